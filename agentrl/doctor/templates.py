@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.algorithms.model.chat import Chat, RequestError
+from agentrl.algorithms.model.chat import Chat, RequestError, template_cure
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
 from agentrl.doctor import Status
@@ -18,7 +18,7 @@ CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT: Message = {"role": "tool", "tool_call_id": "call00000", "content": "Antarctica"}
 TOOL: Json = {"type": "function", "function": {"name": "find_person", "parameters": {}}}
 ROWS = "so each call of a conversation is a separate row, which makes updates longer"
-CURE = "if the agent needs it, fix chat_template.jinja or choose a model with another template"
+CURE = "fix chat_template.jinja or choose a model with another template"
 
 
 def tool_calls(tokenizer: Tokenizer) -> tuple[Status, str]:
@@ -31,7 +31,8 @@ def tool_calls(tokenizer: Tokenizer) -> tuple[Status, str]:
     conversation = shown.rpartition("Where is Ada?")[2]
     if "find_person" in conversation and "Antarctica" in conversation:
         return "ok", "the chat template shows tools, calls and results"
-    return "warn", f"the chat template leaves out tool calls or their results; {CURE}"
+    cure = f"if the agent needs it, {template_cure(tokenizer)}{CURE}"
+    return "warn", f"the chat template leaves out tool calls or their results; {cure}"
 
 
 def thinking(tokenizer: Tokenizer) -> tuple[Status, str]:
@@ -39,7 +40,7 @@ def thinking(tokenizer: Tokenizer) -> tuple[Status, str]:
     thought: Message = {"role": "assistant", "content": "<think>\nLook south.\n</think>\n\nSouth."}
     if "Look south." in tokenizer.decode(_tokens(tokenizer, [QUESTION, thought, THANKS])):
         return "ok", "thinking blocks of earlier turns stay in the prompt"
-    return "warn", f"the chat template drops the thinking of earlier turns, {ROWS}; {CURE}"
+    return "warn", f"the chat template drops the thinking of earlier turns, {_cure(tokenizer)}"
 
 
 def turns(tokenizer: Tokenizer) -> tuple[Status, str]:
@@ -49,7 +50,12 @@ def turns(tokenizer: Tokenizer) -> tuple[Status, str]:
     turn = _tokens(tokenizer, [QUESTION]) + sampled
     if _tokens(tokenizer, [QUESTION, answer, THANKS])[: len(turn)] == turn:
         return "ok", "the tokens of a turn survive the next turn"
-    return "warn", f"the chat template does not repeat a turn as it was sampled, {ROWS}; {CURE}"
+    sentence = "the chat template does not repeat a turn as it was sampled"
+    return "warn", f"{sentence}, {_cure(tokenizer)}"
+
+
+def _cure(tokenizer: Tokenizer) -> str:
+    return f"{ROWS}; if the agent needs it, {template_cure(tokenizer)}{CURE}"
 
 
 def _tokens(tokenizer: Tokenizer, messages: list[Message], tools: Json = None) -> tuple[int, ...]:

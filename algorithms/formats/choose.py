@@ -47,7 +47,10 @@ def choose(tokenizer: Tokenizer, config: RunConfig) -> None:
     template = _use(name, tokenizer, config) if name else None
     where = f"policy.chat_template = {name!r}" if name else own
     if not tokenizer.chat_template:
-        raise PolicyError(f"{own}: its tokenizer has no chat template; {cure(tokenizer)}")
+        raise PolicyError(
+            f"{own}: its tokenizer has no chat template; {cure(tokenizer)}, add chat_template.jinja"
+            " to the directory, or train an instruction-tuned model"
+        )
     _check_template(tokenizer, where)
     asked, shown = tool_format_of(config), _shown_call(tokenizer)
     found = format_of(shown)
@@ -89,7 +92,7 @@ def cure(tokenizer: Tokenizer) -> str:
     """What to do if a tokenizer's chat template has no tools."""
     name = proposed(tokenizer)
     if name is None or templates()[name].text == tokenizer.chat_template:
-        return "name a file with a template that renders them in policy.chat_template"
+        return "name a file with a template that does in policy.chat_template"
     return (
         f"set policy.chat_template = {name!r}, a template for this model's family with tools"
         f" (calls in the format {templates()[name].tool_format!r}, policy.tool_format)"

@@ -13,7 +13,7 @@ from agentrl.algorithms.formats.scan import Read, is_object, read_list, value_en
 from agentrl.algorithms.model.tool_parser import Function, ToolParser
 
 TAG, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-NAMED = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)")
+NAMED = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 NAMED_START = re.compile(r"\[TOOL_CALLS\]\s*[\w.-]+(?:\[[A-Z_]*\]?\w*){0,2}")
 
 

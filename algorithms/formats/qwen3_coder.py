@@ -26,7 +26,7 @@ FUNCTION = "<function="
 HEAD = re.compile(rf"(?:{OPEN}\s*)?{FUNCTION}([^>\n]+)>\s*")
 # A value on lines of its own ends on one, so it may have the tag in a line.
 PARAMETER = re.compile(
-    r"<parameter=([^>\n]+)>(?:\n(?:(.*?)\n)??|([^\n].*?)??)</parameter>(?:\s*\n\s*)?"
+    r"<parameter=([^>\n]+)>(?:\n(?:(.*?)\n)??|([^\n].*?)??)</parameter>(?:[^\S\n]*+\n\s*+)?"
     r"(?=<parameter=|</function>)",
     re.DOTALL,
 )

@@ -12,7 +12,8 @@ Template = Annotated[
     str,
     msgspec.Meta(
         description="a file with a Jinja template in place of the model's, or the name of one with"
-        " tools: chatml, qwen, smollm, qwen3_coder, llama3, mistral, gemma, phi, deepseek"
+        " tools: chatml, qwen, smollm, qwen3_coder, llama3, mistral, mistral_v3,"
+        " gemma, phi, deepseek"
     ),
 ]
 ToolFormat = Annotated[

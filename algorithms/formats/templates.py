@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,10 +38,9 @@ class ChatTemplate:
 
 @cache
 def templates() -> Mapping[str, ChatTemplate]:
-    """The library's own, and those in the entry points `agentrl.chat_templates`; a family's model
-    with a `sign` before the family."""
+    """The library's own, and those in the entry points `agentrl.chat_templates`."""
     added = {point.name: point.load() for point in installed_plugins("chat_templates")}
-    return _chatml() | OWN | added
+    return OWN | _chatml() | added
 
 
 def _chatml() -> dict[str, ChatTemplate]:
@@ -68,6 +67,8 @@ USUAL = {
     "qwen": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
     "chatml": "",
 }
+LISTED = "{%- set listed = false %}"  # the line of mistral.jinja for older models' lists of calls
+MISTRAL = _read("mistral", "mistral", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]")
 OWN = {
     "qwen3_coder": _read(
         "qwen3_coder", "qwen3_coder", "<|im_end|>", "<|im_start|>", sign="<function="
@@ -75,7 +76,12 @@ OWN = {
     "llama3": _read(
         "llama3", "llama3_json", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"
     ),
-    "mistral": _read("mistral", "mistral", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"),
+    "mistral": MISTRAL,
+    "mistral_v3": replace(
+        MISTRAL,
+        text=MISTRAL.text.replace(LISTED, LISTED.replace("false", "true")),
+        tokens=MISTRAL.tokens[:-1],
+    ),
     "gemma": _read("gemma", "pythonic", "<end_of_turn>", "<start_of_turn>"),
     "phi": _read("phi", "phi4_mini_json", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
     "deepseek": _read(
@@ -94,8 +100,11 @@ def proposed(tokenizer: Tokenizer) -> str | None:
     """The name of the template for the family of a tokenizer's model, or None."""
     written = str(tokenizer.chat_template or "")
     fits = [name for name, one in templates().items() if not unknown_tokens(one, tokenizer)]
+    families = [name for name in fits if not templates()[name].sign]
+    # A vocabulary may have tokens of other families too, which its template does not write.
+    families.sort(key=lambda name: templates()[name].tokens[0] not in written)
     signed = [name for name in fits if (sign := templates()[name].sign) and sign in written]
-    return next(iter([*signed, *(name for name in fits if not templates()[name].sign)]), None)
+    return next(iter([*signed, *families]), None)
 
 
 def check(config: RunConfig) -> None:

@@ -89,8 +89,9 @@ class Chat:
             if text == without and not any(name in text for name in tool_names(definitions)):
                 sentence = (
                     "the model's chat template does not render tools, so the model would not see "
-                    f"the {len(definitions)} of its request; {template_cure(self._tokenizer)}, or "
-                    "send no tools"
+                    f"the {len(definitions)} of its request; {template_cure(self._tokenizer)}"
+                    "choose a model whose template renders them (an instruct model with tool calls)"
+                    ", replace its chat_template.jinja, or send no tools"
                 )
                 if not self.blind.done():
                     self.blind.set_result(sentence)
@@ -141,12 +142,8 @@ class Chat:
 
 
 def template_cure(tokenizer: Tokenizer) -> str:
-    """What to do about a chat template that leaves something out."""
-    known = [point.load() for point in installed_plugins("cures")]
-    return "; ".join(cure(tokenizer) for cure in known) or (
-        "choose a model whose template renders it (an instruct model with tool calls), or replace "
-        "its chat_template.jinja"
-    )
+    """What parts know to do about a chat template that leaves something out, before other words."""
+    return "".join(f"{point.load()(tokenizer)}, " for point in installed_plugins("cures"))
 
 
 def tool_names(tools: list[dict[str, Json]]) -> list[str]:

@@ -59,6 +59,7 @@ class ToolParser:
         self._text = ""  # not yet classified
         self._begun = self._thinking = thinking
         self._after_call = False
+        self._wait = 0  # length at which to read on
         self.count = 0
 
     def push(self, text: str) -> list[str | ToolCall]:
@@ -91,12 +92,15 @@ class ToolParser:
 
     def _take(self, *, last: bool) -> list[str | ToolCall]:
         found = self._reasoning(last)
-        if not (self._begun or last) or self._thinking:
+        if (not last and (not self._begun or len(self._text) < self._wait)) or self._thinking:
             return found
+        self._wait = 0
         while opening := self._opening():
             start, tag = opening
             read = self.read(self._text[start:], last=last)
             if read is None:
+                # Reading all of a long call with each token would take its square.
+                self._wait = (len(self._text) - start) * 17 // 16
                 break
             before, end = self._text[:start], start + read[0]
             if read[1]:

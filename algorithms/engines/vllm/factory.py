@@ -68,8 +68,9 @@ def vllm_server(
         )
     else:
         context = min(engine.max_context, context_length(model) or engine.max_context)
-        parser = engine.vllm.tool_parser or tokenizer.init_kwargs.get(TOOL_FORMAT, "hermes")
-        own = msgspec.structs.replace(engine.vllm, tool_parser=parser)
+        own = engine.vllm
+        if own.tool_parser == "hermes" and (written := tokenizer.init_kwargs.get(TOOL_FORMAT)):
+            own = msgspec.structs.replace(own, tool_parser=written)
         host = VllmProcess(
             msgspec.structs.replace(engine, max_context=context, vllm=own),
             folder / "vllm.log",

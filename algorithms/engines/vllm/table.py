@@ -11,7 +11,7 @@ from agentrl.config.base import Count, NonNegative, Seconds, Section
 from agentrl.config.infrastructure import EngineConfig
 
 OF_A_CHILD: tuple[tuple[str, object], ...] = (
-    ("arguments", []), ("tool_parser", ""), ("gpu_memory", 0.0), ("sleep", 0),
+    ("arguments", []), ("tool_parser", "hermes"), ("gpu_memory", 0.0), ("sleep", 0),
 )  # fmt: skip
 
 
@@ -31,8 +31,8 @@ class VllmConfig(Section, frozen=True):
     # memory; 2: drop its weights and send them again, without host memory; 0: off.
     sleep: Literal[0, 1, 2] = 0
     tolerance: NonNegative = 0.0  # of log-probs after an update; 0: 1e-3, or 0.1 in bfloat16
-    # vLLM's parser for the model's format of tool calls; default: that of policy.tool_format
-    tool_parser: str = ""
+    # vLLM's parser for the model's format of tool calls; hermes: that of policy.tool_format
+    tool_parser: str = "hermes"
     arguments: list[str] = []  # additional arguments of `vllm serve`
 
     def __post_init__(self) -> None:

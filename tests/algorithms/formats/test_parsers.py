@@ -32,9 +32,10 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("llama3_json", '{"name": "query", "arguments": {"text": "a"}}', "", A),
     ("llama3_json", '{"name":"query","parameters":{"text":"a"}} ;\n{"name":"f","parameters":{}}',
      "", [*A, ("f", {})]),
-    ("llama3_json", 'Look.\n{"name": "query", "parameters": {"text": "a"}}\nDone.', "Look.Done.", A),
+    ("llama3_json", 'Look.\n{"name": "query", "parameters": {"text": "a"}}\nDone.', "Look.Done.",
+     A),
     ("llama3_json", '{"name": "query", "parameters": {"text": "a"}}; and more', "; and more", A),
-    ("llama3_json", '<|python_tag|>search.call(query="a")', '<|python_tag|>search.call(query="a")', []),
+    ("llama3_json", *('<|python_tag|>search.call(query="a")',) * 2, []),
     ("llama3_json", 'int main() { return 0; }', "int main() { return 0; }", []),
     ("llama3_json", '{"city": "Oslo"} is JSON', '{"city": "Oslo"} is JSON', []),
     ("llama3_json", '{"name": "query", "parameters": 3}', '{"name": "query", "parameters": 3}', []),
@@ -49,6 +50,7 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("mistral", '[TOOL_CALLS]query[CALL_ID]9Ae3bDc2F[ARGS]{"text": "a"}', "", A),
     ("mistral", 'Look.[TOOL_CALLS]query[ARGS]{"text": "a"}[TOOL_CALLS]f[ARGS]{}', "Look.",
      [*A, ("f", {})]),
+    ("mistral", '[TOOL_CALLS]query{"text": "a"}', "", A),
     ("mistral", "[TOOL_CALLS]query[ARGS]{text}", "[TOOL_CALLS]query[ARGS]{text}", []),
     ("mistral", "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
     ("mistral", '[TOOL_CALLS][{"name": "query"}]', '[TOOL_CALLS][{"name": "query"}]', []),
@@ -71,16 +73,16 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("pythonic", "[query(text='\\ud800')]", "[query(text='\\ud800')]", []),
     ("pythonic", "[query(text='a'", "[query(text='a'", []),
     ("pythonic", "[query(text='a') f()]", "[query(text='a') f()]", []),
-    ("pythonic", "[f(x=" + "[" * 5000 + "]" * 5000 + ")]", "[f(x=" + "[" * 5000 + "]" * 5000 + ")]", []),
+    ("pythonic", *("[f(x=" + "[" * 2000 + "]" * 2000 + ")]",) * 2, []),
     ("qwen3_coder", XML, "", A),
     ("qwen3_coder", f"Look.\n{XML}\n{XML}", "Look.", [*A, *A]),
     ("qwen3_coder", XML.replace("<tool_call>\n", "").replace("\n</tool_call>", ""), "", A),
     ("qwen3_coder", XML.removesuffix("\n</tool_call>"), "", A),
-    ("qwen3_coder", "<tool_call><function=query><parameter=text>a</parameter></function></tool_call>",
-     "", A),
+    ("qwen3_coder", XML.replace("\n", ""), "", A),
     ("qwen3_coder", "<tool_call>\n<function=list_tables>\n</function>\n</tool_call>", "",
      [("list_tables", {})]),
-    ("qwen3_coder", XML.replace("\na\n", "\n</tool_call>\n\n"), "", [("query", {"text": "</tool_call>\n"})]),
+    ("qwen3_coder", XML.replace("\na\n", "\n</tool_call>\n\n"), "",
+     [("query", {"text": "</tool_call>\n"})]),
     ("qwen3_coder", XML.replace("text>\na", "count>\n3"), "", [("query", {"count": 3})]),
     ("qwen3_coder", XML.replace("text>\na", "flag>\nTrue"), "", [("query", {"flag": True})]),
     ("qwen3_coder", XML.replace("text>\na", "flag>\nyes"), "", [("query", {"flag": "yes"})]),
@@ -103,10 +105,11 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("deepseek_v31", f"{BEGIN}{V31}{V31}{DONE}", "", [*A, *A]),
     ("deepseek_v31", f"{BEGIN}{V3}{DONE}", f"{BEGIN}{V3}{DONE}", []),
     ("phi4_mini_json", 'functools[{"name": "query", "arguments": {"text": "a"}}]', "", A),
-    ("phi4_mini_json", '<|tool_call|>[{"name": "query", "parameters": {"text": "a"}}]<|/tool_call|>',
-     "", A),
-    ("phi4_mini_json", '<|tool_call|>[{"name": "query", "arguments": {"text": "a"}}] and', "and", A),
-    ("phi4_mini_json", "import functools\nfunctools.cache", "import functools\nfunctools.cache", []),
+    ("phi4_mini_json", '<|tool_call|>[{"name": "query", "parameters": {"text": "a"}}]'
+     "<|/tool_call|>", "", A),
+    ("phi4_mini_json", '<|tool_call|>[{"name": "query", "arguments": {"text": "a"}}] and', "and",
+     A),
+    ("phi4_mini_json", *("import functools\nfunctools.cache",) * 2, []),
     ("phi4_mini_json", 'functools[{"name": "query"}]', 'functools[{"name": "query"}]', []),
 ]  # fmt: skip
 FORMATS = sorted({case[0] for case in CASES})
@@ -183,7 +186,7 @@ def test_arguments_in_json_are_what_the_model_wrote(shape: tuple[str, str], writ
 def test_names_are_vllms_and_others_are_refused_with_the_valid_ones() -> None:
     assert load_format("hermes", Path()) is ToolParser
     assert load_format("llama4_json", Path()) is load_format("llama3_json", Path())
-    with pytest.raises(ConfigError, match="policy.tool_format = 'mistra'; did you mean 'mistral'"):
+    with pytest.raises(ConfigError, match=r"policy.tool_format = 'mistra'; did you mean 'mistral'"):
         load_format("mistra", Path())
 
 
