@@ -34,8 +34,8 @@ from tests.examples.parts import modules
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm"
 AGENTS = {"prices": EXAMPLE / "run.toml", "calculator": EXAMPLE / "calculator" / "run.toml"}
-OTHERS = {"speed": "cpu_speed", "estimate": "estimate", "formats": "tool_roundtrip"}  # modules
-SECTIONS = (*AGENTS, "trl", *OTHERS)
+OTHERS = {"speed": "cpu_speed", "estimate": "estimate"}  # other benchmarks of the same model
+SECTIONS = (*AGENTS, "trl", *OTHERS, "formats")
 TARGETS = {"sampled_after": 0.8, "tool_greedy_after": 0.9, "seconds": 300, "cpu_over_trl": 1 / 6}
 Figures = dict[str, Any]
 
@@ -113,36 +113,45 @@ def beside(module: str, model: str) -> Figures:
     return found
 
 
+def tool_roundtrip() -> dict[str, float]:
+    """By chat template, the share of conversations with tools that come back the same. Raises
+    ImportError without the part that has the templates."""
+    from agentrl.algorithms.formats.templates import templates
+    from tests.algorithms.formats.roundtrip import tool_roundtrip
+
+    return {name: tool_roundtrip(name) for name in templates()}
+
+
 def measure(options: argparse.Namespace, folder: Path) -> Figures:
     found: Figures = {"seeds": options.seeds, "absent": {}}
-    model = [f"policy.model={options.model.resolve()}"]
-    for agent, prefix in zip(AGENTS, ("", "tool_"), strict=True):
-        if agent in options.only:
-            rows = []
-            for seed in options.seeds:
-                own = [*model, f"seed={seed}", *options.set]
-                rows.append(train(AGENTS[agent], folder / f"{agent}-{seed}", own))
-            found |= {prefix + key: [row[key] for row in rows] for key in rows[0]}
-    if "trl" in options.only and options.trl:
-        config = load(AGENTS["prices"], [*model, *options.set])
-        rows = [
-            trl(options.trl, config, seed, folder, evaluate=options.trl_evaluate)
-            for seed in options.seeds
-        ]
-        found |= {key: [row[key] for row in rows] for key in rows[0]}
-        if "cpu_per_step" in found:
-            found["cpu_over_trl"] = median(found["cpu_per_step"]) / median(
-                found["trl_cpu_per_step"]
-            )
-    elif "trl" in options.only:
-        found["absent"]["trl"] = "give --trl PYTHON, one that has TRL"
-    for section, module in OTHERS.items():
-        if section in options.only:
-            try:
-                found |= beside(module, str(options.model))
-            except (LookupError, subprocess.CalledProcessError) as error:
-                found["absent"][section] = str(error)
+    for section in options.only:
+        try:
+            found |= measured(section, options, folder)
+        except (LookupError, ImportError, subprocess.CalledProcessError) as error:
+            found["absent"][section] = str(error)
+    if "cpu_per_step" in found and "trl_cpu_per_step" in found:
+        ours, theirs = median(found["cpu_per_step"]), median(found["trl_cpu_per_step"])
+        found["cpu_over_trl"] = ours / theirs
     return found
+
+
+def measured(section: str, options: argparse.Namespace, folder: Path) -> Figures:
+    if section in OTHERS:
+        return beside(OTHERS[section], str(options.model))
+    if section == "formats":
+        return {"tool_roundtrip": tool_roundtrip()}
+    own, rows = [f"policy.model={options.model.resolve()}", *options.set], []
+    for seed in options.seeds:
+        if section in AGENTS:
+            output = folder / f"{section}-{seed}"
+            rows.append(train(AGENTS[section], output, [*own, f"seed={seed}"]))
+        elif not options.trl:
+            raise LookupError("give --trl PYTHON, one that has TRL")
+        else:
+            config = load(AGENTS["prices"], own)
+            rows.append(trl(options.trl, config, seed, folder, evaluate=options.trl_evaluate))
+    prefix = "tool_" if section == "calculator" else ""
+    return {prefix + key: [row[key] for row in rows] for key in rows[0]}
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from agentrl.config import load
 from tests.benchmarks import real_model
 
 TINY = [
-    "steps=2", "algorithm.groups=2", "algorithm.group_size=2", "sampling.max_tokens=4",
+    "steps=2", "algorithm.groups=2", "algorithm.group_size=4", "sampling.max_tokens=4",
     "eval.tasks=2", "eval.every=0", "policy.lora.rank=2",
 ]  # fmt: skip
 
@@ -28,7 +28,11 @@ def test_a_run_is_scored_before_and_after_and_its_steps_are_timed(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("langchain")
-    found = real_model.measure(options(tiny_model_dir, only=["prices", "trl", "speed"]), tmp_path)
+    verifier = tmp_path / "verifier.py"  # the tiny model is never right
+    verifier.write_text("def verify(task, result):\n    return float(len(result) % 2)\n")
+    settings = [*TINY, f"verifier.path={verifier}:verify"]
+    given = options(tiny_model_dir, only=["prices", "trl"], set=settings)
+    found = real_model.measure(given, tmp_path)
     assert found["seeds"] == [3]
     assert found["absent"]["trl"] == "give --trl PYTHON, one that has TRL"
     for when in ("greedy_before", "sampled_before", "greedy_after", "sampled_after"):
