@@ -15,8 +15,7 @@ import msgspec
 from agentrl.algorithms.credit.core import TokenKLPenalty
 from agentrl.algorithms.credit.parts import map_records, nested_records
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.reference import ReferenceControl
+from agentrl.algorithms.objective.core import Algo, ReferenceControl
 from agentrl.algorithms.train.hooks import Hooks
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.step import Updater

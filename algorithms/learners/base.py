@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.model.load import Tokenizer, no_progress_bars, read_policy
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.objective.reference import FrozenModel
+from agentrl.algorithms.objective.core import FrozenModel
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.errors import PolicyError

@@ -14,8 +14,7 @@ from agentrl.algorithms.diagnostics.bad_steps import BadSteps
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.proof import trie_gap
-from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.reference import ReferenceControl
+from agentrl.algorithms.objective.core import Algo, ReferenceControl
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group, check_staleness
 from agentrl.algorithms.sampling.collect import resampling_reward

@@ -21,11 +21,10 @@ from agentrl.algorithms.data.state import AlgorithmState, Recalled
 from agentrl.algorithms.diagnostics.bad_steps import BadSteps, StepRecorder
 from agentrl.algorithms.diagnostics.metrics import Metrics, batch_metrics
 from agentrl.algorithms.learners.base import Learner, ReferenceElsewhere, Teacher
-from agentrl.algorithms.objective.core import Algo, compute_advantages
+from agentrl.algorithms.objective.core import Algo, ReferenceControl, compute_advantages
 from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.objective.reference import ReferenceControl
 from agentrl.algorithms.objective.staleness import old_policy_share, staleness_metrics, withhold
 from agentrl.algorithms.objective.values import critic_terms, value_metrics
 from agentrl.algorithms.presets.registry import check_supplies

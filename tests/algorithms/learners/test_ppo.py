@@ -17,7 +17,7 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as targets
-from agentrl.algorithms.objective.reference import ReferenceControl
+from agentrl.algorithms.objective.core import ReferenceControl
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint

@@ -14,7 +14,7 @@ from agentrl.algorithms.learners.auxiliary import REFERENCE, Reference, ValueMod
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.objective.reference import kl_to_reference
+from agentrl.algorithms.objective.core import kl_to_reference
 from agentrl.algorithms.objective.values import value_terms
 from agentrl.algorithms.presets import catalogue
 from agentrl.errors import ConfigError, PolicyError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.objective.reference import ReferenceControl
+from agentrl.algorithms.objective.core import ReferenceControl
 from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train import loop
 from agentrl.algorithms.train.empty_steps import check_empty_steps, failure_counts, is_empty
