@@ -130,7 +130,7 @@ def _roles(config: RunConfig) -> Iterator[str]:
     for name in sorted(policies.intersection(config.upstreams)):
         yield f"[upstreams.{name}] has the name of a policy; rename one"
     if ANY_ROLE in config.roles and not team.has_no_own_policy(config):
-        yield 'roles."*" is for a run without a policy, which plays all other roles; remove it'
+        yield 'roles."*" is for a run without a policy; here that plays all others: remove it'
     claimed = dict.fromkeys(config.roles, "[roles]")
     for name, member in config.policies.items():
         for role in member.roles:

@@ -55,12 +55,11 @@ class ConversationReader:
         policy is asked for; of the messages `imitate` alone, if it names them by index."""
         messages, tools = conversation["messages"], conversation.get("tools")
         options = conversation.get("chat_template_kwargs") or {}
-        if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-            raise TrainingError("messages is not a list of objects")
+        if not isinstance(options, dict):
+            raise TrainingError("chat_template_kwargs is not an object")
         found = []
-        chosen = conversation.get("imitate") or range(len(messages))
-        for index, message in enumerate(messages):
-            if index and message.get("role") == "assistant" and index in chosen:
+        for index in _imitated(messages, conversation.get("imitate")):
+            if index:
                 try:
                     found.append(self._answer(messages, index, tools, options))
                 except (RequestError, TrainingError) as error:
@@ -141,6 +140,19 @@ class ConversationReader:
                     "demonstrations: the policy imitates answers to prompts without them",
                     role,
                 )
+
+
+def _imitated(messages: Json, chosen: Json) -> list[int]:
+    """The indices of the messages to imitate. Raises TrainingError for others than messages of the
+    assistant."""
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise TrainingError("messages is not a list of objects")
+    own = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
+    if chosen is None:
+        return own
+    if not isinstance(chosen, list) or any(one not in own for one in chosen):
+        raise TrainingError(f"imitate = {chosen!r:.80}: give indices of the assistant's, of {own}")
+    return sorted(chosen)
 
 
 def _row(tokens: list[int], actions: list[int]) -> TokenRow:

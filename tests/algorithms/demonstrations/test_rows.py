@@ -190,6 +190,10 @@ OPENS = CHATML.replace("assistant\\n' }}{%- endif", "assistant\\n<think>\\n' }}{
         ({"messages": [USER, SAID], "tools": [TOOL]}, "", r"\[1\]: .*does not render tools"),
         ({"messages": [USER, SAID]}, OPENS.replace("BODY", PLAIN), r"\[1\]: .*another way once"),
         ({"messages": [USER, SAID]}, "{{ raise_exception('no') }}", r"\[1\]: .*cannot render"),
+        ({"messages": [USER, SAID], "imitate": [0]}, "", r"imitate = \[0\]: give indices .*\[1\]"),
+        ({"messages": [USER, SAID], "imitate": ["1"]}, "", r"imitate = \['1'\]: give indices"),
+        ({"messages": [USER, SAID], "imitate": "all"}, "", "imitate = 'all': give indices"),
+        ({"messages": [USER, SAID], "chat_template_kwargs": 1}, "", "is not an object"),
         ({"messages": [{"content": "a"}, SAID]}, "", r"\[1\]: messages\[0\] has no role"),
     ],
 )  # fmt: skip
