@@ -338,7 +338,7 @@ async def _algorithm(child: Child) -> None:
     if code:
         ending = f"signal {-code}" if code < 0 else f"exit code {code}"
         if cause := memory.cause_of(code):
-            needs = child.last_said("memory: ")
+            needs = (child.last_said("memory: ") or "").partition(";")[0]
             estimate = f" (the estimate was {needs})" if needs else ""
             ending += f", {cause}{estimate}: {memory.CURE}"
         raise TrainingError(
