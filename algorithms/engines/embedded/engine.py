@@ -75,7 +75,8 @@ class Engine:
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.rows = RowTable(max_batch, idle=2 * max_batch, context=max_context)
-        self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch + 1)
+        block = attention.whole_blocks(1, self.dtype)
+        self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch + 1, block)
         self.eos = np.zeros(config.get_text_config().vocab_size, np.bool_)
         self.eos[list(eos)] = True
         self.waiting: deque[GenerationRequest] = deque()
@@ -207,7 +208,7 @@ class Engine:
         """Run the model on uncached tokens; returns logits [n, V] after each row's last one."""
         rows, pool, n = self.rows, self.pool, self.rows.n
         lengths, order = rows.length[:n], np.arange(n)
-        pool.reserve(int(rows.known[:n].max()))
+        pool.reserve(int(rows.known[:n].max()), np.flatnonzero(rows.length).tolist())
         before = rows.known[:n] - lengths - 1  # tokens to feed before the last one
         chunks: list[PrefillChunk] = []
         fed_rows, fed_positions, start = [], [], 0
@@ -233,7 +234,7 @@ class Engine:
             for values in (tokens.astype(np.int64), at, positions)
         )
         pool.set_write_positions(at_N, positions_N)
-        context = attention.whole_blocks(int(last.max()) + 1, self.dtype)
+        context = attention.keys_read(int(last.max()) + 1, pool.capacity, self.dtype)
         with self._adapted(rows.policy[source]):
             logits: Tensor = self.model(
                 input_ids=ids_N[None],

@@ -5,7 +5,7 @@ Only the engine's thread writes, inside a forward pass (`KVPool.update`) or betw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache
 
 from agentrl.types import Sampling
 
-INITIAL_CAPACITY = 256  # initial tokens per row
 Spans = Sequence[tuple[int, int]]
 Likeliest = list[tuple[int, float]]
 """The most likely tokens at a position and their log-probs, the first one first."""
@@ -60,9 +59,9 @@ class KVPool(Cache):  # type: ignore[misc]
 
     Always true: entries after a row's length are finite, so masking them is exact."""
 
-    def __init__(self, layers: int, rows: int) -> None:
-        self.depth, self.rows = layers, rows
-        self.capacity = INITIAL_CAPACITY
+    def __init__(self, layers: int, rows: int, capacity: int) -> None:
+        """capacity: tokens per row, which doubles when more are needed."""
+        self.depth, self.rows, self.capacity = layers, rows, capacity
         self.tensors: list[Tensor] = []  # keys, values
         self._target = (torch.empty(0), torch.empty(0))  # row and position of each input token
         self._slots: Tensor | None = None  # the same as indices into a flat layer, by key head
@@ -74,14 +73,15 @@ class KVPool(Cache):  # type: ignore[misc]
         """0, because the model is always called with positions."""
         return 0
 
-    def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` tokens per row."""
+    def reserve(self, capacity: int, used: Iterable[int]) -> None:
+        """Make room for `capacity` tokens per row. used: the rows that have some."""
         while self.capacity < capacity:
             self.capacity *= 2
         for index, old in enumerate(self.tensors):
             if old.shape[3] < self.capacity:
                 new = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
-                new[:, :, :, : old.shape[3]] = old
+                for row in used:  # the memory of others stays untouched
+                    new[:, row, :, : old.shape[3]] = old[:, row]
                 self.tensors[index] = new
 
     def set_write_positions(self, rows: Tensor, positions: Tensor) -> None:
