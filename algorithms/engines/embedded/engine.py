@@ -77,8 +77,8 @@ class Engine:
         # An idle row for each running one keeps the prefix of the next call of its conversation.
         self.rows = RowTable(max_batch, idle=max_batch, context=max_context)
         layers = config.get_text_config().num_hidden_layers
-        largest = whole_blocks(max_context, self.dtype)
-        self.pool = KVPool(layers, len(self.rows.length) + 1, largest)
+        block, largest = (whole_blocks(size, self.dtype) for size in (1, max_context))
+        self.pool = KVPool(layers, len(self.rows.length) + 1, block, largest)
         self.eos = np.zeros(config.get_text_config().vocab_size, np.bool_)
         self.eos[list(eos)] = True
         self.waiting: deque[GenerationRequest] = deque()
@@ -236,7 +236,7 @@ class Engine:
             for values in (tokens.astype(np.int64), at, positions)
         )
         pool.set_write_positions(at_N, positions_N)
-        context = whole_blocks(int(last.max()) + 1, self.dtype)
+        context = attention.keys_read(int(last.max()) + 1, pool.capacity, self.dtype)
         with self._adapted(rows.policy[source]):
             logits: Tensor = self.model(
                 input_ids=ids_N[None],

@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache
 
 from agentrl.types import Sampling
 
-INITIAL_CAPACITY = 256  # initial tokens per row
 Spans = Sequence[tuple[int, int]]
 Likeliest = list[tuple[int, float]]
 """The most likely tokens at a position and their log-probs, the first one first."""
@@ -61,9 +60,10 @@ class KVPool(Cache):  # type: ignore[misc]
     Always true: entries after a row's length are finite, so masking them is exact. It grows with
     the longest row, to at most `largest` tokens per row (`model.estimate` counts these)."""
 
-    def __init__(self, layers: int, rows: int, largest: int) -> None:
+    def __init__(self, layers: int, rows: int, capacity: int, largest: int) -> None:
+        """capacity: tokens per row, which doubles when more are needed."""
         self.depth, self.rows, self.largest = layers, rows, largest
-        self.capacity = min(INITIAL_CAPACITY, largest)
+        self.capacity = min(capacity, largest)
         self.tensors: list[Tensor] = []  # keys, values
         self._target = (torch.empty(0), torch.empty(0))  # row and position of each input token
         self._slots: Tensor | None = None  # the same as indices into a flat layer, by key head

@@ -48,12 +48,12 @@ class PackedLinear:
 
 def install(model: Model) -> None:
     """Pack the weights of linear layers once the engine multiplies with them."""
-    if not torch.backends.mkldnn.is_available() or not _operations._is_mkldnn_bf16_supported():
-        return
-    for layer in model.modules():
-        plain = type(layer) is Linear and "forward" not in vars(layer)
-        if plain and layer.weight.dtype == torch.bfloat16 and layer.weight.device.type == "cpu":
-            layer.forward = PackedLinear(layer)
+    supported = torch._C._has_mkldnn and _operations._is_mkldnn_bf16_supported()
+    for layer in model.modules() if supported else ():
+        if type(layer) is not Linear or "forward" in vars(layer):  # quantised, or installed before
+            continue
+        if layer.weight.dtype == torch.bfloat16 and layer.weight.device.type == "cpu":
+            layer.forward = PackedLinear(layer)  # type: ignore[assignment]
 
 
 def forget(model: Model) -> None:

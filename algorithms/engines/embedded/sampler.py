@@ -64,8 +64,9 @@ def _scaled(logits_BV: Tensor, temperature: Floats) -> Tensor:
 def _inverse(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Each row's token at which its cumulative weights pass this share of their sum, int64 [B]."""
     device, vocabulary = weights_BV.device, weights_BV.shape[-1]
-    whole, rest = weights_BV.split([vocabulary // BLOCK * BLOCK, vocabulary % BLOCK], dim=-1)
-    blocks = torch.cat([whole.unflatten(-1, (-1, BLOCK)).sum(-1), rest.sum(-1, keepdim=True)], -1)
+    whole = vocabulary // BLOCK * BLOCK
+    sums = weights_BV[:, :whole].reshape(len(weights_BV), -1, BLOCK).sum(-1)
+    blocks = torch.cat([sums, weights_BV[:, whole:].sum(-1, keepdim=True)], -1)
     block, share = _passed(blocks, uniform_B.to(device)[:, None])
     places = block * BLOCK + torch.arange(BLOCK, device=device)
     inside = weights_BV.gather(1, places.clamp(max=vocabulary - 1))

@@ -134,17 +134,32 @@ def test_in_bfloat16_log_probs_are_those_of_a_forward_pass(desk: Callable[..., D
         np.testing.assert_allclose(update.logprobs, expected, atol=0.1)
 
 
-def test_in_bfloat16_a_step_reads_at_most_63_keys_too_many(desk: Callable[..., Desk]) -> None:
-    here, contexts = desk(), []
+def test_in_bfloat16_a_step_reads_few_keys_too_many(desk: Callable[..., Desk]) -> None:
+    here, contexts = desk(), {}
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
         if kwargs.get("plan") is not None:
-            contexts.append(kwargs["plan"].context - 1 - int(kwargs["plan"].last.max()))
+            contexts[int(kwargs["plan"].last.max()) + 1] = kwargs["plan"].context
 
     here.model.register_forward_pre_hook(note, with_kwargs=True)
     here.run(list(range(3, 60)), max_tokens=100)
-    assert min(contexts) == 0
-    assert max(contexts) == 63
+    assert [contexts[size] for size in (58, 64, 65, 128, 129, 156)] == [64, 64, 128, 128, 256, 256]
+    here.run([7, 8, 9], max_tokens=80)  # of the 256 that are there now
+    assert [contexts[size] for size in (4, 64, 65, 80)] == [64, 64, 256, 256]
+
+
+def test_in_bfloat16_keys_survive_growth(desk: Callable[..., Desk]) -> None:
+    here, dice = desk(max_batch=4), np.random.default_rng(0)
+    short = [dice.integers(3, 400, 20).tolist() for _ in range(3)]
+    ended = [here.run(prompt, seed=1, max_tokens=4).tokens for prompt in short]
+    here.run(dice.integers(3, 400, 200).tolist(), max_tokens=20)
+    fed = here.fed
+    for prompt, tokens in zip(short, ended, strict=True):  # their keys are cached
+        longer = [*prompt, *tokens, 5]
+        update = here.run(longer, seed=2, max_tokens=10)
+        expected = reference(here.model, longer, update, 1.0)
+        np.testing.assert_allclose(update.logprobs, expected, atol=0.1)
+    assert here.fed - fed < 3 * 20
 
 
 def test_new_weights_are_answered_with(desk: Callable[..., Desk]) -> None:
