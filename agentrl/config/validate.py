@@ -44,6 +44,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     for name, member in config.policies.items():
         yield from _member(name, member)
     yield from _roles(config)
+    yield from _models(config)
     yield from _lora(config.policy.lora)
     yield from _schedule(config.algorithm)
     yield from _staleness(config)
@@ -69,6 +70,19 @@ def _sections(table: Section) -> Iterator[Section]:
     for _, inner in tables(table):
         yield inner
         yield from _sections(inner)
+
+
+def _models(config: RunConfig) -> Iterator[str]:
+    """Models in a file of another tool."""
+    members = {f"policies.{name}.model": one.model for name, one in config.policies.items()}
+    for key, model in ({"policy.model": config.policy.model} | members).items():
+        path = config.path(model)
+        files = [path] if path.suffix == ".gguf" and path.is_file() else path.glob("*.gguf")
+        if model and any(files) and not (path / "config.json").is_file():
+            yield (
+                f"{key} = {model!r}: a GGUF file cannot be trained as it is; make a folder of it, "
+                f"and name that: agentrl model import {path} FOLDER"
+            )
 
 
 def _rewards(config: RunConfig) -> Iterator[str]:

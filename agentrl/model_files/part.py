@@ -6,5 +6,4 @@ PART = Part(
     name="model files",
     summary="Models of other tools as Hugging Face folders, and trained ones for other tools.",
     commands={"export model": f"{HERE}.export:model", "model": f"{HERE}.command:model"},
-    checks={"policy.model": f"{HERE}.sources:check"},
 )

@@ -1,5 +1,4 @@
-"""Where a model comes from: a GGUF file, a folder or a package with one; and a run that names one
-without importing it."""
+"""Where a model comes from: a GGUF file, or a folder or a package with one."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 
 SUFFIX = ".gguf"
@@ -36,25 +34,3 @@ def _of_package(name: str) -> Iterator[Path]:
             f"{name}: there is no such file or folder, and no package of this name is installed"
         ) from None
     return (Path(str(file.locate())) for file in files if file.suffix == SUFFIX)
-
-
-def check(config: RunConfig) -> None:
-    """Raise ConfigError for a model of the run that must be imported first."""
-    members = config.policies.items()
-    named = {f"policies.{name}.model": member.model for name, member in members}
-    for key, value in ({"policy.model": config.policy.model} | named).items():
-        path = config.path(value)
-        if not value or not (file := _only_gguf(path)):
-            continue
-        target = (file if path.is_file() else path / "model").with_suffix("")
-        raise ConfigError(
-            f"{key} = {value!r}: a GGUF file cannot be trained as it is; make a Hugging Face "
-            f"folder of it, and name that: agentrl model import {file} {target}"
-        )
-
-
-def _only_gguf(path: Path) -> Path | None:
-    """The GGUF file that this path names, or that a folder has in place of a checkpoint."""
-    if path.is_dir() and not (path / "config.json").is_file():
-        return next(path.glob(f"*{SUFFIX}"), None)
-    return path if path.suffix == SUFFIX and path.is_file() else None

@@ -17,13 +17,12 @@ from tokenizers import Regex, pre_tokenizers
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from agentrl import trainer
 from agentrl.algorithms.model.load import end_tokens, load_model
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.model.tiny import make_model, make_tokenizer
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, ConfigError, PolicyError
+from agentrl.errors import ConfigError, PolicyError
 from agentrl.model_files.gguf_file import GgufFile
 from agentrl.model_files.importing import import_gguf
 from agentrl.model_files.sources import find
@@ -267,21 +266,21 @@ def test_without_the_package_the_extra_is_named(
         GgufFile(file)
 
 
-def test_a_run_on_a_gguf_file_names_the_command(write: Write, tmp_path: Path) -> None:
-    file = write()
-    config = {"name": "mine", "root": str(tmp_path), "output": str(tmp_path / "runs")}
-    for settings in (
-        {"policy": {"model": "tiny.gguf"}},
-        {"policy": {"model": "."}},
-        {"policies": {"a": {"model": str(file), "roles": ["x"]}}},
-    ):
-        with pytest.raises(AgentRLError, match=f"agentrl model import {file} ") as caught:
-            trainer.check(RunConfig(**config, **_typed(settings)))
-        assert next(iter(settings)) in str(caught.value)
-
-
-def _typed(settings: dict[str, Any]) -> dict[str, Any]:
-    import msgspec
-
-    kinds = {field.name: field.type for field in msgspec.structs.fields(RunConfig)}
-    return {key: msgspec.convert(value, kinds[key]) for key, value in settings.items()}
+@pytest.mark.parametrize(
+    ("named", "settings"),
+    [
+        ("policy.model", '[policy]\nmodel = "tiny.gguf"'),
+        ("policy.model", '[policy]\nmodel = "."'),
+        ("policies.a.model", '[policies.a]\nroles = ["x"]\nmodel = "tiny.gguf"'),
+    ],
+)
+def test_a_run_on_a_gguf_file_names_the_command(write: Write, named: str, settings: str) -> None:
+    run_file = write().with_name("run.toml")
+    agent = '[agent]\npath = "agent.py:agent"\n[verifier]\npath = "agent.py:verify"\n'
+    run_file.write_text(f'{agent}[tasks]\ntrain = "t.jsonl"\n{settings}\n')
+    result = CliRunner().invoke(cli, ["train", str(run_file), "--dry-run"])
+    assert f"{named} = " in str(result.exception)
+    assert f"agentrl model import {run_file.parent}" in str(result.exception)
+    run_file.with_name("config.json").write_text("{}")  # a checkpoint that has the file as well
+    result = CliRunner().invoke(cli, ["train", str(run_file), "--dry-run"])
+    assert ("model import" in str(result.exception)) == ("tiny" in settings)
