@@ -230,6 +230,21 @@ def test_a_template_with_an_error_is_refused_before_a_rollout(
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages[0].content }}",
+        "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}",
+        "{% for m in messages %}{% if m.tool_calls %}{{ m.no.such }}{% endif %}{% endfor %}",
+    ],
+)
+def test_a_template_that_refuses_some_conversations_is_taken(tmp_path: Path, text: str) -> None:
+    tokenizer = fresh("smollm")
+    tokenizer.chat_template = text
+    choose.choose(tokenizer, run(tmp_path))
+    assert tokenizer.chat_template == text
+
+
+@pytest.mark.parametrize(
     ("policy", "says"),
     [
         ({"chat_template": "lama3"}, "policy.chat_template = 'lama3'; did you mean 'llama3'"),
