@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("agentrl.algorithm")
 Message = dict[str, Json]
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
 QUESTION: Message = {"role": "user", "content": "Where is Ada?"}
 FUNCTION: Json = {"name": "find_person", "arguments": {"who": "Ada"}}
 CALL: Json = {"id": "call00000", "type": "function", "function": FUNCTION}
@@ -100,17 +101,19 @@ def cure(tokenizer: Tokenizer) -> str:
 
 
 def _check_template(tokenizer: Tokenizer, where: str) -> None:
-    """Raise PolicyError for a template that cannot render a question."""
-    try:
-        _render(tokenizer, [QUESTION])
-    except jinja2.TemplateSyntaxError as error:
-        raise PolicyError(
-            f"{where}: its chat template has an error in line {error.lineno}: {error}; correct it"
-        ) from None
-    except (jinja2.TemplateError, RecursionError, *ON_MESSAGES) as error:
-        raise PolicyError(
-            f"{where}: its chat template cannot render the message of a user: {error}; correct it"
-        ) from None
+    """Raise PolicyError for a template that cannot render a question, also after a system message,
+    which some ask for."""
+    for messages in ([QUESTION], [SYSTEM, QUESTION]):
+        try:
+            tokenizer.apply_chat_template(messages, tokenize=False)
+        except jinja2.TemplateSyntaxError as error:
+            line = f"has an error in line {error.lineno}: {error}"
+            raise PolicyError(f"{where}: its chat template {line}; correct it") from None
+        except (jinja2.TemplateError, RecursionError, *ON_MESSAGES) as error:
+            failed = f"cannot render the message of a user: {error}"
+        else:
+            return
+    raise PolicyError(f"{where}: its chat template {failed}; correct it")
 
 
 def _shown_call(tokenizer: Tokenizer) -> str:

@@ -20,6 +20,7 @@ from agentrl.types import Group, Json, Transition
 
 log = logging.getLogger("agentrl.algorithm")
 THOUGHT = "</think>"
+FEW = 0.1  # share of calls below which it was the model, by a token that is no text, for example
 
 
 class Break(NamedTuple):
@@ -56,7 +57,9 @@ class TemplateChecks(Hooks):
             if name not in self.checked and (first := next((c for c in calls if c.tools), None)):
                 self.checked.add(name)
                 check_tools(tokenizer, first)
-            if name not in self.said and (found := list(breaks(calls))):
+            pairs = [] if name in self.said else list(continued(calls))
+            found = list(breaks(pairs))
+            if found and len(found) >= FEW * len(pairs):
                 self.said.add(name)
                 log.warning("%s", sentence(found, len(calls), tokenizer))
         return {}
@@ -71,16 +74,19 @@ def check_tools(tokenizer: Tokenizer, call: Transition) -> None:
             raise TrainingError(f"{error}. Then repeat the command with --fresh") from None
 
 
-def breaks(calls: Iterable[Transition]) -> Iterator[Break]:
-    """The calls whose messages go on with those of an earlier call and its answer, and whose tokens
-    do not."""
+def continued(calls: Iterable[Transition]) -> Iterator[tuple[Transition, Transition]]:
+    """The calls whose messages go on with those of an earlier call and its answer, after that."""
     attempts: dict[tuple[str, str], list[Transition]] = {}
-    for call in sorted(calls, key=lambda call: call.index):
+    for call in sorted((call for call in calls if call.exact), key=lambda call: call.index):
         earlier = attempts.setdefault((call.attempt, call.role), [])
-        before = next((each for each in reversed(earlier) if _goes_on(each, call)), None)
+        if before := next((each for each in reversed(earlier) if _goes_on(each, call)), None):
+            yield before, call
         earlier.append(call)
-        if before is None or not (before.exact and call.exact):
-            continue
+
+
+def breaks(pairs: Iterable[tuple[Transition, Transition]]) -> Iterator[Break]:
+    """Those of `continued` calls whose tokens do not go on."""
+    for before, call in pairs:
         tokens = np.concatenate([before.prompt, before.completion])
         size = min(len(tokens), len(call.prompt))
         different = np.flatnonzero(tokens[:size] != call.prompt[:size])

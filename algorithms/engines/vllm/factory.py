@@ -70,6 +70,11 @@ def vllm_server(
         context = min(engine.max_context, context_length(model) or engine.max_context)
         own = engine.vllm
         if own.tool_parser == "hermes" and (written := tokenizer.init_kwargs.get(TOOL_FORMAT)):
+            if ":" in written:
+                raise PolicyError(
+                    f"policy.tool_format = {written!r}: vLLM cannot read it; set "
+                    "engine.vllm.tool_parser, and engine.vllm.arguments for a plug-in of vLLM"
+                )
             own = msgspec.structs.replace(own, tool_parser=written)
         host = VllmProcess(
             msgspec.structs.replace(engine, max_context=context, vllm=own),

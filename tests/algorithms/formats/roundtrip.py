@@ -146,9 +146,10 @@ def split(found: list[str | ToolCall]) -> Answer:
     return content, [(one.name, json.loads(one.arguments)) for one in functions]
 
 
-def failures(name: str) -> list[str]:
-    """What is wrong with each of a template's conversations; empty where nothing is."""
-    tokenizer = family_tokenizer(name)
+def failures(name: str, tokenizer: Any = None) -> list[str]:
+    """What is wrong with each of a template's conversations; empty where nothing is. tokenizer: of
+    a model that has been given the template; default: one made for its family."""
+    tokenizer = tokenizer or family_tokenizer(name)
     codec = Codec(tokenizer)
     chat = Chat(tokenizer, codec)
     both = [(answer, system) for answer in answers() for system in (False, True)]
@@ -171,7 +172,7 @@ def failure(chat: Chat, codec: Codec, answer: Answer, system: bool, eos: int) ->
     return ""
 
 
-def tool_roundtrip(name: str) -> float:
-    """The share of conversations that come back the same."""
-    found = failures(name)
+def tool_roundtrip(name: str, tokenizer: Any = None) -> float:
+    """The share of conversations that come back the same. tokenizer: as `failures`."""
+    found = failures(name, tokenizer)
     return found.count("") / len(found)

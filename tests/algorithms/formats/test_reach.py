@@ -38,6 +38,9 @@ def test_a_vllm_child_gets_the_parser_of_the_policys_format(
     tokenizer.init_kwargs[TOOL_FORMAT] = "llama3_json"
     assert parser() == "llama3_json"
     assert parser(tool_parser="xlam") == "xlam"
+    tokenizer.init_kwargs[TOOL_FORMAT] = "/home/me/mine.py:Shout"
+    with pytest.raises(PolicyError, match=r"vLLM cannot read it; set engine.vllm.tool_parser"):
+        parser()
 
 
 def settings(folder: Path, model: Path, **more: Any) -> Any:

@@ -18,6 +18,7 @@ from agentrl.algorithms.model.chat import Chat, RequestError
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.model.tool_parser import TOOL_FORMAT, ToolParser, parser_of
 from agentrl.config import RunConfig, resolve
+from agentrl.doctor import templates as doctors
 from agentrl.errors import ConfigError, PolicyError
 from tests.algorithms.formats.roundtrip import TOOLS, failures, family_tokenizer, tool_roundtrip
 
@@ -229,6 +230,21 @@ def test_a_template_with_an_error_is_refused_before_a_rollout(
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages[0].content }}",
+        "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}",
+        "{% for m in messages %}{% if m.tool_calls %}{{ m.no.such }}{% endif %}{% endfor %}",
+    ],
+)
+def test_a_template_that_refuses_some_conversations_is_taken(tmp_path: Path, text: str) -> None:
+    tokenizer = fresh("smollm")
+    tokenizer.chat_template = text
+    choose.choose(tokenizer, run(tmp_path))
+    assert tokenizer.chat_template == text
+
+
+@pytest.mark.parametrize(
     ("policy", "says"),
     [
         ({"chat_template": "lama3"}, "policy.chat_template = 'lama3'; did you mean 'llama3'"),
@@ -266,6 +282,23 @@ def test_policies_have_templates_of_their_own_if_they_have_models(tmp_path: Path
 def test_tools_that_a_template_drops_have_their_cure_in_the_error() -> None:
     with pytest.raises(RequestError, match=r"set policy.chat_template = 'smollm'.*'hermes'"):
         text_of(fresh("smollm"), HI, TOOLS)
+
+
+def test_the_doctor_proposes_the_same() -> None:
+    status, sentence = doctors.tool_calls(fresh("smollm"))
+    assert status == "warn"
+    assert "set policy.chat_template = 'smollm'" in sentence
+    dropping = family_tokenizer("gemma")
+    before = dropping.chat_template
+    dropping.chat_template = before.replace(
+        "message.content or ''", "message.content.split('>')[-1]"
+    )
+    try:
+        status, sentence = doctors.thinking(dropping)
+    finally:
+        dropping.chat_template = before
+    assert status == "warn"
+    assert "set policy.chat_template = 'gemma'" in sentence
 
 
 def test_packages_add_templates_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.formats.templates import templates
-from agentrl.algorithms.formats.training import breaks, check_tools, sentence
+from agentrl.algorithms.formats.training import Break, check_tools, continued, sentence
+from agentrl.algorithms.formats.training import breaks as breaks_of
 from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.text import Codec
@@ -161,6 +162,10 @@ def call(
     )  # fmt: skip
 
 
+def breaks(calls: list[Transition]) -> list[Break]:
+    return list(breaks_of(continued(calls)))
+
+
 USER: dict[str, Json] = {"role": "user", "content": "Hi"}
 SAID: dict[str, Json] = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."}
 CALLING: dict[str, Json] = {"role": "assistant", "content": None, "tool_calls": [
@@ -171,7 +176,7 @@ CALLING: dict[str, Json] = {"role": "assistant", "content": None, "tool_calls": 
 def test_a_call_that_goes_on_with_other_tokens_is_a_break_with_its_cost_and_reason() -> None:
     first = call(0, [1, 2, 3], [4, 5, 6], [USER], SAID)
     goes_on = call(1, [1, 2, 3, 4, 5, 6, 7], [8], [USER, SAID, USER], SAID)
-    assert list(breaks([first, goes_on])) == []
+    assert breaks([first, goes_on]) == []
     drops = call(1, [1, 2, 3, 5, 6, 7], [8], [USER, SAID, USER], SAID)
     (found,) = breaks([drops, first])
     assert (found.earlier, found.call, found.tokens) == (first, drops, 3)
@@ -193,13 +198,13 @@ def test_a_call_that_goes_on_with_other_tokens_is_a_break_with_its_cost_and_reas
 )
 def test_what_the_agent_itself_changed_is_no_break(messages: list[Any]) -> None:
     first = call(0, [1, 2, 3], [4, 5, 6], [USER], SAID)
-    assert list(breaks([first, call(1, [1, 9], [8], messages, SAID)])) == []
+    assert breaks([first, call(1, [1, 9], [8], messages, SAID)]) == []
 
 
 def test_the_sentence_has_numbers_and_a_template_that_repeats_all() -> None:
     tokenizer = family_tokenizer("qwen")
     first = call(0, [1, 2, 3], [4, 5, 6], [USER], SAID)
-    found = list(breaks([first, call(1, [1, 2, 3, 5], [8], [USER, SAID, USER], SAID)]))
+    found = breaks([first, call(1, [1, 2, 3, 5], [8], [USER, SAID, USER], SAID)])
     said = sentence(found, 2, tokenizer)
     assert "does not repeat the thinking of earlier turns" in said
     assert "1 of 2 calls begin a branch of their own, and 3 tokens" in said
