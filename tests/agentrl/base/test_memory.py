@@ -71,7 +71,8 @@ def child_that(does: str, folder: Path) -> Any:
     folder.mkdir(exist_ok=True)
     log = folder / "algorithm.log"
     log.write_text(
-        "10:00 PHASE agentrl.algorithm: memory: about 9 of 8 GiB: weights 9; set what is smaller of learner.token_budget\n"
+        "10:00 PHASE agentrl.algorithm: memory: about 9 of 8 GiB: weights 9; set what is smaller "
+        "of learner.token_budget\n"
     )
     return Child("algorithm", [], log)
 
