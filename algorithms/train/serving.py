@@ -126,7 +126,9 @@ class PolicyServers:
                     "its adapters, and this is another one; train adapters (policy.lora.rank), or "
                     "set engine.kind = 'embedded'"
                 )
-            base = load_base_model(str(directory), self._config, adapted=False)
+            config, policy = self._config, name.partition("@")[0]
+            own = view(config, policy) if policy in config.policies else config
+            base = load_base_model(str(directory), own, adapted=False)
             base.policies.append(name)
             settings = replace(self._config.algorithm, overlap=None)  # these weights never change
             server = _make_server(replace(self._config, algorithm=settings), base, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters, export_merged
 from agentrl.algorithms.model.tool_parser import TOOL_FORMAT, parser_of
 from agentrl.algorithms.train.load_policies import load_policies
+from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
 
@@ -96,6 +98,27 @@ def test_policies_that_share_a_model_share_its_template(
         PolicyError, match=r"policies.second: policy.chat_template = 'mistral': the mod"
     ):
         load_policies(settings(tmp_path, tiny_llama_dir, policies=members))
+
+
+async def test_an_untrained_policy_is_served_with_its_own_template(
+    tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_llama_dir, bare)
+    (bare / "chat_template.jinja").unlink()
+    members = {
+        "first": {"roles": ["x"], "lora": {"rank": 2}},
+        "second": {"roles": ["y"], "model": str(bare), "chat_template": "chatml"},
+    }
+    config = settings(tmp_path, tiny_llama_dir, p={"chat_template": ""}, policies=members)
+    servers = PolicyServers(config, load_policies(config))
+    await servers.start()
+    try:
+        async with servers.updating():
+            await servers.freeze("second@000000", bare, 0)
+        assert "second@000000" in [row[0] for row in servers.table()]
+    finally:
+        await servers.close()
 
 
 def test_a_checkpoint_of_the_run_needs_no_settings(tiny_llama_dir: Path, tmp_path: Path) -> None:
