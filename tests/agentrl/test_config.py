@@ -79,7 +79,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             [],
             r"overlap = 'none' .*max_staleness = 1 asks for that; remove one",
         ),
-        ("[tasks]\nsolved = 0.9\norder = 'difficulty'", [], r"tasks\.solved leaves out"),
+        of_part("[tasks]\nsolved = 0.9\norder = 'difficulty'", [], r"tasks\.solved leaves out"),
         (
             "[engine]\nkv_on_update = 'keep'",
             [],

@@ -15,7 +15,6 @@ from agentrl.algorithms.train import main
 from agentrl.base import memory, processes
 from agentrl.config import RunConfig
 from agentrl.errors import TrainingError
-from agentrl.runners.processes import contract
 
 GIB = 2**30
 
@@ -109,15 +108,24 @@ async def test_where_nobody_knows_it_is_perhaps_memory(kernel: Path) -> None:
         await trainer._algorithm(child_that("kill -9 $$", kernel / "logs"))
 
 
-async def test_runners_and_their_agents_killed_for_memory_are_too_many(
-    kernel: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.part
+def test_an_agent_killed_for_memory_says_so(kernel: Path) -> None:
+    from agentrl.runners.processes import contract
+
     put(kernel / "proc/vmstat", "oom_kill 0\n")
     memory.watch()
     put(kernel / "proc/vmstat", "oom_kill 1\n")
     killed = "was killed by SIGKILL, because memory ran out: lower runner.processes or "
     assert contract.describe_exit(-9).startswith(killed)
     assert contract.describe_exit(-15) == "was killed by SIGTERM"
+
+
+async def test_runners_killed_for_memory_are_too_many(
+    kernel: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(kernel / "proc/vmstat", "oom_kill 0\n")
+    memory.watch()
+    put(kernel / "proc/vmstat", "oom_kill 1\n")
     monkeypatch.setattr(processes, "RESTART_PAUSE", 0.0)
 
     async def nobody() -> int:

@@ -193,6 +193,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
         factory.refuse_unused_settings(follows, algo)
 
 
+@pytest.mark.part
 def test_settings_that_matter_pass() -> None:
     algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     sections = {

@@ -127,6 +127,7 @@ async def trained(
     return names, followed, json.loads(json.dumps(policies.dump()))
 
 
+@pytest.mark.part
 async def test_an_empty_step_changes_nothing_that_a_killed_process_would_not_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -267,6 +267,7 @@ def build(made: RunConfig) -> PolicySet:
     return make_policies(made, algos, models, AsyncExitStack(), hooks_of(made))
 
 
+@pytest.mark.part
 def test_a_checkpoint_holds_every_policy_in_its_folder(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
