@@ -38,7 +38,7 @@ from tests.benchmarks import real_model
 from tests.benchmarks.cpu_speed import prompts, rollouts
 from tests.benchmarks.demo import read_steps
 from tests.benchmarks.learner import Shape, batch_of, rows, update
-from tests.benchmarks.utilisation import MODELS, TURNS, random_model, utilisation
+from tests.benchmarks.utilisation import MODELS, TURNS, peak_mb, random_model, utilisation
 
 Figures = dict[str, Any]
 Say = Callable[[Figures], None]
@@ -156,7 +156,7 @@ def widened(case: Case) -> Path:
 async def sample(case: Case, directory: str, prefix: str, say: Say) -> None:
     counts, tokens = ((1, 4), 4) if case.tiny else ((1, 8, 64, 256), 128)
     engine = {"kind": case.name, "max_batch": counts[-1], "max_context": 512}
-    async with serving(case, directory, engine) as server:
+    async with Serving(case, directory, engine) as server:
         for count in (1, *counts):  # the first one is what is only slow at first
             seconds = await calls(server, count, tokens)
             say({f"{prefix}{count}_tokens_per_s": count * tokens / seconds})
@@ -182,17 +182,19 @@ async def calls(server: PolicyServer, count: int, tokens: int) -> float:
         return time.monotonic() - started
 
 
-class serving:  # noqa: N801
-    """Context with a started policy server of a model."""
+class Serving:
+    """Context with a started policy server of a model in bfloat16."""
 
-    def __init__(self, case: Case, directory: str, engine: Figures, **policy: Any) -> None:
-        settings = {"policy": {"model": directory, "dtype": "bfloat16"} | policy, "engine": engine}
-        config = resolve({"output": str(Path(case.folder, "served")), **settings}, source="gpu")
+    def __init__(self, case: Case, directory: str, engine: Figures) -> None:
+        config = resolve(
+            {
+                "output": str(Path(case.folder, "served")), "engine": engine,
+                "policy": {"model": directory, "dtype": "bfloat16"},
+            },
+            source="tests.benchmarks.gpu",
+        )  # fmt: skip
         self.model, tokenizer = load_model(directory, "bfloat16", case.device)
-        self.adapters = None
-        if "lora" in policy:
-            self.adapters = adapted(self.model)
-        self.server = policy_server(config, self.model, tokenizer, self.adapters)
+        self.server = policy_server(config, self.model, tokenizer)
 
     async def __aenter__(self) -> PolicyServer:
         await self.server.start()
@@ -223,7 +225,7 @@ def options(case: Case, say: Say) -> None:
     vLLM's new weights by a method, which are checked against the learner's log-probs."""
     if case.name in VLLM:
         has_vllm()
-        asyncio.run(publish(case, VLLM[case.name], say))
+        asyncio.run(publish(case, {"kind": "vllm", "vllm": VLLM[case.name]}, say))
         return
     if case.name in ("offload", "adamw8bit", "4bit") and case.tiny:
         raise AbsentError("it needs a GPU")
@@ -276,19 +278,19 @@ def trained(case: Case, *, lora: bool, quantize: str = "", **settings: Any) -> T
     return made
 
 
-async def publish(case: Case, vllm: Figures, say: Say) -> None:
-    """Send changed weights three times. Calls are answered after each."""
-    engine = {"kind": "vllm", "max_context": 512, "vllm": vllm}
-    context = serving(case, needed(case), engine)
+async def publish(case: Case, engine: Figures, say: Say) -> None:
+    """Send changed weights three times. Calls are answered before and after each."""
+    context = Serving(case, needed(case), engine | {"max_context": 512})
     async with context as server:
         for version in (1, 2, 3):
             await calls(server, 8, 16)
-            with torch.no_grad():
-                for weight in context.model.parameters():
-                    weight.add_(0.001 * torch.randn_like(weight))
-            started, before = time.monotonic(), free_mb()
+            before = free_mb()
             async with server.updating():
                 freed = free_mb() - before
+                with torch.no_grad():
+                    for weight in context.model.parameters():
+                        weight.add_(0.001 * torch.randn_like(weight))
+                started = time.monotonic()
                 await server.publish(version)
             say({"publish_seconds": time.monotonic() - started, "freed_mb": freed})
         await calls(server, 8, 16)
@@ -302,10 +304,6 @@ def adapted(model: Any) -> Adapters:
 
 def allocated_mb() -> float:
     return torch.cuda.memory_allocated() / 1e6 if torch.cuda.is_available() else 0.0
-
-
-def peak_mb() -> float:
-    return torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else 0.0
 
 
 def free_mb() -> float:
