@@ -7,10 +7,10 @@ agents    SmolLM2 in the agents of examples/smollm: scores, seconds, tokens/s, a
           learner's log-probs are from the sampler's
 update    an update of the shapes of Qwen2.5 0.5B, 1.5B, 7B (`utilisation`): share of the GPU's
           FLOPs, and where the time goes; "lora": of an adapter, else of all weights
+sampling  tokens/s of the embedded engine and of vLLM by number of calls at a time
 tree      gradients of a trie and of rows against transformers' own attention
 options   two steps with a setting of the learner or of the base, against two without; weights sent
           to vLLM by ipc and nccl, asleep and awake
-sampling  tokens/s of the embedded engine and of vLLM by number of calls at a time
 
 Every case is a process of its own with a limit. Its figures are written to OUTPUT/gpu.json when it
 ends, and what it prints to OUTPUT/gpu.log. A case that lacks something on this machine says what
@@ -49,12 +49,12 @@ END = 15.0  # seconds that a case has to end when its time is over
 LIMITS: Mapping[str, Mapping[str, float]] = {
     "agents": {"prices": 150, "calculator": 120},
     "update": {"0.5B lora": 70, "1.5B lora": 70, "7B lora": 90, "0.5B": 60},
+    "sampling": {"embedded": 60, "vllm": 120},
     "tree": {"64": 60, "128": 40},
     "options": {
         "offload": 30, "adamw8bit": 30, "4bit": 40, "8bit": 40, "checkpointing": 30,
         "ipc": 90, "ipc sleep": 90, "ipc sleep 2": 90, "nccl": 60,
     },
-    "sampling": {"embedded": 60, "vllm": 120},
     "more": {"1.5B": 60},  # of "update", after everything else
 }  # fmt: skip
 SECTIONS = tuple(LIMITS)[:-1]

@@ -225,6 +225,8 @@ def options(case: Case, say: Say) -> None:
     vLLM's new weights by a method, which are checked against the learner's log-probs."""
     if case.name in VLLM:
         has_vllm()
+        if case.name == "nccl" and torch.cuda.device_count() < 2:
+            raise AbsentError("it needs a second GPU")
         asyncio.run(publish(case, {"kind": "vllm", "vllm": VLLM[case.name]}, say))
         return
     if case.name in ("offload", "adamw8bit", "4bit") and case.tiny:
