@@ -148,6 +148,7 @@ def measure(options: argparse.Namespace, results: Measurements) -> None:
         results.figures["installation_seconds"] = time.monotonic() - started
     results.figures |= measured(case_command("machine"), deadline - time.monotonic(), results.log)
     results.write()
+    del results.figures["case_seconds"]
     if "cuda" not in results.figures:
         raise SystemExit(f"{results.figures.get('failed')}; see {results.log}")
     common: Figures = {

@@ -90,7 +90,9 @@ def agents(case: Case, say: Say) -> None:
         say(found)
     except LateError:
         say({"late": "the run did not end in the time of this case"})
-    say(speeds(asyncio.run(read_steps(output))))
+    if (output / "store.db").is_file():
+        with suppress(ValueError):  # it has no run yet
+            say(speeds(asyncio.run(read_steps(output))))
 
 
 def speeds(steps: list[StepRow]) -> Figures:

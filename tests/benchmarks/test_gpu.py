@@ -15,6 +15,7 @@ import psutil
 import pytest
 from torch.autograd import DeviceType
 
+from agentrl.types import StepRow
 from tests import warm
 from tests.benchmarks import gpu, gpu_loads, gpu_sections, real_model, utilisation
 
@@ -146,6 +147,34 @@ def test_an_agent_is_trained_and_its_steps_are_read(
     assert found["sampled_tokens_per_s"] > 0
 
 
+def test_a_run_that_does_not_end_in_time_is_read_as_far_as_it_came(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[StepRow] = []
+
+    async def read(output: Path) -> list[StepRow]:
+        (row,) = rows  # ValueError without one, as of a store without a run
+        return [row]
+
+    def train(*_: object) -> Figures:
+        (tmp_path / "prices").mkdir(exist_ok=True)
+        (tmp_path / "prices" / "store.db").touch()
+        raise gpu_sections.LateError
+
+    monkeypatch.setattr(real_model, "train", train)
+    monkeypatch.setattr(gpu_sections, "read_steps", read)
+    late = {"late": "the run did not end in the time of this case"}
+    assert figures("agents", "prices", tiny_model_dir, tmp_path) == late
+    metrics = {"time/update": 2.0, "time/rollouts": 4.0, "tokens/completion": 200.0}
+    metrics |= {"tokens/forwarded": 900.0, "eval/score": 0.5, "logprob_difference/mean": 0.03}
+    rows.append(StepRow(run="r", step=7, metrics=metrics, committed=True, at=0.0))
+    found = figures("agents", "prices", tiny_model_dir, tmp_path)
+    assert late.items() < found.items()
+    assert (found["steps"], found["curve"]) == (1, {7: 0.5})
+    assert (found["sampled_tokens_per_s"], found["updated_tokens_per_s"]) == (50, 450)
+    assert found["logprob_difference_mean"] == 0.03
+
+
 def test_what_a_machine_lacks_is_said(tiny_model_dir: Path, tmp_path: Path) -> None:
     assert figures("options", "offload", tiny_model_dir, tmp_path) == {"absent": "it needs a GPU"}
     case = gpu_sections.Case("tree", "64", "cpu", why="it is not here", folder=str(tmp_path))
@@ -215,7 +244,7 @@ def test_cases_are_measured_in_order_until_no_time_is_left(
 
     def measured(command: list[str], limit: float, log: Path) -> Figures:
         if command[-1] == "machine":
-            return {"cuda": True, "device": "H100"}
+            return {"cuda": True, "device": "H100", "case_seconds": 9}
         case = json.loads(command[-1])
         assert case["device"] == "cuda"
         assert "make smollm-model" in case["why"]
