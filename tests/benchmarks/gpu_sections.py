@@ -231,7 +231,7 @@ def options(case: Case, say: Say) -> None:
             raise AbsentError("it needs a second GPU")
         asyncio.run(publish(case, {"kind": "vllm", "vllm": VLLM[case.name]}, say))
         return
-    if case.name in ("offload", "adamw8bit", "4bit") and case.tiny:
+    if case.name in ("offload", "adamw8bit") and case.tiny:
         raise AbsentError("it needs a GPU")
     if case.name in ("adamw8bit", *QUANTIZED) and find_spec("bitsandbytes") is None:
         raise AbsentError("bitsandbytes is not installed")

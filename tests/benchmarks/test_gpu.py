@@ -98,13 +98,14 @@ def test_a_setting_is_compared_with_the_same_steps_without_it(
     assert found["step_seconds"] > 0 < found["plain_step_seconds"]
 
 
+@pytest.mark.parametrize("bits", gpu_sections.QUANTIZED)
 def test_a_quantised_base_is_another_policy_that_learns(
-    tiny_model_dir: Path, tmp_path: Path
+    bits: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("bitsandbytes")
-    found = figures("options", "8bit", tiny_model_dir, tmp_path)
+    found = figures("options", bits, tiny_model_dir, tmp_path)
     assert found["finite"]
-    assert 0 < found["difference_before"] < 0.2
+    assert 0 < found["difference_before"] < 0.5
     assert found["moved"] > 0
 
 
