@@ -325,3 +325,18 @@ def test_the_command_itself_needs_nothing_but_python(tmp_path: Path) -> None:
     )
     found = gpu.measured([sys.executable, "-I", "-S", "-c", code], 60, tmp_path / "log")
     assert found["cases"] == len(gpu.order(gpu.SECTIONS))
+
+
+@pytest.mark.slow
+def test_the_command_measures_in_processes_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu.main(["--only", "tree", "--output", str(tmp_path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "gpu.json").read_text())
+    assert found["left_out"] == []
+    if not found["cuda"]:
+        assert "tiny shapes" in found["device"]
+    for case in found["tree"].values():
+        assert case["float32_trie_gradient"] < 1e-3
+        assert "failed" not in case
