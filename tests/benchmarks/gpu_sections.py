@@ -240,7 +240,8 @@ def options(case: Case, say: Say) -> None:
     other = trained(case, lora=bool(quantize), quantize=quantize, **LEARNERS.get(case.name, {}))
     apart = (other.after - plain.after).abs()
     say({
-        "moved": float((plain.after - plain.before).abs().mean()),  # by the two steps
+        "moved": float((other.after - other.before).abs().mean()),  # by the two steps
+        "plain_moved": float((plain.after - plain.before).abs().mean()),
         "difference_mean": float(apart.mean()),
         "difference_max": float(apart.max()),
         "difference_before": float((other.before - plain.before).abs().mean()),
