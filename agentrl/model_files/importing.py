@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import quantization_config
 
 from agentrl.algorithms.model.load import DTYPES, Model, Tokenizer, load_model, no_progress_bars
 from agentrl.algorithms.model.text import Codec
@@ -90,8 +91,9 @@ def _unread(file: GgufFile) -> Iterator[str]:
 def _write(file: GgufFile, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
-            str(file.path.parent), gguf_file=file.path.name, dtype=dtype, output_loading_info=True
-        )
+            str(file.path.parent), gguf_file=file.path.name, dtype=dtype,
+            output_loading_info=True, **_unpacked(),
+        )  # fmt: skip
     except Exception as error:  # transformers and gguf document no exception types
         raise PolicyError(
             f"{file.path}: transformers cannot read this {file.architecture!r} model "
@@ -110,6 +112,13 @@ def _write(file: GgufFile, tokenizer: Tokenizer, folder: Path, dtype: torch.dtyp
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _unpacked() -> dict[str, Any]:
+    """Weights instead of the file's blocks, which newer versions of transformers keep where the
+    machine has a kernel for them: these can neither be saved nor trained."""
+    settings = getattr(quantization_config, "GgufConfig", None)
+    return {} if settings is None else {"quantization_config": settings(dequantize=True)}
 
 
 def _check_tokens(file: GgufFile, tokenizer: Tokenizer) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from agentrl.algorithms.model.quantize import quantization
+from agentrl.algorithms.model.quantize import keep_gradients, quantization
 from agentrl.base.failures import one_line
 from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
@@ -75,6 +75,7 @@ def load_model(
             "directory or train an instruction-tuned model"
         )
     try:
+        keep_gradients(model)
         model = model if quantize else model.to(target)
     except (RuntimeError, AssertionError) as error:  # unknown name, or no such device here
         reason = str(error).splitlines()[0]

@@ -29,6 +29,14 @@ def quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
+def keep_gradients(model: Any) -> None:
+    """Before the first pass: one without gradients repacks 4-bit weights for some CPUs, and the
+    kernel for these, which later passes use as well, passes no gradient on."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def is_quantized(model: Any) -> bool:
     return getattr(model, "hf_quantizer", None) is not None
 

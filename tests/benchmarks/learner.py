@@ -12,8 +12,7 @@ TRL: forward, loss, backward, clipping and optimizer step on the same groups of 
 rewards and advantages are outside on both sides. TRL gets float32, one padded batch, fused AdamW,
 no reference model, no checkpointing, no logging. Both in child processes, in turns, the best time.
 
-On a GPU: one update in bfloat16 of random models of the shapes of Qwen2.5 0.5B and 1.5B on four
-groups of eight rollouts of ten turns, each packed as a trie and as rows, the best time of five.
+On a GPU: `utilisation` of Qwen2.5 0.5B and 1.5B, each packed as a trie and as rows.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.model.packing import Packing, pack_rows
 from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
@@ -56,9 +54,6 @@ TARGETS = {"memory ratio": 0.35, "one turn / TRL": 0.5, "ten turns / TRL": 0.5}
 # Tokens of prompt, action and observation, and turns: real sizes divided by 10.
 Shape = tuple[int, int, int, int]
 SHAPES: dict[str, Shape] = {"one turn": (150, 15, 0, 1), "ten turns": (150, 15, 25, 10)}
-# Hidden size, intermediate size, layers and heads of Qwen2.5's models, which have two key heads.
-MODELS = {"0.5B": (896, 4864, 24, 14), "1.5B": (1536, 8960, 28, 12)}
-BUDGET = 16_384  # tokens of a micro-batch on a GPU
 
 
 def network(vocabulary: int, hidden: int, layers: int, dtype: torch.dtype) -> PreTrainedModel:
@@ -150,12 +145,12 @@ def calls(row: dict[str, Any]) -> list[Transition]:
 # -- measurement -----------------------------------------------------------------------------------
 
 
-def update(learner: TorchLearner, batch: Batch) -> float:
+def update(learner: TorchLearner, batch: Batch, lr: float = 1e-5) -> float:
     """Seconds of one optimizer step of GRPO."""
     algo = make("grpo", {})
     terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     started = time.perf_counter()
-    report = learner.step(batch, lambda p, index: loss_coefficients(algo, terms, p, index), lr=1e-5)
+    report = learner.step(batch, lambda p, index: loss_coefficients(algo, terms, p, index), lr=lr)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     assert report.applied
@@ -195,51 +190,15 @@ def memory(implementation: str, length: int, hidden: int) -> dict[str, float]:
     return {"mb": int(peak.split()[1]) * 1024 / 1e6}
 
 
-def utilisation(name: str, packing: Packing, tflops: float) -> dict[str, float]:
-    """Model FLOPs per second of an update on a GPU as a share of its peak, counted on the tokens
-    that are packed: 6 for each weight of the layers and token, 6 for each weight of the head and
-    action, 12 for each layer, hidden unit and pair of a token and one it sees. Recomputed logits
-    are not counted. Tokens per second are of distinct tokens, whatever the packing repeats."""
-    hidden, intermediate, layers, heads = MODELS[name]
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=151_936, hidden_size=hidden, intermediate_size=intermediate,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=2,
-        tie_word_embeddings=True, max_position_embeddings=8192, dtype=torch.bfloat16,
-    )  # fmt: skip
-    with torch.device("cuda"):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
-    learner = TorchLearner(model, tokenizer(), packing=packing, token_budget=BUDGET)
-    batch = batch_of(rows((1500, 150, 250, 10), 4, config.vocab_size))
-    times = [update(learner, batch) for _ in range(6)]
-    best = min(times[1:])
-    distinct = sum(len(pack.positions) for pack in pack_rows(batch.rows, "trie", BUDGET))
-    depths = torch.cat([pack.positions for pack in pack_rows(batch.rows, packing, BUDGET)])
-    weights = sum(p.numel() for p in model.model.layers.parameters())
-    head = model.get_output_embeddings().weight.numel()
-    flops = 6 * weights * len(depths) + 6 * head * batch.n_tokens
-    flops += 12 * layers * hidden * int((depths + 1).sum())
-    return {
-        "first update seconds": times[0],
-        "update seconds": best,
-        "distinct tokens": distinct,
-        "packed tokens": len(depths),
-        "actions": batch.n_tokens,
-        "tokens/s": distinct / best,
-        "model TFLOP/s": flops / best / 1e12,
-        "utilisation": flops / best / 1e12 / tflops,
-        "peak mb": torch.cuda.max_memory_allocated() / 1e6,
-    }
-
-
 def on_gpu(tflops: float) -> dict[str, Any]:
     """Each model and packing in a process of its own."""
     figures: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__
     }  # fmt: skip
-    for name in MODELS:
+    command = [sys.executable, "-m", "tests.benchmarks.utilisation", "--json"]
+    for name in ("0.5B", "1.5B"):
         for packing in ("trie", "rows"):
-            found = ourselves("--child", "utilisation", name, packing, tflops)
+            found = child(*command, "--model", name, "--packing", packing, "--tflops", str(tflops))
             figures |= {f"{name} {packing} {key}": value for key, value in found.items()}
     return figures
 
@@ -304,9 +263,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         kind, name, *numbers = options.child
-        if kind == "utilisation":
-            print(json.dumps(utilisation(name, numbers[0], float(numbers[1]))))  # type: ignore[arg-type]
-            return
         measured = {"memory": memory, "seconds": seconds}[kind]
         print(json.dumps(measured(name, *map(int, numbers))))  # type: ignore[operator]
         return

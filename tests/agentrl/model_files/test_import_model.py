@@ -14,8 +14,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from tokenizers import Regex, pre_tokenizers
+from transformers import AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.utils import quantization_config
 
 from agentrl.algorithms.model.load import end_tokens, load_model
 from agentrl.algorithms.model.text import Codec
@@ -115,6 +117,26 @@ def test_the_imported_model_computes_and_writes_what_the_original_does(
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert Codec(tokenizer).encode("<tool_call>") == own.encode("<tool_call>")
     assert end_tokens(model, tokenizer) == [own.eos_token_id]
+
+
+def test_where_transformers_can_keep_the_files_blocks_it_is_asked_for_weights(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions since 5.17 keep them by default, and then refuse to save the model."""
+    load, blocks = AutoModelForCausalLM.from_pretrained, []
+
+    class Blocks(dict[str, bool]):
+        """transformers.GgufConfig of those versions."""
+
+    def from_pretrained(*arguments: Any, **given: Any) -> Any:
+        if "gguf_file" in given:
+            blocks.append(given.pop("quantization_config"))
+        return load(*arguments, **given)
+
+    monkeypatch.setattr(quantization_config, "GgufConfig", Blocks, raising=False)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    import_gguf(GgufFile(write()), tmp_path / "out")
+    assert blocks == [{"dequantize": True}]
 
 
 def test_another_template_comes_by_name_or_from_a_file(write: Write, tmp_path: Path) -> None:

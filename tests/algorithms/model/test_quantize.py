@@ -64,6 +64,22 @@ def test_weights_are_smaller_and_the_adapter_learns(
     assert all(p.grad is None for p in loaded.model.parameters() if not p.requires_grad)
 
 
+def test_the_adapter_learns_the_same_after_something_was_sampled(
+    packed: tuple[str, LoadedModel],
+) -> None:
+    _, loaded = packed
+    assert loaded.adapters is not None
+    parameters = loaded.adapters.parameters("policy").values()
+    gradients = []
+    for _ in range(2):
+        with loaded.adapters.using("policy"):
+            summed = loaded.model(TOKENS).logits.float().log_softmax(-1)[..., 7].sum()
+            gradients.append(torch.autograd.grad(summed, tuple(parameters)))
+        logprobs(loaded.model)
+    for before, after in zip(*gradients, strict=True):
+        assert torch.allclose(before, after, rtol=1e-4, atol=1e-6)
+
+
 def test_what_is_served_elsewhere_is_the_policy_that_learned(
     packed: tuple[str, LoadedModel], tmp_path: Path
 ) -> None:
