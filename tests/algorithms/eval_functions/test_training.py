@@ -11,7 +11,7 @@ import pytest
 from agentrl.algorithms.eval_functions.training import evaluate_functions, join
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
-from tests.algorithms.sampling.test_evaluate import run_config
+from tests.factories import config as run_config
 
 
 async def test_functions_of_the_run_file_measure_checkpoints(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from math import isnan
+from typing import Any
 
 import pytest
 import torch
@@ -31,11 +32,12 @@ from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.train.build import make_state
-from agentrl.config import resolve
+from agentrl.algorithms.train.build import make_updater
+from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import Group, Reward, Rollout
 from tests import factories
+from tests.benchmarks.learner import network, tokenizer
 
 CASES = {"coma"}  # presets that are tested here
 KINDS: tuple[Kind, ...] = ("central", "vdn", "qmix")
@@ -278,10 +280,14 @@ def test_a_step_that_is_begun_again_comes_to_the_same() -> None:
 
 def test_the_critic_of_a_run_begins_with_the_seed_of_the_run() -> None:
     algo = make("coma", OPTIONS)
-    first, again, other = (
-        make_state(resolve({"name": "r", "seed": seed}, source="test"), algo, None)[0].dump()
-        for seed in (1, 1, 2)
-    )
+    model = LoadedModel("-", network(64, 64, 1, torch.float32), tokenizer(), policies=["policy"])
+
+    def begun(seed: int) -> dict[str, Any]:
+        settings = {"seed": seed, "policy": {"model": "-"}, "learner": {"threads": 1}}
+        updater = make_updater(factories.config(**settings), "policy", algo, model)
+        return updater.state.dump()
+
+    first, again, other = (begun(seed) for seed in (1, 1, 2))
     assert first == again != other
 
 
