@@ -343,7 +343,7 @@ async def _algorithm(child: Child) -> None:
             ending += f", {cause}{estimate}: {memory.CURE}"
         raise TrainingError(
             f"the algorithm process ended with {ending}; nothing is lost: the same command"
-            f" continues after the last committed step (its output: {child.log})"
+            f" continues from the last checkpoint (its output: {child.log})"
         )
 
 

@@ -49,6 +49,7 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
     head = 0 if config.policy.lora.rank else vocabulary * hidden * (WIDE + 2 * width)
     return {
         "weights": weights * (WIDTHS[bits] if bits else width) + weights * width * copies,
+        "packed weights": served * packed_bytes(config, network),
         # Gradient, two moments and, for bfloat16, a master weight, all in float32.
         "optimizer": trained * (12 if width == WIDE else 16),
         "KV cache": served * cached * bytes_of_token(config, network),
@@ -56,6 +57,23 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
         "logits": WIDE * logits + head,
         "activations": tokens * kept,
     }
+
+
+def packed_bytes(config: RunConfig, network: Any) -> int:
+    """Bytes of the second layout in which the embedded engine has weights on a CPU."""
+    policy = config.policy
+    gpu = policy.device != "cpu" and torch.cuda.is_available()
+    if gpu or policy.dtype != "bfloat16" or not packs_weights():
+        return 0
+    head = network.get_output_embeddings()
+    layers = () if policy.quantize else _linear(network)
+    return sum(2 * layer.in_features * layer.out_features for layer in (*layers, head))
+
+
+def packs_weights() -> bool:
+    """Whether products in bfloat16 on this CPU read weights in a layout of their own."""
+    has_kernels: bool = torch._C._has_mkldnn
+    return has_kernels and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def checkpoint_bytes(config: RunConfig, network: Any) -> float:
@@ -67,13 +85,16 @@ def checkpoint_bytes(config: RunConfig, network: Any) -> float:
 
 def adapter_weights(config: RunConfig, network: Any) -> int:
     """The number of weights of an adapter; 0: all weights are trained."""
+    sizes = sum(module.in_features + module.out_features for module in _linear(network))
+    return int(config.policy.lora.rank * sizes)
+
+
+def _linear(network: Any) -> Iterator[Any]:
+    """The linear layers of a model, without its head and its adapters."""
     head = network.get_output_embeddings()
-    linear = [
-        module
-        for name, module in network.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head and ".lora_" not in name
-    ]
-    return int(config.policy.lora.rank * sum(m.in_features + m.out_features for m in linear))
+    for name, module in network.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not head and ".lora_" not in name:
+            yield module
 
 
 def layer_bytes(config: RunConfig, shape: Any) -> int:

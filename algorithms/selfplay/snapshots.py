@@ -2,7 +2,8 @@
 
 Owns the directories `<output>/pool/NAME@STEPS`: a Hugging Face model or an adapter, without
 optimizer state. Always true: a directory is complete once it exists; it is written before the
-commit that adds its snapshot to the pool and deleted after the commit that drops it."""
+commit that adds its snapshot to the pool, and deleted once the run's checkpoint, from which a
+killed one continues, is without it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.selfplay.pool import OpponentPool
-from agentrl.algorithms.train.checkpoint import save_policy
+from agentrl.algorithms.train.checkpoint import parse_name, save_policy
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.base.files import PARTIAL, delete_directory
 from agentrl.errors import PolicyError
@@ -31,6 +32,7 @@ class SnapshotStore:
     run: str
     folder: Path
     served: set[str] = field(default_factory=set)
+    dropped: dict[str, int] = field(default_factory=dict)  # steps at which, by name, until deleted
 
     async def start(self, steps: int) -> None:
         """Serve the pool at the start of the process, after `steps` steps; adds a first snapshot to
@@ -52,11 +54,18 @@ class SnapshotStore:
             save_policy(self.folder / snapshot.name, self.learner)
 
     async def serve_pool(self) -> None:
-        """Serve exactly the snapshots of the pool and delete all others. Call inside `updating`
-        after a commit: only the run's owner can commit, so no other process deletes files."""
+        """Serve exactly the snapshots of the pool and delete all others that no checkpoint needs.
+        Call inside `updating` after a commit: only the run's owner can commit, so no other process
+        deletes files."""
+        before, run = {*self.served}, await self.store.run(self.run)
+        assert run is not None
         await self._serve()
+        self.dropped.update(dict.fromkeys(before - self.served, run.step))
+        saved, _ = (run.checkpoint and parse_name(Path(run.checkpoint))) or (0, 0)
+        needed = {name for name, steps in self.dropped.items() if steps > saved}
         for path in self.folder.iterdir():
-            if path.name not in self.served and (PARTIAL in path.name or "@" in path.name):
+            if path.name not in self.served | needed and (PARTIAL in path.name or "@" in path.name):
+                self.dropped.pop(path.name, None)
                 delete_directory(path)
 
     async def _serve(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +42,7 @@ class Checkpoints:
     seconds: float = 0.0  # that the last one took, also beside training
     ended: float = 0.0  # clock when it was whole
     waited: float = 0.0  # seconds in which training waited since the last commit
-    writing: tuple[Path, asyncio.Task[None]] | None = None
+    writing: tuple[Path, asyncio.Task[float]] | None = None  # whose result is when it was whole
     named: Path | None = None  # what the commit in progress names
     started: float = field(default_factory=time.monotonic)
 
@@ -59,7 +60,7 @@ class Checkpoints:
         if self._is_due(steps) and not (trained and self._may_wait(steps)):
             self.started, path = time.monotonic(), self._path()
             save_checkpoint(path, *self._content())
-            self._is_whole(path)
+            self._is_whole(path, time.monotonic())
             self.waited += self.seconds
         waited, self.waited = self.waited, 0.0
         return (f"checkpoints/{self.named.name}" if self.named else None), waited
@@ -76,7 +77,7 @@ class Checkpoints:
             self.started, path = time.monotonic(), self._path()
             finish = begin_checkpoint(path, *self._content())
             self.waited += time.monotonic() - self.started
-            self.writing = path, asyncio.create_task(asyncio.to_thread(finish))
+            self.writing = path, asyncio.create_task(asyncio.to_thread(_ended, finish))
             self.saved = self.trained
 
     def _is_due(self, steps: int) -> bool:
@@ -101,13 +102,12 @@ class Checkpoints:
         assert self.writing is not None
         (path, task), started = self.writing, time.monotonic()
         self.writing = None
-        await task
+        ended = await task
         self.waited += time.monotonic() - started
-        self._is_whole(path)
+        self._is_whole(path, ended)
 
-    def _is_whole(self, path: Path) -> None:
-        self.ended = time.monotonic()
-        self.seconds = self.ended - self.started
+    def _is_whole(self, path: Path, ended: float) -> None:
+        self.ended, self.seconds = ended, ended - self.started
         self.size = sum(file.stat().st_size for file in path.rglob("*"))
         self.named, self.saved = path, self.trained
 
@@ -118,3 +118,9 @@ class Checkpoints:
     def _content(self) -> tuple[PolicySet, dict[str, Json], str]:
         policies = self.live.policies
         return policies, policies.dump(), self.live.state.identity
+
+
+def _ended(finish: Callable[[], None]) -> float:
+    """The clock after `finish`; whoever waits for it may look much later."""
+    finish()
+    return time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import shutil
 import signal
 import sys
 import time
@@ -82,6 +83,7 @@ class LateError(Exception):
 def agents(case: Case, say: Say) -> None:
     """An agent of examples/smollm: its scores before and after, and what its steps report."""
     output = Path(case.folder, case.name)
+    shutil.rmtree(output, ignore_errors=True)  # a run that is there would go on, or have ended
     own = [f"policy.model={needed(case)}", f"policy.device={case.device}"]
     try:
         found = real_model.train(

@@ -92,12 +92,12 @@ def few_rows(dtype: torch.dtype) -> int:
     return 2 if dtype.itemsize == 2 else FEW_ROWS
 
 
-def keys_read(context: int, capacity: int, dtype: torch.dtype) -> int:
-    """Keys of a row that decoding reads: whole blocks. In 16 bits, where products need keys without
-    gaps between heads, all up to the capacity if these are at most twice as many: that is faster
-    than a copy."""
-    blocks = whole_blocks(context, dtype)
-    return capacity if dtype.itemsize == 2 and capacity <= 2 * blocks else blocks
+def keys_read(context: int, capacity: int, dtype: torch.dtype, device: str) -> int:
+    """Keys of a row that decoding reads: whole blocks. In 16 bits on a CPU, whose products need
+    keys without gaps between heads, all up to the capacity if these are at most twice as many: that
+    is faster than a copy. device: its type."""
+    blocks, copied = whole_blocks(context, dtype), dtype.itemsize == 2 and device == "cpu"
+    return capacity if copied and capacity <= 2 * blocks else blocks
 
 
 def _mask(at: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:

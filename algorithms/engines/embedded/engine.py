@@ -236,7 +236,8 @@ class Engine:
             for values in (tokens.astype(np.int64), at, positions)
         )
         pool.set_write_positions(at_N, positions_N)
-        context = attention.keys_read(int(last.max()) + 1, pool.capacity, self.dtype)
+        longest, device = int(last.max()) + 1, self.device.type
+        context = attention.keys_read(longest, pool.capacity, self.dtype, device)
         with self._adapted(rows.policy[source]):
             logits: Tensor = self.model(
                 input_ids=ids_N[None],

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Linear
 from torch.nn.functional import linear
 
+from agentrl.algorithms.model.estimate import packs_weights
 from agentrl.algorithms.model.load import Model
 
 ROWS = 64  # for which weights are laid out; other numbers of rows read the same layout
@@ -48,8 +49,7 @@ class PackedLinear:
 
 def install(model: Model) -> None:
     """Pack the weights of linear layers once the engine multiplies with them."""
-    supported = torch._C._has_mkldnn and _operations._is_mkldnn_bf16_supported()
-    for layer in model.modules() if supported else ():
+    for layer in model.modules() if packs_weights() else ():
         if type(layer) is not Linear or "forward" in vars(layer):  # quantised, or installed before
             continue
         if layer.weight.dtype == torch.bfloat16 and layer.weight.device.type == "cpu":

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Linear, Sequential
 from torch.nn.functional import linear
 
-from agentrl.algorithms.engines.embedded import packed
+from agentrl.algorithms.engines.embedded import attention, packed
 from agentrl.algorithms.engines.embedded.packed import PackedLinear
 from agentrl.algorithms.model.load import load_model
 from tests.algorithms.engines.test_engine import Desk, reference
@@ -146,6 +146,13 @@ def test_in_bfloat16_a_step_reads_few_keys_too_many(desk: Callable[..., Desk]) -
     assert [contexts[size] for size in (58, 64, 65, 128, 129, 156)] == [64, 64, 128, 128, 256, 256]
     here.run([7, 8, 9], max_tokens=80)  # of the 256 that are there now
     assert [contexts[size] for size in (4, 64, 65, 80)] == [64, 64, 256, 256]
+
+
+def test_only_a_cpu_reads_more_keys_than_it_needs_for_a_copy_less() -> None:
+    at = {"context": 65, "capacity": 256}
+    assert attention.keys_read(**at, dtype=torch.bfloat16, device="cpu") == 256
+    assert attention.keys_read(**at, dtype=torch.bfloat16, device="cuda") == 128
+    assert attention.keys_read(65, 512, torch.float32, "cpu") == 256
 
 
 def test_in_bfloat16_keys_survive_growth(desk: Callable[..., Desk]) -> None:

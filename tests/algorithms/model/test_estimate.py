@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from agentrl.algorithms.engines.embedded import packed
 from agentrl.algorithms.engines.embedded.engine import Engine
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model import estimate
@@ -83,6 +84,19 @@ def test_the_cache_takes_what_is_said(batch: int, context: int) -> None:
     taken = sum(tensor.nbytes for tensor in pool.tensors)
     assert estimate.bytes_needed(config, network)["KV cache"] == taken
     assert shape.max_position_embeddings == 512
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_engine_has_weights_a_second_time_where_it_is_said(dtype: str, rank: int) -> None:
+    network, _ = llama(dtype, rank)
+    policy = {"model": "m", "dtype": dtype, "device": "cpu", "lora": {"rank": rank}}
+    said = estimate.bytes_needed(settings(policy=policy), network)["packed weights"]
+    packed.install(network)
+    own = (vars(layer).get("forward") for layer in network.modules())
+    layers = [each.layer for each in own if isinstance(each, packed.PackedLinear)]
+    assert said == sum(layer.weight.nbytes for layer in layers)
+    assert bool(said) == (dtype == "bfloat16" and estimate.packs_weights())
 
 
 @pytest.mark.parametrize("rank", [0, 4])

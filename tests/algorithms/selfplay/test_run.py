@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from agentrl.config import RunConfig, resolve
+from agentrl.config.schema import CheckpointConfig
 from agentrl.store import open_store
 from agentrl.types import Attempt, Json, Outcome, Reward, Rollout, Scope, Transition
 from tests import factories, warm
@@ -112,6 +113,26 @@ def test_killed_anywhere_a_run_meets_the_same_opponents(
     assert kept == {"policy@000000", "policy@000005"}
     assert kept == {row["name"] for row in remembered(last)["selfplay"]["snapshots"]}
     assert not (broken / "out" / "pool" / "policy@000005" / "optimizer.safetensors").exists()
+
+
+def test_a_run_goes_on_from_a_checkpoint_whose_opponents_have_been_dropped_since(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    run(config(whole, tiny_model_dir))
+    settings = replace(config(broken, tiny_model_dir), checkpoint=CheckpointConfig(every=3))
+    with pytest.raises(steady.Interrupted):  # after four steps, of which the checkpoint has three
+        run(settings, steady.strike_at("optimizer", 5, steady.interrupt))
+    kept = {path.name for path in (broken / "out" / "pool").iterdir()}
+    assert kept == {"policy@000000", "policy@000003", "policy@000004"}
+    run(settings)
+    (games, *_, last), (expected, *_, end) = (asyncio.run(read(path)) for path in (broken, whole))
+    assert games == expected
+    assert remembered(last) == remembered(end)
+    kept = {path.name for path in (broken / "out" / "pool").iterdir()}
+    assert kept == {"policy@000000", "policy@000005"}
 
 
 def test_only_the_learner_is_trained(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -92,6 +92,7 @@ async def test_a_snapshot_is_served_until_the_last_game_against_it_has_ended(
 async def test_only_whoever_commits_deletes(tmp_path: Path) -> None:
     config = run_of(tmp_path, ahead=0)
     async with open_store(config.store) as store:
+        await store.open_run("run", {})
         mine, stale = opponents(config, store), opponents(config, store)
         await mine.start(0)
         await mine.save_due(1)
@@ -110,6 +111,7 @@ async def test_a_dropped_snapshot_is_never_left_in_part_under_its_name(
 ) -> None:
     config = run_of(tmp_path, ahead=0)
     async with open_store(config.store) as store:
+        await store.open_run("run", {})
         made = opponents(config, store)
         await made.start(0)
         await made.save_due(1)
