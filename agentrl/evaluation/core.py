@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from agentrl.config import LoraConfig, PolicyConfig, RunConfig
 from agentrl.config import policies as team
 from agentrl.config.base import without_making
 from agentrl.config.run_file import store_in
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, NotFound
 from agentrl.store import open_store
 from agentrl.types import Rollout, RunState
 
@@ -110,13 +111,12 @@ def last_checkpoint(config: RunConfig) -> Path:
 
 def find_checkpoint(config: RunConfig) -> Path | None:
     """The last checkpoint in a run's store; None if the run has not been trained."""
-    file = Path(config.store.removeprefix("sqlite:///").partition("?")[0])
-    if config.store.startswith("sqlite:///") and not file.is_file():
-        return None
 
     async def read() -> RunState | None:
-        async with open_store(config.store, readonly=True) as store:
-            return await store.run(config.name)
+        with suppress(NotFound):  # no store yet
+            async with open_store(config.store, readonly=True) as store:
+                return await store.run(config.name)
+        return None
 
     state = run_blocking(read())
     return config.checkpoint_path(state.checkpoint) if state and state.checkpoint else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import math
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.model import estimate
 from agentrl.algorithms.model.attention import context_length
-from agentrl.algorithms.model.cpu_threads import computing_with
+from agentrl.algorithms.model.cpu_threads import computing_with, sampling_threads
 from agentrl.algorithms.model.load import DTYPES, check_directory, load_model, no_progress_bars
 from agentrl.config import LoraConfig, RunConfig
 from agentrl.errors import PolicyError
 
-RANK, LEARNING_RATE = 16, 2e-4  # of an adapter; see docs/how-to/pretrained-models.md
+RANK, LEARNING_RATE = 16, 2e-4  # of an adapter
 MAX_TOKENS = 128  # of one completion
 MAX_CONTEXT, LEAST_CONTEXT = 4096, 512  # tokens to look for between
 CONCURRENCY = 32  # rollouts whose calls are decoded together
@@ -54,8 +54,10 @@ def settings(model: str) -> dict[str, Any]:
     per_token = seconds_per_token(source, dtype)
     longest = SLACK * CALLS * MAX_TOKENS * per_token
     return {
-        "model": source, "dtype": dtype, "rank": RANK, "lr": LEARNING_RATE, "context": context,
-        "threads": os.cpu_count() or 1, "max_tokens": MAX_TOKENS, "concurrency": CONCURRENCY,
+        "model": json.dumps(source, ensure_ascii=False),  # a string in TOML, too
+        "threads": sampling_threads(sum(each.numel() for each in shape.parameters())),
+        "dtype": dtype, "rank": RANK, "lr": LEARNING_RATE, "context": context,
+        "max_tokens": MAX_TOKENS, "concurrency": CONCURRENCY,
         "timeout": max(60, math.ceil(longest / 10) * 10), "rate": round(CONCURRENCY / per_token),
     }  # fmt: skip
 

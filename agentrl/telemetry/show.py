@@ -31,7 +31,7 @@ async def show_rollout(store_url: str, rollout: str, *, prompts: bool = False) -
             )
         state = await store.run(trace.rollout.run)
     shown = render_prompts(trace, state.config if state else {}) if prompts else render_trace(trace)
-    Console().print(shown)
+    Console().print(shown, soft_wrap=prompts)  # a prompt has its own lines only
 
 
 def render_prompts(trace: Trace, config: dict[str, Json]) -> RenderableType:
@@ -39,11 +39,15 @@ def render_prompts(trace: Trace, config: dict[str, Json]) -> RenderableType:
     settings of the run, which name the tokenizers."""
     parts: list[RenderableType] = []
     for at, call in enumerate(trace.transitions):
+        if not call.exact:
+            text = "its tokens are not known; without --prompt its messages are printed"
+            parts.append(Text(f"call {at}, {call.role}: {text}", style="bold"))
+            continue
         own = spelling(config, call.policy)
         note = f": token ids, because {own.missing}" if own.missing else ""
         size = f"{len(call.prompt)} + {len(call.completion)} tokens"
         parts.append(Text(f"call {at}, {call.role}, {size}{note}", style="bold"))
-        prompt = Text(own.text(call.prompt.tolist()), style="cyan")
+        prompt = Text(own.text(call.prompt.tolist()) + " " * bool(own.missing), style="cyan")
         parts.append(prompt.append(own.text(call.completion.tolist()), style="green"))
     return Group(*parts or [Text("no model call")])
 

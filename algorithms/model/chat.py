@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from concurrent.futures import Future
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +17,7 @@ from agentrl.algorithms.model.text import Codec
 from agentrl.base.parts import installed_plugins
 from agentrl.types import Json
 
+log = logging.getLogger("agentrl.algorithm")
 FIELDS = (TypeError, ValueError, LookupError, AttributeError)  # of a template, on odd messages
 BLIND = "tools_not_rendered"  # the code of an error: the model would not see the tools
 CACHED_PROMPTS = 1024  # cached prompts: the rollouts of a group start with the same request
@@ -84,21 +86,28 @@ class Chat:
             )
         text = self._render(conversation, definitions, settings)
         if definitions and tools not in self._shown:
-            # An agent may describe its tools in a message instead: then the text has their names.
-            without = self._render(conversation, None, settings)
-            if text == without and not any(name in text for name in tool_names(definitions)):
-                sentence = (
-                    "the model's chat template does not render tools, so the model would not see "
-                    f"the {len(definitions)} of its request; {template_cure(self._tokenizer)}"
-                    "choose a model whose template renders them (an instruct model with tool calls)"
-                    ", replace its chat_template.jinja, or send no tools"
-                )
-                if not self.blind.done():
-                    self.blind.set_result(sentence)
-                raise RequestError(sentence, param="tools", code=BLIND)
+            if text == self._render(conversation, None, settings):
+                self._check_described(definitions, text)
             self._shown.add(tools)
         text = self._as_written(text, conversation, definitions, settings)
         return tuple(self._codec.encode(text))
+
+    def _check_described(self, tools: list[dict[str, Json]], text: str) -> None:
+        """For tools that the template drops: an agent may describe them in a message instead, and
+        then the text has their names. Raises RequestError if it has none."""
+        cure = template_cure(self._tokenizer)
+        if any(name in text for name in tool_names(tools)):
+            say_described(cure)
+            return
+        sentence = (
+            "the model's chat template does not render tools, so the model would not see "
+            f"the {len(tools)} of its request; {cure}"
+            "choose a model whose template renders them (an instruct model with tool calls)"
+            ", replace its chat_template.jinja, or send no tools"
+        )
+        if not self.blind.done():
+            self.blind.set_result(sentence)
+        raise RequestError(sentence, param="tools", code=BLIND)
 
     def _as_written(
         self, text: str, messages: list[dict[str, Any]], tools: Json, settings: dict[str, Json]
@@ -144,6 +153,16 @@ class Chat:
 def template_cure(tokenizer: Tokenizer) -> str:
     """What parts know to do about a chat template that leaves something out, before other words."""
     return "".join(f"{point.load()(tokenizer)}, " for point in installed_plugins("cures"))
+
+
+@cache
+def say_described(cure: str) -> None:
+    """Once per process."""
+    log.warning(
+        "The chat template does not render tools. A message names one, and is taken to describe"
+        " them; if it does not, %sor send no tools.",
+        cure,
+    )
 
 
 def tool_names(tools: list[dict[str, Json]]) -> list[str]:

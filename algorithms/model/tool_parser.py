@@ -116,7 +116,8 @@ class ToolParser:
             return found + self._content(self._cut(len(self._text)))
         text = self._text[: opening[0]] if opening else self._text
         ends = [len(text.rstrip())] if opening else [tag_start(text, tag) for tag in self.opens]
-        return found + self._content(self._cut(0 if self._separates(text) else min(ends)))
+        end = min(ends)
+        return found + self._content(self._cut(0 if self._separates(text[:end]) else end))
 
     def _opening(self) -> tuple[int, str] | None:
         """The first place where a call may begin, and with what."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from agentrl.config import LoraConfig, PolicyConfig, RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.evaluation import core as evaluation
 from agentrl.store import open_store
+from tests.store import postgres_server
 
 
 def adapter(directory: Path) -> Path:
@@ -62,3 +64,11 @@ async def test_the_last_checkpoint_is_found_by_a_store_with_options(tmp_path: Pa
     config = resolve({"name": "run", "store": url}, source="test")
     with pytest.raises(ConfigError, match="has no checkpoint yet"):
         evaluation.last_checkpoint(config)
+
+
+def test_before_the_first_run_a_database_has_no_checkpoint(server: postgres_server.Server) -> None:
+    url = server.make()
+    config = resolve({"name": "never", "store": url}, source="test")
+    assert evaluation.find_checkpoint(config) is None
+    asyncio.run(open_store(url).close())
+    assert evaluation.find_checkpoint(config) is None

@@ -1,10 +1,13 @@
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from msgspec import structs
 from rich.console import Console
 
 from agentrl.base.span_names import DIFF
+from agentrl.telemetry import show
 from agentrl.telemetry.show import render_trace
 from agentrl.types import (
     Branch,
@@ -135,3 +138,32 @@ def test_who_plays_which_role() -> None:
     assert "seats" not in printed()
     seats = {"player_0": "policy", "player_1": "policy@000010"}
     assert "seats     player_0: policy, player_1: policy@000010" in printed(seats=seats)
+
+
+async def test_a_prompt_has_its_own_lines_and_tokens_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in a pipe, for which the console has 80 columns; a call may have no token ids."""
+    calls = [
+        factories.call("t0", range(100), (4, 5), answer=CALL),
+        factories.call("t1", (), (), exact=False, index=1, answer=CALL),
+    ]
+    trace = Trace(rollout=factories.rollout("r"), attempt="a", transitions=calls, spans=[])
+
+    class Stored:
+        async def trace(self, rollout: str) -> Trace:
+            return trace
+
+        async def run(self, run: str) -> None:
+            return None
+
+    @asynccontextmanager
+    async def opened(url: str, **_: Any) -> AsyncIterator[Stored]:
+        yield Stored()
+
+    monkeypatch.setattr(show, "open_store", opened)
+    await show.show_rollout("sqlite:///store.db", "r", prompts=True)
+    first, ids, second = capsys.readouterr().out.splitlines()
+    assert "100 + 2 tokens: token ids, because " in first
+    assert ids.split() == [*map(str, range(100)), "4", "5"]
+    assert second.startswith("call 1, agent: its tokens are not known")

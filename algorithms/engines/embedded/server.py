@@ -137,7 +137,9 @@ class EmbeddedServer:
         # Both may be set even if this is cancelled.
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if blind.done():
-            return PolicyError(f"{blind.result()}. Then repeat the command with --fresh")
+            return PolicyError(
+                f"{blind.result()}. Then repeat the command with --fresh, if it has this option"
+            )
         error = failure.result()
         return PolicyError(f"the embedded engine ended with {type(error).__name__}: {error}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from agentrl import trainer
-from agentrl.algorithms.model import estimate
+from agentrl.algorithms.model import cpu_threads, estimate
 from agentrl.algorithms.model.attention import context_length
+from agentrl.algorithms.model.cpu_threads import sampling_threads
 from agentrl.algorithms.model.load import load_model
 from agentrl.cli.main import cli
 from agentrl.config import load, to_toml
@@ -126,11 +127,33 @@ def test_init_measures_what_a_pretrained_model_needs(tmp_path: Path, tiny_model_
     trainer.check(config)
     assert (config.policy.model, config.policy.build) == (str(tiny_model_dir), "")
     assert config.policy.lora.rank > 0
-    assert config.engine.threads == os.cpu_count()
     model, _ = load_model(tiny_model_dir)
+    assert config.engine.threads == sampling_threads(model.num_parameters())
     assert config.engine.max_context <= context_length(model)
     assert config.sampling.max_tokens < config.engine.max_context
     assert config.agent.timeout >= 60
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (6, 4), (64, 8)])
+def test_init_asks_for_no_more_threads_than_sampling_can_use(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    threads: int,
+) -> None:
+    monkeypatch.setattr(cpu_threads, "SMALL_MODEL", 0)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert pretrained.settings(str(tiny_model_dir))["threads"] == threads
+
+
+@pytest.mark.parametrize("name", ['a "quoted" name', "back\\slash", "größe"])
+def test_init_names_a_model_in_any_folder(tmp_path: Path, tiny_model_dir: Path, name: str) -> None:
+    model = tmp_path / name
+    shutil.copytree(tiny_model_dir, model)
+    result = CliRunner().invoke(cli, ["init", str(tmp_path / "mine"), "--model", str(model)])
+    assert result.exit_code == 0, result.exception
+    assert load(tmp_path / "mine" / "run.toml").policy.model == str(model)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from agentrl.algorithms.model.chat import Chat, RequestError
+from agentrl.algorithms.model.chat import Chat, RequestError, say_described
 from agentrl.algorithms.model.text import Codec
 
 TOOL = {"type": "function", "function": {"name": "query", "parameters": {}}}
@@ -37,7 +37,10 @@ def test_a_prompt_is_what_the_template_gives(tokenizer: Any) -> None:
 PLAIN = "{%- for message in messages %}{{- message.role + ': ' + message.content }}{%- endfor %}"
 
 
-def test_tools_that_the_template_does_not_render_are_refused(tokenizer: Any) -> None:
+def test_tools_that_the_template_does_not_render_are_refused(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    say_described.cache_clear()
     messages = [{"role": "user", "content": "Hi"}]
     other = {"type": "function", "function": {"name": "search", "parameters": {}}}
     blind = copy.deepcopy(tokenizer)
@@ -52,6 +55,10 @@ def test_tools_that_the_template_does_not_render_are_refused(tokenizer: Any) -> 
     told = [{"role": "system", "content": "You may call query(sql)."}, *messages]
     assert "query(sql)" in render(blind, told, [TOOL, other])
     assert "search" in render(tokenizer, messages, [TOOL, other])
+    (said,) = caplog.messages
+    assert said.startswith("The chat template does not render tools. A message names one")
+    render(blind, [{"role": "user", "content": "Please search for Ada."}], [TOOL, other])
+    assert caplog.messages == [said]
 
 
 def history(*arguments: object) -> list[Any]:

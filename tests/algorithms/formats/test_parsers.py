@@ -32,6 +32,8 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("llama3_json", '{"name": "query", "arguments": {"text": "a"}}', "", A),
     ("llama3_json", '{"name":"query","parameters":{"text":"a"}} ;\n{"name":"f","parameters":{}}',
      "", [*A, ("f", {})]),
+    ("llama3_json", '{"name": "query", "parameters": {"text": "a"}}; <|python_tag|>\n'
+     '{"name": "f", "parameters": {}}', "", [*A, ("f", {})]),
     ("llama3_json", 'Look.\n{"name": "query", "parameters": {"text": "a"}}\nDone.', "Look.Done.",
      A),
     ("llama3_json", '{"name": "query", "parameters": {"text": "a"}}; and more', "; and more", A),
