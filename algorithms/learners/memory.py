@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -58,8 +59,18 @@ def peak(device: torch.device) -> dict[str, float]:
     elsewhere memory/process_peak_mb: largest resident set of this process since its start."""
     if device.type == "cuda":
         return {"memory/peak_mb": torch.cuda.max_memory_allocated(device) / MB}
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"memory/process_peak_mb": largest * (1 if sys.platform == "darwin" else 1024) / MB}
+    return {"memory/process_peak_mb": process_peak() / MB}
+
+
+def process_peak() -> int:
+    """Largest resident set of this program, bytes. On Linux from /proc: `getrusage` also counts
+    what the process was before it started the program, a copy of its parent."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
+        largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return largest * (1 if sys.platform == "darwin" else 1024)
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

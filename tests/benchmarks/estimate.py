@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -53,6 +52,7 @@ def run_of(name: str, model: Path, folder: Path) -> dict[str, Any]:
 def measure(name: str, model: Path) -> dict[str, float]:
     """Estimate and peak of a configuration, in GB, in this process."""
     from agentrl.algorithms.engines.embedded.engine import Engine
+    from agentrl.algorithms.learners.memory import process_peak
     from agentrl.algorithms.model.estimate import process_bytes
     from agentrl.algorithms.train.build import load_algorithm, make_updater
     from agentrl.algorithms.train.load_policies import load_policies
@@ -75,7 +75,7 @@ def measure(name: str, model: Path) -> dict[str, float]:
             updater.update(step, _groups(rollouts[step * groups * SIZE :][: groups * SIZE]))
         updater.learner.save(Path(folder, "checkpoint"))
         engine.close()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = process_peak()
     shown = {part: round(size / 1e9, 3) for part, size in needed.items()}
     ratio = sum(needed.values()) / peak
     return {"estimate_over_peak": ratio, "peak_gb": peak / 1e9, **shown}

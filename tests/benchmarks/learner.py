@@ -34,6 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, 
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
+from agentrl.algorithms.learners.memory import process_peak
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
@@ -185,9 +186,7 @@ def memory(implementation: str, length: int, hidden: int) -> dict[str, float]:
         torch.autograd.backward(-logprobs.mean())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    status = Path("/proc/self/status").read_text()
-    peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return {"mb": int(peak.split()[1]) * 1024 / 1e6}
+    return {"mb": process_peak() / 1e6}
 
 
 def on_gpu(tflops: float) -> dict[str, Any]:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -427,3 +429,10 @@ def test_a_report_says_entropy_and_memory(make_learner: MakeLearner) -> None:
     assert report.entropy is not None
     assert report.entropy.tolist() == pytest.approx([math.log(VOCABULARY)] * batch.n_tokens)
     assert 50 < report.metrics["memory/process_peak_mb"] < 100_000
+
+
+def test_the_peak_of_a_process_is_not_that_of_its_parent() -> None:
+    large = bytearray(b"x" * 10**9)  # what a copy of this process has before it runs the program
+    code = "from agentrl.algorithms.learners.memory import process_peak; print(process_peak())"
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert 10**7 < int(said.stdout) < len(large)
