@@ -66,6 +66,7 @@ async def test_the_last_checkpoint_is_found_by_a_store_with_options(tmp_path: Pa
         evaluation.last_checkpoint(config)
 
 
+@pytest.mark.part
 def test_before_the_first_run_a_database_has_no_checkpoint(server: postgres_server.Server) -> None:
     url = server.make()
     config = resolve({"name": "never", "store": url}, source="test")
