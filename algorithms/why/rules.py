@@ -329,8 +329,8 @@ def _successes(run: PolicyRun) -> float:
     low = min((x for row in run.newest if math.isfinite(x := row.reward(run.outcome))), default=0.0)
     key = "reward" if run.outcome == "outcome" else f"reward/{run.outcome}"
     shares = []
-    for step in run.steps:
-        above, spread = max(step.get(f"{key}/mean", low) - low, 0.0), step.get(f"{key}/std", 0.0)
+    for step in (each for each in run.steps if f"{key}/mean" in each):
+        above, spread = max(step[f"{key}/mean"] - low, 0.0), step.get(f"{key}/std", 0.0)
         shares.append(above**2 / (above**2 + spread**2) if above else 0.0)
     return fmean(shares or [0.0])
 

@@ -74,9 +74,6 @@ def scored_line(config: RunConfig, checkpoint: Path | None) -> str:
         return f"scoring the policy{after}: {checkpoint}"
     if team.has_no_own_policy(config):
         return ""
-    untrained = {
-        own.model or own.build
-        for name in team.trained_policies(config)
-        for own in [team.view(config, name).policy]
-    }
-    return f"scoring the policy before training: {', '.join(sorted(untrained))}"
+    begun = [team.view(config, name).policy for name in team.trained_policies(config)]
+    models = sorted({policy.model or policy.build for policy in begun})
+    return f"scoring the policy before training: {', '.join(models)}"

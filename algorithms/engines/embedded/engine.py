@@ -210,7 +210,7 @@ class Engine:
         """Run the model on uncached tokens; returns logits [n, V] after each row's last one."""
         rows, pool, n = self.rows, self.pool, self.rows.n
         lengths, order = rows.length[:n], np.arange(n)
-        pool.reserve(int(rows.known[:n].max()), np.flatnonzero(rows.length).tolist())
+        pool.reserve(int(rows.known[:n].max()), rows.length)
         before = rows.known[:n] - lengths - 1  # tokens to feed before the last one
         chunks: list[PrefillChunk] = []
         fed_rows, fed_positions, start = [], [], 0

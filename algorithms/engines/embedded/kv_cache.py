@@ -5,7 +5,7 @@ Only the engine's thread writes, inside a forward pass (`KVPool.update`) or betw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,15 +75,15 @@ class KVPool(Cache):  # type: ignore[misc]
         """0, because the model is always called with positions."""
         return 0
 
-    def reserve(self, capacity: int, used: Iterable[int]) -> None:
-        """Make room for `capacity` tokens per row. used: the rows that have any; a CPU gives no
-        memory to rows that are never written."""
+    def reserve(self, capacity: int, length: NDArray[np.int64]) -> None:
+        """Make room for `capacity` tokens per row. length: of each row, in tokens; empty rows are
+        not copied, because a CPU gives no memory to rows that are never written."""
         while self.capacity < capacity:
             self.capacity = min(2 * self.capacity, self.largest)
         for index, old in enumerate(self.tensors):
             if (size := old.shape[3]) < self.capacity:
                 new = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
-                for row in used:
+                for row in np.flatnonzero(length).tolist():
                     new[:, row, :, :size] = old[:, row]
                 self.tensors[index] = new
 

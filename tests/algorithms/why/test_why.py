@@ -435,6 +435,14 @@ def test_flat_groups_of_a_policy_with_successes_are_made_larger(
     assert "group_size: more" in reason.change
 
 
+def test_a_step_without_rewards_says_nothing_of_successes() -> None:
+    newest = [rollout(rewards=[Reward(x)]) for x in (0.0, 1.0)]
+    flat = {"reward/outcome/frac_zero_std": 0.8}
+    steps = [rewards_of(0.15, 0.0, 1.0) | flat, flat, flat]
+    (reason,) = why.reasons(record(steps, newest=newest))
+    assert "rare" not in reason.text
+
+
 def rewards_of(share: float, low: float, high: float) -> dict[str, float]:
     """The metrics of rewards of which this share is `high`, the others `low`."""
     mean = low + share * (high - low)
