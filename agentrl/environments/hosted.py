@@ -18,9 +18,8 @@ from typing import Any
 import msgspec
 
 import agentrl
-from agentrl.base import threads
-from agentrl.environments.endpoint import endpoint
-from agentrl.environments.play import play_task, scores_of
+from agentrl.environments.endpoints import endpoint
+from agentrl.environments.playing import called, play_task, scores_of
 from agentrl.environments.reference import (
     Named,
     checked_tasks,
@@ -140,9 +139,7 @@ def about(named: Named) -> About:
 async def verified(named: Named, task: dict[str, Json], result: Json) -> list[Reward]:
     """The scores that the environment, made in this process, gives to an agent's result."""
     environment: Any = made(named)
-    returned = await threads.call(environment.verify, task, result)
-    if isinstance(returned, Awaitable):
-        returned = await returned
+    returned = await called(named.name, "verify", environment.verify, task, result)
     return scores_of(returned, named.name)
 
 
