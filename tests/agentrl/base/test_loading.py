@@ -135,7 +135,7 @@ def test_tasks_of_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None
     asked = []
     rows = [{"question": "1+1", "answer": "2"}, {"input": "2+2", "question": "no", "answer": "4"}]
 
-    def read(source: str) -> list[tuple[str, dict[str, str]]]:
+    def read(source: str, root: Path) -> list[tuple[str, dict[str, str]]]:
         asked.append(source)
         return [(f"{source}[{index}]", row) for index, row in enumerate(rows)]
 
