@@ -52,6 +52,8 @@ def _kind(source: str) -> str:
     scheme, colon, _ = source.partition(":")
     if colon and scheme in _readers().keys() | known("row_files").keys():
         return scheme
+    if colon and scheme in known("references"):
+        return ""
     return Path(source).suffix.lower()
 
 
