@@ -1,11 +1,10 @@
-"""The settings `environment` and `[environment_options]`, and those that follow from them."""
+"""The settings `environment` and `[environment_options]`."""
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
 from typing import Any
 
+<<<<<<< HEAD
 from msgspec.structs import replace
 
 from agentrl.base.processes import log_phase
@@ -14,10 +13,13 @@ from agentrl.environments.reference import SCHEME, SPLITS, Named, check_unique
 from agentrl.errors import ConfigError
 
 log = logging.getLogger("agentrl.environments")
+=======
+>>>>>>> seam
 Name = str  # "PLUGIN:WHAT", or your own as "file.py:Class:WHAT"; stands for agent, tasks, verifier
 # `python`, its own interpreter, by default .venv-PLUGIN beside the run file or in the working
 # directory, if there is one; all others are arguments of the plug-in.
 Options = dict[str, Any]
+<<<<<<< HEAD
 
 
 def named_in(config: Any) -> Named | None:
@@ -72,3 +74,5 @@ def check(config: Any) -> None:
         )
     if all(getattr(config.tasks, split).startswith(f"{SCHEME}:") for split in SPLITS):
         check_unique(named, (hosted.tasks(named, split) for split in SPLITS))
+=======
+>>>>>>> seam

@@ -16,7 +16,7 @@ import msgspec
 
 from agentrl.base import threads
 from agentrl.base.loading import load_attribute, raised
-from agentrl.errors import AgentError
+from agentrl.errors import AgentError, AgentRLError
 from agentrl.runners import executors
 from agentrl.runners.executors import ExecutionResult, input_of, out_of_time
 from agentrl.runners.scoring.results import failure_of, stored_result
@@ -119,6 +119,8 @@ def _text(message: Any) -> Any:
 def _build(factory: Any) -> object:
     try:
         built = factory()
+    except AgentRLError:
+        raise
     except Exception as error:  # the user's factory is a boundary
         raise AgentError(
             f"building the agent with {_describe(factory)} raised {raised(error)}"
@@ -209,7 +211,7 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
     if len(msgspec.json.encode(result)) > executors.LARGEST_RESULT:
         message = executors.too_large("its result")
         result, failure = None, Failure(kind=ErrorKind.AGENT, message=message)
-    known: Any = {"rewards": log.rewards, "needs_no_call": log.needs_no_call}
+    known: Any = {"rewards": [*log.rewards], "needs_no_call": log.needs_no_call}
     spans = tracing.records(log, attempt)
     return ExecutionResult(result=result, failure=failure, spans=spans, **known)
 
