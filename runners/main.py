@@ -134,9 +134,9 @@ async def attempt_runner(
         stack.push_async_callback(asyncio.to_thread, gateway.close)
         url = gateway.base_url
         stack.enter_context(environment(url, config.agent.pass_env))
-        harness = next(filter(None, (part.executor(url) for part in hooks)), None)
+        given = next(filter(None, (part.executor(url) for part in hooks)), None)
         place: Any = {"root": root, "gateway": url, "runner": name}
-        executor = make_executor(config, agent=agent, harness=harness, **place)
+        executor = make_executor(config, agent=agent, given=given, **place)
         scores = verifiers.load(verifier, config.verifier.rewards, root)
         asyncio.get_running_loop().set_default_executor(DaemonThreads())
         if config.runner.framework_spans:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from agentrl.base.jsonvalues import NotJsonError, as_json, check_json
-from agentrl.base.parts import known, missing
+from agentrl.base.parts import installed_plugins, known, missing
 from agentrl.base.row_files import read_rows
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import Json
@@ -29,6 +29,9 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
 
     Raises ConfigError, which names the setting `key`, if the file, module or attribute is missing
     or the import fails."""
+    for point in installed_plugins("references"):
+        if path.startswith(f"{point.name}:"):
+            return point.load()(path, root, key)
     source, colon, name = path.rpartition(":")
     if not colon or not source or not name:
         raise ConfigError(f"{key} = {path!r}: write it as file.py:name or package.module:name")

@@ -108,10 +108,17 @@ class PoolExecutor:
     sealed = False
 
     def __init__(
-        self, path: str, agent: AgentConfig, runner: PoolRunnerConfig, *, root: Path
+        self,
+        path: str,
+        agent: AgentConfig,
+        runner: PoolRunnerConfig,
+        *,
+        root: Path,
+        python: str = sys.executable,
     ) -> None:
-        """`path`: the agent, relative to `root`. The pool inherits only the variables that Python
-        and model clients need, and `agent.pass_env`: others may hold keys of the store."""
+        """`path`: the agent, relative to `root`. `python`: interpreter of the processes. The pool
+        inherits only the variables that Python and model clients need, and `agent.pass_env`: others
+        may hold keys of the store."""
         self.config, self.memory = runner.pool, runner.memory_mb * MB
         self.processes = self.config.processes or min(os.cpu_count() or 1, runner.concurrency)
         self.limit: int | None = self.processes * self.config.rollouts
@@ -120,7 +127,11 @@ class PoolExecutor:
         self._forks = self.config.start == "fork"
         patterns = (*contract.PYTHON, *contract.MODEL, *agent.pass_env)
         self._env = contract.passed_environment(patterns) | agent.env
-        self._launcher = ProcessLauncher(self._program if self._forks else SUPERVISOR, self._env)
+        self._python = python
+        if self._forks:
+            self._launcher = ProcessLauncher(self._program, self._env, python)
+        else:
+            self._launcher = ProcessLauncher(SUPERVISOR, self._env)
         self._places: asyncio.Queue[WarmProcess] = asyncio.Queue()
         self._following: dict[WarmProcess, asyncio.Task[None]] = {}
         self._starting: set[asyncio.Task[None]] = set()
@@ -217,7 +228,7 @@ class PoolExecutor:
     async def _launch(self) -> WarmProcess:
         spec = ProcessSpec()
         if not self._forks:
-            spec = ProcessSpec(argv=[sys.executable, *self._program, "3"], env=self._env)
+            spec = ProcessSpec(argv=[self._python, *self._program, "3"], env=self._env)
         if self.memory:
             spec["memory"] = self.memory
         ours, theirs = socket.socketpair()
