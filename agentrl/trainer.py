@@ -107,7 +107,7 @@ class Trainer:
         try:
             return run_blocking(self.fit_async(fresh=fresh, take_over=take_over))
         except KeyboardInterrupt:  # with tracebacks of the event loop, which tell nothing
-            text = "stopped; fit(), without fresh, continues after the last committed step"
+            text = "stopped; fit(), without fresh, continues after the last checkpoint"
             raise KeyboardInterrupt(text) from None
 
     async def fit_async(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:

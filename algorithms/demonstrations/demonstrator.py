@@ -65,9 +65,13 @@ class Demonstrator:
 
     def identity(self, root: Path) -> list[str]:
         """What its answers depend on."""
-        file = root / self.script.rpartition(":")[0]
-        content = file.read_bytes() if self.script and file.is_file() else b""
-        return [self.url, self.model, self.script, sha256(content).hexdigest()]
+        return [self.url, self.model, self.script, content_digest(self.script, root)]
+
+
+def content_digest(reference: str, root: Path) -> str:
+    """Digest of the file in a reference such as "file.py:name"; of nothing if it names no file."""
+    file = root / reference.rpartition(":")[0]
+    return sha256(file.read_bytes() if reference and file.is_file() else b"").hexdigest()
 
 
 async def kept_conversations(

@@ -49,7 +49,7 @@ def main(config: RunConfig) -> None:
 
 
 async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) -> None:
-    """Open the run, load the policies of its last committed step, and train to the last step.
+    """Open the run, load the policies of its last checkpoint, and train to the last step.
     ready: called when everything is loaded."""
     hooks = hooks_of(config)
     algos = build.load_algorithms(config, hooks)

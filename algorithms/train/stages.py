@@ -48,7 +48,7 @@ async def open_run(config: RunConfig, closing: AsyncExitStack) -> OpenRun:
 
 
 async def load_run(opened: OpenRun, algos: Mapping[str, Algo], hooks: Hooks) -> LoadedRun:
-    """With the policies of the last committed step in memory."""
+    """With the policies of the last checkpoint in memory."""
     config, started = opened.config, time.monotonic()
     models = load_policies(config)
     if any(model.built for model in models):
