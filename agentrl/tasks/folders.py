@@ -17,7 +17,8 @@ NOT_FILES = ("Dockerfile", ".dockerignore")
 HARMLESS = ("FROM", "WORKDIR", "COPY", "LABEL", "CMD", "ENTRYPOINT", "MAINTAINER", "EXPOSE")
 LOGS = re.compile(r"/logs/verifier\b")
 TESTS = re.compile(r"(?<![\w./}])/tests\b")
-ABSOLUTE = re.compile(r"(?<![\w./})>*?-])/(?!tests\b|logs/verifier\b|dev/|bin/|usr/bin/)[A-Za-z_]\w*")
+USUAL = r"tests\b|logs/verifier\b|dev/|bin/|usr/bin/"
+ABSOLUTE = re.compile(rf"(?<![\w./}})>*?-])/(?!{USUAL})[A-Za-z_]\w*")
 INSTALLS = re.compile(r"\b(apt-get|apt|apk|yum|dnf|pip3?|uvx?|npm|npx|curl|wget)\b")
 
 
@@ -53,9 +54,7 @@ def _harbor(folder: Path, id: str) -> dict[str, Json]:
     }
 
 
-def _needs_container(
-    dockerfile: str, task: HarborTask, tests: Mapping[str, str]
-) -> Iterator[str]:
+def _needs_container(dockerfile: str, task: HarborTask, tests: Mapping[str, str]) -> Iterator[str]:
     """Why its workspace would not be what its container is; each continues "the task ..."."""
     if task.image.name or task.about.environment.env or task.steps[0].verifier.env:
         yield "names an image or variables of its container"

@@ -1,5 +1,6 @@
-"""Read Harbor's task folders: `task.toml`, `instruction.md`, `environment/`, `tests/`, `solution/`, and
-`steps/NAME/` of tasks with several steps. The format is that of Harbor 0.25 (`schema_version` 1.4).
+"""Read Harbor's task folders: `task.toml`, `instruction.md`, `environment/`, `tests/`, `solution/`,
+and `steps/NAME/` of tasks with several steps. The format is that of Harbor 0.25, `schema_version`
+1.4.
 
 Only paths and settings are read here; files stay where they are, so they may be binary.
 """
@@ -13,7 +14,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,7 +30,6 @@ ARTIFACTS = "/logs/artifacts"  # always an artifact
 VERIFIER_SECONDS = 600.0
 Network = Literal["public", "no-network", "allowlist"]
 User = str | int | None
-T = TypeVar("T")
 
 
 class Healthcheck(msgspec.Struct, frozen=True):
@@ -113,7 +113,7 @@ class Verifier(msgspec.Struct, frozen=True):
 
 
 class StepTable(msgspec.Struct, frozen=True):
-    name: str
+    name: str = ""  # of its folder
     agent: Agent = Agent()
     verifier: Verifier = Verifier()
     min_reward: float | dict[str, float] | None = None
@@ -163,7 +163,7 @@ class Step:
 
     name: str
     instruction: str
-    files: Path  # copied into the working directory before the agent begins, if it exists
+    files: Path | None  # copied into the working directory before the agent begins
     tests: tuple[Path, ...]  # copied to /tests in this order
     solution: Path
     seconds: float | None  # for the agent
@@ -202,7 +202,9 @@ def task_folders(folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for parent in (file.parent for file in files):
         if not any(above in found.values() for above in parent.parents):  # a task's own files
-            found[parent.relative_to(folder).as_posix() if parent != folder else parent.name] = parent
+            found[parent.relative_to(folder).as_posix() if parent != folder else parent.name] = (
+                parent
+            )
     if not found:
         raise ConfigError(f"{folder} has no Harbor task: a folder with a {TASK}")
     return found
@@ -215,7 +217,8 @@ def read_task(folder: Path, id: str) -> HarborTask:
         about = _table(folder)
         if about.environment.os.lower() != "linux":
             raise UnfitTask(f"the Harbor task {id!r} is for {about.environment.os}, not for Linux")
-        steps = tuple(_step(folder, about, table) for table in about.steps or [None])
+        tables = about.steps or [StepTable()]
+        steps = tuple(_step(folder, about, table) for table in tables)
         network = next(iter(_networks(about, steps)))
         for why in _unfit(folder, about, steps):
             raise UnfitTask(f"the Harbor task {id!r} {why}")
@@ -263,20 +266,19 @@ def _instruction(file: Path) -> str:
     return "\n".join(lines) if len(lines) < 2 or lines[0].strip() else "\n".join(lines).lstrip("\n")
 
 
-def _step(folder: Path, about: TaskFile, table: StepTable | None) -> Step:
+def _step(folder: Path, about: TaskFile, step: StepTable) -> Step:
     own = folder
-    if table is not None:
-        if table.name in ("", ".", "..") or "/" in table.name or "\0" in table.name:
-            raise ValueError(f"the name of a step must be that of a folder, not {table.name!r}")
-        own = folder / "steps" / table.name
-    step = table or StepTable("")
+    if about.steps:
+        if step.name in ("", ".", "..") or "/" in step.name or "\0" in step.name:
+            raise ValueError(f"the name of a step must be that of a folder, not {step.name!r}")
+        own = folder / "steps" / step.name
     verifier = _verifier(about.verifier, step.verifier)
     judge = _judge(folder, own, about, step, verifier)
     tests = tuple(dict.fromkeys((folder / "tests", own / "tests")))
     if not (judge and judge.has_tests) and not any((test / "test.sh").is_file() for test in tests):
         raise ValueError(f"there is no {own.relative_to(folder) / 'tests/test.sh'}")
     solution = own / "solution"
-    wanted = step.min_reward
+    wanted = {} if step.min_reward is None else step.min_reward
     entries = [*about.artifacts, *step.artifacts]
     listed = [Artifact(entry) if isinstance(entry, str) else entry for entry in entries]
     if not any(one.source.rstrip("/") == ARTIFACTS for one in listed):
@@ -286,13 +288,13 @@ def _step(folder: Path, about: TaskFile, table: StepTable | None) -> Step:
     return Step(
         name=step.name,
         instruction=_instruction(own / "instruction.md"),
-        files=own / "workdir",
+        files=own / "workdir" if step.name else None,
         tests=tests,
         solution=solution if solution.is_dir() else folder / "solution",
         seconds=_first(step.agent.timeout_sec, about.agent.timeout_sec),
-        user=_first(step.agent.user, about.agent.user),
+        user=about.agent.user if step.agent.user is None else step.agent.user,
         healthcheck=step.healthcheck,
-        min_reward=wanted if isinstance(wanted, dict) else {} if wanted is None else {"reward": wanted},
+        min_reward=wanted if isinstance(wanted, dict) else {"reward": wanted},
         verifier=verifier,
         judge=judge,
         artifacts=tuple(listed),
@@ -304,7 +306,7 @@ def _verifier(task: Verifier, step: Verifier) -> Verifier:
     return Verifier(
         timeout_sec=_first(step.timeout_sec, task.timeout_sec) or VERIFIER_SECONDS,
         env={**task.env, **step.env},
-        user=_first(step.user, task.user),
+        user=task.user if step.user is None else step.user,
         environment_mode=step.mode or task.mode or "shared",
         environment=step.environment or task.environment,
         collect=[*task.collect, *step.collect],
@@ -340,19 +342,24 @@ def _image(folder: Path, about: TaskFile) -> Image:
         return Image(name, files=environment if files else None)
     if not built and not any((environment / name).is_file() for name in COMPOSE):
         raise ValueError(
-            f"it has no environment: write environment/{DOCKERFILE}, or docker_image in [environment]"
+            f"it has no environment: write environment/{DOCKERFILE}, or docker_image in"
+            " [environment]"
         )
     return Image(folder=environment)
 
 
 def _networks(about: TaskFile, steps: tuple[Step, ...]) -> set[Network]:
-    """Those that the agent's container would need, one after the other; a container has only one."""
+    """Those that the agent's container would need in turn; a container has only one."""
     base = about.agent.network_mode or about.environment.network
     wanted = {table.agent.network_mode or base for table in about.steps} or {base}
     for step in steps:
         if step.judge is None:
             wanted.add(step.verifier.network_mode or about.environment.network)
-        if step.files.is_dir() or step.healthcheck or about.environment.healthcheck:
+        if (
+            (step.files and step.files.is_dir())
+            or step.healthcheck
+            or about.environment.healthcheck
+        ):
             wanted.add(about.environment.network)
     return wanted
 
@@ -386,5 +393,5 @@ def _unfit(folder: Path, about: TaskFile, steps: tuple[Step, ...]) -> Iterator[s
         yield "begins with an earlier conversation (trajectory.json), which is not given to agents"
 
 
-def _first(step: T | None, task: T | None) -> T | None:
+def _first(step: float | None, task: float | None) -> float | None:
     return task if step is None else step
