@@ -14,5 +14,6 @@ PART = Part(
     checks={"environment": f"{HERE}.settings:check"},
     references={"environment": f"{HERE}.reference:resolve"},
     runner={"environment": f"{HERE}.hooks:join"},
+    commands={"env": f"{HERE}.command:env"},
     environments={},
 )
