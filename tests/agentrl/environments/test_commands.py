@@ -138,8 +138,9 @@ def test_a_rollout_by_hand(here: Path) -> None:
         assert done.exit_code == 0, done.output
         for line in (
             "3 tasks of train, 3 tasks of heldout", '  train-2  {"seed":9}',
-            "user: Guess a number.", "tools: hint  (/call NAME {...})", "user: Wrong", "{ is not a JSON object: ",
-            "user: It is 5.", "outcome 1 after 3 calls; rewards of steps: 0, 1",
+            "user: Guess a number.", "tools: hint  (/call NAME {...})", "user: Wrong",
+            "{ is not a JSON object: ", "user: It is 5.",
+            "outcome 1 after 3 calls; rewards of steps: 0, 1",
         ):  # fmt: skip
             assert line in done.output, (line, done.output)
         assert done.output.count("user: Guess a number.") == 1
