@@ -9,7 +9,8 @@ from agentrl.base.parts import missing
 from agentrl.config.base import Natural, Section
 from agentrl.config.infrastructure import Enclosure, RunnerConfig
 
-CLIENT = ("DOCKER_*", "CONTAINER_*", "XDG_RUNTIME_DIR")  # variables of docker's command line
+# Variables of docker's command line, and of podman's
+CLIENT = ("DOCKER_*", "CONTAINER_*", "CONTAINERS_*", "BUILDAH_*", "REGISTRY_*", "XDG_RUNTIME_DIR")
 
 
 class ContainerConfig(Section, frozen=True):

@@ -1,0 +1,222 @@
+"""Client of the keeper: asks docker's command line, or a compatible one, through it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from agentrl.base import threads
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.runners.containers import keeper
+from agentrl.runners.containers.table import CLIENT
+from agentrl.runners.executors.environment import matching
+from agentrl.runners.processes.contract import PASSED, passed_environment
+
+PROGRAMS = ("docker", "podman")  # the first that works, if the run file names none
+CHECK_TIMEOUT = 20.0  # seconds for the daemon to answer
+
+
+class ContainerError(AgentRLError):
+    """A container or its image cannot be made or used. The message is one sentence."""
+
+
+class Answer(NamedTuple):
+    """What a call of the command line said."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def problem(self) -> str:
+        lines = [line for line in (self.err or self.out).splitlines() if line.strip()]
+        return lines[-1].strip().removeprefix("Error: ") if lines else f"exit status {self.status}"
+
+
+class Cli:
+    """Owns: the keeper process and the folder `scratch`, which the keeper removes."""
+
+    def __init__(self, program: str = "") -> None:
+        """`program`: docker, podman or a compatible one; empty: the first that works here."""
+        self.program, self._named = program, program
+        self.scratch = Path()
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._count = 0
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raise ConfigError, one sentence, if there is no program, or its daemon is down."""
+        if not sys.platform.startswith("linux"):
+            raise ConfigError("containers need Linux: the keeper of a runner uses its namespaces")
+        self.program = await threads.call(working_program, self._named)
+        self.scratch = Path(tempfile.mkdtemp(prefix="agentrl-containers-"))
+        await self._start_keeper()
+
+    async def _start_keeper(self) -> None:
+        ours, theirs = socket.socketpair()
+        program = [sys.executable, "-I", "-S", keeper.__file__, self.program, str(self.scratch)]
+        how: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        how |= {"pass_fds": [theirs.fileno()], "start_new_session": True, "cwd": self.scratch}
+        with theirs:
+            self._keeper = subprocess.Popen(  # noqa: ASYNC220 - does not wait
+                [*program, str(theirs.fileno())], env=passed_environment(CLIENT), **how
+            )
+        limit = keeper.LARGEST_MESSAGE
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=limit)
+        self._reading = asyncio.create_task(self._read(reader))
+
+    @property
+    def owner(self) -> str:
+        """The label of this runner's containers."""
+        assert self._keeper is not None
+        return keeper.owner_of(self._keeper.pid)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the keeper is alive. The doors of its containers end with it."""
+        return self._reading is not None and not self._reading.done()
+
+    async def ask(
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        stdin: Path | None = None,
+        stdout: Path | None = None,
+        timeout: float = keeper.CLI_TIMEOUT,
+        starts: bool = False,
+    ) -> Answer:
+        """Call the command line. `env`: additional variables. `stdout`: file for the output.
+        `starts`: it starts a container, so it is not interrupted if the runner is killed."""
+        how: dict[str, Any] = {"argv": [self.program, *arguments], "env": env, "timeout": timeout}
+        how |= {"stdin": str(stdin)} if stdin else {}
+        how |= {"stdout": str(stdout)} if stdout else {}
+        return await self._send({"do": "call", "how": how, "starts": starts})
+
+    async def open_door(self, name: str, pid: int, port: int) -> Answer:
+        how = {"name": name, "pid": pid, "port": port}
+        return await self._send({"do": "door", "how": how})
+
+    def remove(self, name: str, folder: Path | None = None) -> None:
+        """Remove a container in the background, whatever state it is in, then a folder."""
+        if self.alive:  # else the next keeper does it
+            self._write({"do": "remove", "name": name, "folder": str(folder or "")})
+
+    async def _send(self, asked: dict[str, Any]) -> Answer:
+        if not self.alive:
+            await self._start_keeper()
+        self._count += 1
+        number = self._count
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        self._write({"id": number, **asked})
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not asked.get("starts"):
+                self._write({"do": "stop", "of": number})
+            raise
+        finally:
+            del self._waiting[number]
+
+    def _write(self, message: dict[str, Any]) -> None:
+        assert self._writer is not None
+        self._writer.write(msgspec.json.encode(message) + b"\n")
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                answer = msgspec.json.decode(line)
+                future = self._waiting.get(answer["id"])
+                if future is not None and not future.done():
+                    future.set_result(Answer(answer["status"], answer["out"], answer["err"]))
+        lost = ContainerError("the keeper of the containers was killed")
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(lost)
+
+    async def close(self) -> None:
+        """Remove all containers, and wait for that."""
+        if self._writer is not None and self._keeper is not None:
+            self._writer.close()
+            await threads.call(self._keeper.wait)
+        if self._reading is not None:
+            await asyncio.wait({self._reading})
+        if self.scratch.name:
+            await threads.call(shutil.rmtree, self.scratch, True)
+
+
+def working_program(named: str) -> str:
+    """Return the program that is `named`, else the first of docker and podman that works. Raises
+    ConfigError."""
+    return _working_program(named, tuple(passed_environment(CLIENT).items()))
+
+
+@cache
+def _working_program(named: str, environment: tuple[tuple[str, str], ...]) -> str:
+    found = [program for program in ([named] if named else PROGRAMS) if shutil.which(program)]
+    if not found:
+        what = f"no program {named!r}" if named else "neither docker nor podman"
+        raise ConfigError(f"runner.container.cli: there is {what} on this machine; install it")
+    problems = {program: _problem(program) for program in found}
+    for program, problem in problems.items():
+        if not problem:
+            return program
+    why = "; ".join(f"{program}: {problem}" for program, problem in problems.items())
+    raise ConfigError(
+        f"{' and '.join(found)} does not work here; start its daemon, or choose another executor"
+        f" ({why})"
+    )
+
+
+def _problem(program: str) -> str:
+    """Return why a program cannot be used; empty if it can."""
+    try:
+        asked = subprocess.run(
+            [program, "version", "--format", "{{.Server.Version}}"],
+            capture_output=True,
+            env=passed_environment(CLIENT),
+            text=True,
+            timeout=CHECK_TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {CHECK_TIMEOUT:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    lines = asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"]
+    return lines[-1] if asked.returncode else ""
+
+
+def write_variables(variables: Mapping[str, str], file: Path) -> tuple[list[str], dict[str, str]]:
+    """Return options that give a program in a container variables, and the variables that the
+    command line itself needs for that. Values are never arguments, which every user of the machine
+    can read; most are in `file`, since in its own environment they could change the command line's
+    behaviour (PATH, HOME, DOCKER_HOST). Raises ContainerError for one of these with several lines,
+    as a line of the file holds one variable."""
+    several = {k: v for k, v in variables.items() if "\n" in v or "\r" in v}
+    for name in matching(several, (*PASSED, *CLIENT)):
+        raise ContainerError(f"{name} has several lines; containers take one line only")
+    lines = [f"{name}={value}\n" for name, value in variables.items() if name not in several]
+    options: list[str] = []
+    if lines:
+        private = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(private, "w", errors="surrogateescape") as out:
+            out.writelines(lines)
+        options += ["--env-file", str(file)]
+    for name in several:
+        options += ["--env", name]
+    return options, several
