@@ -57,7 +57,7 @@ class Game(Episode):
 
 
 class PettingZoo(Seeded):
-    """WHAT: a module, classic.tictactoe_v3. Options: opponents ("random": the policy plays each agent
+    """WHAT: a module, classic.tictactoe_v3. Options: opponents ("random": the policy plays agents
     in turn against random moves; else all are roles), episodes (per split), limit (of turns)."""
 
     requires = ("pettingzoo==1.27.0", "pygame==2.6.1")
