@@ -14,6 +14,7 @@ PART = Part(
     checks={"environment": f"{HERE}.settings:check"},
     references={"environment": f"{HERE}.reference:resolve"},
     runner={"environment": f"{HERE}.hooks:join"},
+    commands={"env": f"{HERE}.command:env"},
     environments={
         "inspect": f"{HERE}.plugins.inspect:Inspect",
         "openai-evals": f"{HERE}.plugins.evals:Evals",

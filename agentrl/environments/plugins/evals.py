@@ -33,7 +33,7 @@ class Evals(Environment):
         self.kind, solvers = made.__name__, any(c.__name__ == "SolverEval" for c in made.__mro__)
         if solvers:
             raise ValueError(f"{what} works with solvers of the package only, which call no policy")
-        self.eval = lambda *players: made(completion_fns=[*map(completion, players)], **given)
+        self.eval: Any = lambda *players: made(completion_fns=[*map(completion, players)], **given)
         self.roles = ("grader",) if self.kind == "ModelBasedClassify" else ()
         self.samples = self.eval(None).get_samples()
 

@@ -66,7 +66,7 @@ class Inspect(Environment):
             [sample] = log.samples or [None]  # read from the folder
         if error := log.error or (sample and sample.error):
             raise RuntimeError(GRADER if "No model specified" in error.message else error.message)
-        found = {}
+        found: dict[str, float] = {}
         for name, score in ((sample and sample.scores) or {}).items():
             rows = score.value if isinstance(score.value, dict) else {"": score.value}
             found |= {f"{name}/{k}".rstrip("/"): float(VALUES.get(v, v)) for k, v in rows.items()}

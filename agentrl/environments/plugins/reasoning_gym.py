@@ -48,8 +48,8 @@ class ReasoningGym(Environment):
             score(entry["answer"] or "", entry)  # raises if it is not the answer's fault
             return 0.0
 
-    def solution(self, given: Json) -> list[str] | None:
-        asked = given if isinstance(given, str) else given[-1]["content"]  # type: ignore
+    def solution(self, given: Any) -> list[str] | None:
+        asked = given if isinstance(given, str) else given[-1]["content"]
         entries = (entry for rows in self.data.values() for entry in rows)
         found = next((entry["answer"] for entry in entries if entry["question"] == asked), None)
         return None if found is None else [found]

@@ -50,12 +50,12 @@ class Verifiers(Environment):
         from openai import AsyncOpenAI
         from verifiers.clients import OpenAIChatCompletionsClient
 
-        both = (endpoint, endpoint.role("judge"))
-        own, other = (AsyncOpenAI(base_url=one.url, api_key=one.key) for one in both)
-        judge.set_own(other)
-        row, client = dict(self.rows[at[0]][at[1]]), OpenAIChatCompletionsClient(own)
+        both = (endpoint, *map(endpoint.role, self.roles))
+        clients = [AsyncOpenAI(base_url=one.url, api_key=one.key) for one in both]
+        judge.set_own(clients[-1])
+        row, client = dict(self.rows[at[0]][at[1]]), OpenAIChatCompletionsClient(clients[0])
         client.raise_from_native_response = accept
-        async with own, other:
+        async with clients[0], clients[-1]:
             state = await self.env._run_rollout_state(row, client, endpoint.model, {})
         if (error := state["error"]) is not None and "Tool" not in type(error).__name__:
             raise RuntimeError(repr(error)) from error
@@ -66,7 +66,7 @@ async def accept(response: Any) -> None: ...  # an empty answer is a wrong one, 
 
 
 class Loud(logging.LoggerAdapter):  # type: ignore[type-arg]
-    def error(self, message: object, *_: Any, **__: Any) -> None:
+    def error(self, message: object, *_: Any, **__: Any) -> None:  # type: ignore[override]
         raise RuntimeError(message)  # of a reward function, which would score 0
 
 
