@@ -14,5 +14,13 @@ PART = Part(
     checks={"environment": f"{HERE}.settings:check"},
     references={"environment": f"{HERE}.reference:resolve"},
     runner={"environment": f"{HERE}.hooks:join"},
-    environments={},
+    commands={"env": f"{HERE}.command:env"},
+    environments={
+        "inspect": f"{HERE}.plugins.inspect:Inspect",
+        "openai-evals": f"{HERE}.plugins.evals:Evals",
+        "reasoning-gym": f"{HERE}.plugins.reasoning_gym:ReasoningGym",
+        "tau2": f"{HERE}.plugins.tau2:Tau2",
+        "verifiers": f"{HERE}.plugins.verifiers:Verifiers",
+        "verifiers-v1": f"{HERE}.plugins.verifiers_v1:VerifiersV1",
+    },
 )
