@@ -32,6 +32,10 @@ class ContainerError(AgentRLError):
     """A container or its image cannot be made or used. The message is one sentence."""
 
 
+class ContainerEnded(ContainerError):
+    """What runs in a container has ended it, or used more than it may."""
+
+
 class Answer(NamedTuple):
     """What a call of the command line said."""
 
@@ -106,8 +110,8 @@ class Cli:
         how |= {"stdout": str(stdout)} if stdout else {}
         return await self._send({"do": "call", "how": how, "starts": starts})
 
-    async def open_door(self, name: str, pid: int, port: int) -> Answer:
-        how = {"name": name, "pid": pid, "port": port}
+    async def open_door(self, name: str, pid: int, host: str, port: int) -> Answer:
+        how = {"name": name, "pid": pid, "host": host, "port": port}
         return await self._send({"do": "door", "how": how})
 
     def remove(self, name: str, folder: Path | None = None) -> None:
@@ -201,15 +205,21 @@ def _problem(program: str) -> str:
     return lines[-1] if asked.returncode else ""
 
 
+def check_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those with several lines. Raises ContainerError for one that the command line itself
+    would obey: in its files of variables, a line holds one."""
+    several = {k: v for k, v in variables.items() if "\n" in v or "\r" in v}
+    for name in matching(several, (*PASSED, *CLIENT)):
+        raise ContainerError(f"{name} has several lines; containers take one line only")
+    return several
+
+
 def write_variables(variables: Mapping[str, str], file: Path) -> tuple[list[str], dict[str, str]]:
     """Return options that give a program in a container variables, and the variables that the
     command line itself needs for that. Values are never arguments, which every user of the machine
     can read; most are in `file`, since in its own environment they could change the command line's
-    behaviour (PATH, HOME, DOCKER_HOST). Raises ContainerError for one of these with several lines,
-    as a line of the file holds one variable."""
-    several = {k: v for k, v in variables.items() if "\n" in v or "\r" in v}
-    for name in matching(several, (*PASSED, *CLIENT)):
-        raise ContainerError(f"{name} has several lines; containers take one line only")
+    behaviour (PATH, HOME, DOCKER_HOST). Raises ContainerError."""
+    several = check_variables(variables)
     lines = [f"{name}={value}\n" for name, value in variables.items() if name not in several]
     options: list[str] = []
     if lines:
