@@ -25,6 +25,7 @@ from agentrl.runners.executors.environment import matching
 from agentrl.runners.processes.contract import PASSED, passed_environment
 
 PROGRAMS = ("docker", "podman")  # the first that works, if the run file names none
+CLOSE_TIMEOUT = 60.0
 CHECK_TIMEOUT = 20.0  # seconds for the daemon to answer
 
 
@@ -153,10 +154,12 @@ class Cli:
                 future.set_exception(lost)
 
     async def close(self) -> None:
-        """Remove all containers, and wait for that."""
+        """Remove all containers, and wait for that, unless docker does not answer: then the keeper
+        goes on alone."""
         if self._writer is not None and self._keeper is not None:
             self._writer.close()
-            await threads.call(self._keeper.wait)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await threads.call(self._keeper.wait, CLOSE_TIMEOUT)
         if self._reading is not None:
             await asyncio.wait({self._reading})
         if self.scratch.name:
