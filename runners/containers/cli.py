@@ -24,6 +24,7 @@ from agentrl.runners.containers.table import CLIENT
 from agentrl.runners.executors.environment import matching
 from agentrl.runners.processes.contract import PASSED, passed_environment
 
+HINTS = ("See '", "Run '", "Usage:")  # below an error
 PROGRAMS = ("docker", "podman")  # the first that works, if the run file names none
 CLOSE_TIMEOUT = 60.0
 CHECK_TIMEOUT = 20.0  # seconds for the daemon to answer
@@ -47,6 +48,7 @@ class Answer(NamedTuple):
     @property
     def problem(self) -> str:
         lines = [line for line in (self.err or self.out).splitlines() if line.strip()]
+        lines = [line for line in lines if not line.startswith(HINTS)]
         return lines[-1].strip().removeprefix("Error: ") if lines else f"exit status {self.status}"
 
 

@@ -44,6 +44,8 @@ log = logging.getLogger("agentrl.runner")
 # The first process: ends for no signal from inside, and reaps all orphans.
 WAIT = "while :; do sleep 2147483 & wait; done"
 KILL_ALL = "kill -9 -1"  # all processes of a container but the first
+# Podman loses the output of a program that ends without having read its input.
+PASS_STDIN = ("sh", "-c", 'cat | "$@"', "sh")
 START_TIMEOUT = 120.0  # seconds
 COPY_TIMEOUT = 120.0
 KILL_TIMEOUT = 10
@@ -106,7 +108,7 @@ class Container:
         given = os.memfd_create("stdin", os.MFD_CLOEXEC)
         os.write(given, stdin)
         os.lseek(given, 0, os.SEEK_SET)
-        spec = self.command(argv, env or {}, folder=folder, user=user)
+        spec = self.command(argv, env or {}, folder=folder, user=user, stdin=bool(stdin))
         fds = [given, await stdout.open(), await stderr.open()]
         try:
             process = await self.pool.launcher.launch(spec, fds)
@@ -128,14 +130,23 @@ class Container:
         return Finished(status, await stdout.text(), await stderr.text())
 
     def command(
-        self, argv: Sequence[str], env: Mapping[str, str], *, folder: str = "", user: str = ""
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        folder: str = "",
+        user: str = "",
+        stdin: bool = True,
     ) -> ProcessSpec:
-        """Return the process of this machine that runs a program in the container, with stdin."""
+        """Return the process of this machine that runs a program in the container. `stdin`: whether
+        the program reads that of the process."""
         file = self.pool.cli.scratch / f"{self.name}.env"
         options, own = write_variables(env, file)
+        options += ["--interactive"] if stdin else []
         options += ["--workdir", folder] if folder else []
         options += ["--user", user] if user else []
-        command = [self.pool.cli.program, "exec", "--interactive", *options, self.name, *argv]
+        program = [*PASS_STDIN, *argv] if stdin else argv
+        command = [self.pool.cli.program, "exec", *options, self.name, *program]
         env = own | passed_environment(CLIENT)
         return ProcessSpec(argv=command, env=env, folder=str(self.pool.cli.scratch))
 

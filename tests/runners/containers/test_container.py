@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import sys
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def configured(agent: dict[str, Any], **runner: Any) -> RunConfig:
 
 def options(line: list[str]) -> dict[str, str]:
     """What a line of docker's says before the image or the container."""
-    return dict(zip(line, line[1:], strict=False))
+    return dict(pairwise(line))
 
 
 def asked(log: Path) -> list[list[str]]:
@@ -39,7 +40,9 @@ def asked(log: Path) -> list[list[str]]:
 
 async def gone(log: Path, container: str) -> None:
     """Wait until a container is removed."""
-    while not any(line[:2] == ["rm", "--force"] and container in line for line in asked(log)):
+    while not any(  # noqa: ASYNC110 - nothing tells
+        line[:2] == ["rm", "--force"] and container in line for line in asked(log)
+    ):
         await asyncio.sleep(0.01)
 
 
@@ -128,7 +131,7 @@ async def test_the_agents_variables_are_not_those_of_docker(
     config = configured({"command": [sys.executable, "-Sc", PRINT], "env": env | {"TWO": "a\nb"}})
     (rollout,) = await bench.run(await make("container", config=config), {"input": "x"})
     assert rollout.result.items() >= (env | {"TWO": "a\nb"}).items()
-    assert "/nowhere" not in " ".join(sum(asked(docker), []))
+    assert "/nowhere" not in " ".join(chain.from_iterable(asked(docker)))
 
 
 async def test_on_the_hosts_network_the_gateway_is_local(bench: Any, make: Any) -> None:
