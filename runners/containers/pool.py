@@ -41,11 +41,12 @@ from agentrl.runners.processes.launcher import OutputPipe, ProcessLauncher, Supe
 from agentrl.runners.processes.supervisor import ProcessSpec
 
 log = logging.getLogger("agentrl.runner")
+SHELL = "/bin/sh"
 # The first process: ends for no signal from inside, and reaps all orphans.
 WAIT = "while :; do sleep 2147483 & wait; done"
 KILL_ALL = "kill -9 -1"  # all processes of a container but the first
 # Podman loses the output of a program that ends without having read its input.
-PASS_STDIN = ("sh", "-c", 'cat | "$@"', "sh")
+PASS_STDIN = (SHELL, "-c", 'PATH="$PATH:/bin:/usr/bin" cat | "$@"', "sh")
 START_TIMEOUT = 120.0  # seconds
 COPY_TIMEOUT = 120.0
 KILL_TIMEOUT = 10
@@ -123,7 +124,7 @@ class Container:
         except SupervisorLost as lost:
             raise ContainerError(f"{lost}, and its program with it") from None
         except TimeoutError:
-            await self._ask("exec", "--user", "0", self.name, "sh", "-c", KILL_ALL)
+            await self._ask("exec", "--user", "0", self.name, SHELL, "-c", KILL_ALL)
             raise
         if status:
             await self.check()
@@ -345,7 +346,7 @@ class Containers:
     def _arguments(self, container: Container) -> list[str]:
         spec, name = container.spec, container.name
         argv = ["run", "--detach", "--name", name, "--label", f"{LABEL}={self.cli.owner}"]
-        argv += ["--stop-timeout", "0", *([] if spec.entrypoint else ["--entrypoint", "sh"])]
+        argv += ["--stop-timeout", "0", *([] if spec.entrypoint else ["--entrypoint", SHELL])]
         argv += ["--network", spec.network] if spec.network else []
         argv += limits(spec.memory_mb, spec.cpus, spec.pids)
         mounts = list(spec.mounts)
@@ -357,7 +358,7 @@ class Containers:
             argv += ["--env", f"{key}={value}"]
         argv += ["--workdir", spec.folder] if spec.folder else []
         argv += ["--user", spec.user] if spec.user else []
-        program = ["sh"] if spec.entrypoint else []
+        program = [SHELL] if spec.entrypoint else []
         return [*argv, *spec.options, spec.image, *program, "-c", WAIT, name]
 
     async def _open_door(self, container: Container) -> None:

@@ -68,7 +68,7 @@ def state(name: str) -> tuple[bool, int]:
 
 def run(argv: list[str]) -> int:
     env: dict[str, str] = {}
-    memory = 0
+    memory, works_in = 0, None
     while argv[0].startswith("-"):
         option = argv.pop(0)
         value = argv.pop(0) if option in VALUED else option.partition("=")[2]
@@ -78,6 +78,8 @@ def run(argv: list[str]) -> int:
         if option == "--env-file":
             with open(value) as file:  # noqa: PTH123
                 env |= dict(line.rstrip("\n").split("=", 1) for line in file)
+        if option == "--workdir" and os.path.isdir(value):  # noqa: PTH112
+            works_in = value
     name, *command = argv  # a container's, or of an image
     if os.path.exists(f"{LOG}.{name}"):  # noqa: PTH110
         with open(f"{LOG}.{name}") as file:  # noqa: PTH123
@@ -85,7 +87,7 @@ def run(argv: list[str]) -> int:
         for option in words[1:]:
             memory = int(option.removeprefix("--memory=").removesuffix("m")) * 2**20
             resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    done = subprocess.run(command, env=env, stderr=subprocess.PIPE, check=False)
+    done = subprocess.run(command, env=env, cwd=works_in, stderr=subprocess.PIPE, check=False)
     sys.stderr.write(done.stderr.decode())
     return 137 if memory and b"MemoryError" in done.stderr else done.returncode
 

@@ -38,6 +38,11 @@ def asked(log: Path) -> list[list[str]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
+def container_of(line: list[str]) -> str:
+    """In which container a line runs a program."""
+    return line[line.index("/bin/sh") - 1]
+
+
 async def gone(log: Path, container: str) -> None:
     """Wait until a container is removed."""
     while not any(  # noqa: ASYNC110 - nothing tells
@@ -60,7 +65,7 @@ async def test_what_docker_is_asked(
     lines = asked(docker)
     assert lines[0][0] == "version"
     (agent,) = (line for line in lines if line[0] == "exec")
-    name = agent[agent.index(sys.executable) - 1]
+    name = container_of(agent)
     (run,) = (line for line in lines if line[0] == "run" and name in line)
     place, started = run.index("me/agent:1"), options(run)
     assert started["--label"].startswith("agentrl.owner=")
@@ -71,7 +76,7 @@ async def test_what_docker_is_asked(
         "host.docker.internal:host-gateway",
     )
     assert options(agent)["--workdir"] == "/app"
-    assert agent[agent.index(name) + 1 :] == config.agent.command
+    assert agent[-3:] == config.agent.command
     assert "--detach" in run
     port = bench.gateway.base_url.rpartition(":")[2]
     assert rollout.result["OPENAI_BASE_URL"] == f"http://host.docker.internal:{port}"
@@ -114,11 +119,12 @@ async def test_a_workspace_is_mounted_and_tested_in_a_container(
         if line[0] == "run":
             started["--detach" in line] = options(line)
     agents, tests = started[True], started[False]
-    assert Path(rollout.result["PWD"]).parent.parent == shared
+    (agent,) = (options(line) for line in asked(docker) if line[0] == "exec")
+    assert Path(agent["--workdir"]).parent.parent == shared
     own, inside, _ = agents["--volume"].split(":")
     assert Path(inside) == shared
     assert Path(own).parent == shared / "containers"  # it sees no other workspace
-    folder = Path(rollout.result["PWD"]).parent
+    folder = Path(agent["--workdir"]).parent
     assert tests["--volume"] == f"{folder}:{folder}"
     assert tests["--workdir"] == f"{folder}/repo"
     assert tests["--network"] == "none"
@@ -148,10 +154,10 @@ async def test_a_container_that_ran_out_of_time_is_removed(
     bench: Any, make: Any, docker: Path
 ) -> None:
     executor = await make("container", config=configured({"command": ["sleep", "3600"]}))
-    (rollout,) = await bench.run(executor, {"input": "x"}, timeout=0.3)
+    (rollout,) = await bench.run(executor, {"input": "x"}, timeout=3.0)
     assert rollout.failure.kind is ErrorKind.TIMEOUT
     (agent,) = (line for line in asked(docker) if line[0] == "exec")
-    await gone(docker, agent[agent.index("sleep") - 1])
+    await gone(docker, container_of(agent))
 
 
 async def test_what_docker_itself_breaks_is_not_the_agents_failure(

@@ -83,14 +83,14 @@ async def test_on_the_hosts_network_too(bench: Any, start: Start) -> None:
 
 
 async def test_every_rollout_has_a_new_container(bench: Any, start: Start) -> None:
-    executor = await start("cat /mark 2>/dev/null; echo used > /mark; hostname 2>/dev/null; cat")
+    executor = await start("cat /mark 2>/dev/null; echo used > /mark; cat")
     rollouts = await bench.run(executor, *({"input": "x"} for _ in range(4)), concurrency=2)
     assert [rollout.result for rollout in rollouts] == ["x"] * 4
 
 
 HOSTILE = {
     "forks": ("bomb() { bomb | bomb & }; bomb; sleep 2; echo did", None),
-    "kills its parent": ("kill -9 1; kill 1; kill -9 -1; echo did", "did"),
+    "kills its parent": ("kill -9 1; kill 1; kill -9 -1; kill -9 $PPID; echo did", None),
     "fills the disk": (
         "dd if=/dev/zero of=/big bs=1M count=3000; sleep 20; echo did",
         "wrote more",
