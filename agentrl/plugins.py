@@ -17,8 +17,9 @@ from agentrl.base.parts import installed_plugins, missing
 from agentrl.errors import ConfigError, nearest
 
 Kind = Literal[
-    "presets", "executors", "engines", "learners", "sinks", "rewards", "harnesses", "tool_formats"
-]
+    "presets", "executors", "engines", "learners", "sinks", "rewards", "harnesses", "tool_formats",
+    "environments",
+]  # fmt: skip
 
 
 def load_plugin(kind: Kind, name: str, own: Collection[str], root: Path, *, key: str) -> Any:

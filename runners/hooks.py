@@ -54,7 +54,8 @@ class RunnerHooks:
     role_rules: Sequence[RoleRule] = ()
 
     def executor(self, gateway: str) -> Executor | None:
-        """Return what runs `agent.harness` on this machine. `gateway`: base URL for agents."""
+        """Return what runs the run file's agent, instead of the executor that it names. `gateway`:
+        base URL for agents."""
         return None
 
     def workspaces(self, gateway: str) -> WorkspaceSource | None:

@@ -31,6 +31,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     tables: Objects = {}  # of the run file, by path: `config.base.Section`, or type of a text
     kinds: Objects = {}  # of tables with several kinds, as "engine vllm": `config.base.KindSection`
     commands: Objects = {}  # of the command line, as "store serve": `click.Command`
+    derives: Objects = {}  # settings that follow from others of a run file: config -> config
     checks: Objects = {}  # before a run starts: config -> None; raises ConfigError
     starts: Objects = {}  # before `agentrl train`: config -> warnings; raises ConfigError
     settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError
@@ -60,6 +61,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     gateway: Objects = {}  # (store, config) -> `runners.gateway.features.Feature`, or None
     pages: Objects = {}  # of the view, by address: store -> `view.pages.PartPage`
     stores: Objects = {}  # by the scheme of their URLs
+    row_files: Objects = {}  # of tasks and items, by suffix or scheme: source -> (place, row)s
+    references: Objects = {}  # of settings, by their scheme: (reference, root, key) -> object
+    environments: Objects = {}  # `environments.Environment`
     libraries: Objects = {}  # by the name of a module that users import: an object in it
 
 

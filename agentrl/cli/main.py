@@ -44,7 +44,7 @@ def cli() -> None:
 cli.add_command(store_group)
 
 
-@cli.command(cls=ResumedCommand, continues="after the last committed step")
+@cli.command(cls=ResumedCommand, continues="after the last checkpoint")
 @click.argument("run_file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @quiet

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from agentrl.base.parts import installed_plugins
 from agentrl.config import validate
 from agentrl.config.infrastructure import TorchLearnerConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
@@ -45,6 +46,8 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
         config = msgspec.convert(check_keys(RunConfig, data, source=source), RunConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {format_validation_error(str(error))}") from None
+    for point in installed_plugins("derives"):
+        config = point.load()(config)
     validate.check(config, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(

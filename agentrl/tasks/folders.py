@@ -4,52 +4,83 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
+from agentrl.tasks.harbor_format import HarborTask, UnfitTask, read_task, task_folders
 from agentrl.types import Json
 
-NOT_FILES = ("Dockerfile", "docker-compose.yaml")
+NOT_FILES = ("Dockerfile", ".dockerignore")
+# What a Dockerfile may say if the files beside it are all that the task needs.
+HARMLESS = ("FROM", "WORKDIR", "COPY", "LABEL", "CMD", "ENTRYPOINT", "MAINTAINER", "EXPOSE")
 LOGS = re.compile(r"/logs/verifier\b")
 TESTS = re.compile(r"(?<![\w./}])/tests\b")
+USUAL = r"tests\b|logs/verifier\b|dev/|bin/|usr/bin/"
+ABSOLUTE = re.compile(rf"(?<![\w./}})>*?-])/(?!{USUAL})[A-Za-z_]\w*")
+INSTALLS = re.compile(r"\b(apt-get|apt|apk|yum|dnf|pip3?|uvx?|npm|npx|curl|wget)\b")
 
 
 def harbor(folder: str) -> list[dict[str, Json]]:
-    """The Harbor tasks in a folder: `instruction.md`, `task.toml`, `environment/`, `tests/test.sh`.
-
-    The files of the environment become the workspace. No image is built, so this machine must have
-    what the Dockerfile installs. Paths /tests and /logs/verifier become relative. Raises
-    ConfigError if there is no such task."""
-    found = sorted(Path(folder).glob("**/task.toml"))
-    if not found:
-        raise ConfigError(f"{folder} has no Harbor task: a folder with a task.toml")
-    return [_harbor(file.parent) for file in found]
+    """The Harbor tasks in a folder, to be run without containers: the files of the environment
+    become the workspace, and paths /tests and /logs/verifier become relative. A task that needs
+    more, such as what its Dockerfile installs, has the reason as `unfit`, and its rollouts fail
+    with it. Raises ConfigError if there is no task, or one is not written correctly."""
+    return [_harbor(path, id) for id, path in task_folders(Path(folder)).items()]
 
 
-def _harbor(folder: Path) -> dict[str, Json]:
+def _harbor(folder: Path, id: str) -> dict[str, Json]:
     try:
-        about = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-        files, tests = _texts(folder / "environment"), _texts(folder / "tests")
-        moved = {k: LOGS.sub(".logs/verifier", TESTS.sub("tests", v)) for k, v in tests.items()}
-        tests = {f"tests/{name}": text for name, text in moved.items()}
-        return {
-            "id": folder.name,
-            "input": (folder / "instruction.md").read_text(encoding="utf-8"),
-            "files": {name: text for name, text in files.items() if name not in NOT_FILES},
-            "tests": tests | {".logs/verifier/.keep": ""},
-            "test_command": ["bash", "tests/test.sh"],
-            "test_timeout": float(about.get("verifier", {}).get("timeout_sec", 60.0)),
-            "reward_file": ".logs/verifier/reward.txt",
-        }
-    except (OSError, ValueError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{folder} is no Harbor task: {error}") from None
+        task = read_task(folder, id)
+        (step,) = task.steps if len(task.steps) == 1 else (None,)
+        if step is None or step.name or step.judge:
+            raise UnfitTask(f"the Harbor task {id!r} has several steps, or a verifier's container")
+        files, tests = _texts(folder / "environment", id), _texts(folder / "tests", id)
+        for why in _needs_container(files.get("Dockerfile", ""), task, tests):
+            raise UnfitTask(f"the Harbor task {id!r} {why}")
+    except UnfitTask as error:
+        message = f"{error}; use environment = 'harbor:FOLDER', which runs it in its container"
+        return {"id": id, "input": "", "files": {}, "unfit": message}
+    moved = {k: LOGS.sub(".logs/verifier", TESTS.sub("tests", v)) for k, v in tests.items()}
+    return {
+        "id": id,
+        "input": step.instruction,
+        "files": {name: text for name, text in files.items() if name not in NOT_FILES},
+        "tests": {f"tests/{k}": v for k, v in moved.items()} | {".logs/verifier/.keep": ""},
+        "test_command": ["bash", "tests/test.sh"],
+        "test_timeout": step.verifier.timeout_sec,
+        "reward_file": ".logs/verifier/reward.txt",
+    }
 
 
-def _texts(folder: Path) -> dict[str, str]:
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    return {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in files}
+def _needs_container(dockerfile: str, task: HarborTask, tests: Mapping[str, str]) -> Iterator[str]:
+    """Why its workspace would not be what its container is; each continues "the task ..."."""
+    if task.image.name or task.about.environment.env or task.steps[0].verifier.env:
+        yield "names an image or variables of its container"
+    words = (line.split(maxsplit=1)[0].upper() for line in _lines(dockerfile))
+    if used := next((word for word in words if word not in HARMLESS), ""):
+        yield f"has {used} in its Dockerfile, which nothing runs without a container"
+    for name, text in tests.items():
+        code = "\n".join(_lines(text))
+        if found := INSTALLS.search(code) or ABSOLUTE.search(code):
+            yield f"uses {found[0]} in tests/{name}, which would be that of this machine"
+
+
+def _lines(text: str) -> list[str]:
+    """The lines with more than a comment, those that go on in the next one as one."""
+    joined = re.sub(r"\\\n", " ", text).splitlines()
+    return [line for line in joined if line.strip() and not line.lstrip().startswith("#")]
+
+
+def _texts(folder: Path, id: str) -> dict[str, str]:
+    found = {}
+    for file in (one for one in sorted(folder.rglob("*")) if one.is_file()):
+        try:
+            found[file.relative_to(folder).as_posix()] = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise UnfitTask(f"the Harbor task {id!r} has a file that is no text: {file}") from None
+    return found
 
 
 def swe(file: str, repositories: str, *, python: str = "python3") -> list[dict[str, Json]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from pathlib import Path
 from typing import Any
 
 from agentrl.errors import AgentRLError
+from agentrl.tasks.rewards import NoRewardError, read_rewards, with_outcome
 from agentrl.types import Task
 
 TEST_TIMEOUT = 60.0  # seconds, if a task has no `test_timeout`
@@ -22,14 +25,17 @@ class TestsError(AgentRLError):
     """The hidden tests cannot judge the agent's work."""
 
 
-async def run_tests(task: Task, workspace: Any) -> float:
-    """1 if the hidden tests pass, else 0.
+async def run_tests(task: Task, workspace: Any) -> float | dict[str, float]:
+    """1 if the hidden tests pass, else 0, or the rewards that they write.
 
     Keys of the task: `tests` (name -> text) and `test_patch` are added to a copy of the agent's
     workspace; `test_command` (default: unittest on `tests`) runs there in the agent's sandbox, for
     at most `test_timeout` seconds; `must_pass` names the tests that count (default: all); with
-    `reward_file`, the command writes the reward itself. Raises TestsError if the tests time out,
-    change during their run, or do not exist."""
+    `reward_file`, the command writes the reward itself, or several to the file of this name that
+    ends in .json. Raises TestsError if the tests time out, change during their run, or do not
+    exist, or if the task is `unfit` to be run in a workspace."""
+    if unfit := task.get("unfit"):
+        raise TestsError(str(unfit))
     tests = dict(task.get("tests", {}))
     patch = {PATCH: task["test_patch"]} if "test_patch" in task else {}
     copy = await workspace.fresh({**tests, **patch})
@@ -68,8 +74,12 @@ def parse_results(text: str) -> dict[str, bool]:
     return {name: said in good for name, said in rows if said not in skipped}
 
 
-def _written(file: Any) -> float:
+def _written(file: Path) -> dict[str, float]:
+    found = {}
+    for one in (file, file.with_suffix(".json")):
+        with contextlib.suppress(OSError):
+            found[f"reward{one.suffix}"] = one.read_text(encoding="utf-8", errors="replace")
     try:
-        return float(file.read_text())
-    except (OSError, ValueError) as error:
-        raise TestsError(f"the hidden tests wrote no reward to {file.name}: {error}") from None
+        return with_outcome(read_rewards(found))
+    except NoRewardError as error:
+        raise TestsError(f"the hidden tests wrote {error}") from None

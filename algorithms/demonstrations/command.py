@@ -98,7 +98,7 @@ def run_of(
     """The run that plays the tasks. tasks: train, heldout, or those of a file; count: the most, 0:
     all. Raises ConfigError for settings with which no rollouts are played."""
     from agentrl import trainer
-    from agentrl.algorithms.demonstrations.demonstrator import NAME
+    from agentrl.algorithms.demonstrations.demonstrator import NAME, content_digest
     from agentrl.evaluation.core import evaluation_run
 
     if not config.plays_rollouts:
@@ -120,9 +120,13 @@ def run_of(
         tasks=replace(config.tasks, heldout=file),
         eval=EvalConfig(tasks=count, samples=samples),
     )
-    played = load_tasks(file, Path(config.root), key=f"tasks.{tasks}")[: count or None]
+    played = load_tasks(
+        file, Path(config.root), key=f"tasks.{tasks}", columns=config.tasks.columns
+    )[: count or None]
     settings = {k: v for k, v in msgspec.to_builtins(own).items() if k not in UNPLAYED}
-    about = [demonstrator.identity(Path(config.root)), played, settings]
+    root = Path(config.root)
+    files = [content_digest(name, root) for name in (config.agent.path, config.verifier.path)]
+    about = [demonstrator.identity(root), files, played, settings]
     digest = sha256(msgspec.json.encode(about, order="sorted")).hexdigest()[:8]
     own = evaluation_run(own, f"{config.name}-demonstrations-{digest}", None)
     return replace(own, store=own.store if trainer.has_own_store(config) else config.store)

@@ -36,7 +36,7 @@ class OpenRun:
 
     config: RunConfig
     store: Store
-    state: RunState  # after the last committed step
+    state: RunState  # after the last checkpoint
     lock: FolderLock
     closing: AsyncExitStack  # what it closes lives as long as the run's process
     candidate: CandidateInUse = field(default_factory=CandidateInUse)  # of new rollouts

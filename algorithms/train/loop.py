@@ -35,7 +35,7 @@ class TrainingLoop:
     hooks: Hooks
 
     async def run(self) -> None:
-        """Train from the last committed step to the last one of the run file."""
+        """Train from the last checkpoint to the last one of the run file."""
         live, first = self.live, self.live.state.step
         await live.serving.announce(live.store, live.config.name, live.state.epoch)
         stalled = await self.evaluate(first)

@@ -26,11 +26,11 @@ def make_executor(
     gateway: str,
     runner: str,
     agent: object = None,
-    harness: Executor | None = None,
+    given: Executor | None = None,
 ) -> Executor:
     """Create the run's executor. `agent`: an object or "file.py:name" that replaces the run file's
-    agent. `gateway`: base URL for agents on this machine. `runner`: this runner's name. `harness`:
-    runs `agent.harness` on this machine.
+    agent. `gateway`: base URL for agents on this machine. `runner`: this runner's name. `given`:
+    a part's, for the run file's agent.
 
     Raises ConfigError or AgentError if agent and executor do not fit."""
     settings = config.runner
@@ -52,13 +52,14 @@ def make_executor(
             raise ConfigError(f"{KEY} = {kind!r} runs agent.path, not agent.command")
         if own is None and not path:
             raise ConfigError("agent.path is missing: write it as file.py:name")
+    if given is not None and not agent:
+        return given
+    if paths:
         if make is None:
             loaded = load(path, root) if own is None else own
             return InProcessExecutor(as_agent(loaded), threaded=kind == "threads")
         if own is not None:
             _refuse(config, "path")
-    if harness is not None and kind == COMMAND:
-        return harness
     return _plugin(make, config, root, gateway, runner, agent)
 
 

@@ -18,7 +18,9 @@ class HarnessHooks(RunnerHooks):
         self._preset = load_preset(config.agent.harness, root)
         self.role_rules = self._preset.match
 
-    def executor(self, gateway: str) -> Executor:
+    def executor(self, gateway: str) -> Executor | None:
+        if self._config.runner.executor not in ("auto", "command"):
+            return None  # the program is in the image
         from agentrl.runners.harnesses.executor import HarnessExecutor
 
         return HarnessExecutor(self._config, self._preset, root=self._root, gateway=gateway)

@@ -8,7 +8,6 @@ too, at next to no cost; with `spawn`, each process loads it.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from agentrl.base import memory
 from agentrl.base.processes import freeze_loaded
 from agentrl.base.threads import DaemonThreads
 from agentrl.errors import AgentRLError, ConfigError
@@ -29,7 +29,6 @@ from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind, Json
 
 T = TypeVar("T")
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -138,8 +137,7 @@ async def serve(fd: int, build: Callable[[], Agent]) -> int:
 
 async def _run(agent: Agent, request: RunRequest, writer: asyncio.StreamWriter) -> None:
     def packed(ran: ExecutionResult) -> bytes:
-        resident = int(Path("/proc/self/statm").read_bytes().split()[1]) * PAGE_BYTES
-        return pack(RunResponse(request.attempt, ran, resident))
+        return pack(RunResponse(request.attempt, ran, memory.resident()))
 
     try:
         ran = await in_trace(request.attempt, run_guarded(agent, request.input))

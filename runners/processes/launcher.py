@@ -61,11 +61,14 @@ class ProcessLauncher:
     `supervisor.run_template`. Its last argument is the file descriptor of its socket."""
 
     def __init__(
-        self, program: Sequence[str] = SUPERVISOR, env: Mapping[str, str] | None = None
+        self,
+        program: Sequence[str] = SUPERVISOR,
+        env: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ) -> None:
-        """`env`: the template's environment, by default the runner's. Payloads can read it, like
-        that of any process of the same user."""
-        self._program, self._env = program, env
+        """`python` and `env`: the template's interpreter and environment, by default the runner's.
+        Payloads can read the environment, like that of any process of the same user."""
+        self._program, self._env, self._python = program, env, python
         self._control: socket.socket | None = None
         self._template: subprocess.Popen[bytes] | None = None
 
@@ -80,7 +83,7 @@ class ProcessLauncher:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._template = subprocess.Popen(
-                [sys.executable, *self._program, str(theirs.fileno())],
+                [self._python, *self._program, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 env=self._env,
                 pass_fds=[theirs.fileno()],

@@ -18,10 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from agentrl.config import AgentConfig
 from agentrl.errors import AgentError
 from agentrl.runners.executors import ExecutionResult, input_of, out_of_time
+from agentrl.runners.executors.environment import explained, withheld
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.processes import child, contract
 from agentrl.runners.processes.launcher import (
@@ -108,10 +110,17 @@ class PoolExecutor:
     sealed = False
 
     def __init__(
-        self, path: str, agent: AgentConfig, runner: PoolRunnerConfig, *, root: Path
+        self,
+        path: str,
+        agent: AgentConfig,
+        runner: PoolRunnerConfig,
+        *,
+        root: Path,
+        python: str = sys.executable,
     ) -> None:
-        """`path`: the agent, relative to `root`. The pool inherits only the variables that Python
-        and model clients need, and `agent.pass_env`: others may hold keys of the store."""
+        """`path`: the agent, relative to `root`. `python`: interpreter of the processes. The pool
+        inherits only the variables that Python and model clients need, and `agent.pass_env`: others
+        may hold keys of the store."""
         self.config, self.memory = runner.pool, runner.memory_mb * MB
         self.processes = self.config.processes or min(os.cpu_count() or 1, runner.concurrency)
         self.limit: int | None = self.processes * self.config.rollouts
@@ -120,7 +129,11 @@ class PoolExecutor:
         self._forks = self.config.start == "fork"
         patterns = (*contract.PYTHON, *contract.MODEL, *agent.pass_env)
         self._env = contract.passed_environment(patterns) | agent.env
-        self._launcher = ProcessLauncher(self._program if self._forks else SUPERVISOR, self._env)
+        self._python = python
+        if self._forks:
+            self._launcher = ProcessLauncher(self._program, self._env, python)
+        else:
+            self._launcher = ProcessLauncher(SUPERVISOR, self._env)
         self._places: asyncio.Queue[WarmProcess] = asyncio.Queue()
         self._following: dict[WarmProcess, asyncio.Task[None]] = {}
         self._starting: set[asyncio.Task[None]] = set()
@@ -132,7 +145,7 @@ class PoolExecutor:
         await self._launcher.start()
         for problem in await asyncio.gather(*(self._add() for _ in range(self.processes))):
             if problem is not None:
-                raise AgentError(problem)
+                raise AgentError(problem + withheld(problem, self._env))
 
     async def close(self) -> None:
         self._closed.set()
@@ -154,11 +167,16 @@ class PoolExecutor:
         try:
             await asyncio.wait({future}, timeout=active.left)
             if future.done():
-                return future.result()
+                return self._explained(future.result())
             return ExecutionResult(failure=out_of_time(active))
         finally:
             del process.requests[active.id]
             await self._put_back(process, suspect=not future.done())
+
+    def _explained(self, ran: ExecutionResult) -> ExecutionResult:
+        return (
+            ran if ran.failure is None else replace(ran, failure=explained(ran.failure, self._env))
+        )
 
     async def _put_back(self, process: WarmProcess, *, suspect: bool) -> None:
         used_up = process.served >= self.config.recycle_after or (
@@ -187,6 +205,7 @@ class PoolExecutor:
             self._problem = await self._add()
             if self._problem is None:
                 return
+            self._problem += withheld(self._problem, self._env)
             log.warning("no new process in the pool, trying again: %s", self._problem)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), pause)
@@ -217,7 +236,7 @@ class PoolExecutor:
     async def _launch(self) -> WarmProcess:
         spec = ProcessSpec()
         if not self._forks:
-            spec = ProcessSpec(argv=[sys.executable, *self._program, "3"], env=self._env)
+            spec = ProcessSpec(argv=[self._python, *self._program, "3"], env=self._env)
         if self.memory:
             spec["memory"] = self.memory
         ours, theirs = socket.socketpair()

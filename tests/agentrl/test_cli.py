@@ -128,7 +128,7 @@ def test_an_extra_that_is_not_installed_is_named(
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("train run.toml", "Stopped. The same command continues after the last committed step."),
+        ("train run.toml", "Stopped. The same command continues after the last checkpoint."),
         ("train run.toml --fresh", "Stopped. The same command without --fresh continues after"),
         ("train --from=4 run.toml", "Stopped. The same command without --from continues after"),
         of_part(

@@ -53,15 +53,15 @@ def measure(name: str, model: Path) -> dict[str, float]:
     """Estimate and peak of a configuration, in GB, in this process."""
     from agentrl.algorithms.engines.embedded.engine import Engine
     from agentrl.algorithms.learners.memory import process_peak
-    from agentrl.algorithms.model.estimate import process_bytes
+    from agentrl.algorithms.model.estimate import process_bytes, shape_of
     from agentrl.algorithms.train.build import load_algorithm, make_updater
     from agentrl.algorithms.train.load_policies import load_policies
     from agentrl.config import resolve
 
     with TemporaryDirectory() as folder:
         config = resolve(run_of(name, model, Path(folder)), source=name)
+        needed = process_bytes(config, shape_of(str(model)))
         (loaded,) = load_policies(config)
-        needed = process_bytes(config, loaded.model)
         updater = make_updater(config, "policy", load_algorithm(config), loaded)
         engine = Engine(
             loaded.model, eos=[0], max_batch=config.engine.max_batch, max_context=CONTEXT,

@@ -68,7 +68,7 @@ class VerlWorkers:
             if verb != "open" and isinstance(error, ray.exceptions.RayActorError):
                 raise TrainingError(
                     f"a worker of verl died in {verb!r} ({_exit(error)}); the same command goes on "
-                    "after the last committed step"
+                    "after the last checkpoint"
                 ) from None
             reason = [line.strip() for line in str(error).splitlines() if line.strip()]
             kind = PolicyError if verb == "open" else TrainingError

@@ -262,7 +262,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         if not math.isfinite(norm):
             raise TrainingError(
                 "verl's engine has applied a gradient that is not finite; the same command goes on "
-                "after the last committed step"
+                "after the last checkpoint"
             )
         return replace(policy, grad_norm=norm)
 

@@ -90,6 +90,10 @@ def test_a_script_demonstrates_a_tool_and_the_policy_imitates_it(
     more = demonstrate(folder, *SCRIPT, "--count", "2", "--samples", "2")
     assert "4 of 4 rollouts have a reward of at least 1: 2 different" in more.stderr
     assert questions(written(folder)) == {"What is 0 plus 1?", "What is 1 plus 2?"}
+    calls = (folder / "asked").stat().st_size
+    (folder / "verifier.py").write_text(f"{VERIFIER}# changed\n")
+    assert demonstrate(folder, *SCRIPT, "--count", "2").returncode == 0
+    assert (folder / "asked").stat().st_size == calls + 4
 
     tokenizer = load_model(tiny_model_dir)[1]
     reader = ConversationReader(tokenizer, [tokenizer.eos_token_id])

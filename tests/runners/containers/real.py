@@ -58,7 +58,22 @@ APPLETS = (
         "sed",
         "seq",
     ),
-    *("sleep", "sort", "stat", "tail", "tar", "test", "touch", "tr", "true", "wc", "wget", "yes"),
+    *(
+        "base64",
+        "gzip",
+        "sleep",
+        "sort",
+        "stat",
+        "tail",
+        "tar",
+        "test",
+        "touch",
+        "tr",
+        "true",
+        "wc",
+        "wget",
+        "yes",
+    ),
 )
 PASSWD = "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n"
 

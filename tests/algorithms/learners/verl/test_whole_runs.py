@@ -128,7 +128,7 @@ def test_killed_and_continued_a_run_ends_where_it_would_have_ended(
     assert failed.returncode == 1
     said = failed.stderr.splitlines()[-1]
     assert said.startswith("TrainingError: a worker of verl died in '"), failed.stderr
-    assert said.endswith("; the same command goes on after the last committed step")
+    assert said.endswith("; the same command goes on after the last checkpoint")
     gone(ray_folder)
 
     continued = start(broken, tiny_model_dir, ray_folder)
@@ -278,7 +278,7 @@ def test_a_run_on_two_nodes_with_a_token_survives_the_loss_of_one(
     assert cluster.log("broken").splitlines()[-1] == (
         f"TrainingError: a worker of verl died in 'step' (its node {second.address} is lost: "
         "health check failed due to missing too many heartbeats); the same command goes on after "
-        "the last committed step"
+        "the last checkpoint"
     )
 
     cluster.join("third", cluster.key)

@@ -1,0 +1,81 @@
+"""What a plug-in writes: an `Environment`, and an `Episode` if it is played in turns.
+
+An environment has `tasks` and exactly one of
+  - `run(input, endpoint)`: it calls the model itself, and returns scores; async, or a plain
+    function, which runs in a thread
+  - `open(input)`: an `Episode`, whose turns `play` drives
+  - `verify(task, result)`: a data set and its scorer; the run file's agent plays, by default one
+    model call with the task's input
+
+Scores are what a verifier may return: a number, {name: number}, or a list of `agentrl.Reward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from agentrl.errors import AgentRLError
+from agentrl.types import Json, Reward
+
+Message = dict[str, Any]
+Said = str | list[Message]  # what the next model is told: a user's message, or messages
+Scores = float | dict[str, float] | list[Reward]
+KINDS = ("run", "open", "verify")
+
+
+class EpisodeError(AgentRLError):
+    """A rollout failed because of its environment, which the message names."""
+
+
+class Environment:
+    """Base class of plug-ins. `what` and `options` come from the run file:
+    `environment = "PLUGIN:WHAT"` and `[environment_options]`."""
+
+    # What `agentrl env install PLUGIN` installs, pinned. A plug-in imports it inside of functions,
+    # so that its module can be read without it.
+    requires: ClassVar[tuple[str, ...]] = ()
+    # process: one rollout at a time in a process, for what is global or breaks in threads
+    isolation: ClassVar[Literal["none", "process"]] = "none"
+    # Roles that it asks besides the one that plays: users, judges, opponents. The run file must say
+    # who answers them, so that the policy does not do it in silence.
+    roles: tuple[str, ...] = ()
+    limit: int = 50  # most turns of an episode
+    root: Path = Path()  # the run file's folder, for paths; known in `__init__`
+
+    def __init__(self, what: str, **options: Any) -> None: ...
+
+    def tasks(self, split: str) -> Iterable[dict[str, Json]]:
+        """The tasks of "train" or "heldout": {"id": ..., "input": ..., more}. Ids are the same in
+        every process and unique over both; values are JSON."""
+        raise NotImplementedError
+
+    def solution(self, input: Any) -> Any:
+        """Ground truth: the replies that solve a task, in order, each a text or an assistant's
+        message with tool_calls; by role if there are several; None: unknown."""
+        return None
+
+
+class Episode:
+    """One episode of a turn-based environment. Its methods run in threads."""
+
+    tools: list[dict[str, Any]] | None = None  # in OpenAI's schema
+    role: str = "agent"  # who moves next; may change between steps
+    keep: bool = True  # each role's conversation grows; False: each move is one of its own
+
+    def reset(self) -> Said:
+        """Begin; return what the first to move is told."""
+        raise NotImplementedError
+
+    def step(self, reply: Message) -> tuple[Said, float | None, bool]:
+        """Act on a reply, an assistant's message; return what is said next, the reward of this
+        reply or None, and whether the episode has ended."""
+        raise NotImplementedError
+
+    def rewards(self) -> Scores | None:
+        """The scores after the end; None: the sum of the steps' rewards."""
+        return None
+
+    def close(self) -> None:
+        """Release what the episode holds; called once, also after an error."""

@@ -1,0 +1,62 @@
+"""The helper of an environment, a process of its interpreter: reads requests from stdin and writes
+an answer to each, one JSON a line. It ends when stdin does, even while it works."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from agentrl.environments import hosted
+from agentrl.environments.hosted import Answer, Request
+from agentrl.environments.reference import checked_tasks, explained, made
+from agentrl.errors import AgentRLError
+from agentrl.runners.tracing import core as tracing
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the environment prints is no answer
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(requests,), daemon=True).start()
+    while True:
+        answers.write(msgspec.json.encode(answer(requests.get())) + b"\n")
+        answers.flush()
+
+
+def _read(requests: queue.SimpleQueue[bytes]) -> None:
+    for line in sys.stdin.buffer:
+        requests.put(line)
+    os._exit(0)
+
+
+def answer(line: bytes) -> Answer:
+    try:
+        return Answer(_done(msgspec.json.decode(line, type=Request)))
+    except AgentRLError as error:
+        return Answer(problem=str(error))
+    except Exception as error:  # noqa: BLE001 - a plug-in may raise anything
+        return Answer(problem=f"{type(error).__name__}: {error}")
+
+
+def _done(request: Request) -> Any:
+    named = request.named
+    if request.do == "describe":
+        return hosted.about(named)
+    if request.do == "tasks":
+        return checked_tasks(named, str(request.given))
+    if request.do == "solution":
+        with explained(named, "raised in solution"):
+            return made(named).solution(request.given)
+    given: Any = request.given
+    with tracing.install().attempt(request.attempt):
+        return msgspec.to_builtins(asyncio.run(hosted.verified(named, given, request.result)))
+
+
+if __name__ == "__main__":
+    main()

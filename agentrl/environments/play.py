@@ -1,0 +1,199 @@
+"""Plays rollouts of an environment, and checks what its plug-in returns: whatever is wrong with it
+is one sentence with the environment's name, and the rollout has failed."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from agentrl.base import threads
+from agentrl.environments.base import Environment, Episode, EpisodeError, Message, Said, Scores
+from agentrl.environments.endpoint import Endpoint
+from agentrl.errors import AgentError, Invalid, PolicyError
+from agentrl.runners.scoring.rewards import PENDING, SOURCE
+from agentrl.runners.scoring.verifiers import VerifierError, as_rewards
+from agentrl.runners.tracing import attempt_log
+from agentrl.store.limits import check_reward
+from agentrl.types import Json, Reward, Scope
+
+STEP = "step"  # name of the reward of a step, on its call
+AGENT = "agent"  # the role of the policy that plays, by default
+
+
+async def play_task(environment: Environment, name: str, given: Json, endpoint: Endpoint) -> Any:
+    """Play one task; return {"environment": `name`, "rewards": rows} or, of an environment that
+    only verifies, the text of one model call."""
+    endpoint = replace(endpoint, others=tuple(environment.roles))
+    run: Any = getattr(environment, "run", None)
+    if run is not None:
+        scores = await _called(name, "run", run, given, endpoint)
+        return result(name, scores_of(scores, name))
+    if (begin := getattr(environment, "open", None)) is not None:
+        episode = await _called(name, "open", begin, given)
+        rows = await play(episode, endpoint, environment.limit, name)
+        return result(name, rows)
+    reply = await endpoint.chat(_messages(given, name, "its input"))
+    return reply["content"]
+
+
+def result(name: str, rows: list[Reward]) -> dict[str, Json]:
+    return {"environment": name, "rewards": msgspec.to_builtins(rows)}
+
+
+async def play(
+    episode: Episode, endpoint: Endpoint, limit: int = 50, name: str = "environment"
+) -> list[Reward]:
+    """Play an episode to its end and return its scores. The reward of each step is recorded for the
+    call that it is about.
+
+    Raises EpisodeError for whatever the environment does wrong, an episode of more than `limit`
+    turns too, and PolicyError if a model call fails."""
+    if not callable(getattr(episode, "step", None)):
+        raise EpisodeError(f"{name}: open returned {episode!r:.80}, which is no Episode")
+    turns = Turns(name)
+    try:
+        said = await _called(name, "reset", episode.reset)
+        while not turns.done:
+            if turns.count >= limit:
+                raise EpisodeError(
+                    f"{name}: an episode had not ended after {limit} turns; let step end it, with"
+                    " the reward of one that was cut short, or give the environment a higher limit"
+                )
+            said = await _turn(episode, endpoint, turns, said)
+        scores = await _called(name, "rewards", episode.rewards)
+        rows = turns.outcome() if scores is None else scores_of(scores, name)
+    except BaseException:
+        with suppress(EpisodeError):  # the first error is the cause
+            await _called(name, "close", episode.close)
+        raise
+    given = _rewards_so_far()
+    await _called(name, "close", episode.close)
+    if _rewards_so_far() > given:
+        raise EpisodeError(f"{name}: close gave a reward, after the end; give it in step")
+    return rows
+
+
+async def _turn(episode: Episode, endpoint: Endpoint, turns: Turns, said: Said) -> Said:
+    who = episode.role
+    talk = turns.talks[who] if episode.keep else list[Message]()
+    talk += _messages(said, turns.name, "what an episode says")
+    model = endpoint if who == AGENT else await _called(turns.name, "role", endpoint.role, who)
+    reply = await model.chat(talk, episode.tools)
+    talk.append(reply)
+    about = _latest_call()
+    step = await _called(turns.name, "step", episode.step, reply)
+    if not isinstance(step, tuple | list) or len(step) != 3:
+        raise EpisodeError(
+            f"{turns.name}: step returned {step!r:.80}; return what is said next, the reward or"
+            " None, and whether the episode has ended"
+        )
+    said, reward, done = step
+    turns.count, turns.done = turns.count + 1, bool(done)
+    if reward is not None:
+        turns.record(who, reward, about)
+    return said
+
+
+@dataclass
+class Turns:
+    """What has happened in an episode."""
+
+    name: str
+    talks: dict[str, list[Message]] = field(default_factory=lambda: defaultdict(list))  # by role
+    totals: dict[str, float] = field(default_factory=dict)  # of the steps' rewards, by role
+    count: int = 0
+    done: bool = False
+
+    def record(self, who: str, reward: Any, about: str) -> None:
+        """Store the reward of a step for its call, whose ids at this tracer `about` holds."""
+        try:
+            value = float(reward)
+        except (TypeError, ValueError, OverflowError):
+            raise EpisodeError(f"{self.name}: step gave the reward {reward!r:.80}") from None
+        self._check(value, f"step gave the reward {value:g}")
+        self.totals[who] = self.totals.get(who, 0.0) + value
+        if (log := attempt_log.current()) is not None and about:
+            row = Reward(value, STEP, Scope.TRANSITION, f"{PENDING}{about}", SOURCE)
+            log.rewards.append(row)
+
+    def outcome(self) -> list[Reward]:
+        """The sum of the steps' rewards, for each role if there are several."""
+        if not self.totals:
+            raise EpisodeError(
+                f"{self.name}: an episode ended without a reward; give one in step or in rewards"
+            )
+        total = self.totals.get(AGENT)
+        whole = Reward(fmean(self.totals.values()) if total is None else total)
+        if len(self.totals) == 1:
+            return [whole]
+        by_role = self.totals.items()
+        return [whole, *(Reward(sum_, scope=Scope.ROLE, target=role) for role, sum_ in by_role)]
+
+    def _check(self, value: float, what: str) -> None:
+        try:
+            check_reward(Reward(value), self.name)
+        except Invalid:
+            number = "a finite" if not math.isfinite(value) else "a smaller"
+            raise EpisodeError(f"{self.name}: {what}; return {number} number or None") from None
+
+
+def scores_of(returned: Scores | None, name: str) -> list[Reward]:
+    """What an environment returned as rows. Raises EpisodeError for anything but rewards."""
+    try:
+        if returned is None:
+            raise VerifierError("the verifier returned no reward; return a number, or a mapping")
+        rows = as_rewards(returned)
+        for row in rows:
+            check_reward(row, name)
+    except VerifierError as error:
+        why = str(error).replace("the verifier returned", "it returned")
+        raise EpisodeError(f"{name}: {why}") from None
+    except Invalid as error:
+        raise EpisodeError(f"{name}: {error}") from None
+    return rows
+
+
+async def _called(name: str, what: str, function: Callable[..., Any], *given: Any) -> Any:
+    """Call what a plug-in has written: in a thread, unless it is async."""
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(*given)
+        returned = await threads.call(_inside, function, *given)
+        return await returned if inspect.isawaitable(returned) else returned
+    except (EpisodeError, PolicyError):
+        raise
+    except AgentError as error:
+        raise EpisodeError(f"{name}: {error}") from error
+    except Exception as error:  # a plug-in may raise anything
+        raise EpisodeError(f"{name}: {what} raised {type(error).__name__}: {error}") from error
+
+
+def _inside(function: Callable[..., Any], *given: Any) -> Any:
+    attempt_log.enter_agent()
+    return function(*given)
+
+
+def _latest_call() -> str:
+    log = attempt_log.current()
+    return "" if log is None else " ".join(call.id for call in log.latest())
+
+
+def _rewards_so_far() -> int:
+    log = attempt_log.current()
+    return 0 if log is None else len(log.rewards)
+
+
+def _messages(said: Any, name: str, what: str) -> list[Message]:
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    if isinstance(said, list) and all(isinstance(one, dict) and "role" in one for one in said):
+        return said
+    raise EpisodeError(f"{name}: {what} is {said!r:.80}; make it a text or a list of messages")

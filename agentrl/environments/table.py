@@ -1,0 +1,10 @@
+"""The settings `environment` and `[environment_options]`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Name = str  # "PLUGIN:WHAT", or your own as "file.py:Class:WHAT"; stands for agent, tasks, verifier
+# `python`, its own interpreter, by default .venv-PLUGIN beside the run file or in the working
+# directory, if there is one; all others are arguments of the plug-in.
+Options = dict[str, Any]

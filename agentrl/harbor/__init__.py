@@ -1,0 +1,1 @@
+"""Harbor's tasks, run in their containers."""

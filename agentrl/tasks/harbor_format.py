@@ -1,0 +1,397 @@
+"""Read Harbor's task folders: `task.toml`, `instruction.md`, `environment/`, `tests/`, `solution/`,
+and `steps/NAME/` of tasks with several steps. The format is that of Harbor 0.25, `schema_version`
+1.4.
+
+Only paths and settings are read here; files stay where they are, so they may be binary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from agentrl.errors import ConfigError
+
+TASK, DOCKERFILE = "task.toml", "Dockerfile"
+COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
+IGNORED = {".git", "__pycache__", ".DS_Store"}  # names that do not change a task
+CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
+VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
+SIZE = re.compile(r"([\d.]+) *([GMK])B?", re.IGNORECASE)
+ARTIFACTS = "/logs/artifacts"  # always an artifact
+VERIFIER_SECONDS = 600.0
+Network = Literal["public", "no-network", "allowlist"]
+User = str | int | None
+
+
+class Healthcheck(msgspec.Struct, frozen=True):
+    """A command that must succeed before the agent begins, as Docker's HEALTHCHECK."""
+
+    command: str
+    interval_sec: float = 5.0
+    timeout_sec: float = 30.0
+    start_period_sec: float = 0.0
+    start_interval_sec: float = 5.0
+    retries: int = 3
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """A container: `[environment]` or `[verifier.environment]`."""
+
+    docker_image: str | None = None
+    workdir: str | None = None
+    env: dict[str, str] = {}
+    cpus: float | None = None
+    memory_mb: int | None = None
+    memory: str | int | None = None  # of older tasks: "2G"
+    os: str = "linux"
+    gpus: int | None = None
+    tpu: Any = None
+    healthcheck: Healthcheck | None = None
+    build_timeout_sec: float = 600.0
+    network_mode: Network | None = None
+    allow_internet: bool | None = None  # of older tasks
+    mcp_servers: list[Any] = []
+
+    @property
+    def network(self) -> Network:
+        return self.network_mode or ("no-network" if self.allow_internet is False else "public")
+
+    @property
+    def megabytes(self) -> int | None:
+        """Raises ValueError."""
+        if self.memory is None or self.memory_mb is not None:
+            return self.memory_mb
+        if (found := SIZE.fullmatch(str(self.memory).strip())) is None:
+            raise ValueError(f"[environment] memory = {self.memory!r}: write it as '2G' or '512M'")
+        return int(float(found[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[found[2].upper()])
+
+
+class Artifact(msgspec.Struct, frozen=True):
+    """What a separate verifier gets from the agent's container."""
+
+    source: str
+    exclude: list[str] = []
+    service: str | None = None
+
+
+class Collect(msgspec.Struct, frozen=True):
+    """A command that saves state before artifacts are collected."""
+
+    command: str
+    service: str = "main"
+    timeout_sec: float = 60.0
+    user: User = None
+
+
+class Agent(msgspec.Struct, frozen=True):
+    timeout_sec: float | None = None
+    user: User = None
+    network_mode: Network | None = None
+
+
+class Verifier(msgspec.Struct, frozen=True):
+    timeout_sec: float | None = None
+    env: dict[str, str] = {}
+    user: User = None
+    environment_mode: Literal["shared", "separate"] | None = None
+    environment: Machine | None = None
+    collect: list[Collect] = []
+    network_mode: Network | None = None
+
+    @property
+    def mode(self) -> Literal["shared", "separate"] | None:
+        return self.environment_mode or ("separate" if self.environment else None)
+
+
+class StepTable(msgspec.Struct, frozen=True):
+    name: str = ""  # of its folder
+    agent: Agent = Agent()
+    verifier: Verifier = Verifier()
+    min_reward: float | dict[str, float] | None = None
+    healthcheck: Healthcheck | None = None
+    artifacts: list[str | Artifact] = []
+
+
+class Solution(msgspec.Struct, frozen=True):
+    env: dict[str, str] = {}
+
+
+class TaskFile(msgspec.Struct, frozen=True):
+    """`task.toml`. Keys that are not named here do not change how a task runs."""
+
+    agent: Agent = Agent()
+    verifier: Verifier = Verifier()
+    environment: Machine = Machine()
+    solution: Solution = Solution()
+    steps: list[StepTable] = []
+    artifacts: list[str | Artifact] = []
+    multi_step_reward_strategy: Literal["mean", "final"] = "mean"
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a container is made of: an image's name, or a folder to build."""
+
+    name: str = ""
+    folder: Path | None = None
+    files: Path | None = None  # copied into the working directory of a named image
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A verifier's own container, which the agent never touches."""
+
+    image: Image
+    machine: Machine
+    network: Network
+    has_tests: bool  # the image brings /tests
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is asked of the agent, and how it is judged. A task without `[[steps]]` is one step
+    without a name."""
+
+    name: str
+    instruction: str
+    files: Path | None  # copied into the working directory before the agent begins
+    tests: tuple[Path, ...]  # copied to /tests in this order
+    solution: Path
+    seconds: float | None  # for the agent
+    user: User
+    healthcheck: Healthcheck | None
+    min_reward: Mapping[str, float]  # without it, later steps are not begun
+    verifier: Verifier  # with the task's settings where the step has none
+    judge: Judge | None  # None: the tests run in the agent's container
+    artifacts: tuple[Artifact, ...]
+
+
+@dataclass(frozen=True)
+class HarborTask:
+    """A task that can be run."""
+
+    id: str  # path below the folder of tasks
+    folder: Path
+    about: TaskFile
+    image: Image
+    network: Network  # of the agent's container
+    steps: tuple[Step, ...]
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.folder)
+
+
+class UnfitTask(ConfigError):
+    """The task is written correctly, but cannot be run here."""
+
+
+def task_folders(folder: Path) -> dict[str, Path]:
+    """The tasks in a folder by their ids: their paths below it. Raises ConfigError if there is
+    none."""
+    files = sorted(folder.glob(f"**/{TASK}")) if folder.is_dir() else []
+    found: dict[str, Path] = {}
+    for parent in (file.parent for file in files):
+        if not any(above in found.values() for above in parent.parents):  # a task's own files
+            found[parent.relative_to(folder).as_posix() if parent != folder else parent.name] = (
+                parent
+            )
+    if not found:
+        raise ConfigError(f"{folder} has no Harbor task: a folder with a {TASK}")
+    return found
+
+
+def read_task(folder: Path, id: str) -> HarborTask:
+    """Raises ConfigError for a task that is not written correctly, and its kind UnfitTask for one
+    that is, but cannot be run here."""
+    try:
+        about = _table(folder)
+        if about.environment.os.lower() != "linux":
+            raise UnfitTask(f"the Harbor task {id!r} is for {about.environment.os}, not for Linux")
+        tables = about.steps or [StepTable()]
+        steps = tuple(_step(folder, about, table) for table in tables)
+        network = next(iter(_networks(about, steps)))
+        for why in _unfit(folder, about, steps):
+            raise UnfitTask(f"the Harbor task {id!r} {why}")
+        return HarborTask(id, folder, about, _image(folder, about), network, steps)
+    except (OSError, ValueError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{folder} is no Harbor task: {error}") from None
+
+
+def digest_of(folder: Path) -> str:
+    """A digest of the names, the executable bits and the bytes of a folder's files."""
+    total = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and not IGNORED.intersection(path.relative_to(folder).parts):
+            with path.open("rb") as file:
+                own = hashlib.file_digest(file, "sha256").hexdigest()
+            total.update(f"{name}\0{os.access(path, os.X_OK)}\0{own}\0".encode())
+    return total.hexdigest()
+
+
+def resolved(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables with `${NAME}` and `${NAME:-default}` replaced by this machine's. Raises
+    ConfigError for one that is not set."""
+    found = {}
+    for key, value in variables.items():
+        if match := VARIABLE.fullmatch(value):
+            default: str | None = match[2]
+            value = os.environ.get(match[1], default) or ""
+            if not value and default is None and match[1] not in os.environ:
+                raise ConfigError(f"the task needs the variable {match[1]}, which is not set here")
+        found[key] = value
+    return found
+
+
+def _table(folder: Path) -> TaskFile:
+    data = tomllib.loads((folder / TASK).read_text(encoding="utf-8"))
+    return msgspec.convert(data, TaskFile, strict=False)
+
+
+def _instruction(file: Path) -> str:
+    """The text without a leading canary, which marks test data and is not for the agent."""
+    lines = file.read_text(encoding="utf-8").split("\n")
+    while lines and CANARY.match(lines[0].strip()):
+        lines = lines[1:]
+    return "\n".join(lines) if len(lines) < 2 or lines[0].strip() else "\n".join(lines).lstrip("\n")
+
+
+def _step(folder: Path, about: TaskFile, step: StepTable) -> Step:
+    own = folder
+    if about.steps:
+        if step.name in ("", ".", "..") or "/" in step.name or "\0" in step.name:
+            raise ValueError(f"the name of a step must be that of a folder, not {step.name!r}")
+        own = folder / "steps" / step.name
+    verifier = _verifier(about.verifier, step.verifier)
+    judge = _judge(folder, own, about, step, verifier)
+    tests = tuple(dict.fromkeys((folder / "tests", own / "tests")))
+    if not (judge and judge.has_tests) and not any((test / "test.sh").is_file() for test in tests):
+        raise ValueError(f"there is no {own.relative_to(folder) / 'tests/test.sh'}")
+    solution = own / "solution"
+    wanted = {} if step.min_reward is None else step.min_reward
+    entries = [*about.artifacts, *step.artifacts]
+    listed = [Artifact(entry) if isinstance(entry, str) else entry for entry in entries]
+    if not any(one.source.rstrip("/") == ARTIFACTS for one in listed):
+        listed.insert(0, Artifact(ARTIFACTS))
+    if wrong := next((one.source for one in listed if ".." in one.source.split("/")), ""):
+        raise ValueError(f"an artifact leads out of its folder: {wrong!r}")
+    return Step(
+        name=step.name,
+        instruction=_instruction(own / "instruction.md"),
+        files=own / "workdir" if step.name else None,
+        tests=tests,
+        solution=solution if solution.is_dir() else folder / "solution",
+        seconds=_first(step.agent.timeout_sec, about.agent.timeout_sec),
+        user=about.agent.user if step.agent.user is None else step.agent.user,
+        healthcheck=step.healthcheck,
+        min_reward=wanted if isinstance(wanted, dict) else {"reward": wanted},
+        verifier=verifier,
+        judge=judge,
+        artifacts=tuple(listed),
+    )
+
+
+def _verifier(task: Verifier, step: Verifier) -> Verifier:
+    """A step's settings, with the task's where it has none."""
+    return Verifier(
+        timeout_sec=_first(step.timeout_sec, task.timeout_sec) or VERIFIER_SECONDS,
+        env={**task.env, **step.env},
+        user=task.user if step.user is None else step.user,
+        environment_mode=step.mode or task.mode or "shared",
+        environment=step.environment or task.environment,
+        collect=[*task.collect, *step.collect],
+        network_mode=step.network_mode or task.network_mode,
+    )
+
+
+def _judge(
+    folder: Path, own: Path, about: TaskFile, step: StepTable, verifier: Verifier
+) -> Judge | None:
+    """The verifier's own container: its image is that of the step or of the task's verifier, or one
+    built from their tests, or that of the agent."""
+    if verifier.environment_mode == "shared":
+        return None
+    machine = verifier.environment or about.environment
+    network = verifier.network_mode or machine.network
+    levels = [(about.verifier.environment, folder / "tests")]
+    if step.name:
+        levels.insert(0, (step.verifier.environment, own / "tests"))
+    for given, tests in levels:
+        if given is not None and given.docker_image:
+            return Judge(Image(given.docker_image), machine, network, has_tests=True)
+        if (tests / DOCKERFILE).is_file():
+            return Judge(Image(folder=tests), machine, network, has_tests=True)
+    return Judge(_image(folder, about), machine, network, has_tests=False)
+
+
+def _image(folder: Path, about: TaskFile) -> Image:
+    environment = folder / "environment"
+    built = (environment / DOCKERFILE).is_file()
+    if name := about.environment.docker_image:
+        files = environment.is_dir() and not built and any(environment.iterdir())
+        return Image(name, files=environment if files else None)
+    if not built and not any((environment / name).is_file() for name in COMPOSE):
+        raise ValueError(
+            f"it has no environment: write environment/{DOCKERFILE}, or docker_image in"
+            " [environment]"
+        )
+    return Image(folder=environment)
+
+
+def _networks(about: TaskFile, steps: tuple[Step, ...]) -> set[Network]:
+    """Those that the agent's container would need in turn; a container has only one."""
+    base = about.agent.network_mode or about.environment.network
+    wanted = {table.agent.network_mode or base for table in about.steps} or {base}
+    for step in steps:
+        if step.judge is None:
+            wanted.add(step.verifier.network_mode or about.environment.network)
+        if (
+            (step.files and step.files.is_dir())
+            or step.healthcheck
+            or about.environment.healthcheck
+        ):
+            wanted.add(about.environment.network)
+    return wanted
+
+
+def _unfit(folder: Path, about: TaskFile, steps: tuple[Step, ...]) -> Iterator[str]:
+    """Why a task cannot be run here; each continues "the task ..."."""
+    judges = [step.judge for step in steps if step.judge]
+    folders = {folder / "environment", *(j.image.folder for j in judges if j.image.folder)}
+    compose = [one / name for one in folders for name in COMPOSE if (one / name).is_file()]
+    services = {one.service for step in steps for one in step.artifacts} | {
+        one.service for step in steps for one in step.verifier.collect
+    }
+    if compose or services - {None, "main"}:
+        yield "needs several containers (docker-compose), which are not started here"
+    for machine in (about.environment, *(judge.machine for judge in judges)):
+        if machine.os.lower() != "linux":
+            yield f"is judged in a container of {machine.os}, not of Linux"
+        if machine.gpus or machine.tpu:
+            yield "needs a GPU or TPU in its container, which is not passed on"
+        if machine.mcp_servers:
+            yield "offers its agent MCP servers, which are not passed on to agents here"
+    networks = _networks(about, steps)
+    if "allowlist" in networks | {judge.network for judge in judges}:
+        yield "limits its network to some hosts; only 'public' and 'no-network' can be had here"
+    if len(networks) > 1:
+        yield (
+            "needs another network for its verifier or its setup than for its agent, in one"
+            " container; give the verifier its own (environment_mode = 'separate')"
+        )
+    if (folder / "trajectory.json").is_file():
+        yield "begins with an earlier conversation (trajectory.json), which is not given to agents"
+
+
+def _first(step: float | None, task: float | None) -> float | None:
+    return task if step is None else step
