@@ -27,7 +27,7 @@ from agentrl import run_owner
 from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.base import folder_lock, memory
 from agentrl.base.files import make_folder
-from agentrl.base.loading import load_tasks, task_file
+from agentrl.base.loading import task_file
 from agentrl.base.parts import installed_plugins, parts
 from agentrl.base.processes import PHASE, USER_ERROR, Child, Companion, keep_alive
 from agentrl.base.threads import run_blocking
@@ -35,6 +35,7 @@ from agentrl.config import RunConfig, agent_env, differences, from_store, resolv
 from agentrl.config import policies as team
 from agentrl.config.infrastructure import EXECUTORS, ExternalEngineConfig, ExternalLearnerConfig
 from agentrl.config.presets import check_presets
+from agentrl.config.tasks import tasks_of
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.plugins import load_plugin
 from agentrl.store import open_store
@@ -125,8 +126,8 @@ class Trainer:
         output = make_folder(Path(config.output))
         tasks = msgspec.structs.replace(
             config.tasks,
-            train=task_file(self.tasks, output / "train.jsonl"),
-            heldout=task_file(self.heldout, output / "heldout.jsonl"),
+            train=task_file(self.tasks, output / "train.jsonl", config.tasks.columns),
+            heldout=task_file(self.heldout, output / "heldout.jsonl", config.tasks.columns),
         )
         config = msgspec.structs.replace(config, tasks=tasks)
         check(config)
@@ -169,9 +170,8 @@ def check(config: RunConfig) -> None:
         engine_factory(config)
     if isinstance(config.learner, ExternalLearnerConfig):
         learner_factory(config)
-    for key in ("train", "heldout"):
-        if value := getattr(config.tasks, key):
-            load_tasks(value, root, key=f"tasks.{key}")
+    tasks_of(config, "train")
+    tasks_of(config, "heldout")
 
 
 def hide_secrets(config: RunConfig) -> RunConfig:

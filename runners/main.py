@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.processes import PHASE, freeze_loaded, log_to_stderr
+from agentrl.base.processes import freeze_loaded, log_phase, log_to_stderr
 from agentrl.base.threads import DaemonThreads
 from agentrl.config import RunConfig, agent_env, from_store
 from agentrl.config.policies import has_no_own_policy, policy_by_role
@@ -156,7 +156,7 @@ async def _stop_at_end(store: Store, run: str, steps: int, stop: asyncio.Event) 
         with contextlib.suppress(StoreError):  # the worker has the same error and handles it
             rows = await store.steps(run, after=steps - 1)
             if any(ENDED in row.metrics for row in rows):
-                log.log(PHASE, f"run {run} has ended after {steps} steps; this runner ends too")
+                log_phase(log, f"run {run} has ended after {steps} steps; this runner ends too")
                 stop.set()
         await asyncio.sleep(END_CHECK_INTERVAL)
 

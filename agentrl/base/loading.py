@@ -6,22 +6,32 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import msgspec
 
 from agentrl.base.jsonvalues import NotJsonError, as_json, check_json
+from agentrl.base.model_clients import placeholders
 from agentrl.base.parts import installed_plugins, known, missing
-from agentrl.base.row_files import read_rows
+from agentrl.base.row_files import LINES, is_row_file, read_rows
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import Json
 
+NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 INPUTS = ("input", "prompt", "question", "problem", "instruction")
+MEANT = {
+    "input": "the agent's input; name the field or column that is, as tasks.columns.input",
+    "messages": "a chat to imitate",
+}
+OWN, STDLIB = Path(__file__).parents[1], Path(os.__file__).parent
+PACKAGES = {"site-packages", "dist-packages"}
 _entered: set[str] = set()  # folders of runs that this process has loaded files from
+_unconnected: set[str] = set()  # modules of these, imported without a gateway
 
 
 def load_attribute(path: str, root: Path, *, key: str) -> Any:
@@ -46,9 +56,9 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
             del sys.modules[source]  # another run's file of the same name
     _enter(str(folder))
     try:
-        module = importlib.import_module(source)
+        module = _import(source)
     except ImportError as error:
-        why = _of_a_missing_part(error.name or "") or error
+        why = _of_a_missing_part(error.name or "") or f"{error}{_place(error)}"
         raise ConfigError(f"{key} = {path!r}: cannot import it: {why}") from error
     except Exception as error:  # a user's module may raise anything
         raise import_error(f"{key} = {path!r}: importing it", error) from error
@@ -56,6 +66,27 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
         public = [item for item in vars(module) if not item.startswith("_")]
         raise ConfigError(f"{key} = {path!r}: it has no {name!r}; {nearest(name, public)}")
     return getattr(module, name)
+
+
+def _import(source: str) -> ModuleType:
+    """Import a user's module. Where the gateway's variables are now set, modules that were imported
+    without them are imported again: they may hold model clients with other addresses."""
+    with placeholders() as unconnected:
+        if not unconnected:
+            for name in _unconnected:
+                sys.modules.pop(name, None)
+            _unconnected.clear()
+        before = set(sys.modules)
+        module = importlib.import_module(source)
+        if unconnected:
+            new = ((name, sys.modules.get(name)) for name in sys.modules.keys() - before)
+            own = (name for name, one in new if _folder(one) in _entered)
+            _unconnected.update(own)
+        return module
+
+
+def _folder(module: ModuleType | None) -> str:
+    return str(Path(getattr(module, "__file__", None) or "").parent)
 
 
 def _of_a_missing_part(module: str) -> str | None:
@@ -77,99 +108,137 @@ def _enter(folder: str) -> None:
 
 
 def import_error(what: str, error: Exception) -> ConfigError:
-    """A ConfigError about an exception raised by an imported module, with file and line."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return ConfigError(
-        f"{what} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-    )
+    """A ConfigError about an exception raised by an imported module."""
+    return ConfigError(f"{what} raised {raised(error)}")
 
 
-def load_tasks(path: str, root: Path, *, key: str, needs: str = "input") -> list[dict[str, Json]]:
-    """Tasks of a `.jsonl` file (one JSON object per line), of a `file.py:name`, or of a hub data
-    set "hf:owner/name[/config][@revision][:split]", whose input is the first of the columns
-    `INPUTS`.
+def raised(error: BaseException) -> str:
+    """An exception of a user's code with the user's own line, which may call a library."""
+    text = error.msg if isinstance(error, SyntaxError) else error
+    return f"{type(error).__name__}: {text}{_place(error)}"
 
-    needs: a required key. Raises ConfigError, with file and line or index, for an item that is not
-    a JSON object with this key, or would change when it is stored."""
-    if path.endswith(".jsonl"):
-        return _checked(_read_jsonl(root / path, key), key, needs)
-    if path.startswith("hf:"):
-        rows = {place: _hub_task(row) for place, row in read_rows(path)}
-        return _checked(rows, key, needs)
-    with _placeholder_keys():
+
+def _place(error: BaseException) -> str:
+    """File and line in brackets: the innermost outside of libraries, else where another package's
+    plug-in was entered; empty if neither is known."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    packages, users = list[str](), list[str]()
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = Path(frame.filename)
+        packaged = bool(PACKAGES.intersection(file.parts))
+        library = OWN in file.parents or (STDLIB in file.parents and not packaged)
+        if file.is_file() and not library:
+            (packages if packaged else users).append(f" ({file}:{frame.lineno})")
+    return next(iter([*users[-1:], *packages]), "")
+
+
+def load_tasks(
+    path: str,
+    root: Path,
+    *,
+    key: str,
+    needs: str = "input",
+    columns: Mapping[str, str] = NO_COLUMNS,
+) -> list[dict[str, Json]]:
+    """Tasks of a file of rows, of "hf:owner/name[/config][@revision][:split]" or "file.py:name".
+
+    needs: a required key; columns: field of a task -> the column that it is read from. Other fields
+    keep their names. Without one, the input of files other than JSON lines is the first of the
+    columns `INPUTS`. Raises ConfigError, with file and line or index, for an item that is not a
+    JSON object with this key, or would change when it is stored, and for an id of two tasks."""
+    items: dict[str, Any] = {}
+    if is_row_file(path):
+        own = () if path.endswith(LINES) else INPUTS
+        try:
+            for place, row in read_rows(path, root):
+                items[place] = _plain_task(row, own)
+        except ConfigError as error:
+            raise ConfigError(f"{key} = {path!r}: cannot read the task file: {error}") from None
+    else:
         found = load_attribute(path, root, key=key)
-    try:
-        items = list(found() if callable(found) else found)
-    except Exception as error:
-        raise ConfigError(
-            f"{key} = {path!r}: getting its tasks raised {type(error).__name__}: {error}"
-        ) from error
-    return _checked({f"{path}[{index}]": item for index, item in enumerate(items)}, key, needs)
+        try:
+            items = {f"{path}[{n}]": item for n, item in enumerate(_listed(found))}
+        except Exception as error:
+            raise import_error(f"{key} = {path!r}: getting its tasks", error) from error
+    return _checked(items, key, needs, columns)
 
 
-@contextmanager
-def _placeholder_keys() -> Iterator[None]:
-    """Let a file that also has the agent create its model client, which needs a key. Runners import
-    the file again, with the gateway's URL and key."""
-    missing = {"OPENAI_API_KEY", "ANTHROPIC_API_KEY"} - os.environ.keys()
-    os.environ |= dict.fromkeys(missing, "agentrl")
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
+def _listed(found: Any) -> Iterable[Any]:
+    items: Iterable[Any] = found() if callable(found) else found
+    return items
 
 
-def _hub_task(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with an input, dates and the like as text: no file of the user's has other values."""
+def _plain_task(row: dict[str, Any], inputs: Iterable[str]) -> dict[str, Any]:
+    """The row of a file with an input, dates and the like as text. A column that is null is not
+    there, nor is a field of a message: a table has every column in every row."""
     with suppress(NotJsonError):  # `_checked` says where
         row = {key: as_json(value) for key, value in row.items()}
-    found = next((row[name] for name in INPUTS if name in row), None)
+    if not inputs:
+        return row
+    row = {key: _chat(value) for key, value in row.items() if value is not None}
+    found = next((row[name] for name in inputs if name in row), None)
     return row if found is None else {**row, "input": found}
 
 
-def task_file(tasks: Iterable[dict[str, Json]] | str, file: Path) -> str:
+def _chat(value: Any) -> Any:
+    """Chat messages without fields that are null, but for their content; else the value itself."""
+    if not isinstance(value, list) or not all(isinstance(m, dict) and "role" in m for m in value):
+        return value
+    return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
+
+
+def task_file(
+    tasks: Iterable[dict[str, Json]] | str, file: Path, columns: Mapping[str, str] = NO_COLUMNS
+) -> str:
     """The name of a task file; writes tasks given as objects to `file`."""
     if isinstance(tasks, str):
         return tasks
-    items = _checked({f"task {index}": item for index, item in enumerate(tasks)}, file.stem)
-    file.write_bytes(msgspec.json.Encoder().encode_lines(items))
+    items = {f"task {index}": item for index, item in enumerate(tasks)}
+    _checked(items, file.stem, columns=columns)
+    file.write_bytes(msgspec.json.Encoder().encode_lines(items.values()))
     return str(file)
 
 
-def _checked(items: dict[str, Any], key: str, needs: str = "input") -> list[dict[str, Json]]:
-    """The values of `items`, which maps sources to tasks. Raises ConfigError for a task that is not
-    a JSON object with the key `needs`, or that changes when it is stored as JSON: its verifier
-    would see another task."""
+def _checked(
+    items: dict[str, Any], key: str, needs: str = "input", columns: Mapping[str, str] = NO_COLUMNS
+) -> list[dict[str, Json]]:
+    """The values of `items`, which maps sources to tasks, with the fields of `columns`. Raises
+    ConfigError for a task that is not a JSON object with the key `needs`, or that changes when it
+    is stored as JSON: its verifier would see another task. And for an id of two tasks."""
     if not items:
         raise ConfigError(f"{key}: there are no tasks in it")
+    ids: dict[Any, tuple[str, Any]] = {}
     for source, item in items.items():
         if not isinstance(item, dict):
             raise ConfigError(f"{key}: {source} is not a JSON object but {type(item).__name__}")
-        if needs not in item:
-            what = {"input": "the agent's input", "messages": "a chat to imitate"}
-            raise ConfigError(f"{key}: {source} has no {needs!r}, {what[needs]}")
+        where = f"{source} (id {item['id']!r:.80})" if "id" in item else source
+        for field, column in columns.items():
+            if column not in item:
+                raise ConfigError(
+                    f"{key}: {where} has no column {column!r}, which tasks.columns.{field} names;"
+                    f" {nearest(column, item)}"
+                )
+        own = {field: item[column] for field, column in columns.items()}
+        task = items[source] = item | own if own else item
+        if needs not in task:
+            raise ConfigError(f"{key}: {where} has no {needs!r}, {MEANT[needs]}{_names(item)}")
         try:
             check_json(item)
         except NotJsonError as error:
-            raise ConfigError(f"{key}: {error.at(f'{source}: task')}") from None
+            raise ConfigError(f"{key}: {error.at(f'{where}: task')}") from None
+        if isinstance(name := task.get("id"), str | int):
+            other, known = ids.setdefault(str(name), (source, task))
+            if known != task:
+                raise ConfigError(
+                    f"{key}: {other} and {source} are two tasks with the id {name!r:.80}, by which"
+                    " statistics are kept; make ids unique, or leave them out"
+                )
     return list(items.values())
 
 
-def _read_jsonl(file: Path, key: str) -> dict[str, Any]:
-    try:
-        # Not `splitlines`: JSON strings may contain U+2028 and other line separators.
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key} = {str(file)!r}: cannot read the task file: {error}") from None
-    items: dict[str, Any] = {}
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                items[f"{file}:{number}"] = msgspec.json.decode(line)
-            except msgspec.DecodeError as error:
-                raise ConfigError(f"{key}: {file}:{number} is not JSON: {error}") from None
-    return items
+def _names(item: dict[Any, Any]) -> str:
+    return f" (it has {', '.join(map(repr, item))})"[:400] if item else ""
 
 
 def is_installed(package: str) -> bool:

@@ -61,6 +61,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     gateway: Objects = {}  # (store, config) -> `runners.gateway.features.Feature`, or None
     pages: Objects = {}  # of the view, by address: store -> `view.pages.PartPage`
     stores: Objects = {}  # by the scheme of their URLs
+    row_files: Objects = {}  # of tasks and items, by suffix or scheme: source -> (place, row)s
     references: Objects = {}  # of settings, by their scheme: (reference, root, key) -> object
     environments: Objects = {}  # `environments.Environment`
     libraries: Objects = {}  # by the name of a module that users import: an object in it

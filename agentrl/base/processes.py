@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import ctypes
 import gc
 import logging
@@ -25,7 +26,6 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 FILES = 65_536  # the limit of open files that servers ask the system for
 LOG_LEVEL = "AGENTRL_LOG_LEVEL"  # of the log files of a run's processes
 PHASE = 25  # log level of the run's current phase, which the console shows unless quiet
-logging.addLevelName(PHASE, "PHASE")
 MOST_DEATHS = 20  # deaths of a runner in a row, without a finished rollout, that end the run
 STEADY_UPTIME = 300.0  # seconds of uptime that reset a runner's count of deaths
 RESTART_PAUSE = 1.0  # seconds before a runner is restarted
@@ -48,9 +48,30 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
         os.kill(os.getpid(), number)
 
 
+def log_phase(log: logging.Logger, sentence: str) -> None:
+    """Log at PHASE. The record's level is named INFO: other libraries have handlers in the same
+    process, and those of some accept only the names that Python has."""
+    if log.isEnabledFor(PHASE):
+        record = log.makeRecord(log.name, PHASE, "agentrl", 0, sentence, (), None)
+        record.levelname = "INFO"
+        log.handle(record)
+
+
+class _LogLines(logging.Formatter):
+    """The lines of a run's log files, which name the level PHASE."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.levelno == PHASE and record.name.startswith("agentrl"):
+            record = copy.copy(record)
+            record.levelname = "PHASE"
+        return super().format(record)
+
+
 def log_to_stderr() -> None:
     """Log this package at the level in the variable `LOG_LEVEL`, and libraries at WARNING."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_LogLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("agentrl").setLevel(os.environ.get(LOG_LEVEL, "INFO"))
 
 

@@ -1,54 +1,68 @@
-"""Files of rows: JSONL, parquet and Hugging Face data sets are read, the first two are written."""
+"""Files of rows: JSON lines, and what parts read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from agentrl.base.parts import installed_plugins, known, missing
 from agentrl.errors import ConfigError
 
+LINES = ".jsonl"
+LONGEST_CAUSE = 400  # characters of another library's message
 MARK = b"\xef\xbb\xbf"  # of UTF-8, which some programs write before the first line
 
 
-def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of "file.jsonl", "file.parquet" or "hf:owner/name[/config][@revision][:split]", each
-    with its place.
+def is_row_file(source: str) -> bool:
+    """Whether a name is that of a file of rows, rather than of an object."""
+    return (kind := _kind(source)) == LINES or kind in known("row_files") or kind in _readers()
+
+
+def read_rows(source: str, root: Path = Path()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a file of JSON lines, or of what a part or package reads, each with its place.
+    root: the folder of files with relative names.
 
     Raises ConfigError if it cannot be read."""
-    path = Path(source)
+    kind = _kind(source)
     try:
-        if source.startswith("hf:"):
-            from datasets import load_dataset
-
-            name, _, split = source.removeprefix("hf:").partition(":")
-            name, _, revision = name.partition("@")
-            parts = name.split("/")
-            name, options = "/".join(parts[:2]), {"revision": revision or None}
-            rows = load_dataset(name, *parts[2:], split=split or "train", **options)
-            yield from ((f"{source}[{index}]", row) for index, row in enumerate(rows))
-        elif path.suffix == ".parquet":
-            from pyarrow import parquet
-
-            batches = parquet.ParquetFile(path).iter_batches()
-            listed = (row for batch in batches for row in batch.to_pylist())
-            yield from ((f"{source}[{index}]", row) for index, row in enumerate(listed))
+        if point := _readers().get(kind):
+            yield from point.load()(source, root)
+        elif why := missing("row_files", kind):
+            raise ConfigError(f"{source}: {why}")
         else:
-            with path.open("rb") as lines:
-                yield from _lines(source, lines)
+            with Path(root, source).open("rb") as lines:
+                yield from read_lines(str(root / source), lines)
     except ImportError as error:
         raise ConfigError(
             f"{source}: {error.name} is missing: pip install 'agentrl[data]'"
         ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{source} cannot be read as JSONL, parquet or hf:NAME: {error}"
-        ) from None
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the readers' libraries may raise anything
+        why = " ".join(str(error).split())[:LONGEST_CAUSE] or type(error).__name__
+        raise ConfigError(f"{source}: {why}") from None
 
 
-def _lines(source: str, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _kind(source: str) -> str:
+    """The suffix of a file, or the scheme before a colon."""
+    scheme, colon, _ = source.partition(":")
+    if colon and scheme in _readers().keys() | known("row_files").keys():
+        return scheme
+    if colon and scheme in known("references"):
+        return ""
+    return Path(source).suffix.lower()
+
+
+def _readers() -> dict[str, EntryPoint]:
+    return {point.name: point for point in installed_plugins("row_files")}
+
+
+def read_lines(source: str, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of JSON lines, each with its place."""
     reader = msgspec.json.Decoder(dict[str, Any])
     for number, line in enumerate(lines, start=1):
         text = line.removeprefix(MARK) if number == 1 else line
@@ -56,7 +70,8 @@ def _lines(source: str, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str,
             try:
                 row = reader.decode(text)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{source}:{number} is not a JSON object: {error}") from None
+                what = "a JSON object" if isinstance(error, msgspec.ValidationError) else "JSON"
+                raise ConfigError(f"{source}:{number} is not {what}: {error}") from None
             yield f"{source}:{number}", row
 
 

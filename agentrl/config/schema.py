@@ -54,12 +54,15 @@ else:
 
 
 class TasksConfig(Section, frozen=True):
-    """Tasks, as "file.jsonl"; as "file.py:name", an iterable of tasks or a function that returns
-    one; or as a data set of the hub, "hf:owner/name[/config][@revision][:split]", whose column
-    input, prompt, question, problem or instruction is the input."""
+    """Tasks, as a file that ends in .jsonl, .parquet, .csv or .json; as "file.py:name", an iterable
+    of tasks or a function that returns one; or as a data set of the hub or of a folder,
+    "hf:owner/name[/config][@revision][:split]"."""
 
     train: str = ""  # tasks of training
     heldout: str = ""  # tasks of evaluation; at least 50 for a meaningful curve
+    # Field of a task -> the column that it is read from, such as input = "question". Default of
+    # the input, except in .jsonl: column input, prompt, question, problem or instruction.
+    columns: dict[str, str] = {}
     # shuffle: each training task once per epoch. difficulty: sample by success rate, most often
     # tasks that are solved half of the time; outcomes must be from 0 to 1.
     order: Literal["shuffle", "difficulty"] = "shuffle"

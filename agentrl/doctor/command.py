@@ -13,10 +13,10 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl import trainer
-from agentrl.base.loading import load_tasks
 from agentrl.config import RunConfig, load
 from agentrl.config.base import without_making
 from agentrl.config.policies import has_no_own_policy, trained_policies, view
+from agentrl.config.tasks import tasks_of
 from agentrl.doctor import Finding, machine, run_check
 from agentrl.errors import AgentRLError
 
@@ -75,8 +75,7 @@ def _examine_policy(config: RunConfig, folder: str) -> Iterator[Finding]:
             return
     own = replace(config.policy, model=config.model_path())
     config = replace(config, policy=own, output=f"{folder}/run")
-    path = config.tasks.train or config.tasks.heldout
-    task = load_tasks(path, Path(config.root), key="tasks")[0] if path else {}
+    task = next(iter(tasks_of(config, "train") or tasks_of(config, "heldout")), {})
     for model in load_policies(config):
         yield from run_check(policy.tokenizer, model)
         yield from run_check(policy.context, model, config, task)

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from agentrl.errors import AgentError, PolicyError
-from agentrl.runners.tracing import attempt_log
+from agentrl.runners.tracing import attempt_log, roles
 
 TRACE = re.compile("00-([0-9a-f]{32})-")  # of an agent's own process, in TRACEPARENT
 OUTSIDE = (
@@ -34,11 +34,17 @@ class Endpoint:
     url: str  # ends in /v1
     key: str
     model: str = "policy"
+    others: tuple[str, ...] | None = None  # the only roles besides the policy's; None: any
 
     def role(self, name: str) -> Endpoint:
         """The endpoint whose calls have the role `name`, such as "user" or "judge"."""
         if not name:
             raise ValueError("a role needs a name")
+        if self.others is not None and name not in (roles.DEFAULT, *self.others):
+            raise AgentError(
+                f"the environment asks models in the role {name!r}, which its `roles` do not name,"
+                " so the run file could not say who answers; add it there"
+            )
         start = re.sub(r"(/a/[^/]+)(/[^/]+)?/v1$", r"\1", self.url)
         return replace(self, url=f"{start}/{quote(name, safe='')}/v1")
 
@@ -76,13 +82,19 @@ def endpoint() -> Endpoint:
     In another program that a rollout starts, use the url and key, which it must be given; an
     `agent.command` and its Python children find them by this function too."""
     url, key = os.environ.get("OPENAI_BASE_URL", ""), os.environ.get("OPENAI_API_KEY", "")
-    own = TRACE.match(os.environ.get("TRACEPARENT", ""))
+    start = re.sub(r"(/a/[^/]+(/[^/]+)?)?(/v1)?/?$", "", url)
     log = attempt_log.current()
-    attempt = log.attempt if log is not None else own[1] if own else ""
+    attempt = _own_process(start) if log is None else log.attempt
     if not (url and attempt):
         raise AgentError(OUTSIDE)
-    start = re.sub(r"(/a/[^/]+(/[^/]+)?)?(/v1)?/?$", "", url)
     return Endpoint(f"{start}/a/{attempt}/v1", key)
+
+
+def _own_process(gateway: str) -> str:
+    """The attempt of an `agent.command`, all of whose variables are of one gateway."""
+    trace = TRACE.match(os.environ.get("TRACEPARENT", ""))
+    ours = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") == gateway
+    return trace[1] if trace and ours else ""
 
 
 def _settings() -> dict[str, Any]:

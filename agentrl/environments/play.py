@@ -7,7 +7,8 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 from agentrl.base import threads
 from agentrl.environments.base import Environment, Episode, EpisodeError, Message, Said, Scores
 from agentrl.environments.endpoint import Endpoint
-from agentrl.errors import Invalid, PolicyError
+from agentrl.errors import AgentError, Invalid, PolicyError
 from agentrl.runners.scoring.rewards import PENDING, SOURCE
 from agentrl.runners.scoring.verifiers import VerifierError, as_rewards
 from agentrl.runners.tracing import attempt_log
@@ -30,6 +31,7 @@ AGENT = "agent"  # the role of the policy that plays, by default
 async def play_task(environment: Environment, name: str, given: Json, endpoint: Endpoint) -> Any:
     """Play one task; return {"environment": `name`, "rewards": rows} or, of an environment that
     only verifies, the text of one model call."""
+    endpoint = replace(endpoint, others=tuple(environment.roles))
     run: Any = getattr(environment, "run", None)
     if run is not None:
         scores = await _called(name, "run", run, given, endpoint)
@@ -67,20 +69,28 @@ async def play(
                 )
             said = await _turn(episode, endpoint, turns, said)
         scores = await _called(name, "rewards", episode.rewards)
-        return turns.outcome() if scores is None else scores_of(scores, name)
-    finally:
-        await _called(name, "close", episode.close)
+        rows = turns.outcome() if scores is None else scores_of(scores, name)
+    except BaseException:
+        with suppress(EpisodeError):  # the first error is the cause
+            await _called(name, "close", episode.close)
+        raise
+    given = _rewards_so_far()
+    await _called(name, "close", episode.close)
+    if _rewards_so_far() > given:
+        raise EpisodeError(f"{name}: close gave a reward, after the end; give it in step")
+    return rows
 
 
 async def _turn(episode: Episode, endpoint: Endpoint, turns: Turns, said: Said) -> Said:
     who = episode.role
     talk = turns.talks[who] if episode.keep else list[Message]()
     talk += _messages(said, turns.name, "what an episode says")
-    reply = await (endpoint if who == AGENT else endpoint.role(who)).chat(talk, episode.tools)
+    model = endpoint if who == AGENT else await _called(turns.name, "role", endpoint.role, who)
+    reply = await model.chat(talk, episode.tools)
     talk.append(reply)
     about = _latest_call()
     step = await _called(turns.name, "step", episode.step, reply)
-    if not isinstance(step, tuple) or len(step) != 3:
+    if not isinstance(step, tuple | list) or len(step) != 3:
         raise EpisodeError(
             f"{turns.name}: step returned {step!r:.80}; return what is said next, the reward or"
             " None, and whether the episode has ended"
@@ -160,7 +170,9 @@ async def _called(name: str, what: str, function: Callable[..., Any], *given: An
         return await returned if inspect.isawaitable(returned) else returned
     except (EpisodeError, PolicyError):
         raise
-    except Exception as error:
+    except AgentError as error:
+        raise EpisodeError(f"{name}: {error}") from error
+    except Exception as error:  # a plug-in may raise anything
         raise EpisodeError(f"{name}: {what} raised {type(error).__name__}: {error}") from error
 
 
@@ -172,6 +184,11 @@ def _inside(function: Callable[..., Any], *given: Any) -> Any:
 def _latest_call() -> str:
     log = attempt_log.current()
     return "" if log is None else " ".join(call.id for call in log.latest())
+
+
+def _rewards_so_far() -> int:
+    log = attempt_log.current()
+    return 0 if log is None else len(log.rewards)
 
 
 def _messages(said: Any, name: str, what: str) -> list[Message]:

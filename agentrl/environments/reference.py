@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -147,26 +148,22 @@ def made(named: Named) -> Environment:
         return _made(named)
 
 
-class explained:  # noqa: N801 - a context manager
+@contextmanager
+def explained(named: Named, what: str) -> Iterator[None]:
     """Turns what a plug-in raises into a ConfigError with the environment's name and a cure."""
-
-    def __init__(self, named: Named, what: str) -> None:
-        self.named, self.what = named, what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, Exception) or isinstance(error, ConfigError):
-            return
-        known = f"environment = {self.named.name!r}"
-        if isinstance(error, ModuleNotFoundError):
-            raise ConfigError(
-                f"{known}: there is no module {error.name!r} for {sys.executable};"
-                f" {self.named.cure}"
-            ) from error
+    known = f"environment = {named.name!r}"
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{known}: there is no module {error.name!r} for {sys.executable}; {named.cure}"
+        ) from error
+    except Exception as error:  # a plug-in may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
-            f"{known} {self.what}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            f"{known} {what}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
         ) from error
 
 

@@ -1,74 +1,10 @@
-"""The settings `environment` and `[environment_options]`, and those that follow from them."""
+"""The settings `environment` and `[environment_options]`."""
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
-from agentrl.base.processes import PHASE
-from agentrl.config.policies import policy_by_role
-from agentrl.environments.reference import SCHEME, SPLITS, Named, check_unique
-from agentrl.errors import ConfigError
-
-log = logging.getLogger("agentrl.environments")
 Name = str  # "PLUGIN:WHAT", or your own as "file.py:Class:WHAT"; stands for agent, tasks, verifier
 # `python`, its own interpreter, by default .venv-PLUGIN beside the run file or in the working
 # directory, if there is one; all others are arguments of the plug-in.
 Options = dict[str, Any]
-
-
-def named_in(config: Any) -> Named | None:
-    """The environment of a run's settings."""
-    name = config.environment
-    return Named.read(name, config.environment_options, Path(config.root)) if name else None
-
-
-def derive(config: Any) -> Any:
-    """The settings with what the environment stands for, where the run file has nothing else."""
-    if not config.environment:
-        if config.environment_options:
-            raise ConfigError("[environment_options] has no effect without environment")
-        return config
-    named = Named.read(config.environment, config.environment_options)
-    agent, tasks, verifier = config.agent, config.tasks, config.verifier
-    if not (agent.path or agent.command or agent.harness):
-        agent = replace(agent, path=named.part("agent"))
-    missing = {split: named.part(split) for split in SPLITS if not getattr(tasks, split)}
-    if not verifier.path:
-        verifier = replace(verifier, path=named.part("verifier"))
-    return replace(config, agent=agent, tasks=replace(tasks, **missing), verifier=verifier)
-
-
-def check(config: Any) -> None:
-    """Look at the environment before anything else is built. Raises ConfigError."""
-    from agentrl.environments import hosted
-
-    if (named := named_in(config)) is None:
-        return
-    if named.python and "python" not in config.environment_options:
-        log.log(PHASE, f"environment {named.name} runs in its own interpreter, {named.python}")
-    about = hosted.describe(named)
-    known = f"environment = {named.name!r}"
-    own = config.agent.path.startswith(f"{SCHEME}:")
-    if not own and about.kind != "verify":
-        raise ConfigError(
-            f"{known} plays its rollouts itself; remove agent.path, agent.command or agent.harness"
-        )
-    executor = config.runner.executor
-    if own and hosted.is_hosted(named) and executor not in ("auto", "pool"):
-        raise ConfigError(
-            f"{known} runs in processes of its own; set runner.executor = 'pool' instead of"
-            f" {executor!r}, or leave it out"
-        )
-    answered = policy_by_role(config).keys() | config.roles.keys()
-    if unanswered := [role for role in about.roles if role not in answered]:
-        role = unanswered[0]
-        raise ConfigError(
-            f"{known} asks models in the role {role!r}, and the run file does not say who answers:"
-            f' write {role} = "NAME" below [roles], of one of [upstreams] or "policy"'
-        )
-    if all(getattr(config.tasks, split).startswith(f"{SCHEME}:") for split in SPLITS):
-        check_unique(named, (hosted.tasks(named, split) for split in SPLITS))

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.base.model_clients import model_variables
 from agentrl.environments import Endpoint
 from agentrl.errors import AgentError
 from agentrl.harbor.trial import Trial
-from agentrl.runners.executors.environment import model_variables
 from agentrl.tasks.harbor_format import HarborTask, Step, resolved
 
 NO_LIMIT = 86_400.0  # seconds, of a task without a time for its agent

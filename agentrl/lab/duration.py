@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,8 +16,8 @@ from transformers import AutoTokenizer
 from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
 from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest
 from agentrl.algorithms.model.cpu_threads import computing_with
-from agentrl.base.loading import load_tasks
 from agentrl.config import RunConfig
+from agentrl.config.tasks import tasks_of
 from agentrl.errors import PolicyError
 from agentrl.lab.simulation import Simulation, Workload
 from agentrl.types import Sampling
@@ -74,7 +73,7 @@ def prompt_tokens(config: RunConfig, network: Any) -> int:
     """Tokens of the first training task's input; 0 if there is none."""
     if not config.tasks.train:
         return 0
-    task = load_tasks(config.tasks.train, Path(config.root), key="tasks.train")[0]
+    task = tasks_of(config, "train")[0]
     tokenizer = AutoTokenizer.from_pretrained(network.name_or_path)
     return len(tokenizer(str(task.get("input", "")))["input_ids"])
 

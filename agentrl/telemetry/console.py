@@ -354,7 +354,8 @@ class LogFollower:
 
     def _print(self, file: Path, line: str) -> None:
         found = LINE.fullmatch(line)
-        if found is None or logging.getLevelNamesMapping().get(found[1], 0) < self.level:
+        levels = logging.getLevelNamesMapping() | {"PHASE": PHASE}
+        if found is None or levels.get(found[1], 0) < self.level:
             return
         level, sentence = found[1].lower(), found[3]
         if level != "phase":

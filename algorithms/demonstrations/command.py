@@ -120,7 +120,9 @@ def run_of(
         tasks=replace(config.tasks, heldout=file),
         eval=EvalConfig(tasks=count, samples=samples),
     )
-    played = load_tasks(file, Path(config.root), key=f"tasks.{tasks}")[: count or None]
+    played = load_tasks(
+        file, Path(config.root), key=f"tasks.{tasks}", columns=config.tasks.columns
+    )[: count or None]
     settings = {k: v for k, v in msgspec.to_builtins(own).items() if k not in UNPLAYED}
     root = Path(config.root)
     files = [content_digest(name, root) for name in (config.agent.path, config.verifier.path)]

@@ -20,9 +20,9 @@ from agentrl.algorithms.demonstrations.scripted import load_script, served
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.upstreams import candidate_of
 from agentrl.base.access import read_sent_key
-from agentrl.base.loading import load_tasks
-from agentrl.base.processes import PHASE
+from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig, UpstreamConfig
+from agentrl.config.tasks import tasks_of
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -108,17 +108,17 @@ def _summary(rows: Iterable[Rollout], good: int, kept: int, cut: int, least: flo
 
 async def play(config: RunConfig) -> None:
     """The algorithm process: requests the rollouts, and waits for them to end."""
-    tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
+    tasks = tasks_of(config, "heldout")
     tasks = tasks[: config.eval.tasks or None] * config.eval.samples
     async with open_store(config.store) as store:
         state = await run_owner.open_as_child(store, config)
         candidate = await candidate_of(store, config, state)
         wanted = evaluation_rollouts(config, 0, NAME, tasks, config.sampling, candidate=candidate)
-        log.log(PHASE, f"{len(wanted)} rollouts of {config.upstreams[NAME].model}")
+        log_phase(log, f"{len(wanted)} rollouts of {config.upstreams[NAME].model}")
         await store.enqueue(wanted)
         while not await store.settled(wanted[0].group, timeout=LINE_EVERY):
             counts = await store.counts(config.name)
-            log.log(PHASE, f"{counts.succeeded + counts.failed} of {len(wanted)} rollouts done")
+            log_phase(log, f"{counts.succeeded + counts.failed} of {len(wanted)} rollouts done")
 
 
 def run(config: RunConfig) -> None:

@@ -35,7 +35,7 @@ from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.load_policies import LoadedModel, add_adapter, load_base_model
 from agentrl.algorithms.train.optimize import learning_rate
 from agentrl.base.loading import load_tasks
-from agentrl.base.processes import PHASE
+from agentrl.base.processes import log_phase
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.config.schema import CriticConfig
 from agentrl.errors import TrainingError
@@ -69,7 +69,7 @@ def warm_up(config: RunConfig, start: str) -> bool:
     config = with_proven_packing(config, [loaded])
     train, heldout = _split(_read(data, loaded), settings)
     held = f", {len(heldout)} held out" if heldout else ""
-    log.log(PHASE, f"imitating {len(train)} conversations of {settings.data}{held}")
+    log_phase(log, f"imitating {len(train)} conversations of {settings.data}{held}")
     algo = objective.Algo(Imitated(), agg=objective.TOKENS, rewards=(), name="warmup")
     learner = factory.make_learner(
         replace(config, critic=CriticConfig()), algo, loaded.model, loaded.tokenizer,
@@ -161,8 +161,8 @@ class WarmUp:
             if step == 0 or now - at >= LINE_EVERY:
                 left = (now - at) / (done - said) * (self.settings.steps - done)
                 said, at = done, now
-                log.log(
-                    PHASE, f"imitation step {done}/{self.settings.steps}  loss {losses[-1]:.3f}  "
+                log_phase(
+                    log, f"imitation step {done}/{self.settings.steps}  loss {losses[-1]:.3f}  "
                     f"{left:.0f} s left",
                 )  # fmt: skip
             if self.patience.ends(self.learner, done):
@@ -171,8 +171,8 @@ class WarmUp:
         first, last = fmean(losses[:10]), fmean(losses[-10:])
         held = f", held out {self.patience.best:.3f}" if self.patience.best < inf else ""
         early = "" if len(losses) == self.settings.steps else ", no longer falling"
-        log.log(
-            PHASE,
+        log_phase(
+            log,
             f"imitated for {len(losses)} steps: {first:.3f} to {last:.3f} nats per token"
             f"{held}{early}",
         )

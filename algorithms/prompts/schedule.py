@@ -11,7 +11,7 @@ from agentrl.algorithms.prompts.records import Candidate, put_candidates
 from agentrl.algorithms.prompts.search import candidate_id
 from agentrl.algorithms.prompts.table import found_texts, prompt_texts, prompts_of
 from agentrl.algorithms.sampling.rollouts import CandidateInUse
-from agentrl.base.processes import PHASE
+from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
 from agentrl.types import PromptText, RunState
@@ -38,7 +38,7 @@ class PromptSchedule:
             return
         directory = None if prompts.schedule != "off" else found_texts(self._config)
         texts = prompt_texts(self._config, directory)
-        log.log(PHASE, f"prompts: {directory or 'the agent has its own texts'}")
+        log_phase(log, f"prompts: {directory or 'the agent has its own texts'}")
         id, name = candidate_id(texts), self._config.name
         own = Candidate(id=id, run=name, step=0, parents=[], state="accepted", texts=texts)
         await self._use(own)

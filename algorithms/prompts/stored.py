@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -34,9 +33,9 @@ from agentrl.algorithms.prompts.search import Search, SearchEnd, TaskResult, ans
 from agentrl.algorithms.prompts.table import prompt_texts, prompts_of
 from agentrl.algorithms.sampling.evaluate import play
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
-from agentrl.base.loading import load_tasks
-from agentrl.base.processes import PHASE
+from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
+from agentrl.config.tasks import tasks_of
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -227,8 +226,8 @@ async def search_prompts(
 ) -> Candidate:
     """Search from `texts`; returns the best candidate. step: the training step that the search
     belongs to; None: the iterations of the search are the steps of the run."""
-    train = load_tasks(config.tasks.train, Path(config.root), key="tasks.train")
-    heldout = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
+    train = tasks_of(config, "train")
+    heldout = tasks_of(config, "heldout")
     settings = prompts_of(config)
     if len(train) <= settings.validation:
         raise ConfigError(
@@ -247,7 +246,7 @@ async def search_prompts(
         random_seed=config.seed,
         answers=answers(train, heldout),
     )
-    log.log(PHASE, f"searching prompts ({settings.algorithm}, {len(texts)} texts)")
+    log_phase(log, f"searching prompts ({settings.algorithm}, {len(texts)} texts)")
     await asyncio.to_thread(_run, search)
     best = replace(search.best, state="chosen")
     await put_candidates(store, config.name, [best])
@@ -265,7 +264,7 @@ def _run(search: Search) -> None:
     try:
         algorithm(search)
     except SearchEnd as end:
-        log.log(PHASE, f"the search ends after {search.rollouts} rollouts: {end}")
+        log_phase(log, f"the search ends after {search.rollouts} rollouts: {end}")
     search.end_iteration()
 
 
@@ -273,7 +272,7 @@ async def play_heldout(
     store: Store, config: RunConfig, state: RunState, candidates: Mapping[str, str], step: int
 ) -> None:
     """Score candidates on the held-out tasks. candidates: metric name -> candidate id."""
-    tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
+    tasks = tasks_of(config, "heldout")
     tasks = tasks[: config.eval.tasks or None]
     group = f"{config.name}/prompts/heldout"
     requested = {

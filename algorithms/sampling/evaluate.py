@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.scores import common_score, score_metrics, spread_metrics
-from agentrl.base.processes import PHASE
+from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import TrainingError
@@ -47,7 +47,7 @@ async def evaluate_heldout(
     outer = step in (0, config.steps)
     if outer:
         after = f" after {step} steps" if config.steps else ""
-        log.log(PHASE, f"scoring {len(tasks)} held-out tasks{after}")
+        log_phase(log, f"scoring {len(tasks)} held-out tasks{after}")
     started = time.monotonic()
     requested, named = {}, temperatures(config, step)
     for name, temperature in named.items():

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from statistics import fmean, variance
 
-from agentrl.base.processes import PHASE
+from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
 from agentrl.types import Rollout, Scope
@@ -105,5 +105,5 @@ def has_stalled(scores: Mapping[int, float], patience: int) -> bool:
     steps = list(scores)
     stalled = 0 < patience <= sum(step > steps[0] for step in steps)
     if stalled:
-        log.log(PHASE, f"held-out scores have not risen since step {steps[0]}: training ends")
+        log_phase(log, f"held-out scores have not risen since step {steps[0]}: training ends")
     return stalled

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from agentrl import run_owner
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
-from agentrl.base.loading import load_tasks
 from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import log_to_stderr
 from agentrl.config import RunConfig
+from agentrl.config.tasks import tasks_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import ENDED, RunState
@@ -24,7 +23,7 @@ def main(config: RunConfig) -> None:
 
 async def evaluate_upstreams(config: RunConfig) -> None:
     """Score the upstreams on the held-out tasks."""
-    tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
+    tasks = tasks_of(config, "heldout")
     tasks = tasks[: config.eval.tasks or None]
     async with open_store(config.store) as store:
         state = await run_owner.open_as_child(store, config)

@@ -16,7 +16,7 @@ from agentrl.base import digests
 from agentrl.base.files import atomic_directory
 from agentrl.base.loading import load_attribute
 from agentrl.base.parts import installed_plugins
-from agentrl.base.processes import PHASE
+from agentrl.base.processes import log_phase
 from agentrl.config import LoraConfig, RunConfig
 from agentrl.config.policies import frozen_policies, trained_policies, view
 from agentrl.errors import ConfigError, PolicyError
@@ -67,7 +67,7 @@ def load_base_model(
     source: str, config: RunConfig, *, adapted: bool, built: bool = False
 ) -> LoadedModel:
     digests.check(Path(source))
-    log.log(PHASE, f"loading the model {source}")
+    log_phase(log, f"loading the model {source}")
     policy, bits = config.policy, config.policy.quantize if adapted else ""
     model, tokenizer = load_model(source, policy.dtype, policy.device, quantize=bits, config=config)
     adapters = Adapters(model) if adapted else None
@@ -95,7 +95,7 @@ def policy_directory(config: RunConfig) -> tuple[str, bool]:
     build = load_attribute(settings.build, Path(config.root), key="policy.build")
     if not callable(build):
         raise ConfigError(f"policy.build = {settings.build!r}: it is not a function")
-    log.log(PHASE, f"building the model with {settings.build}")
+    log_phase(log, f"building the model with {settings.build}")
     with atomic_directory(directory) as partial:
         try:
             build(partial, config.seed)

@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 from agentrl.algorithms.learners.memory import is_out_of_memory
 from agentrl.algorithms.sampling.collect import Collector
@@ -26,11 +25,11 @@ from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.stages import load_run, open_run, prepare_process, serve_run
 from agentrl.base import memory
 from agentrl.base.failures import one_line
-from agentrl.base.loading import load_tasks
-from agentrl.base.processes import PHASE, freeze_loaded, log_to_stderr
+from agentrl.base.processes import freeze_loaded, log_phase, log_to_stderr
 from agentrl.config import RunConfig
+from agentrl.config.tasks import tasks_of
 from agentrl.errors import TrainingError
-from agentrl.types import ENDED, Json
+from agentrl.types import ENDED
 
 log = logging.getLogger("agentrl.algorithm")
 
@@ -54,8 +53,8 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
     hooks = hooks_of(config)
     algos = build.load_algorithms(config, hooks)
     greedy, resample = build.group_requirements(config, algos, hooks)
-    log.log(PHASE, "reading the tasks")
-    train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
+    log_phase(log, "reading the tasks")
+    train, heldout = tasks_of(config, "train"), tasks_of(config, "heldout")
     prepare_process(config.seed)
     async with AsyncExitStack() as closing:
         loaded = await load_run(await open_run(config, closing), algos, hooks)
@@ -77,8 +76,3 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
         ready()
         await live.serving.during(TrainingLoop(live, source, evaluator, hooks).run())
         await live.store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
-
-
-def _tasks(config: RunConfig, split: str) -> list[dict[str, Json]]:
-    path: str = getattr(config.tasks, split)
-    return load_tasks(path, Path(config.root), key=f"tasks.{split}") if path else []

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -27,7 +28,7 @@ from agentrl.algorithms.train.load_policies import LoadedModel, evaluated_steps,
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.base import folder_lock
-from agentrl.base.processes import PHASE
+from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
 from agentrl.config.infrastructure import EngineConfig
 from agentrl.config.policies import FrozenPolicy, trained_policies, view
@@ -78,9 +79,9 @@ def announce(config: RunConfig, models: Sequence[LoadedModel]) -> None:
                 "tokens, of prompt and answer", asked, longest,
             )  # fmt: skip
         fits, sentence = estimate.memory(own, model.model)
-        log.log(PHASE if fits else logging.WARNING, f"memory: about {sentence}")
+        (partial(log_phase, log) if fits else log.warning)(f"memory: about {sentence}")
         for line in estimate.others(own, model.model):
-            log.log(PHASE, line)
+            log_phase(log, line)
 
 
 def check_vocabulary(loaded: LoadedModel) -> None:
@@ -96,7 +97,7 @@ async def serve_run(loaded: LoadedRun, models: Sequence[LoadedModel]) -> ServedR
     """With servers of these models, which serve the current versions."""
     config, serving = loaded.config, PolicyServers(loaded.config, models)
     if models:
-        log.log(PHASE, f"starting the policy server ({config.engine.kind})")
+        log_phase(log, f"starting the policy server ({config.engine.kind})")
     await serving.start()
     loaded.closing.push_async_callback(serving.close)
     versions = loaded.policies.versions(loaded.state.step or evaluated_steps(config))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from urllib.request import getproxies
 
-# Frameworks send traces of their own to api.openai.com and telemetry.crewai.com by default.
-NO_TELEMETRY = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true"}
+from msgspec.structs import replace
+
+from agentrl.base.model_clients import KEY, model_variables
+from agentrl.types import Failure
+
 LOCAL = "127.0.0.1,localhost"
-KEY = "agentrl"  # replaces the user's own keys, which the gateway does not use
+VARIABLE = re.compile(r"""\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b|(?<=['"])[A-Z][A-Z0-9]+(?=['"])""")
 # Credentials that model clients read. The agent keeps credentials of tools.
 KEYS = (
     *("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"),
@@ -23,18 +28,6 @@ KEYS = (
     *("DASHSCOPE_API_KEY", "NVIDIA_API_KEY", "AWS_BEARER_TOKEN_BEDROCK", "LITELLM_API_KEY"),
 )
 ACCOUNT = ("OPENAI_ORG_ID", "OPENAI_ORGANIZATION", "OPENAI_PROJECT_ID")  # sent along with a key
-
-
-def model_variables(gateway: str, key: str) -> dict[str, str]:
-    """Variables from which model clients read base URL and key; `gateway` ends in /v1."""
-    return {
-        "OPENAI_BASE_URL": gateway,
-        "OPENAI_API_BASE": gateway,
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": gateway.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": key,
-        **NO_TELEMETRY,
-    }
 
 
 @contextmanager
@@ -67,6 +60,24 @@ def _set(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def withheld(text: str, given: Mapping[str, str]) -> str:
+    """What to add to an error message of a process that has the variables `given`, if its text
+    names variables that only the runner has; else nothing."""
+    lost = {name for name in VARIABLE.findall(text) if name in os.environ and name not in given}
+    names = sorted(name for name in lost if not name.startswith("AGENTRL_"))
+    if not names:
+        return ""
+    return (
+        f"; the runner has {', '.join(names)} and the agent's process does not: set"
+        f" agent.pass_env = {json.dumps(names)}"
+    )
+
+
+def explained(failure: Failure, given: Mapping[str, str]) -> Failure:
+    """The failure of an agent whose process has the variables `given`."""
+    return replace(failure, message=failure.message + withheld(failure.message, given))
 
 
 def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.base import threads
-from agentrl.base.loading import load_attribute
-from agentrl.errors import AgentError
+from agentrl.base.loading import load_attribute, raised
+from agentrl.errors import AgentError, AgentRLError
 from agentrl.runners import executors
 from agentrl.runners.executors import ExecutionResult, input_of, out_of_time
 from agentrl.runners.scoring.results import failure_of, stored_result
@@ -76,9 +76,7 @@ async def _call_sync(function: Callable[[Json], Any], value: Json) -> Any:
 
 async def _invoke_runnable(runnable: Any, value: Json) -> Any:
     """Return a LangChain runnable's structured response, else the text of its last message."""
-    if isinstance(value, str):
-        value = {"messages": [{"role": "user", "content": value}]}
-    arguments = [value]
+    arguments: list[Any] = [value if _takes_messages(runnable) else _state(value)]
     if getattr(runnable, "checkpointer", None):  # such a graph refuses to run without a thread id
         arguments.append({"configurable": {"thread_id": uuid.uuid4().hex}})
     output = await runnable.ainvoke(*arguments)
@@ -88,6 +86,25 @@ async def _invoke_runnable(runnable: Any, value: Json) -> Any:
         if output.get("messages"):
             output = output["messages"][-1]
     return _text(output)
+
+
+def _state(value: Json) -> Json:
+    """The state of a graph that begins with a text or a list of chat messages."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(m, dict) and "role" in m for m in value)
+    ):
+        return {"messages": value}
+    return value
+
+
+def _takes_messages(runnable: Any) -> bool:
+    """Whether a runnable is or begins with a model, which takes text or messages and no state."""
+    inner = getattr(runnable, "first", None) or getattr(runnable, "bound", None)
+    return hasattr(runnable, "agenerate_prompt") or (inner is not None and _takes_messages(inner))
 
 
 def _text(message: Any) -> Any:
@@ -102,9 +119,11 @@ def _text(message: Any) -> Any:
 def _build(factory: Any) -> object:
     try:
         built = factory()
+    except AgentRLError:
+        raise
     except Exception as error:  # the user's factory is a boundary
         raise AgentError(
-            f"building the agent with {_describe(factory)} raised {type(error).__name__}: {error}"
+            f"building the agent with {_describe(factory)} raised {raised(error)}"
         ) from error
     if inspect.iscoroutine(built):
         built.close()
@@ -192,7 +211,7 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
     if len(msgspec.json.encode(result)) > executors.LARGEST_RESULT:
         message = executors.too_large("its result")
         result, failure = None, Failure(kind=ErrorKind.AGENT, message=message)
-    known: Any = {"rewards": log.rewards, "needs_no_call": log.needs_no_call}
+    known: Any = {"rewards": [*log.rewards], "needs_no_call": log.needs_no_call}
     spans = tracing.records(log, attempt)
     return ExecutionResult(result=result, failure=failure, spans=spans, **known)
 

@@ -95,10 +95,18 @@ def load_preset(name: str, root: Path) -> Preset:
 
 
 def prompt_of(task_input: Json) -> str:
-    """Return the prompt for the harness: the task's input, as JSON unless it is a string."""
+    """Return the prompt for the harness: the task's input, or the texts of its chat messages if
+    only a system and a user speak, else JSON."""
     if isinstance(task_input, str):
         return task_input
+    if isinstance(task_input, list) and task_input and all(map(_asks, task_input)):
+        return "\n\n".join(message["content"] for message in task_input)
     return msgspec.json.encode(task_input).decode()
+
+
+def _asks(message: Json) -> bool:
+    asks = isinstance(message, dict) and message.get("role") in ("system", "developer", "user")
+    return asks and isinstance(message.get("content"), str)
 
 
 async def version_of(program: str, home: Path) -> str:

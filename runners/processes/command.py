@@ -16,6 +16,7 @@ from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners import executors
 from agentrl.runners.executors import input_of, out_of_time
+from agentrl.runners.executors.environment import explained
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.processes import contract
 from agentrl.runners.processes.contract import FailedAttemptError, SandboxExecutor
@@ -60,7 +61,12 @@ class CommandExecutor(SandboxExecutor):
         task = msgspec.json.encode(input_of(active))
         with contract.task_folder(task, active.place) as folder:
             spec = self._spec(active, span, task, folder)
-            return self._read(folder, *await self._run_process(active, spec, folder))
+            ended = await self._run_process(active, spec, folder)
+            try:
+                return self._read(folder, *ended)
+            except FailedAttemptError as error:
+                error.failure = explained(error.failure, spec["env"])
+                raise
 
     def _spec(self, active: ActiveAttempt, span: str, task: bytes, folder: Path) -> ProcessSpec:
         env = contract.passed_environment(self.agent.pass_env) | self.agent.env

@@ -28,11 +28,12 @@ import msgspec
 from agentrl.base import memory
 from agentrl.base.access import is_loopback
 from agentrl.base.jsonvalues import NotJsonError, as_json
+from agentrl.base.model_clients import NO_TELEMETRY, model_variables
 from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners import executors
 from agentrl.runners.executors import ExecutionResult
-from agentrl.runners.executors.environment import KEYS, NO_TELEMETRY, matching, model_variables
+from agentrl.runners.executors.environment import KEYS, matching
 from agentrl.runners.gateway.attribution import ActiveAttempt, AgentPlace
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Failure, Json, Span

@@ -18,10 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from agentrl.config import AgentConfig
 from agentrl.errors import AgentError
 from agentrl.runners.executors import ExecutionResult, input_of, out_of_time
+from agentrl.runners.executors.environment import explained, withheld
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.processes import child, contract
 from agentrl.runners.processes.launcher import (
@@ -143,7 +145,7 @@ class PoolExecutor:
         await self._launcher.start()
         for problem in await asyncio.gather(*(self._add() for _ in range(self.processes))):
             if problem is not None:
-                raise AgentError(problem)
+                raise AgentError(problem + withheld(problem, self._env))
 
     async def close(self) -> None:
         self._closed.set()
@@ -165,11 +167,16 @@ class PoolExecutor:
         try:
             await asyncio.wait({future}, timeout=active.left)
             if future.done():
-                return future.result()
+                return self._explained(future.result())
             return ExecutionResult(failure=out_of_time(active))
         finally:
             del process.requests[active.id]
             await self._put_back(process, suspect=not future.done())
+
+    def _explained(self, ran: ExecutionResult) -> ExecutionResult:
+        return (
+            ran if ran.failure is None else replace(ran, failure=explained(ran.failure, self._env))
+        )
 
     async def _put_back(self, process: WarmProcess, *, suspect: bool) -> None:
         used_up = process.served >= self.config.recycle_after or (
@@ -198,6 +205,7 @@ class PoolExecutor:
             self._problem = await self._add()
             if self._problem is None:
                 return
+            self._problem += withheld(self._problem, self._env)
             log.warning("no new process in the pool, trying again: %s", self._problem)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), pause)

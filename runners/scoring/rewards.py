@@ -50,6 +50,9 @@ def reward(
     log = attempt_log.current()
     if log is None:
         return
+    if log.ended:
+        logger.warning("a reward %r came after the end of its rollout and is ignored", row.name)
+        return
     if row.scope is not Scope.ROLLOUT and target is None:
         calls = " ".join(call.id for call in log.latest())
         if not calls:

@@ -16,7 +16,7 @@ from functools import partial
 
 from aiohttp import web
 
-from agentrl.base.processes import PHASE
+from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
 from agentrl.runners.dialects.base import UntranslatableError, joined
 from agentrl.runners.dialects.conversation import Body
@@ -158,8 +158,8 @@ async def find_rule(count: Count, policy: str) -> PromptRule:
     rule = await first(LATER, *(replace(rule, later=role) for role in ("", "system", "user")))
     rule = await first(BESIDE, rule, replace(rule, split=True))
     rule = await first(RESULT, rule)
-    level = logging.INFO if rule == PromptRule() else PHASE
-    log.log(level, "messages to policy %s: %s", policy, rule.describe())
+    say = log.info if rule == PromptRule() else partial(log_phase, log)
+    say(f"messages to policy {policy}: {rule.describe()}")
     return rule
 
 

@@ -80,6 +80,7 @@ class AttemptLog:
     steps: dict[str, FrameworkStep] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)  # keys of `steps`
     needs_no_call: bool = False  # success without a model call is correct here
+    ended: bool = False
     homes: set[tuple[int, int]] = field(default_factory=set)  # the agent's own tasks and threads
 
     def enter(
@@ -161,6 +162,7 @@ class AttemptLog:
         return None
 
     def close(self) -> None:
+        self.ended = True
         for step in sorted(self.running.copy(), key=lambda step: -self.steps[step].start):
             self.leave(step, ok=False)
         self._add(self.start, id=self.root, name="attempt", kind="agent", parent=None)

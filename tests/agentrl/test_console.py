@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
-from agentrl.base.processes import LOG_LEVEL, PHASE
+from agentrl.base.processes import LOG_LEVEL, PHASE, log_phase
 from agentrl.config import resolve
 from agentrl.store import open_store
 from agentrl.telemetry.console import LogFollower, console_level, show_progress
@@ -23,10 +24,10 @@ from agentrl.types import NewRollout, Outcome, Purpose, StepCommit
 
 LOGGED = """
 import logging
-from agentrl.base.processes import PHASE, log_to_stderr
+from agentrl.base.processes import log_phase, log_to_stderr
 log_to_stderr()
 log = logging.getLogger("agentrl.runner")
-log.debug("very fine"), log.info("fine"), log.log(PHASE, "building"), log.warning("it is slow")
+log.debug("very fine"), log.info("fine"), log_phase(log, "building"), log.warning("it is slow")
 logging.getLogger("other").warning("theirs")
 """
 
@@ -49,6 +50,17 @@ def shown(folder: Path, level: int, *, again: str = "") -> list[str]:
 
 def test_phases_and_warnings_are_shown_and_the_same_warning_once(tmp_path: Path) -> None:
     assert shown(tmp_path, PHASE) == ["building", "warning: it is slow (runner-0.log)", "building"]
+
+
+def test_other_libraries_see_level_names_of_python_only(caplog: pytest.LogCaptureFixture) -> None:
+    """Inspect and others validate the names of records that reach their handlers."""
+    caplog.set_level(PHASE, "agentrl.runner")
+    log_phase(logging.getLogger("agentrl.runner"), "100 % of it")
+    (record,) = caplog.records
+    assert (record.levelno, record.getMessage()) == (PHASE, "100 % of it")
+    assert record.levelname == "INFO"
+    assert "PHASE" not in logging.getLevelNamesMapping()
+    assert logging.getLevelName(logging.INFO) == "INFO"
 
 
 def test_a_quiet_console_shows_warnings_and_a_verbose_one_all(tmp_path: Path) -> None:

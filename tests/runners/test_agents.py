@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import json
 import sys
 import threading
 from pathlib import Path
@@ -164,3 +165,47 @@ async def test_an_error_of_a_thread_reaches_the_caller() -> None:
         await call(next, iter(()))
     with pytest.raises(SystemExit):
         await call(sys.exit, 3)
+
+
+CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+
+
+async def test_chat_messages_as_input_of_a_graph_and_of_a_function() -> None:
+    graph = Runnable("done")
+    for given in ("q", CHAT, [1], {"messages": CHAT}):
+        await as_agent(graph)(given)
+    one = {"messages": [{"role": "user", "content": "q"}]}
+    many = {"messages": CHAT}
+    assert [state for state, _ in graph.seen] == [one, many, [1], many]
+    assert await as_agent(lambda value: value)(CHAT) == CHAT
+
+
+async def test_chat_messages_as_input_of_langchain() -> None:
+    """A chain that begins with a model takes messages, one that begins with a prompt a state."""
+    pytest.importorskip("langchain")
+    from langchain.agents import create_agent
+    from langchain_core.language_models.fake_chat_models import FakeListChatModel
+    from langchain_core.output_parsers import StrOutputParser
+    from langchain_core.prompts import ChatPromptTemplate
+
+    def model() -> Any:
+        return FakeListChatModel(responses=["yes"])
+
+    prompt = ChatPromptTemplate.from_messages([("placeholder", "{messages}")])
+    called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    used = {"role": "assistant", "content": None, "tool_calls": [called]}
+    talk = [*CHAT, used, {"role": "tool", "tool_call_id": "1", "content": "x"}]
+    chains = [model(), model() | StrOutputParser(), model().bind(stop=["x"]), prompt | model()]
+    for agent in (*chains, create_agent(model(), tools=[])):
+        for given in ("q", talk):
+            assert await as_agent(agent)(given) == "yes"
+
+
+@pytest.mark.part
+def test_chat_messages_as_input_of_a_harness() -> None:
+    from agentrl.runners.harnesses.preset import prompt_of
+
+    assert prompt_of(CHAT) == "s\n\nq"
+    told = [*CHAT, {"role": "assistant", "content": "a"}]
+    assert json.loads(prompt_of(told)) == told
+    assert prompt_of([]) == "[]"

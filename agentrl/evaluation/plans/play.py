@@ -18,11 +18,11 @@ from rich.console import Console
 
 from agentrl import trainer
 from agentrl.base.files import make_folder
-from agentrl.base.loading import load_tasks
 from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig
 from agentrl.config.base import played_tables
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy
+from agentrl.config.tasks import tasks_of as tasks_of_split
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.core import SavedCheckpoint, check_any_succeeded, evaluation_run
 from agentrl.store import open_store
@@ -59,7 +59,7 @@ def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
     key = "heldout" if config.tasks.heldout else "train"
     if not getattr(config.tasks, key):
         raise ConfigError("tasks.heldout is missing: there is nothing to play")
-    tasks = load_tasks(getattr(config.tasks, key), Path(config.root), key=f"tasks.{key}")
+    tasks = tasks_of_split(config, key)
     return tasks[: limit or None]
 
 

@@ -7,7 +7,9 @@ import pytest
 
 from agentrl.base import loading
 from agentrl.base.loading import load_attribute, load_tasks, task_file
+from agentrl.base.model_clients import model_variables
 from agentrl.errors import ConfigError
+from agentrl.runners.executors.environment import environment
 
 
 def test_attribute_of_a_file(tmp_path: Path) -> None:
@@ -120,6 +122,63 @@ def test_tasks_beside_an_agent_whose_client_needs_a_key(
     assert "OPENAI_API_KEY" not in os.environ
 
 
+CLIENT = "import os\nurl = os.environ['OPENAI_BASE_URL']\n"
+
+
+def test_what_was_imported_without_a_gateway_is_imported_again_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agent, tasks and verifier are in one file, and the agent runs in this process."""
+    for name in model_variables("", ""):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "one_file_client.py").write_text(CLIENT)
+    (tmp_path / "one_file.py").write_text("from one_file_client import url\nrows = [{'input': 1}]")
+    assert load_tasks("one_file.py:rows", tmp_path, key="tasks.train") == [{"input": 1}]
+    assert "OPENAI_BASE_URL" not in os.environ
+    for url in ("http://one/v1", "http://one/v1"):
+        with environment(url):
+            assert load_attribute("one_file.py:url", tmp_path, key="agent.path") == url
+    first = sys.modules["one_file"]
+    with environment("http://one/v1"):
+        load_attribute("one_file.py:rows", tmp_path, key="verifier.path")
+    assert sys.modules["one_file"] is first
+
+
+def test_a_key_of_the_user_is_what_tasks_are_made_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "own")
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    source = (
+        "import os\nrows = [{'input': os.environ.get('OPENAI_BASE_URL'), 'k': os.environ['%s']}]"
+    )
+    (tmp_path / "own_key.py").write_text(source % "OPENAI_API_KEY")
+    wanted = [{"input": None, "k": "own"}]
+    assert load_tasks("own_key.py:rows", tmp_path, key="tasks.train") == wanted
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ("import json\n\nrows = json.loads('{')", "whose_line.py:3"),  # the library's is last
+        ("from neighbour_of_line import x", "neighbour_of_line.py:2"),
+        ("import nothing_at_all.of_this", "whose_line.py:1"),
+        ("from json import nothing_of_this", "whose_line.py:1"),
+        ("rows = [\n1 +* 2]", "whose_line.py:2"),
+        ("import json\ndef rows():\n    yield json.loads('{')", "whose_line.py:3"),
+        ("import msgspec\nrows = msgspec.convert(1, type=str)", "whose_line.py:2"),
+    ],
+)
+def test_errors_name_the_user_s_own_line(tmp_path: Path, source: str, place: str) -> None:
+    for name in ("whose_line", "neighbour_of_line"):
+        sys.modules.pop(name, None)
+    (tmp_path / "whose_line.py").write_text(source)
+    (tmp_path / "neighbour_of_line.py").write_text("import json\nx = json.loads('{')\n")
+    with pytest.raises(ConfigError) as caught:
+        load_tasks("whose_line.py:rows", tmp_path, key="tasks.train")
+    assert str(caught.value).endswith(f"({tmp_path / place})")
+
+
 def test_task_function_that_raises(tmp_path: Path) -> None:
     (tmp_path / "task_fault.py").write_text("def train():\n    yield {'input': 1 / 0}\n")
     with pytest.raises(ConfigError, match="ZeroDivisionError: division by zero"):
@@ -135,7 +194,7 @@ def test_tasks_of_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None
     asked = []
     rows = [{"question": "1+1", "answer": "2"}, {"input": "2+2", "question": "no", "answer": "4"}]
 
-    def read(source: str) -> list[tuple[str, dict[str, str]]]:
+    def read(source: str, root: Path) -> list[tuple[str, dict[str, str]]]:
         asked.append(source)
         return [(f"{source}[{index}]", row) for index, row in enumerate(rows)]
 

@@ -194,6 +194,17 @@ async def test_how_it_fails(
     assert says in rollout.failure.message
 
 
+async def test_a_variable_that_only_the_runner_has_is_named(
+    bench: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEARCH_TOKEN", "own")
+    code = "import os; os.environ['SEARCH_TOKEN']"
+    executor = await make("command", config=configured(python(code)))
+    (rollout,) = await bench.run(executor, {"input": "x"})
+    assert rollout.failure.message.endswith('set agent.pass_env = ["SEARCH_TOKEN"]')
+    assert await result(bench, make, python(f"{code}; print(1)"), pass_env=["SEARCH_*"]) == 1
+
+
 async def test_only_the_end_of_its_stderr_is_kept(bench: Any, make: Any) -> None:
     code = "import sys; sys.stderr.write('x' * 1_000_000 + '\\nlast words\\n'); sys.exit(1)"
     executor = await make("command", config=configured(python(code)))

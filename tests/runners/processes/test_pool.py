@@ -145,6 +145,30 @@ async def test_what_the_user_can_mend(pool: Any, text: str, path: str, says: str
         await pool(text, path)
 
 
+WITHHELD = """
+import os
+
+{0}
+
+async def build(_):
+    return os.environ["TAVILY_API_KEY"] if _ else 1
+"""
+
+
+async def test_a_variable_that_only_the_runner_has_is_named(
+    bench: Any, pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAVILY_API_KEY", "own")
+    says = r"TAVILY_API_KEY.*pool_agent.py:4\); the runner has TAVILY_API_KEY .*"
+    says += r"set agent\.pass_env = \[\"TAVILY_API_KEY\"\]"
+    with pytest.raises(AgentRLError, match=says):
+        await pool(WITHHELD.format("key = os.environ['TAVILY_API_KEY']"))
+    executor = await pool(WITHHELD.format(""))
+    failed, fine = await bench.run(executor, {"input": 1}, {"input": 0})
+    assert failed.failure.message.endswith('set agent.pass_env = ["TAVILY_API_KEY"]')
+    assert fine.result == 1
+
+
 SLEEPER = """
 import asyncio, os
 
