@@ -147,7 +147,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "Could not install agentrl: read pip's message above, then run make again"; exit 1; }
 	@touch $(STAMP)
 
-ENGINE_TESTS := tests/parity tests/engines tests/algorithms/engines/test_contract.py \
+ENGINE_TESTS := tests/parity tests/engines tests/agentrl/data_files tests/algorithms/engines/test_contract.py \
 	tests/algorithms/learners/verl tests/algorithms/engines/vllm/test_run.py
 
 # vLLM for the CPU asks for packages that exist as CUDA builds only and break its own imports.
