@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.base.model_clients import model_variables
 from agentrl.environments.base import Message
-from agentrl.environments.endpoint import Endpoint
+from agentrl.environments.endpoints import Endpoint
 from agentrl.errors import AgentError
 from agentrl.harbor.trial import Trial
 from agentrl.tasks.harbor_format import HarborTask, Step, resolved

@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.base import threads
 from agentrl.environments.base import Environment, Message
-from agentrl.environments.endpoint import Endpoint
+from agentrl.environments.endpoints import Endpoint
 from agentrl.errors import ConfigError
 from agentrl.harbor.agent import CommandInside, ModelWithShell, play, solution
 from agentrl.harbor.trial import Trial
