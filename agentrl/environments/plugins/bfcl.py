@@ -57,6 +57,8 @@ class Dialogue(Episode):
 
 
 class BFCL(Environment):
+    """BFCL's conversations of several turns, such as multi_turn_base."""
+
     requires = ("--no-deps bfcl-eval==2026.3.23", "mpmath==1.3.0")
     isolation, limit = "process", 200  # the simulated APIs are global variables
 

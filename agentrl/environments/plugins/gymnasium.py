@@ -55,7 +55,9 @@ class Game(Episode):
 
 
 class Gymnasium(Seeded):
-    """Options: episodes (of each split, by seed), limit (of turns), rules (whether to send the
+    """Registered environments of Gymnasium, seen as text.
+
+    Options: episodes (of each split, by seed), limit (of turns), rules (whether to send the
     documentation), illegal (reward of a reply without an action); others are the environment's."""
 
     requires = ("gymnasium==1.4.0",)

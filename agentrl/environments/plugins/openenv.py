@@ -53,7 +53,9 @@ class Session(Episode):
 
 
 class OpenEnv(Seeded):
-    """WHAT: the server's address. Options: episodes (per split, a seed each), limit (of turns),
+    """A running OpenEnv server; WHAT is its address.
+
+    Options: episodes (per split, a seed each), limit (of turns),
     wait (seconds for a session), illegal (reward of no action); others are those of its reset."""
 
     requires = ("openenv==0.10.0",)

@@ -57,8 +57,10 @@ class Game(Episode):
 
 
 class PettingZoo(Seeded):
-    """WHAT: a module, classic.tictactoe_v3. Options: opponents ("random": the policy plays agents
-    in turn against random moves; else all are roles), episodes (per split), limit (of turns)."""
+    """Games of PettingZoo; WHAT is a module, such as classic.tictactoe_v3.
+
+    Options: opponents ("random": the policy plays each agent in turn against random moves; else all
+    agents are roles), episodes (of each split, by seed), limit (of turns); others are the game's."""
 
     requires = ("pettingzoo==1.27.0", "pygame==2.6.1")
 

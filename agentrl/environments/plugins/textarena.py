@@ -52,8 +52,9 @@ class Game(Episode):
 
 
 class TextArena(Seeded):
-    """WHAT: a game. Options: players, episodes (per split, a seed each), limit (of turns); others
-    are the game's. Several players are the roles player_0, player_1 and so on."""
+    """Text games of TextArena, of one player, or of several, the roles player_0 and so on.
+
+    Options: players, episodes (of each split, by seed), limit (of turns); others are the game's."""
 
     requires = ("textarena==0.7.4", "numpy==2.4.6")
     isolation = "process"  # many games draw from the generator of the process
