@@ -107,7 +107,7 @@ def check(named: Any, count: int, timeout: float, as_json: bool) -> None:
 @click.option("--into", type=click.Path(path_type=Path), help="Folder; default: .venv-PLUGIN here.")
 @click.option("--python", help="Interpreter that makes it; default: the one of this command.")
 def install(plugin: str, into: Path | None, python: str | None) -> None:
-    """Make an interpreter for the plug-in PLUGIN, with all that it needs and agentrl without extras.
+    """Make an interpreter for PLUGIN, with all that it needs and agentrl without extras.
 
     A run file in the same folder uses it by itself. Repeat the command to mend one."""
     from agentrl.environments.command_install import install as made

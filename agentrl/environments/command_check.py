@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 Rows = dict[str, list[dict[str, Json]]]
 
 
-class Report(msgspec.Struct):
+class CheckReport(msgspec.Struct):
     """What was found."""
 
     environment: str
@@ -33,9 +33,9 @@ class Report(msgspec.Struct):
     lines: list[str] = []
 
 
-async def examine(named: Named, count: int, timeout: float, say: Say) -> Report:
+async def examine(named: Named, count: int, timeout: float, say: Say) -> CheckReport:
     """Check an environment; `say` gets each finding as soon as it is known."""
-    report = Report(named.name)
+    report = CheckReport(named.name)
 
     def found(status: str, sentence: str) -> None:
         report.ok = report.ok and status != "fail"
@@ -77,7 +77,7 @@ def _repeated(named: Named, rows: Rows) -> tuple[str, str]:
 
 
 async def _play(
-    named: Named, rows: Rows, count: int, timeout: float, report: Report, found: Any
+    named: Named, rows: Rows, count: int, timeout: float, report: CheckReport, found: Any
 ) -> None:
     async with stage(named, timeout) as on:
         some = next(filter(None, rows.values()), [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -18,7 +17,6 @@ from agentrl.errors import ConfigError
 
 APART = "--no-deps "  # begins a line of `requires` whose own requirements are not installed
 CPU = "https://download.pytorch.org/whl/cpu"  # torch without 3 GB of CUDA
-NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def install(plugin: str, into: Path | None, python: str, say: Callable[[str], None]) -> Path:
@@ -34,7 +32,7 @@ def install(plugin: str, into: Path | None, python: str, say: Callable[[str], No
     apart = [line.removeprefix(APART) for line in requires if line.startswith(APART)]
     own = own_requirement()
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
-    bound = torch_first(pip, [*own, *plain], say)
+    bound = torch_first(pip, plain, say) if plain else []
     say(f"installing {', '.join([*own[-1:], *plain])}")
     _run([*pip, *bound, *own, *plain], f"what {plugin} needs cannot be installed")
     if apart:
@@ -72,7 +70,14 @@ def torch_first(pip: Sequence[str], wanted: Sequence[str], say: Callable[[str], 
         return []
     pin = f"torch=={torch_version()}" if torch_version() else "torch"
     say(f"installing {pin} without CUDA")
-    _run([*pip, pin], f"{pin} cannot be installed", PIP_EXTRA_INDEX_URL=_with_cpu())
+    # Whoever has set an index of their own knows where torch comes from.
+    given = _run([*pip[:3], "config", "list"], "pip has no configuration")
+    index = (
+        {}
+        if "index-url" in given + " ".join(os.environ).lower().replace("_", "-")
+        else {"PIP_EXTRA_INDEX_URL": CPU}
+    )
+    _run([*pip, pin], f"{pin} cannot be installed", **index)
     return [pin]
 
 
@@ -82,11 +87,6 @@ def torch_version() -> str:
         return version("torch").partition("+")[0]
     except PackageNotFoundError:
         return ""
-
-
-def _with_cpu() -> str:
-    given = os.environ.get("PIP_EXTRA_INDEX_URL", "")
-    return given or CPU
 
 
 def _run(command: Sequence[str], problem: str, **variables: str) -> str:

@@ -173,6 +173,8 @@ def checked_tasks(named: Named, split: str) -> list[dict[str, Json]]:
     with explained(named, f"raised in tasks({split!r})"):
         rows = list(environment.tasks(split))
     known, ids = f"environment = {named.name!r}", set[str]()
+    if not rows:
+        raise ConfigError(f"{known}: tasks({split!r}) has none; set tasks.{split} to others")
     for index, row in enumerate(rows):
         where = f"{known}: task {index} of {split!r}"
         if not isinstance(row, dict) or not {"id", "input"} <= row.keys():
