@@ -33,8 +33,8 @@ class Game(Episode):
 
     def turn(self) -> str:
         who, said = self.env.get_observation()
-        self.role, self.told = self.plugin.names[who], str(said)
-        return self.told
+        self.role, self.last = self.plugin.names[who], str(said).rpartition("[GAME]")[2]
+        return str(said)
 
     def step(self, reply: dict[str, Any]) -> tuple[str, float | None, bool]:
         mover, self.turns = self.role, self.turns + 1
@@ -74,5 +74,5 @@ class TextArena(Seeded):
         return Game(self, input["seed"])
 
     def solution(self, input: Any) -> Any:
-        moves = re.compile(r"\[[^]]+\]")  # that are told
-        return shortest(lambda: self.open(input), lambda game: moves.findall(game.told), 0.99)
+        moves = re.compile(r"\[[^]]+\]")  # as they are told
+        return shortest(lambda: self.open(input), lambda game: moves.findall(game.last), 0.99)
