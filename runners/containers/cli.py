@@ -24,12 +24,18 @@ from agentrl.runners.containers.table import CLIENT
 from agentrl.runners.executors.environment import matching
 from agentrl.runners.processes.contract import PASSED, passed_environment
 
+HINTS = ("See '", "Run '", "Usage:")  # below an error
 PROGRAMS = ("docker", "podman")  # the first that works, if the run file names none
+CLOSE_TIMEOUT = 60.0
 CHECK_TIMEOUT = 20.0  # seconds for the daemon to answer
 
 
 class ContainerError(AgentRLError):
     """A container or its image cannot be made or used. The message is one sentence."""
+
+
+class ContainerEnded(ContainerError):
+    """What runs in a container has ended it, or used more than it may."""
 
 
 class Answer(NamedTuple):
@@ -42,6 +48,7 @@ class Answer(NamedTuple):
     @property
     def problem(self) -> str:
         lines = [line for line in (self.err or self.out).splitlines() if line.strip()]
+        lines = [line for line in lines if not line.startswith(HINTS)]
         return lines[-1].strip().removeprefix("Error: ") if lines else f"exit status {self.status}"
 
 
@@ -106,8 +113,8 @@ class Cli:
         how |= {"stdout": str(stdout)} if stdout else {}
         return await self._send({"do": "call", "how": how, "starts": starts})
 
-    async def open_door(self, name: str, pid: int, port: int) -> Answer:
-        how = {"name": name, "pid": pid, "port": port}
+    async def open_door(self, name: str, pid: int, host: str, port: int) -> Answer:
+        how = {"name": name, "pid": pid, "host": host, "port": port}
         return await self._send({"do": "door", "how": how})
 
     def remove(self, name: str, folder: Path | None = None) -> None:
@@ -149,10 +156,12 @@ class Cli:
                 future.set_exception(lost)
 
     async def close(self) -> None:
-        """Remove all containers, and wait for that."""
+        """Remove all containers, and wait for that, unless docker does not answer: then the keeper
+        goes on alone."""
         if self._writer is not None and self._keeper is not None:
             self._writer.close()
-            await threads.call(self._keeper.wait)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await threads.call(self._keeper.wait, CLOSE_TIMEOUT)
         if self._reading is not None:
             await asyncio.wait({self._reading})
         if self.scratch.name:
@@ -201,15 +210,21 @@ def _problem(program: str) -> str:
     return lines[-1] if asked.returncode else ""
 
 
+def check_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those with several lines. Raises ContainerError for one that the command line itself
+    would obey: in its files of variables, a line holds one."""
+    several = {k: v for k, v in variables.items() if "\n" in v or "\r" in v}
+    for name in matching(several, (*PASSED, *CLIENT)):
+        raise ContainerError(f"{name} has several lines; containers take one line only")
+    return several
+
+
 def write_variables(variables: Mapping[str, str], file: Path) -> tuple[list[str], dict[str, str]]:
     """Return options that give a program in a container variables, and the variables that the
     command line itself needs for that. Values are never arguments, which every user of the machine
     can read; most are in `file`, since in its own environment they could change the command line's
-    behaviour (PATH, HOME, DOCKER_HOST). Raises ContainerError for one of these with several lines,
-    as a line of the file holds one variable."""
-    several = {k: v for k, v in variables.items() if "\n" in v or "\r" in v}
-    for name in matching(several, (*PASSED, *CLIENT)):
-        raise ContainerError(f"{name} has several lines; containers take one line only")
+    behaviour (PATH, HOME, DOCKER_HOST). Raises ContainerError."""
+    several = check_variables(variables)
     lines = [f"{name}={value}\n" for name, value in variables.items() if name not in several]
     options: list[str] = []
     if lines:

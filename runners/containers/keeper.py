@@ -89,10 +89,10 @@ class Keeper:
         with contextlib.suppress(OSError, RuntimeError):  # the runner is gone
             writer.write(json.dumps(answer).encode() + b"\n")
 
-    async def _open_door(self, name: str, pid: int, port: int) -> tuple[int, str, str]:
-        """Listen on `port` of a container's loopback address, in front of the same port of this
-        machine. `pid`: the container's first process, whose arguments have its name."""
-        if name not in _command_line(pid):
+    async def _open_door(self, name: str, pid: int, host: str, port: int) -> tuple[int, str, str]:
+        """Listen on `port` of a container's loopback address, in front of the same port of
+        `host`. `pid`: the container's first process, whose arguments have its name."""
+        if name not in command_line(pid):
             return 1, "", f"process {pid} is not a container of this machine"
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -105,7 +105,7 @@ class Keeper:
 
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
-                there = await asyncio.open_connection("127.0.0.1", port)
+                there = await asyncio.open_connection(host, port)
                 await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
             writer.close()
 
@@ -196,7 +196,8 @@ async def run(
     return status, texts[0].decode(errors="replace"), texts[1].decode(errors="replace")
 
 
-def _command_line(pid: int) -> str:
+def command_line(pid: int) -> str:
+    """Return a process's arguments, among them a container's name. Raises OSError."""
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
 
 

@@ -14,6 +14,8 @@ import contextlib
 import logging
 import os
 import secrets
+import select
+import signal
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,21 +25,31 @@ from urllib.parse import urlsplit
 
 from agentrl.base import threads
 from agentrl.runners.containers import files
-from agentrl.runners.containers.cli import Answer, Cli, ContainerError, write_variables
+from agentrl.runners.containers.cli import (
+    Answer,
+    Cli,
+    ContainerEnded,
+    ContainerError,
+    write_variables,
+)
 from agentrl.runners.containers.disk import DiskWatch
 from agentrl.runners.containers.images import Images
-from agentrl.runners.containers.keeper import LABEL
-from agentrl.runners.containers.table import CLIENT
+from agentrl.runners.containers.keeper import LABEL, command_line
+from agentrl.runners.containers.table import CLIENT, limits
 from agentrl.runners.processes.contract import passed_environment
 from agentrl.runners.processes.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.processes.supervisor import ProcessSpec
 
 log = logging.getLogger("agentrl.runner")
+SHELL = "/bin/sh"
 # The first process: ends for no signal from inside, and reaps all orphans.
 WAIT = "while :; do sleep 2147483 & wait; done"
 KILL_ALL = "kill -9 -1"  # all processes of a container but the first
+# Podman loses the output of a program that ends without having read its input.
+PASS_STDIN = (SHELL, "-c", 'PATH="$PATH:/bin:/usr/bin" cat | "$@"', "sh")
 START_TIMEOUT = 120.0  # seconds
 COPY_TIMEOUT = 120.0
+KILL_TIMEOUT = 10
 MOST_IDLE = 64  # warm containers of all kinds; those of the longest unused kind are removed first
 LARGEST_OUTPUT = 2**20  # bytes kept of each output of a program
 
@@ -97,7 +109,7 @@ class Container:
         given = os.memfd_create("stdin", os.MFD_CLOEXEC)
         os.write(given, stdin)
         os.lseek(given, 0, os.SEEK_SET)
-        spec = self.command(argv, env or {}, folder=folder, user=user)
+        spec = self.command(argv, env or {}, folder=folder, user=user, stdin=bool(stdin))
         fds = [given, await stdout.open(), await stderr.open()]
         try:
             process = await self.pool.launcher.launch(spec, fds)
@@ -112,21 +124,30 @@ class Container:
         except SupervisorLost as lost:
             raise ContainerError(f"{lost}, and its program with it") from None
         except TimeoutError:
-            await self._ask("exec", "--user", "0", self.name, "sh", "-c", KILL_ALL)
+            await self._ask("exec", "--user", "0", self.name, SHELL, "-c", KILL_ALL)
             raise
         if status:
             await self.check()
         return Finished(status, await stdout.text(), await stderr.text())
 
     def command(
-        self, argv: Sequence[str], env: Mapping[str, str], *, folder: str = "", user: str = ""
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        folder: str = "",
+        user: str = "",
+        stdin: bool = True,
     ) -> ProcessSpec:
-        """Return the process of this machine that runs a program in the container, with stdin."""
+        """Return the process of this machine that runs a program in the container. `stdin`: whether
+        the program reads that of the process."""
         file = self.pool.cli.scratch / f"{self.name}.env"
         options, own = write_variables(env, file)
+        options += ["--interactive"] if stdin else []
         options += ["--workdir", folder] if folder else []
         options += ["--user", user] if user else []
-        command = [self.pool.cli.program, "exec", "--interactive", *options, self.name, *argv]
+        program = [*PASS_STDIN, *argv] if stdin else argv
+        command = [self.pool.cli.program, "exec", *options, self.name, *program]
         env = own | passed_environment(CLIENT)
         return ProcessSpec(argv=command, env=env, folder=str(self.pool.cli.scratch))
 
@@ -136,12 +157,12 @@ class Container:
         said = await self.pool.cli.ask("inspect", "--format", state, self.name)
         running, _, oom = said.out.strip().partition(" ")
         if self.why:
-            raise ContainerError(self.why)
+            raise ContainerEnded(self.why)
         if said.status:
             raise ContainerError(f"the container is gone: {said.problem}")
         if running != "true":
             memory = f", for using {self.spec.memory_mb} MB of memory" if oom == "true" else ""
-            raise ContainerError(f"the container was ended by what runs in it{memory}")
+            raise ContainerEnded(f"the container was ended by what runs in it{memory}")
 
     async def copy_in(self, source: Path, inside: str) -> None:
         """Copy a file, or what is in a folder, to a path in the container; root owns it there.
@@ -178,9 +199,17 @@ class Container:
         finally:
             path.unlink(missing_ok=True)
 
+    async def end(self) -> None:
+        """Kill all that runs in the container, which ends with it."""
+        if not await threads.call(_kill, self.pid, self.name):
+            await self._ask("kill", self.name)
+
     async def discard(self) -> None:
-        """Remove the container, in the background."""
-        self.pool.forget(self)
+        """Kill all that runs in the container, and remove it in the background."""
+        try:
+            await threads.uncancelled(self.end())
+        finally:
+            self.pool.forget(self)
 
 
 class Containers:
@@ -195,13 +224,14 @@ class Containers:
         build_options: Sequence[str] = (),
     ) -> None:
         """`cli`: program; empty: docker or podman, whichever works. `gateway`: its base URL on this
-        machine, which is then the same in all containers; empty: they cannot reach it. `warm`: how
-        many are kept ready of each kind that was taken once."""
+        machine; in containers it is the same port of 127.0.0.1. Empty: they cannot reach it.
+        `warm`: how many are kept ready of each kind that was taken once."""
         self.cli = Cli(cli)
         self.images = Images(self.cli, build_options)
         self.build = self.images.build
         self.launcher = ProcessLauncher(env=passed_environment(CLIENT))
-        self._port = urlsplit(gateway).port or 0
+        url = urlsplit(gateway)
+        self._gateway = (url.hostname, url.port) if url.hostname and url.port else None
         self._warm = warm
         self._wanted: dict[ContainerSpec, int] = {}
         self._ready: OrderedDict[ContainerSpec, list[asyncio.Task[Container]]] = OrderedDict()
@@ -316,12 +346,9 @@ class Containers:
     def _arguments(self, container: Container) -> list[str]:
         spec, name = container.spec, container.name
         argv = ["run", "--detach", "--name", name, "--label", f"{LABEL}={self.cli.owner}"]
-        argv += ["--stop-timeout", "0", *([] if spec.entrypoint else ["--entrypoint", "sh"])]
+        argv += ["--stop-timeout", "0", *([] if spec.entrypoint else ["--entrypoint", SHELL])]
         argv += ["--network", spec.network] if spec.network else []
-        if spec.memory_mb:
-            argv += [f"--memory={spec.memory_mb}m", f"--memory-swap={spec.memory_mb}m"]
-        argv += [f"--cpus={spec.cpus:g}"] if spec.cpus else []
-        argv += [f"--pids-limit={spec.pids}"] if spec.pids else []
+        argv += limits(spec.memory_mb, spec.cpus, spec.pids)
         mounts = list(spec.mounts)
         if spec.share is not None:
             mounts.append((str(container.share), spec.share[1], "rw"))
@@ -331,7 +358,7 @@ class Containers:
             argv += ["--env", f"{key}={value}"]
         argv += ["--workdir", spec.folder] if spec.folder else []
         argv += ["--user", spec.user] if spec.user else []
-        program = ["sh"] if spec.entrypoint else []
+        program = [SHELL] if spec.entrypoint else []
         return [*argv, *spec.options, spec.image, *program, "-c", WAIT, name]
 
     async def _open_door(self, container: Container) -> None:
@@ -343,8 +370,8 @@ class Containers:
                 f"a container of {container.spec.image!r} ended at once: its image"
                 " needs a shell, `sh`, and `sleep`"
             )
-        if self._port and container.spec.network != "host":
-            opened = await self.cli.open_door(container.name, container.pid, self._port)
+        if self._gateway and container.spec.network != "host":
+            opened = await self.cli.open_door(container.name, container.pid, *self._gateway)
             if opened.status:
                 raise ContainerError(
                     f"the gateway cannot be reached in a container: {opened.problem}"
@@ -359,6 +386,31 @@ def _note(task: asyncio.Task[Container]) -> None:
 
 def _exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
+
+
+def _kill(pid: int, name: str) -> bool:
+    """Kill a container's first process, and by that all others of it; return whether they have
+    ended. The engine may run on another machine, or as a user whose processes this one must not
+    kill."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    try:
+        if name not in command_line(pid):
+            return True
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        return bool(poll.poll(1000 * KILL_TIMEOUT))
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(process)
 
 
 def _make_share(folder: str | Path, name: str) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from agentrl.base.parts import missing
-from agentrl.config.base import Natural, Section
+from agentrl.config.base import Natural, NonNegative, Section
 from agentrl.config.infrastructure import Enclosure, RunnerConfig
 
 # Variables of docker's command line, and of podman's
@@ -16,10 +16,17 @@ CLIENT = ("DOCKER_*", "CONTAINER_*", "CONTAINERS_*", "BUILDAH_*", "REGISTRY_*", 
 class ContainerConfig(Section, frozen=True):
     """A container for each rollout, for `executor = "container"`."""
 
-    image: str  # image with the agent
-    network: str = ""  # of `docker run`; "host" gives access to the gateway's loopback address
+    image: str  # image with the agent and a shell, `sh`
+    # of `docker run`. none: nothing but the gateway; bridge: the internet; host: this machine's
+    network: str = "none"
     options: list[str] = []  # additional arguments of `docker run`
-    cli: str = "docker"  # or podman
+    cli: str = ""  # docker, podman or a compatible program; default: the first of both that works
+    warm: Natural = 8  # containers that are ready before rollouts need them
+    pids: Natural = 512  # processes and threads in a container; 0: no limit
+    cpus: NonNegative = 0.0  # cores that a container may use; 0: no limit
+    disk_mb: Natural = (
+        10_000  # that a rollout may write, until its container is removed; 0: no limit
+    )
 
 
 class KubernetesConfig(Section, frozen=True):
@@ -49,13 +56,24 @@ class ContainerRunnerConfig(SandboxRunnerConfig, frozen=True, kw_only=True, tag=
 
     def enclosure(self, name: str, folder: str, env: Mapping[str, str]) -> Enclosure | None:
         """A container of the agent's image without network."""
+        from agentrl.runners.containers.cli import working_program  # only in runners
+
         own = self.container
-        argv = [own.cli, "run", "--rm", "--init", "--name", name, "--network", "none"]
+        cli = own.cli or working_program("")
+        argv = [cli, "run", "--rm", "--init", "--name", name, "--network", "none"]
+        argv += limits(self.memory_mb, own.cpus, own.pids)
         argv += ["--volume", f"{folder}:{folder}", "--workdir", env["PWD"]]
         for key, value in env.items():
             argv += ["--env", f"{key}={value}"]
         prefix = [*argv, *own.options, own.image]
-        return Enclosure(prefix, CLIENT, [own.cli, "rm", "--force", name])
+        return Enclosure(prefix, CLIENT, [cli, "rm", "--force", name])
+
+
+def limits(memory_mb: int, cpus: float, pids: int) -> list[str]:
+    """Return the options of `docker run` for these; 0 is no limit."""
+    memory = [f"--memory={memory_mb}m", f"--memory-swap={memory_mb}m"] if memory_mb else []
+    more = [f"--cpus={cpus:g}"] if cpus else []
+    return [*memory, *more, *([f"--pids-limit={pids}"] if pids else [])]
 
 
 class KubernetesRunnerConfig(SandboxRunnerConfig, frozen=True, tag="kubernetes"):

@@ -6,6 +6,7 @@ made once for a machine, known by their content, in the folder `AGENTRL_TEST_CON
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import io
@@ -17,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from agentrl.runners.containers.keeper import LABEL
 
 HERE = Path(__file__).parent
 FOLDER = Path(os.environ.get("AGENTRL_TEST_CONTAINERS") or f"/var/tmp/agentrl-tests-{os.getuid()}")
@@ -129,6 +132,19 @@ def podman(
     return subprocess.run(
         ["podman", *arguments], env=env, input=input, capture_output=True, check=check
     )
+
+
+def left_of(owner: str) -> list[str]:
+    """The containers of a runner that exist."""
+    listed = podman("ps", "-aq", "--filter", f"label={LABEL}={owner}")
+    return listed.stdout.decode().split()
+
+
+async def until_none_is_left(owner: str, timeout: float = 60.0) -> None:
+    """Wait for the end of a runner's containers. Raises TimeoutError."""
+    async with asyncio.timeout(timeout):
+        while await asyncio.to_thread(left_of, owner):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
 
 @pytest.fixture

@@ -30,7 +30,8 @@ def settings(kind: str, **runner: Any) -> RunConfig:
     agent = python if kind in PYTHON else command
     runner = {"executor": kind} | ({"pool": {"processes": 1}} if kind == "pool" else {}) | runner
     if kind in ("container", "kubernetes"):
-        runner = {**ELSEWHERE, kind: {"image": "agent"}} | runner
+        network = {"network": "agents"} if kind == "container" else {}
+        runner = {**ELSEWHERE, kind: {"image": "agent", **network}} | runner
     data = {
         "name": "test",
         "root": str(HERE),
