@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -28,30 +29,45 @@ wget -O answer --header "authorization: Bearer $OPENAI_API_KEY" \\
 """
 
 
-def train(folder: Path, image: str, *settings: str) -> list[Any]:
-    """Train with the page's run file; return the rollouts."""
+def prepare(folder: Path, image: str) -> None:
+    """Write the page's run file, and tasks."""
     (found,) = re.findall(r"```toml\n( *name = .*?)```", PAGE.read_text(), re.DOTALL)
     (folder / "run.toml").write_text(re.sub(r"(?m)^   ", "", found))
     for name in "abcde":
         built = {"environment/Dockerfile": f"FROM {image}\nWORKDIR /app\nCOPY ask /bin/ask\n"}
         write_task(folder / "tasks" / name, {**built, "environment/ask": ASKS})
-    own = [
-        *SMALL,
-        "environment_options.cli=podman",
-        f"store=sqlite:///{folder}/store.db",
-        *settings,
-    ]
+
+
+def agentrl(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "agentrl", "train", "run.toml", *own],
+        [sys.executable, "-m", "agentrl", *arguments],
         cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def train(folder: Path, image: str, *settings: str) -> list[Any]:
+    """Return the rollouts of a training."""
+    prepare(folder, image)
+    store = f"store=sqlite:///{folder}/store.db"
+    own = [*SMALL, "environment_options.cli=podman", store, *settings]
+    agentrl(folder, "train", "run.toml", *own)
 
     async def rollouts() -> list[Any]:
         async with open_store(f"sqlite:///{folder}/store.db") as store:
             return await store.rollouts("harbor")
 
     return asyncio.run(rollouts())
+
+
+def test_solutions_score_full_marks_through_a_gateway(tmp_path: Path, real: str) -> None:
+    prepare(tmp_path, real)
+    checked = ("env", "check", "harbor:tasks", "cli=podman", "--tasks", "2", "--json")
+    found = json.loads(agentrl(tmp_path, *checked))
+    assert found["ok"], found
+    assert found["ground_truth"] == 1.0
+    assert found["tasks"] == {"train": 4, "heldout": 1}
 
 
 @pytest.mark.slow
