@@ -8,6 +8,7 @@ import os
 import secrets
 import select
 import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,14 @@ if TYPE_CHECKING:
 
 SHELL = "/bin/sh"
 KILL_ALL = "kill -9 -1"  # all processes of a container but the first
-# Podman loses the output of a program that ends without having read its input.
-PASS_STDIN = (SHELL, "-c", 'PATH="$PATH:/bin:/usr/bin" cat | "$@"', "sh")
+# Podman loses outputs when its own input ends early, or is not read to the end. So it is open until
+# the program has ended, and the container reads as many bytes as it is told, whatever the program
+# does: into a pipe, or a file if a pipe cannot hold them.
+READ_STDIN = 'size=$0; PATH="$PATH:/bin:/usr/bin" head -c "$size" | "$@"'
+READ_LARGE_STDIN = """size=$0 file=/tmp/.agentrl-$$
+(PATH="$PATH:/bin:/usr/bin"; umask 077; head -c "$size" >"$file")
+exec 3<"$file"; (PATH="$PATH:/bin:/usr/bin"; rm "$file"); exec "$@" <&3 3<&-"""
+LARGEST_IN_PIPE = 2**16 - 2**12  # bytes
 COPY_TIMEOUT = 120.0  # seconds
 KILL_TIMEOUT = 10
 LARGEST_OUTPUT = 2**20  # bytes kept of each output of a program
@@ -86,10 +93,8 @@ class Container:
         container but the first are killed, and ContainerError if the container has ended."""
         stdout = OutputPipe(LARGEST_OUTPUT, tail=True)
         stderr = OutputPipe(LARGEST_OUTPUT, tail=True)
-        given = os.memfd_create("stdin", os.MFD_CLOEXEC)
-        os.write(given, stdin)
-        os.lseek(given, 0, os.SEEK_SET)
-        spec = self.command(argv, env or {}, folder=folder, user=user, stdin=bool(stdin))
+        spec = self.command(argv, env or {}, folder=folder, user=user, stdin=len(stdin))
+        given, held = written(stdin)
         fds = [given, await stdout.open(), await stderr.open()]
         try:
             process = await self.pool.launcher.launch(spec, fds)
@@ -106,6 +111,8 @@ class Container:
         except TimeoutError:
             await self._ask("exec", "--user", "0", self.name, SHELL, "-c", KILL_ALL)
             raise
+        finally:
+            os.close(held)
         if status:
             await self.check()
         return Finished(status, await stdout.text(), await stderr.text())
@@ -117,16 +124,17 @@ class Container:
         *,
         folder: str = "",
         user: str = "",
-        stdin: bool = True,
+        stdin: int = 0,
     ) -> ProcessSpec:
-        """Return the process of this machine that runs a program in the container. `stdin`: whether
-        the program reads that of the process."""
+        """Return the process of this machine that runs a program in the container. `stdin`: bytes
+        of its input (`written`)."""
         file = self.pool.cli.scratch / f"{self.name}.env"
         options, own = write_variables(env, file)
         options += ["--interactive"] if stdin else []
         options += ["--workdir", folder] if folder else []
         options += ["--user", user] if user else []
-        program = [*PASS_STDIN, *argv] if stdin else argv
+        read = READ_STDIN if stdin <= LARGEST_IN_PIPE else READ_LARGE_STDIN
+        program = [SHELL, "-c", read, str(stdin), *argv] if stdin else argv
         command = [self.pool.cli.program, "exec", *options, self.name, *program]
         env = own | passed_environment(CLIENT)
         return ProcessSpec(argv=command, env=env, folder=str(self.pool.cli.scratch))
@@ -190,6 +198,20 @@ class Container:
             await threads.uncancelled(self.end())
         finally:
             self.pool.forget(self)
+
+
+def written(data: bytes) -> tuple[int, int]:
+    """Return a pipe with `data` in it: the end to read, and that to write, which the caller closes
+    when the reader has ended."""
+    reading, writing = os.pipe()
+
+    def write() -> None:
+        with contextlib.suppress(OSError), os.fdopen(own, "wb") as pipe:  # nobody reads any more
+            pipe.write(data)
+
+    own = os.dup(writing)
+    threading.Thread(target=write, name="agentrl-stdin", daemon=True).start()
+    return reading, writing
 
 
 def exists(pid: int) -> bool:
