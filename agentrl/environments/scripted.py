@@ -55,7 +55,7 @@ class Script(Feature):
         said = await self.reply(call.role, request.messages, request.tools)
         called = "tool_calls" if said.get("tool_calls") else "stop"
         rows = recorded.fixed_answer("", request)
-        return [replace(row, answer=said, finish=called) for row in rows]
+        return [replace(row, role=call.role, answer=said, finish=called) for row in rows]
 
 
 class Stage:
