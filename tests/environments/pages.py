@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -50,7 +51,8 @@ async def trained(name: str, folder: Path, policy: str, *settings: str) -> list[
     (folder / "policy.py").write_text(policy)
     settings = (own, "policy.model=", "policy.build=policy.py:build", *settings)
     command = [sys.executable, "-m", "agentrl", "train", str(file), *settings]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    run: Any = {"cwd": folder, "capture_output": True, "text": True, "check": False}
+    done = await asyncio.to_thread(subprocess.run, command, **run)
     assert done.returncode == 0, done.stdout + done.stderr
     config = load(file, list(settings))
     async with open_store(config.store) as store:

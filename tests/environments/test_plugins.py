@@ -13,6 +13,7 @@ import pytest
 from agentrl.environments.reference import Named, load_class
 from tests.environments.pages import ROOT, figures, python, trained, write_files
 
+pytestmark = pytest.mark.timeout(600)  # the packages take up to 20 s to import
 HERE = Path(__file__).parent
 OFFLINE = {  # tasks without a network
     "inspect": 3, "openai-evals": 21, "reasoning-gym": 600, "tau2": 50, "verifiers": 120,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 
 __all__ = ["WordsTaskset"]
-WORDS = "ant bee cat dog eel fox gnu hen".split()
+WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen"]
 
 
 class WordsData(vf.TaskData):

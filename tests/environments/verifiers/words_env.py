@@ -6,7 +6,7 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset
 
-WORDS = "ant bee cat dog eel fox gnu hen".split()
+WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen"]
 
 
 class Words(vf.SingleTurnEnv):
