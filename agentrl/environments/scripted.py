@@ -55,7 +55,7 @@ class Script(Feature):
         said = await self.reply(call.role, request.messages, request.tools)
         called = "tool_calls" if said.get("tool_calls") else "stop"
         rows = recorded.fixed_answer("", request)
-        return [replace(row, answer=said, finish=called) for row in rows]
+        return [replace(row, role=call.role, answer=said, finish=called) for row in rows]
 
 
 class Stage:
@@ -105,7 +105,7 @@ def _settings(named: Named, folder: str, timeout: float) -> RunConfig:
     data: dict[str, Any] = {"name": RUN, "root": named.root, "output": folder, "agent": agent}
     data |= {"environment": named.name, "environment_options": named.all_options}
     data |= {"upstreams": {"script": {"text": ""}}, "roles": {"*": "script"}}  # without a policy
-    data |= {"runner": {"concurrency": 1, "processes": 1}}
+    data |= {"runner": {"concurrency": 1, "processes": 1, "drain": 0.1}}
     return resolve(data, source=f"environment {named.name}")
 
 

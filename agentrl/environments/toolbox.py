@@ -93,17 +93,18 @@ def shortest(
     """The fewest replies that end an episode with a reward above `enough` for the last of them, by
     role if several move. None: not found in time, or such rewards come before the end.
 
+    A state is what is said, or an attribute `last` of the episode where that has all the past.
     Each way is played from the start, as copies of many environments are not independent."""
     known, ways = set[str](), deque([list[str]()])
     until = time.monotonic() + SEARCH
     while ways and time.monotonic() < until:
         way = ways.popleft()
-        game, *_ = _played(begin, way)
-        for action in list(actions(game)):
-            _, roles, said, reward, over = _played(begin, [*way, action])
+        before, *_ = _played(begin, way)
+        for action in list(actions(before)):
+            game, roles, said, reward, over = _played(begin, [*way, action])
             if reward and reward > enough:
                 return _by_role(roles, [*way, action]) if over else None
-            if not over and (state := f"{roles[-1:]} {said}") not in known:
+            if not over and (state := f"{roles[-1:]} {getattr(game, 'last', said)}") not in known:
                 known.add(state)
                 ways.append([*way, action])
     return None
@@ -150,7 +151,7 @@ def as_python(call: Mapping[str, Any], known: Container[str]) -> str:
 def as_tool_calls(lines: Iterable[str], docs: Mapping[str, Any]) -> Message | None:
     """An assistant's message with these Python calls, whose arguments are literals, or None if
     there are none; `docs`, by name, has the parameters that a call gives by position."""
-    calls = []
+    calls = list[dict[str, Any]]()
     for line in lines:
         call: Any = ast.parse(line, mode="eval").body
         name = ast.unparse(call.func).rpartition(".")[2]
@@ -203,7 +204,7 @@ def board(observation: Any, actions: int) -> tuple[str, list[str]]:
     mask = observation["action_mask"] if masked else [1] * actions
     legal = [str(action) for action, allowed in enumerate(mask) if allowed]
     seen = observation["observation"] if masked else observation
-    shape = getattr(seen, "shape", ())
+    shape: Any = getattr(seen, "shape", ())
     if len(shape) != 3 or shape[2] != 2:
         return f"{shown(seen)}\nActions: {', '.join(legal)}", legal
     cells = [

@@ -21,7 +21,7 @@ def lines(name: str) -> list[Any]:
 class Dialogue(Episode):
     def __init__(self, entry: dict[str, Any], truth: list[list[str]]) -> None:
         config = import_module("bfcl_eval.constants.executable_backend_config")
-        names = [config.MULTI_TURN_FUNC_DOC_FILE_MAPPING[a] for a in entry["involved_classes"]]
+        names = map(config.MULTI_TURN_FUNC_DOC_FILE_MAPPING.get, entry["involved_classes"])
         self.docs = {d["name"]: d for name in names for d in lines(f"multi_turn_func_doc/{name}")}
         self.entry, self.truth, self.turn = entry, truth, 0
         self.made: list[list[list[str]]] = [[] for _ in truth]  # turn -> replies -> calls
@@ -35,15 +35,14 @@ class Dialogue(Episode):
 
     def step(self, reply: dict[str, Any]) -> tuple[Any, float | None, bool]:
         if calls := reply.get("tool_calls"):
-            code = [as_python(call["function"], self.docs) for call in calls]
-            self.made[self.turn].append(code)
+            self.made[self.turn] += [code := [as_python(c["function"], self.docs) for c in calls]]
             said, _ = import_module(f"{CHECKER}utils").execute_multi_turn_func_call(
                 code, *map(self.entry.get, ("initial_config", "involved_classes")), self.who,
                 self.entry["id"], long_context="long_context" in self.entry["id"])  # fmt: skip
-            told = zip([call["id"] for call in calls], said, strict=True)
-            rows = [{"role": "tool", "tool_call_id": id, "content": text} for id, text in told]
-            endless = len(self.made[self.turn]) > 20  # BFCL's limit of a turn
-            return rows, 0.0 if endless else None, endless
+            rows = [{"role": "tool", "tool_call_id": call["id"], "content": text}
+                    for call, text in zip(calls, said, strict=True)]  # fmt: skip
+            over = len(self.made[self.turn]) > 20  # BFCL's limit of a turn
+            return rows, 0.0 if over else None, over
         self.turn += 1
         if self.turn < len(self.truth):
             return self.reset(), None, False
@@ -57,6 +56,8 @@ class Dialogue(Episode):
 
 
 class BFCL(Environment):
+    """BFCL's conversations of several turns, such as multi_turn_base."""
+
     requires = ("--no-deps bfcl-eval==2026.3.23", "mpmath==1.3.0")
     isolation, limit = "process", 200  # the simulated APIs are global variables
 
@@ -72,5 +73,5 @@ class BFCL(Environment):
 
     def solution(self, input: Any) -> list[Any]:
         game = self.open(input)
-        done = [(as_tool_calls(turn, game.docs), "Done.") for turn in game.truth]
-        return [reply for replies in done for reply in replies if reply]
+        turns = [(as_tool_calls(turn, game.docs), "Done.") for turn in game.truth]
+        return [reply for turn in turns for reply in turn if reply]

@@ -1,6 +1,6 @@
 """Gymnasium's registered environments, seen as text."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from agentrl.environments import Episode
 from agentrl.environments.toolbox import Seeded, chosen, plain, rules, shortest, shown
@@ -55,10 +55,12 @@ class Game(Episode):
 
 
 class Gymnasium(Seeded):
-    """Options: episodes (of each split, by seed), limit (of turns), rules (whether to send the
+    """Registered environments of Gymnasium, seen as text.
+
+    Options: episodes (of each split, by seed), limit (of turns), rules (whether to send the
     documentation), illegal (reward of a reply without an action); others are the environment's."""
 
-    requires = ("gymnasium==1.4.0",)
+    requires: ClassVar[tuple[str, ...]] = ("gymnasium==1.4.0",)
     game = Game
 
     def __init__(self, what: str, episodes: int = 64, limit: int = 100, rules: bool = True,

@@ -23,5 +23,7 @@ class Grid(Game):
 
 
 class MiniGrid(Gymnasium):
+    """MiniGrid and BabyAI, seen as a grid of letters; options as for gymnasium."""
+
     requires = ("gymnasium==1.4.0", "minigrid==3.2.0")
     game = Grid

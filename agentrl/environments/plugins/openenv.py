@@ -13,8 +13,10 @@ create_app a higher max_concurrent_envs, or set runner.concurrency to what it ha
 
 
 class Session(Episode):
+    env: Any = None
+
     def __init__(self, plugin: "OpenEnv", seed: int) -> None:
-        self.plugin, self.seed, self.turns, self.env = plugin, seed, 0, None
+        self.plugin, self.seed, self.turns = plugin, seed, 0
 
     def reset(self) -> str:
         until = time.monotonic() + self.plugin.wait
@@ -34,7 +36,8 @@ class Session(Episode):
         except RuntimeError as error:
             if "CAPACITY_REACHED" not in str(error):
                 raise
-            return self.close()
+            self.close()
+            return None
 
     def step(self, reply: dict[str, Any]) -> tuple[str, float | None, bool]:
         self.turns += 1
@@ -53,7 +56,9 @@ class Session(Episode):
 
 
 class OpenEnv(Seeded):
-    """WHAT: the server's address. Options: episodes (per split, a seed each), limit (of turns),
+    """A running OpenEnv server; WHAT is its address.
+
+    Options: episodes (per split, a seed each), limit (of turns),
     wait (seconds for a session), illegal (reward of no action); others are those of its reset."""
 
     requires = ("openenv==0.10.0",)

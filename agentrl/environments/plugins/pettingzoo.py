@@ -30,16 +30,14 @@ class Game(Episode):
             text, self.names = board(obs, int(self.env.action_space(mover).n))
             if not (ended or cut) and self.learner in ("", mover):
                 self.role = "agent" if self.learner else mover
-                module = sys.modules[type(self.env.unwrapped).__module__]
-                told = f"You are {mover}.\n\n{rules(module.__doc__, BOARD)}"
+                told = f"You are {mover}.\n\n{rules(self.plugin.doc, BOARD)}"
                 return [{"role": "system", "content": told}, {"role": "user", "content": text}]
             self.move(None if ended or cut else int(self.dice.choice(self.names)))
         return ""
 
     def move(self, action: int | None) -> None:
         self.env.step(action)
-        for name, value in self.env.rewards.items():
-            self.total[name] += float(value)
+        self.total |= {n: self.total[n] + float(v) for n, v in self.env.rewards.items()}
 
     def step(self, reply: dict[str, Any]) -> tuple[Any, float, bool]:
         mover, action = self.env.agent_selection, named(reply, self.names)
@@ -49,25 +47,28 @@ class Game(Episode):
             return "", -1.0, True
         self.move(int(action))
         said = self.turn()
-        late = self.turns >= self.plugin.limit
-        return said, self.total[mover] - before, late or not self.env.agents
+        over = self.turns >= self.plugin.limit or not self.env.agents
+        return said, self.total[mover] - before, over
 
     def rewards(self) -> list[Reward] | None:
         return None if self.learner else by_role(self.total, self.moved, self.plugin.agents[0])
 
 
 class PettingZoo(Seeded):
-    """WHAT: a module, classic.tictactoe_v3. Options: opponents ("random": the policy plays agents
-    in turn against random moves; else all are roles), episodes (per split), limit (of turns)."""
+    """Games of PettingZoo; WHAT is a module, such as classic.tictactoe_v3.
+
+    Options: opponents ("random": the policy plays each agent in turn, against random moves; "": all
+    are roles), episodes (of each split, by seed), limit (of turns); others are the game's."""
 
     requires = ("pettingzoo==1.27.0", "pygame==2.6.1")
 
     def __init__(self, what: str, opponents: str = "", episodes: int = 64, limit: int = 200,
                  **options: Any) -> None:  # fmt: skip
         self.opponents, self.episodes, self.limit = opponents, episodes, limit
-        self.make = lambda: import_module(f"pettingzoo.{what}").env(**options)
-        self.agents = list(self.make().possible_agents)
-        self.roles = () if opponents else tuple(self.agents)
+        self.make: Any = lambda: import_module(f"pettingzoo.{what}").env(**options)
+        self.agents = tuple(self.make().possible_agents)
+        self.doc = sys.modules[type(self.make().unwrapped).__module__].__doc__
+        self.roles = () if opponents else self.agents
 
     def open(self, input: Any) -> Game:
         return Game(self, input["seed"])

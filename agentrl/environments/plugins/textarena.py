@@ -33,8 +33,8 @@ class Game(Episode):
 
     def turn(self) -> str:
         who, said = self.env.get_observation()
-        self.role, self.told = self.plugin.names[who], str(said)
-        return self.told
+        self.role, self.last = self.plugin.names[who], str(said).rpartition("[GAME]")[2]
+        return str(said)
 
     def step(self, reply: dict[str, Any]) -> tuple[str, float | None, bool]:
         mover, self.turns = self.role, self.turns + 1
@@ -52,8 +52,9 @@ class Game(Episode):
 
 
 class TextArena(Seeded):
-    """WHAT: a game. Options: players, episodes (per split, a seed each), limit (of turns); others
-    are the game's. Several players are the roles player_0, player_1 and so on."""
+    """Text games of TextArena, of one player, or of several, the roles player_0 and so on.
+
+    Options: players, episodes (of each split, by seed), limit (of turns); others are the game's."""
 
     requires = ("textarena==0.7.4", "numpy==2.4.6")
     isolation = "process"  # many games draw from the generator of the process
@@ -73,5 +74,5 @@ class TextArena(Seeded):
         return Game(self, input["seed"])
 
     def solution(self, input: Any) -> Any:
-        moves = re.compile(r"\[[^]]+\]")  # that are told
-        return shortest(lambda: self.open(input), lambda game: moves.findall(game.told), 0.99)
+        moves = re.compile(r"\[[^]]+\]")  # as they are told
+        return shortest(lambda: self.open(input), lambda game: moves.findall(game.last), 0.99)

@@ -43,8 +43,9 @@ class Game(Episode):
 
 
 class TextWorld(Environment):
-    """WHAT: a folder with games, every fifth of which is held out, or one game for both. Options:
-    limit (of turns), commands (whether to tell those that are possible)."""
+    """Games of TextWorld; WHAT is a folder of them, every fifth held out, or a file.
+
+    Options: limit (of turns), commands (whether to tell those that are possible)."""
 
     requires = ("textworld==1.7.0",)
     isolation = "process"  # the interpreter of games is global, and crashes in threads
