@@ -6,7 +6,7 @@ from agentrl.base.late import late
 from agentrl.types import Attempt, Reward, Rollout, Scope, Task, Trace, Transition
 
 if TYPE_CHECKING:
-    from agentrl.environments.endpoint import endpoint
+    from agentrl.environments.endpoints import endpoint
     from agentrl.runners.scoring.rewards import reward
     from agentrl.runners.tracing.roles import role
     from agentrl.trainer import Trainer
@@ -31,7 +31,7 @@ __all__ = [
 
 # Imported late: `import agentrl` stays fast in every agent process.
 LATE = {
-    "environments.endpoint": "endpoint",
+    "environments.endpoints": "endpoint",
     "trainer": "Trainer",
     "runners.scoring.rewards": "reward",
     "runners.tracing.roles": "role",

@@ -31,13 +31,14 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: not a readable TOML file: {error}") from None
     data.setdefault("root", str(path.parent.resolve()))
     data.setdefault("name", path.parent.resolve().name)
-    for override in overrides:
-        _apply(data, override)
-    return resolve(data, source=str(path))
+    return resolve(data, source=str(path), overrides=overrides)
 
 
-def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
+def resolve(data: Mapping[str, Any], *, source: str, overrides: Iterable[str] = ()) -> RunConfig:
     """Typed, validated settings from a mapping, with absolute paths."""
+    data = dict(data)
+    for override in overrides:
+        apply_override(data, override)
     roles = data.get("roles")
     if isinstance(roles, dict) and isinstance(rules := roles.get("match"), list):
         named = {role: player for role, player in roles.items() if role != "match"}
@@ -131,7 +132,8 @@ def _by_relative_path(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Set a key of settings in place, as `key.sub=value` says. Raises ConfigError."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {override!r}: write it as key.sub=value")

@@ -6,14 +6,14 @@ from agentrl.base.late import late
 
 if TYPE_CHECKING:
     from agentrl.environments.base import Environment, Episode, EpisodeError
-    from agentrl.environments.endpoint import Endpoint, endpoint
-    from agentrl.environments.play import play
+    from agentrl.environments.endpoints import Endpoint, endpoint
+    from agentrl.environments.playing import play
 
 __all__ = ["Endpoint", "Environment", "Episode", "EpisodeError", "endpoint", "play"]
 
 LATE = {
     "base": "Environment Episode EpisodeError",
-    "endpoint": "Endpoint endpoint",
-    "play": "play",
+    "endpoints": "Endpoint endpoint",
+    "playing": "play",
 }
 __getattr__ = late(__name__, LATE)

@@ -18,9 +18,8 @@ from typing import Any
 import msgspec
 
 import agentrl
-from agentrl.base import threads
-from agentrl.environments.endpoint import endpoint
-from agentrl.environments.play import play_task, scores_of
+from agentrl.environments.endpoints import endpoint
+from agentrl.environments.playing import called, play_task, scores_of
 from agentrl.environments.reference import (
     Named,
     checked_tasks,
@@ -140,9 +139,7 @@ def about(named: Named) -> About:
 async def verified(named: Named, task: dict[str, Json], result: Json) -> list[Reward]:
     """The scores that the environment, made in this process, gives to an agent's result."""
     environment: Any = made(named)
-    returned = await threads.call(environment.verify, task, result)
-    if isinstance(returned, Awaitable):
-        returned = await returned
+    returned = await called(named.name, "verify", environment.verify, task, result)
     return scores_of(returned, named.name)
 
 
@@ -191,14 +188,14 @@ class Helper:
     process, and with a request that is cancelled."""
 
     def __init__(self, named: Named) -> None:
-        self._named, self._python = named, named.python or sys.executable
-        self._process: asyncio.subprocess.Process | None = None
+        self.named, self._python = named, named.python or sys.executable
+        self.process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
     async def ask(self, request: Request) -> Any:
         """Raises ConfigError with the helper's sentence."""
         async with self._turn:
-            process = self._process = self._process or await self._start()
+            process = self.process = self.process or await self._start()
             assert process.stdin is not None
             assert process.stdout is not None
             try:
@@ -209,7 +206,7 @@ class Helper:
                 raise
             if not line:
                 self._end()
-            return _value(self._named, self._python, line, "see its output above")
+            return _value(self.named, self._python, line, "see its output above")
 
     async def _start(self) -> asyncio.subprocess.Process:
         piped: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -218,7 +215,7 @@ class Helper:
         )
 
     def _end(self) -> None:
-        if self._process is not None:
+        if self.process is not None:
             with suppress(ProcessLookupError):
-                self._process.kill()
-        self._process = None
+                self.process.kill()
+        self.process = None

@@ -57,10 +57,10 @@ class Named(msgspec.Struct, frozen=True):
     @property
     def given(self) -> dict[str, Any]:
         """Arguments of the plug-in's constructor."""
-        return {key: value for key, value in self._options.items() if key != "python"}
+        return {key: value for key, value in self.all_options.items() if key != "python"}
 
     @property
-    def _options(self) -> dict[str, Any]:
+    def all_options(self) -> dict[str, Any]:
         return msgspec.json.decode(self.options, type=dict[str, Any])
 
     @property
@@ -71,7 +71,7 @@ class Named(msgspec.Struct, frozen=True):
     @property
     def python(self) -> str:
         """Its own interpreter, or "" if it runs in this one."""
-        root, given = Path(self.root), self._options.get("python")
+        root, given = Path(self.root), self.all_options.get("python")
         if given is not None:
             return str((root / given).absolute())  # a link into a venv stays one
         found = (folder / self.folder / "bin/python" for folder in (root, Path()))
@@ -173,6 +173,8 @@ def checked_tasks(named: Named, split: str) -> list[dict[str, Json]]:
     with explained(named, f"raised in tasks({split!r})"):
         rows = list(environment.tasks(split))
     known, ids = f"environment = {named.name!r}", set[str]()
+    if not rows:
+        raise ConfigError(f"{known}: tasks({split!r}) has none; set tasks.{split} to others")
     for index, row in enumerate(rows):
         where = f"{known}: task {index} of {split!r}"
         if not isinstance(row, dict) or not {"id", "input"} <= row.keys():

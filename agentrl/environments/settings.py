@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
+from rich.console import Console
 
-from agentrl.base.processes import log_phase
 from agentrl.config.policies import policy_by_role
 from agentrl.environments.reference import SCHEME, SPLITS, Named, check_unique
 from agentrl.errors import ConfigError
-
-log = logging.getLogger("agentrl.environments")
 
 
 def named_in(config: Any) -> Named | None:
@@ -45,7 +43,7 @@ def check(config: Any) -> None:
     if (named := named_in(config)) is None:
         return
     if named.python and "python" not in config.environment_options:
-        log_phase(log, f"environment {named.name} runs in its own interpreter, {named.python}")
+        _say(f"environment {named.name} runs in its own interpreter, {named.python}")
     about = hosted.describe(named)
     known = f"environment = {named.name!r}"
     own = config.agent.path.startswith(f"{SCHEME}:")
@@ -68,3 +66,9 @@ def check(config: Any) -> None:
         )
     if all(getattr(config.tasks, split).startswith(f"{SCHEME}:") for split in SPLITS):
         check_unique(named, (hosted.tasks(named, split) for split in SPLITS))
+
+
+@cache
+def _say(line: str) -> None:
+    """Once per process."""
+    Console().print(line, highlight=False, markup=False, soft_wrap=True)

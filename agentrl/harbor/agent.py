@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.base.model_clients import model_variables
-from agentrl.environments.base import Message
-from agentrl.environments.endpoint import Endpoint
+from agentrl.environments import Endpoint
 from agentrl.errors import AgentError
 from agentrl.harbor.trial import Trial
 from agentrl.tasks.harbor_format import HarborTask, Step, resolved
@@ -52,10 +51,12 @@ class ModelWithShell:
     output: int  # characters of a command's output that the model sees
     system: str = SYSTEM
 
-    def begin(self) -> list[Message]:
+    def begin(self) -> list[dict[str, Any]]:
         return [{"role": "system", "content": self.system}] if self.system else []
 
-    async def work(self, trial: Trial, step: Step, endpoint: Endpoint, talk: list[Message]) -> None:
+    async def work(
+        self, trial: Trial, step: Step, endpoint: Endpoint, talk: list[dict[str, Any]]
+    ) -> None:
         """`talk`: the conversation of earlier steps, which goes on."""
         until = time.monotonic() + (step.seconds or NO_LIMIT)
         talk.append({"role": "user", "content": step.instruction})
@@ -99,10 +100,12 @@ class CommandInside:
 
     command: list[str]
 
-    def begin(self) -> list[Message]:
+    def begin(self) -> list[dict[str, Any]]:
         return []
 
-    async def work(self, trial: Trial, step: Step, endpoint: Endpoint, talk: list[Message]) -> None:
+    async def work(
+        self, trial: Trial, step: Step, endpoint: Endpoint, talk: list[dict[str, Any]]
+    ) -> None:
         env = model_variables(endpoint.url, endpoint.key)
         if len(given := step.instruction.encode()) <= LARGEST_COMMAND:
             env["HARBOR_INSTRUCTION"] = step.instruction
@@ -129,7 +132,7 @@ async def play(
     return trial.rewards()
 
 
-def solution(task: HarborTask) -> list[Message] | None:
+def solution(task: HarborTask) -> list[dict[str, Any]] | None:
     """The replies that run each step's `solve.sh`; None if there is none."""
     if not all((step.solution / "solve.sh").is_file() for step in task.steps):
         return None
@@ -155,7 +158,7 @@ def _copied(step: Step) -> Iterator[str]:
     yield "base64 -d /tmp/.solution | tar -xz -C /solution && rm /tmp/.solution"
 
 
-def _asks(command: str) -> Message:
+def _asks(command: str) -> dict[str, Any]:
     function = {"name": "bash", "arguments": json.dumps({"command": command})}
     call = {"id": "call_0", "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}

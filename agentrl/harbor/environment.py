@@ -11,8 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from agentrl.base import threads
-from agentrl.environments.base import Environment, Message
-from agentrl.environments.endpoint import Endpoint
+from agentrl.environments import Endpoint, Environment
 from agentrl.errors import ConfigError
 from agentrl.harbor.agent import CommandInside, ModelWithShell, play, solution
 from agentrl.harbor.trial import Trial
@@ -94,7 +93,7 @@ class Harbor(Environment):
         async with Trial(task, await self._containers(endpoint), self._network) as trial:
             return with_outcome(await play(trial, agent, endpoint), self._outcome)
 
-    def solution(self, input: dict[str, Any]) -> list[Message] | None:
+    def solution(self, input: dict[str, Any]) -> list[dict[str, Any]] | None:
         return None if self._argv else solution(self._task(input))
 
     def _task(self, input: dict[str, Any]) -> HarborTask:

@@ -39,7 +39,8 @@ LOGS = ("/logs/agent", VERIFIER, "/logs/artifacts")
 REWARDS = ("reward.json", "reward.txt")
 ROOT = "0"
 SETUP_SECONDS = 120.0  # for each command that is neither the agent's nor of the tests
-LARGEST_REWARDS = 2**20  # bytes
+LARGEST_REWARDS = 2**16  # bytes
+READ = f'for f; do if [ -f "$f" ]; then echo "$f"; head -c {LARGEST_REWARDS} "$f"; exit; fi; done'
 BASH = 'if command -v bash >/dev/null; then exec bash "$0"; else exec sh "$0"; fi'
 # An image's entry point may start its services; all that it prints is lost.
 BEHIND = '"$0" "$@" </dev/null >/dev/null 2>&1 &'
@@ -210,13 +211,19 @@ class Trial:
             done = await container.run([f"{TESTS}/test.sh"], env=env, user=user, timeout=seconds)
         except TimeoutError:
             raise self._error(f"its tests ran longer than {seconds:g} s") from None
-        with tempfile.TemporaryDirectory(prefix="agentrl-", ignore_cleanup_errors=True) as name:
-            texts = await _read(container, Path(name))
+        texts = await self._written(container)
         try:
             return read_rewards(texts)
         except NoRewardError as error:
             said = f"its tests wrote {error}, and ended with status {done.status}{_last_line(done)}"
             raise self._error(said) from None
+
+    async def _written(self, container: Container) -> dict[str, str]:
+        """The file with rewards that the tests have written, the more detailed one of both."""
+        command = ["sh", "-c", READ, "sh", *REWARDS]
+        found = await container.run(command, folder=VERIFIER, user=ROOT, timeout=SETUP_SECONDS)
+        name, _, text = found.stdout.partition("\n")
+        return {name: text} if name in REWARDS else {}
 
     async def _wait_until_healthy(self, check: Healthcheck) -> None:
         lenient, failures = time.monotonic() + check.start_period_sec, 0
@@ -255,16 +262,6 @@ class Trial:
 
     def _error(self, why: str) -> HarborError:
         return HarborError(f"the Harbor task {self.task.id!r}: {why}")
-
-
-async def _read(container: Container, folder: Path) -> dict[str, str]:
-    """The files with rewards that the tests have written, the more detailed one alone."""
-    for name in REWARDS:
-        file = folder / name
-        if await container.copy_out(f"{VERIFIER}/{name}", file) and file.is_file():
-            with file.open("rb") as opened:
-                return {name: opened.read(LARGEST_REWARDS).decode(errors="replace")}
-    return {}
 
 
 def clean(copy: Path, exclude: Sequence[str] = ()) -> str:

@@ -61,6 +61,10 @@ class Machine(msgspec.Struct, frozen=True):
     allow_internet: bool | None = None  # of older tasks
     mcp_servers: list[Any] = []
 
+    def __post_init__(self) -> None:
+        if self.megabytes is not None and self.megabytes < 1:
+            raise ValueError("the memory of a container must be at least 1 MB")
+
     @property
     def network(self) -> Network:
         return self.network_mode or ("no-network" if self.allow_internet is False else "public")

@@ -48,8 +48,8 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
     cached = (2 * engine.max_batch + 1) * context
     served = engine.kind == "embedded" and config.plays_rollouts
     logits = 3 * min(MAX_LOGITS, tokens * vocabulary) + 6 * served * engine.max_batch * vocabulary
-    # The gradient of a head and, if it is tied, of the embeddings.
-    head = 0 if config.policy.lora.rank else vocabulary * hidden * (WIDE + 2 * width)
+    # The gradient of a head and, if it is tied, that of the embeddings and their sum.
+    head = 0 if config.policy.lora.rank else vocabulary * hidden * 3 * width
     return {
         "weights": weights * (WIDTHS[bits] if bits else width) + weights * width * copies,
         "packed weights": served * packed_bytes(config, network),

@@ -1,9 +1,10 @@
 """The language-model head on action positions: log-probs without a [T, V] tensor of logits.
 
 Invariant: at most two tensors of a chunk's elements exist at a time, forward or backward, for any
-batch. The backward pass recomputes a chunk's logits from the saved hidden states and log-normaliser
-and computes the gradients of hidden states and weight directly; a frozen weight (LoRA, a shared
-base) costs nothing. Cut Cross-Entropy, arXiv 2411.09009, does the same in one kernel.
+batch. The backward pass recomputes the logits of a block of the vocabulary from the saved hidden
+states and log-normaliser and computes the gradients of hidden states and weight directly; a frozen
+weight (LoRA, a shared base) costs nothing. Cut Cross-Entropy, arXiv 2411.09009, does the same in
+one kernel.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ class _Head(torch.autograd.Function):
         learn_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         most = MAX_LOGITS * (GPU_CHUNKS if weight_VH.is_cuda else 1)
-        ctx.chunk = max(1, most // len(weight_VH))
-        ctx.fp32 = fp32
+        chunk = max(1, most // len(weight_VH))
+        ctx.most, ctx.fp32 = most, fp32
         ctx.set_materialize_grads(False)
         weight, bias = _operands(weight_VH, bias_V, fp32)
         scores = [
@@ -127,7 +128,7 @@ class _Head(torch.autograd.Function):
                 _divided(linear(hidden_CH.to(weight.dtype), weight, bias), temperature_C), tokens_C
             )
             for hidden_CH, tokens_C, temperature_C in _chunks(
-                ctx.chunk, hidden_NH, tokens_N, temperature_N
+                chunk, hidden_NH, tokens_N, temperature_N
             )
         ]
         logprobs_N, entropy_N, normaliser_N = map(torch.cat, zip(*scores, strict=True))
@@ -148,41 +149,51 @@ class _Head(torch.autograd.Function):
         hidden_NH, weight_VH, bias_V, tokens_N, temperature_N, normaliser_N, entropy_N = (
             ctx.saved_tensors
         )
-        grad_N = torch.zeros_like(normaliser_N) if grad_N is None else grad_N
+        temperature_N = temperature_N.to(normaliser_N)
+        scale_N1, pull_N1 = (
+            None if grad is None else (grad / temperature_N)[:, None] for grad in (grad_N, pull_N)
+        )
         weight, bias = _operands(weight_VH, bias_V, ctx.fp32)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        # The weight's gradient is summed over chunks in the dtype of the logits.
-        grad_weight = torch.zeros_like(weight_VH, dtype=grad_N.dtype) if wants_weight else None
-        grad_bias = torch.zeros_like(bias_V, dtype=grad_N.dtype) if wants_bias else None
-        grad_hidden = torch.empty_like(hidden_NH) if wants_hidden else None
-        for start in range(0, len(tokens_N), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            hidden_CH = hidden_NH[part].to(weight.dtype)
-            logits_CV = _divided(linear(hidden_CH, weight, bias), temperature_N[part])
-            scale_C1 = (grad_N[part] / temperature_N[part].to(grad_N))[:, None]
-            logp_CV = logits_CV.sub_(normaliser_N[part, None])
-            # d log softmax(z)[token] / d z = one-hot(token) - softmax(z)
-            if pull_N is None:
-                grad_CV = logp_CV.exp_().mul_(-scale_C1)
-            else:
-                # d entropy / d z = - softmax(z) * (log softmax(z) + entropy)
-                pull_C1 = (pull_N[part] / temperature_N[part].to(grad_N))[:, None]
-                p_CV = logp_CV.exp()
-                grad_CV = logp_CV.add_(entropy_N[part, None]).mul_(-pull_C1).sub_(scale_C1)
-                grad_CV.mul_(p_CV)
-                del p_CV
-            grad_CV.scatter_add_(1, tokens_N[part, None], scale_C1)
-            narrow_CV = grad_CV.to(weight.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = narrow_CV @ weight
+        grad_weight = torch.empty_like(weight_VH) if wants_weight else None
+        grad_bias = torch.empty_like(bias_V) if wants_bias else None
+        narrow_NH = hidden_NH.to(weight.dtype)
+        # Summed over blocks of the vocabulary: the weight's gradient needs no sum, which would have
+        # to be as large as the weight and wider.
+        grad_hidden = torch.zeros_like(hidden_NH, dtype=normaliser_N.dtype)
+        width = max(1, ctx.most // max(len(tokens_N), 1))
+        for first in range(0, len(weight_VH), width):
+            part = slice(first, first + width)
+            logits_NC = linear(narrow_NH, weight[part], None if bias is None else bias[part])
+            logp_NC = _divided(logits_NC, temperature_N).sub_(normaliser_N[:, None])
+            grad_NC = _pulled(logp_NC, scale_N1, pull_N1, entropy_N[:, None])
+            if scale_N1 is not None:
+                at_N1 = tokens_N[:, None] - first
+                inside = (at_N1 >= 0) & (at_N1 < grad_NC.shape[1])
+                grad_NC.scatter_add_(1, at_N1.clamp(0, grad_NC.shape[1] - 1), scale_N1 * inside)
+            narrow_NC = grad_NC.to(weight.dtype)
+            if wants_hidden:
+                grad_hidden += narrow_NC @ weight[part]
             if grad_weight is not None:
-                if grad_weight.dtype == narrow_CV.dtype:
-                    grad_weight.addmm_(narrow_CV.T, hidden_CH)
-                else:
-                    grad_weight += narrow_CV.T @ hidden_CH
+                grad_weight[part] = narrow_NC.T @ narrow_NH
             if grad_bias is not None:
-                grad_bias += grad_CV.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+                grad_bias[part] = grad_NC.sum(0)
+        found = grad_hidden.to(hidden_NH.dtype) if wants_hidden else None
+        return found, grad_weight, grad_bias, None, None, None, None
+
+
+def _pulled(
+    logp_NC: Tensor, scale_N1: Tensor | None, pull_N1: Tensor | None, entropy_N1: Tensor
+) -> Tensor:
+    """Gradient of logits, but for the one-hot part of the log-probs'; in place."""
+    # d log softmax(z)[token] / d z = one-hot(token) - softmax(z)
+    if pull_N1 is None:
+        assert scale_N1 is not None
+        return logp_NC.exp_().mul_(-scale_N1)
+    # d entropy / d z = - softmax(z) * (log softmax(z) + entropy)
+    p_NC = logp_NC.exp()
+    grad_NC = logp_NC.add_(entropy_N1).mul_(-pull_N1)
+    return (grad_NC if scale_N1 is None else grad_NC.sub_(scale_N1)).mul_(p_NC)
 
 
 def _chunks(size: int, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -225,7 +225,7 @@ class Engine:
                 start += size
         last = lengths + before
         # A smaller step would add in another order; the padding writes to a row of its own.
-        few = attention.few_rows(self.dtype)
+        few = attention.FEW_ROWS
         padding = max(few - start - n, 0)
         source = np.concatenate([order[:1].repeat(padding), *fed_rows, order])
         positions = np.concatenate([np.zeros(padding, np.int64), *fed_positions, last])

@@ -104,13 +104,16 @@ class Sizes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[int] = []
+        self.wide: list[int] = []  # of those in float32
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         outputs = made if isinstance(made, list | tuple) else [made]
-        self.seen += [each.numel() for each in outputs if isinstance(each, Tensor)]
+        tensors = [each for each in outputs if isinstance(each, Tensor)]
+        self.seen += [each.numel() for each in tensors]
+        self.wide += [each.numel() for each in tensors if each.dtype == torch.float32]
         return made
 
 
@@ -122,6 +125,19 @@ def test_no_tensor_holds_more_than_a_chunk_of_logits(name: str) -> None:
         (logprobs + entropy).sum().backward()
     weight = HIDDEN * VOCABULARY  # its gradient is larger than a chunk here
     assert max(size for size in sizes.seen if size != weight) == 4 * VOCABULARY
+
+
+def test_the_gradient_of_a_narrow_weight_is_not_summed_in_a_wide_one() -> None:
+    module, (hidden, tokens, temperature) = make_head().bfloat16(), make_inputs(torch.bfloat16)
+    with Sizes() as sizes:
+        logprobs, _ = action_logprobs(module, hidden, tokens, temperature)
+        logprobs.sum().backward()
+    assert HIDDEN * VOCABULARY in sizes.seen
+    assert HIDDEN * VOCABULARY not in sizes.wide
+    exact = module.weight.detach().float().requires_grad_()
+    logits = hidden.detach().float() @ exact.T / temperature[:, None]
+    logits.log_softmax(-1).gather(1, tokens[:, None]).sum().backward()
+    assert (module.weight.grad - exact.grad).norm() < 0.01 * exact.grad.norm()
 
 
 @pytest.mark.parametrize("name", ["plain", "adapter"])

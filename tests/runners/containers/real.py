@@ -58,22 +58,8 @@ APPLETS = (
         "sed",
         "seq",
     ),
-    *(
-        "base64",
-        "gzip",
-        "sleep",
-        "sort",
-        "stat",
-        "tail",
-        "tar",
-        "test",
-        "touch",
-        "tr",
-        "true",
-        "wc",
-        "wget",
-        "yes",
-    ),
+    *("base64", "gzip"),
+    *("sleep", "sort", "stat", "tail", "tar", "test", "touch", "tr", "true", "wc", "wget", "yes"),
 )
 PASSWD = "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n"
 

@@ -98,8 +98,9 @@ def _own_process(gateway: str) -> str:
 
 
 def _settings() -> dict[str, Any]:
-    # The attempt's deadline ends calls. No proxy is between agent and gateway.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    # The attempt's deadline ends calls. No proxy is between agent and gateway. Connections are not
+    # kept, as nobody could close them when their event loop ends.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return {"timeout": None, "trust_env": False, "limits": limits}
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from agentrl.base import threads
 from agentrl.environments.base import Environment, Episode, EpisodeError, Message, Said, Scores
-from agentrl.environments.endpoint import Endpoint
+from agentrl.environments.endpoints import Endpoint
 from agentrl.errors import AgentError, Invalid, PolicyError
 from agentrl.runners.scoring.rewards import PENDING, SOURCE
 from agentrl.runners.scoring.verifiers import VerifierError, as_rewards
@@ -34,10 +34,10 @@ async def play_task(environment: Environment, name: str, given: Json, endpoint: 
     endpoint = replace(endpoint, others=tuple(environment.roles))
     run: Any = getattr(environment, "run", None)
     if run is not None:
-        scores = await _called(name, "run", run, given, endpoint)
+        scores = await called(name, "run", run, given, endpoint)
         return result(name, scores_of(scores, name))
     if (begin := getattr(environment, "open", None)) is not None:
-        episode = await _called(name, "open", begin, given)
+        episode = await called(name, "open", begin, given)
         rows = await play(episode, endpoint, environment.limit, name)
         return result(name, rows)
     reply = await endpoint.chat(_messages(given, name, "its input"))
@@ -60,7 +60,7 @@ async def play(
         raise EpisodeError(f"{name}: open returned {episode!r:.80}, which is no Episode")
     turns = Turns(name)
     try:
-        said = await _called(name, "reset", episode.reset)
+        said = await called(name, "reset", episode.reset)
         while not turns.done:
             if turns.count >= limit:
                 raise EpisodeError(
@@ -68,14 +68,14 @@ async def play(
                     " the reward of one that was cut short, or give the environment a higher limit"
                 )
             said = await _turn(episode, endpoint, turns, said)
-        scores = await _called(name, "rewards", episode.rewards)
+        scores = await called(name, "rewards", episode.rewards)
         rows = turns.outcome() if scores is None else scores_of(scores, name)
     except BaseException:
         with suppress(EpisodeError):  # the first error is the cause
-            await _called(name, "close", episode.close)
+            await called(name, "close", episode.close)
         raise
     given = _rewards_so_far()
-    await _called(name, "close", episode.close)
+    await called(name, "close", episode.close)
     if _rewards_so_far() > given:
         raise EpisodeError(f"{name}: close gave a reward, after the end; give it in step")
     return rows
@@ -85,11 +85,11 @@ async def _turn(episode: Episode, endpoint: Endpoint, turns: Turns, said: Said) 
     who = episode.role
     talk = turns.talks[who] if episode.keep else list[Message]()
     talk += _messages(said, turns.name, "what an episode says")
-    model = endpoint if who == AGENT else await _called(turns.name, "role", endpoint.role, who)
+    model = endpoint if who == AGENT else await called(turns.name, "role", endpoint.role, who)
     reply = await model.chat(talk, episode.tools)
     talk.append(reply)
     about = _latest_call()
-    step = await _called(turns.name, "step", episode.step, reply)
+    step = await called(turns.name, "step", episode.step, reply)
     if not isinstance(step, tuple | list) or len(step) != 3:
         raise EpisodeError(
             f"{turns.name}: step returned {step!r:.80}; return what is said next, the reward or"
@@ -161,7 +161,7 @@ def scores_of(returned: Scores | None, name: str) -> list[Reward]:
     return rows
 
 
-async def _called(name: str, what: str, function: Callable[..., Any], *given: Any) -> Any:
+async def called(name: str, what: str, function: Callable[..., Any], *given: Any) -> Any:
     """Call what a plug-in has written: in a thread, unless it is async."""
     try:
         if inspect.iscoroutinefunction(function):

@@ -1,0 +1,73 @@
+"""Inspect. WHAT is a task, such as `inspect_evals/gsm8k` or `prices.py@prices`; one sample is one
+rollout. Other models that it asks, such as `grader`, are roles."""
+
+from __future__ import annotations
+
+from copy import copy
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from agentrl.environments import Endpoint, Environment
+from agentrl.environments.plugins.shared import held_out
+from agentrl.types import Json
+
+SAMPLING = dict.fromkeys(("temperature", "top_p", "top_k", "seed", "num_choices"))
+VALUES = {"C": 1, "P": 0.5, "I": 0, "N": 0, "yes": 1, "true": 1, "no": 0, "false": 0}
+GRADER = 'it asks the role grader: set environment_options.roles = ["grader"]'
+
+
+class Inspect(Environment):
+    requires = ("inspect-ai==0.3.285", "inspect-evals==0.26.0", "openai")
+    isolation = "process"  # it runs one evaluation at a time
+
+    def __init__(self, what: str, score: str = "", roles: Any = (), **arguments: Any) -> None:
+        """`score`: the one of several that counts. `roles`: model roles that are not seen in it."""
+        from inspect_ai._eval.loader import load_tasks
+        from inspect_ai._util.registry import registry_info, registry_params
+        from inspect_ai.util._display import init_display_type
+
+        init_display_type("none")
+        [self.task] = load_tasks([str(self.root / what) if ".py" in what else what], arguments)
+        # The policy plays it, as the run file's [sampling] says.
+        self.task.model, self.task.config = None, self.task.config.model_copy(update=SAMPLING)
+        named = ((registry_info(s).name.split("/")[-1], s) for s in self.task.scorer or ())
+        scorers = {name: registry_params(s) for name, s in named}
+        if len(scorers) > 1 and not score:
+            raise ValueError(f"set environment_options.score to one of its scores: {[*scorers]}")
+        judged = [p for n, p in scorers.items() if "model_graded" in n and not p.get("model")]
+        seen = [*(p.get("model_role", "grader") for p in judged), *(self.task.model_roles or ())]
+        self.what, self.score, self.roles = what, score, tuple(sorted({*roles, *seen}))
+        known = enumerate(self.task.dataset, 1)
+        self.pairs = [(i if one.id is None else one.id, one) for i, one in known]
+
+    def tasks(self, split: str) -> list[dict[str, Json]]:
+        ids = [self.pairs[i][0] for i in held_out(len(self.pairs), split)]
+        return [{"id": f"{self.what}/{id}", "input": id} for id in ids]
+
+    def solution(self, id: str | int) -> list[str]:
+        target = dict(self.pairs)[id].target
+        return [f"ANSWER: {target if isinstance(target, str) else target[0]}"]
+
+    async def run(self, id: str | int, endpoint: Endpoint) -> dict[str, float]:
+        from inspect_ai import eval_async, task_with
+        from inspect_ai.dataset import MemoryDataset
+        from inspect_ai.model import get_model
+
+        def model(at: Endpoint) -> Any:  # its Responses API would first send a probe
+            given = {"base_url": at.url, "api_key": at.key, "responses_api": False}
+            return get_model(f"openai/{at.model}", memoize=False, **given)
+
+        roles = {"grader": get_model("none/none")}  # else the policy would grade itself
+        roles |= {role: model(endpoint.role(role)) for role in self.roles}
+        task = task_with(copy(self.task), dataset=MemoryDataset([dict(self.pairs)[id]]))
+        play = {"model": model(endpoint), "model_roles": roles, "epochs": 1, "max_retries": 2}
+        with TemporaryDirectory() as logs:
+            [log] = await eval_async(task, fail_on_error=False, log_dir=logs, **play)
+            [sample] = log.samples or [None]  # read from the folder
+        if error := log.error or (sample and sample.error):
+            raise RuntimeError(GRADER if "No model specified" in error.message else error.message)
+        found: dict[str, float] = {}
+        for name, score in ((sample and sample.scores) or {}).items():
+            rows = score.value if isinstance(score.value, dict) else {"": score.value}
+            found |= {f"{name}/{k}".rstrip("/"): float(VALUES.get(v, v)) for k, v in rows.items()}
+        return {**found, "outcome": found[self.score or next(iter(found))]}

@@ -1,0 +1,39 @@
+"""What several plug-ins need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+
+def held_out(many: int, split: str) -> list[int]:
+    """The indices of a split, where the package has only one set: one of five is held out."""
+    return [i for i in range(many) if (i % 5 == min(4, many - 1)) == (split == "heldout")]
+
+
+@contextmanager
+def some_key() -> Iterator[None]:
+    """For packages that make a client when they are imported, and never call it."""
+    had = os.environ.get("OPENAI_API_KEY")
+    os.environ["OPENAI_API_KEY"] = had or "none"
+    try:
+        yield
+    finally:
+        if not had:
+            del os.environ["OPENAI_API_KEY"]
+
+
+class OfThisRollout:
+    """Stands for an object that each rollout has of its own, where a package keeps one."""
+
+    def __init__(self) -> None:
+        self._own: ContextVar[Any] = ContextVar("own")
+
+    def set_own(self, value: Any) -> None:
+        self._own.set(value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own.get(), name)

@@ -1,0 +1,121 @@
+"""Rollouts of an environment that a function answers in place of a model, through a real gateway
+and executor. Nothing of them is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from agentrl.config import RunConfig, resolve
+from agentrl.environments.reference import Named
+from agentrl.runners.gateway import recorded
+from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
+from agentrl.runners.gateway.features import Feature
+from agentrl.runners.main import attempt_runner
+from agentrl.runners.worker import Worker
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import Json, NewRollout, Scope, Trace, Transition
+
+RUN = "environment"
+Message = dict[str, Json]
+Reply = Callable[[str, list[Message], list[Any]], Awaitable[Message]]
+"""Maps role, messages and tools of a call to the assistant's message."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """A rollout that has ended."""
+
+    outcome: float | None
+    rewards: dict[str, float]  # all of the rollout by name
+    steps: list[float]  # rewards of its calls, in their order
+    calls: list[Transition]
+    problem: str  # why it failed, or ""
+
+
+class Script(Feature):
+    """Answers every call of a gateway."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+
+    def join(self, active: ActiveAttempt) -> None:
+        active.answers.append(self._answer)
+
+    async def _answer(self, call: ReceivedCall) -> Sequence[Transition]:
+        request = call.request
+        said = await self.reply(call.role, request.messages, request.tools)
+        called = "tool_calls" if said.get("tool_calls") else "stop"
+        rows = recorded.fixed_answer("", request)
+        return [replace(row, role=call.role, answer=said, finish=called) for row in rows]
+
+
+class Stage:
+    """Plays rollouts, one after the other."""
+
+    def __init__(self, store: Store, named: Named, script: Script, timeout: float) -> None:
+        self._store, self._named, self._script = store, named, script
+        self._timeout, self._count = timeout, 0
+
+    async def play(self, task: dict[str, Json], reply: Reply) -> Played:
+        """Play a task with the answers of `reply`."""
+        self._script.reply = reply
+        self._count += 1
+        group = f"{RUN}/{self._count}"
+        known: Any = {"run": RUN, "group": group, "index": 0, "timeout": self._timeout}
+        known |= {"max_attempts": 1}
+        await self._store.enqueue([NewRollout(id=f"{group}/0", task=task, **known)])
+        await self._store.settled(group)
+        trace = await self._store.trace(f"{group}/0")
+        assert trace is not None
+        return _played(trace)
+
+
+@asynccontextmanager
+async def stage(named: Named, timeout: float = 120.0) -> AsyncIterator[Stage]:
+    """A runner of the environment. timeout: of one rollout, in seconds. Raises ConfigError."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        config = _settings(named, folder, timeout)
+        script = Script(_nobody)
+        async with open_store(config.store) as store:
+            await store.open_run(RUN, {})
+            verifier, root = config.verifier.path, Path(named.root)
+            started = attempt_runner(store, RUN, config, root, RUN, None, verifier, [script])
+            async with started as execution:
+                stop = asyncio.Event()
+                worker = Worker(RUN, execution, config.runner, name=RUN)
+                working = asyncio.create_task(worker.run(stop))
+                try:
+                    yield Stage(store, named, script, timeout)
+                finally:
+                    stop.set()
+                    await working
+
+
+def _settings(named: Named, folder: str, timeout: float) -> RunConfig:
+    agent = {"timeout": timeout, "calls_optional": True}
+    data: dict[str, Any] = {"name": RUN, "root": named.root, "output": folder, "agent": agent}
+    data |= {"environment": named.name, "environment_options": named.all_options}
+    data |= {"upstreams": {"script": {"text": ""}}, "roles": {"*": "script"}}  # without a policy
+    data |= {"runner": {"concurrency": 1, "processes": 1, "drain": 0.1}}
+    return resolve(data, source=f"environment {named.name}")
+
+
+async def _nobody(role: str, messages: list[Message], tools: list[Any]) -> Message:
+    return {"role": "assistant", "content": ""}
+
+
+def _played(trace: Trace) -> Played:
+    rows, failure = trace.rollout.rewards, trace.rollout.failure
+    own = {row.name: row.value for row in rows if row.scope is Scope.ROLLOUT}
+    steps = [row.value for row in rows if row.scope is Scope.TRANSITION]
+    why = failure.message if failure else ""
+    return Played(own.get("outcome"), own, steps, trace.transitions, why)

@@ -1,0 +1,217 @@
+"""What several plug-ins need: observations as text, the action that a reply names, tools, tasks of
+seeds and of names, and the search for replies that solve a task."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
+
+from agentrl.environments.base import Environment, Episode, Message
+from agentrl.errors import ConfigError
+from agentrl.types import Reward, Scope
+
+COLORED = re.compile(r"\x1b\[([34])\d(;1)?m([^\x1b]*)\x1b\[0m")
+COLOR = re.compile(r"\x1b\[[\d;]*m")
+LAST_MOVE = re.compile(r"(?m)^  \(\w+\)$")  # in Gymnasium's pictures
+DIGITS = re.compile(r"(\.\d{3})\d+")
+PYTHON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
+SEARCH = 20.0  # seconds for ground truth
+MOST_NUMBERS = 400  # of an observation; more are an image
+
+
+def shown(value: Any) -> str:
+    """An observation as JSON with three digits after the point; arrays are lists.
+
+    Raises ConfigError for one with too many numbers to act on, such as an image."""
+    text = DIGITS.sub(r"\1", json.dumps(value, default=lambda array: array.tolist()))
+    if text.count(",") > MOST_NUMBERS:
+        raise ConfigError(
+            f"an observation has {text.count(',') + 1} numbers, like an image, which a model cannot"
+            " read as text: write a plug-in that says what is seen"
+        )
+    return text
+
+
+def plain(picture: str) -> str:
+    """A picture for a terminal whose colors are signs: (background), [letter] and <bold>."""
+    while COLORED.search(picture):
+        picture = COLORED.sub(_sign, picture)
+    return LAST_MOVE.sub("", COLOR.sub("", picture)).strip("\n")
+
+
+def _sign(found: re.Match[str]) -> str:
+    left, right = "<>" if found[2] else "()" if found[1] == "4" else "[]"
+    return f"{left}{found[3]}{right}"
+
+
+def content(reply: Message) -> str:
+    """The text of a reply, which may have none."""
+    said = reply.get("content") or ""
+    return said if isinstance(said, str) else "".join(part.get("text") or "" for part in said)
+
+
+def named(reply: Message, actions: Iterable[str]) -> str | None:
+    """The last of the actions that a reply names, so that a model may think before it acts."""
+    known = {action.lower(): action for action in actions}
+    words = "|".join(re.escape(word) for word in sorted(known, key=len, reverse=True))
+    found = re.findall(rf"(?<![\w.-])(?:{words})(?![\w-])", content(reply).lower())
+    return known[found[-1]] if found and words else None
+
+
+def chosen(reply: Message, names: Sequence[str], space: Any) -> Any:
+    """The action of Gymnasium's space that a reply names, or None: the last of `names`, which are
+    those of a discrete space, else its last numbers."""
+    if names:
+        name = named(reply, names)
+        return None if name is None else space.start + list(names).index(name)
+    found = NUMBER.findall(content(reply).lower())[-space.sample().size :]
+    action = space.sample()
+    action.flat[: len(found)] = [float(number) for number in found]
+    return action if len(found) == action.size and space.contains(action) else None
+
+
+def rules(documentation: str | None, signs: str) -> str:
+    """A system message from the documentation of a class, in Markdown, and from what is seen: the
+    sections on the task, actions and rewards, and on observations if `signs` does not say them."""
+    titles = ["Description", "Mission", "Action", "Reward", *([] if signs else ["Observation"])]
+    parts = re.split(r"(?m)^ *#+ ", inspect.cleandoc(documentation or ""))[1:]
+    kept = [part.strip() for part in parts if part.startswith(tuple(titles))]
+    seen = [f"You see: {signs}"] if signs else []
+    return "\n\n".join([*kept, *seen, "The last action that you name is taken."])
+
+
+def shortest(
+    begin: Callable[[], Episode], actions: Callable[[Any], Iterable[str]], enough: float = 0.0
+) -> list[str] | dict[str, list[str]] | None:
+    """The fewest replies that end an episode with a reward above `enough` for the last of them, by
+    role if several move. None: not found in time, or such rewards come before the end.
+
+    A state is what is said, or an attribute `last` of the episode where that has all the past.
+    Each way is played from the start, as copies of many environments are not independent."""
+    known, ways = set[str](), deque([list[str]()])
+    until = time.monotonic() + SEARCH
+    while ways and time.monotonic() < until:
+        way = ways.popleft()
+        before, *_ = _played(begin, way)
+        for action in list(actions(before)):
+            game, roles, said, reward, over = _played(begin, [*way, action])
+            if reward and reward > enough:
+                return _by_role(roles, [*way, action]) if over else None
+            if not over and (state := f"{roles[-1:]} {getattr(game, 'last', said)}") not in known:
+                known.add(state)
+                ways.append([*way, action])
+    return None
+
+
+def _played(begin: Callable[[], Episode], way: list[str]) -> tuple[Any, list[str], Any, Any, bool]:
+    """The episode after these replies, who gave them, and the last step."""
+    game, roles, reward, over = begin(), list[str](), None, False
+    said = game.reset()
+    for reply in way:
+        roles.append(game.role)
+        said, reward, over = game.step({"role": "assistant", "content": reply})
+    return game, roles, said, reward, over
+
+
+def _by_role(roles: list[str], way: list[str]) -> list[str] | dict[str, list[str]]:
+    moves = list(zip(roles, way, strict=True))
+    found = {role: [reply for who, reply in moves if who == role] for role in roles}
+    return found if len(found) > 1 else way
+
+
+class Seeded(Environment):
+    """An environment whose tasks are seeds: `episodes` for training, as many others held out."""
+
+    episodes = 64
+
+    def tasks(self, split: str) -> Iterable[dict[str, Any]]:
+        first = 0 if split == "train" else 1_000_000
+        for i in range(self.episodes):
+            yield {"id": f"{split}-{i}", "input": {"seed": first + i}}
+
+
+def as_python(call: Mapping[str, Any], known: Container[str]) -> str:
+    """A tool call's function as a Python call with literals, or "None" for what is none of the
+    known ones, so that nothing else of a model's text is ever evaluated."""
+    try:
+        given = json.loads(call["arguments"] or "{}").items()
+    except (ValueError, AttributeError):
+        return "None"
+    usable = call["name"] in known and all(key.isidentifier() for key, _ in given)
+    return f"{call['name']}({', '.join(f'{k}={v!r}' for k, v in given)})" if usable else "None"
+
+
+def as_tool_calls(lines: Iterable[str], docs: Mapping[str, Any]) -> Message | None:
+    """An assistant's message with these Python calls, whose arguments are literals, or None if
+    there are none; `docs`, by name, has the parameters that a call gives by position."""
+    calls = list[dict[str, Any]]()
+    for line in lines:
+        call: Any = ast.parse(line, mode="eval").body
+        name = ast.unparse(call.func).rpartition(".")[2]
+        given = dict(zip(docs[name]["parameters"]["properties"], call.args, strict=False))
+        given |= {keyword.arg: keyword.value for keyword in call.keywords}
+        arguments = json.dumps({key: ast.literal_eval(value) for key, value in given.items()})
+        function = {"name": name, "arguments": arguments}
+        calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
+    return {"role": "assistant", "content": "", "tool_calls": calls} if calls else None
+
+
+def as_tool(doc: Mapping[str, Any]) -> dict[str, Any]:
+    """A function's documentation as a tool of OpenAI's schema; types may be Python's."""
+    kept = json.dumps({key: doc[key] for key in ("name", "description", "parameters")})
+    for python, schema in PYTHON_TYPES.items():
+        kept = kept.replace(f'"type": "{python}"', f'"type": "{schema}"')
+    return {"type": "function", "function": json.loads(kept)}
+
+
+def fifths(names: Iterable[str], split: str) -> list[dict[str, Any]]:
+    """Tasks that are names, every fifth held out; fewer than five are in both splits."""
+    known = list(names)
+    kept = [name for i, name in enumerate(known) if (i % 5 == 4) == (split == "heldout")]
+    chosen = kept if len(known) >= 5 else known
+    return [{"id": f"{split}/{name}", "input": name} for name in chosen]
+
+
+def as_fields(text: str, needed: Sequence[str]) -> dict[str, Any]:
+    """The JSON object in a reply, or its whole text as the only field that is needed. Raises
+    ValueError."""
+    if len(needed) == 1 and "{" not in text:
+        return {needed[0]: text}
+    return dict(json.loads(text[text.find("{") : text.rfind("}") + 1]))
+
+
+def by_role(scores: Mapping[str, float], moved: Container[str], learner: str) -> list[Reward]:
+    """The outcomes of players as rewards: of each role that has moved, and of the rollout the
+    learner's. A role without a call has nothing to reward."""
+    rows = [Reward(float(v), scope=Scope.ROLE, target=k) for k, v in scores.items() if k in moved]
+    return [Reward(float(scores.get(learner, 0.0))), *rows]
+
+
+BOARD = "x yours, o theirs, a number: the free cell of this action, . another free cell"
+
+
+def board(observation: Any, actions: int) -> tuple[str, list[str]]:
+    """What PettingZoo's mover is told, and its legal actions. Two planes, its pieces and those of
+    the others, are one board, as BOARD says."""
+    masked = isinstance(observation, dict)
+    mask = observation["action_mask"] if masked else [1] * actions
+    legal = [str(action) for action, allowed in enumerate(mask) if allowed]
+    seen = observation["observation"] if masked else observation
+    shape: Any = getattr(seen, "shape", ())
+    if len(shape) != 3 or shape[2] != 2:
+        return f"{shown(seen)}\nActions: {', '.join(legal)}", legal
+    cells = [
+        "." if actions != shape[0] * shape[1] else str(cell) for cell in range(seen[..., 0].size)
+    ]
+    for sign, plane in zip("xo", (0, 1), strict=True):
+        for cell in seen[..., plane].flatten().nonzero()[0]:
+            cells[cell] = sign
+    rows = [" ".join(cells[i : i + shape[1]]) for i in range(0, len(cells), shape[1])]
+    return "\n".join([*rows, f"Actions: {', '.join(legal)}"]), legal

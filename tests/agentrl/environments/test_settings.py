@@ -1,0 +1,150 @@
+"""`environment` in a run file: what it stands for, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from agentrl import trainer
+from agentrl.base.loading import load_tasks
+from agentrl.cli.main import cli
+from agentrl.config import from_store, load, to_toml
+from agentrl.environments.reference import Named, made, parse
+from agentrl.errors import ConfigError
+from tests.agentrl.environments.conftest import HERE, settings
+from tests.conftest import Register
+
+
+def test_it_stands_for_agent_tasks_and_verifier(tmp_path: Path) -> None:
+    config = settings("Line:3", environment_options={"goal": 1, "python": "x y"})
+    end = 'worlds.py:Line:3 {"goal":1,"python":"x y"}'
+    assert config.agent.path == f"environment:agent:{end}"
+    assert config.tasks.train == f"environment:train:{end}"
+    assert config.tasks.heldout == f"environment:heldout:{end}"
+    assert config.verifier.path == f"environment:verifier:{end}"
+    which, named = parse(config.tasks.train, HERE)
+    assert (which, named.name) == ("train", "worlds.py:Line:3")
+    assert named.given == {"goal": 1}
+    assert named.python == str(HERE / "x y")
+    assert from_store(msgspec.to_builtins(config)) == config
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config))
+    assert load(file, [f"root={HERE}"]) == config
+
+
+@pytest.mark.parametrize(
+    ("tables", "kept"),
+    [
+        ({"tasks": {"train": "mine.jsonl"}}, "tasks.train"),
+        ({"verifier": {"path": "mine.py:v"}}, "verifier.path"),
+        ({"agent": {"path": "mine.py:a"}}, "agent.path"),
+    ],
+)
+def test_what_the_run_file_says_itself_stays(tables: Any, kept: str) -> None:
+    table, key = kept.split(".")
+    config = settings("Questions:3", **tables)
+    assert getattr(getattr(config, table), key) == tables[table][key]
+    assert config.tasks.heldout.startswith("environment:heldout:")
+
+
+@pytest.mark.parametrize(
+    ("name", "tables", "why"),
+    [
+        ("Line", {}, 'write it as "PLUGIN:WHAT"'),
+        ("Nobody:3", {}, "it has no 'Nobody'"),
+        ("Walk:3", {}, "is no class that inherits from agentrl.environments.Environment"),
+        ("Two:3", {}, "Two has open and verify of run, open and verify; it needs exactly one"),
+        ("Line:x", {}, "cannot be made: ValueError: invalid literal"),
+        ("Line:3", {"environment_options": {"gaol": 1}}, "unexpected keyword argument 'gaol'"),
+        ("Missing:3", {}, "there is no module 'no_such_package'"),
+        ("Missing:3", {}, "`agentrl env install worlds.py:Missing` makes .venv-worlds with all"),
+        ("Line:3", {"agent": {"path": "own_agent.py:agent"}}, "plays its rollouts itself; remove"),
+        ("Driver:x", {}, "asks models in the role 'user', and the run file does not say who"),
+        ("Alone:3", {"runner": {"executor": "threads"}}, "set runner.executor = 'pool' instead"),
+        (
+            "Questions:3",
+            {"environment_options": {"python": "none/bin/python"}},
+            "none/bin/python cannot be started (No such file",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_built(
+    name: str, tables: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        trainer.check(settings(name, policy={"build": "none.py:none"}, **tables))
+    assert why in str(raised.value)
+    assert (
+        f"environment = 'worlds.py:{name}" in str(raised.value) or "Nobody" in why or "write" in why
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("twice", "task 1 of 'train' has the id 'a', which is there twice"),
+        ("both", "1 ids, such as 'a', are in 'train' and in 'heldout'"),
+        ("tuple", "task 'train'['input']['at'] "),
+        ("nan", "task 'train'['input'] "),
+        ("number", "task 0 of 'train' has the id 7, which is no text"),
+        ("no input", "task 0 of 'train' is {'id': 'train'}; it needs an 'id' and an 'input'"),
+        ("no id", "it needs an 'id' and an 'input'"),
+        ("no task", "task 0 of 'train' is 1; it needs"),
+        ("none", "tasks('train') has none"),
+        ("raises", "raised in tasks('train'): RuntimeError: the file is gone"),
+    ],
+)
+@pytest.mark.parametrize("isolation", ["none", "process"])
+def test_tasks_are_checked(fault: str, why: str, isolation: str) -> None:
+    options: dict[str, Any] = {"fault": fault}
+    if isolation == "process":
+        options["python"] = sys.executable
+    with pytest.raises(ConfigError) as raised:
+        trainer.check(
+            settings("Tasks:1", policy={"build": "none.py:none"}, environment_options=options)
+        )
+    assert why in str(raised.value)
+    assert "environment = 'worlds.py:Tasks:1'" in str(raised.value)
+
+
+def test_options_without_an_environment_are_refused() -> None:
+    with pytest.raises(ConfigError, match="has no effect without environment"):
+        settings("Line:3", environment="", environment_options={"seed": 1})
+
+
+def test_another_package_registers_a_plug_in(register: Register) -> None:
+    register("agentrl.environments", "theirs", "tests.agentrl.environments.worlds:Line")
+    config = settings("", environment="theirs:2")
+    rows = load_tasks(config.tasks.heldout, HERE, key="tasks.heldout")
+    assert [row["id"] for row in rows] == ["heldout-0", "heldout-1"]
+    with pytest.raises(ConfigError, match=r"environment = 'their'; did you mean 'theirs'"):
+        trainer.check(settings("", environment="their:2"))
+
+
+def test_its_own_interpreter_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ".venv-worlds/bin"
+    folder.mkdir(parents=True)
+    (folder / "python").symlink_to("/bin/false")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="ended without an answer"):
+        trainer.check(settings("Line:9", policy={"build": "none.py:none"}))
+    assert f"runs in its own interpreter, {folder / 'python'}" in capsys.readouterr().out
+
+
+def test_paths_are_relative_to_the_run_file() -> None:
+    assert made(Named("worlds.py:Line", "3", root=str(HERE))).root == HERE
+
+
+def test_a_dry_run_shows_what_it_stands_for(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        'environment = "worlds.py:Line:3"\n[policy]\nmodel = "model"\n'
+    )
+    done = CliRunner().invoke(cli, ["train", str(tmp_path / "run.toml"), "--dry-run"])
+    assert 'train = "environment:train:worlds.py:Line:3"' in done.output

@@ -1,0 +1,3 @@
+"""Real containers."""
+
+from tests.runners.containers.real import real as real
