@@ -120,7 +120,8 @@ class Containers:
     def forget(self, container: Container) -> None:
         self._taken.pop(container.name, None)
         self.cli.remove(container.name, container.share)
-        (self.cli.scratch / f"{container.name}.env").unlink(missing_ok=True)
+        for file in self.cli.scratch.glob(f"{container.name}-*.env"):
+            file.unlink(missing_ok=True)
 
     def _next(self, spec: ContainerSpec) -> asyncio.Task[Container]:
         """Return one that is ready, else the one that is started first, else a new one."""
@@ -205,7 +206,8 @@ class Containers:
             opened = await self.cli.open_door(container.name, container.pid, *self._gateway)
             if opened.status:
                 raise ContainerError(
-                    f"the gateway cannot be reached in a container: {opened.problem}"
+                    f"a container cannot reach the gateway ({opened.problem}); run the runner as"
+                    " root or with rootless podman, or give the container a network that has it"
                 )
 
 

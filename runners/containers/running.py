@@ -128,7 +128,7 @@ class Container:
     ) -> ProcessSpec:
         """Return the process of this machine that runs a program in the container. `stdin`: bytes
         of its input (`written`)."""
-        file = self.pool.cli.scratch / f"{self.name}.env"
+        file = self.pool.cli.scratch / f"{self.name}-{secrets.token_hex(4)}.env"
         options, own = write_variables(env, file)
         options += ["--interactive"] if stdin else []
         options += ["--workdir", folder] if folder else []
