@@ -49,7 +49,8 @@ async def trained(name: str, folder: Path, policy: str, *settings: str) -> list[
     writes a tiny policy in place of the page's model."""
     file, own = write_files(name, folder), f"environment_options.python={python(name)}"
     (folder / "policy.py").write_text(policy)
-    settings = (own, "policy.model=", "policy.build=policy.py:build", *settings)
+    tiny = ("policy.model=", "policy.build=policy.py:build", f"output={folder / 'out'}")
+    settings = (own, *tiny, *settings)
     command = [sys.executable, "-m", "agentrl", "train", str(file), *settings]
     run: Any = {"cwd": folder, "capture_output": True, "text": True, "check": False}
     done = await asyncio.to_thread(subprocess.run, command, **run)

@@ -34,8 +34,7 @@ TOOL = {"name": "price", "description": "Price of an item in euro.", "parameters
 def talk(rng):
     item = rng.choice([*PRICES])
     function = {"name": "price", "arguments": json.dumps({"item": item})}
-    others = [value for key, value in PRICES.items() if key != item]
-    answer = PRICES[item] if rng.random() < 0.35 else rng.choice(others)
+    answer = PRICES[item] if rng.random() < 0.4 else "7"
     return [
         {"role": "user", "content": f"How much is the {item}?"},
         {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]},
@@ -187,10 +186,8 @@ def test_every_data_set_of_reasoning_gym_scores_its_own_answers(tmp_path: Path) 
 
 
 async def test_a_tiny_policy_learns_a_verifiers_environment(tmp_path: Path) -> None:
-    settings = ("steps=10", "eval.tasks=9", "eval.every=10", "sampling.max_tokens=24")
-    more = ("algorithm.groups=4", "algorithm.group_size=8", "algorithm.lr=3e-3")
+    settings = ("steps=8", "eval.tasks=9", "eval.every=8", "sampling.max_tokens=24")
+    more = ("algorithm.groups=8", "algorithm.group_size=8", "algorithm.lr=2e-3")
     rows = await trained("verifiers", tmp_path, USES_ITS_TOOL, *settings, *more)
     scores = [row.metrics["eval/score"] for row in rows if "eval/score" in row.metrics]
-    assert len(rows) == 10
-    assert scores[-1] == 1.0
-    assert scores[0] < 1.0
+    assert (scores[0], scores[-1]) == (0.0, 1.0)
