@@ -14,7 +14,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-harnesses test-frameworks check clean
+.PHONY: demo smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-harnesses test-frameworks test-environments check clean
 .PHONY: docs gallery constraints licenses release
 .DEFAULT_GOAL := help
 
@@ -77,6 +77,11 @@ FRAMEWORKS := $(patsubst examples/frameworks/%/requirements.txt,%,$(wildcard exa
 
 test-frameworks: $(STAMP) $(FRAMEWORKS:%=.frameworks/%/.installed) ## Install the frameworks of the recipes, each apart, and run them
 	$(BIN)/python -m pytest -rs tests/frameworks
+
+ENVIRONMENTS := $(patsubst tests/environments/%/figures.py,%,$(wildcard tests/environments/*/figures.py))
+
+test-environments: $(STAMP) $(ENVIRONMENTS:%=.environments/%/.installed) ## Install the packages of environments, each apart, and test their plug-ins
+	$(BIN)/python -m pytest -rs tests/environments
 
 check: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check .
@@ -147,7 +152,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "Could not install agentrl: read pip's message above, then run make again"; exit 1; }
 	@touch $(STAMP)
 
-ENGINE_TESTS := tests/parity tests/engines tests/algorithms/engines/test_contract.py \
+ENGINE_TESTS := tests/parity tests/engines tests/agentrl/data_files tests/algorithms/engines/test_contract.py \
 	tests/algorithms/learners/verl tests/algorithms/engines/vllm/test_run.py
 
 # vLLM for the CPU asks for packages that exist as CUDA builds only and break its own imports.
@@ -177,5 +182,9 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	@.frameworks/$*/bin/$(PIP) -e . -r $<
 	@touch $@
 
+.environments/%/.installed: pyproject.toml $(wildcard agentrl/environments/plugins/*.py) | $(STAMP)
+	@$(BIN)/agentrl env install $* --into .environments/$*
+	@touch $@
+
 clean: ## Remove the virtual environments, all runs, the site and the built packages
-	rm -rf $(VENV) $(SMOLLM) $(ENGINES) $(DOCS) .harnesses .frameworks runs gallery site dist
+	rm -rf $(VENV) $(SMOLLM) $(ENGINES) $(DOCS) .harnesses .frameworks .environments runs gallery site dist

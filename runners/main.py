@@ -127,6 +127,7 @@ async def attempt_runner(
         policies=config.policies,
         remote=has_no_own_policy(config),
         key=config.engine.access.key,
+        models=[config.policy.model, *(one.model for one in config.policies.values())],
         features=[*features, *run_features(store, config, role_rules(config, hooks))],
     )
     async with contextlib.AsyncExitStack() as stack:

@@ -18,7 +18,7 @@ import msgspec
 from agentrl.base.jsonvalues import NotJsonError, as_json, check_json
 from agentrl.base.model_clients import placeholders
 from agentrl.base.parts import installed_plugins, known, missing
-from agentrl.base.row_files import LINES, is_row_file, read_rows
+from agentrl.base.row_files import LINES, is_row_file, read_rows, suffixes
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import Json
 
@@ -155,6 +155,11 @@ def load_tasks(
                 items[place] = _plain_task(row, own)
         except ConfigError as error:
             raise ConfigError(f"{key} = {path!r}: cannot read the task file: {error}") from None
+    elif ":" not in path:
+        raise ConfigError(
+            f"{key} = {path!r}: tasks are in a file that ends in {', '.join(suffixes())}, or write"
+            " file.py:name or package.module:name"
+        )
     else:
         found = load_attribute(path, root, key=key)
         try:

@@ -22,6 +22,11 @@ def is_row_file(source: str) -> bool:
     return (kind := _kind(source)) == LINES or kind in known("row_files") or kind in _readers()
 
 
+def suffixes() -> list[str]:
+    """Of files of rows."""
+    return [LINES, *sorted(kind for kind in _readers() if kind.startswith("."))]
+
+
 def read_rows(source: str, root: Path = Path()) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a file of JSON lines, or of what a part or package reads, each with its place.
     root: the folder of files with relative names.

@@ -119,7 +119,9 @@ def with_parts(section: type[S], path: str = "") -> type[S]:
         parent, _, key = point.name.rpartition(".")
         if parent == path:
             kind = point.load()
-            by_name = isinstance(kind, GenericAlias)
+            by_name = isinstance(
+                kind.__origin__ if hasattr(kind, "__metadata__") else kind, GenericAlias
+            )
             added[key] = (kind, {} if by_name else (structs_of(kind) or (str,))[0]())
     if not added:
         return section

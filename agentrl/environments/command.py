@@ -56,10 +56,8 @@ def list_plugins() -> None:
         except AgentRLError as error:
             click.echo(f"{name:<15} cannot be imported: {error}")
             continue
-        text = (
-            class_.__doc__ if "__doc__" in vars(class_) else sys.modules[class_.__module__].__doc__
-        )
-        first = " ".join((text or "").split()).partition(". ")[0].rstrip(".")
+        text = sys.modules[class_.__module__].__doc__ or class_.__doc__ or ""
+        first = " ".join(text.split()).partition(". ")[0].rstrip(".")
         click.echo(f"{name:<15} {first}")
         needs = ", ".join(class_.requires) or "nothing"
         click.echo(f"{'':<15} needs {needs}" + f"; installed in {one.folder}" * bool(one.python))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import click
@@ -38,9 +39,18 @@ def print_tasks(named: Named, split: str, id: str | None) -> dict[str, Json]:
 
 
 async def play_by_hand(named: Named, task: dict[str, Json]) -> None:
+    """Raises click.Abort at the end of the input."""
+    left = asyncio.Event()
     async with stage(named, BY_HAND) as on:
         click.echo(f"\ntask {task['id']}")
-        told(await on.play(task, _hand()))
+        playing = asyncio.create_task(on.play(task, _hand(left)))
+        leaving = asyncio.create_task(left.wait())
+        await asyncio.wait({playing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if left.is_set():
+            playing.cancel()
+            raise click.Abort
+        told(playing.result())
 
 
 def told(played: Played) -> None:
@@ -55,8 +65,9 @@ def told(played: Played) -> None:
     )
 
 
-def _hand() -> Reply:
-    """Asks the terminal, and prints what was said since the role's last answer."""
+def _hand(left: asyncio.Event) -> Reply:
+    """Asks the terminal, and prints what was said since the role's last answer. Sets `left` at the
+    end of the input."""
     seen: dict[str, int] = {}
     turn = asyncio.Lock()
 
@@ -70,12 +81,15 @@ def _hand() -> Reply:
                 names = (one.get("function", one).get("name") for one in tools)
                 click.echo(f"tools: {', '.join(map(str, names))}  (/call NAME {{...}})")
             seen[role] = len(messages)
+            ask = partial(
+                click.prompt, f"{role}>", default="", show_default=False, prompt_suffix=" "
+            )
             while True:
-                line = await threads.call(
-                    lambda: click.prompt(
-                        f"{role}>", default="", show_default=False, prompt_suffix=" "
-                    )
-                )
+                try:
+                    line = await threads.call(ask)
+                except click.Abort:
+                    left.set()
+                    await asyncio.Event().wait()  # until the rollout is cancelled
                 try:
                     return message_of(line)
                 except ValueError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from agentrl.environments import hosted
-from agentrl.environments.hosted import Answer, Request
+from agentrl.environments.hosted import HelperAnswer, Request
 from agentrl.environments.reference import checked_tasks, explained, made
 from agentrl.errors import AgentRLError
 from agentrl.runners.tracing import core as tracing
@@ -35,13 +35,13 @@ def _read(requests: queue.SimpleQueue[bytes]) -> None:
     os._exit(0)
 
 
-def answer(line: bytes) -> Answer:
+def answer(line: bytes) -> HelperAnswer:
     try:
-        return Answer(_done(msgspec.json.decode(line, type=Request)))
+        return HelperAnswer(_done(msgspec.json.decode(line, type=Request)))
     except AgentRLError as error:
-        return Answer(problem=str(error))
+        return HelperAnswer(problem=str(error))
     except Exception as error:  # noqa: BLE001 - a plug-in may raise anything
-        return Answer(problem=f"{type(error).__name__}: {error}")
+        return HelperAnswer(problem=f"{type(error).__name__}: {error}")
 
 
 def _done(request: Request) -> Any:

@@ -56,7 +56,7 @@ class Request(msgspec.Struct, frozen=True):
     attempt: str = ""  # in whose trace a verifier runs
 
 
-class Answer(msgspec.Struct, frozen=True):
+class HelperAnswer(msgspec.Struct, frozen=True):
     """From the helper. `problem`: a sentence for the user."""
 
     value: Any = None
@@ -172,7 +172,7 @@ def ask(request: Request) -> Any:
 
 def _value(named: Named, python: str, line: bytes, printed: str = "") -> Any:
     if line:
-        answer = msgspec.json.decode(line, type=Answer)
+        answer = msgspec.json.decode(line, type=HelperAnswer)
         if answer.problem:
             raise ConfigError(answer.problem)
         return answer.value

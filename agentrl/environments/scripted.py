@@ -105,7 +105,7 @@ def _settings(named: Named, folder: str, timeout: float) -> RunConfig:
     data: dict[str, Any] = {"name": RUN, "root": named.root, "output": folder, "agent": agent}
     data |= {"environment": named.name, "environment_options": named.all_options}
     data |= {"upstreams": {"script": {"text": ""}}, "roles": {"*": "script"}}  # without a policy
-    data |= {"runner": {"concurrency": 1, "processes": 1}}
+    data |= {"runner": {"concurrency": 1, "processes": 1, "drain": 0.1}}
     return resolve(data, source=f"environment {named.name}")
 
 

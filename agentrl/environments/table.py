@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-Name = str  # "PLUGIN:WHAT", or your own as "file.py:Class:WHAT"; stands for agent, tasks, verifier
-# `python`, its own interpreter, by default .venv-PLUGIN beside the run file or in the working
-# directory, if there is one; all others are arguments of the plug-in.
-Options = dict[str, Any]
+from msgspec import Meta
+
+Name = Annotated[
+    str,
+    Meta(
+        description='"PLUGIN:WHAT", or your own as "file.py:Class:WHAT"; stands for agent, tasks'
+        " and verifier"
+    ),
+]
+Options = Annotated[
+    dict[str, Any],
+    Meta(
+        description="`python`, its own interpreter, by default .venv-PLUGIN beside the run file or"
+        " in the working directory, if there is one; all others are arguments of the plug-in"
+    ),
+]

@@ -16,7 +16,7 @@ from agentrl.base.model_clients import model_variables
 from agentrl.environments import Endpoint
 from agentrl.errors import AgentError
 from agentrl.harbor.trial import Trial
-from agentrl.tasks.harbor_format import HarborTask, Step, resolved
+from agentrl.tasks.harbor_format import HarborStep, HarborTask, resolved
 
 NO_LIMIT = 86_400.0  # seconds, of a task without a time for its agent
 LARGEST_COMMAND = 100_000  # bytes; Linux refuses arguments above 128 KiB
@@ -55,7 +55,7 @@ class ModelWithShell:
         return [{"role": "system", "content": self.system}] if self.system else []
 
     async def work(
-        self, trial: Trial, step: Step, endpoint: Endpoint, talk: list[dict[str, Any]]
+        self, trial: Trial, step: HarborStep, endpoint: Endpoint, talk: list[dict[str, Any]]
     ) -> None:
         """`talk`: the conversation of earlier steps, which goes on."""
         until = time.monotonic() + (step.seconds or NO_LIMIT)
@@ -70,7 +70,7 @@ class ModelWithShell:
             if not calls or time.monotonic() >= until:
                 return
 
-    async def _run(self, trial: Trial, step: Step, call: Any, until: float) -> str:
+    async def _run(self, trial: Trial, step: HarborStep, call: Any, until: float) -> str:
         command = _command(call)
         if command is None:
             return "There is one tool, bash, with one argument, command: a text."
@@ -104,7 +104,7 @@ class CommandInside:
         return []
 
     async def work(
-        self, trial: Trial, step: Step, endpoint: Endpoint, talk: list[dict[str, Any]]
+        self, trial: Trial, step: HarborStep, endpoint: Endpoint, talk: list[dict[str, Any]]
     ) -> None:
         env = model_variables(endpoint.url, endpoint.key)
         if len(given := step.instruction.encode()) <= LARGEST_COMMAND:
@@ -146,7 +146,7 @@ def solution(task: HarborTask) -> list[dict[str, Any]] | None:
     return replies
 
 
-def _copied(step: Step) -> Iterator[str]:
+def _copied(step: HarborStep) -> Iterator[str]:
     """Commands that write the step's solution to /solution."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:

@@ -22,16 +22,8 @@ from agentrl.base import threads
 from agentrl.errors import AgentRLError
 from agentrl.runners.containers.cli import ContainerError
 from agentrl.runners.containers.pool import Container, Containers, ContainerSpec, Finished
-from agentrl.tasks.harbor_format import (
-    Artifact,
-    HarborTask,
-    Healthcheck,
-    Image,
-    Machine,
-    Network,
-    Step,
-    resolved,
-)
+from agentrl.tasks.harbor_format import HarborStep, HarborTask, Image, resolved
+from agentrl.tasks.harbor_tables import Artifact, Healthcheck, Machine, Network
 from agentrl.tasks.rewards import NoRewardError, read_rewards
 
 VERIFIER, TESTS = "/logs/verifier", "/tests"
@@ -97,7 +89,7 @@ class Trial:
         assert self._agent is not None
         return self._agent
 
-    async def begin(self, step: Step) -> None:
+    async def begin(self, step: HarborStep) -> None:
         """Prepare the container for what a step asks of the agent. Raises HarborError."""
         if self._judged:  # what the tests of the last one left
             await self._sh(f"{EMPTY}; chmod 777 {VERIFIER}", TESTS, VERIFIER)
@@ -113,7 +105,7 @@ class Trial:
     async def run(
         self,
         command: Sequence[str],
-        step: Step,
+        step: HarborStep,
         timeout: float,
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
@@ -121,7 +113,7 @@ class Trial:
         """Run a command of the agent. Raises TimeoutError; all its processes are ended then."""
         return await self._run(command, timeout, step.user, env, stdin)
 
-    async def judge(self, step: Step) -> dict[str, float]:
+    async def judge(self, step: HarborStep) -> dict[str, float]:
         """Run the tests of a step, and return its rewards by the names that they give them. Raises
         HarborError if they say nothing."""
         for hook in step.verifier.collect:
@@ -134,7 +126,7 @@ class Trial:
         self._judged.append(rewards)
         return rewards
 
-    def is_over(self, step: Step) -> bool:
+    def is_over(self, step: HarborStep) -> bool:
         """Whether a step that was judged is the last one: later ones need its `min_reward`."""
         rewards = self._judged[-1]
         missed = any(rewards.get(k, float("-inf")) < v for k, v in step.min_reward.items())
@@ -170,7 +162,7 @@ class Trial:
             raise
         return container
 
-    async def _judged_apart(self, step: Step) -> dict[str, float]:
+    async def _judged_apart(self, step: HarborStep) -> dict[str, float]:
         """Judge a step in a fresh container that gets the artifacts and nothing else."""
         assert step.judge is not None
         judge = await self._start(step.judge.image, step.judge.machine, step.judge.network)
@@ -195,7 +187,9 @@ class Trial:
         if kind:
             await judge.copy_in(copy, source)
 
-    async def _tested(self, container: Container, step: Step, *, copied: bool) -> dict[str, float]:
+    async def _tested(
+        self, container: Container, step: HarborStep, *, copied: bool
+    ) -> dict[str, float]:
         for folder in step.tests if copied else ():
             if folder.is_dir():
                 await container.copy_in(folder, TESTS)

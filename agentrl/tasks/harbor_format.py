@@ -14,131 +14,28 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import msgspec
 
 from agentrl.errors import ConfigError
+from agentrl.tasks.harbor_tables import (
+    Artifact,
+    Healthcheck,
+    Machine,
+    Network,
+    StepTable,
+    TaskFile,
+    User,
+    VerifierTable,
+)
 
 TASK, DOCKERFILE = "task.toml", "Dockerfile"
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
 IGNORED = {".git", "__pycache__", ".DS_Store"}  # names that do not change a task
 CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
 VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
-SIZE = re.compile(r"([\d.]+) *([GMK])B?", re.IGNORECASE)
 ARTIFACTS = "/logs/artifacts"  # always an artifact
 VERIFIER_SECONDS = 600.0
-Network = Literal["public", "no-network", "allowlist"]
-User = str | int | None
-
-
-class Healthcheck(msgspec.Struct, frozen=True):
-    """A command that must succeed before the agent begins, as Docker's HEALTHCHECK."""
-
-    command: str
-    interval_sec: float = 5.0
-    timeout_sec: float = 30.0
-    start_period_sec: float = 0.0
-    start_interval_sec: float = 5.0
-    retries: int = 3
-
-
-class Machine(msgspec.Struct, frozen=True):
-    """A container: `[environment]` or `[verifier.environment]`."""
-
-    docker_image: str | None = None
-    workdir: str | None = None
-    env: dict[str, str] = {}
-    cpus: float | None = None
-    memory_mb: int | None = None
-    memory: str | int | None = None  # of older tasks: "2G"
-    os: str = "linux"
-    gpus: int | None = None
-    tpu: Any = None
-    healthcheck: Healthcheck | None = None
-    build_timeout_sec: float = 600.0
-    network_mode: Network | None = None
-    allow_internet: bool | None = None  # of older tasks
-    mcp_servers: list[Any] = []
-
-    def __post_init__(self) -> None:
-        if self.megabytes is not None and self.megabytes < 1:
-            raise ValueError("the memory of a container must be at least 1 MB")
-
-    @property
-    def network(self) -> Network:
-        return self.network_mode or ("no-network" if self.allow_internet is False else "public")
-
-    @property
-    def megabytes(self) -> int | None:
-        """Raises ValueError."""
-        if self.memory is None or self.memory_mb is not None:
-            return self.memory_mb
-        if (found := SIZE.fullmatch(str(self.memory).strip())) is None:
-            raise ValueError(f"[environment] memory = {self.memory!r}: write it as '2G' or '512M'")
-        return int(float(found[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[found[2].upper()])
-
-
-class Artifact(msgspec.Struct, frozen=True):
-    """What a separate verifier gets from the agent's container."""
-
-    source: str
-    exclude: list[str] = []
-    service: str | None = None
-
-
-class Collect(msgspec.Struct, frozen=True):
-    """A command that saves state before artifacts are collected."""
-
-    command: str
-    service: str = "main"
-    timeout_sec: float = 60.0
-    user: User = None
-
-
-class Agent(msgspec.Struct, frozen=True):
-    timeout_sec: float | None = None
-    user: User = None
-    network_mode: Network | None = None
-
-
-class Verifier(msgspec.Struct, frozen=True):
-    timeout_sec: float | None = None
-    env: dict[str, str] = {}
-    user: User = None
-    environment_mode: Literal["shared", "separate"] | None = None
-    environment: Machine | None = None
-    collect: list[Collect] = []
-    network_mode: Network | None = None
-
-    @property
-    def mode(self) -> Literal["shared", "separate"] | None:
-        return self.environment_mode or ("separate" if self.environment else None)
-
-
-class StepTable(msgspec.Struct, frozen=True):
-    name: str = ""  # of its folder
-    agent: Agent = Agent()
-    verifier: Verifier = Verifier()
-    min_reward: float | dict[str, float] | None = None
-    healthcheck: Healthcheck | None = None
-    artifacts: list[str | Artifact] = []
-
-
-class Solution(msgspec.Struct, frozen=True):
-    env: dict[str, str] = {}
-
-
-class TaskFile(msgspec.Struct, frozen=True):
-    """`task.toml`. Keys that are not named here do not change how a task runs."""
-
-    agent: Agent = Agent()
-    verifier: Verifier = Verifier()
-    environment: Machine = Machine()
-    solution: Solution = Solution()
-    steps: list[StepTable] = []
-    artifacts: list[str | Artifact] = []
-    multi_step_reward_strategy: Literal["mean", "final"] = "mean"
 
 
 @dataclass(frozen=True)
@@ -161,7 +58,7 @@ class Judge:
 
 
 @dataclass(frozen=True)
-class Step:
+class HarborStep:
     """What is asked of the agent, and how it is judged. A task without `[[steps]]` is one step
     without a name."""
 
@@ -174,7 +71,7 @@ class Step:
     user: User
     healthcheck: Healthcheck | None
     min_reward: Mapping[str, float]  # without it, later steps are not begun
-    verifier: Verifier  # with the task's settings where the step has none
+    verifier: VerifierTable  # with the task's settings where the step has none
     judge: Judge | None  # None: the tests run in the agent's container
     artifacts: tuple[Artifact, ...]
 
@@ -188,7 +85,7 @@ class HarborTask:
     about: TaskFile
     image: Image
     network: Network  # of the agent's container
-    steps: tuple[Step, ...]
+    steps: tuple[HarborStep, ...]
 
     @property
     def digest(self) -> str:
@@ -270,7 +167,7 @@ def _instruction(file: Path) -> str:
     return "\n".join(lines) if len(lines) < 2 or lines[0].strip() else "\n".join(lines).lstrip("\n")
 
 
-def _step(folder: Path, about: TaskFile, step: StepTable) -> Step:
+def _step(folder: Path, about: TaskFile, step: StepTable) -> HarborStep:
     own = folder
     if about.steps:
         if step.name in ("", ".", "..") or "/" in step.name or "\0" in step.name:
@@ -289,7 +186,7 @@ def _step(folder: Path, about: TaskFile, step: StepTable) -> Step:
         listed.insert(0, Artifact(ARTIFACTS))
     if wrong := next((one.source for one in listed if ".." in one.source.split("/")), ""):
         raise ValueError(f"an artifact leads out of its folder: {wrong!r}")
-    return Step(
+    return HarborStep(
         name=step.name,
         instruction=_instruction(own / "instruction.md"),
         files=own / "workdir" if step.name else None,
@@ -305,9 +202,9 @@ def _step(folder: Path, about: TaskFile, step: StepTable) -> Step:
     )
 
 
-def _verifier(task: Verifier, step: Verifier) -> Verifier:
+def _verifier(task: VerifierTable, step: VerifierTable) -> VerifierTable:
     """A step's settings, with the task's where it has none."""
-    return Verifier(
+    return VerifierTable(
         timeout_sec=_first(step.timeout_sec, task.timeout_sec) or VERIFIER_SECONDS,
         env={**task.env, **step.env},
         user=task.user if step.user is None else step.user,
@@ -319,7 +216,7 @@ def _verifier(task: Verifier, step: Verifier) -> Verifier:
 
 
 def _judge(
-    folder: Path, own: Path, about: TaskFile, step: StepTable, verifier: Verifier
+    folder: Path, own: Path, about: TaskFile, step: StepTable, verifier: VerifierTable
 ) -> Judge | None:
     """The verifier's own container: its image is that of the step or of the task's verifier, or one
     built from their tests, or that of the agent."""
@@ -352,7 +249,7 @@ def _image(folder: Path, about: TaskFile) -> Image:
     return Image(folder=environment)
 
 
-def _networks(about: TaskFile, steps: tuple[Step, ...]) -> set[Network]:
+def _networks(about: TaskFile, steps: tuple[HarborStep, ...]) -> set[Network]:
     """Those that the agent's container would need in turn; a container has only one."""
     base = about.agent.network_mode or about.environment.network
     wanted = {table.agent.network_mode or base for table in about.steps} or {base}
@@ -368,7 +265,7 @@ def _networks(about: TaskFile, steps: tuple[Step, ...]) -> set[Network]:
     return wanted
 
 
-def _unfit(folder: Path, about: TaskFile, steps: tuple[Step, ...]) -> Iterator[str]:
+def _unfit(folder: Path, about: TaskFile, steps: tuple[HarborStep, ...]) -> Iterator[str]:
     """Why a task cannot be run here; each continues "the task ..."."""
     judges = [step.judge for step in steps if step.judge]
     folders = {folder / "environment", *(j.image.folder for j in judges if j.image.folder)}

@@ -20,7 +20,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds between attempts; doubled, or it
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=600.0)  # seconds
 
 
-class Endpoint(NamedTuple):
+class ModelServer(NamedTuple):
     """A model to ask. identity: names its model, for a policy also run and version."""
 
     url: str
@@ -56,24 +56,24 @@ class _Reply(msgspec.Struct):
     usage: _Usage | None = None
 
 
-def upstream_endpoint(config: RunConfig, name: str) -> Endpoint:
+def upstream_endpoint(config: RunConfig, name: str) -> ModelServer:
     upstream = config.upstreams[name]
     key = os.environ.get(upstream.key_env, "").strip() if upstream.key_env else ""
     model = upstream.model or name
-    return Endpoint(upstream.base_url, model, upstream.text or model, key, upstream.text)
+    return ModelServer(upstream.base_url, model, upstream.text or model, key, upstream.text)
 
 
-async def find_endpoint(store: Store, config: RunConfig, name: str) -> Endpoint:
+async def find_endpoint(store: Store, config: RunConfig, name: str) -> ModelServer:
     """The endpoint of an upstream, or of a policy that is served now."""
     if name in config.upstreams:
         return upstream_endpoint(config, name)
     served = (await store.policies(config.name))[name]
     identity = f"{config.name}/{name}@{served.version}"
-    return Endpoint(served.base_url, served.model, identity, config.engine.access.key)
+    return ModelServer(served.base_url, served.model, identity, config.engine.access.key)
 
 
 async def complete(
-    session: aiohttp.ClientSession, endpoint: Endpoint, question: str, who: str, **fields: Json
+    session: aiohttp.ClientSession, endpoint: ModelServer, question: str, who: str, **fields: Json
 ) -> Completion:
     """Ask a question. fields: further fields of the request, such as sampling. who: the caller, at
     the start of an error. Retries while the server is busy or unreachable. Raises AgentRLError."""
@@ -85,7 +85,7 @@ async def complete(
 
 
 async def post(
-    session: aiohttp.ClientSession, endpoint: Endpoint, path: str, who: str, **fields: Json
+    session: aiohttp.ClientSession, endpoint: ModelServer, path: str, who: str, **fields: Json
 ) -> bytes:
     """Send `fields` to a path of the server; returns the response. Retries and raises as
     `complete` does."""

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from agentrl.config import RunConfig  # before this part's table, which its schema imports
 
 # isort: split
-from agentrl.algorithms.chat_completions.client import Endpoint, complete, find_endpoint
+from agentrl.algorithms.chat_completions.client import ModelServer, complete, find_endpoint
 from agentrl.algorithms.judges import questions
 from agentrl.algorithms.judges.questions import Messages, Question, Verdict
 from agentrl.algorithms.judges.table import (
@@ -118,7 +118,7 @@ class JudgeClient:
 
         return await asyncio.gather(*map(ask, batch))
 
-    async def _ask(self, id: str, question: Question, endpoint: Endpoint) -> Verdict | None:
+    async def _ask(self, id: str, question: Question, endpoint: ModelServer) -> Verdict | None:
         cached = await self.store.judgement(id)
         if cached is not None:
             self.counts["cached"] += 1
@@ -157,7 +157,7 @@ class JudgeClient:
                 )
         self.counts["calls"] += 1
 
-    async def _complete(self, text: str, endpoint: Endpoint) -> tuple[str, float]:
+    async def _complete(self, text: str, endpoint: ModelServer) -> tuple[str, float]:
         """The answer and its cost in USD."""
         settings, who = self.settings, f"judges.{self.name}"
         sampling = {"temperature": 0.0, "max_tokens": settings.max_tokens}

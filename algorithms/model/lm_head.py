@@ -150,9 +150,9 @@ class _Head(torch.autograd.Function):
             ctx.saved_tensors
         )
         temperature_N = temperature_N.to(normaliser_N)
-        scale_N1, pull_N1 = (
-            None if grad is None else (grad / temperature_N)[:, None] for grad in (grad_N, pull_N)
-        )
+        grad_N = torch.zeros_like(normaliser_N) if grad_N is None else grad_N
+        scale_N1 = (grad_N / temperature_N)[:, None]
+        pull_N1 = None if pull_N is None else (pull_N / temperature_N)[:, None]
         weight, bias = _operands(weight_VH, bias_V, ctx.fp32)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_weight = torch.empty_like(weight_VH) if wants_weight else None
@@ -167,10 +167,9 @@ class _Head(torch.autograd.Function):
             logits_NC = linear(narrow_NH, weight[part], None if bias is None else bias[part])
             logp_NC = _divided(logits_NC, temperature_N).sub_(normaliser_N[:, None])
             grad_NC = _pulled(logp_NC, scale_N1, pull_N1, entropy_N[:, None])
-            if scale_N1 is not None:
-                at_N1 = tokens_N[:, None] - first
-                inside = (at_N1 >= 0) & (at_N1 < grad_NC.shape[1])
-                grad_NC.scatter_add_(1, at_N1.clamp(0, grad_NC.shape[1] - 1), scale_N1 * inside)
+            at_N1 = tokens_N[:, None] - first
+            inside = at_N1.clamp(0, grad_NC.shape[1] - 1)
+            grad_NC.scatter_add_(1, inside, scale_N1 * (inside == at_N1))
             narrow_NC = grad_NC.to(weight.dtype)
             if wants_hidden:
                 grad_hidden += narrow_NC @ weight[part]
@@ -183,17 +182,15 @@ class _Head(torch.autograd.Function):
 
 
 def _pulled(
-    logp_NC: Tensor, scale_N1: Tensor | None, pull_N1: Tensor | None, entropy_N1: Tensor
+    logp_NC: Tensor, scale_N1: Tensor, pull_N1: Tensor | None, entropy_N1: Tensor
 ) -> Tensor:
     """Gradient of logits, but for the one-hot part of the log-probs'; in place."""
     # d log softmax(z)[token] / d z = one-hot(token) - softmax(z)
     if pull_N1 is None:
-        assert scale_N1 is not None
         return logp_NC.exp_().mul_(-scale_N1)
     # d entropy / d z = - softmax(z) * (log softmax(z) + entropy)
     p_NC = logp_NC.exp()
-    grad_NC = logp_NC.add_(entropy_N1).mul_(-pull_N1)
-    return (grad_NC if scale_N1 is None else grad_NC.sub_(scale_N1)).mul_(p_NC)
+    return logp_NC.add_(entropy_N1).mul_(-pull_N1).sub_(scale_N1).mul_(p_NC)
 
 
 def _chunks(size: int, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -27,7 +27,12 @@ from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level
 from agentrl.algorithms.data.state import RememberedColumn, StatePart
-from agentrl.algorithms.multiagent.episodes import Episode, Episodes, JointActionSpace, pad_episodes
+from agentrl.algorithms.multiagent.episodes import (
+    Episodes,
+    JointActionSpace,
+    TeamEpisode,
+    pad_episodes,
+)
 from agentrl.algorithms.multiagent.qmix import build_mixer, lambda_returns, of_action
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Names, preset
@@ -138,7 +143,7 @@ class TeamCritic:
             self.online.parameters(), training.lr, alpha=0.99, eps=1e-5
         )
 
-    def advantages(self, episodes: Sequence[Episode]) -> Tensor:
+    def advantages(self, episodes: Sequence[TeamEpisode]) -> Tensor:
         """Q of the joint action minus its mean over the agent's own actions under its policy, with
         the others' actions fixed, [B, T, n]; NaN for an agent that did not act."""
         data = pad_episodes(episodes, self.shape.actions)
@@ -148,7 +153,7 @@ class TeamCritic:
         advantage = counterfactual_advantage(q, policy, data.actions)
         return torch.where(data.acted, advantage, torch.nan)
 
-    def learned(self, episodes: Sequence[Episode]) -> TeamCritic:
+    def learned(self, episodes: Sequence[TeamEpisode]) -> TeamCritic:
         """A copy of the critic, trained for one step on these episodes."""
         after = copy.deepcopy(self)
         after.target.load_state_dict(self.online["critic"].state_dict())

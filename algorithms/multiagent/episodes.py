@@ -26,7 +26,7 @@ WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class TeamEpisode:
     """T joint steps of n agents, and the observation after the last one, which is only read, and
     required, if the episode was truncated."""
 
@@ -59,7 +59,7 @@ class Episodes:
         return self.acting[:, :-1] & self.live[..., None]
 
 
-def pad_episodes(episodes: Sequence[Episode], actions: int) -> Episodes:
+def pad_episodes(episodes: Sequence[TeamEpisode], actions: int) -> Episodes:
     """Stack episodes with padding. actions: number of actions. Raises TrainingError for columns of
     inconsistent length and for actions out of range."""
     for number, episode in enumerate(episodes):
@@ -89,7 +89,7 @@ def pad_episodes(episodes: Sequence[Episode], actions: int) -> Episodes:
     return whole
 
 
-def _check(number: int, episode: Episode, actions: int) -> None:
+def _check(number: int, episode: TeamEpisode, actions: int) -> None:
     steps = len(episode.rewards)
     seen = {steps + 1, steps} if episode.terminated else {steps + 1}
     for name, allowed in {
@@ -145,7 +145,7 @@ class JointActionSpace:
                 counts[call.role] += 1
         return found
 
-    def episode(self, rollout: Rollout, reward: float) -> Episode:
+    def episode(self, rollout: Rollout, reward: float) -> TeamEpisode:
         """The rollout as an episode with the team's reward at its end. It is always terminated: the
         reward is for its final state. The state is the observations of all agents."""
         moves = self.moves(rollout)
@@ -160,7 +160,7 @@ class JointActionSpace:
                 actions[at], acting[at] = self.action(call), True
         rewards = torch.zeros(steps)
         rewards[-1:] = reward
-        return Episode(observations, observations.flatten(1), actions, rewards, acting=acting)
+        return TeamEpisode(observations, observations.flatten(1), actions, rewards, acting=acting)
 
 
 def observed_text(call: Transition) -> str:

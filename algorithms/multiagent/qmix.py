@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agentrl.algorithms.multiagent.episodes import Episode, Episodes, pad_episodes
+from agentrl.algorithms.multiagent.episodes import Episodes, TeamEpisode, pad_episodes
 
 Kind = Literal["vdn", "qmix"]
 
@@ -154,7 +154,7 @@ class FactoredQLearner:
         explored = [rng.choice(row.nonzero().squeeze(1).tolist()) for row in allowed]
         return [e if rng.random() < epsilon else c for e, c in zip(explored, chosen, strict=True)]
 
-    def learn(self, episodes: Sequence[Episode]) -> dict[str, float]:
+    def learn(self, episodes: Sequence[TeamEpisode]) -> dict[str, float]:
         """Take one optimizer step on the episodes; returns metrics."""
         data = pad_episodes(episodes, self.actions)
         value = self.value(self.online, data, data.actions)

@@ -7,6 +7,7 @@ killed one continues, is without it."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.base.files import PARTIAL, delete_directory
 from agentrl.errors import PolicyError
 from agentrl.store.base import Store
-from agentrl.types import RolloutState
+from agentrl.types import Rollout, RolloutState
+
+log = logging.getLogger("agentrl.algorithm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +39,29 @@ class SnapshotStore:
 
     async def start(self, steps: int) -> None:
         """Serve the pool at the start of the process, after `steps` steps; adds a first snapshot to
-        an empty pool. Raises PolicyError for a snapshot that is missing on disk."""
+        an empty pool, and cancels games against snapshots of steps that were taken back. Raises
+        PolicyError for a snapshot that is missing on disk."""
         if not self.pool.now.snapshots:
             await self.save_due(steps)
+        known = {snapshot.name for snapshot in self.pool.now.snapshots}
+        lost = [
+            row.id
+            for row in await self._running()
+            if any(
+                name not in known and name.startswith(f"{self.pool.policy}@")
+                for name in row.seats.values()
+            )
+        ]
+        if lost:
+            log.warning("%d games against opponents that are no longer there: cancelled", len(lost))
+            await self.store.cancel(lost)
         async with self.serving.updating():
             await self._serve()
 
     async def save_due(self, steps: int) -> None:
         """Save the snapshot that is due after `steps` steps, before the commit of the last step."""
-        playing: set[str] = set()  # policies in rollouts that have not ended
-        for state in RolloutState if self.pool.ahead else ():
-            if not state.terminal:
-                rows = await self.store.rollouts(self.run, state=state)
-                playing.update(name for row in rows for name in row.seats.values())
+        rows = await self._running() if self.pool.ahead else ()
+        playing = {name for row in rows for name in row.seats.values()}
         snapshot = self.pool.finish(steps, playing)
         if snapshot is not None:
             save_policy(self.folder / snapshot.name, self.learner)
@@ -67,6 +80,12 @@ class SnapshotStore:
             if path.name not in self.served | needed and (PARTIAL in path.name or "@" in path.name):
                 self.dropped.pop(path.name, None)
                 delete_directory(path)
+
+    async def _running(self) -> list[Rollout]:
+        """The rollouts that have not ended."""
+        states = [state for state in RolloutState if not state.terminal]
+        found = [await self.store.rollouts(self.run, state=state) for state in states]
+        return [row for rows in found for row in rows]
 
     async def _serve(self) -> None:
         wanted = {snapshot.name: snapshot for snapshot in self.pool.now.snapshots}

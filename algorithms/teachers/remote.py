@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentrl.algorithms.chat_completions.client import Endpoint, post, upstream_endpoint
+from agentrl.algorithms.chat_completions.client import ModelServer, post, upstream_endpoint
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.model.load import Tokenizer, vocabulary_size
 from agentrl.algorithms.objective.core import Algo
@@ -48,7 +48,7 @@ class RemoteTeacher:
     """A teacher at an endpoint."""
 
     name: str
-    endpoint: Endpoint
+    endpoint: ModelServer
     k: int  # tokens at each position, including the sampled one
     tokenizer: Tokenizer  # the policy's
     vocabulary: int  # number of the policy's token ids

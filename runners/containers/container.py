@@ -18,6 +18,7 @@ from agentrl.config import AgentConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.containers.cli import ContainerEnded, ContainerError, check_variables
 from agentrl.runners.containers.pool import Container, Containers, ContainerSpec
+from agentrl.runners.containers.running import written
 from agentrl.runners.containers.table import ContainerRunnerConfig
 from agentrl.runners.executors import input_of
 from agentrl.runners.executors.environment import matching
@@ -107,8 +108,13 @@ class ContainerExecutor(CommandExecutor):
         if (place := active.place) is not None:
             given, works_in = {**place.env, **given}, str(place.folder)
         given |= contract.attempt_environment(active, self.gateway, span, task)
-        spec = container.command(self.argv, given, folder=works_in)
-        status, stdout, stderr = await self._run_process(active, spec, folder)
+        task = b"" if self.agent.harness else task
+        spec = container.command(self.argv, given, folder=works_in, stdin=len(task))
+        stdin, held = written(task)
+        try:
+            status, stdout, stderr = await self._run_process(active, spec, folder, stdin)
+        finally:
+            os.close(held)
         if status:
             await self._check(container, stderr)
         if status == KILLED and self.runner.memory_mb:

@@ -18,7 +18,7 @@ from agentrl.runners.containers.cli import Cli
 from agentrl.runners.containers.keeper import LABEL
 
 if TYPE_CHECKING:
-    from agentrl.runners.containers.pool import Container
+    from agentrl.runners.containers.running import Container
 
 log = logging.getLogger("agentrl.runner")
 INTERVAL = 0.5  # seconds between looks at the free space

@@ -4,7 +4,7 @@ HERE = "agentrl.runners.containers"
 
 PART = Part(
     name="containers",
-    summary="Agents in containers: `docker run` or a Kubernetes Job for each rollout.",
+    summary="Agents in containers: one of docker or podman, or a Kubernetes Job, for each rollout.",
     uses=("processes",),
     kinds={
         "runner.container": f"{HERE}.table:ContainerRunnerConfig",

@@ -10,206 +10,33 @@ keeper when the runner has ended.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
-import select
-import signal
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from agentrl.base import threads
-from agentrl.runners.containers import files
-from agentrl.runners.containers.cli import (
-    Answer,
-    Cli,
-    ContainerEnded,
-    ContainerError,
-    write_variables,
-)
+from agentrl.runners.containers.cli import Cli, ContainerError
+from agentrl.runners.containers.cli import ContainerEnded as ContainerEnded
 from agentrl.runners.containers.disk import DiskWatch
 from agentrl.runners.containers.images import Images
-from agentrl.runners.containers.keeper import LABEL, command_line
+from agentrl.runners.containers.keeper import LABEL
+from agentrl.runners.containers.running import SHELL, exists
+from agentrl.runners.containers.running import Container as Container
+from agentrl.runners.containers.running import ContainerSpec as ContainerSpec
+from agentrl.runners.containers.running import Finished as Finished
 from agentrl.runners.containers.table import CLIENT, limits
 from agentrl.runners.processes.contract import passed_environment
-from agentrl.runners.processes.launcher import OutputPipe, ProcessLauncher, SupervisorLost
-from agentrl.runners.processes.supervisor import ProcessSpec
+from agentrl.runners.processes.launcher import ProcessLauncher
 
 log = logging.getLogger("agentrl.runner")
-SHELL = "/bin/sh"
 # The first process: ends for no signal from inside, and reaps all orphans.
 WAIT = "while :; do sleep 2147483 & wait; done"
-KILL_ALL = "kill -9 -1"  # all processes of a container but the first
-# Podman loses the output of a program that ends without having read its input.
-PASS_STDIN = (SHELL, "-c", 'PATH="$PATH:/bin:/usr/bin" cat | "$@"', "sh")
 START_TIMEOUT = 120.0  # seconds
-COPY_TIMEOUT = 120.0
-KILL_TIMEOUT = 10
 MOST_IDLE = 64  # warm containers of all kinds; those of the longest unused kind are removed first
-LARGEST_OUTPUT = 2**20  # bytes kept of each output of a program
-
-
-class ContainerSpec(NamedTuple):
-    """A kind of container. Numbers: 0 is no limit."""
-
-    image: str
-    network: str = "none"  # of `docker run`; none: only its own loopback address
-    memory_mb: int = 0
-    cpus: float = 0.0
-    pids: int = 512
-    disk_mb: int = 0  # that it writes
-    mounts: tuple[tuple[str, str, str], ...] = ()  # (path on the host, path inside, "ro" or "rw")
-    # A folder on the host in which each container gets one of its own, mounted at the second path.
-    share: tuple[str, str] | None = None
-    env: tuple[tuple[str, str], ...] = ()  # no secrets: others can read them
-    folder: str = ""  # working directory; empty: the image's
-    user: str = ""  # empty: the image's
-    entrypoint: bool = False  # run that of the image, which then has to run its arguments
-    options: tuple[str, ...] = ()  # additional arguments of `docker run`
-
-
-class Finished(NamedTuple):
-    """A finished program: exit status, and the end of both outputs."""
-
-    status: int
-    stdout: str
-    stderr: str
-
-
-@dataclass(slots=True, eq=False)
-class Container:
-    """A running container, for one rollout."""
-
-    name: str
-    spec: ContainerSpec
-    pool: Containers
-    share: Path | None = None  # its own folder on the host, if the spec has one
-    pid: int = 0  # of its first process
-    why: str = ""  # it was ended by this runner, because
-
-    async def run(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        folder: str = "",
-        user: str = "",
-        stdin: bytes = b"",
-        timeout: float = 60.0,
-    ) -> Finished:
-        """Run a program. Raises TimeoutError after `timeout` seconds, when all processes of the
-        container but the first are killed, and ContainerError if the container has ended."""
-        stdout = OutputPipe(LARGEST_OUTPUT, tail=True)
-        stderr = OutputPipe(LARGEST_OUTPUT, tail=True)
-        given = os.memfd_create("stdin", os.MFD_CLOEXEC)
-        os.write(given, stdin)
-        os.lseek(given, 0, os.SEEK_SET)
-        spec = self.command(argv, env or {}, folder=folder, user=user, stdin=bool(stdin))
-        fds = [given, await stdout.open(), await stderr.open()]
-        try:
-            process = await self.pool.launcher.launch(spec, fds)
-            try:
-                async with asyncio.timeout(timeout):
-                    status = await process.wait()
-            except BaseException:
-                process.kill()
-                with contextlib.suppress(SupervisorLost):
-                    await process.wait()
-                raise
-        except SupervisorLost as lost:
-            raise ContainerError(f"{lost}, and its program with it") from None
-        except TimeoutError:
-            await self._ask("exec", "--user", "0", self.name, SHELL, "-c", KILL_ALL)
-            raise
-        if status:
-            await self.check()
-        return Finished(status, await stdout.text(), await stderr.text())
-
-    def command(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        folder: str = "",
-        user: str = "",
-        stdin: bool = True,
-    ) -> ProcessSpec:
-        """Return the process of this machine that runs a program in the container. `stdin`: whether
-        the program reads that of the process."""
-        file = self.pool.cli.scratch / f"{self.name}.env"
-        options, own = write_variables(env, file)
-        options += ["--interactive"] if stdin else []
-        options += ["--workdir", folder] if folder else []
-        options += ["--user", user] if user else []
-        program = [*PASS_STDIN, *argv] if stdin else argv
-        command = [self.pool.cli.program, "exec", *options, self.name, *program]
-        env = own | passed_environment(CLIENT)
-        return ProcessSpec(argv=command, env=env, folder=str(self.pool.cli.scratch))
-
-    async def check(self) -> None:
-        """Raise ContainerError if the container has ended, or is not reachable."""
-        state = "{{.State.Running}} {{.State.OOMKilled}}"
-        said = await self.pool.cli.ask("inspect", "--format", state, self.name)
-        running, _, oom = said.out.strip().partition(" ")
-        if self.why:
-            raise ContainerEnded(self.why)
-        if said.status:
-            raise ContainerError(f"the container is gone: {said.problem}")
-        if running != "true":
-            memory = f", for using {self.spec.memory_mb} MB of memory" if oom == "true" else ""
-            raise ContainerEnded(f"the container was ended by what runs in it{memory}")
-
-    async def copy_in(self, source: Path, inside: str) -> None:
-        """Copy a file, or what is in a folder, to a path in the container; root owns it there.
-        Raises ContainerError."""
-        with self._archive() as archive:
-            await threads.call(files.pack, source, inside, archive)
-            said = await self._ask("cp", "-", f"{self.name}:/", stdin=archive)
-        if said.status:
-            await self.check()
-            raise ContainerError(f"{inside} cannot be copied into the container: {said.problem}")
-
-    async def copy_out(self, inside: str, target: Path) -> bool:
-        """Copy a file or folder of the container to `target`, without links; return whether it
-        exists. Raises ContainerError if the container has ended."""
-        with self._archive() as archive:
-            said = await self._ask("cp", f"{self.name}:{inside}", "-", stdout=archive)
-            if said.status:
-                await self.check()
-                return False
-            await threads.call(files.unpack, archive, target)
-        return True
-
-    async def _ask(
-        self, *arguments: str, stdin: Path | None = None, stdout: Path | None = None
-    ) -> Answer:
-        ask = self.pool.cli.ask
-        return await ask(*arguments, stdin=stdin, stdout=stdout, timeout=COPY_TIMEOUT)
-
-    @contextlib.contextmanager
-    def _archive(self) -> Iterator[Path]:
-        path = self.pool.cli.scratch / f"{secrets.token_hex(8)}.tar"
-        try:
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
-
-    async def end(self) -> None:
-        """Kill all that runs in the container, which ends with it."""
-        if not await threads.call(_kill, self.pid, self.name):
-            await self._ask("kill", self.name)
-
-    async def discard(self) -> None:
-        """Kill all that runs in the container, and remove it in the background."""
-        try:
-            await threads.uncancelled(self.end())
-        finally:
-            self.pool.forget(self)
 
 
 class Containers:
@@ -265,6 +92,10 @@ class Containers:
         self._wanted[spec] = count
         self._fill(spec)
 
+    async def ready(self, spec: ContainerSpec) -> None:
+        """Wait until the containers of a kind that are kept ready have started, or failed to."""
+        await asyncio.gather(*self._ready.get(spec, ()), return_exceptions=True)
+
     async def take(self, spec: ContainerSpec, timeout: float = START_TIMEOUT) -> Container:
         """Return a container that nobody had before. Raises ContainerError, one sentence."""
         self._wanted.setdefault(spec, self._warm)
@@ -281,7 +112,7 @@ class Containers:
             except asyncio.CancelledError:
                 starting.add_done_callback(self._abandon)
                 raise
-            if _exists(container.pid):
+            if exists(container.pid):
                 self._taken[container.name] = container
                 return container
             self.forget(container)  # somebody has ended it meanwhile
@@ -289,7 +120,8 @@ class Containers:
     def forget(self, container: Container) -> None:
         self._taken.pop(container.name, None)
         self.cli.remove(container.name, container.share)
-        (self.cli.scratch / f"{container.name}.env").unlink(missing_ok=True)
+        for file in self.cli.scratch.glob(f"{container.name}-*.env"):
+            file.unlink(missing_ok=True)
 
     def _next(self, spec: ContainerSpec) -> asyncio.Task[Container]:
         """Return one that is ready, else the one that is started first, else a new one."""
@@ -374,7 +206,8 @@ class Containers:
             opened = await self.cli.open_door(container.name, container.pid, *self._gateway)
             if opened.status:
                 raise ContainerError(
-                    f"the gateway cannot be reached in a container: {opened.problem}"
+                    f"a container cannot reach the gateway ({opened.problem}); run the runner as"
+                    " root or with rootless podman, or give the container a network that has it"
                 )
 
 
@@ -382,35 +215,6 @@ def _note(task: asyncio.Task[Container]) -> None:
     """Say why no container was ready; who takes one is told again."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.warning("no container is kept ready: %s", error)
-
-
-def _exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-def _kill(pid: int, name: str) -> bool:
-    """Kill a container's first process, and by that all others of it; return whether they have
-    ended. The engine may run on another machine, or as a user whose processes this one must not
-    kill."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    try:
-        if name not in command_line(pid):
-            return True
-        signal.pidfd_send_signal(process, signal.SIGKILL)
-        poll = select.poll()
-        poll.register(process, select.POLLIN)
-        return bool(poll.poll(1000 * KILL_TIMEOUT))
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(process)
 
 
 def _make_share(folder: str | Path, name: str) -> Path:

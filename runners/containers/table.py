@@ -24,9 +24,7 @@ class ContainerConfig(Section, frozen=True):
     warm: Natural = 8  # containers that are ready before rollouts need them
     pids: Natural = 512  # processes and threads in a container; 0: no limit
     cpus: NonNegative = 0.0  # cores that a container may use; 0: no limit
-    disk_mb: Natural = (
-        10_000  # that a rollout may write, until its container is removed; 0: no limit
-    )
+    disk_mb: Natural = 10_000  # that a rollout may write; 0: no limit
 
 
 class KubernetesConfig(Section, frozen=True):

@@ -51,10 +51,11 @@ class Gateway:
         policies: Collection[str] = (),
         remote: bool = False,
         key: str = "",
+        models: Collection[str] = (),
         features: Sequence[Feature] = (),
     ) -> None:
-        """`upstreams` to `key`: see `Router`. `features`: in the order in which they see a call. If
-        other machines can connect to `host`, only sealed attempts accept calls.
+        """`upstreams` to `models`: see `Router`. `features`: in the order in which they see a call.
+        If other machines can connect to `host`, only sealed attempts accept calls.
 
         Raises ConfigError if the API key of an upstream is missing."""
         self.base_url = ""  # for agents on this machine, known once started; ends in /v1
@@ -62,7 +63,9 @@ class Gateway:
         self.attempts = AttemptRegistry(
             open=is_loopback(host), roles=roles or (), features=features
         )
-        self.router = Router(store, run, upstreams, roles, policies, remote=remote, key=key)
+        self.router = Router(
+            store, run, upstreams, roles, policies, remote=remote, key=key, models=models
+        )
         self._store, self._host, self._features = store, host, features
         self._loop = server_loop()
         self._thread = threading.Thread(target=self._serve, name="agentrl-gateway", daemon=True)

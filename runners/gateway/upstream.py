@@ -101,9 +101,11 @@ class Router:
         *,
         remote: bool = False,
         key: str = "",
+        models: Collection[str] = (),
     ) -> None:
         """`policies`: names of a run's policies, each for the roles mapped to it. `remote`: the run
-        has no policy, so calls do not wait for one. `key`: API key of policy servers.
+        has no policy, so calls do not wait for one. `key`: API key of policy servers. `models`:
+        those that the run trains, for which agents may ask.
 
         Raises ConfigError if the key of a frozen endpoint is not in the environment."""
         self.store, self.run = store, run
@@ -112,7 +114,7 @@ class Router:
         self.roles = roles or {}
         self.several = tuple(policies) if len(policies) > 1 else ()
         self.default = next(iter(policies)) if len(policies) == 1 else DEFAULT
-        self.remote, self._key = remote, key
+        self.remote, self._key, self._models = remote, key, models
         self.any = self.frozen.get(self.roles.get(ANY_ROLE, "")) if remote else None
         self.read = asyncio.Event()  # set after the first read of the policies table
         self._changed = asyncio.Event()  # set and replaced whenever a route may have changed
@@ -193,7 +195,7 @@ class Router:
         """Whether a call asks for the policy that answers it, by its role or its model's name. A
         call without a model's name asks for any."""
         names = {policy.model for policy in self.policies.values()}
-        names |= {"", self.default, *self.policies, *self.several}
+        names |= {"", self.default, *self.policies, *self.several, *self._models}
         return model in names or self.policy_of_role(role, seats) is not None
 
     def is_auxiliary(self, role: str, seats: Seats) -> bool:

@@ -94,20 +94,21 @@ class CommandExecutor(SandboxExecutor):
         return self.argv
 
     async def _run_process(
-        self, active: ActiveAttempt, spec: ProcessSpec, folder: Path
+        self, active: ActiveAttempt, spec: ProcessSpec, folder: Path, stdin: int | None = None
     ) -> tuple[int, str, str]:
         """Return exit status, stdout and the end of stderr. All descendants of the process are
         killed, on cancellation too. If the runner is killed, `folder`, which holds the task, is
-        deleted along with the process.
+        deleted along with the process. `stdin`: a file descriptor, if not the task.
 
         Raises FailedAttemptError if the process had to be killed."""
         spec["remove"] = str(folder)
         stdout = OutputPipe(executors.LARGEST_RESULT)
         stderr = OutputPipe(LONGEST_TRACEBACK, tail=True)
-        # A harness has its prompt as an argument, and would append its stdin to it.
-        stdin = os.devnull if self.agent.harness else folder / contract.TASK
-        task = os.open(stdin, os.O_RDONLY)
-        fds = [task, await stdout.open(), await stderr.open()]
+        if stdin is None:
+            # A harness has its prompt as an argument, and would append its stdin to it.
+            given = os.devnull if self.agent.harness else folder / contract.TASK
+            stdin = os.open(given, os.O_RDONLY)
+        fds = [stdin, await stdout.open(), await stderr.open()]
         try:
             process = await self._launcher.launch(spec, fds)
             try:

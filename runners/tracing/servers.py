@@ -4,13 +4,15 @@ Python serves each connection in the context in which the server was started. A 
 started inside one attempt, such as a shared environment, an MCP server or a cache, also serves
 other attempts, whose model calls would be recorded in the first. So inside attempts, and only
 there, servers start in an empty context, and a task or thread other than the agent's own that
-accepts a connection is a server from then on. Their model calls need the attempt's own URL or key,
-or the `traceparent` of the request that they serve; the gateway refuses others.
+accepts a connection, or takes from a queue what another attempt has put there, is a server from
+then on. Their model calls need the attempt's own URL or key, or the `traceparent` of the request
+that they serve; the gateway refuses others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import socket
 import socketserver
 import sys
@@ -21,8 +23,12 @@ from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from agentrl.runners.tracing import attempt_log
+
+# To a queue; two attempts suffice.
+_senders: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 @cache
@@ -33,6 +39,10 @@ def install() -> None:
     _patch(socketserver.BaseServer, "_handle_request_noblock", _sync)
     _patch(socket.socket, "accept", _accept)
     _patch(selector_events.BaseSelectorEventLoop, "sock_accept", _sock_accept)
+    _patch(asyncio.Queue, "put_nowait", _put)
+    _patch(asyncio.Queue, "get_nowait", _get)
+    _patch(queue.Queue, "put", _put)
+    _patch(queue.Queue, "get", _get)
     if find_spec("uvicorn"):  # also for what it starts beside requests: an application's workers
         _patch(import_module("uvicorn.server").Server, "serve", _async)
     if find_spec("uvloop"):
@@ -43,18 +53,21 @@ def install() -> None:
 
 
 def install_imported() -> None:
-    """Patch gRPC if the process has imported it; call it at each attempt."""
-    for module, server, wrap in (
-        ("grpc._server", "_Server", _sync),
-        ("grpc.aio._server", "Server", _async),
+    """Patch gRPC, and the queues of anyio, which MCP uses, if the process has imported them; call
+    it at each attempt."""
+    for module, owner, method, wrap in (
+        ("grpc._server", "_Server", "start", _sync),
+        ("grpc.aio._server", "Server", "start", _async),
+        ("anyio.streams.memory", "MemoryObjectSendStream", "send_nowait", _put),
+        ("anyio.streams.memory", "MemoryObjectReceiveStream", "receive", _receive),
     ):
         if module in sys.modules:
-            _patch_once(module, server, wrap)
+            _patch_once(module, owner, method, wrap)
 
 
 @cache
-def _patch_once(module: str, server: str, wrap: Callable[..., Any]) -> None:
-    _patch(getattr(sys.modules[module], server), "start", wrap)
+def _patch_once(module: str, owner: str, method: str, wrap: Callable[..., Any]) -> None:
+    _patch(getattr(sys.modules[module], owner), method, wrap)
 
 
 def _patch(owner: Any, method: str, wrap: Callable[..., Any]) -> None:
@@ -100,3 +113,46 @@ def _sock_accept(accept: Callable[..., Any]) -> Callable[..., Any]:
         return connection
 
     return accepted
+
+
+def _put(put: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(put)
+    def sent(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (log := attempt_log.current()) is not None:
+            known = _senders.setdefault(_queue_of(self), set())
+            if len(known) < 2:
+                known.add(log.attempt)
+        return put(self, *args, **kwargs)
+
+    return sent
+
+
+def _get(get: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(get)
+    def taken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        item = get(self, *args, **kwargs)
+        _leave_if_shared(self)
+        return item
+
+    return taken
+
+
+def _receive(receive: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(receive)
+    async def received(self: Any) -> Any:
+        item = await receive(self)
+        _leave_if_shared(self)
+        return item
+
+    return received
+
+
+def _leave_if_shared(end: Any) -> None:
+    log = attempt_log.current()
+    if log is not None and not _senders.get(_queue_of(end), set()) <= {log.attempt}:
+        attempt_log.leave_as_server()
+
+
+def _queue_of(end: Any) -> Any:
+    """The queue itself, or what both ends of anyio's have in common."""
+    return getattr(end, "_state", end)

@@ -1,6 +1,7 @@
 """What sampling and updating a real model takes of a CPU.
 
 python -m tests.benchmarks.cpu_speed --model DIR --json [--dtype float32] [--only PART]
+    [--vllm PYTHON]
 
 CPU seconds of this process (`time.process_time`), of several tries the fewest: where others use the
 caches and memory bandwidth of the machine, it takes up to half more. Sampling: the embedded engine
@@ -8,6 +9,7 @@ answers eight short prompts about prices with 16 tokens each: 64 requests (eight
 8 (one of each), and 1; once with nothing cached and once with cached prompts. Update: 64 rollouts
 with 16 tokens each on the same prompts, packed as a trie: `pass` is forward and backward, `step`
 is `Learner.step` with clipping and AdamW. `lora`: with an adapter of rank 16 on all linear layers.
+`vllm`: the same requests to the CPU build of vLLM that PYTHON has.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +44,7 @@ ANSWER = 16  # tokens
 SYSTEM = "Answer briefly, like this: The sofa costs 77 dollars."
 NAMES = ("lamp", "chair", "desk", "clock", "mirror", "carpet", "vase", "kettle", "basket", "towel")
 PROMPTS = 8
+PARTS = ("decode", "full", "lora")
 TARGETS = {"decode_64": 350.0, "decode_1": 30.0, "update_full_pass_cpu_s": 7.0}
 
 
@@ -157,11 +162,26 @@ def adapted(model: Any) -> Adapters:
     return adapters
 
 
+def vllm(
+    python: str, directory: str, asked: list[list[int]], *, dtype: str, tries: int, threads: int
+) -> dict[str, float]:
+    """`decode` by vLLM."""
+    given = {
+        "model": directory, "prompts": asked, "rows": ROWS, "answer": ANSWER, "dtype": dtype,
+        "tries": tries, "threads": threads,
+    }  # fmt: skip
+    command = [python, str(Path(__file__).with_name("vllm_cpu.py"))]
+    done = subprocess.run(command, input=json.dumps(given), stdout=subprocess.PIPE, text=True)
+    done.check_returncode()
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
 def measure(
     directory: str, *, dtype: str = "bfloat16", tries: int = 3, threads: int = 1,
-    only: Sequence[str] = ("decode", "full", "lora"),
+    only: Sequence[str] = PARTS, python: str | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """All figures of a model."""
+    """All figures of a model. python: one that has vLLM."""
     torch.set_num_threads(threads)
     figures: dict[str, float] = {}
     model, tokenizer = load_model(directory, dtype, "cpu")
@@ -177,6 +197,9 @@ def measure(
         adapters = adapted(model)
         figures |= decode(model, asked, tries, threads, adapters)
         figures |= train(model, tokenizer, batch, tries, threads, adapters)
+    if python:
+        given = {"dtype": dtype, "tries": tries, "threads": threads}
+        figures |= vllm(python, directory, asked, **given)
     return figures
 
 
@@ -186,11 +209,13 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tries", type=int, default=3)
-    parser.add_argument("--only", action="append", choices=["decode", "full", "lora"])
+    parser.add_argument("--only", action="append", choices=PARTS)
+    parser.add_argument("--vllm", metavar="PYTHON", help="a Python with vLLM, to compare with")
     parser.add_argument("--json", action="store_true")
     own = parser.parse_args()
-    parts = own.only or ("decode", "full", "lora")
-    found = measure(own.model, dtype=own.dtype, tries=own.tries, threads=own.threads, only=parts)
+    parts = own.only or (() if own.vllm else PARTS)
+    given = {"dtype": own.dtype, "tries": own.tries, "threads": own.threads, "python": own.vllm}
+    found = measure(own.model, only=parts, **given)
     if own.json:
         print(json.dumps(found))
         return

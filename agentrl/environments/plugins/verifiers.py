@@ -42,9 +42,9 @@ class Verifiers(Environment):
         return [{"id": f"{self.what}/{split}/{i}", "input": [split, i]} for i in rows]
 
     def solution(self, at: list[Any]) -> list[str] | None:
-        kinds = type(self.env).__name__, type(self.env.parser).__name__
+        kinds = {one.__name__ for one in (*type(self.env).__mro__, type(self.env.parser))}
         answer = self.rows[at[0]][at[1]].get("answer")
-        return [answer] if answer and kinds == ("SingleTurnEnv", "Parser") else None
+        return [answer] if answer and kinds >= {"SingleTurnEnv", "Parser"} else None
 
     async def run(self, at: list[Any], endpoint: Endpoint) -> dict[str, float]:
         from openai import AsyncOpenAI

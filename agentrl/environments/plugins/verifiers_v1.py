@@ -7,7 +7,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +28,34 @@ class VerifiersV1(Environment):
         known = resolve_env_config({"taskset": {"id": what, **config}, "agent": agent})
         self.env, self.what = load_environment(known), what
         self.known = {task.key: task for task in self.env.taskset.take(take)}
-        self.stack = AsyncExitStack()
-        self.serving: asyncio.Future[Any] | None = None
+        self.ready: asyncio.Future[None] | None = None
 
     def tasks(self, split: str) -> Iterator[dict[str, Json]]:
         keys = [*self.known]
         for key in (keys[i] for i in held_out(len(keys), split)):
             yield {"id": f"{self.what}/{key}", "input": key}
 
+    def solution(self, key: str) -> list[str] | None:
+        answer = getattr(self.known[key].data, "answer", None)
+        return [answer] if isinstance(answer, str) else None
+
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
+        """One server for all rollouts of this process. A model call goes to its own rollout,
+        because its address is the rollout's."""
+        try:
+            async with self.env.serving():
+                ready.set_result(None)
+                await asyncio.Event().wait()
+        except Exception as error:  # noqa: BLE001 - the rollouts raise it
+            ready.set_exception(error)
+
     async def run(self, key: str, endpoint: Endpoint) -> dict[str, float]:
         import verifiers.v1 as vf
 
-        if self.serving is None:
-            # One server for all rollouts of this process. A model call goes to its own rollout,
-            # because its address is the rollout's.
-            entered = self.stack.enter_async_context(self.env.serving())
-            self.serving = asyncio.ensure_future(entered)
-        await self.serving
+        if self.ready is None:
+            self.ready = asyncio.get_running_loop().create_future()
+            self.task = asyncio.create_task(self._serve(self.ready))
+        await asyncio.shield(self.ready)
         client = vf.EvalClientConfig(base_url=endpoint.url, api_key_var="OPENAI_API_KEY")
         model = vf.ModelContext(model=endpoint.model, client=client, sampling=vf.SamplingConfig())
         [slot] = self.env.slots(self.known[key], 1)

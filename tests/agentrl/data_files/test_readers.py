@@ -103,6 +103,11 @@ def test_broken_files(tmp_path: Path, name: str, text: str | None, message: str)
     assert str(caught.value).startswith("tasks.train")
 
 
+def test_a_name_that_is_no_file_of_tasks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ends in \.jsonl, \.csv, \.json, \.parquet, or write"):
+        load_tasks("rows.txt", tmp_path, key="tasks.train")
+
+
 def test_a_column_that_is_not_there(tmp_path: Path) -> None:
     file = write(tmp_path, "t.csv", "question,answer\n1,2\n")
     with pytest.raises(ConfigError) as caught:

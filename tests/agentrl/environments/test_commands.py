@@ -147,6 +147,13 @@ def test_a_rollout_by_hand(here: Path) -> None:
     assert "Guess a number." not in run("show", "guesses.py:Guess:x").output  # no terminal
 
 
+def test_a_rollout_by_hand_that_is_left(here: Path) -> None:
+    done = run("show", "guesses.py:Guess:x", "--play", told="9\n")
+    assert done.exit_code == 1
+    assert "Aborted!" in done.output
+    assert "Traceback" not in done.output
+
+
 def test_what_show_cannot_show(here: Path) -> None:
     with pytest.raises(ConfigError, match="has no task 'train-9' of train; did you mean"):
         run("show", "guesses.py:Guess:x", "--task", "train-9")

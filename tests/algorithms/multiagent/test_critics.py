@@ -27,7 +27,7 @@ from agentrl.algorithms.multiagent.coma import (
     TeamShape,
     counterfactual_advantage,
 )
-from agentrl.algorithms.multiagent.episodes import Episode, JointActionSpace, pad_episodes
+from agentrl.algorithms.multiagent.episodes import JointActionSpace, TeamEpisode, pad_episodes
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.ratios import GivenLogProbs
@@ -56,11 +56,11 @@ def test_the_published_baseline() -> None:
     assert counterfactual_advantage(q, policy, torch.tensor(0)).item() == pytest.approx(-0.8)
 
 
-def episodes(seed: int, lengths: Sequence[int] = (1, 3, 2)) -> list[Episode]:
+def episodes(seed: int, lengths: Sequence[int] = (1, 3, 2)) -> list[TeamEpisode]:
     """Of random steps; in some of them an agent does not act."""
     draw = torch.Generator().manual_seed(seed)
     return [
-        Episode(
+        TeamEpisode(
             torch.rand(steps, 2, 3, generator=draw),
             torch.rand(steps, 4, generator=draw),
             torch.randint(0, 3, (steps, 2), generator=draw),
@@ -85,7 +85,7 @@ def test_advantages_are_those_of_one_episode_and_agent_after_the_other(kind: Kin
             assert a == pytest.approx(alone(critic, episode, t, agent), abs=1e-6)
 
 
-def alone(critic: TeamCritic, episode: Episode, t: int, agent: int) -> float:
+def alone(critic: TeamCritic, episode: TeamEpisode, t: int, agent: int) -> float:
     """Q of the joint action minus its mean over what the agent could do, each valued anew."""
     who = torch.eye(2)[agent]
     seen = torch.cat([episode.observations[t, agent], who])
@@ -162,12 +162,12 @@ def test_a_critic_goes_on_from_its_checkpoint_bit_for_bit(kind: Kind) -> None:
     assert left.dump() == right.dump() != critic.dump()
 
 
-def team(pays: Callable[[int, int], float], count: int) -> list[Episode]:
+def team(pays: Callable[[int, int], float], count: int) -> list[TeamEpisode]:
     """One step of two agents that act at random."""
     draw = random.Random(0)
     joint = [(draw.randrange(2), draw.randrange(2)) for _ in range(count)]
     one = torch.ones(1, 2, 3), torch.ones(1, 4)
-    return [Episode(*one, torch.tensor([[a, b]]), torch.tensor([pays(a, b)])) for a, b in joint]
+    return [TeamEpisode(*one, torch.tensor([[a, b]]), torch.tensor([pays(a, b)])) for a, b in joint]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentrl.algorithms.multiagent.episodes import Episode, pad_episodes
+from agentrl.algorithms.multiagent.episodes import TeamEpisode, pad_episodes
 from agentrl.algorithms.multiagent.qmix import VDN, FactoredQLearner, QMix
 from agentrl.errors import TrainingError
 
 
 def learned(
-    kind: type[FactoredQLearner], data: Sequence[Episode], steps: int, actions: int = 2
+    kind: type[FactoredQLearner], data: Sequence[TeamEpisode], steps: int, actions: int = 2
 ) -> FactoredQLearner:
     """With utilities that see their place alone."""
 
@@ -34,13 +34,15 @@ def learned(
 PAYS = {1: [[7, 7], [7, 7]], 2: [[0, 1], [1, 8]]}  # by where the first agent went
 
 
-def two_step(first: Sequence[int], second: Sequence[int]) -> Episode:
+def two_step(first: Sequence[int], second: Sequence[int]) -> TeamEpisode:
     """The game of the QMIX paper: the first agent chooses the matrix that both then play."""
     where = 1 + first[0]
     states = torch.eye(3)[[0, where]]
     reward = float(PAYS[where][second[0]][second[1]])
     observations = states[:, None].expand(2, 2, 3)
-    return Episode(observations, states, torch.tensor([first, second]), torch.tensor([0.0, reward]))
+    return TeamEpisode(
+        observations, states, torch.tensor([first, second]), torch.tensor([0.0, reward])
+    )
 
 
 def greedy(team: FactoredQLearner) -> int:
@@ -69,7 +71,9 @@ def test_what_is_not_monotone_is_out_of_reach_of_both(kind: type[FactoredQLearne
     pays = [[8.0, -12.0, -12.0], [-12.0, 0.0, 0.0], [-12.0, 0.0, 0.0]]
     state = torch.eye(3)[[0]]
     data = [
-        Episode(state[:, None].expand(1, 2, 3), state, torch.tensor([[a, b]]), torch.tensor([x]))
+        TeamEpisode(
+            state[:, None].expand(1, 2, 3), state, torch.tensor([[a, b]]), torch.tensor([x])
+        )
         for a, row in enumerate(pays)
         for b, x in enumerate(row)
     ]
@@ -81,11 +85,11 @@ def test_what_is_not_monotone_is_out_of_reach_of_both(kind: type[FactoredQLearne
 # -- masks and targets -----------------------------------------------------------------------------
 
 
-def random_episode(seed: int, steps: int, *, terminated: bool = True) -> Episode:
+def random_episode(seed: int, steps: int, *, terminated: bool = True) -> TeamEpisode:
     draw = torch.Generator().manual_seed(seed)
     available = torch.rand(steps + 1, 2, 3, generator=draw) < 0.7
     available[..., 0] = True
-    return Episode(
+    return TeamEpisode(
         torch.rand(steps + 1, 2, 4, generator=draw),
         torch.rand(steps + 1, 5, generator=draw),
         torch.randint(0, 3, (steps, 2), generator=draw),
@@ -104,7 +108,7 @@ def team_of(seed: int = 0, kind: type[FactoredQLearner] = QMix) -> FactoredQLear
     return team
 
 
-def loss_of(team: FactoredQLearner, data: Sequence[Episode]) -> float:
+def loss_of(team: FactoredQLearner, data: Sequence[TeamEpisode]) -> float:
     return copy.deepcopy(team).learn(data)["loss"]
 
 

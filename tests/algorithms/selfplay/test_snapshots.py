@@ -89,6 +89,28 @@ async def test_a_snapshot_is_served_until_the_last_game_against_it_has_ended(
         assert kept(made) == {"policy@000004", "policy@000005"}
 
 
+async def test_games_against_a_snapshot_of_a_step_that_was_taken_back_are_cancelled(
+    tmp_path: Path,
+) -> None:
+    config = run_of(tmp_path, ahead=1)
+    async with open_store(config.store) as store:
+        await store.open_run("run", {})
+        killed = opponents(config, store)
+        await killed.start(0)
+        before = TaskSampler(config, [{"input": 1}], seats=killed.pool.seats).rollouts(1)
+        at_checkpoint = killed.pool.dump()
+        await killed.save_due(1)
+        after = TaskSampler(config, [{"input": 1}], seats=killed.pool.seats).rollouts(2)
+        await store.enqueue([*before, *after])
+        again = opponents(config, store)
+        again.pool.restore(at_checkpoint)
+        await again.start(0)
+        ended = {row.id: row.state.terminal for row in await store.rollouts("run")}
+        assert [ended[row.id] for row in before] == [False] * len(before)
+        assert [ended[row.id] for row in after] == [True] * len(after)
+        assert {"policy@000001" in row.seats.values() for row in after} == {True}
+
+
 async def test_only_whoever_commits_deletes(tmp_path: Path) -> None:
     config = run_of(tmp_path, ahead=0)
     async with open_store(config.store) as store:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.algorithms.chat_completions import client as chat_completion
-from agentrl.algorithms.chat_completions.client import Endpoint
+from agentrl.algorithms.chat_completions.client import ModelServer
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets.catalogue import make
@@ -107,7 +107,7 @@ def fake(learner: TorchLearner, tiny_model_dir: Path) -> Iterator[FakeVllm]:
 
 
 def remote(fake: FakeVllm, k: int = 6) -> RemoteTeacher:
-    endpoint = Endpoint(fake.url, "big", "big", "secret")
+    endpoint = ModelServer(fake.url, "big", "big", "secret")
     return RemoteTeacher("teacher.upstream = 'big'", endpoint, k, fake.tokenizer, VOCABULARY, 4)
 
 

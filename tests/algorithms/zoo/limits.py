@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from agentrl.algorithms.multiagent.coma import CriticTraining, Kind, TeamCritic, TeamShape
-from agentrl.algorithms.multiagent.episodes import Episode
+from agentrl.algorithms.multiagent.episodes import TeamEpisode
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.replays.coalitions import Coalition, shapley
 from tests.algorithms.worlds import Call, Play, world
@@ -135,7 +135,7 @@ def learned(kind: Kind) -> float:
     """The same by a critic that learns from every joint action."""
     one = torch.ones(1, 2, 1), torch.ones(1, 1)
     played = [
-        Episode(*one, torch.tensor([[a, b]]), torch.tensor([pay]))
+        TeamEpisode(*one, torch.tensor([[a, b]]), torch.tensor([pay]))
         for a, row in enumerate(PAYS)
         for b, pay in enumerate(row)
     ]

@@ -189,7 +189,7 @@ async def test_an_agent_of_its_own_user_and_folder(bench: Any, start: Start) -> 
     assert rollout.result == "65534\n/"
 
 
-@pytest.mark.parametrize("keeper_dies", [False, True])
+@pytest.mark.parametrize("keeper_dies", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_a_killed_runner_leaves_no_container(real: str, keeper_dies: bool) -> None:
     for _ in range(1 if keeper_dies else KILLS):
         runner = await asyncio.create_subprocess_exec(

@@ -566,6 +566,13 @@ async def test_a_policy_that_answers_for_another_model_says_so_once(
     assert "answers for the model 'other'" in said[1]
 
 
+async def test_the_model_that_is_trained_is_asked_for_by_its_name(bench: Any) -> None:
+    """An agent that was written for a model asks for it also while it is trained."""
+    routes = Router(bench.store, "test", models=["Qwen/Qwen2.5-0.5B-Instruct"])
+    assert routes.is_chosen("Qwen/Qwen2.5-0.5B-Instruct", "agent", {})
+    assert not routes.is_chosen("gpt-4o-mini", "agent", {})
+
+
 async def test_a_role_with_a_seat_or_a_place_may_ask_for_any_model(
     bench: Any, gateway: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

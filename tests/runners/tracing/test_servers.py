@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import queue
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
+from contextvars import copy_context
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -282,6 +285,106 @@ async def test_the_failure_says_what_a_shared_server_should_do(bench: Any) -> No
     assert "let it forward the traceparent header" in str(rollout.result)
     assert rollout.failure.kind is ErrorKind.NO_CALL
     assert "a server that one rollout started for all: let it forward" in rollout.failure.message
+
+
+def with_asyncio(stack: AsyncExitStack, own: bool) -> Any:
+    waiting: asyncio.Queue[Any] = asyncio.Queue()
+    working: list[asyncio.Task[None]] = []
+
+    async def work() -> None:
+        while True:
+            text, context, answer = await waiting.get()
+            asking = asyncio.create_task(asked(text), context=context if own else None)
+            answer.set_result(await asking)
+
+    async def ask(text: str) -> str:
+        if not working:
+            working.append(asyncio.create_task(work()))
+            stack.callback(working[0].cancel)
+        answer = asyncio.get_running_loop().create_future()
+        await waiting.put((text, copy_context(), answer))
+        return str(await answer)
+
+    return ask
+
+
+def with_threads_and_a_queue(stack: AsyncExitStack, own: bool) -> Any:
+    waiting: queue.Queue[Any] = queue.Queue()
+    working: list[threading.Thread] = []
+
+    def work() -> None:
+        while True:
+            text, context, answer = waiting.get()
+            run = context.run if own else lambda function, *args: function(*args)
+            answer.set_result(run(asyncio.run, asked(text)))
+
+    async def ask(text: str) -> str:
+        if not working:
+            working.append(threading.Thread(target=work, daemon=True))
+            working[0].start()
+        answer: Future[str] = Future()
+        waiting.put((text, copy_context(), answer))
+        return await asyncio.wrap_future(answer)
+
+    return ask
+
+
+def with_anyio_streams(stack: AsyncExitStack, own: bool) -> Any:
+    send, receive = anyio.create_memory_object_stream[Any](16)
+    stack.callback(send.close)
+    stack.callback(receive.close)
+    working: list[asyncio.Task[None]] = []
+
+    async def work() -> None:
+        async for text, context, answer in receive:
+            asking = asyncio.create_task(asked(text), context=context if own else None)
+            answer.set_result(await asking)
+
+    async def ask(text: str) -> str:
+        if not working:
+            working.append(asyncio.create_task(work()))
+            stack.callback(working[0].cancel)
+        answer = asyncio.get_running_loop().create_future()
+        await send.send((text, copy_context(), answer))
+        return str(await answer)
+
+    return ask
+
+
+async def asked(text: str) -> str:
+    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    async with httpx.AsyncClient(timeout=30) as client:
+        answer = (await client.post(os.environ["OPENAI_BASE_URL"] + PATH, json=body)).json()
+    if "error" in answer:
+        return str(answer["error"]["message"])
+    return str(answer["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("make", [with_asyncio, with_threads_and_a_queue, with_anyio_streams])
+@pytest.mark.parametrize("own", [True, False])
+async def test_who_takes_what_others_have_queued_works_for_no_rollout_by_guess(
+    bench: Any, make: Any, own: bool
+) -> None:
+    """Unless it runs each item in its sender's context."""
+    together = asyncio.Barrier(3)
+    async with AsyncExitStack() as stack:
+        ask = make(stack, own)
+
+        async def agent(text: str) -> str:
+            if text == "t0":  # whose task or thread works for all, and which goes on meanwhile
+                await ask("t0")
+            await together.wait()
+            said = "" if text == "t0" else await ask(text)
+            await together.wait()
+            return str(said)
+
+        tasks = [{"input": f"t{i}"} for i in range(3)]
+        rollouts = await bench.run(agent, *tasks, concurrency=3, timeout=20.0)
+    stored = [(await bench.store.trace(rollout.id)).transitions for rollout in rollouts]
+    for rollout, calls in zip(rollouts[1:], stored[1:], strict=True):
+        assert len(calls) == own
+        assert own or "belongs to no rollout" in str(rollout.result)
+    assert [call.messages[-1]["content"] for call in stored[0]] == ["t0"]
 
 
 async def test_a_server_of_one_rollout_uses_the_attempts_own_url(bench: Any) -> None:

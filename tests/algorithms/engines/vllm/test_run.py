@@ -24,7 +24,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from agentrl.algorithms.chat_completions.client import Endpoint
+from agentrl.algorithms.chat_completions.client import ModelServer
 from agentrl.algorithms.engines.vllm.factory import vllm_server
 from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.engines.vllm.weight_sync import SharedMemorySync
@@ -324,7 +324,7 @@ async def test_a_teacher_behind_it_gives_the_lessons_of_the_same_model_here(
     disturb(policy)
     other, frozen = copy.deepcopy(policy), Reference(copy.deepcopy(model), policy)
     local = TorchLearner(policy, tokenizer, frozen={"teacher": frozen})
-    endpoint = Endpoint(server.base_url, server.model, "")
+    endpoint = ModelServer(server.base_url, server.model, "")
     teacher = RemoteTeacher("teacher.upstream = 'it'", endpoint, 12, tokenizer, 512, 4)
     await teacher.check()
 

@@ -1,0 +1,22 @@
+"""The figures of a plug-in in the interpreter that has its package, as one line of JSON:
+`.environments/NAME/bin/python -m tests.environments.NAME.figures`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from agentrl.environments.command_check import examine
+from agentrl.environments.reference import Named
+
+
+def print_figures(environment: str, folder: Path = Path(), **options: Any) -> None:
+    """`agentrl env check` of it, in this process. `folder`: of its files."""
+    named = Named.read(environment, options, folder)
+    report = asyncio.run(examine(named, 3, 120.0, lambda line: print(line, file=sys.stderr)))
+    known = {"tasks": sum(report.tasks.values()), "ground_truth": report.ground_truth}
+    known |= {"rollouts_per_s": report.rollouts_per_s, "splits": report.tasks}
+    print(json.dumps(known | {"ok": report.ok, "lines": report.lines}))
