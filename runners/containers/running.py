@@ -20,7 +20,7 @@ from agentrl.runners.containers.cli import Answer, ContainerEnded, ContainerErro
 from agentrl.runners.containers.keeper import command_line
 from agentrl.runners.containers.table import CLIENT
 from agentrl.runners.processes.contract import passed_environment
-from agentrl.runners.processes.launcher import OutputPipe, SupervisorLost
+from agentrl.runners.processes.launcher import Finished, OutputPipe, SupervisorLost
 from agentrl.runners.processes.supervisor import ProcessSpec
 
 if TYPE_CHECKING:
@@ -58,14 +58,6 @@ class ContainerSpec(NamedTuple):
     user: str = ""  # empty: the image's
     entrypoint: bool = False  # run that of the image, which then has to run its arguments
     options: tuple[str, ...] = ()  # additional arguments of `docker run`
-
-
-class Finished(NamedTuple):
-    """A finished program: exit status, and the end of both outputs."""
-
-    status: int
-    stdout: str
-    stderr: str
 
 
 @dataclass(slots=True, eq=False)
