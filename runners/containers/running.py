@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.base import threads
 from agentrl.runners.containers import files
-from agentrl.runners.containers.cli import Answer, ContainerEnded, ContainerError, write_variables
+from agentrl.runners.containers.cli import (
+    CliAnswer,
+    ContainerEnded,
+    ContainerError,
+    write_variables,
+)
 from agentrl.runners.containers.keeper import command_line
 from agentrl.runners.containers.table import CLIENT
 from agentrl.runners.processes.contract import passed_environment
@@ -167,7 +172,7 @@ class Container:
 
     async def _ask(
         self, *arguments: str, stdin: Path | None = None, stdout: Path | None = None
-    ) -> Answer:
+    ) -> CliAnswer:
         ask = self.pool.cli.ask
         return await ask(*arguments, stdin=stdin, stdout=stdout, timeout=COPY_TIMEOUT)
 
