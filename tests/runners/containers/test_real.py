@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.runners.containers.container import ContainerExecutor
+from agentrl.runners.containers.keeper import OWNER, PREFIX
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.types import ErrorKind, RolloutState
@@ -214,6 +216,8 @@ async def test_a_killed_runner_leaves_no_container(real: str, keeper_dies: bool)
             await runner.wait()
         try:
             await until_none_is_left(owner)
+            folders = Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{OWNER}")
+            assert owner not in {file.read_text() for file in folders}
         finally:
             if keeper_dies:
                 following.kill()
