@@ -70,7 +70,7 @@ class Cli:
         if not sys.platform.startswith("linux"):
             raise ConfigError("containers need Linux: the keeper of a runner uses its namespaces")
         self.program = await threads.call(working_program, self._named)
-        self.scratch = Path(tempfile.mkdtemp(prefix="agentrl-containers-"))
+        self.scratch = Path(tempfile.mkdtemp(prefix=keeper.PREFIX))
         await self._start_keeper()
 
     async def _start_keeper(self) -> None:
