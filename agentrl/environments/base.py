@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from agentrl.errors import AgentRLError
-from agentrl.types import Json, Reward
+from agentrl.types import ErrorKind, Json, Reward
 
 Message = dict[str, Any]
 Said = str | list[Message]  # what the next model is told: a user's message, or messages
@@ -26,7 +26,10 @@ KINDS = ("run", "open", "verify")
 
 
 class EpisodeError(AgentRLError):
-    """A rollout failed because of its environment, which the message names."""
+    """A rollout failed because of its environment, which the message names. It is not the agent's
+    failure, so `agent.error_reward` does not score it."""
+
+    kind = ErrorKind.VERIFIER
 
 
 class Environment:

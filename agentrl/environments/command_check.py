@@ -88,13 +88,14 @@ async def _play(
             found("warn", f"a model that only says {IGNORANT!r} fails: {played.problem}")
         else:
             found("ok", f"a model that only says {IGNORANT!r} gets {_scores(played)}")
-        outcomes, began = list[float](), time.monotonic()
+        outcomes, spent = list[float](), 0.0
         for task in [task for split in rows.values() for task in split[:count]]:
             solution = hosted.solution(named, task["input"])
             if solution is None:
                 continue
-            script = _Script(solution)
+            script, began = _Script(solution), time.monotonic()
             done = await on.play(task, script.reply)
+            spent += time.monotonic() - began
             outcomes.append(done.outcome or 0.0)
             if why := done.problem or script.problem(done) or _unscored(done):
                 found("fail", f"ground truth of task {task['id']!r}: {why}")
@@ -102,7 +103,7 @@ async def _play(
             found("warn", "the plug-in has no ground truth (solution); its scoring is not checked")
             return
         report.solved, report.ground_truth = len(outcomes), fmean(outcomes)
-        report.rollouts_per_s = len(outcomes) / (time.monotonic() - began)
+        report.rollouts_per_s = len(outcomes) / spent
         base = played.outcome if played.outcome is not None else float("-inf")
         text = f"ground truth of {len(outcomes)} tasks scores {report.ground_truth:g}"
         if report.ground_truth > base:

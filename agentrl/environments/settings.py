@@ -57,8 +57,9 @@ def check(config: Any) -> None:
             f"{known} runs in processes of its own; set runner.executor = 'pool' instead of"
             f" {executor!r}, or leave it out"
         )
-    answered = policy_by_role(config).keys() | config.roles.keys()
-    if unanswered := [role for role in about.roles if role not in answered]:
+    answered = policy_by_role(config)
+    unanswered = [role for role in about.roles if not answered.keys() & {role, "*"}]
+    if unanswered:
         role = unanswered[0]
         raise ConfigError(
             f"{known} asks models in the role {role!r}, and the run file does not say who answers:"

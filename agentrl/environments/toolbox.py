@@ -61,7 +61,7 @@ def named(reply: Message, actions: Iterable[str]) -> str | None:
     """The last of the actions that a reply names, so that a model may think before it acts."""
     known = {action.lower(): action for action in actions}
     words = "|".join(re.escape(word) for word in sorted(known, key=len, reverse=True))
-    found = re.findall(rf"(?<![\w.-])(?:{words})(?![\w-])", content(reply).lower())
+    found = re.findall(rf"(?<![\w.-])(?:{words})(?![\w-]|\.\d)", content(reply).lower())
     return known[found[-1]] if found and words else None
 
 

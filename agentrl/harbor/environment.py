@@ -40,6 +40,8 @@ class Harbor(Environment):
         system: str | None = None,
         network: str = "bridge",
         outcome: str = "reward",
+        memory_mb: int = 4096,
+        disk_mb: int = 10_240,
         warm: int = 1,
         cli: str = "",
     ) -> None:
@@ -48,11 +50,12 @@ class Harbor(Environment):
         the agent, a program of the image; default: the policy itself with a shell, with at most
         `turns` calls per step, `command_timeout` seconds per command of which it sees `output`
         characters, told `system` at first. `network`: of tasks with a public one. `outcome`: the
-        reward that counts, if there are several. `warm`: containers of each kind that are kept
-        ready. `cli`: docker or podman; default: what is there."""
+        reward that counts, if there are several. `memory_mb`, `disk_mb`: limits of containers whose
+        task has none; 0: no limit. `warm`: containers of each kind that are kept ready. `cli`:
+        docker or podman; default: what is there."""
         self._folder = (self.root / what).resolve()
         self._heldout, self._network, self._outcome, self._cli = heldout, network, outcome, cli
-        self._warm = warm
+        self._warm, self._limits = warm, (memory_mb, disk_mb)
         self._argv = shlex.split(command) if isinstance(command, str) else list(command)
         self._shell: dict[str, Any] = {"turns": turns, "seconds": command_timeout, "output": output}
         self._shell |= {} if system is None else {"system": system}
@@ -90,7 +93,8 @@ class Harbor(Environment):
         if await threads.call(digest_of, task.folder) != input["digest"]:
             raise ConfigError(f"{task.folder} has changed since the run read its tasks")
         agent = CommandInside(self._argv) if self._argv else ModelWithShell(**self._shell)
-        async with Trial(task, await self._containers(endpoint), self._network) as trial:
+        containers = await self._containers(endpoint)
+        async with Trial(task, containers, self._network, self._limits) as trial:
             return with_outcome(await play(trial, agent, endpoint), self._outcome)
 
     def solution(self, input: dict[str, Any]) -> list[dict[str, Any]] | None:

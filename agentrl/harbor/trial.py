@@ -30,6 +30,7 @@ VERIFIER, TESTS = "/logs/verifier", "/tests"
 LOGS = ("/logs/agent", VERIFIER, "/logs/artifacts")
 REWARDS = ("reward.json", "reward.txt")
 ROOT = "0"
+MOST_PROCESSES = 4096  # of a container; a build may need many
 SETUP_SECONDS = 120.0  # for each command that is neither the agent's nor of the tests
 LARGEST_REWARDS = 2**16  # bytes
 READ = f'for f; do if [ -f "$f" ]; then echo "$f"; head -c {LARGEST_REWARDS} "$f"; exit; fi; done'
@@ -46,9 +47,12 @@ class HarborError(AgentRLError):
 class Trial:
     """`async with Trial(...)` starts the agent's container; its end discards it."""
 
-    def __init__(self, task: HarborTask, containers: Containers, public: str = "bridge") -> None:
-        """`public`: the network of tasks that ask for a public one."""
-        self.task, self._containers, self._public = task, containers, public
+    def __init__(
+        self, task: HarborTask, containers: Containers, public: str, limits: tuple[int, int]
+    ) -> None:
+        """`public`: the network of tasks that ask for a public one. `limits`: megabytes of memory
+        and of disk where the task names none; 0: no limit."""
+        self.task, self._containers, self._public, self._limits = task, containers, public, limits
         self._agent: Container | None = None
         self._judged: list[dict[str, float]] = []
         self._folder = ""
@@ -146,8 +150,10 @@ class Trial:
         spec = ContainerSpec(
             name,
             network="none" if network == "no-network" else self._public,
-            memory_mb=machine.megabytes or 0,
+            memory_mb=machine.limits[0] or self._limits[0],
+            disk_mb=machine.limits[1] or self._limits[1],
             cpus=machine.cpus or 0.0,
+            pids=MOST_PROCESSES,
             env=tuple(sorted(resolved(machine.env).items())),
             folder=machine.workdir or "",
         )

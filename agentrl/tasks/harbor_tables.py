@@ -31,7 +31,9 @@ class Machine(msgspec.Struct, frozen=True):
     env: dict[str, str] = {}
     cpus: float | None = None
     memory_mb: int | None = None
+    storage_mb: int | None = None
     memory: str | int | None = None  # of older tasks: "2G"
+    storage: str | int | None = None
     os: str = "linux"
     gpus: int | None = None
     tpu: Any = None
@@ -42,21 +44,27 @@ class Machine(msgspec.Struct, frozen=True):
     mcp_servers: list[Any] = []
 
     def __post_init__(self) -> None:
-        if self.megabytes is not None and self.megabytes < 1:
-            raise ValueError("the memory of a container must be at least 1 MB")
+        if min(self.limits) < 0:
+            raise ValueError("memory and storage of a container must not be below 0")
 
     @property
     def network(self) -> Network:
         return self.network_mode or ("no-network" if self.allow_internet is False else "public")
 
     @property
-    def megabytes(self) -> int | None:
-        """Raises ValueError."""
-        if self.memory is None or self.memory_mb is not None:
-            return self.memory_mb
-        if (found := SIZE.fullmatch(str(self.memory).strip())) is None:
-            raise ValueError(f"[environment] memory = {self.memory!r}: write it as '2G' or '512M'")
-        return int(float(found[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[found[2].upper()])
+    def limits(self) -> tuple[int, int]:
+        """Megabytes of memory and of disk; 0: it says nothing. Raises ValueError."""
+        memory = _megabytes("memory", self.memory) if self.memory_mb is None else self.memory_mb
+        disk = _megabytes("storage", self.storage) if self.storage_mb is None else self.storage_mb
+        return memory, disk
+
+
+def _megabytes(key: str, size: str | int | None) -> int:
+    if size is None:
+        return 0
+    if (found := SIZE.fullmatch(str(size).strip())) is None:
+        raise ValueError(f"[environment] {key} = {size!r}: write it as '2G' or '512M'")
+    return int(float(found[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[found[2].upper()])
 
 
 class Artifact(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ class ContainerEnded(ContainerError):
     """What runs in a container has ended it, or used more than it may."""
 
 
-class Answer(NamedTuple):
+class CliAnswer(NamedTuple):
     """What a call of the command line said."""
 
     status: int
@@ -59,7 +59,7 @@ class Cli:
         """`program`: docker, podman or a compatible one; empty: the first that works here."""
         self.program, self._named = program, program
         self.scratch = Path()
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[CliAnswer]] = {}
         self._count = 0
         self._keeper: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -70,7 +70,7 @@ class Cli:
         if not sys.platform.startswith("linux"):
             raise ConfigError("containers need Linux: the keeper of a runner uses its namespaces")
         self.program = await threads.call(working_program, self._named)
-        self.scratch = Path(tempfile.mkdtemp(prefix="agentrl-containers-"))
+        self.scratch = Path(tempfile.mkdtemp(prefix=keeper.PREFIX))
         await self._start_keeper()
 
     async def _start_keeper(self) -> None:
@@ -105,7 +105,7 @@ class Cli:
         stdout: Path | None = None,
         timeout: float = keeper.CLI_TIMEOUT,
         starts: bool = False,
-    ) -> Answer:
+    ) -> CliAnswer:
         """Call the command line. `env`: additional variables. `stdout`: file for the output.
         `starts`: it starts a container, so it is not interrupted if the runner is killed."""
         how: dict[str, Any] = {"argv": [self.program, *arguments], "env": env, "timeout": timeout}
@@ -113,7 +113,7 @@ class Cli:
         how |= {"stdout": str(stdout)} if stdout else {}
         return await self._send({"do": "call", "how": how, "starts": starts})
 
-    async def open_door(self, name: str, pid: int, host: str, port: int) -> Answer:
+    async def open_door(self, name: str, pid: int, host: str, port: int) -> CliAnswer:
         how = {"name": name, "pid": pid, "host": host, "port": port}
         return await self._send({"do": "door", "how": how})
 
@@ -122,12 +122,12 @@ class Cli:
         if self.alive:  # else the next keeper does it
             self._write({"do": "remove", "name": name, "folder": str(folder or "")})
 
-    async def _send(self, asked: dict[str, Any]) -> Answer:
+    async def _send(self, asked: dict[str, Any]) -> CliAnswer:
         if not self.alive:
             await self._start_keeper()
         self._count += 1
         number = self._count
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[CliAnswer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         self._write({"id": number, **asked})
         try:
@@ -149,7 +149,7 @@ class Cli:
                 answer = msgspec.json.decode(line)
                 future = self._waiting.get(answer["id"])
                 if future is not None and not future.done():
-                    future.set_result(Answer(answer["status"], answer["out"], answer["err"]))
+                    future.set_result(CliAnswer(answer["status"], answer["out"], answer["err"]))
         lost = ContainerError("the keeper of the containers was killed")
         for future in self._waiting.values():
             if not future.done():

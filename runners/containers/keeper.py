@@ -31,7 +31,9 @@ LARGEST_MESSAGE = 2**26  # bytes
 LARGEST_OUTPUT = 2**20  # bytes of the outputs that are returned
 ENDING = 600.0  # seconds of retries to remove the containers of a dead runner
 CLI_TIMEOUT = 60.0  # seconds of a call that has none of its own
+SWEEPS = (0.0, 5.0, 30.0, 300.0)  # seconds between searches for what others left
 LISTEN = "listen"
+PREFIX, OWNER = "agentrl-containers-", "owner"  # of scratch folders, and a file in each
 
 
 class Keeper:
@@ -49,7 +51,7 @@ class Keeper:
         """Do what the runner asks, one line of JSON each, until it has gone."""
         ours = socket.socket(fileno=fd)
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LARGEST_MESSAGE)
-        background = [asyncio.create_task(self._sweep()), asyncio.create_task(self._removing())]
+        background = [asyncio.create_task(self._sweeping()), asyncio.create_task(self._removing())]
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
                 asked = json.loads(line)
@@ -147,8 +149,20 @@ class Keeper:
             pause = min(2 * pause, 5.0)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
+    async def _sweeping(self) -> None:
+        """A killed keeper's last command may start a container after it."""
+        for pause in SWEEPS:
+            await asyncio.sleep(pause)
+            await self._sweep()
+
     async def _sweep(self) -> None:
-        """Remove the containers of runners of this machine that are gone with their keepers."""
+        """Remove what runners of this machine left that are gone with their keepers."""
+        mine = Path(self._scratch)
+        (mine / OWNER).write_text(owner_of(os.getpid()))
+        for file in mine.parent.glob(f"{PREFIX}*/{OWNER}"):
+            with contextlib.suppress(OSError):
+                if _is_dead(file.read_text()):
+                    shutil.rmtree(file.parent, ignore_errors=True)
         _, found, _ = await self._ask("ps", "-aq", "--filter", f"label={LABEL}")
         if not (ids := found.split()):
             return

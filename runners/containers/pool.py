@@ -27,9 +27,9 @@ from agentrl.runners.containers.keeper import LABEL
 from agentrl.runners.containers.running import SHELL, exists
 from agentrl.runners.containers.running import Container as Container
 from agentrl.runners.containers.running import ContainerSpec as ContainerSpec
-from agentrl.runners.containers.running import Finished as Finished
 from agentrl.runners.containers.table import CLIENT, limits
 from agentrl.runners.processes.contract import passed_environment
+from agentrl.runners.processes.launcher import Finished as Finished
 from agentrl.runners.processes.launcher import ProcessLauncher
 
 log = logging.getLogger("agentrl.runner")

@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.base import threads
 from agentrl.runners.containers import files
-from agentrl.runners.containers.cli import Answer, ContainerEnded, ContainerError, write_variables
+from agentrl.runners.containers.cli import (
+    CliAnswer,
+    ContainerEnded,
+    ContainerError,
+    write_variables,
+)
 from agentrl.runners.containers.keeper import command_line
 from agentrl.runners.containers.table import CLIENT
 from agentrl.runners.processes.contract import passed_environment
-from agentrl.runners.processes.launcher import OutputPipe, SupervisorLost
+from agentrl.runners.processes.launcher import Finished, OutputPipe, SupervisorLost
 from agentrl.runners.processes.supervisor import ProcessSpec
 
 if TYPE_CHECKING:
@@ -58,14 +63,6 @@ class ContainerSpec(NamedTuple):
     user: str = ""  # empty: the image's
     entrypoint: bool = False  # run that of the image, which then has to run its arguments
     options: tuple[str, ...] = ()  # additional arguments of `docker run`
-
-
-class Finished(NamedTuple):
-    """A finished program: exit status, and the end of both outputs."""
-
-    status: int
-    stdout: str
-    stderr: str
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +172,7 @@ class Container:
 
     async def _ask(
         self, *arguments: str, stdin: Path | None = None, stdout: Path | None = None
-    ) -> Answer:
+    ) -> CliAnswer:
         ask = self.pool.cli.ask
         return await ask(*arguments, stdin=stdin, stdout=stdout, timeout=COPY_TIMEOUT)
 

@@ -222,4 +222,6 @@ async def run_guarded(agent: Agent, value: Json) -> tuple[Any, Failure | None]:
     try:
         return await agent(value), None
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
-        return None, failure_of(ErrorKind.AGENT, error)  # the user's agent is a boundary
+        kind = getattr(error, "kind", None)  # an environment's fault is not the agent's
+        kind = kind if isinstance(kind, ErrorKind) else ErrorKind.AGENT
+        return None, failure_of(kind, error)  # the user's agent is a boundary

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,6 +26,14 @@ SUPERVISOR = ("-I", "-S", supervisor.__file__)  # few imports: it is forked for 
 
 class SupervisorLost(AgentRLError):
     """The supervisor ended without reporting its process's exit status."""
+
+
+class Finished(NamedTuple):
+    """A program that has finished: exit status (negative: a signal), and the end of its outputs."""
+
+    status: int
+    stdout: str
+    stderr: str
 
 
 class SupervisedProcess:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from agentrl.base import threads
 from agentrl.config import RunConfig
@@ -29,7 +29,7 @@ from agentrl.errors import ConfigError
 from agentrl.runners.gateway.attribution import AgentPlace
 from agentrl.runners.hooks import WorkspaceError
 from agentrl.runners.processes.contract import passed_environment, private_folders
-from agentrl.runners.processes.launcher import OutputPipe, ProcessLauncher, SupervisorLost
+from agentrl.runners.processes.launcher import Finished, OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.processes.supervisor import ProcessSpec
 from agentrl.runners.workspace import cleaner, sources
 from agentrl.runners.workspace.changes import carry_over, diff, pack, unpack
@@ -42,14 +42,6 @@ FOLDERS = ("home", "tmp", "io")
 Change = Callable[[Path], None]  # modifies the files of a repository
 LARGEST_OUTPUT = 2**20  # bytes kept of each output of a test
 log = logging.getLogger("agentrl.runner")
-
-
-class Finished(NamedTuple):
-    """A finished program in a workspace: exit status (negative: a signal) and outputs."""
-
-    status: int
-    stdout: str
-    stderr: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)

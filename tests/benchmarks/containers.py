@@ -4,8 +4,8 @@ python -m tests.benchmarks.containers --json [--rollouts 40] [--kills 50]
 
 `start_ms`: median time of a rollout that takes a warm container until a first program has run in
 it; `cold_ms`: without warm ones. `rollouts_per_s`: of four at a time, each with a container of its
-own. `leftover`: containers that exist a minute after their runner was killed, of all kills.
-Two quiet cores: start_ms 110, cold_ms 330.
+own. `leftover`: containers that exist a minute after their runner was killed, of all kills. Starts
+wait for cores: figures of a busy machine say nothing (two cores at a load of 17: start_ms 659).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ WORDS = {
 }  # fmt: skip
 
 
-class Game(Episode):
+class GymnasiumGame(Episode):
     keep = False  # an observation has all that a move depends on
 
     def __init__(self, plugin: "Gymnasium", seed: int) -> None:
@@ -61,7 +61,7 @@ class Gymnasium(Seeded):
     documentation), illegal (reward of a reply without an action); others are the environment's."""
 
     requires: ClassVar[tuple[str, ...]] = ("gymnasium==1.4.0",)
-    game = Game
+    game = GymnasiumGame
 
     def __init__(self, what: str, episodes: int = 64, limit: int = 100, rules: bool = True,
                  illegal: float = -1.0, **options: Any) -> None:  # fmt: skip
@@ -69,7 +69,7 @@ class Gymnasium(Seeded):
         self.illegal, self.options = illegal, options
         self.open({"seed": 0}).reset()  # what cannot be made or read is said now
 
-    def open(self, input: Any) -> Game:
+    def open(self, input: Any) -> GymnasiumGame:
         return self.game(self, input["seed"])
 
     def solution(self, input: Any) -> Any:

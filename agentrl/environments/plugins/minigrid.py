@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from agentrl.environments.plugins.gymnasium import Game, Gymnasium
+from agentrl.environments.plugins.gymnasium import Gymnasium, GymnasiumGame
 from agentrl.environments.toolbox import rules
 
 SIGNS = """two signs a cell: >> VV << ^^ you and where you look, WG wall, G goal, K key, A ball, \
 B box, V lava, D closed door, L locked door, each with its color's first letter; __ open door"""
 
 
-class Grid(Game):
+class GridGame(GymnasiumGame):
     def __init__(self, plugin: Gymnasium, seed: int) -> None:
         __import__("minigrid")  # registers its environments
         super().__init__(plugin, seed)
@@ -26,4 +26,4 @@ class MiniGrid(Gymnasium):
     """MiniGrid and BabyAI, seen as a grid of letters; options as for gymnasium."""
 
     requires = ("gymnasium==1.4.0", "minigrid==3.2.0")
-    game = Grid
+    game = GridGame

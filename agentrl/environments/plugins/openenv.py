@@ -12,7 +12,7 @@ FULL = """openenv:{}: its sessions were all taken for {:g} s (CAPACITY_REACHED):
 create_app a higher max_concurrent_envs, or set runner.concurrency to what it has"""
 
 
-class Session(Episode):
+class OpenEnvSession(Episode):
     env: Any = None
 
     def __init__(self, plugin: "OpenEnv", seed: int) -> None:
@@ -74,5 +74,5 @@ class OpenEnv(Seeded):
         except (httpx.HTTPError, ValueError, LookupError) as error:
             raise ConfigError(f"no OpenEnv server answers at {what}; start it ({error})") from None
 
-    def open(self, input: Any) -> Session:
-        return Session(self, input["seed"])
+    def open(self, input: Any) -> OpenEnvSession:
+        return OpenEnvSession(self, input["seed"])

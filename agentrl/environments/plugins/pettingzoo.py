@@ -10,7 +10,7 @@ from agentrl.environments.toolbox import BOARD, Seeded, board, by_role, named, r
 from agentrl.types import Reward
 
 
-class Game(Episode):
+class PettingZooGame(Episode):
     keep = False  # an observation has all that a move depends on
 
     def __init__(self, plugin: "PettingZoo", seed: int) -> None:
@@ -70,8 +70,8 @@ class PettingZoo(Seeded):
         self.doc = sys.modules[type(self.make().unwrapped).__module__].__doc__
         self.roles = () if opponents else self.agents
 
-    def open(self, input: Any) -> Game:
-        return Game(self, input["seed"])
+    def open(self, input: Any) -> PettingZooGame:
+        return PettingZooGame(self, input["seed"])
 
     def solution(self, input: Any) -> Any:
         return shortest(lambda: self.open(input), lambda game: game.names)

@@ -16,7 +16,7 @@ CURES = {
 }
 
 
-class Game(Episode):
+class TextArenaGame(Episode):
     keep = False  # what a player is told has all that was said before
 
     def __init__(self, plugin: "TextArena", seed: int) -> None:
@@ -70,8 +70,8 @@ class TextArena(Seeded):
             cure = next((cure for word, cure in CURES.items() if word in str(error)), "")
             raise ConfigError(f"{what}: {cure or error}") from None
 
-    def open(self, input: Any) -> Game:
-        return Game(self, input["seed"])
+    def open(self, input: Any) -> TextArenaGame:
+        return TextArenaGame(self, input["seed"])
 
     def solution(self, input: Any) -> Any:
         moves = re.compile(r"\[[^]]+\]")  # as they are told

@@ -9,7 +9,7 @@ from agentrl.environments.toolbox import content, fifths
 from agentrl.errors import ConfigError
 
 
-class Game(Episode):
+class TextWorldGame(Episode):
     keep = False  # what is seen and held is told at each turn
 
     def __init__(self, file: str, limit: int, commands: bool) -> None:
@@ -60,8 +60,8 @@ class TextWorld(Environment):
     def tasks(self, split: str) -> Iterable[dict[str, Any]]:
         return fifths(self.games, split)
 
-    def open(self, input: Any) -> Game:
-        return Game(str(self.games[input]), self.limit, self.commands)
+    def open(self, input: Any) -> TextWorldGame:
+        return TextWorldGame(str(self.games[input]), self.limit, self.commands)
 
     def solution(self, input: Any) -> list[str] | None:
         game = self.open(input)

@@ -28,7 +28,9 @@ def settings(kind: str) -> RunConfig:
     agent = {"path": "asking_agent.py:agent"} if kind in ("async", "threads", "pool") else command
     runner: dict[str, Any] = {"executor": kind}
     runner |= {"pool": {"processes": 2}} if kind == "pool" else {}
-    runner |= {**ELSEWHERE, kind: {"image": "agent"}} if kind == "container" else {}
+    runner |= (
+        {**ELSEWHERE, kind: {"image": "agent", "network": "agents"}} if kind == "container" else {}
+    )
     data = {"name": "test", "root": str(HERE), "agent": agent, "runner": runner}
     return resolve(data, source="test")
 

@@ -41,7 +41,7 @@ async def test_rewards_of_steps_are_on_their_calls_and_sum_to_the_outcome(
 async def test_what_goes_wrong_in_one_rollout_is_no_other_ones(bench: Bench, play: Play) -> None:
     bench.model.answer = said("right")
     refused = await play(settings("Line:1", environment_options={"fault": "step raises"}), times=3)
-    assert [rollout.failure.kind for rollout in refused] == [ErrorKind.AGENT] * 3
+    assert [rollout.failure.kind for rollout in refused] == [ErrorKind.VERIFIER] * 3
     (rollout,) = await play(settings("Line:1"))
     assert rollout.state is RolloutState.SUCCEEDED
 
@@ -72,10 +72,11 @@ async def test_what_a_plug_in_does_wrong_fails_its_rollout_in_a_sentence(
     bench: Bench, play: Play, fault: str
 ) -> None:
     bench.model.answer = said("right")
-    (rollout,) = await play(settings("Line:1", environment_options={"fault": fault}))
+    options = {"fault": fault}
+    (rollout,) = await play(settings("Line:1", environment_options=options), error_reward=0.0)
     assert rollout.state is RolloutState.FAILED
     assert rollout.rewards == []  # never 0
-    assert rollout.failure.kind is ErrorKind.AGENT
+    assert rollout.failure.kind is ErrorKind.VERIFIER
     start = f"EpisodeError: worlds.py:Line:1: {FAULTS[fault]}"
     assert rollout.failure.message.startswith(start)
     assert "\n" not in rollout.failure.message

@@ -112,6 +112,11 @@ def test_tasks_are_checked(fault: str, why: str, isolation: str) -> None:
     assert "environment = 'worlds.py:Tasks:1'" in str(raised.value)
 
 
+def test_an_upstream_that_answers_all_others_answers_every_role() -> None:
+    stub = {"upstreams": {"stub": {"text": "yes"}}}
+    trainer.check(settings("Driver:x", steps=0, roles={"*": "stub"}, **stub))
+
+
 def test_options_without_an_environment_are_refused() -> None:
     with pytest.raises(ConfigError, match="has no effect without environment"):
         settings("Line:3", environment="", environment_options={"seed": 1})

@@ -28,10 +28,6 @@ def write_task(folder: Path, changed: dict[str, str | bytes | None] | None = Non
     return folder
 
 
-def toml(more: str) -> dict[str, str | bytes | None]:
-    return {"task.toml": f'[environment]\nnetwork_mode = "no-network"\n{more}\n'}
-
-
 class Scripted:
     """An endpoint whose policy gives these replies in turn: texts, commands for the shell in a
     list, or messages."""

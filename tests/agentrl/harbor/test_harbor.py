@@ -198,6 +198,16 @@ env = {{ B = "b" }}
     assert rollout.told == "here /opt 65534"
 
 
+async def test_memory_and_disk_are_limited(rollout: Any) -> None:
+    rollout.write({"task.toml": f"{SHARED}memory_mb = 32\n"})
+    eats = ["tail /dev/zero; echo hello > hello.txt"]
+    assert await rollout(eats, "Done.") == {"outcome": 1.0}  # only what ate it was ended
+    rollout.write()
+    fills = ["dd if=/dev/zero of=/app/full bs=1M count=64; sleep 60"]
+    with pytest.raises(AgentRLError, match=r"the Harbor task 't': .*16 MB"):
+        await rollout(fills, "Done.", disk_mb=16)
+
+
 async def test_there_is_no_network_if_the_task_says_so(rollout: Any) -> None:
     rollout.write()
     await rollout(["ip link | grep -c UP; ls /sys/class/net"], "Done.")

@@ -25,6 +25,7 @@ env = { A = "1", B = "2" }
 docker_image = "debian:12"
 allow_internet = false
 memory = "2G"
+storage_mb = 300
 cpus = 1.5
 [[steps]]
 name = "one"
@@ -58,8 +59,8 @@ def test_a_task_of_several_steps_is_read(tmp_path: Path) -> None:
     folder = write_task(tmp_path, {"task.toml": STEPS, "environment/Dockerfile": None, **steps})
     task = read_task(folder, "t")
     one, two = task.steps
-    assert (task.image.name, task.network, task.about.environment.megabytes) == (
-        *("debian:12", "no-network", 2048),
+    assert (task.image.name, task.network, task.about.environment.limits) == (
+        *("debian:12", "no-network", (2048, 300)),
     )
     assert [one.instruction, two.instruction] == ["Do one.", "Do two."]
     assert [one.seconds, two.seconds, one.user, two.user] == [30.0, 5.0, None, 1000]

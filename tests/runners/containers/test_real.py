@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.runners.containers.container import ContainerExecutor
+from agentrl.runners.containers.keeper import OWNER, PREFIX
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.types import ErrorKind, RolloutState
@@ -189,6 +192,15 @@ async def test_an_agent_of_its_own_user_and_folder(bench: Any, start: Start) -> 
     assert rollout.result == "65534\n/"
 
 
+def folders() -> set[str]:
+    """The owners of the keepers' folders on this machine."""
+    found = set()
+    for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{OWNER}"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(file.read_text())
+    return found
+
+
 @pytest.mark.parametrize("keeper_dies", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_a_killed_runner_leaves_no_container(real: str, keeper_dies: bool) -> None:
     for _ in range(1 if keeper_dies else KILLS):
@@ -214,6 +226,9 @@ async def test_a_killed_runner_leaves_no_container(real: str, keeper_dies: bool)
             await runner.wait()
         try:
             await until_none_is_left(owner)
+            async with asyncio.timeout(30.0):
+                while owner in folders():  # noqa: ASYNC110 - its keeper ends after the containers
+                    await asyncio.sleep(0.1)
         finally:
             if keeper_dies:
                 following.kill()
