@@ -15,11 +15,13 @@ from agentrl.types import Json
 
 STATE_THEIR_ANSWER = {"Match", "Includes", "FuzzyMatch", "JsonMatch"}
 # The package asks for 45 others; its usual classes import these.
-NEEDED = "backoff beartype blobfile lz4 numpy openai pandas pydantic pyyaml requests sacrebleu"
+NEEDED = """backoff==2.2.1 beartype==0.23.1 blobfile==3.3.0 lz4==4.4.5 numpy==2.4.6 openai==3.57.0
+pandas==3.1.1 pydantic==2.14.4 pyyaml==6.0.4 requests==2.34.2 sacrebleu==2.6.0 tiktoken==0.14.0
+tqdm==4.70.1 zstandard==0.25.0"""
 
 
 class Evals(Environment):
-    requires = ("--no-deps evals==3.0.1.post1", *NEEDED.split(), "tiktoken", "tqdm", "zstandard")
+    requires = ("--no-deps evals==3.0.1.post1", *NEEDED.split())
 
     def __init__(self, what: str, **arguments: Any) -> None:
         """`arguments`: of the eval's class, in place of the registry's."""

@@ -17,7 +17,7 @@ GRADER = 'it asks the role grader: set environment_options.roles = ["grader"]'
 
 
 class Inspect(Environment):
-    requires = ("inspect-ai==0.3.285", "inspect-evals==0.26.0", "openai")
+    requires = ("inspect-ai==0.3.285", "inspect-evals==0.26.0", "openai==3.57.0")
     isolation = "process"  # it runs one evaluation at a time
 
     def __init__(self, what: str, score: str = "", roles: Any = (), **arguments: Any) -> None:

@@ -16,7 +16,7 @@ from agentrl.types import Json
 
 
 class VerifiersV1(Environment):
-    requires = ("verifiers==0.4.0", "uv")
+    requires = ("verifiers==0.4.0", "uv==0.13.9")
 
     def __init__(self, what: str, take: int = 500, harness: str = "null", **config: Any) -> None:
         """`take`: most tasks, of a taskset that may have no end. `config`: of the taskset."""
