@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from agentrl.config import RunConfig
 from agentrl.config.infrastructure import RunnerConfig
 from agentrl.environments import hosted
@@ -30,6 +32,7 @@ class EnvironmentHooks(RunnerHooks):
 
         named, agent = self._named, self._config.agent
         own: Any = {"root": self._root, "python": named.python or sys.executable}
+        agent = replace(agent, env=hosted.SAME | agent.env)
         return PoolExecutor(agent.path, agent, self._pool(), **own)
 
     def _pool(self) -> Any:

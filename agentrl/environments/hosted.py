@@ -7,6 +7,7 @@ processes of the pool, which play its rollouts, and in a helper, which answers a
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,8 @@ from agentrl.types import Json, Reward
 
 PROGRAM = ("-P", "-m", "agentrl.environments.helper")
 LARGEST_ANSWER = 2**28  # bytes
+# Of environments' processes: what draws from a set of texts draws the same in all of them.
+SAME = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
 
 
 class About(msgspec.Struct, frozen=True):
@@ -151,6 +154,7 @@ def ask(request: Request) -> Any:
             started = subprocess.Popen(
                 [python, *PROGRAM],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed,
+                env=os.environ | SAME,
             )  # fmt: skip
         except OSError as error:
             raise ConfigError(
@@ -211,7 +215,7 @@ class Helper:
     async def _start(self) -> asyncio.subprocess.Process:
         piped: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         return await asyncio.create_subprocess_exec(
-            self._python, *PROGRAM, **piped, limit=LARGEST_ANSWER
+            self._python, *PROGRAM, **piped, env=os.environ | SAME, limit=LARGEST_ANSWER
         )
 
     def _end(self) -> None:

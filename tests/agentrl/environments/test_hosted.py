@@ -145,6 +145,12 @@ def test_tasks_and_ground_truth_come_from_there(elsewhere: Path) -> None:
     assert hosted.describe(there) == hosted.describe(here)
 
 
+def test_what_is_drawn_from_a_set_of_texts_is_the_same_in_each_process(elsewhere: Path) -> None:
+    named = Named("worlds.py:Drawn", "3", f'{{"python":"{elsewhere}"}}', str(HERE))
+    first, second = (hosted.ask(Request("tasks", named, "train")) for _ in range(2))
+    assert first == second
+
+
 def test_the_interpreter_beside_the_run_file_is_taken(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

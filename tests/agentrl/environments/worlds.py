@@ -117,6 +117,14 @@ class Tasks(Line):
         return rows[self.fault]
 
 
+class Drawn(Line):
+    """Whose tasks come from a set of texts."""
+
+    def tasks(self, split: str) -> Any:
+        words = {f"{split} {n}" for n in range(20)}
+        return [{"id": word, "input": {"goal": 2}} for word in words]
+
+
 class Driver(Environment):
     """Calls the model itself, and another one in the role of a user."""
 
