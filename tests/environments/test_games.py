@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 from pathlib import Path
@@ -159,7 +158,7 @@ def build(directory, seed):
     assert max(scores[-1], sampled[-1]) > 0.5
 
 
-@pytest.mark.parametrize("name", ["minigrid", "pettingzoo", "textarena", "textworld"])
+@pytest.mark.parametrize("name", ["minigrid", "pettingzoo", "textarena"])
 async def test_a_page_trains(name: str, tmp_path: Path) -> None:
     policy = """
 from pathlib import Path
@@ -171,11 +170,6 @@ def build(directory, seed):
     file = Path(directory) / "config.json"
     file.write_text(file.read_text().replace(": 512", ": 8192"))  # rules are long
 """
-    if name == "textworld":
-        code = "import sys, pathlib, tests.environments.textworld.figures as made;"
-        code += "made.make_games(pathlib.Path(sys.argv[1]))"
-        make = [python(name), "-c", code, tmp_path]
-        await asyncio.to_thread(subprocess.run, make, cwd=ROOT, check=True)
     settings = ["steps=1", "algorithm.groups=1", "algorithm.group_size=2", "sampling.max_tokens=4",
                 "environment_options.limit=3", f"output={tmp_path / 'runs'}"]  # fmt: skip
     steps = await trained(name, tmp_path, policy, *settings)
