@@ -156,3 +156,22 @@ def build(directory, seed):
     sampled = [row.metrics["eval/sampled"] for row in steps if "eval/sampled" in row.metrics]
     assert scores[0] <= 0
     assert max(scores[-1], sampled[-1]) > 0.5
+
+
+@pytest.mark.parametrize("name", ["minigrid", "pettingzoo", "textarena"])
+async def test_a_page_trains(name: str, tmp_path: Path) -> None:
+    policy = """
+from pathlib import Path
+from agentrl.tiny import imitator
+
+def build(directory, seed):
+    talk = [{"role": "user", "content": "Act: 0"}, {"role": "assistant", "content": "forward"}]
+    imitator(directory, [talk], seed=seed, steps=2)
+    file = Path(directory) / "config.json"
+    file.write_text(file.read_text().replace(": 512", ": 8192"))  # rules are long
+"""
+    settings = ["steps=1", "algorithm.groups=1", "algorithm.group_size=2", "sampling.max_tokens=4",
+                "environment_options.limit=3", f"output={tmp_path / 'runs'}"]  # fmt: skip
+    steps = await trained(name, tmp_path, policy, *settings)
+    (row,) = [row for row in steps if "rollouts" in row.metrics]
+    assert (row.metrics["rollouts"], row.metrics["rollouts/failed"]) == (2, 0)
