@@ -109,6 +109,15 @@ def test_games_that_need_more_say_what(game: str) -> None:
         assert MORE[game] in found["problem"]
 
 
+def test_what_a_model_says_does_not_crash_the_interpreter(tmp_path: Path) -> None:
+    made = "import sys, pathlib, tests.environments.textworld.figures as made;"
+    made += "made.make_games(pathlib.Path(sys.argv[1]))"
+    subprocess.run([python("textworld"), "-c", made, tmp_path], cwd=ROOT, check=True)
+    said = ["8\ufffdinser", "tak\xe9 \U0001f600", "take " * 2000, "\x07\x00", "take coin"]
+    found = played("textworld", str(tmp_path / "games"), {"agent": said})
+    assert (found["problem"], found["outcome"]) == ("", 1.0)
+
+
 def test_functions_are_told_when_the_data_set_says() -> None:
     done = {"agent": ["Done."]}
     found = played("bfcl", "multi_turn_miss_func", done)

@@ -32,6 +32,8 @@ class TextWorldGame(Episode):
 
     def step(self, reply: dict[str, Any]) -> tuple[str, float, bool]:
         command = (content(reply).strip().splitlines() or ["look"])[-1].strip(" \"'`*.>")
+        # The interpreter of games crashes at other letters, and at long lines.
+        command = re.sub(r"[^ -~]", "", command)[:100].strip()
         state, score, done = self.env.step(command or "look")
         gain, self.score, self.turns = score - self.score, score, self.turns + 1
         over = done or self.turns >= self.limit
@@ -48,7 +50,7 @@ class TextWorld(Environment):
     Options: limit (of turns), commands (whether to tell those that are possible)."""
 
     requires = ("textworld==1.7.0",)
-    isolation = "process"  # the interpreter of games is global, and crashes in threads
+    isolation = "process"  # the interpreter of games is global, and its crash is the process's
 
     def __init__(self, what: str, limit: int = 50, commands: bool = True) -> None:
         where, self.limit, self.commands = self.root / what, limit, commands
