@@ -75,8 +75,7 @@ def read_lines(source: str, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[
             try:
                 row = reader.decode(text)
             except (ValueError, RecursionError) as error:
-                what = "a JSON object" if isinstance(error, msgspec.ValidationError) else "JSON"
-                raise ConfigError(f"{source}:{number} is not {what}: {error}") from None
+                raise ConfigError(f"{source}:{number} is not a JSON object: {error}") from None
             yield f"{source}:{number}", row
 
 

@@ -20,16 +20,15 @@ GIB = 2**30
 USABLE_MEMORY = 0.9  # fraction of the memory
 WIDTHS = {"4bit": 0.6, "8bit": 1.1}  # bytes per weight, including embeddings and scales
 SERVING = 1.2  # memory of vLLM without keys and values, as a multiple of its weights
-LIBRARIES = 0.45e9  # bytes of a process that has imported all that training needs, at least
-KERNELS = 0.1e9  # bytes of what libraries load when they compute for the first time
+# Bytes of a process that has imported all that training needs, and computed once: .46 to .64 GB,
+# by machine and type of the weights.
+LIBRARIES = 0.52e9
 WIDE = 4  # bytes of adapters, gradients, moments and of what is computed in float32
 
 
 def process_bytes(config: RunConfig, network: Any) -> dict[str, float]:
-    """Bytes by purpose of the whole algorithm process. Call it before weights are loaded: what
-    libraries take differs between machines and is read from this process."""
-    libraries = max(LIBRARIES, host.resident() + KERNELS)
-    return {"libraries": libraries, **bytes_needed(config, network)}
+    """Bytes by purpose of the whole algorithm process."""
+    return {"libraries": LIBRARIES, **bytes_needed(config, network)}
 
 
 def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:

@@ -29,7 +29,7 @@ from world import Task, tasks
 
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.multiagent.episodes import Episode
+from agentrl.algorithms.multiagent.episodes import TeamEpisode
 from agentrl.algorithms.multiagent.qmix import QMix
 from agentrl.base.files import atomic_directory
 from agentrl.config import RunConfig, resolve
@@ -74,12 +74,12 @@ def choices(mixed: QMix) -> Choose:
     return choose
 
 
-def episode(rollout: Rollout) -> Episode:
+def episode(rollout: Rollout) -> TeamEpisode:
     """A stored rollout as an episode."""
     played = rollout.result
     rewards = torch.zeros(ROUNDS)
     rewards[-1] = rollout.reward("return")
-    return Episode(
+    return TeamEpisode(
         observations=torch.tensor(played["observations"]),
         states=torch.tensor(played["states"]),
         actions=torch.tensor(played["modes"]),

@@ -214,7 +214,7 @@ def test_the_last_round_is_learned_from(qmix: Parts) -> None:
     for _ in range(100):
         modes = torch.tensor([[dice.randrange(6) for _ in range(3)] for _ in range(2)])
         rewards = torch.tensor([0.0, float(modes[1, 0] == 3)])  # of the last round
-        episodes.append(train.Episode(observations, states, modes, rewards))
+        episodes.append(train.TeamEpisode(observations, states, modes, rewards))
     for _ in range(200):
         mixed.learn(dice.sample(episodes, 32))
     assert mixed.act(observations[:2], 0.0, dice)[0] == 3
