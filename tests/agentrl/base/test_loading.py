@@ -67,7 +67,7 @@ def test_tasks_of_a_function(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"input": 1}\n{"input": \n', r"t\.jsonl:2 is not JSON"),
+        ('{"input": 1}\n{"input": \n', r"t\.jsonl:2 is not a JSON object"),
         ('{"input": 1}\n[1]\n', r"t\.jsonl:2 is not a JSON object"),
         ('{"question": 1}\n', r"t\.jsonl:1 has no 'input'"),
         ("\n", "there are no tasks"),
