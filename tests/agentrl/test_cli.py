@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
     ("file", "text", "overrides", "sentence"),
     [
         ("run.toml", "stepps = 3", [], "unknown key 'stepps'; did you mean 'steps'?"),
-        ("tasks.jsonl", '{"input": 1}\n{', [], "tasks.jsonl:2 is not JSON"),
+        ("tasks.jsonl", '{"input": 1}\n{', [], "tasks.jsonl:2 is not a JSON object"),
         ("x", "", ["agent.path=agnet.py:agent"], "there is no file"),
         ("x", "", ["verifier.path=check.py:verify"], "there is no file"),
         ("x", "", ["tasks.train="], "tasks.train is missing"),
