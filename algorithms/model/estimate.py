@@ -21,8 +21,8 @@ USABLE_MEMORY = 0.9  # fraction of the memory
 WIDTHS = {"4bit": 0.6, "8bit": 1.1}  # bytes per weight, including embeddings and scales
 SERVING = 1.2  # memory of vLLM without keys and values, as a multiple of its weights
 # Bytes of a process that trains, without its weights. Builds of torch differ by half a gigabyte, so
-# it is what the process has now, when torch is imported, and 0.28 GB that come until the first step.
-LIBRARIES = max(0.45e9, host.resident() + 0.28e9)
+# it is what the process has now, with torch imported, and 0.1 GB that come until the first step.
+LIBRARIES = max(0.45e9, host.resident() + 0.1e9)
 WIDE = 4  # bytes of adapters, gradients, moments and of what is computed in float32
 
 
