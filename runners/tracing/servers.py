@@ -4,9 +4,9 @@ Python serves each connection in the context in which the server was started. A 
 started inside one attempt, such as a shared environment, an MCP server or a cache, also serves
 other attempts, whose model calls would be recorded in the first. So inside attempts, and only
 there, servers start in an empty context, and a task or thread other than the agent's own that
-accepts a connection, or takes from a queue what another attempt has put there, is a server from
-then on. Their model calls need the attempt's own URL or key, or the `traceparent` of the request
-that they serve; the gateway refuses others.
+accepts a connection, or takes one item after the other from a queue to which another attempt has
+put, is a server from then on. Their model calls need the attempt's own URL or key, or the
+`traceparent` of the request that they serve; the gateway refuses others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socketserver
 import sys
 from asyncio import base_events, selector_events
 from collections.abc import Callable
-from contextvars import Context
+from contextvars import Context, ContextVar
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,6 +29,8 @@ from agentrl.runners.tracing import attempt_log
 
 # To a queue; two attempts suffice.
 _senders: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+# Ids of the queues from which this task or thread has taken an item, and put none since.
+_taken_from: ContextVar[frozenset[int]] = ContextVar("taken_from", default=frozenset())
 
 
 @cache
@@ -118,6 +120,7 @@ def _sock_accept(accept: Callable[..., Any]) -> Callable[..., Any]:
 def _put(put: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(put)
     def sent(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _taken_from.set(_taken_from.get() - {id(_queue_of(self))})
         if (log := attempt_log.current()) is not None:
             known = _senders.setdefault(_queue_of(self), set())
             if len(known) < 2:
@@ -148,8 +151,14 @@ def _receive(receive: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leave_if_shared(end: Any) -> None:
-    log = attempt_log.current()
-    if log is not None and not _senders.get(_queue_of(end), set()) <= {log.attempt}:
+    """Leave if this takes one item after the other that others have put. Who puts back what it has
+    taken, as users of a pool of connections do, serves nobody."""
+    if (log := attempt_log.current()) is None:
+        return
+    shared, taken = _queue_of(end), _taken_from.get()
+    if id(shared) not in taken:
+        _taken_from.set(taken | {id(shared)})
+    elif not _senders.get(shared, set()) <= {log.attempt}:
         attempt_log.leave_as_server()
 
 

@@ -23,7 +23,14 @@ import uvicorn
 import uvloop
 from aiohttp import web
 
-from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
+from agentrl.runners.executors.inprocess import (
+    InProcessExecutor,
+    as_agent,
+    in_trace,
+    run_guarded,
+)
+from agentrl.runners.tracing import attempt_log
+from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind
 
 Start = Callable[[AsyncExitStack, bool], Awaitable[str]]
@@ -446,3 +453,23 @@ async def test_an_agent_that_waits_for_a_connection_itself_goes_on(
     executor = InProcessExecutor(as_agent(plain if sync else asynchronous), threaded=threaded)
     (rollout,) = await bench.run(executor, {"input": "x"}, calls_optional=False)
     assert rollout.result == "echo x", rollout.failure
+
+
+@pytest.mark.parametrize("pool", [queue.LifoQueue, queue.Queue])
+async def test_who_puts_back_what_it_has_taken_is_no_server(pool: Any) -> None:
+    """As the users of a pool of connections that rollouts share, in threads of their own."""
+    connections, still = pool(), list[bool]()
+    connections.put("connection")
+
+    def tool() -> None:
+        for _ in range(3):
+            connections.put(connections.get())
+        still.append(attempt_log.current() is not None)
+
+    async def agent(value: Any) -> None:
+        await asyncio.to_thread(tool)
+
+    tracing.install()
+    for number in range(3):
+        await in_trace(f"{number:032x}", run_guarded(agent, None))
+    assert still == [True] * 3
