@@ -171,7 +171,7 @@ def describe(config: RunConfig, source: str) -> Iterator[str]:
         where = config.policy.device
         device = ("cuda" if torch.cuda.is_available() else "cpu") if where == "auto" else where
         network = network.to(getattr(torch, config.policy.dtype)).to_empty(device=device).eval()
-        for each in network.parameters():
+        for each in (*network.parameters(), *network.buffers()):  # memory may hold anything
             each.detach().zero_()
         yield from others(config, network)
 
