@@ -33,7 +33,7 @@ def placeholders() -> Iterator[bool]:
     given = {
         name: value
         for name, value in model_variables(NOWHERE, KEY).items()
-        if name not in os.environ and not name.startswith((*own, "\0"))
+        if name not in os.environ and not name.startswith(tuple(own))
     }
     os.environ |= given
     try:

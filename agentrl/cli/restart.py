@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from agentrl import run_owner, trainer
-from agentrl.base import digests
+from agentrl.algorithms.model import digests
 from agentrl.base.files import atomic_directory
 from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig

@@ -14,7 +14,7 @@ PART = Part(
     checks={"environment": f"{HERE}.settings:check"},
     references={"environment": f"{HERE}.reference:resolve"},
     runner={"environment": f"{HERE}.hooks:join"},
-    commands={"env": f"{HERE}.command:env"},
+    commands={"env": f"{HERE}.commands.env:env"},
     environments={
         "bfcl": f"{HERE}.plugins.bfcl:BFCL",
         "gymnasium": f"{HERE}.plugins.gymnasium:Gymnasium",

@@ -25,9 +25,9 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 from transformers import AutoTokenizer, PreTrainedModel
 
+from agentrl.algorithms.model import digests
 from agentrl.algorithms.model.load import checkpoint_weights, load_model, shape_mismatch
 from agentrl.algorithms.model.quantize import dense_state, is_quantized, save_dense
-from agentrl.base import digests
 from agentrl.base.files import atomic_directory
 from agentrl.errors import DamagedError, PolicyError, nearest
 

@@ -22,8 +22,8 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from agentrl.algorithms.model import digests
 from agentrl.algorithms.sampling.scores import heldout_scores
-from agentrl.base import digests
 from agentrl.base.files import PARTIAL, atomic_directory, delete_directory
 from agentrl.config import RunConfig
 from agentrl.errors import DamagedError, PolicyError, TrainingError

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from agentrl.algorithms.model import digests
 from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_size
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.train.checkpoint import parse_name
-from agentrl.base import digests
 from agentrl.base.files import atomic_directory
 from agentrl.base.loading import load_attribute
 from agentrl.base.parts import installed_plugins

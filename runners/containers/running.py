@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import secrets
@@ -95,14 +94,7 @@ class Container:
         fds = [given, await stdout.open(), await stderr.open()]
         try:
             process = await self.pool.launcher.launch(spec, fds)
-            try:
-                async with asyncio.timeout(timeout):
-                    status = await process.wait()
-            except BaseException:
-                process.kill()
-                with contextlib.suppress(SupervisorLost):
-                    await process.wait()
-                raise
+            status = await process.wait_at_most(timeout)
         except SupervisorLost as lost:
             raise ContainerError(f"{lost}, and its program with it") from None
         except TimeoutError:

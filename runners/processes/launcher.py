@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -51,6 +52,18 @@ class SupervisedProcess:
         if not status.endswith(b"\n"):
             raise SupervisorLost("the supervisor of the process was killed")
         return int(status)
+
+    async def wait_at_most(self, seconds: float | None) -> int:
+        """Like `wait`, but kill it, and wait for its end, after that time or if this is cancelled.
+        Raises TimeoutError."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.wait()
+        except BaseException:
+            self.kill()
+            with suppress(SupervisorLost):
+                await self.wait()
+            raise
 
     def kill(self) -> None:
         """Kill the process and all its descendants; `wait` returns when they have ended."""

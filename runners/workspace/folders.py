@@ -29,7 +29,7 @@ from agentrl.errors import ConfigError
 from agentrl.runners.gateway.attribution import AgentPlace
 from agentrl.runners.hooks import WorkspaceError
 from agentrl.runners.processes.contract import passed_environment, private_folders
-from agentrl.runners.processes.launcher import Finished, OutputPipe, ProcessLauncher, SupervisorLost
+from agentrl.runners.processes.launcher import Finished, OutputPipe, ProcessLauncher
 from agentrl.runners.processes.supervisor import ProcessSpec
 from agentrl.runners.workspace import cleaner, sources
 from agentrl.runners.workspace.changes import carry_over, diff, pack, unpack
@@ -222,14 +222,7 @@ class Workspaces:
             spec["memory"] = self._runner.memory_mb * 2**20
         fds = [os.open(os.devnull, os.O_RDONLY), await stdout.open(), await stderr.open()]
         process = await self._launcher.launch(spec, fds)
-        try:
-            async with asyncio.timeout(timeout):
-                status = await process.wait()
-        except BaseException:
-            process.kill()
-            with contextlib.suppress(SupervisorLost):
-                await process.wait()
-            raise
+        status = await process.wait_at_most(timeout)
         return Finished(status, await stdout.text(), await stderr.text())
 
     def _copy(self, template: Path, folder: Path, change: Change | None) -> None:

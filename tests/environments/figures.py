@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentrl.environments.command_check import examine
+from agentrl.environments.commands.check import examine
 from agentrl.environments.reference import Named
 
 

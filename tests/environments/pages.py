@@ -36,6 +36,19 @@ def figures(name: str) -> dict[str, Any]:
     return found
 
 
+def played(
+    name: str, what: str, replies: dict[str, list[Any]], root: Path = ROOT, **options: Any
+) -> dict[str, Any]:
+    """What was stored of a rollout with scripted replies by role, the last of each again and
+    again. `root`: the run file's folder."""
+    given = [str(root), f"{name}:{what}", json.dumps(options), json.dumps(replies)]
+    command = [python(name), "-m", "tests.environments.played", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return found
+
+
 def write_files(name: str, folder: Path) -> Path:
     """Write the files of a page into `folder`, and return its run file."""
     page = (ROOT / f"docs/how-to/environments/{name}.md").read_text(encoding="utf-8")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.environments.pages import ROOT, figures, python, trained
+from tests.environments.pages import ROOT, figures, played, python, trained
 
 FOUND = {  # tasks, and the score of ground truth
     "bfcl": (200, 1.0),
@@ -19,16 +17,6 @@ FOUND = {  # tasks, and the score of ground truth
     "textarena": (128, 1.0),
     "textworld": (5, 1.0),
 }
-
-
-def played(name: str, what: str, replies: dict[str, list[Any]], **options: Any) -> dict[str, Any]:
-    """What was stored of a rollout with these replies."""
-    given = [f"{name}:{what}", json.dumps(options), json.dumps(replies)]
-    command = [python(name), "-m", "tests.environments.played", str(ROOT), *given]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return found
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.environments.reference import Named, load_class
+from tests.environments import pages
 from tests.environments.pages import ROOT, figures, python, trained, write_files
 
 pytestmark = pytest.mark.timeout(600)  # the packages take up to 20 s to import
@@ -51,13 +51,8 @@ def build(directory, seed):
 
 
 def played(name: str, what: str, replies: dict[str, list[Any]], **options: Any) -> dict[str, Any]:
-    """One rollout with scripted replies by role, the last of each again and again."""
-    given = [str(HERE / name), f"{name}:{what}", json.dumps(options), json.dumps(replies)]
-    command = [python(name), "-m", "tests.environments.played", *given]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return found
+    """A rollout of the environments in the plug-in's own folder of tests."""
+    return pages.played(name, what, replies, HERE / name, **options)
 
 
 @pytest.mark.parametrize("name", OFFLINE)

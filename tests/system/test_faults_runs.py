@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agentrl import trainer
-from agentrl.base import digests, folder_lock
+from agentrl.algorithms.model import digests
+from agentrl.base import folder_lock
 from agentrl.cli.restart import go_back
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, DamagedError, Fenced, TrainingError, Unavailable

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from agentrl import plugins
 from agentrl.base import parts
 from agentrl.cli.main import cli
-from agentrl.environments import command_install
-from agentrl.environments.command_show import message_of
+from agentrl.environments.commands import install as command_install
+from agentrl.environments.commands.show import message_of
 from agentrl.errors import ConfigError
 
 SOURCE = '''

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.base import LossCoefficients, StepReport
+from agentrl.algorithms.model import digests
 from agentrl.algorithms.train.checkpoint import (
     STATE,
     checkpoint_name,
@@ -25,7 +26,6 @@ from agentrl.algorithms.train.checkpoint import (
     save_checkpoint,
     set_random_state,
 )
-from agentrl.base import digests
 from agentrl.base.files import atomic_directory
 from agentrl.errors import DamagedError, PolicyError, TrainingError
 

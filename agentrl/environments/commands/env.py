@@ -73,7 +73,7 @@ def show(named: Any, split: str, id: str | None, play: bool | None) -> None:
 
     An answer is a line of text, or a JSON object as the assistant's message; `/call NAME {...}`
     calls a tool."""
-    from agentrl.environments.command_show import play_by_hand, print_tasks
+    from agentrl.environments.commands.show import play_by_hand, print_tasks
 
     task = print_tasks(named, split, id)
     if sys.stdin.isatty() if play is None else play:
@@ -91,7 +91,7 @@ def check(named: Any, count: int, timeout: float, as_json: bool) -> None:
     Its ids and tasks, a rollout with a model that knows nothing, and the score of its own ground
     truth on --tasks tasks, if it has any. Each line is ok, warn or fail. Exit code: 1 if a check
     failed."""
-    from agentrl.environments.command_check import examine
+    from agentrl.environments.commands.check import examine
 
     say: Callable[[str], None] = click.echo if not as_json else lambda _: None
     report = asyncio.run(examine(named, count, timeout, say))
@@ -108,7 +108,7 @@ def install(plugin: str, into: Path | None, python: str | None) -> None:
     """Make an interpreter for PLUGIN, with all that it needs and agentrl without extras.
 
     A run file in the same folder uses it by itself. Repeat the command to mend one."""
-    from agentrl.environments.command_install import install as made
+    from agentrl.environments.commands.install import install as made
 
     folder = made(plugin, into, python or sys.executable, click.echo)
     click.echo(f"Done. Next: agentrl env check {plugin}:WHAT, which uses {folder}/bin/python")
