@@ -48,7 +48,7 @@ def test_the_schema_says_what_a_setting_is(schema: Any) -> None:
         "RunConfig.steps": "Updates of the policy; 0: only evaluate.",
         "RunConfig.policy": "The model to train: a Hugging Face checkpoint directory or hub name.",
         "VllmEngineConfig.kind": "A vLLM policy server.",
-        "AlgorithmConfig.groups": "Per step.",
+        "AlgorithmConfig.groups": "Groups of rollouts per step, one for each task.",
         "VllmConfig.max_adapters": "Adapters that a child serves at once, including frozen ones.",
         "VllmEngineConfig.max_batch": "Calls decoded together.",
     }
