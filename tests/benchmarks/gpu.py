@@ -6,7 +6,8 @@ Sections, the most valuable first:
 agents    SmolLM2 in the agents of examples/smollm: scores, seconds, tokens/s, and how far the
           learner's log-probs are from the sampler's
 update    an update of the shapes of Qwen2.5 0.5B, 1.5B, 7B (`utilisation`): share of the GPU's
-          FLOPs, and where the time goes; "lora": of an adapter, else of all weights
+          FLOPs, and where the time goes; "lora": of an adapter, else of all weights; "liger":
+          with Liger Kernel
 sampling  tokens/s of the embedded engine and of vLLM by number of calls at a time
 tree      gradients of a trie and of rows against transformers' own attention
 options   two steps with a setting of the learner or of the base, against two without; weights sent
@@ -48,7 +49,7 @@ END = 15.0  # seconds that a case has to end when its time is over
 # Seconds of each case at most; the sum may be more than there is.
 LIMITS: Mapping[str, Mapping[str, float]] = {
     "agents": {"prices": 150, "calculator": 120},
-    "update": {"0.5B lora": 70, "1.5B lora": 70, "7B lora": 90, "0.5B": 60},
+    "update": {"0.5B lora": 70, "1.5B lora": 70, "7B lora": 90, "0.5B": 60, "1.5B liger": 60},
     "sampling": {"embedded": 60, "vllm": 120},
     "tree": {"64": 60, "128": 40},
     "options": {
