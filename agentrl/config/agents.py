@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -29,6 +29,7 @@ class AgentConfig(Section, frozen=True):
     """The unmodified agent and how it runs: a Python object (`path`), a `command`, or a coding
     `harness` with a preset."""
 
+    renamed: ClassVar[dict[str, str]] = {"partial": "on_truncation"}
     path: str = ""  # "file.py:name" or "package.module:name"
     command: str | list[str] = []  # in any language; a string is split like in a shell
     # codex, claude, qwen, gemini, opencode, pi, mini, aider, or your own as "file.toml" or
@@ -51,7 +52,7 @@ class AgentConfig(Section, frozen=True):
     max_tokens: Natural = 0  # sampled tokens of one attempt, which ends after them; 0: unlimited
     # An attempt that reaches a limit of time, calls or tokens has failed. score: score its trace
     # without a result; zero: give it the outcome 0; drop: give it no outcome.
-    partial: Literal["score", "zero", "drop"] = "drop"
+    on_truncation: Literal["score", "zero", "drop"] = "drop"
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.harness and (why := missing("runner", "agent.harness")):

@@ -95,8 +95,8 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     # CPU threads of the embedded engine. 0: one for a model of at most 5 million parameters, else
     # the largest power of two of the cores, at most 8.
     threads: Natural = 0
-    # KV cache of calls that run during an update, with algorithm.overlap = "in_flight". recompute:
-    # log-probs are exactly those of one version. keep: faster.
+    # KV cache of calls that run during an update, with algorithm.async_sampling = "in_flight".
+    # recompute: log-probs are exactly those of one version. keep: faster.
     kv_on_update: Literal["recompute", "keep"] = "recompute"
 
     def __post_init__(self) -> None:
@@ -172,13 +172,15 @@ class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
 
     runs_paths: ClassVar[bool] = False  # whether agents are `agent.path` only
     runs_commands: ClassVar[bool] = False  # whether agents are programs only
+    renamed: ClassVar[dict[str, str]] = {"prepare": "prefetch", "score": "scoring_concurrency"}
 
     processes: Natural = 1  # 0: start none here
     concurrency: Count = 64  # running rollouts per process
-    prepare: Natural = 0  # additional rollouts that are claimed early and whose workspaces are made
+    # Additional rollouts that are claimed early, and whose workspaces are made meanwhile.
+    prefetch: Natural = 0
     # Rollouts scored concurrently, in addition to the running ones; if the runner dies, another one
     # only scores them. 0: a rollout keeps its slot of `concurrency` while it is scored.
-    score: Natural = 0
+    scoring_concurrency: Natural = 0
     lease: Seconds = 15.0  # without a heartbeat, after which another runner gets the rollout
     drain: NonNegative = 5.0  # seconds that rollouts have to finish when their runner is stopped
     memory_mb: Natural = 0  # of one process (pool, command) or of a whole rollout; 0: no limit

@@ -97,6 +97,7 @@ class LoraConfig(Section, frozen=True):
 class PolicyConfig(Section, frozen=True):
     """The model to train: a Hugging Face checkpoint directory or hub name."""
 
+    renamed: ClassVar[dict[str, str]] = {"messages": "unsupported_roles"}
     model: str = ""  # default with `build`: <output>/policy
     build: str = ""  # "file.py:name", called as (directory, seed) to create `model` if it is absent
     # of weights and computation; bfloat16 takes half the memory, on GPUs
@@ -106,7 +107,7 @@ class PolicyConfig(Section, frozen=True):
     device: str = "auto"  # "cpu", "cuda" or "cuda:1"; auto: the GPU if there is one
     # A chat template may drop messages of some roles. adapt: give them roles that the template
     # renders, and refuse a call whose text would still be lost. as_sent: leave it to the template.
-    messages: Literal["adapt", "as_sent"] = "adapt"
+    unsupported_roles: Literal["adapt", "as_sent"] = "adapt"
     lora: LoraConfig = LoraConfig()
 
 
@@ -142,6 +143,10 @@ class TeamConfig(Section, frozen=True):
 class AlgorithmConfig(Section, frozen=True):
     """How a policy learns from a batch. `options` are arguments of the preset."""
 
+    renamed: ClassVar[dict[str, str]] = {
+        "inexact": "missing_token_ids", "overlap": "async_sampling", "order": "group_order",
+        "stale": "stale_tokens", "close_at": "group_quorum", "lr_ess": "ess_for_full_lr",
+    }  # fmt: skip
     # a name from `agentrl algorithms`, with modifiers as in "grpo+tis", or your own "file.py:name"
     preset: str = "auto"
     # arguments of the preset: `agentrl algorithms show NAME` lists them
@@ -149,7 +154,9 @@ class AlgorithmConfig(Section, frozen=True):
     groups: Count = 8  # per step
     group_size: Count = 8  # rollouts per task, which are compared with each other
     min_group: Count = 2  # a group with fewer valid rollouts is dropped
-    inexact: Literal["refuse", "retokenize"] = "refuse"  # calls whose token ids are unknown
+    # Calls that a server answers without token ids: they are not trained, or get the ids of their
+    # text, which are usually but not always the sampled ones.
+    missing_token_ids: Literal["refuse", "retokenize"] = "refuse"
     # How many updates old a sample may be, rounded up. The higher, the less sampling waits for
     # training; 0.5 lets half a step be sampled ahead.
     max_staleness: NonNegative = 0.0  # 0: sampling waits for every update
@@ -158,12 +165,12 @@ class AlgorithmConfig(Section, frozen=True):
     # the old weights, and the update waits until all groups of the next step have ended, which
     # makes a run repeatable: the same tokens, and log-probs equal up to rounding. Default: none
     # without max_staleness, else drained.
-    overlap: Literal["none", "drained", "in_flight", "one_step_off"] | None = None
-    order: Literal["asked", "ready"] = "asked"  # train groups as requested, or as they end
-    # Too old tokens with order = "ready". withhold: use the reward for the group's baseline but do
-    # not train the tokens. cancel: cancel the whole group and request another.
-    stale: Literal["withhold", "cancel"] = "withhold"
-    close_at: Count | None = None  # successful rollouts that end their group; none: group_size
+    async_sampling: Literal["none", "drained", "in_flight", "one_step_off"] | None = None
+    group_order: Literal["asked", "ready"] = "asked"  # train groups as requested, or as they end
+    # Too old tokens with group_order = "ready". withhold: use the reward for the group's baseline
+    # but do not train the tokens. cancel: cancel the whole group and request another.
+    stale_tokens: Literal["withhold", "cancel"] = "withhold"
+    group_quorum: Count | None = None  # successful rollouts that end their group; none: group_size
     # Seconds after the first claim in a group, from which min_group successful rollouts end it.
     group_deadline: Seconds | None = None
     dynamic_sampling: bool | None = None  # replace groups of equal reward; none: preset's default
@@ -174,7 +181,7 @@ class AlgorithmConfig(Section, frozen=True):
     lr: Positive = 1e-6  # peak learning rate; for an adapter about 2e-4
     # If the effective sample size of the importance weights, as a fraction of the tokens, is below
     # this, lr falls in proportion (VCPO, arXiv 2602.17616); costs a forward pass of the batch.
-    lr_ess: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # none: off
+    ess_for_full_lr: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # none: off
     warmup: Natural = 0  # steps of linear learning-rate warm-up
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
@@ -191,7 +198,7 @@ class AlgorithmConfig(Section, frozen=True):
     @property
     def samples_during_update(self) -> bool:
         """Whether the sampler has its own copy of the weights and continues during updates."""
-        return self.overlap in ("in_flight", "one_step_off")
+        return self.async_sampling in ("in_flight", "one_step_off")
 
     @property
     def joining(self) -> list[Joining]:
@@ -226,15 +233,17 @@ class CriticConfig(Section, frozen=True):
 class ReferenceConfig(Section, frozen=True):
     """The reference policy of KL penalties."""
 
+    renamed: ClassVar[dict[str, str]] = {"target": "target_kl", "horizon": "kl_horizon"}
     # A checkpoint directory or hub name; empty: the initial policy or, for an adapter, its base.
     model: str = ""
     every: Natural = 0  # steps between resets of the reference to the current policy; 0: never
-    target: NonNegative = 0.0  # KL in nats per token to which the penalty adapts; 0: fixed penalty
-    horizon: Count = 10_000  # rollouts over which the penalty adapts
+    # KL in nats per token to which the penalty's coefficient adapts; 0: fixed coefficient.
+    target_kl: NonNegative = 0.0
+    kl_horizon: Count = 10_000  # rollouts over which the penalty adapts
 
     def problems(self, config: Any) -> Iterator[str]:
-        if self.target and (why := missing("training", "reference.target")):
-            yield f"reference.target: {why}"
+        if self.target_kl and (why := missing("training", "reference.target_kl")):
+            yield f"reference.target_kl: {why}"
 
 
 class TeacherConfig(Section, frozen=True):
@@ -318,7 +327,7 @@ class RunConfig(Section, frozen=True):
     output: str = ""  # folder of store, checkpoints and figures; default runs/<name>
     store: str = ""  # store URL; default: SQLite in the output folder
     # Of policy.build, the order of tasks, and sampling. vLLM samples with it only if
-    # algorithm.overlap = "one_step_off" or sampling.seed is set.
+    # algorithm.async_sampling = "one_step_off" or sampling.seed is set.
     seed: Natural = 0
     steps: Natural = 100  # updates of the policy; 0: only evaluate
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best one

@@ -12,8 +12,8 @@ PLAYING = (
     "upstreams", "roles", "role_rules",
 )  # fmt: skip
 SAMPLING = (
-    "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
-    "close_at", "group_deadline", "max_kl",
+    "group_size", "min_group", "missing_token_ids", "max_staleness", "dynamic_sampling",
+    "max_rounds", "group_quorum", "group_deadline", "max_kl",
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ class PromptComponent(Section, frozen=True):
 class PromptsConfig(Section, frozen=True):
     """A search for better texts with rollouts on `tasks.train`: `agentrl prompts`."""
 
+    renamed: ClassVar[dict[str, str]] = {"perfect": "perfect_score"}
     components: dict[Name, str | PromptComponent] = {}  # a file, or a table; none: no search
     algorithm: Literal["gepa", "apo"] = "gepa"  # arXiv 2507.19457, arXiv 2305.03495
     reflector: str = ""  # the upstream or policy that proposes texts
@@ -39,7 +40,7 @@ class PromptsConfig(Section, frozen=True):
     proposals: Count = 1  # concurrent proposals
     max_length: Count = 4000  # characters of a text
     directory: str = ""  # folder of the texts to use; default: the result of the search
-    perfect: float = 1.0  # mean score at which the search ends
+    perfect_score: float = 1.0  # mean score at which the search ends
     show: list[str] = []  # fields of a task that the reflector may read
     # For `agentrl train`. off: train with the texts that `agentrl prompts` found. before: search,
     # then train. alternate: search again after every `every` steps, with the current policy.

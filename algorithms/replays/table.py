@@ -105,7 +105,7 @@ class CounterfactualConfig(Joining, frozen=True):
 def _problems(table: Joining, config: Any) -> Iterator[str]:
     """Settings by which a group ends before all of its rollouts."""
     settings, usual = config.algorithm, type(config.algorithm)()
-    for key in ("order", "close_at", "group_deadline"):
+    for key in ("group_order", "group_quorum", "group_deadline"):
         if table.joins and getattr(settings, key) != getattr(usual, key):
             yield (
                 f"algorithm.{key}: rollouts join a group when all of its own have ended, with "

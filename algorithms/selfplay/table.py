@@ -15,6 +15,7 @@ from agentrl.types import POLICY
 class SelfplayConfig(Section, frozen=True, tag_field="opponents", tag="self"):
     """Games with several seats; the trained policy plays all of them."""
 
+    renamed: ClassVar[dict[str, str]] = {"k": "elo_k"}
     plays: ClassVar[bool] = True
     seats: list[str] = []  # roles of the game; none: no self-play
     policy: str = ""  # the policy that plays; default: the run's only trained policy
@@ -68,7 +69,7 @@ class SnapshotOpponents(SelfplayConfig, frozen=True, kw_only=True):
     self_share: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.5  # fraction of groups vs. itself
     every: Count = 10  # steps between snapshots
     pool: Count = 8  # snapshots to keep
-    k: Positive = 16.0  # K-factor of Elo updates
+    elo_k: Positive = 16.0  # K-factor of Elo updates
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)

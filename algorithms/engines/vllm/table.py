@@ -80,11 +80,11 @@ class VllmEngineConfig(EngineConfig, frozen=True, tag="vllm"):
         return self.vllm.gpu_memory or vllm_share(config, network, total)
 
     def problems(self, config: Any) -> Iterator[str]:
-        overlap, sleep = config.algorithm.overlap, self.vllm.sleep
+        overlap, sleep = config.algorithm.async_sampling, self.vllm.sleep
         if sleep and overlap == "in_flight":
             yield (
-                "engine.vllm.sleep: set algorithm.overlap to 'drained'; vLLM asleep answers no "
-                "calls"
+                "engine.vllm.sleep: set algorithm.async_sampling to 'drained'; vLLM asleep answers "
+                "no calls"
             )
         if sleep == 2 and config.policy.lora.rank:
             yield (
