@@ -32,6 +32,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     kinds: Objects = {}  # of tables with several kinds, as "engine vllm": `config.base.KindSection`
     commands: Objects = {}  # of the command line, as "store serve": `click.Command`
     derives: Objects = {}  # settings that follow from others of a run file: config -> config
+    unplaced: Objects = {}  # settings without where something of theirs is: config -> config
     checks: Objects = {}  # before a run starts: config -> None; raises ConfigError
     starts: Objects = {}  # before `agentrl train`: config -> warnings; raises ConfigError
     settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError

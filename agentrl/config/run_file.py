@@ -104,6 +104,8 @@ def to_toml(config: RunConfig) -> str:
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
+    for point in installed_plugins("unplaced"):
+        old, new = map(point.load(), (old, new))
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
     ignored |= {"metrics", "max_empty_steps", "checkpoint"}
     # Each learner can resume from the other's checkpoint, wherever it computes.
