@@ -30,7 +30,9 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: not a readable TOML file: {error}") from None
     data.setdefault("root", str(path.parent.resolve()))
-    data.setdefault("name", path.parent.resolve().name)
+    overrides = list(overrides)
+    if "name" not in data and not any(each.startswith("name=") for each in overrides):
+        data |= {"name": path.parent.resolve().name, "file": str(path.resolve())}
     return resolve(data, source=str(path), overrides=overrides)
 
 
@@ -107,7 +109,7 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     for point in installed_plugins("unplaced"):
         old, new = map(point.load(), (old, new))
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
-    ignored |= {"metrics", "max_empty_steps", "checkpoint"}
+    ignored |= {"file", "metrics", "max_empty_steps", "checkpoint"}
     # Each learner can resume from the other's checkpoint, wherever it computes.
     moved = {key for config in (old, new) for key in config.learner.placement}
     placement = ("learner.kind", *(f"learner.{key}" for key in moved))

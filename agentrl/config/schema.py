@@ -323,6 +323,7 @@ class RunConfig(Section, frozen=True):
     go to `output`, relative to the working directory."""
 
     name: Name = "run"  # of the run, in the store and in messages
+    file: str = ""  # the run file, if its run has the name of its folder; set by agentrl
     root: str = "."  # folder of the files that the run file names; default: the run file's
     output: str = ""  # folder of store, checkpoints and figures; default runs/<name>
     store: str = ""  # store URL; default: SQLite in the output folder
