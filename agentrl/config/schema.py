@@ -154,8 +154,7 @@ class AlgorithmConfig(Section, frozen=True):
     groups: Count = 8  # per step
     group_size: Count = 8  # rollouts per task, which are compared with each other
     min_group: Count = 2  # a group with fewer valid rollouts is dropped
-    # Calls that a server answers without token ids: they are not trained, or get the ids of their
-    # text, which are usually but not always the sampled ones.
+    # Calls answered without token ids are not trained, or get those that their text usually has.
     missing_token_ids: Literal["refuse", "retokenize"] = "refuse"
     # How many updates old a sample may be, rounded up. The higher, the less sampling waits for
     # training; 0.5 lets half a step be sampled ahead.
