@@ -1,7 +1,7 @@
 """The pages of the site: the repository's Markdown files at their own paths, and their links.
 
 A link to a source file or a folder leads to a page that shows it, so the same relative link works
-here and in the repository. `<!-- generated: NAME -->` is replaced by `reference.NAME()`.
+here and in the repository. `<!-- built: NAME -->` is replaced by `reference.NAME()`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import reference  # noqa: E402
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 LINK = re.compile(r"(?:(?<=\]\()|(?<=src=\")|(?<=srcset=\"))(?!\w+:|#)[^)#\s\"]+")
-MARKER = re.compile(r"<!-- generated: (\w+) -->")
+MARKER = re.compile(r"<!-- built: (\w+) -->")
 COPIED = {".png", ".svg", ".html"}  # copied unchanged
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".toml": "toml", ".jsonl": "json"}
 SHOWN = {*COPIED, *LANGUAGES, ".txt", ".jinja", ".sql", ".md", ".ipynb"}  # listed for a folder
@@ -34,21 +34,20 @@ def on_files(files: Files, config: Any) -> None:
     """Add README.md, the pages of docs/ and everything that these link to, recursively."""
     for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
-    written = {f"docs/reference/algorithms/{k}.md": v for k, v in reference.families().items()}
     pages = [path.relative_to(ROOT).as_posix() for path in sorted(HERE.rglob("*.md"))]
-    waiting = ["README.md", *pages, *written]
+    waiting = ["README.md", *pages]
     for name in waiting:  # grows during the loop
         path = ROOT / name
         if path.suffix in COPIED:
             files.append(File.generated(config, name, abs_src_path=str(path)))
             continue
-        text = written.get(name) or page(path)
+        text = page(path)
         folder = name if path.is_dir() else dirname(name)
 
         def follow(match: re.Match[str], folder: str = folder) -> str:
             target = normpath(join(folder, match[0]))
             if not (ROOT / target).exists():
-                return match[0]  # a generated page, or a dead link, which mkdocs reports
+                return match[0]  # a dead link, which mkdocs reports
             if (ROOT / target / "README.md").is_file():
                 target = f"{target}/README.md"
             if target not in waiting:

@@ -10,6 +10,7 @@ from agentrl.base.late import late
 from agentrl.config.agents import AgentConfig as AgentConfig
 from agentrl.config.agents import RetriesConfig as RetriesConfig
 from agentrl.config.agents import RoleRule as RoleRule
+from agentrl.config.agents import UpstreamConfig as UpstreamConfig
 from agentrl.config.base import Count as Count
 from agentrl.config.base import Natural as Natural
 from agentrl.config.base import Positive as Positive
@@ -29,11 +30,10 @@ if TYPE_CHECKING:
     from agentrl.config.schema import LoraConfig as LoraConfig
     from agentrl.config.schema import PolicyConfig as PolicyConfig
     from agentrl.config.schema import RunConfig as RunConfig
-    from agentrl.config.schema import UpstreamConfig as UpstreamConfig
 
 # Imported late: `schema` imports the tables of parts, and these the modules above.
 LATE = {
     "run_file": "differences from_store load resolve store_in store_of to_toml",
-    "schema": "AlgorithmConfig LoraConfig PolicyConfig RunConfig UpstreamConfig",
+    "schema": "AlgorithmConfig LoraConfig PolicyConfig RunConfig",
 }
 __getattr__ = late(__name__, LATE)

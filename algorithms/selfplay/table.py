@@ -66,7 +66,8 @@ class SnapshotOpponents(SelfplayConfig, frozen=True, kw_only=True):
     """The trained policy plays one seat, and its snapshots play the others."""
 
     seats: Annotated[list[str], msgspec.Meta(min_length=2)]  # roles; the policy alternates evenly
-    self_share: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.5  # fraction of groups vs. itself
+    # Fraction of groups in which the policy plays itself.
+    self_share: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.5
     every: Count = 10  # steps between snapshots
     pool: Count = 8  # snapshots to keep
     elo_k: Positive = 16.0  # K-factor of Elo updates
@@ -119,7 +120,8 @@ class UniformOpponents(SnapshotOpponents, frozen=True, tag="uniform"):
 class PfspOpponents(SnapshotOpponents, frozen=True, tag="pfsp"):
     """Snapshots are drawn by the policy's win rate (prioritised fictitious self-play)."""
 
-    pfsp: Literal["hard", "variance"] = "hard"  # prefer the hardest, or those of equal strength
+    # Opponents that are preferred: the hardest, or those of equal strength.
+    pfsp: Literal["hard", "variance"] = "hard"
 
 
 Selfplay = SelfplayConfig | LatestOpponents | UniformOpponents | PfspOpponents
