@@ -6,18 +6,18 @@ import asyncio
 
 import click
 
-from agentrl.config import store_of
+from agentrl.config import store_with
 
 
 @click.command()
 @click.argument("run")
-@click.option("--store", help="Store URL; default: the store in runs/RUN.")
+@click.option("--store", help="Store URL; default: the one that has the run, below this folder.")
 def why(run: str, store: str | None) -> None:
     """Print why RUN does not learn: most likely reasons first, with the settings to change."""
     from agentrl.algorithms.why import rules
     from agentrl.store import open_store
 
-    url = store or store_of(run)
+    url = store or store_with(run)
 
     async def read() -> dict[str, rules.PolicyRun]:
         async with open_store(url, readonly=True) as opened:
