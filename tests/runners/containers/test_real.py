@@ -23,7 +23,7 @@ from agentrl.runners.containers.keeper import OWNER, PREFIX
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.types import ErrorKind, RolloutState
-from tests.runners.containers.real import left_of, needs_podman, podman, until_none_is_left
+from tests.runners.containers.real import ENGINE, left_of, needs_podman, podman, until_none_is_left
 from tests.runners.containers.real import real as real
 
 pytestmark = needs_podman
@@ -41,7 +41,7 @@ Start = Callable[..., Awaitable[ContainerExecutor]]
 
 
 def configured(image: str, program: str = RUN, more: Any = None, **runner: Any) -> RunConfig:
-    container = {"image": image, "cli": "podman", "warm": 1} | runner.pop("container", {})
+    container = {"image": image, "cli": ENGINE, "warm": 1} | runner.pop("container", {})
     agent = {"command": ["sh", "-c", program]}
     runner = {"executor": "container", "container": container} | runner
     data = {"name": "t", "agent": agent, "runner": runner, **(more or {})}
