@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.algorithms.why.rules import read, reasons
+from agentrl.algorithms.why.record import read
+from agentrl.algorithms.why.rules import learned, reasons
 from agentrl.store.base import Store
 
 
@@ -16,7 +17,7 @@ async def findings(store: Store, run: str) -> list[dict[str, Any]]:
         {
             "name": name if len(found) > 1 else "",
             "steps": len(record.steps),
-            "improved": record.improved,
+            "improved": bool(learned(record)),
             "reasons": [(reason.text, reason.change) for reason in reasons(record)],
         }
         for name, record in found.items()

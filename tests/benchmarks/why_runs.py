@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from agentrl.algorithms.engines.embedded import server as embedded
 from agentrl.algorithms.engines.embedded import sampler
+from agentrl.algorithms.engines.embedded import server as embedded
 from agentrl.algorithms.train import main
 from agentrl.config import resolve
 from agentrl.errors import TrainingError
