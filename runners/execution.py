@@ -37,6 +37,7 @@ from agentrl.store.rows import storable_text
 from agentrl.types import Attempt, ErrorKind, Failure, Json, Outcome, Reward, Span, Trace
 
 log = logging.getLogger("agentrl.runner")
+LONGEST_OWN = 200  # characters of a failure's message before a hint, which one line must hold
 LONGEST_DIFF = 20_000  # stored characters of an agent's changes to its workspace
 
 
@@ -183,14 +184,17 @@ class AttemptRunner:
         if active.failures:
             message = next(iter(active.failures.values()))
             return replace(ran, failure=Failure(kind=ErrorKind.MODEL, message=message))
-        if ran.failure is not None and ran.failure.kind is ErrorKind.AGENT:
-            if active.timed_out:  # the agent re-raised our time-out
-                return replace(ran, failure=out_of_time(active))
-            if not active.calls and (elsewhere := self._called_instead(ran)):
-                message = f"{ran.failure.message}; {elsewhere}"
-                return replace(ran, failure=replace(ran.failure, message=message))
-        if not (ran.failure or active.stored or ran.needs_no_call or self.agent.calls_optional):
+        if ran.failure and ran.failure.kind is ErrorKind.AGENT and active.timed_out:
+            ran = replace(ran, failure=out_of_time(active))  # the agent re-raised our time-out
+        if active.stored or ran.needs_no_call or self.agent.calls_optional:
+            return ran
+        if ran.failure is None:
             return replace(ran, failure=self._no_call(active, ran))
+        asked = "input" in active.attempt.rollout.task and not active.calls
+        if asked and ran.failure.kind in (ErrorKind.AGENT, ErrorKind.TIMEOUT):
+            own, hint = ran.failure.message, self._called_instead(ran) or self._made_no_call("")
+            own = own if len(own) <= LONGEST_OWN else f"{own[:LONGEST_OWN]} ..."
+            return replace(ran, failure=replace(ran.failure, message=f"{own}; {hint}"))
         return ran
 
     async def _within_limits(self, active: ActiveAttempt) -> ExecutionResult:

@@ -56,6 +56,8 @@ class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
     """Training in the algorithm process."""
 
     fp32_head: bool = False  # Whether logits of a bfloat16 policy are computed in float32.
+    # Whether Liger Kernel computes norms and gated activations, on a GPU: faster, less memory.
+    liger_kernel: bool = False
     # Optimizer; those of 8 bits keep moments in a quarter of the memory, and need CUDA.
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
     # Threads of training; 0: all cores, or one if a measurement shows that it is faster.

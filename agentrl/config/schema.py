@@ -155,8 +155,7 @@ class AlgorithmConfig(Section, frozen=True):
     groups: Count = 8  # Groups of rollouts per step, one for each task.
     group_size: Count = 8  # rollouts per task, which are compared with each other
     min_group: Count = 2  # Valid rollouts below which a group is dropped.
-    # Calls that a server answers without token ids: they are not trained, or get the ids of their
-    # text, which are usually but not always the sampled ones.
+    # Calls answered without token ids are not trained, or get those that their text usually has.
     missing_token_ids: Literal["refuse", "retokenize"] = "refuse"
     # How many updates old a sample may be, rounded up. The higher, the less sampling waits for
     # training; 0.5 lets half a step be sampled ahead.
@@ -319,6 +318,7 @@ class RunConfig(Section, frozen=True):
     go to `output`, relative to the working directory."""
 
     name: Name = "run"  # Name of the run, in the store and in messages.
+    file: str = ""  # The run file, if its run has the name of its folder; set by agentrl.
     root: str = "."  # folder of the files that the run file names; default: the run file's
     output: str = ""  # folder of store, checkpoints and figures; default runs/<name>
     store: str = ""  # store URL; default: SQLite in the output folder

@@ -36,6 +36,25 @@ def derive(config: Any) -> Any:
     return replace(config, agent=agent, tasks=replace(tasks, **missing), verifier=verifier)
 
 
+def unplaced(config: Any) -> Any:
+    """The settings without where the environment's interpreter is, for comparison."""
+    given = dict(config.environment_options)
+    if given.pop("python", None) is None:
+        return config
+    here = Named.read(config.environment, config.environment_options)
+    anywhere = Named.read(config.environment, given)
+    same = {here.part(which): anywhere.part(which) for which in ("agent", "verifier", *SPLITS)}
+    paths = {split: getattr(config.tasks, split) for split in SPLITS}
+    agent, verifier = config.agent.path, config.verifier.path
+    return replace(
+        config,
+        environment_options=given,
+        agent=replace(config.agent, path=same.get(agent, agent)),
+        tasks=replace(config.tasks, **{key: same.get(path, path) for key, path in paths.items()}),
+        verifier=replace(config.verifier, path=same.get(verifier, verifier)),
+    )
+
+
 def check(config: Any) -> None:
     """Look at the environment before anything else is built. Raises ConfigError."""
     from agentrl.environments import hosted

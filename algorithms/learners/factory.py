@@ -16,6 +16,7 @@ from agentrl.algorithms.learners.base import Frozen, Learner
 from agentrl.algorithms.learners.older import current_form
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
+from agentrl.algorithms.model.liger import use_liger
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import Algo
@@ -66,6 +67,8 @@ def torch_learner(
     or trained."""
     own, start = config.learner, model.name_or_path
     assert isinstance(own, TorchLearnerConfig)
+    if own.liger_kernel:
+        use_liger(model)
     return TorchLearner(
         model,
         tokenizer,

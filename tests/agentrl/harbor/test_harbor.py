@@ -17,7 +17,7 @@ from agentrl.harbor.environment import Harbor
 from agentrl.harbor.trial import clean
 from agentrl.runners.containers.pool import Containers
 from tests.agentrl.harbor.folders import Scripted, write_task
-from tests.runners.containers.real import needs_podman, podman
+from tests.runners.containers.real import ENGINE, needs_podman, podman
 
 pytestmark = [pytest.mark.part, needs_podman, pytest.mark.timeout(300)]
 DOCKERFILE = "environment/Dockerfile"
@@ -42,7 +42,7 @@ class Rollouts:
         self, *replies: Any, name: str = "t", given: Any = None, **options: Any
     ) -> dict[str, float]:
         """Without replies, those of the solution."""
-        environment = Harbor(str(self.folder), cli="podman", warm=0, heldout=[], **options)
+        environment = Harbor(str(self.folder), cli=ENGINE, warm=0, heldout=[], **options)
         tasks = {task["id"]: task["input"] for task in environment.tasks("train")}
         policy: Any = Scripted(given or replies or environment.solution(tasks[name]) or [])
         environment._started = self.started

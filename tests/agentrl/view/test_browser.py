@@ -67,7 +67,7 @@ def test_from_the_curve_to_the_token(viewed: str, new_page: NewPage) -> None:
     assert "at 3" in page.locator('.chart[data-name="grad_norm"] .now').inner_text()  # one cursor
     plot.click(position={"x": box["width"] * 0.6, "y": 40})
     page.wait_for_url("**/step/3/run")
-    page.click("text=run/train/0000003")
+    page.click('a[title="run/train/0000003"]')
     page.click('td a:text-is("0000")')
     page.wait_for_selector(".tokens span")
     page.hover(".tokens span:nth-child(6)")
@@ -131,7 +131,7 @@ def test_pages_are_live_in_eight_tabs(growing: Any, new_page: NewPage, chromium:
     for tab in (first, tabs[-1]):
         tab.bring_to_front()
         wait(tab, "document.querySelector('.tiles dd').textContent === '3'")
-        wait(tab, "document.querySelector('[data-live=groups]').textContent.includes('0000002')")
+        wait(tab, "document.querySelector('[data-live=groups]').innerHTML.includes('0000002')")
         wait(tab, "[...charts.values()][0].lines[0].at(-1)[0] === 2")
 
 
@@ -202,7 +202,7 @@ def test_every_page_is_useful_without_javascript(viewed: str, new_page: NewPage)
     page = new_page(java_script_enabled=False)
     page.goto(f"{viewed}/run/run")
     assert page.locator(".chart svg path").count() >= 3
-    page.click("text=run/train/0000003")
+    page.click('a[title="run/train/0000003"]')
     page.click('td a:text-is("0000")')
     assert page.locator(".tokens").first.inner_text()
     page.click("text=Every token's numbers >> nth=0")
@@ -237,7 +237,7 @@ def test_an_export_opens_from_disk_without_a_request(
     page.on("request", lambda request: asked.append(request.url))
     page.goto(f"file://{tmp_path / 'all.html'}")
     page.wait_for_selector(".u-over")
-    page.click("text=run/train/0000003")
+    page.click('a[title="run/train/0000003"]')
     page.click('td a:text-is("0000")')
     page.wait_for_selector(".tokens span")
     assert filled.HOSTILE in page.locator(".msg.user").first.inner_text()
