@@ -264,7 +264,9 @@ async def task_of(store: Store, run: str, group: GroupRow) -> Mapping[str, Json]
 
 async def completions(store: Store, run: str, step: int) -> list[dict[str, Any]]:
     """The rollouts that a step asked for, each with its task and what was said last."""
-    rows = await store.rollouts(run, step=step, limit=COMPLETIONS)
+    given: Any = {"step": step, "limit": COMPLETIONS}
+    rows = await store.rollouts(run, purpose=Purpose.TRAIN, **given)
+    rows = rows or await store.rollouts(run, **given)
     calls = await store.calls([row.id for row in rows])
     found = []
     for row in rows:
