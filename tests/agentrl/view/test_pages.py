@@ -19,11 +19,12 @@ import click
 import httpx
 import pytest
 
+import agentrl
 from agentrl.cli.main import cli
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.types import Credit, Trace, float32
-from agentrl.view import charts, explanation, records, server, settings
+from agentrl.view import charts, explanation, records, server, settings, training
 from agentrl.view.pages import Page, Pages
 from agentrl.view.templates import STATIC, environment, render
 from tests import factories, warm
@@ -434,3 +435,16 @@ def test_charts_fit_what_they_show() -> None:
         "grad_norm": False, "sampler/kl": True
     }  # fmt: skip
     assert charts.drawn(charts.single("none"), series) is None
+
+
+def test_the_code_of_a_run_is_kept_with_it(tmp_path: Path) -> None:
+    assert training.origin(str(tmp_path / "nowhere")) == {}
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "agent.py").write_text("x = 1")
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    ((commit, kept),) = training.origin(str(tmp_path)).items()
+    assert len(commit) == 40
+    assert kept == {"changed": False, "agentrl": agentrl.__version__}
+    (tmp_path / "agent.py").write_text("x = 2")
+    assert training.origin(str(tmp_path))[commit]["changed"]
