@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import httpx
@@ -24,7 +25,7 @@ from agentrl.errors import ConfigError, NotFound
 from tests.agentrl.serve import trained
 
 SUBJECT = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-QUESTION = [{"role": "user", "content": "What is the team of Ada?"}]
+QUESTION: Any = [{"role": "user", "content": "What is the team of Ada?"}]
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +107,8 @@ def test_an_agent_of_openai_gets_answers_whole_and_streamed(url: str, http: http
 
 
 def test_an_agent_of_anthropic_gets_answers(url: str, trust: ssl.SSLContext) -> None:
-    answer = claude(url, "first", trust).messages.create(
-        model="claude", max_tokens=5, messages=QUESTION
-    )  # type: ignore[arg-type]
+    with claude(url, "first", trust) as client:
+        answer = client.messages.create(model="claude", max_tokens=5, messages=QUESTION)
     assert answer.usage.output_tokens in range(1, 6)
 
 
@@ -134,8 +134,11 @@ def test_who_has_no_key_is_refused_in_every_api(
     ours = openai.OpenAI(base_url=url, api_key="third", http_client=http, max_retries=0)
     with pytest.raises(openai.AuthenticationError, match="the API key is missing or unknown"):
         ours.chat.completions.create(model="m", messages=QUESTION)
-    with pytest.raises(anthropic.AuthenticationError, match="the API key is missing or unknown"):
-        claude(url, "third", trust).messages.create(model="m", max_tokens=5, messages=QUESTION)  # type: ignore[arg-type]
+    with (
+        claude(url, "third", trust) as client,
+        pytest.raises(anthropic.AuthenticationError, match="the API key is missing or unknown"),
+    ):
+        client.messages.create(model="m", max_tokens=5, messages=QUESTION)
     assert http.get(f"{url}/models").status_code == 401
     assert http.get(f"{url.removesuffix('/v1')}/health").json() == {"status": "ok"}
 
