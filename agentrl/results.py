@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from agentrl.base import threads
@@ -35,7 +36,7 @@ class TrainingResult:
     def to_pandas(self) -> Any:
         """A DataFrame with a row per step and a column per metric, NaN where a step has none."""
         try:
-            import pandas as pd
+            pandas: Any = import_module("pandas")
         except ImportError:
             raise AgentRLError(
                 "to_pandas() needs pandas: pip install pandas; without it, `history` has the same"
@@ -43,7 +44,8 @@ class TrainingResult:
         rows = [
             {"step": row.step, "committed": row.committed} | row.metrics for row in self.history
         ]
-        return pd.DataFrame(rows, columns=None if rows else ["step", "committed"]).set_index("step")
+        frame = pandas.DataFrame(rows, columns=None if rows else ["step", "committed"])
+        return frame.set_index("step")
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> Sequence[Any]:

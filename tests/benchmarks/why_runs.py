@@ -263,4 +263,31 @@ def fates() -> list[Fate]:
 
 
 def held_out_fates() -> list[Fate]:
-    return []
+    """Made and run once, when the rules were finished."""
+    return [
+        Fate(kind="learned", name="dr-grpo, one token", verify=w.first_in(35, "ha"), steps=14,
+             algorithm={"preset": "dr-grpo", "lr": 8e-3}, sampling={"max_tokens": 1}, seed=11),
+        Fate(kind="learned", name="cispo, from 70 %", verify=w.first_in(70, "hb"), steps=18,
+             algorithm={"preset": "cispo"}, seed=12),
+        Fate(kind="learned", name="graded, two calls, noise", steps=20, agent=w.twice,
+             verify=w.shaken(w.graded("hc"), 0.2), algorithm={"preset": "reinforce++"}, seed=13),
+        Fate(kind="flat", name="a number by task", seed=14, steps=8,
+             verify=lambda task, result: w.bucket(task["input"]) / 100,
+             algorithm={"preset": "rloo"}),
+        Fate(kind="missing rewards", name="70 %", steps=8, seed=15,
+             verify=w.seldom(w.first_in(40, "hd"), 70, "fluency"),
+             algorithm={"preset": "dr-grpo"}),
+        Fate(kind="rate too high", name="gspo, undone", verify=w.graded("he"), steps=8, seed=16,
+             algorithm={"preset": "gspo", "lr": 3.0, "max_kl": 0.05}),
+        Fate(kind="truncated", name="only whole answers, graded", agent=w.only_whole, steps=6,
+             verify=w.graded("hf"), sampling={"max_tokens": 6}, seed=17,
+             algorithm={"preset": "dr-grpo"}),
+        Fate(kind="mismatch", name="half a nat", verify=w.first_in(8, "hg"), steps=6, seed=18,
+             patch=other_logprobs(0.5), algorithm={"lr": 1e-3}),
+        Fate(kind="noise", name="coin, colours", seed=19, steps=14,
+             verify=w.flipped(w.by_colour("hh"), 0.5), train=w.colours(64, "c"),
+             heldout=w.colours(40, "d"), algorithm={"preset": "dr-grpo"}),
+        Fate(kind="leak", name="a third", verify=w.first_in(30, "hi"), seed=20, steps=14,
+             train=w.words(60, "e"), heldout=[*w.words(14, "e"), *w.words(26, "f")],
+             algorithm={"preset": "cispo"}),
+    ]  # fmt: skip

@@ -22,7 +22,7 @@ from langchain_openai import ChatOpenAI
 
 from agentrl.cli.main import cli
 from agentrl.errors import ConfigError, NotFound
-from tests.agentrl.serve import trained
+from tests.agentrl.model_files import trained
 
 SUBJECT = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
 QUESTION: Any = [{"role": "user", "content": "What is the team of Ada?"}]
