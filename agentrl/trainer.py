@@ -74,8 +74,8 @@ class Trainer:
     number or named numbers. Each may also be "file.py:name", as in a run file, and is left out if
     an environment has it: `Trainer(environment="PLUGIN:WHAT", policy=...)`. `policy` is a Hugging
     Face directory or name, and may be omitted if each of several policies has its own model.
-    `settings` are those of a run file, tables as dicts: `Trainer(..., algorithm={"lr": 1e-5})`.
-    `callbacks` are objects with `on_step` or `on_evaluation`, see `agentrl.results`.
+    `callbacks` have `on_step` or `on_evaluation` (see `agentrl.results`). `settings` are those of
+    a run file, tables as dicts: `Trainer(..., algorithm={"lr": 1e-5})`.
     """
 
     def __init__(
@@ -121,10 +121,9 @@ class Trainer:
             if named := task_file(given, output / f"{key}.jsonl", tasks.columns):
                 tasks = replace(tasks, **{key: named})
         check(config := replace(config, tasks=tasks))
-        if isinstance(self.agent, str | None) and isinstance(self.verifier, str):
-            return await front(config, callbacks=self.callbacks)
-        objects = self.agent, self.verifier or config.verifier.path
-        return await front(config, local=objects, callbacks=self.callbacks)
+        named = isinstance(self.agent, str | None) and isinstance(self.verifier, str)
+        own = None if named else (self.agent, self.verifier or config.verifier.path)
+        return await front(config, local=own, callbacks=self.callbacks)
 
 
 def check(config: RunConfig) -> None:
