@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from agentrl.base.parts import installed_plugins
 from agentrl.errors import AgentRLError
 from agentrl.store.base import Store
-from agentrl.store.records import GroupRow
+from agentrl.store.records import GroupRow, RolloutRow
 from agentrl.types import Json, Purpose, RolloutState, RunState, Scope
 from agentrl.view import records
 
@@ -18,6 +18,7 @@ EVALUATIONS = 12  # evaluations that are looked at
 RECENT_GROUPS = 24  # training groups that are looked at for an example
 MESSAGES, LONGEST = 6, 480  # of an example: messages, and characters of each
 TASKS_ON_FRONT = 8
+GROUPS_FOUND = 16  # groups whose tasks are read for a page of found rollouts
 COMPLETIONS = 64  # rollouts of a step whose completions are listed
 
 
@@ -262,9 +263,18 @@ async def task_of(store: Store, run: str, group: GroupRow) -> Mapping[str, Json]
     return rows[0].task if rows else {}
 
 
+async def tasks_of(store: Store, run: str, rows: Sequence[RolloutRow]) -> dict[str, str]:
+    """The tasks of rollouts in a line each, by id; those of a few groups."""
+    groups = list(dict.fromkeys(row.group for row in rows))[:GROUPS_FOUND]
+    read = await asyncio.gather(*(store.rollouts(run, group=group) for group in groups))
+    return {one.id: records.gist(one.task) for found in read for one in found}
+
+
 async def completions(store: Store, run: str, step: int) -> list[dict[str, Any]]:
     """The rollouts that a step asked for, each with its task and what was said last."""
-    rows = await store.rollouts(run, step=step, limit=COMPLETIONS)
+    given: Any = {"step": step, "limit": COMPLETIONS}
+    rows = await store.rollouts(run, purpose=Purpose.TRAIN, **given)
+    rows = rows or await store.rollouts(run, **given)
     calls = await store.calls([row.id for row in rows])
     found = []
     for row in rows:

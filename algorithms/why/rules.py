@@ -53,7 +53,7 @@ CURES = {
 def reasons(run: PolicyRun) -> list[Reason]:
     """Reasons, likeliest first: shares above RANKED_SHARE in the order of RULES, then others by
     share. For a run that has clearly improved only what it loses, such as rollouts that fail."""
-    left_out = {*(EFFECTS if run.risen else ()), *(CAUSES if run.improved else ())}
+    left_out = {*(EFFECTS if run.risen else ()), *(CAUSES if learned(run) else ())}
     found = [r for rule in RULES if rule not in left_out and (r := rule(run)).text]
     found = [reason for reason in found if reason.share >= REPORTED_SHARE]
     if not found and not run.risen:
@@ -62,11 +62,14 @@ def reasons(run: PolicyRun) -> list[Reason]:
 
 
 def learned(run: PolicyRun) -> str:
-    """What rose in a run that improved; empty for others, and where the held-out tasks are no
-    evidence."""
+    """What rose in a run that improved; empty for others. Held-out tasks that were trained are no
+    evidence, nor are training tasks that repeat."""
     if not run.improved or leaked_tasks(run).share >= REPORTED_SHARE:
         return ""
     risen = [f"{name} {change.text}" for name, change in run.changes.items() if change.risen]
+    held_out = any(run.changes[name].risen for name in run.changes if name != TRAINING)
+    if not held_out and repeated_tasks(run).share >= RANKED_SHARE:
+        return ""
     return f"it learned: {', '.join(risen)}"
 
 
@@ -240,8 +243,8 @@ def unlike_heldout(run: PolicyRun) -> Reason:
 # Causes before their effects.
 RULES = (
     long_prompts, failed_rollouts, silent_roles, inexact_calls, no_calls, missing_rewards,
-    leaked_tasks, cut_answers, exploited_reward, repeated_tasks, noisy_verifier, other_sampler,
-    high_lr, collapsed, entropy_gone, constant_verifier, flat_groups, lag, clipped_ratios, low_lr,
+    leaked_tasks, cut_answers, exploited_reward, repeated_tasks, noisy_verifier, other_sampler, lag,
+    high_lr, collapsed, entropy_gone, constant_verifier, flat_groups, clipped_ratios, low_lr,
     unlike_heldout,
 )  # fmt: skip
 # What success looks like too: no reasons where anything rose.

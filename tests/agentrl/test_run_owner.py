@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,12 +75,15 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_owner, "_machine", lambda: "another")
 
 
-async def live(config: RunConfig, act: Callable[[], object]) -> None:
-    """Do something while another process holds the run; it must be killed without a goodbye."""
+async def live(config: RunConfig, act: Callable[[], object], *, stopped: bool = False) -> None:
+    """Do something while another process holds the run; it must be killed without a goodbye.
+    stopped: it does not run meanwhile, as after Ctrl-Z."""
     command = [sys.executable, "-c", OTHER, config.store]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     assert await process.stdout.readline() == b"held\n"
+    if stopped:
+        process.send_signal(signal.SIGSTOP)
     try:
         await asyncio.to_thread(act)
     finally:
@@ -96,23 +100,23 @@ def fit(config: RunConfig, **options: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "cure"),
+    ("start", "cure", "stopped"),
     [
-        (trainer.run_training, r"stop it first; give --take-over, .* another run with name=NAME$"),
-        (lambda config: trainer.run_training(config, fresh=True), "stop it before --fresh"),
-        (fit, r"stop it first; .*fit\(take_over=True\)"),
-        (lambda config: fit(config, fresh=True), "stop it before --fresh"),
-        (lambda config: go_back(config, "0"), "stop it first; give --take-over"),
+        (trainer.run_training, r"stop it first; give --take-over, .* run with name=NAME$", True),
+        (lambda config: trainer.run_training(config, fresh=True), "stop it before --fresh", False),
+        (fit, r"stop it first; .*fit\(take_over=True\)", False),
+        (lambda config: fit(config, fresh=True), "stop it before --fresh", False),
+        (lambda config: go_back(config, "0"), "stop it first; give --take-over", False),
     ],
 )
 async def test_a_live_run_is_left_alone_and_a_killed_one_is_free_at_once(
-    config: RunConfig, start: Callable[[RunConfig], None], cure: str
+    config: RunConfig, start: Callable[[RunConfig], None], cure: str, stopped: bool
 ) -> None:
     def act() -> None:
         with pytest.raises(ConfigError, match=LIVE + cure):
             start(config)
 
-    await live(config, act)
+    await live(config, act, stopped=stopped)
     async with open_store(config.store) as store:
         state = await store.run("r")
     assert state is not None
