@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 
 from agentrl import run_owner
@@ -70,18 +71,17 @@ class Trainer:
     `agent` is a callable, a LangChain runnable or a function without arguments that builds one
     (called once `OPENAI_BASE_URL` points at the gateway), and runs in this process; `tasks` and
     `heldout` are lists of `{"input": ..., ...}`; `verifier` takes task and result and returns a
-    number or named numbers; `policy` is a Hugging Face directory or name, and may be omitted if
-    every one of several policies has its own model. `settings` are those of a run file, tables as
-    dicts: `Trainer(..., steps=50, algorithm={"lr": 1e-5}, policies={"solver": {...}})`.
-    `callbacks` are objects with `on_step` or `on_evaluation`, see `agentrl.telemetry.sinks`.
-    `agent`, `tasks`, `heldout` and `verifier` may also be "file.py:name", as in a run file.
-    """
+    number or named numbers. Each may also be "file.py:name", as in a run file, and is left out if
+    an environment has it: `Trainer(environment="PLUGIN:WHAT", policy=...)`. `policy` is a Hugging
+    Face directory or name, and may be omitted if each of several policies has its own model.
+    `callbacks` have `on_step` or `on_evaluation`; `settings` are a run file's, tables as dicts:
+    `Trainer(..., algorithm={"lr": 1e-5})`."""
 
     def __init__(
         self,
-        agent: Any,
-        tasks: Iterable[dict[str, Json]] | str,
-        verifier: Callable[..., Any] | str,
+        agent: Any = None,
+        tasks: Iterable[dict[str, Json]] | str = "",
+        verifier: Callable[..., Any] | str = "",
         policy: str | Path = "",
         heldout: Iterable[dict[str, Json]] | str = "",
         callbacks: Sequence[Any] = (),
@@ -110,20 +110,20 @@ class Trainer:
             if isinstance(value, str):
                 settings[key] = {"path": value} | settings[key]
         config = hide_secrets(resolve(settings, source="Trainer"))
+        if not isinstance(self.agent, str | None):  # plays in place of an environment's own
+            config = replace(config, agent=replace(config.agent, path=""))
         check_presets(config)  # before the tasks, which may take long to load
         if fresh:
             clear(config)
         await run_owner.check_free(config, take_over=take_over)  # before its files are replaced
         output = make_folder(Path(config.output))
-        tasks = msgspec.structs.replace(
-            config.tasks,
-            train=task_file(self.tasks, output / "train.jsonl", config.tasks.columns),
-            heldout=task_file(self.heldout, output / "heldout.jsonl", config.tasks.columns),
-        )
-        config = msgspec.structs.replace(config, tasks=tasks)
-        check(config)
-        objects = self.agent, self.verifier
-        own = None if all(isinstance(one, str) for one in objects) else objects
+        tasks = config.tasks
+        for key, given in (("train", self.tasks), ("heldout", self.heldout)):
+            if named := task_file(given, output / f"{key}.jsonl", tasks.columns):
+                tasks = replace(tasks, **{key: named})
+        check(config := replace(config, tasks=tasks))
+        named = isinstance(self.agent, str | None) and isinstance(self.verifier, str)
+        own = None if named else (self.agent, self.verifier or config.verifier.path)
         return await front(config, local=own, callbacks=self.callbacks)
 
 
@@ -172,7 +172,7 @@ def hide_secrets(config: RunConfig) -> RunConfig:
     files and command lines."""
     store, secrets = split_secret(config.store)
     os.environ.update(secrets)
-    return agent_env.without_values(msgspec.structs.replace(config, store=store))
+    return agent_env.without_values(replace(config, store=store))
 
 
 def clear(config: RunConfig) -> None:

@@ -5,18 +5,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from agentrl.types import Failure
+from agentrl.types import ErrorKind, Failure
 
 LONGEST_MESSAGE = 400  # characters of a message
+CURES = {  # of rollouts that all fail in the same way
+    ErrorKind.AGENT: "Correct the agent (agent.path, agent.command or agent.harness)",
+    ErrorKind.NO_CALL: "Let the agent call the policy",
+    ErrorKind.TIMEOUT: "Raise agent.timeout, or make the agent faster",
+    ErrorKind.LIMIT: "Raise agent.max_calls or agent.max_tokens",
+    ErrorKind.MODEL: "See to the model's server (policy, engine, upstreams)",
+    ErrorKind.VERIFIER: "Correct it",
+    ErrorKind.WORKSPACE: "Correct [workspace]: its source and its commands",
+    ErrorKind.LOST_RUNNER: "See to the runner's machine and sandbox",
+    ErrorKind.CANCELLED: "Let the rollouts end",
+}
 
 
 def commonest_failure(failures: Sequence[Failure], total: int) -> str:
     """A sentence about the most frequent kind in `failures`: how many of `total` rollouts failed
     this way, and their most frequent message."""
     ((kind, count),) = Counter(failure.kind for failure in failures).most_common(1)
-    messages = Counter(failure.message for failure in failures if failure.kind is kind)
-    ((message, _),) = messages.most_common(1)
-    return f"{count} of {total} failed by {kind}: {one_line(message)}"
+    message = commonest_message([failure for failure in failures if failure.kind is kind])
+    return f"{count} of {total} failed by {kind}: {message}"
+
+
+def commonest_message(failures: Sequence[Failure]) -> str:
+    """The most frequent message, on one line."""
+    ((message, _),) = Counter(failure.message for failure in failures).most_common(1)
+    return one_line(message)
 
 
 def one_line(message: str) -> str:

@@ -30,7 +30,9 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: not a readable TOML file: {error}") from None
     data.setdefault("root", str(path.parent.resolve()))
-    data.setdefault("name", path.parent.resolve().name)
+    overrides = list(overrides)
+    if "name" not in data and not any(each.startswith("name=") for each in overrides):
+        data |= {"name": path.parent.resolve().name, "file": str(path.resolve())}
     return resolve(data, source=str(path), overrides=overrides)
 
 
@@ -69,6 +71,16 @@ def store_of(name: str) -> str:
     return store_in(Path("runs", name.split("/")[0]).resolve())
 
 
+def store_with(name: str) -> str:
+    """URL of the store that has a run or rollout: its default store, else one that an installed
+    part finds. Raises NotFound if it finds none."""
+    own = store_of(name)
+    if not Path(own.removeprefix("sqlite:///")).exists():
+        for point in installed_plugins("finders"):
+            return str(point.load()(name))
+    return own
+
+
 def from_store(data: Mapping[str, Any]) -> RunConfig:
     """The settings of a run from its store, which an earlier version may have written. Raises
     ConfigError if this version cannot read them."""
@@ -104,8 +116,10 @@ def to_toml(config: RunConfig) -> str:
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
+    for point in installed_plugins("unplaced"):
+        old, new = map(point.load(), (old, new))
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
-    ignored |= {"metrics", "max_empty_steps", "checkpoint"}
+    ignored |= {"file", "metrics", "max_empty_steps", "checkpoint"}
     # Each learner can resume from the other's checkpoint, wherever it computes.
     moved = {key for config in (old, new) for key in config.learner.placement}
     placement = ("learner.kind", *(f"learner.{key}" for key in moved))

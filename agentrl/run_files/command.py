@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any, get_args, get_origin
@@ -20,7 +21,9 @@ from agentrl.types import Sampling
 
 STARTER = Path(__file__).with_name("starter")
 SETTINGS = "run.toml"
-FILES = (SETTINGS, "agent.py", "tasks.jsonl", "verifier.py", "policy.py")
+FILES = (SETTINGS, "agent.py", "shop.py", "products.csv", "tasks.py", "verifier.py", "policy.py")
+PRETRAINED = (SETTINGS, "agent.py", "tasks.jsonl", "heldout.jsonl", "verifier.py")
+LANGCHAIN = ("langchain", "langchain_openai")
 FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?$")
 
 
@@ -42,24 +45,26 @@ def init(folder: Path, model: str | None) -> None:
     """Write a commented run file with agent, tasks, verifier and a tiny model into FOLDER.
 
     With --model, settings for that model are measured on this machine. Overwrites no file."""
-    files = [name for name in FILES if not (model and name == "policy.py")]
+    source, files = (STARTER / "pretrained", PRETRAINED) if model else (STARTER, FILES)
     present = [name for name in files if (folder / name).exists()]
     if present:
         raise ConfigError(f"{folder} has {', '.join(present)} already; name another folder")
-    text = (STARTER / SETTINGS).read_text(encoding="utf-8")
+    text = (source / SETTINGS).read_text(encoding="utf-8")
     if model:
         from agentrl.run_files import pretrained
 
-        template = Template((STARTER / "pretrained.toml").read_text(encoding="utf-8"))
-        text = template.substitute(pretrained.settings(model))
+        text = Template(text).substitute(pretrained.settings(model))
+    plain = [] if model else [name for name in LANGCHAIN if find_spec(name) is None]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in files[1:]:
-            shutil.copyfile(STARTER / name, folder / name)
+            own = STARTER / "openai" / name
+            shutil.copyfile(own if plain and own.exists() else source / name, folder / name)
         (folder / SETTINGS).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write into {folder} ({error.strerror})") from None
-    click.echo(f"Wrote {', '.join(files)}. Next: agentrl train {folder / SETTINGS}")
+    without = f" ({plain[0]} is not installed: the agent does without)" if plain else ""
+    click.echo(f"Wrote {', '.join(files)}{without}. Next: agentrl train {folder / SETTINGS}")
 
 
 def run_file_schema() -> dict[str, Any]:
@@ -124,7 +129,13 @@ def comments(section: type[msgspec.Struct]) -> dict[str, str]:
             found[field.name] = _summary(tables[-1].__base__ if len(tables) > 1 else tables[0])
         for meta in getattr(field.type, "__metadata__", ()):
             found[field.name] = found.get(field.name) or meta.description or ""
-    return found | ({config.tag_field: _summary(section)} if config.tag_field else {})
+    found |= {config.tag_field: _summary(section)} if config.tag_field else {}
+    return {name: _sentence(text) for name, text in found.items()}
+
+
+def _sentence(text: str) -> str:
+    """A description with the first letter and the point of a sentence."""
+    return text and text[0].upper() + text[1:] + "." * (text[-1] not in ".!?")
 
 
 def _tables_of(field: msgspec.structs.FieldInfo) -> tuple[type[msgspec.Struct], ...]:

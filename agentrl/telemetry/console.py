@@ -11,6 +11,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.live import Live
@@ -29,6 +30,7 @@ from agentrl.types import EMPTY, Counts, ErrorKind, FailureCount, Purpose, StepR
 REDRAW_INTERVAL = 0.5  # seconds between redraws
 PLAIN_LINES = 20  # step lines of a whole run without a terminal to redraw
 LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # the format of `log_to_stderr`
+IDS = re.compile(r"\S*\d\S*")  # what differs between messages of one kind
 LOG_POLL = 0.5  # seconds between reads of log files
 PREPARING = "preparing the policy and starting the agents ..."
 RESUMED = "{} of {} steps are done already; --fresh would start over"
@@ -38,7 +40,7 @@ UNSEEN_TOOLS = (
 )
 UNTRAINED = (
     "{} model calls are not trained: their upstream gave no token ids. Serve the policy with ids,"
-    ' or set algorithm.inexact = "retokenize".'
+    ' or set algorithm.missing_token_ids = "retokenize".'
 )
 DISCARDED = (
     "{} groups were discarded: they have unknown token ids, or impossible rewards or log-probs."
@@ -119,6 +121,7 @@ class Progress:
     rows: list[StepRow] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     ready: bool = False
+    fractions: bool = True  # whether all rewards so far are: then they are percentages
 
     async def update(self, store: Store) -> None:
         """Read new steps only: a committed step changes only if it is taken back."""
@@ -126,26 +129,37 @@ class Progress:
         done = min(len(self.committed), state.step if state else 0)
         self.rows[done:] = await store.steps(self.config.name, after=done - 1)
         self.counts = await store.counts(self.config.name)
+        self.judge()
         self.ready = has_no_own_policy(self.config) or bool(await store.policies(self.config.name))
+
+    def judge(self) -> None:
+        self.fractions &= report.has_fractions(self.rows)
 
     @property
     def committed(self) -> list[StepRow]:
         return [row for row in self.rows if row.committed]
 
     def seconds_left(self) -> float | None:
-        """Estimated from the mean of the last ten steps with evaluations; None before the first."""
-        recent = self.committed[-10:]
-        if not recent:
+        """Estimated from the last ten steps and from all evaluations, without the first, which also
+        wait for the agents; None before the first step."""
+        rows, steps, every = self.committed, self.config.steps, self.config.eval.every
+        if not rows:
             return None
-        parts = ("time/rollouts", "time/update", "time/checkpoint", "time/eval")
-        spent = sum(row.metrics.get(part, 0.0) for row in recent for part in parts)
-        return spent / len(recent) * (self.config.steps - len(self.committed))
+        parts = ("time/rollouts", "time/update", "time/checkpoint")
+        recent, done = rows[1:][-10:] or rows, len(rows)
+        step = fmean(sum(row.metrics.get(part, 0.0) for part in parts) for row in recent)
+        found = {row.step: row.metrics.get("time/eval") for row in self.rows}
+        scored = {at: seconds for at, seconds in found.items() if seconds is not None}
+        planned = [*range(0, steps, every or steps), steps] if scored else []
+        due = sum(at not in scored for at in {*planned} if at >= done)
+        seconds = [*scored.values()]
+        return step * (steps - done) + due * fmean(seconds[1:] or seconds or [0.0])
 
     def table(self) -> Table:
         grid = Table.grid(padding=(0, 2))
         done, left = len(self.committed), self.seconds_left()
         bar = ProgressBar(total=max(1, self.config.steps), completed=done, width=40)
-        remaining = f"{left:.0f} s left" if left is not None else ""
+        remaining = f"{report.lasting(left)} left" if left is not None else ""
         grid.add_row(bar, f"step {done}/{self.config.steps}", remaining)
         if not self.ready:
             grid.add_row(PREPARING)
@@ -157,8 +171,9 @@ class Progress:
             scores = [
                 m["eval/score"] for m in (row.metrics for row in self.rows) if "eval/score" in m
             ]
-            heldout = f"{scores[-1]:.3f} (from {scores[0]:.3f})" if scores else "-"
-            reward, *rates = _reward_and_rates(last)
+            first, now = (self.number(x) for x in (scores[0], scores[-1])) if scores else ("", "")
+            heldout = f"{now} (from {first})" if scores else "-"
+            reward, *rates = self._reward_and_rates(last)
             grid.add_row(reward, f"held-out {heldout}", *rates)
             if idle := _idle(last):
                 grid.add_row(*idle)
@@ -176,33 +191,42 @@ class Progress:
             failed, every = metrics.get("rollouts/failed", 0.0), metrics[EMPTY]
             parts.append(f"nothing to learn from: {failed:.0f} of {every:.0f} rollouts failed")
         else:
-            parts += _reward_and_rates(metrics)
+            parts += self._reward_and_rates(metrics)
             if row.step == self.committed[-1].step:
-                parts.append(f"{self.seconds_left():.0f} s left")
+                parts.append(f"{report.lasting(self.seconds_left() or 0.0)} left")
         return "  ".join(parts)
 
     def scores_line(self, row: StepRow) -> str:
         """A line about the evaluation of the policy after `row.step` steps; empty without one."""
-        parts = [f"held-out {row.metrics['eval/score']:.3f}"] if "eval/score" in row.metrics else []
+        score = row.metrics.get("eval/score")
+        parts = [f"held-out {self.number(score)}"] if score is not None else []
         functions = report.function_names([row]).items()
         parts += [f"{label} {row.metrics[name]:.3g}" for name, label in functions]
         when = f"after step {row.step}" if row.step else "untrained"
         when = f"{when}:" if self.config.steps else ""  # `agentrl eval` scores any checkpoint
         return "  ".join(filter(None, [when, *parts])) if parts else ""
 
+    def number(self, value: float) -> str:
+        return "-" if math.isnan(value) else f"{value:.1%}" if self.fractions else f"{value:.3f}"
 
-def _reward_and_rates(metrics: dict[str, float]) -> tuple[str, str, str]:
-    if "data/epochs" in metrics:  # a run on a data set has no rollouts
-        names = {"loss": "preferences/loss", "accuracy": "rewards/accuracies"}
-        loss, accuracy = (f"{word} {_number(metrics, name)}" for word, name in names.items())
-        return loss, accuracy, f"chosen log-prob down by {_number(metrics, 'logps/chosen_drop')}"
-    outcome = f"reward {_number(metrics, 'reward/mean')} ± {_number(metrics, 'reward/std')}"
-    seats = "  ".join(f"{name} {value}" for name, value in report.step_figures(metrics).items())
-    return (
-        seats or outcome,
-        f"{_rate(metrics, 'rollouts')} rollouts/s",
-        f"{_rate(metrics, 'tokens/completion')} tokens/s",
-    )
+    def _reward_and_rates(self, metrics: dict[str, float]) -> tuple[str, str, str]:
+        if "data/epochs" in metrics:  # a run on a data set has no rollouts
+            names = {"loss": "preferences/loss", "accuracy": "rewards/accuracies"}
+            loss, accuracy = (f"{word} {_number(metrics, name)}" for word, name in names.items())
+            return (
+                loss,
+                accuracy,
+                f"chosen log-prob down by {_number(metrics, 'logps/chosen_drop')}",
+            )
+        outcome = f"reward {self.number(metrics.get('reward/mean', math.nan))}"
+        if not self.fractions:
+            outcome += f" ± {_number(metrics, 'reward/std')}"
+        seats = "  ".join(f"{name} {value}" for name, value in report.step_figures(metrics).items())
+        return (
+            seats or outcome,
+            f"{_rate(metrics, 'rollouts')} rollouts/s",
+            f"{_rate(metrics, 'tokens/completion')} tokens/s",
+        )
 
 
 def _number(metrics: dict[str, float], key: str) -> str:
@@ -255,7 +279,7 @@ class RunWarnings:
             self.roles_checked = True
             self._print_once("roles", await roles_without_calls(store, self.config))
         discarded = sum(int(row.metrics.get("groups/unreadable", 0)) for row in committed)
-        if discarded > self.discarded:
+        if discarded >= 10 * self.discarded and discarded:
             self.discarded = discarded
             log = Path(self.config.output, "logs", "algorithm.log")
             self._print_once(("discarded", discarded), DISCARDED.format(discarded, log))
@@ -319,14 +343,14 @@ def console_level(*, quiet: bool, verbose: bool) -> int:
 class LogFollower:
     """Prints new lines of the log files of a run's processes.
 
-    Lines at PHASE, between INFO and WARNING, describe the run's current phase. A message that
-    several processes log is printed once."""
+    Lines at PHASE, between INFO and WARNING, describe the run's current phase. Other messages that
+    differ in numbers and ids only are printed once, and counted at the end."""
 
     console: Console
     level: int
     files: Sequence[Path]
     _read: dict[Path, int] = field(default_factory=dict)  # bytes read
-    _printed: set[tuple[str, str]] = field(default_factory=set)
+    _alike: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)  # and the last
 
     def __post_init__(self) -> None:
         self._read = {file: file.stat().st_size for file in self.files if file.is_file()}
@@ -339,6 +363,9 @@ class LogFollower:
                 await asyncio.sleep(LOG_POLL)
         finally:
             self.look()
+            for (level, _), (count, last) in self._alike.items():
+                if count > len(self.files) and level != "info":  # one of each process is no news
+                    self._say(f"{level}: {count - 1} more like it, the last one: {last}")
 
     def look(self) -> None:
         for file in self.files:
@@ -359,8 +386,13 @@ class LogFollower:
             return
         level, sentence = found[1].lower(), found[3]
         if level != "phase":
-            if (level, sentence) in self._printed:
+            kind = sentence if level == "info" else IDS.sub("#", sentence)
+            count, _ = self._alike.get((level, kind), (0, ""))
+            self._alike[level, kind] = count + 1, sentence
+            if count:
                 return
-            self._printed.add((level, sentence))
             sentence = f"{level}: {sentence} ({file.name})"
+        self._say(sentence)
+
+    def _say(self, sentence: str) -> None:
         self.console.print(sentence, highlight=False, markup=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite, nan
@@ -11,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.base.parts import installed_plugins
+from agentrl.base.parts import has, installed_plugins
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
 from agentrl.store.base import Store
@@ -57,6 +58,10 @@ async def print_report(
     for name, path in paths.items():
         if path:
             console.print(f"{name:<11}{path}", highlight=False, markup=False, soft_wrap=True)
+    if has("view"):
+        where = f" {config.store}" if store_option(config) else ""
+        view = f"agentrl view{where} --run {config.name} --open"
+        console.print(f"Next: {view}", highlight=False, markup=False, soft_wrap=True)
 
 
 def store_option(config: RunConfig) -> str:
@@ -259,7 +264,17 @@ def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str,
     return found
 
 
+def lasting(seconds: float) -> str:
+    """A duration in the largest unit that it has two of."""
+    units = {"h": 3600, "min": 60}
+    unit = next((name for name, size in units.items() if seconds >= 2 * size), "s")
+    return f"{seconds / units.get(unit, 1):.0f} {unit}"
+
+
 def _times(config: RunConfig, steps: list[StepRow], seconds: float) -> str:
+    """Where the seconds of this start went."""
+    steps = [row for row in steps if row.at > time.time() - seconds] or steps
+
     def total(name: str) -> float:
         return sum(row.metrics.get(name, 0.0) for row in steps)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -10,14 +11,16 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.scores import common_score, score_metrics, spread_metrics
+from agentrl.base.failures import CURES, commonest_message
 from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import TrainingError
 from agentrl.store.base import Store
-from agentrl.types import Json, NewRollout, Rollout
+from agentrl.types import ErrorKind, Json, NewRollout, Rollout
 
 NO_NUMBER = "VerifierError: the verifier returned"  # start of the message of such a failure
+FEWEST = 4  # rollouts that fail alike by more than chance
 log = logging.getLogger("agentrl.algorithm")
 
 
@@ -40,7 +43,7 @@ async def evaluate_heldout(
     """Log the scores on `tasks` after `step` steps, as `eval/<name>` for each of `temperatures`,
     unless the store has them already. Each task is rolled out once; before and after training
     `eval.samples` times at the last temperature. seats: role or policy -> policy that plays it.
-    Raises TrainingError, before the first step, if the verifier returns no number."""
+    Raises TrainingError, before the first step, if all rollouts fail for one cause."""
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return
@@ -59,7 +62,7 @@ async def evaluate_heldout(
     metrics: dict[str, float] = {}
     played = await play(store, requested)
     if step == 0 and config.steps:
-        check_verifier(config, [row for rollouts in played.values() for row in rollouts])
+        check_first(config, [row for rollouts in played.values() for row in rollouts])
     for name, rollouts in played.items():
         own = score_metrics(name, rollouts) | spread_metrics(name, rollouts, len(tasks), config)
         metrics |= {f"eval/{key}": x for key, x in own.items()}
@@ -68,17 +71,28 @@ async def evaluate_heldout(
     await store.log(config.name, step, metrics, epoch=epoch)
 
 
-def check_verifier(config: RunConfig, rollouts: Sequence[Rollout]) -> None:
-    """Raise TrainingError if the verifier returned no number for any of a run's first rollouts,
-    which no repetition changes."""
-    said = {rollout.failure.message if rollout.failure else "" for rollout in rollouts}
-    if said and all(message.startswith(NO_NUMBER) for message in said):
-        why, name = min(said).removeprefix("VerifierError: "), config.verifier.path
-        where = f"{name}: " if name else ""
-        raise TrainingError(
-            f"all {len(rollouts)} rollouts failed, because of {where}{why}. Example: agentrl show"
-            f" {rollouts[0].id}. Correct it, and repeat the command with --fresh"
-        )
+def check_first(
+    config: RunConfig, rollouts: Sequence[Rollout], *, unchanged_only: bool = False
+) -> None:
+    """Raise TrainingError if all of a run's first rollouts failed for one cause, and without a
+    reward to learn from. unchanged_only: only if the verifier returned no number, which no
+    repetition changes."""
+    failures = [row.failure for row in rollouts if row.failure and math.isnan(row.reward())]
+    if not failures or len(failures) < len(rollouts):
+        return
+    same_kind = len({failure.kind for failure in failures}) == 1
+    no_number = all(failure.message.startswith(NO_NUMBER) for failure in failures)
+    if not no_number and (unchanged_only or not same_kind or len(failures) < FEWEST):
+        return
+    kind, message = failures[0].kind, commonest_message(failures)
+    why = f" by {kind}: {message}"
+    if kind is ErrorKind.VERIFIER:
+        name, message = config.verifier.path, message.removeprefix("VerifierError: ")
+        why = f", because of {name}: {message}" if name else f", because of {message}"
+    raise TrainingError(
+        f"all {len(rollouts)} rollouts failed{why}. Example: agentrl show {rollouts[0].id}."
+        f" {CURES[kind]}, and repeat the command with --fresh"
+    )
 
 
 async def play(

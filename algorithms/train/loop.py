@@ -16,7 +16,7 @@ from msgspec import structs
 
 from agentrl.algorithms.diagnostics.metrics import Metrics, throughput
 from agentrl.algorithms.sampling.collect import Collected, GroupSource
-from agentrl.algorithms.sampling.evaluate import check_verifier
+from agentrl.algorithms.sampling.evaluate import check_first
 from agentrl.algorithms.sampling.stragglers import settle_groups_ahead
 from agentrl.algorithms.train.empty_steps import check_empty_steps, empty_commit, is_empty
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
@@ -75,9 +75,8 @@ class TrainingLoop:
             if empty:
                 if step == 0:
                     found = [*collected.groups, *collected.discarded]
-                    check_verifier(
-                        live.config, [rollout for group in found for rollout in group.rollouts]
-                    )
+                    rollouts = [rollout for group in found for rollout in group.rollouts]
+                    check_first(live.config, rollouts, unchanged_only=True)
                 await check_empty_steps(live.store, live.config)
             await live.serving.announce(live.store, live.config.name, live.state.epoch)
             stalled = await self.evaluate(step + 1)

@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -79,7 +78,9 @@ def announce(config: RunConfig, models: Sequence[LoadedModel]) -> None:
                 "tokens, of prompt and answer", asked, longest,
             )  # fmt: skip
         fits, sentence = estimate.memory(own, model.model)
-        (partial(log_phase, log) if fits else log.warning)(f"memory: about {sentence}")
+        if fits:
+            log_phase(log, f"memory: about {sentence.partition(':')[0]}")
+        (log.info if fits else log.warning)("memory: about %s", sentence)
         for line in estimate.others(own, model.model):
             log_phase(log, line)
 

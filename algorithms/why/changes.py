@@ -76,9 +76,9 @@ def changes_of(rows: Sequence[Mapping[str, float]], config: RunConfig) -> dict[s
 
 def not_improved(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
     """A sentence with the evidence that a run did not improve; empty without evidence, or if
-    anything rose. The training reward counts only if there are no held-out scores."""
+    a score rose. The training reward is none: it is of other tasks at each step."""
     changes = changes_of(rows, config)
-    known = {name: change for name, change in changes.items() if name != TRAINING} or changes
+    known = {name: change for name, change in changes.items() if name != TRAINING}
     if any(x.last > x.first or x.first == x.last == 1.0 for x in known.values()):
         return ""
     found = [f"{name} {x.first:.3f} to {x.last:.3f}" for name, x in known.items()]

@@ -6,12 +6,12 @@ import asyncio
 
 import click
 
-from agentrl.config import store_of
+from agentrl.config import store_with
 
 
 @click.command()
 @click.argument("run")
-@click.option("--store", help="Store URL; default: the store in runs/RUN.")
+@click.option("--store", help="Store URL; default: the one that has the run, below this folder.")
 def why(run: str, store: str | None) -> None:
     """Print why RUN does not learn: most likely reasons first, with the settings to change."""
     from agentrl.algorithms.why.changes import changes_text
@@ -19,7 +19,7 @@ def why(run: str, store: str | None) -> None:
     from agentrl.algorithms.why.rules import learned, reasons
     from agentrl.store import open_store
 
-    url = store or store_of(run)
+    url = store or store_with(run)
 
     async def read_all() -> dict[str, PolicyRun]:
         async with open_store(url, readonly=True) as opened:

@@ -18,9 +18,9 @@ from rich.console import Console
 from agentrl.base.processes import LOG_LEVEL, PHASE, log_phase
 from agentrl.config import resolve
 from agentrl.store import open_store
-from agentrl.telemetry.console import LogFollower, console_level, show_progress
-from agentrl.telemetry.report import print_report
-from agentrl.types import NewRollout, Outcome, Purpose, StepCommit
+from agentrl.telemetry.console import LogFollower, Progress, console_level, show_progress
+from agentrl.telemetry.report import lasting, print_report
+from agentrl.types import NewRollout, Outcome, Purpose, StepCommit, StepRow
 
 LOGGED = """
 import logging
@@ -50,6 +50,24 @@ def shown(folder: Path, level: int, *, again: str = "") -> list[str]:
 
 def test_phases_and_warnings_are_shown_and_the_same_warning_once(tmp_path: Path) -> None:
     assert shown(tmp_path, PHASE) == ["building", "warning: it is slow (runner-0.log)", "building"]
+
+
+async def test_three_hundred_warnings_of_one_kind_are_two_lines(tmp_path: Path) -> None:
+    file, console = tmp_path / "runner-0.log", Console(file=io.StringIO(), width=200)
+    follower = LogFollower(console, PHASE, [file])
+    start = "2026-01-01 00:00:00,000 WARNING agentrl.runner: "
+    lines = [f"{start}attempt 7f{n:03}a lost its lease after {n} s\n" for n in range(300)]
+    file.write_text("".join([*lines, f"{start}it is slow\n"]))
+    following = asyncio.create_task(follower.follow())
+    await asyncio.sleep(0)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "warning: attempt 7f000a lost its lease after 0 s (runner-0.log)",
+        "warning: it is slow (runner-0.log)",
+        "warning: 299 more like it, the last one: attempt 7f299a lost its lease after 299 s",
+    ]
 
 
 def test_other_libraries_see_level_names_of_python_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,9 +140,39 @@ async def test_a_score_names_the_steps_of_the_scored_policy(tmp_path: Path) -> N
     said = console.file.getvalue()
     lines = [line.split("  ")[0] for line in said.splitlines() if ": " in line or "/2" in line][1:]
     assert lines == ["untrained:", "step 1/2", "after step 1:", "step 2/2", "after step 2:"]
-    assert "after step 2:  held-out 0.500" in said
+    assert "after step 2:  held-out 50.0%" in said
     assert "2 of 2 steps are done already" in said
     assert said.count("s left") == 1  # of the last step alone: the others are past
+
+
+def stepped(step: int, *, committed: bool = True, **metrics: float) -> StepRow:
+    named = {key.replace("_", "/", 1): value for key, value in metrics.items()}
+    return StepRow(run="r", step=step, metrics=named, committed=committed, at=0.0)
+
+
+def test_rewards_are_percentages_until_one_is_no_fraction(tmp_path: Path) -> None:
+    """Decided for the run, not line by line."""
+    config = resolve({"name": "r", "output": str(tmp_path), "steps": 9}, source="test")
+    progress = Progress(config, [stepped(0, reward_mean=0.25, reward_std=0.4, eval_score=0.5)])
+    progress.judge()
+    assert "  reward 25.0%  -" in progress.line(progress.rows[0])
+    assert progress.scores_line(progress.rows[0]) == "untrained:  held-out 50.0%"
+    progress.rows.append(stepped(1, reward_mean=-0.5, reward_std=0.5))
+    progress.judge()
+    assert "  reward -0.500 ± 0.500  -" in progress.line(progress.rows[1])
+    assert progress.scores_line(progress.rows[0]) == "untrained:  held-out 0.500"
+
+
+def test_the_time_left_counts_each_step_and_each_evaluation_that_is_due(tmp_path: Path) -> None:
+    tables = {"steps": 10, "eval": {"every": 5}}
+    config = resolve({"name": "r", "output": str(tmp_path)} | tables, source="test")
+    first = stepped(0, time_rollouts=60.0, time_eval=30.0)  # it waits for the agents
+    rows = [first, *(stepped(step, time_rollouts=2.0) for step in range(1, 5))]
+    evaluated = [*rows, stepped(5, committed=False, time_eval=4.0)]
+    assert Progress(config, evaluated).seconds_left() == 5 * 2 + 4
+    assert Progress(config, rows).seconds_left() == 5 * 2 + 2 * 30  # also that after step 5
+    assert Progress(config, []).seconds_left() is None
+    assert [lasting(x) for x in (7.4, 119, 130, 7300)] == ["7 s", "119 s", "2 min", "2 h"]
 
 
 async def test_an_evaluation_alone_says_of_no_policy_that_it_is_untrained(tmp_path: Path) -> None:
@@ -144,6 +192,6 @@ async def test_an_evaluation_alone_says_of_no_policy_that_it_is_untrained(tmp_pa
         await print_report(store, config, await store.steps("r"), None, 1.0, console)
     assert isinstance(console.file, io.StringIO)
     said = console.file.getvalue()
-    assert "\nheld-out 0.500\n" in said
+    assert "\nheld-out 50.0%\n" in said
     assert "A failure\n" in said
     assert not any(word in said for word in ("untrained", "0 steps"))

@@ -1,6 +1,7 @@
 """Does the demo learn, and how fast? Runs the main job once per seed, exactly as `make demo` does.
 
 python -m tests.benchmarks.demo --seeds 0 1 2 --json
+python -m tests.benchmarks.demo --starter    # what `agentrl init` writes
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,12 +27,20 @@ def run(seed: int, folder: Path, run_file: Path = RUN_FILE) -> dict[str, float]:
     """Train from nothing with one seed; seconds cover the whole command, warm start included."""
     output = folder / f"seed-{seed}"
     command = [sys.executable, "-m", "agentrl", "train", str(run_file)]
-    started = time.monotonic()
+    started, before = time.monotonic(), os.times()
     subprocess.run(
         [*command, f"output={output}", "--seed", str(seed)], check=True, stdout=sys.stderr
     )
-    seconds = time.monotonic() - started
-    return summary(asyncio.run(read_steps(output)), seconds)
+    seconds, now = time.monotonic() - started, os.times()
+    used = sum(now[2:4]) - sum(before[2:4])  # of ended children, and of theirs
+    return summary(asyncio.run(read_steps(output)), seconds) | {"cpu_seconds": used}
+
+
+def starter(folder: Path) -> Path:
+    """The run file that `agentrl init` writes."""
+    command = [sys.executable, "-m", "agentrl", "init", str(folder / "mine")]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    return folder / "mine" / "run.toml"
 
 
 async def read_steps(output: Path) -> list[StepRow]:
@@ -61,16 +71,22 @@ def summary(steps: list[StepRow], seconds: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--starter", action="store_true", help="only what `agentrl init` writes")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
+    found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        rows = [run(seed, Path(folder)) for seed in options.seeds]
-    result = {"seeds": options.seeds} | {key: [row[key] for row in rows] for key in rows[0]}
+        jobs = {"starter_": starter(Path(folder))} | ({} if options.starter else {"": RUN_FILE})
+        for prefix, run_file in jobs.items():
+            for seed in options.seeds:
+                for key, value in run(seed, Path(folder, prefix), run_file).items():
+                    found.setdefault(f"{prefix}{key}", []).append(value)
+    result = {"seeds": options.seeds} | found
     if options.json:
         print(json.dumps(result))
         return
     for key, values in result.items():
-        print(f"{key:<24}", *(f"{value:>9.4g}" for value in values))
+        print(f"{key:<32}", *(f"{value:>9.4g}" for value in values))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import httpx
 import pytest
 from aiohttp import web
 
-from agentrl.config import AgentConfig
+from agentrl.base.failures import one_line
+from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.runners.executors.environment import environment
 from agentrl.types import ErrorKind, Rollout, RolloutState
 
@@ -65,6 +66,49 @@ async def test_a_wrong_base_url_that_raises_is_named(bench: Any) -> None:
         "but called http://127.0.0.1:1/v1/chat/completions; let its client read its base URL"
         in (rollout.failure.message)
     )
+
+
+HARD_CODED = """
+import json, os, sys, urllib.request
+body = json.dumps({"model": "m", "messages": []}).encode()
+urllib.request.urlopen("http://127.0.0.1:1/v1/chat/completions", body)
+"""
+
+
+@pytest.mark.part
+@pytest.mark.parametrize("fails", ["raises", "takes too long"])
+async def test_a_program_that_fails_without_a_call_is_told_of_the_gateway(
+    bench: Any, tmp_path: Path, fails: str
+) -> None:
+    """No span tells where a program in another process calls."""
+    from agentrl.runners.processes.command import CommandExecutor
+
+    source = HARD_CODED if fails == "raises" else "import time; time.sleep(60)"
+    command = [sys.executable, "-c", source]
+    agent, runner, url = AgentConfig(command=command), RunnerConfig(), bench.gateway.base_url
+    executor = CommandExecutor(agent, runner, root=tmp_path, gateway=url)
+    await executor.start()
+    try:
+        (rollout,) = await bench.run(executor, TASK, calls_optional=False, timeout=2.0)
+    finally:
+        await executor.close()
+    assert rollout.failure.kind is (ErrorKind.AGENT if fails == "raises" else ErrorKind.TIMEOUT)
+    assert rollout.failure.message.endswith(
+        f"; the agent made no model call through the gateway at {bench.gateway.base_url}; let its"
+        " client read its base URL from OPENAI_BASE_URL, and create it in the agent's own module or"
+        " in a function that builds the agent"
+    )
+
+
+async def test_a_long_message_leaves_room_for_the_hint(bench: Any) -> None:
+    def agent(text: str) -> str:
+        raise ValueError("no luck " * 100)
+
+    (rollout,) = await bench.run(agent, TASK, calls_optional=False)
+    assert "OPENAI_BASE_URL" in one_line(rollout.failure.message)
+    assert "no luck " * 99 in rollout.failure.traceback
+    (rollout,) = await bench.run(agent, TASK)  # its calls are optional
+    assert "OPENAI_BASE_URL" not in rollout.failure.message
 
 
 async def test_calls_that_were_all_refused_are_none(bench: Any) -> None:

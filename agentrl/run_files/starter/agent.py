@@ -1,15 +1,10 @@
-"""The agent: ordinary code that calls an OpenAI-compatible server.
+"""The agent: an ordinary LangChain agent with a tool. There is no training code in it.
 
 During training, OPENAI_BASE_URL and OPENAI_API_KEY point to the policy.
 """
 
-from openai import AsyncOpenAI
+from langchain.agents import create_agent
+from langchain_openai import ChatOpenAI
+from shop import look_up
 
-client = AsyncOpenAI()
-
-
-async def agent(question: str) -> str:
-    answer = await client.chat.completions.create(
-        model="policy", messages=[{"role": "user", "content": question}]
-    )
-    return answer.choices[0].message.content or ""
+agent = create_agent(ChatOpenAI(model="policy"), [look_up])

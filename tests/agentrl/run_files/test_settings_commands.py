@@ -21,8 +21,8 @@ from agentrl.algorithms.model.load import load_model
 from agentrl.cli.main import cli
 from agentrl.config import load, to_toml
 from agentrl.errors import ConfigError, PolicyError
-from agentrl.run_files import pretrained
-from agentrl.run_files.command import FILES
+from agentrl.run_files import command, pretrained
+from agentrl.run_files.command import FILES, PRETRAINED
 
 RUN_FILES = sorted((Path(__file__).parents[3] / "examples").glob("*/run.toml"))
 
@@ -45,12 +45,12 @@ def test_the_schema_says_what_a_setting_is(schema: Any) -> None:
     tables = schema["$defs"]
     assert "discriminator" not in json.dumps(schema)
     described = {
-        "RunConfig.steps": "updates of the policy; 0: only evaluate",
-        "RunConfig.policy": "The model to train: a Hugging Face checkpoint directory or hub name",
-        "VllmEngineConfig.kind": "A vLLM policy server",
-        "AlgorithmConfig.groups": "per step",
-        "VllmConfig.max_adapters": "adapters that a child serves at once, including frozen ones",
-        "VllmEngineConfig.max_batch": "calls decoded together",
+        "RunConfig.steps": "Updates of the policy; 0: only evaluate.",
+        "RunConfig.policy": "The model to train: a Hugging Face checkpoint directory or hub name.",
+        "VllmEngineConfig.kind": "A vLLM policy server.",
+        "AlgorithmConfig.groups": "Groups of rollouts per step, one for each task.",
+        "VllmConfig.max_adapters": "Adapters that a child serves at once, including frozen ones.",
+        "VllmEngineConfig.max_batch": "Calls decoded together.",
     }
     for key, words in described.items():
         name, setting = key.split(".")
@@ -102,6 +102,43 @@ def test_init_writes_a_run_file_that_is_accepted(started: str) -> None:
     trainer.check(load(Path(started)))
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_init_writes_the_agent_that_the_installed_packages_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: name if installed else None)
+    result = CliRunner().invoke(cli, ["init", str(tmp_path / "mine")])
+    assert result.exit_code == 0, result.exception
+    assert ("does without" in result.output) is not installed
+    agent = (tmp_path / "mine" / "agent.py").read_text()
+    assert ("langchain" in agent, "AsyncOpenAI()" in agent) == (installed, not installed)
+
+
+@pytest.mark.parametrize("options", [[], ["--model"]])
+def test_held_out_tasks_are_others(
+    tmp_path: Path, tiny_model_dir: Path, options: list[str]
+) -> None:
+    """Also in what they ask about: a product of a held-out task is in none that is trained on."""
+    named = [*options, *([str(tiny_model_dir)] if options else [])]
+    result = CliRunner().invoke(cli, ["init", str(tmp_path / "mine"), *named])
+    assert result.exit_code == 0, result.exception
+    script = "import json, tasks; print(json.dumps([tasks.train, tasks.heldout]))"
+    if options:
+        train, heldout = (
+            [json.loads(x) for x in (tmp_path / "mine" / name).read_text().splitlines()]
+            for name in ("tasks.jsonl", "heldout.jsonl")
+        )
+    else:
+        ran = subprocess.run(
+            [sys.executable, "-c", script], cwd=tmp_path / "mine", capture_output=True, check=True
+        )
+        train, heldout = json.loads(ran.stdout)
+    for key in ("id", "input", "product"):
+        known = {row[key] for row in train if key in row}
+        assert not known & {row[key] for row in heldout if key in row}
+    assert min(len(train), 3 * len(heldout)) >= 60
+
+
 @pytest.mark.slow
 def test_what_init_writes_trains(started: str, tmp_path: Path) -> None:
     few = ["algorithm.groups=2", "algorithm.group_size=2", "algorithm.dynamic_sampling=false"]
@@ -122,7 +159,7 @@ def test_init_measures_what_a_pretrained_model_needs(tmp_path: Path, tiny_model_
     folder = tmp_path / "mine"
     result = CliRunner().invoke(cli, ["init", str(folder), "--model", str(tiny_model_dir)])
     assert result.exit_code == 0, result.exception
-    assert sorted(path.name for path in folder.iterdir()) == sorted({*FILES} - {"policy.py"})
+    assert sorted(path.name for path in folder.iterdir()) == sorted(PRETRAINED)
     config = load(folder / "run.toml")
     trainer.check(config)
     assert (config.policy.model, config.policy.build) == (str(tiny_model_dir), "")

@@ -104,8 +104,8 @@ async def test_progress_of_a_run(config: RunConfig) -> None:
         text = console.file.getvalue()
     assert "step 2/4" in text
     assert "6 s left" in text
-    assert "reward 0.500 ± 0.250" in text
-    assert "held-out 0.750 (from 0.250)" in text
+    assert "reward 50.0%  " in text
+    assert "held-out 75.0% (from 25.0%)" in text
     assert "30 rollouts/s" in text
     assert "600 tokens/s" in text
     assert "1 rollouts failed" in text
@@ -136,7 +136,7 @@ async def test_lines_where_there_is_no_terminal(
             cursor = await store.wait(cursor, timeout=0.05)
         following.cancel()
     assert console.file.getvalue().count("4 model calls are not trained") == 1
-    assert "step 1/4  reward 0.500 ± 0.250  30 rollouts/s" in console.file.getvalue()
+    assert "step 1/4  reward 50.0%  30 rollouts/s" in console.file.getvalue()
 
 
 async def test_a_line_says_that_the_policy_is_prepared(config: RunConfig) -> None:
@@ -220,6 +220,7 @@ async def test_report(config: RunConfig) -> None:
     assert "9 s: 3 start-up, 4 rollouts, 2 updates; 14 tokens of cancelled rollouts" in text
     assert "4 model calls without token ids were not trained; 2 model calls longer than" in text
     assert Path(config.output, "curve.png").stat().st_size > 1000
+    assert text.splitlines()[-1] == f"Next: agentrl view {config.store} --run r --open"
 
 
 async def test_the_report_reads_what_it_shows_and_not_the_run(
