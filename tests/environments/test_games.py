@@ -9,6 +9,7 @@ import pytest
 
 from tests.environments.pages import ROOT, figures, played, python, trained
 
+pytestmark = pytest.mark.timeout(600)  # on a busy machine; ground truth is searched for
 FOUND = {  # tasks, and the score of ground truth, which is the most there is
     "bfcl": (200, 1.0),
     "gymnasium": (128, 1.0),
