@@ -122,8 +122,8 @@ class Trainer:
             if file := task_file(given, output / f"{key}.jsonl", tasks.columns):
                 tasks = replace(tasks, **{key: file})
         check(config := replace(config, tasks=tasks))
-        named = isinstance(self.agent, str | None) and isinstance(self.verifier, str)
-        own = None if named else (self.agent, self.verifier or config.verifier.path)
+        both = isinstance(self.agent, str | None) and isinstance(self.verifier, str)
+        own = None if both else (self.agent, self.verifier or config.verifier.path)
         return await front(config, local=own, callbacks=self.callbacks)
 
 

@@ -30,7 +30,7 @@ PICTURES = {  # of the first page, in light and dark
     for name in (
         "examples/staff/view-run",
         "examples/staff/view-rollout",
-        "docs/pictures/run-selfplay",
+        "docs/pictures/run-team",
     )
     for scheme in ("light", "dark")
 }

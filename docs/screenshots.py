@@ -1,6 +1,6 @@
 """Pictures of real runs for the first page of the site, as `agentrl view` shows them.
 
-    .venv/bin/python docs/screenshots.py runs/kuhn/store.db kuhn docs/pictures/run-selfplay
+    .venv/bin/python docs/screenshots.py runs/team/store.db team docs/pictures/run-team
 
 writes NAME-light.png and NAME-dark.png of a run's page. Needs Chromium and the extra `view-test`.
 Run `make demo` and the examples first, or take the runs of `make gallery`. The other two pictures
