@@ -15,7 +15,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-harnesses test-frameworks test-environments check clean
-.PHONY: docs gallery constraints licenses release
+.PHONY: docs reference gallery constraints licenses release
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -71,7 +71,7 @@ test-engines: $(ENGINES)/.installed ## Install verl and vLLM for the CPU and run
 	$(ENGINES)/bin/python -m pytest -rs $(ENGINE_TESTS)
 
 test-harnesses: $(STAMP) .harnesses/.installed ## Install eight coding harnesses (2.5 GB) and run the tests against them
-	$(BIN)/python -m pytest -rs -m slow tests/runners/harnesses/test_real.py
+	$(BIN)/python -m pytest -rs -m slow tests/runners/harnesses/test_real.py tests/agentrl/coding_agents/test_harness.py
 
 FRAMEWORKS := $(patsubst examples/frameworks/%/requirements.txt,%,$(wildcard examples/frameworks/*/requirements.txt))
 
@@ -88,6 +88,9 @@ check: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+reference: $(STAMP) ## Write what follows from the code into docs/reference
+	$(BIN)/python docs/reference.py
 
 docs: $(DOCS)/.installed ## Build the documentation site into site/, and check every link in it
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --config-file docs/mkdocs.yml

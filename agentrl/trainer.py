@@ -14,13 +14,13 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 
 from agentrl import run_owner
@@ -38,6 +38,7 @@ from agentrl.config.presets import check_presets
 from agentrl.config.tasks import tasks_of
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.plugins import load_plugin
+from agentrl.results import Followers, TrainingResult, check_callbacks
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
@@ -49,19 +50,6 @@ RUN_OUTPUTS = (
     *("store.db*", "run.json", "logs", "checkpoints", "curve.png", "plan.json"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl", "players"),
 )  # what a run writes into its output folder, besides its parts
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingResult:
-    """The result of a run. Scores are mean held-out rewards; None: not evaluated."""
-
-    before: float | None
-    after: float | None
-    before_sampled: float | None
-    after_sampled: float | None
-    seconds: float
-    checkpoint: str | None
-    store: str
 
 
 def run_training(
@@ -83,22 +71,24 @@ class Trainer:
     `agent` is a callable, a LangChain runnable or a function without arguments that builds one
     (called once `OPENAI_BASE_URL` points at the gateway), and runs in this process; `tasks` and
     `heldout` are lists of `{"input": ..., ...}`; `verifier` takes task and result and returns a
-    number or named numbers; `policy` is a Hugging Face directory or name, and may be omitted if
-    every one of several policies has its own model. `settings` are those of a run file, tables as
-    dicts: `Trainer(..., steps=50, algorithm={"lr": 1e-5}, policies={"solver": {...}})`.
-
-    `agent`, `tasks`, `heldout` and `verifier` may also be "file.py:name", as in a run file.
+    number or named numbers. Each may also be "file.py:name", as in a run file, and is left out if
+    an environment has it: `Trainer(environment="PLUGIN:WHAT", policy=...)`. `policy` is a Hugging
+    Face directory or name, and may be omitted if each of several policies has its own model.
+    `callbacks` have `on_step` or `on_evaluation` (see `agentrl.results`). `settings` are those of
+    a run file, tables as dicts: `Trainer(..., algorithm={"lr": 1e-5})`.
     """
 
     def __init__(
         self,
-        agent: Any,
-        tasks: Iterable[dict[str, Json]] | str,
-        verifier: Callable[..., Any] | str,
+        agent: Any = None,
+        tasks: Iterable[dict[str, Json]] | str = "",
+        verifier: Callable[..., Any] | str = "",
         policy: str | Path = "",
         heldout: Iterable[dict[str, Json]] | str = "",
+        callbacks: Sequence[Any] = (),
         **settings: Any,
     ) -> None:
+        self.callbacks = check_callbacks(callbacks)
         self.agent, self.tasks, self.verifier = agent, tasks, verifier
         self.policy, self.heldout, self.settings = policy, heldout, settings
 
@@ -119,20 +109,21 @@ class Trainer:
             if isinstance(value, str):
                 settings[key] = {"path": value} | settings[key]
         config = hide_secrets(resolve(settings, source="Trainer"))
+        if not isinstance(self.agent, str | None):  # plays in place of an environment's own
+            config = replace(config, agent=replace(config.agent, path=""))
         check_presets(config)  # before the tasks, which may take long to load
         if fresh:
             clear(config)
         await run_owner.check_free(config, take_over=take_over)  # before its files are replaced
         output = make_folder(Path(config.output))
-        tasks = msgspec.structs.replace(
-            config.tasks,
-            train=task_file(self.tasks, output / "train.jsonl", config.tasks.columns),
-            heldout=task_file(self.heldout, output / "heldout.jsonl", config.tasks.columns),
-        )
-        config = msgspec.structs.replace(config, tasks=tasks)
-        check(config)
-        named = isinstance(self.agent, str) and isinstance(self.verifier, str)
-        return await front(config, local=None if named else (self.agent, self.verifier))
+        tasks = config.tasks
+        for key, given in (("train", self.tasks), ("heldout", self.heldout)):
+            if named := task_file(given, output / f"{key}.jsonl", tasks.columns):
+                tasks = replace(tasks, **{key: named})
+        check(config := replace(config, tasks=tasks))
+        named = isinstance(self.agent, str | None) and isinstance(self.verifier, str)
+        own = None if named else (self.agent, self.verifier or config.verifier.path)
+        return await front(config, local=own, callbacks=self.callbacks)
 
 
 def check(config: RunConfig) -> None:
@@ -180,7 +171,7 @@ def hide_secrets(config: RunConfig) -> RunConfig:
     files and command lines."""
     store, secrets = split_secret(config.store)
     os.environ.update(secrets)
-    return agent_env.without_values(msgspec.structs.replace(config, store=store))
+    return agent_env.without_values(replace(config, store=store))
 
 
 def clear(config: RunConfig) -> None:
@@ -215,16 +206,24 @@ def has_own_store(config: RunConfig) -> bool:
 
 
 async def front(
-    config: RunConfig, *, local: tuple[Any, Any] | None = None, level: int = PHASE
+    config: RunConfig,
+    *,
+    local: tuple[Any, Any] | None = None,
+    callbacks: Sequence[Any] = (),
+    level: int = PHASE,
 ) -> TrainingResult:
-    """Train to the end and print the report. local: agent and verifier objects, which run in this
-    process instead of runner processes. level: see `run_training`."""
+    """Train to the end and print the report. local: agent and verifier objects, to run in this
+    process. level: see `run_training`."""
     make_folder(Path(config.output))  # before the store, which is usually in it
     async with open_store(config.store) as store:
         for point in installed_plugins("settles"):
             config = await point.load()(store, config)
         await refuse_changes(store, config)
-        seconds = await supervise(store, config, local=local, level=level)
+        new = Followers(store, config.name, callbacks)
+        await new.call()  # notes what is there already
+        also = [new.follow] * bool(callbacks)
+        seconds = await supervise(store, config, local=local, also=also, level=level)
+        await new.call()
         return await _finish(store, config, seconds)
 
 
@@ -233,6 +232,7 @@ async def supervise(
     config: RunConfig,
     *,
     local: tuple[Any, Any] | None = None,
+    also: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     play: Path | None = None,
     verb: str = "start",
     alone: bool = False,
@@ -242,8 +242,8 @@ async def supervise(
     """Start the processes of a run, show its progress, and stop them when the algorithm has ended.
     Returns its seconds; raises AgentRLError if another process ends first.
 
-    play: file of an evaluation plan to play instead; verb: of `agentrl algorithm`; alone: without
-    what parts run beside it."""
+    also: more work, whose error ends the run; play: file of an evaluation plan to play instead;
+    verb: of `agentrl algorithm`; alone: without what parts run beside it."""
     config, output = hide_secrets(config), Path(config.output)
     logs = make_folder(output / "logs")
     console = console or Console()
@@ -273,7 +273,7 @@ async def supervise(
         stack.push_async_callback(_stop_runners, workers, config.runner.drain)
         count = partial(_ended_rollouts, store, config.name)
         working = [_algorithm(algorithm), *(keep_alive(child, count) for child in workers)]
-        working += [_local_runner(config, *local)] if local else []
+        working += [work() for work in also] + ([_local_runner(config, *local)] if local else [])
         quiet = verb != "start" or level > PHASE
         showing = [show_progress(store, config, console, quiet=quiet), log_lines.follow()]
         showing += [companion.keep() for companion in beside]
@@ -325,6 +325,7 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> TrainingRe
         seconds=seconds,
         checkpoint=str(config.checkpoint_path(last)) if last else None,
         store=config.store,
+        history=steps,
     )
     await print_report(store, config, steps, result.checkpoint, seconds)
     return result

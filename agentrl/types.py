@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from msgspec import field
@@ -105,12 +105,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Sampling(Record, frozen=True):
     """Sampling parameters. In a rollout: defaults for parameters that the agent does not set."""
 
-    temperature: float = 1.0  # 0: greedy; training needs about 1
-    top_p: float = 1.0  # nucleus sampling: probability mass of the candidate tokens; train with 1
-    top_k: int = 0  # 0: no limit
-    max_tokens: int | None = None  # of one completion; none: up to the context length
-    seed: int | None = None  # different for each rollout of a run; none: for each call
-    force: bool = False  # override the agent's own temperature, top_p and top_k
+    renamed: ClassVar[dict[str, str]] = {"force": "override_agent"}  # as in `config.base.Section`
+    temperature: float = 1.0  # Temperature of sampling; 0: greedy. Training needs about 1.
+    top_p: float = 1.0  # Probability mass of the candidate tokens (nucleus sampling); train with 1.
+    top_k: int = 0  # Number of candidate tokens; 0: no limit.
+    max_tokens: int | None = None  # Most tokens of one completion; none: up to the context length.
+    seed: int | None = None  # Seed, different for each rollout of a run; none: for each call.
+    override_agent: bool = False  # Whether temperature, top_p and top_k override the agent's.
 
 
 class Branch(Record, frozen=True):
@@ -306,7 +307,7 @@ class PolicyVersion(Record, frozen=True):
     run: str
     policy: str
     version: int
-    base_url: str  # ends in /v1
+    base_url: str  # Address of the server, which ends in /v1.
     model: str  # the name the server answers to
 
 

@@ -1,4 +1,7 @@
-"""Generate parts of the reference as Markdown, from the code's docstrings and comments."""
+"""The parts of the reference that follow from the code's docstrings and comments, as Markdown.
+
+`make reference` writes them into the pages of docs/reference, which a test compares with them. What
+depends on more than the code, such as exported runs, is added when the site is built."""
 
 from __future__ import annotations
 
@@ -24,20 +27,33 @@ from agentrl.cli.main import cli
 from agentrl.lab.catalogue import record
 from agentrl.run_files.command import comments, run_file_schema, sections
 from agentrl.store import open_store
-from examples.gallery import GALLERY, REAL
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from examples.gallery import GALLERY, REAL  # noqa: E402
+
+FAMILIES = ROOT / "docs/reference/algorithms"
 ARXIV = re.compile(r"\b(\d{4}\.\d{5})\b")
+FIRST = (  # settings that people change first
+    "steps", "agent.path", "agent.timeout", "tasks.train", "tasks.heldout", "verifier.path",
+    "policy.model", "policy.lora.rank", "sampling.max_tokens", "engine.max_context",
+    "algorithm.preset", "algorithm.lr", "algorithm.groups", "algorithm.group_size", "eval.every",
+    "runner.concurrency",
+)  # fmt: skip
+GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+WRITTEN = "<!-- written by `make reference` -->\n"  # above a page that is generated as a whole
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 def settings() -> str:
-    """A section for each table of the run file, with the comments beside its fields."""
+    """The settings that are changed first, and a section for each table of the run file, with the
+    comments beside its fields."""
     defs = run_file_schema()["$defs"]
-    waiting, done, lines = [("", ["RunConfig"])], {}, []
+    waiting, done, tables = [("", ["RunConfig"])], {}, dict[str, list[str]]()
     for path, kinds in waiting:  # grows during the loop
         title = f"[{path}]" if path else "Top level"
-        lines.append(f"\n## `{title}`\n")
+        lines = tables[path] = [f"\n## `{title}`\n"]
         common: set[str] = set()
         for name in kinds:
             table = defs[name]
@@ -61,7 +77,11 @@ def settings() -> str:
                 default = "" if inner or "default" not in one else code(one["default"])
                 lines.append(row(f"`{full}`", kind, default, plain(notes.get(key, ""))))
             common |= set(table["properties"])
-    return "\n".join(lines) + "\n"
+    every = [line for _, lines in sorted(tables.items()) for line in lines]
+    rows = {line.split("`")[1]: line for line in every if line.startswith("| `")}
+    first = ["## Changed first\n", "| setting | type | default | |", "|---|---|---|---|"]
+    first += [rows[name] for name in FIRST]
+    return "\n".join([*first, *every]) + "\n"
 
 
 def tables_in(one: dict[str, Any]) -> list[str]:
@@ -195,7 +215,7 @@ def families() -> dict[str, str]:
         text = f"\n## `{name}`\n\n{papers(preset.doc)}\n"
         pages[short] = pages.get(short, head) + text + "\n```text\n" + "\n".join(made) + "\n```\n"
     for short, text in pages.items():
-        parts = described_classes(used[short], homes[short])
+        parts = described_classes(used[short], sorted(homes[short], key=lambda one: one.__name__))
         pages[short] = f"{text}\n## Parts\n\n" + "".join(
             f"- `{name}`: {doc}\n" for name, doc in parts
         )
@@ -216,7 +236,8 @@ def described_classes(made: list[str], modules: Collection[Any]) -> Iterator[tup
 
 def plain(text: str) -> str:
     """Text with escaped brackets outside of code, which would be links or tags."""
-    return re.sub(r"(`[^`]*`)|([\[<])", lambda m: m[1] or f"\\{m[2]}", inspect.cleandoc(text))
+    escaped = {"[": "\\[", "<": "&lt;"}
+    return re.sub(r"(`[^`]*`)|([\[<])", lambda m: m[1] or escaped[m[2]], inspect.cleandoc(text))
 
 
 def papers(text: str) -> str:
@@ -239,3 +260,36 @@ def line(text: str) -> str:
 def slug(text: str) -> str:
     """The anchor of a heading on the site and GitHub."""
     return re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-")
+
+
+def pages() -> dict[Path, str]:
+    """What the pages with generated parts should be."""
+    found = {FAMILIES / f"{name}.md": WRITTEN + text for name, text in families().items()}
+    for file in sorted((ROOT / "docs").rglob("*.md")):
+        text = file.read_text(encoding="utf-8")
+        if GENERATED.search(text):
+            found[file] = GENERATED.sub(
+                lambda match: f"{match[1]}\n{globals()[match[2]]().strip()}\n{match[3]}", text
+            )
+    return found
+
+
+def left_over(known: Collection[Path]) -> list[Path]:
+    """Written pages of families that there are no more."""
+    files = set(FAMILIES.glob("*.md")) - set(known)
+    return [file for file in files if file.read_text(encoding="utf-8").startswith(WRITTEN)]
+
+
+def renew() -> None:
+    """Write the pages whose generated parts have changed."""
+    now = pages()
+    for file in left_over(now):
+        file.unlink()
+    for file, text in now.items():
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            file.write_text(text, encoding="utf-8")
+            print(f"Wrote {file.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    renew()

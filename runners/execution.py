@@ -2,9 +2,9 @@
 result here, out of the agent's reach.
 
 A failed attempt has an error kind and no reward, except as configured for agents that raise
-(`agent.error_reward`) or exceed their time, calls or tokens (`agent.partial`). A failure of the
-model server never counts as the agent's: if a model call failed and no retry of it succeeded, the
-attempt fails whatever the agent returned.
+(`agent.error_reward`) or exceed their time, calls or tokens (`agent.on_truncation`). A failure of
+the model server never counts as the agent's: if a model call failed and no retry of it succeeded,
+the attempt fails whatever the agent returned.
 """
 
 from __future__ import annotations
@@ -57,11 +57,15 @@ class Stages:
     def __init__(self, runner: RunnerConfig, slots: int, on_free: Callable[[], None]) -> None:
         """`slots`: attempts that run concurrently. Calls `on_free` when one leaves its slot to be
         scored."""
-        self.prepare = asyncio.Semaphore(runner.prepare or slots)
+        self.prepare = asyncio.Semaphore(runner.prefetch or slots)
         self.run = asyncio.Semaphore(slots)
-        self.scored_apart = bool(runner.score)
-        self.score = asyncio.Semaphore(runner.score) if runner.score else self.run
-        self._ahead, self._behind = slots + runner.prepare, 2 * runner.score
+        self.scored_apart = bool(runner.scoring_concurrency)
+        self.score = (
+            asyncio.Semaphore(runner.scoring_concurrency)
+            if runner.scoring_concurrency
+            else self.run
+        )
+        self._ahead, self._behind = slots + runner.prefetch, 2 * runner.scoring_concurrency
         self._on_free = on_free
         self._before, self._after = set[str](), set[str]()  # attempts before and after their run
 
@@ -222,7 +226,7 @@ class AttemptRunner:
     def _is_scored(self, active: ActiveAttempt, ran: ExecutionResult) -> bool:
         """Whether the verifier scores this result."""
         return ran.failure is None or (
-            self.agent.partial == "score" and self._is_partial(active, ran.failure)
+            self.agent.on_truncation == "score" and self._is_partial(active, ran.failure)
         )
 
     def _is_partial(self, active: ActiveAttempt, failure: Failure) -> bool:
@@ -237,7 +241,7 @@ class AttemptRunner:
             return await self._verified(active, ran, workspace)
         if not self._is_scored(active, ran):
             outcome = self._failed(active, ran, failure)
-            zero = self.agent.partial == "zero" and self._is_partial(active, failure)
+            zero = self.agent.on_truncation == "zero" and self._is_partial(active, failure)
             row = Reward(value=0.0, source="runner")
             return replace(outcome, rewards=[row]) if zero else outcome
         scored = await self._verified(active, ran, workspace)

@@ -32,6 +32,7 @@ PAGES = [
     *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"),  # of earlier versions
     *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md")),
     ROOT / "examples/README.md",
+    *(ROOT / "agentrl/coding_agents").glob("*.md"),
     ROOT / "tests/benchmarks/README.md",
 ]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -210,6 +211,22 @@ def test_every_setting_says_what_it_does(reference: Any) -> None:
     for name, table in run_file_schema()["$defs"].items():
         silent = [key for key, one in table["properties"].items() if not one.get("description")]
         assert silent == [], name
+
+
+def test_every_description_is_a_sentence_that_begins_with_the_thing(reference: Any) -> None:
+    rows = [line for line in reference.settings().splitlines() if line.startswith("| `")]
+    fragment = (
+        r"\| (of|for|per|at|in|by|with|without|after|until|and|it|its|default|none|0)\b[^|]*\|$"
+    )
+    assert [row for row in rows if re.search(fragment, row, re.IGNORECASE)] == []
+    assert [row for row in rows if not re.search(r"\| [A-Z][^|]*[.!?] \|$", row)] == []
+
+
+def test_the_reference_in_the_repository_is_current(reference: Any) -> None:
+    now = reference.pages()
+    old = [file for file, text in now.items() if file.read_text(encoding="utf-8") != text]
+    assert old + reference.left_over(now) == [], "run: make reference"
+    assert len(now) > 20
 
 
 def test_every_command_is_in_the_reference(reference: Any) -> None:

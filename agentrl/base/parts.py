@@ -32,6 +32,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     kinds: Objects = {}  # of tables with several kinds, as "engine vllm": `config.base.KindSection`
     commands: Objects = {}  # of the command line, as "store serve": `click.Command`
     derives: Objects = {}  # settings that follow from others of a run file: config -> config
+    unplaced: Objects = {}  # settings without where something of theirs is: config -> config
     checks: Objects = {}  # before a run starts: config -> None; raises ConfigError
     starts: Objects = {}  # before `agentrl train`: config -> warnings; raises ConfigError
     settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError
@@ -58,9 +59,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     dialects: Objects = {}  # of a gateway, by the path of calls: `runners.dialects.ModelApi`
     spans: Objects = {}  # that others send, by path: `base.span_names.Receive`
     verdicts: Objects = {}  # on a finished run: (config, its `StepRow`s) -> sentence, or ""
+    findings: Objects = {}  # on a run: (store, run) -> what `agentrl view` shows of each policy
     causes: Objects = {}  # of steps that trained nothing: (store, run, their number) -> sentence
     gateway: Objects = {}  # (store, config) -> `runners.gateway.features.Feature`, or None
     pages: Objects = {}  # of the view, by address: store -> `view.pages.PartPage`
+    finders: Objects = {}  # of a run's store: the name of a run or rollout -> URL
     stores: Objects = {}  # by the scheme of their URLs
     row_files: Objects = {}  # of tasks and items, by suffix or scheme: source -> (place, row)s
     references: Objects = {}  # of settings, by their scheme: (reference, root, key) -> object

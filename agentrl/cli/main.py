@@ -30,7 +30,7 @@ from agentrl.cli import (
 )
 from agentrl.cli.settings import show_settings
 from agentrl.cli.store import store as store_group
-from agentrl.config import RunConfig, load, store_of
+from agentrl.config import RunConfig, load, store_with
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import AgentRLError, user_message
 
@@ -108,7 +108,7 @@ def show(rollout: str, store: str | None, prompt: bool) -> None:
     """Print the trace of ROLLOUT: every message, tool call, reward and failure."""
     from agentrl.telemetry.show import show_rollout
 
-    asyncio.run(show_rollout(store or store_of(rollout), rollout, prompts=prompt))
+    asyncio.run(show_rollout(store or store_with(rollout), rollout, prompts=prompt))
 
 
 @cli.group(cls=CommandGroup, path="export")

@@ -10,6 +10,7 @@ from agentrl.base.late import late
 from agentrl.config.agents import AgentConfig as AgentConfig
 from agentrl.config.agents import RetriesConfig as RetriesConfig
 from agentrl.config.agents import RoleRule as RoleRule
+from agentrl.config.agents import UpstreamConfig as UpstreamConfig
 from agentrl.config.base import Count as Count
 from agentrl.config.base import Natural as Natural
 from agentrl.config.base import Positive as Positive
@@ -24,16 +25,16 @@ if TYPE_CHECKING:
     from agentrl.config.run_file import resolve as resolve
     from agentrl.config.run_file import store_in as store_in
     from agentrl.config.run_file import store_of as store_of
+    from agentrl.config.run_file import store_with as store_with
     from agentrl.config.run_file import to_toml as to_toml
     from agentrl.config.schema import AlgorithmConfig as AlgorithmConfig
     from agentrl.config.schema import LoraConfig as LoraConfig
     from agentrl.config.schema import PolicyConfig as PolicyConfig
     from agentrl.config.schema import RunConfig as RunConfig
-    from agentrl.config.schema import UpstreamConfig as UpstreamConfig
 
 # Imported late: `schema` imports the tables of parts, and these the modules above.
 LATE = {
-    "run_file": "differences from_store load resolve store_in store_of to_toml",
+    "run_file": "differences from_store load resolve store_in store_of store_with to_toml",
     "schema": "AlgorithmConfig LoraConfig PolicyConfig RunConfig UpstreamConfig",
 }
 __getattr__ = late(__name__, LATE)

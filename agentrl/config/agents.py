@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -15,24 +15,27 @@ class RetriesConfig(Section, frozen=True):
     """Number of retries of a rollout after each kind of failure. none: limited only by
     `max_attempts`, which always applies."""
 
-    agent_error: Natural | None = 0  # the agent raised, or its command failed
-    timeout: Natural | None = 0  # it took longer than agent.timeout
-    model_error: Natural | None = None  # the policy server or an upstream failed
-    verifier_error: Natural | None = 0  # the verifier raised
-    limit: Natural | None = 0  # it reached agent.max_calls or agent.max_tokens
-    no_model_call: Natural | None = 0  # it ended without a model call
-    workspace_error: Natural | None = 0  # its workspace could not be created
-    lost_runner: Natural = 2  # its sandbox was lost; dead runners count only for `max_attempts`
+    agent_error: Natural | None = 0  # Retries after the agent raised, or its command failed.
+    timeout: Natural | None = 0  # Retries after it took longer than agent.timeout.
+    model_error: Natural | None = None  # Retries after the policy server or an upstream failed.
+    verifier_error: Natural | None = 0  # Retries after the verifier raised.
+    limit: Natural | None = 0  # Retries after it reached agent.max_calls or agent.max_tokens.
+    no_model_call: Natural | None = 0  # Retries after it ended without a model call.
+    workspace_error: Natural | None = 0  # Retries after its workspace could not be created.
+    # Retries after its sandbox was lost; dead runners count only for `max_attempts`.
+    lost_runner: Natural = 2
 
 
 class AgentConfig(Section, frozen=True):
     """The unmodified agent and how it runs: a Python object (`path`), a `command`, or a coding
     `harness` with a preset."""
 
-    path: str = ""  # "file.py:name" or "package.module:name"
-    command: str | list[str] = []  # in any language; a string is split like in a shell
-    # codex, claude, qwen, gemini, opencode, pi, mini, aider, or your own as "file.toml" or
-    # "file.py:name". `command` is then the path of its program if that is not in PATH.
+    renamed: ClassVar[dict[str, str]] = {"partial": "on_truncation"}
+    path: str = ""  # Agent, as "file.py:name" or "package.module:name".
+    command: str | list[str] = []  # Program in any language; a string is split like in a shell.
+    # Coding harness: codex, claude, qwen, gemini, opencode, pi, mini, aider, or your own as
+    # "file.toml" or "file.py:name". `command` is then the path of its program if that is not in
+    # PATH.
     harness: str = ""
     args: list[str] = []  # additional arguments of the harness
     context: Count = 32768  # context length of the model in tokens, as told to the harness
@@ -45,13 +48,13 @@ class AgentConfig(Section, frozen=True):
     timeout: Seconds = 60.0  # seconds that one attempt may take
     max_attempts: Count = 3  # attempts per rollout, if the infrastructure fails
     retries: RetriesConfig = RetriesConfig()
-    calls_optional: bool = False  # a rollout without a model call is not a failure
+    calls_optional: bool = False  # Whether a rollout without a model call is no failure.
     error_reward: float | None = None  # outcome if the agent raises after a call; none: missing
     max_calls: Natural = 0  # model calls of one attempt, which ends after them; 0: unlimited
     max_tokens: Natural = 0  # sampled tokens of one attempt, which ends after them; 0: unlimited
     # An attempt that reaches a limit of time, calls or tokens has failed. score: score its trace
     # without a result; zero: give it the outcome 0; drop: give it no outcome.
-    partial: Literal["score", "zero", "drop"] = "drop"
+    on_truncation: Literal["score", "zero", "drop"] = "drop"
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.harness and (why := missing("runner", "agent.harness")):
@@ -77,3 +80,20 @@ class RoleRule(Section, frozen=True):
         given = msgspec.structs.asdict(self)
         if all(value in ({}, "", None) for key, value in given.items() if key != "role"):
             raise ValueError(f"the rule for {self.role!r} has no condition; add at least one")
+
+
+class UpstreamConfig(Section, frozen=True):
+    """An endpoint that answers calls and is not trained, such as a judge, an opponent or a tool's
+    model; or a `text` that answers every call."""
+
+    # Address of the server, which ends in /v1.
+    base_url: Annotated[str, msgspec.Meta(pattern=r"^(https?://.*)?$")] = ""
+    model: str = ""  # name of the model on the server; empty: the name in the agent's request
+    key_env: str = ""  # environment variable of the runner with its API key
+    text: str | None = None  # answer to every call, instead of an endpoint
+
+    def __post_init__(self) -> None:
+        if (self.text is None) != bool(self.base_url):
+            raise ValueError("give either its base_url or the text that is its answer")
+        if self.text is not None and (self.model or self.key_env):
+            raise ValueError("model and key_env are of a base_url, not of a text; remove them")

@@ -35,7 +35,8 @@ class LearnerConfig(KindSection, frozen=True, tag_field="kind"):
     computes: ClassVar[frozenset[Computed]] = frozenset({"top_tokens", "entropy"})
 
     token_budget: Count = 4096  # tokens per forward pass; gradients accumulate over passes
-    gradient_checkpointing: bool = False  # recompute activations: less memory, more time
+    # Whether activations are recomputed: less memory, more time.
+    gradient_checkpointing: bool = False
     # Compute common prefixes of branches once (trie) or for each branch (rows). auto: trie, where
     # the learner has it
     packing: Literal["auto", "rows", "trie"] = "auto"
@@ -54,10 +55,13 @@ class LearnerConfig(KindSection, frozen=True, tag_field="kind"):
 class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
     """Training in the algorithm process."""
 
-    fp32_head: bool = False  # compute logits of a bfloat16 policy in float32
-    # 8-bit optimizers keep moments in a quarter of the memory; they need CUDA
+    fp32_head: bool = False  # Whether logits of a bfloat16 policy are computed in float32.
+    # Whether Liger Kernel computes norms and gated activations, on a GPU: faster, less memory.
+    liger_kernel: bool = False
+    # Optimizer; those of 8 bits keep moments in a quarter of the memory, and need CUDA.
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
-    threads: Natural = 0  # 0: all cores, or one if a measurement shows that it is faster
+    # Threads of training; 0: all cores, or one if a measurement shows that it is faster.
+    threads: Natural = 0
     # Keep the optimizer state in host memory between updates, and free the update's GPU memory for
     # a policy server on the same GPU.
     offload: bool = False
@@ -73,7 +77,7 @@ class ExternalLearnerConfig(LearnerConfig, frozen=True, kw_only=True, tag=EXTERN
     """A custom learner."""
 
     factory: str  # "file.py:name", "package.module:name" or the name of an entry point
-    options: dict[str, Any] = {}  # any keys, for the factory
+    options: dict[str, Any] = {}  # Arguments of the factory, with any keys.
 
 
 class EngineConfig(KindSection, frozen=True, tag_field="kind"):
@@ -81,7 +85,7 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
 
     renamed: ClassVar[dict[str, str]] = {"keys": "kv_on_update"}
     host: str = "127.0.0.1"  # address on which it listens and at which runners call it
-    port: Port = 0  # 0: any free port
+    port: Port = 0  # Port on which it listens; 0: any free one.
     advertise: str = ""  # address for runners on other machines, if not `host`
     # Environment variable with the API keys that callers may send, separated by spaces; runners
     # send the first. Empty: no keys, which is allowed only on this machine's loopback address.
@@ -93,8 +97,8 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     # CPU threads of the embedded engine. 0: one for a model of at most 5 million parameters, else
     # the largest power of two of the cores, at most 8.
     threads: Natural = 0
-    # KV cache of calls that run during an update, with algorithm.overlap = "in_flight". recompute:
-    # log-probs are exactly those of one version. keep: faster.
+    # KV cache of calls that run during an update, with algorithm.async_sampling = "in_flight".
+    # recompute: log-probs are exactly those of one version. keep: faster.
     kv_on_update: Literal["recompute", "keep"] = "recompute"
 
     def __post_init__(self) -> None:
@@ -151,7 +155,7 @@ class ExternalEngineConfig(EngineConfig, frozen=True, kw_only=True, tag=EXTERNAL
     """A custom policy server."""
 
     factory: str  # "file.py:name", "package.module:name" or the name of an entry point
-    options: dict[str, Any] = {}  # any keys, for the factory
+    options: dict[str, Any] = {}  # Arguments of the factory, with any keys.
 
 
 EXECUTORS = ("auto", "async", "threads")
@@ -170,20 +174,25 @@ class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
 
     runs_paths: ClassVar[bool] = False  # whether agents are `agent.path` only
     runs_commands: ClassVar[bool] = False  # whether agents are programs only
+    renamed: ClassVar[dict[str, str]] = {"prepare": "prefetch", "score": "scoring_concurrency"}
 
-    processes: Natural = 1  # 0: start none here
+    processes: Natural = 1  # Runner processes on this machine; 0: start none here.
     concurrency: Count = 64  # running rollouts per process
-    prepare: Natural = 0  # additional rollouts that are claimed early and whose workspaces are made
+    # Additional rollouts that are claimed early, and whose workspaces are made meanwhile.
+    prefetch: Natural = 0
     # Rollouts scored concurrently, in addition to the running ones; if the runner dies, another one
     # only scores them. 0: a rollout keeps its slot of `concurrency` while it is scored.
-    score: Natural = 0
-    lease: Seconds = 15.0  # without a heartbeat, after which another runner gets the rollout
+    scoring_concurrency: Natural = 0
+    # Seconds without a heartbeat after which another runner gets the rollout.
+    lease: Seconds = 15.0
     drain: NonNegative = 5.0  # seconds that rollouts have to finish when their runner is stopped
-    memory_mb: Natural = 0  # of one process (pool, command) or of a whole rollout; 0: no limit
+    # Memory in MB of one process (pool, command) or of a whole rollout; 0: no limit.
+    memory_mb: Natural = 0
     host: str = "127.0.0.1"  # address on which the gateway listens
-    port: Port = 0  # of the gateway; 0: any free port
+    port: Port = 0  # Port of the gateway; 0: any free one.
     advertise: str = ""  # address of the gateway's host for containers and Jobs
-    framework_spans: bool = False  # trace steps with OpenInference, inputs and outputs: slower
+    # Whether steps are traced with OpenInference, inputs and outputs, which is slower.
+    framework_spans: bool = False
 
     @property
     def executor(self) -> str:
@@ -211,7 +220,7 @@ class ExternalRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag=EXTERNAL
     """A custom executor."""
 
     factory: str  # "file.py:name", "package.module:name" or the name of an entry point
-    options: dict[str, Any] = {}  # any keys, for the factory
+    options: dict[str, Any] = {}  # Arguments of the factory, with any keys.
 
 
 # The library's own kinds of tables, the default first and a plug-in's last.

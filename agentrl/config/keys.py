@@ -9,12 +9,14 @@ from typing import Any, get_args
 import msgspec
 
 from agentrl.base.parts import installed_plugins, missing
-from agentrl.config.base import EXTERNAL, Section, field_types, say_renamed, structs_of
-from agentrl.config.schema import RunConfig
+from agentrl.config.base import EXTERNAL, field_types, say_renamed, structs_of
+from agentrl.config.policies import TABLES
+from agentrl.config.schema import LoraConfig, MemberConfig, RunConfig
 from agentrl.errors import ConfigError, nearest
 
 Struct = type[msgspec.Struct]
 Structs = tuple[Struct, ...]
+OVERRIDDEN: dict[str, Any] = {"lora": LoraConfig, **TABLES}  # by one of several policies
 PLUGINS = {"engine": "engines", "learner": "learners", "runner": "executors"}  # table -> plugins
 
 
@@ -48,7 +50,7 @@ class _Reader:
         """kinds: the types of the table, one per kind, the default first."""
         section, table = self._choose(kinds, dict(data), path)
         self._rename(section, table, path)
-        types = field_types(section)
+        types = field_types(section) | (OVERRIDDEN if section is MemberConfig else {})
         for key, value in list(table.items()):
             if key in types:
                 table[key] = self._value(types[key], value, f"{path}{key}.")
@@ -58,7 +60,7 @@ class _Reader:
         return table
 
     def _rename(self, section: Struct, table: dict[str, Any], path: str) -> None:
-        for old, new in section.renamed.items() if issubclass(section, Section) else ():
+        for old, new in getattr(section, "renamed", {}).items():
             if old not in table:
                 continue
             if new in table:

@@ -33,7 +33,8 @@ TABLES: dict[str, type[msgspec.Struct]] = {
 }
 """The tables that a policy may override."""
 SHARED = frozenset({"groups", "group_size", "max_staleness", "dynamic_sampling", "max_rounds"})
-SHARED |= {"store_credit", "overlap", "order", "stale", "close_at", "group_deadline"}
+SHARED |= {"store_credit", "async_sampling", "group_order", "stale_tokens", "group_quorum"}
+SHARED |= {"group_deadline"}
 SHARED |= {name for name, kind in field_types(AlgorithmConfig).items() if structs_of(kind)}
 """Settings of `[algorithm]` for the whole run, because all policies learn from the same groups."""
 Seats = dict[str, str]  # role -> player of a plan, or policy of the run

@@ -71,6 +71,16 @@ def store_of(name: str) -> str:
     return store_in(Path("runs", name.split("/")[0]).resolve())
 
 
+def store_with(name: str) -> str:
+    """URL of the store that has a run or rollout: its default store, else one that an installed
+    part finds. Raises NotFound if it finds none."""
+    own = store_of(name)
+    if not Path(own.removeprefix("sqlite:///")).exists():
+        for point in installed_plugins("finders"):
+            return str(point.load()(name))
+    return own
+
+
 def from_store(data: Mapping[str, Any]) -> RunConfig:
     """The settings of a run from its store, which an earlier version may have written. Raises
     ConfigError if this version cannot read them."""
@@ -106,6 +116,8 @@ def to_toml(config: RunConfig) -> str:
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
+    for point in installed_plugins("unplaced"):
+        old, new = map(point.load(), (old, new))
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
     ignored |= {"file", "metrics", "max_empty_steps", "checkpoint"}
     # Each learner can resume from the other's checkpoint, wherever it computes.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 
 from agentrl.base.parts import missing
-from agentrl.config.agents import AgentConfig, RoleRule
+from agentrl.config.agents import AgentConfig, RoleRule, UpstreamConfig
 from agentrl.config.base import (
     Count,
     Joining,
@@ -63,8 +63,8 @@ class TasksConfig(Section, frozen=True):
     # Field of a task -> the column that it is read from, such as input = "question". Default of
     # the input, except in .jsonl: column input, prompt, question, problem or instruction.
     columns: dict[str, str] = {}
-    # shuffle: each training task once per epoch. difficulty: sample by success rate, most often
-    # tasks that are solved half of the time; outcomes must be from 0 to 1.
+    # Order of training tasks. shuffle: each training task once per epoch. difficulty: sample by
+    # success rate, most often tasks that are solved half of the time; outcomes must be from 0 to 1.
     order: Literal["shuffle", "difficulty"] = "shuffle"
     # Mean outcome at which a task is dropped (ScaleRL, arXiv 2510.13786).
     solved: Positive | None = None  # none: never
@@ -80,7 +80,7 @@ class TasksConfig(Section, frozen=True):
 class VerifierConfig(Section, frozen=True):
     """The functions that score rollouts."""
 
-    path: str = ""  # "file.py:name"
+    path: str = ""  # Function that scores a rollout, as "file.py:name".
     rewards: dict[str, str] = {}  # additional rewards: name -> "file.py:name" or an entry point
 
 
@@ -88,8 +88,8 @@ class LoraConfig(Section, frozen=True):
     """Train a low-rank adapter instead of the model. With the default scale, from
     thinkingmachines.ai/blog/lora, the best learning rate does not depend on the rank."""
 
-    rank: Natural = 0  # 0: no adapter, train all weights
-    alpha: Positive = 32.0  # the adapter's output is scaled by alpha / rank
+    rank: Natural = 0  # Rank of the adapter; 0: none, train all weights.
+    alpha: Positive = 32.0  # Scale of the adapter: its output is multiplied by alpha / rank.
     targets: list[str] = []  # names of linear layers, such as "q_proj"; default: all but the head
     adapter: str = ""  # directory of an adapter to start from; default: one that changes nothing
 
@@ -97,16 +97,18 @@ class LoraConfig(Section, frozen=True):
 class PolicyConfig(Section, frozen=True):
     """The model to train: a Hugging Face checkpoint directory or hub name."""
 
-    model: str = ""  # default with `build`: <output>/policy
-    build: str = ""  # "file.py:name", called as (directory, seed) to create `model` if it is absent
-    # of weights and computation; bfloat16 takes half the memory, on GPUs
+    renamed: ClassVar[dict[str, str]] = {"messages": "unsupported_roles"}
+    model: str = ""  # Hub name or directory of the model; default with `build`: <output>/policy.
+    # Function that creates `model` if it is absent, called as (directory, seed): "file.py:name".
+    build: str = ""
+    # Number type of weights and computation; bfloat16 takes half the memory, on GPUs.
     dtype: Literal["float32", "bfloat16"] = "float32"
     # Quantize the weights under an adapter (policy.lora) with bitsandbytes; none: keep `dtype`.
     quantize: Literal["", "4bit", "8bit"] = ""
-    device: str = "auto"  # "cpu", "cuda" or "cuda:1"; auto: the GPU if there is one
+    device: str = "auto"  # Device: "cpu", "cuda" or "cuda:1"; auto: the GPU if there is one.
     # A chat template may drop messages of some roles. adapt: give them roles that the template
     # renders, and refuse a call whose text would still be lost. as_sent: leave it to the template.
-    messages: Literal["adapt", "as_sent"] = "adapt"
+    unsupported_roles: Literal["adapt", "as_sent"] = "adapt"
     lora: LoraConfig = LoraConfig()
 
 
@@ -114,9 +116,9 @@ class MemberConfig(Section, frozen=True):
     """One of several policies: its roles, its weights, and its overrides of the run's tables."""
 
     roles: list[str] = []  # roles whose calls it answers and learns from
-    model: str = ""  # its own weights; default: an adapter on policy.model
+    model: str = ""  # Weights of its own; default: an adapter on policy.model.
     lora: dict[str, Any] = {}  # overrides of policy.lora
-    frozen: bool = False  # serve `model` or `lora.adapter` without training it
+    frozen: bool = False  # Whether `model` or `lora.adapter` is served without training.
     algorithm: dict[str, Any] = {}  # overrides of [algorithm], such as preset or lr
     critic: dict[str, Any] = {}  # overrides of [critic]
     reference: dict[str, Any] = {}  # overrides of [reference]
@@ -142,14 +144,19 @@ class TeamConfig(Section, frozen=True):
 class AlgorithmConfig(Section, frozen=True):
     """How a policy learns from a batch. `options` are arguments of the preset."""
 
-    # a name from `agentrl algorithms`, with modifiers as in "grpo+tis", or your own "file.py:name"
+    renamed: ClassVar[dict[str, str]] = {
+        "inexact": "missing_token_ids", "overlap": "async_sampling", "order": "group_order",
+        "stale": "stale_tokens", "close_at": "group_quorum", "lr_ess": "ess_for_full_lr",
+    }  # fmt: skip
+    # Name from `agentrl algorithms`, with modifiers as in "grpo+tis", or your own "file.py:name".
     preset: str = "auto"
     # arguments of the preset: `agentrl algorithms show NAME` lists them
     options: dict[str, Any] = {}
-    groups: Count = 8  # per step
+    groups: Count = 8  # Groups of rollouts per step, one for each task.
     group_size: Count = 8  # rollouts per task, which are compared with each other
-    min_group: Count = 2  # a group with fewer valid rollouts is dropped
-    inexact: Literal["refuse", "retokenize"] = "refuse"  # calls whose token ids are unknown
+    min_group: Count = 2  # Valid rollouts below which a group is dropped.
+    # Calls answered without token ids are not trained, or get those that their text usually has.
+    missing_token_ids: Literal["refuse", "retokenize"] = "refuse"
     # How many updates old a sample may be, rounded up. The higher, the less sampling waits for
     # training; 0.5 lets half a step be sampled ahead.
     max_staleness: NonNegative = 0.0  # 0: sampling waits for every update
@@ -158,40 +165,46 @@ class AlgorithmConfig(Section, frozen=True):
     # the old weights, and the update waits until all groups of the next step have ended, which
     # makes a run repeatable: the same tokens, and log-probs equal up to rounding. Default: none
     # without max_staleness, else drained.
-    overlap: Literal["none", "drained", "in_flight", "one_step_off"] | None = None
-    order: Literal["asked", "ready"] = "asked"  # train groups as requested, or as they end
-    # Too old tokens with order = "ready". withhold: use the reward for the group's baseline but do
-    # not train the tokens. cancel: cancel the whole group and request another.
-    stale: Literal["withhold", "cancel"] = "withhold"
-    close_at: Count | None = None  # successful rollouts that end their group; none: group_size
+    async_sampling: Literal["none", "drained", "in_flight", "one_step_off"] | None = None
+    # Order in which groups are trained: as requested, or as they end.
+    group_order: Literal["asked", "ready"] = "asked"
+    # Too old tokens with group_order = "ready". withhold: use the reward for the group's baseline
+    # but do not train the tokens. cancel: cancel the whole group and request another.
+    stale_tokens: Literal["withhold", "cancel"] = "withhold"
+    group_quorum: Count | None = None  # successful rollouts that end their group; none: group_size
     # Seconds after the first claim in a group, from which min_group successful rollouts end it.
     group_deadline: Seconds | None = None
-    dynamic_sampling: bool | None = None  # replace groups of equal reward; none: preset's default
-    max_rounds: Count | None = None  # of replacement; then the step has fewer groups. Default 10
-    store_credit: bool = True  # store advantages, baselines and gates of each step, for `explain`
+    # Whether groups of equal reward are replaced; none: preset's default.
+    dynamic_sampling: bool | None = None
+    # Rounds of replacement, after which a step has fewer groups; none: 10.
+    max_rounds: Count | None = None
+    # Whether advantages, baselines and gates of each step are stored, for `explain`.
+    store_credit: bool = True
     minibatches: Count = 1  # optimizer steps per pass over a batch
     epochs: Count = 1  # passes over a batch
     lr: Positive = 1e-6  # peak learning rate; for an adapter about 2e-4
     # If the effective sample size of the importance weights, as a fraction of the tokens, is below
     # this, lr falls in proportion (VCPO, arXiv 2602.17616); costs a forward pass of the batch.
-    lr_ess: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # none: off
+    ess_for_full_lr: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # none: off
     warmup: Natural = 0  # steps of linear learning-rate warm-up
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
-    min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
+    # Learning rate after the warm-up.
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr: NonNegative = 0.0  # Learning rate at the end of a linear or cosine schedule.
     # Nats per token: an update that moves the policy further is undone, and made again with half
     # the learning rate, until it does not. Default, wherever the learner can undo an update: 0.05
     # for each of its optimizer steps, or target_kl if that is larger. While recent updates move the
     # policy by more than a tenth of it, the learning rate is lowered. 0: neither.
     max_kl: NonNegative | None = None
-    target_kl: Positive | None = None  # nats: stop the batch early if the policy has moved further
+    # KL in nats of the policy from that of the batch's start, above which the batch ends early.
+    target_kl: Positive | None = None
     max_bad_steps: Count = 3  # non-finite optimizer steps in a row that end the run
     weight_decay: NonNegative = 0.0  # decay of AdamW, per step and unit of lr
-    max_grad_norm: Positive = 1.0  # gradients are clipped to this norm
+    max_grad_norm: Positive = 1.0  # Norm to which gradients are clipped.
 
     @property
     def samples_during_update(self) -> bool:
         """Whether the sampler has its own copy of the weights and continues during updates."""
-        return self.overlap in ("in_flight", "one_step_off")
+        return self.async_sampling in ("in_flight", "one_step_off")
 
     @property
     def joining(self) -> list[Joining]:
@@ -212,29 +225,33 @@ if not TYPE_CHECKING:
 class CriticConfig(Section, frozen=True):
     """The value model of presets such as ppo."""
 
-    # "shared": a head on the policy's hidden states; "copy": a separate model that starts as the
-    # policy; or a checkpoint directory or hub name of a model with its vocabulary. Empty: none.
+    # Value model. "shared": a head on the policy's hidden states; "copy": a separate model that
+    # starts as the policy; or a checkpoint directory or hub name of a model with its vocabulary.
+    # Empty: none.
     model: str = ""
     # Constant learning rate of the model, or of a shared critic's head, which starts at 0. None:
     # 0.05 / hidden size for a head (so values move equally fast in any model), 1e-5 for a model.
     lr: Positive | None = None
-    coefficient: Positive = 0.5  # of the value loss in the policy's loss, for a shared critic
+    # Coefficient of the value loss in the policy's loss, for a shared critic.
+    coefficient: Positive = 0.5
     clip: Positive = 0.2  # value clipping: largest change of a value in one step; inf: off
-    weight_decay: NonNegative = 0.0  # of AdamW, for a separate model
+    weight_decay: NonNegative = 0.0  # Weight decay of AdamW, for a separate model.
 
 
 class ReferenceConfig(Section, frozen=True):
     """The reference policy of KL penalties."""
 
+    renamed: ClassVar[dict[str, str]] = {"target": "target_kl", "horizon": "kl_horizon"}
     # A checkpoint directory or hub name; empty: the initial policy or, for an adapter, its base.
     model: str = ""
     every: Natural = 0  # steps between resets of the reference to the current policy; 0: never
-    target: NonNegative = 0.0  # KL in nats per token to which the penalty adapts; 0: fixed penalty
-    horizon: Count = 10_000  # rollouts over which the penalty adapts
+    # KL in nats per token to which the penalty's coefficient adapts; 0: fixed coefficient.
+    target_kl: NonNegative = 0.0
+    kl_horizon: Count = 10_000  # rollouts over which the penalty adapts
 
     def problems(self, config: Any) -> Iterator[str]:
-        if self.target and (why := missing("training", "reference.target")):
-            yield f"reference.target: {why}"
+        if self.target_kl and (why := missing("training", "reference.target_kl")):
+            yield f"reference.target_kl: {why}"
 
 
 class TeacherConfig(Section, frozen=True):
@@ -262,22 +279,6 @@ class TeacherConfig(Section, frozen=True):
             yield "sampling.temperature: teacher.upstream returns log-probs at 1; set it to 1"
 
 
-class UpstreamConfig(Section, frozen=True):
-    """An endpoint that answers calls and is not trained, such as a judge, an opponent or a tool's
-    model; or a `text` that answers every call."""
-
-    base_url: Annotated[str, msgspec.Meta(pattern=r"^(https?://.*)?$")] = ""  # ends in /v1
-    model: str = ""  # name of the model on the server; empty: the name in the agent's request
-    key_env: str = ""  # environment variable of the runner with its API key
-    text: str | None = None  # answer to every call, instead of an endpoint
-
-    def __post_init__(self) -> None:
-        if (self.text is None) != bool(self.base_url):
-            raise ValueError("give either its base_url or the text that is its answer")
-        if self.text is not None and (self.model or self.key_env):
-            raise ValueError("model and key_env are of a base_url, not of a text; remove them")
-
-
 class CheckpointConfig(Section, frozen=True):
     """Checkpoints during training, besides those of evaluations and of the last step."""
 
@@ -293,14 +294,17 @@ class EvalConfig(Section, frozen=True):
     every: Natural = 0  # steps between evaluations; 0: only before and after training
     tasks: Natural = 0  # number of tasks before and after training; 0: all held-out tasks
     curve_tasks: Natural = 64  # number of tasks during training; 0: all
-    sampled: bool = True  # before and after training, evaluate at temperature 1 too
-    temperature: NonNegative = 0.0  # other sampling parameters are those of training
+    # Whether evaluations before and after training also sample at temperature 1.
+    sampled: bool = True
+    # Temperature of evaluations; other sampling parameters are those of training.
+    temperature: NonNegative = 0.0
     # Rollouts per task before and after training, at temperature 1; more than 1 also give pass@k.
     samples: Count = 1
     threshold: float = 0.5  # smallest reward of a solved sample, for pass@k
-    # "file.py:name" of functions of a checkpoint's directory, which return a number or a dict.
+    # Functions of a checkpoint's directory as "file.py:name", which return a number or a dict.
     functions: list[str] = []
-    # During training, evaluate copies of the policies, each as large as the model, without waiting.
+    # Whether evaluations during training use copies of the policies, each as large as the model,
+    # and do not wait.
     concurrent: bool = False
     patience: Natural = 0  # evaluations without a better score that end training; 0: off
 
@@ -313,13 +317,13 @@ class RunConfig(Section, frozen=True):
     """One training job. Paths of input files are relative to `root`, the run file's folder; outputs
     go to `output`, relative to the working directory."""
 
-    name: Name = "run"  # of the run, in the store and in messages
-    file: str = ""  # the run file, if its run has the name of its folder; set by agentrl
+    name: Name = "run"  # Name of the run, in the store and in messages.
+    file: str = ""  # The run file, if its run has the name of its folder; set by agentrl.
     root: str = "."  # folder of the files that the run file names; default: the run file's
     output: str = ""  # folder of store, checkpoints and figures; default runs/<name>
     store: str = ""  # store URL; default: SQLite in the output folder
-    # Of policy.build, the order of tasks, and sampling. vLLM samples with it only if
-    # algorithm.overlap = "one_step_off" or sampling.seed is set.
+    # Seed of policy.build, the order of tasks, and sampling. vLLM samples with it only if
+    # algorithm.async_sampling = "one_step_off" or sampling.seed is set.
     seed: Natural = 0
     steps: Natural = 100  # updates of the policy; 0: only evaluate
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best one
@@ -328,7 +332,8 @@ class RunConfig(Section, frozen=True):
     tasks: TasksConfig = TasksConfig()
     verifier: VerifierConfig = VerifierConfig()
     policy: PolicyConfig = PolicyConfig()
-    policies: dict[str, MemberConfig] = {}  # by name; none: a single policy, named "policy"
+    # Several policies by name; none: a single one, named "policy".
+    policies: dict[str, MemberConfig] = {}
     team: TeamConfig = TeamConfig()
     sampling: Sampling = Sampling()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -340,9 +345,10 @@ class RunConfig(Section, frozen=True):
     runner: Runner = RunnerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
-    upstreams: dict[Name, UpstreamConfig] = {}  # by name, which agents may use as a model name
-    # role -> the upstream or policy that answers its calls; "*": the upstream that answers all
-    # others, in a run without a policy
+    # Models that are not trained, by name, which agents may use as a model name.
+    upstreams: dict[Name, UpstreamConfig] = {}
+    # Who answers each role's calls, an upstream or a policy; "*": the upstream that answers all
+    # others, in a run without a policy.
     roles: dict[str, str] = {}
     # [[roles.match]] in the run file: rules for the roles of calls without one. The first matching
     # rule counts; the harness's own rules come last.

@@ -16,7 +16,7 @@ from agentrl.base.loading import is_installed
 from agentrl.config import policies as team
 from agentrl.config.base import EXTERNAL, Section, tables
 from agentrl.config.infrastructure import EngineConfig
-from agentrl.config.keys import check_keys, flatten, format_validation_error
+from agentrl.config.keys import flatten, format_validation_error
 from agentrl.config.schema import (
     AlgorithmConfig,
     LoraConfig,
@@ -30,11 +30,6 @@ from agentrl.types import ANY_ROLE, POLICY
 
 def check(config: RunConfig, source: str) -> None:
     """Raises ConfigError with `source` and the key of a setting without effect or impossible."""
-    for name, member in config.policies.items():
-        tables: dict[str, type[msgspec.Struct]] = {"lora": LoraConfig, **team.TABLES}
-        for key, kind in tables.items():
-            prefix = f"policies.{name}.{key}."
-            check_keys(kind, getattr(member, key), prefix=prefix, source=source)
     for problem in _problems(config):
         raise ConfigError(f"{source}: {problem}")
 
@@ -240,7 +235,7 @@ def _schedule(algorithm: AlgorithmConfig) -> Iterator[str]:
 def _staleness(config: RunConfig) -> Iterator[str]:
     """Sampling ahead of updates, and groups that end early."""
     algorithm, kept = config.algorithm, config.engine.kv_on_update
-    ahead, overlap, size = algorithm.max_staleness, algorithm.overlap, algorithm.group_size
+    ahead, overlap, size = algorithm.max_staleness, algorithm.async_sampling, algorithm.group_size
     if config.steps and ahead > config.steps:
         yield (
             f"algorithm.max_staleness = {ahead:g} is more than the run's steps = {config.steps}, "
@@ -248,32 +243,34 @@ def _staleness(config: RunConfig) -> Iterator[str]:
         )
     if ahead and overlap == "none":
         yield (
-            f"algorithm.overlap = 'none' samples nothing ahead, and algorithm.max_staleness = "
-            f"{ahead:g} asks for that; remove one of them"
+            f"algorithm.async_sampling = 'none' samples nothing ahead, and algorithm.max_staleness "
+            f"= {ahead:g} asks for that; remove one of them"
         )
-    for key, value in (("overlap", overlap), ("order", algorithm.order)):
+    for key, value in (("async_sampling", overlap), ("group_order", algorithm.group_order)):
         if not ahead and value not in (None, "none", "asked"):
             yield (
                 f"algorithm.{key} = {value!r}: nothing is sampled ahead of an update while "
                 "algorithm.max_staleness is 0; set that too"
             )
-    if overlap == "one_step_off" and (ahead != 1 or algorithm.order != "asked"):
+    if overlap == "one_step_off" and (ahead != 1 or algorithm.group_order != "asked"):
         yield (
-            "algorithm.overlap = 'one_step_off' samples one step ahead and trains groups in the "
-            "order requested; set algorithm.max_staleness = 1 and algorithm.order = 'asked'"
+            "algorithm.async_sampling = 'one_step_off' samples one step ahead and trains groups in "
+            "the order requested; set algorithm.max_staleness = 1 and "
+            "algorithm.group_order = 'asked'"
         )
     if kept != "recompute" and overlap != "in_flight":
         yield (
-            f"engine.kv_on_update = {kept!r} has no effect unless algorithm.overlap = 'in_flight', "
-            "because no call runs while weights change; remove it"
+            f"engine.kv_on_update = {kept!r} has no effect unless algorithm.async_sampling = "
+            "'in_flight', because no call runs while weights change; remove it"
         )
-    if algorithm.order == "asked" and algorithm.stale != "withhold":
+    if algorithm.group_order == "asked" and algorithm.stale_tokens != "withhold":
         yield (
-            f"algorithm.stale = {algorithm.stale!r}: groups trained in the order requested "
-            "never get too old; remove it, or set algorithm.order = 'ready'"
+            f"algorithm.stale_tokens = {algorithm.stale_tokens!r}: groups trained in the order "
+            "requested never get too old; remove it, or set algorithm.group_order = 'ready'"
         )
-    if algorithm.close_at is not None and not algorithm.min_group <= algorithm.close_at <= size:
+    quorum = algorithm.group_quorum
+    if quorum is not None and not algorithm.min_group <= quorum <= size:
         yield (
-            f"algorithm.close_at = {algorithm.close_at}: a group needs algorithm.min_group = "
-            f"{algorithm.min_group} rollouts with a reward and has algorithm.group_size = {size}"
+            f"algorithm.group_quorum = {quorum}: a group needs algorithm.min_group "
+            f"= {algorithm.min_group} rollouts with a reward and has algorithm.group_size = {size}"
         )

@@ -20,7 +20,7 @@ import msgspec
 
 import agentrl
 from agentrl.environments.endpoints import endpoint
-from agentrl.environments.playing import called, play_task, scores_of
+from agentrl.environments.playing import called, play_task, scores_of, with_outcome
 from agentrl.environments.reference import (
     Named,
     checked_tasks,
@@ -31,7 +31,7 @@ from agentrl.environments.reference import (
 )
 from agentrl.errors import ConfigError
 from agentrl.runners.tracing import attempt_log
-from agentrl.types import Json, Reward
+from agentrl.types import Json, Reward, Trace
 
 PROGRAM = ("-P", "-m", "agentrl.environments.helper")
 LARGEST_ANSWER = 2**28  # bytes
@@ -117,9 +117,10 @@ def verifier(named: Named) -> Callable[..., Awaitable[list[Reward]]]:
     """What scores the environment's rollouts."""
     helper = Helper(named)
 
-    async def verify(task: dict[str, Json], result: Json) -> list[Reward]:
+    async def verify(task: dict[str, Json], result: Json, trace: Trace) -> list[Reward]:
         if isinstance(result, dict) and result.get("environment") == named.name:
-            return msgspec.convert(result["rewards"], list[Reward])  # it has scored itself
+            rows = msgspec.convert(result["rewards"], list[Reward])  # it has scored itself
+            return with_outcome(rows, trace.transitions)
         if is_hosted(named):
             log = attempt_log.current()
             attempt = "" if log is None else log.attempt

@@ -11,6 +11,7 @@ PART = Part(
         "environment_options": f"{HERE}.table:Options",
     },
     derives={"environment": f"{HERE}.settings:derive"},
+    unplaced={"environment": f"{HERE}.settings:unplaced"},
     checks={"environment": f"{HERE}.settings:check"},
     references={"environment": f"{HERE}.reference:resolve"},
     runner={"environment": f"{HERE}.hooks:join"},

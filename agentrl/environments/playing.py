@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -22,8 +22,9 @@ from agentrl.runners.scoring.rewards import PENDING, SOURCE
 from agentrl.runners.scoring.verifiers import VerifierError, as_rewards
 from agentrl.runners.tracing import attempt_log
 from agentrl.store.limits import check_reward
-from agentrl.types import Json, Reward, Scope
+from agentrl.types import Json, Reward, Scope, Transition
 
+OUTCOME = "outcome"
 STEP = "step"  # name of the reward of a step, on its call
 AGENT = "agent"  # the role of the policy that plays, by default
 
@@ -51,8 +52,8 @@ def result(name: str, rows: list[Reward]) -> dict[str, Json]:
 async def play(
     episode: Episode, endpoint: Endpoint, limit: int = 50, name: str = "environment"
 ) -> list[Reward]:
-    """Play an episode to its end and return its scores. The reward of each step is recorded for the
-    call that it is about.
+    """Play an episode to its end and return its scores, of roles only if none is the agent. The
+    reward of each step is recorded for the call that it is about.
 
     Raises EpisodeError for whatever the environment does wrong, an episode of more than `limit`
     turns too, and PolicyError if a model call fails."""
@@ -125,17 +126,16 @@ class Turns:
             log.rewards.append(row)
 
     def outcome(self) -> list[Reward]:
-        """The sum of the steps' rewards, for each role if there are several."""
+        """The sum of the steps' rewards, and of each role if it is not the agent alone."""
         if not self.totals:
             raise EpisodeError(
                 f"{self.name}: an episode ended without a reward; give one in step or in rewards"
             )
-        total = self.totals.get(AGENT)
-        whole = Reward(fmean(self.totals.values()) if total is None else total)
-        if len(self.totals) == 1:
-            return [whole]
+        whole = [Reward(self.totals[AGENT])] if AGENT in self.totals else []
+        if {*self.totals} == {AGENT}:
+            return whole
         by_role = self.totals.items()
-        return [whole, *(Reward(sum_, scope=Scope.ROLE, target=role) for role, sum_ in by_role)]
+        return [*whole, *(Reward(sum_, scope=Scope.ROLE, target=role) for role, sum_ in by_role)]
 
     def _check(self, value: float, what: str) -> None:
         try:
@@ -143,6 +143,18 @@ class Turns:
         except Invalid:
             number = "a finite" if not math.isfinite(value) else "a smaller"
             raise EpisodeError(f"{self.name}: {what}; return {number} number or None") from None
+
+
+def with_outcome(rows: list[Reward], calls: Iterable[Transition]) -> list[Reward]:
+    """Scores of roles only, and with them the rollout's: the mean of the roles in which a policy
+    learns, or of all. Endpoints do not learn, nor earlier versions, whose names have an "@"."""
+    outcomes = [row for row in rows if row.name == OUTCOME and row.scope is not Scope.TRANSITION]
+    found = {row.target: row.value for row in outcomes if row.scope is Scope.ROLE}
+    if len(found) < len(outcomes):
+        return rows
+    learn = {call.role for call in calls if call.version is not None and "@" not in call.policy}
+    own = [value for role, value in found.items() if role in learn] or [*found.values()]
+    return [Reward(fmean(own)), *rows] if own else rows
 
 
 def scores_of(returned: Scores | None, name: str) -> list[Reward]:

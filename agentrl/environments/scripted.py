@@ -36,6 +36,7 @@ class Played:
 
     outcome: float | None
     rewards: dict[str, float]  # all of the rollout by name
+    by_role: dict[str, float]  # outcomes
     steps: list[float]  # rewards of its calls, in their order
     calls: list[Transition]
     problem: str  # why it failed, or ""
@@ -116,6 +117,7 @@ async def _nobody(role: str, messages: list[Message], tools: list[Any]) -> Messa
 def _played(trace: Trace) -> Played:
     rows, failure = trace.rollout.rewards, trace.rollout.failure
     own = {row.name: row.value for row in rows if row.scope is Scope.ROLLOUT}
+    roles = {str(row.target): row.value for row in rows if row.scope is Scope.ROLE}
     steps = [row.value for row in rows if row.scope is Scope.TRANSITION]
     why = failure.message if failure else ""
-    return Played(own.get("outcome"), own, steps, trace.transitions, why)
+    return Played(own.get("outcome"), own, roles, steps, trace.transitions, why)

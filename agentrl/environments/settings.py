@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from agentrl.config.policies import policy_by_role
-from agentrl.environments.reference import SCHEME, SPLITS, Named, check_unique
+from agentrl.environments.reference import SCHEME, SPLITS, Named, check_unique, load_class
 from agentrl.errors import ConfigError
 
 
@@ -36,6 +37,25 @@ def derive(config: Any) -> Any:
     return replace(config, agent=agent, tasks=replace(tasks, **missing), verifier=verifier)
 
 
+def unplaced(config: Any) -> Any:
+    """The settings without where the environment's interpreter is, for comparison."""
+    given = dict(config.environment_options)
+    if given.pop("python", None) is None:
+        return config
+    here = Named.read(config.environment, config.environment_options)
+    anywhere = Named.read(config.environment, given)
+    same = {here.part(which): anywhere.part(which) for which in ("agent", "verifier", *SPLITS)}
+    paths = {split: getattr(config.tasks, split) for split in SPLITS}
+    agent, verifier = config.agent.path, config.verifier.path
+    return replace(
+        config,
+        environment_options=given,
+        agent=replace(config.agent, path=same.get(agent, agent)),
+        tasks=replace(config.tasks, **{key: same.get(path, path) for key, path in paths.items()}),
+        verifier=replace(config.verifier, path=same.get(verifier, verifier)),
+    )
+
+
 def check(config: Any) -> None:
     """Look at the environment before anything else is built. Raises ConfigError."""
     from agentrl.environments import hosted
@@ -48,9 +68,10 @@ def check(config: Any) -> None:
     known = f"environment = {named.name!r}"
     own = config.agent.path.startswith(f"{SCHEME}:")
     if not own and about.kind != "verify":
-        raise ConfigError(
-            f"{known} plays its rollouts itself; remove agent.path, agent.command or agent.harness"
-        )
+        cure = "remove agent.path, agent.command or agent.harness"
+        if config.agent.harness and "harness" in signature(load_class(named)).parameters:
+            cure = f"move harness = {config.agent.harness!r} to [environment_options]"
+        raise ConfigError(f"{known} plays its rollouts itself; {cure}")
     executor = config.runner.executor
     if own and hosted.is_hosted(named) and executor not in ("auto", "pool"):
         raise ConfigError(

@@ -9,14 +9,14 @@ from msgspec import Meta
 Name = Annotated[
     str,
     Meta(
-        description='"PLUGIN:WHAT", or your own as "file.py:Class:WHAT"; stands for agent, tasks'
-        " and verifier"
+        description='Environment, as "PLUGIN:WHAT", or your own as "file.py:Class:WHAT"; stands'
+        " for agent, tasks and verifier"
     ),
 ]
 Options = Annotated[
     dict[str, Any],
     Meta(
-        description="`python`, its own interpreter, by default .venv-PLUGIN beside the run file or"
-        " in the working directory, if there is one; all others are arguments of the plug-in"
+        description="Arguments of the plug-in. `python` is not: it is its own interpreter, by"
+        " default .venv-PLUGIN beside the run file or in the working directory, if there is one"
     ),
 ]

@@ -142,7 +142,7 @@ def as_python(call: Mapping[str, Any], known: Container[str]) -> str:
     known ones, so that nothing else of a model's text is ever evaluated."""
     try:
         given = json.loads(call["arguments"] or "{}").items()
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return "None"
     usable = call["name"] in known and all(key.isidentifier() for key, _ in given)
     return f"{call['name']}({', '.join(f'{k}={v!r}' for k, v in given)})" if usable else "None"
@@ -184,14 +184,16 @@ def as_fields(text: str, needed: Sequence[str]) -> dict[str, Any]:
     ValueError."""
     if len(needed) == 1 and "{" not in text:
         return {needed[0]: text}
-    return dict(json.loads(text[text.find("{") : text.rfind("}") + 1]))
+    try:
+        return dict(json.loads(text[text.find("{") : text.rfind("}") + 1]))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
-def by_role(scores: Mapping[str, float], moved: Container[str], learner: str) -> list[Reward]:
-    """The outcomes of players as rewards: of each role that has moved, and of the rollout the
-    learner's. A role without a call has nothing to reward."""
-    rows = [Reward(float(v), scope=Scope.ROLE, target=k) for k, v in scores.items() if k in moved]
-    return [Reward(float(scores.get(learner, 0.0))), *rows]
+def by_role(scores: Mapping[str, float], moved: Container[str]) -> list[Reward]:
+    """The outcomes of players as rewards of each role that has moved: one without a call has
+    nothing to reward."""
+    return [Reward(float(v), scope=Scope.ROLE, target=k) for k, v in scores.items() if k in moved]
 
 
 BOARD = "x yours, o theirs, a number: the free cell of this action, . another free cell"

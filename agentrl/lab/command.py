@@ -50,18 +50,18 @@ def _sizes(command: Any) -> Any:
 def plan(
     run_file: Path, overrides: tuple[str, ...], engines: int, ahead: list[float], **sizes: float
 ) -> None:
-    """Predict the step time of RUN_FILE for values of algorithm.max_staleness and overlap.
+    """Predict the step time of RUN_FILE for values of algorithm.max_staleness and async_sampling.
 
     Simulates rollouts, engines and learner from the given durations; nothing is run."""
     config = load(run_file, overrides)
     algorithm, slots = config.algorithm, config.runner.processes * config.runner.concurrency
-    for key in ("close_at", "group_deadline"):
+    for key in ("group_quorum", "group_deadline"):
         if getattr(algorithm, key) is not None:
             raise ConfigError(f"algorithm.{key} is not simulated; remove it from the run file")
     work = Workload(
         groups=algorithm.groups,
         group_size=algorithm.group_size,
-        ready=algorithm.order == "ready",
+        ready=algorithm.group_order == "ready",
         slots=slots or algorithm.groups * algorithm.group_size,
         engines=engines,
         **sizes,
@@ -84,8 +84,8 @@ def plan(
     if best.sampler_idle > best.learner_idle:
         idle, more = "sampler", "learner GPUs, or fewer engines"
     click.echo(
-        f"Best: max_staleness = {k:g}, overlap = {way!r}, the smallest within 5 % of the fastest. "
-        f"There the {idle} is idle more; {more} would use that time."
+        f"Best: max_staleness = {k:g}, async_sampling = {way!r}, the smallest within 5 % of the "
+        f"fastest. There the {idle} is idle more; {more} would use that time."
     )
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.cli import print_result
-from agentrl.config import store_of
+from agentrl.config import store_with
 from agentrl.errors import NotFound
 from agentrl.store import open_store
 from agentrl.types import StepRow
@@ -24,11 +24,11 @@ from agentrl.types import StepRow
 @click.argument("run")
 @click.option("--csv", "form", flag_value="csv", help="A line per step.")
 @click.option("--json", "form", flag_value="json", help="A JSON object per step.")
-@click.option("--store", help="Store URL; default: the store in runs/RUN.")
+@click.option("--store", help="Store URL; default: the one that has the run, below this folder.")
 def metrics(run: str, form: str | None, store: str | None) -> None:
     """Print the metrics of RUN: the first and last value of each, or all."""
     show = {"csv": as_csv, "json": as_json}.get(form or "", table)
-    print_result(show(asyncio.run(read(store or store_of(run), run))))
+    print_result(show(asyncio.run(read(store or store_with(run), run))))
 
 
 async def read(url: str, run: str) -> list[StepRow]:

@@ -8,19 +8,13 @@ from pathlib import Path
 import click
 
 from agentrl.config import store_of
-from agentrl.errors import AgentRLError, ConfigError, NotFound
-
-CARD = """---
-library_name: {kind}
-tags: [agentrl, reinforcement-learning]
----
-Trained by reinforcement learning with agentrl.
-"""
+from agentrl.errors import AgentRLError, ConfigError
 
 
 @click.command()
 @click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
-@click.option("--run", help="Name of a run, for its last committed checkpoint.")
+@click.option("--run", help="Name of a run, for its best checkpoint by held-out score.")
+@click.option("--step", metavar="N|last", help="With --run: the checkpoint after N steps.")
 @click.option("--store", help="Store URL; default: the one in runs/<run>.")
 @click.option("--to", "directory", required=True, type=click.Path(path_type=Path))
 @click.option("--policy", help="The policy, for a run with several.")
@@ -31,6 +25,7 @@ Trained by reinforcement learning with agentrl.
 def model(
     checkpoint: Path | None,
     run: str | None,
+    step: str | None,
     store: str | None,
     directory: Path,
     policy: str | None,
@@ -39,10 +34,12 @@ def model(
     repo: str | None,
     private: bool,
 ) -> None:
-    """Save a trained model, that of CHECKPOINT or the last of a run, as a Hugging Face folder for
-    transformers, vLLM or Ollama. A run's best checkpoint is runs/NAME/checkpoints/best."""
+    """Save a trained model, that of CHECKPOINT or the best of a run, as a Hugging Face folder with
+    a model card, for transformers, vLLM or Ollama."""
     from agentrl.algorithms.model.lora import export_merged
     from agentrl.algorithms.train.checkpoint import export_checkpoint
+    from agentrl.model_files.card import card
+    from agentrl.model_files.chosen import BEST, Chosen, choose, of_its_run
 
     if base and not merge:
         raise click.UsageError("--base needs --merge")
@@ -50,16 +47,23 @@ def model(
         raise click.UsageError("--private needs --push")
     if (checkpoint is None) == (run is None):
         raise click.UsageError("give a checkpoint directory or --run")
+    if step and run is None:
+        raise click.UsageError("--step goes with --run")
+    chosen: Chosen | None = None
     if run is not None:
-        url = store or store_of(run)
-        checkpoint = asyncio.run(_last_checkpoint(url, run))
-    assert checkpoint is not None
-    checkpoint = _of_policy(checkpoint, policy)
-    if merge:
-        export_merged(checkpoint, directory, base=base)
+        chosen = asyncio.run(choose(store or store_of(run), run, step or BEST))
+        checkpoint = chosen.saved.path
     else:
-        export_checkpoint(checkpoint, directory)
-    click.echo(f"wrote {directory} from {checkpoint}")
+        assert checkpoint is not None
+        chosen = of_its_run(checkpoint.resolve())
+    source = _of_policy(checkpoint, policy)
+    if merge:
+        export_merged(source, directory, base=base)
+    else:
+        export_checkpoint(source, directory)
+    (directory / "README.md").write_text(card(directory, chosen, policy), encoding="utf-8")
+    which = f": {chosen.why}" if run and chosen else ""
+    click.echo(f"wrote {directory} from {source}{which}")
     if repo:
         click.echo(f"uploaded it to {push(directory, repo, private=private)}")
 
@@ -71,8 +75,6 @@ def push(directory: Path, repo: str, *, private: bool) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
 
-    kind = "peft" if (directory / "adapter_config.json").is_file() else "transformers"
-    (directory / "README.md").write_text(CARD.format(kind=kind), encoding="utf-8")
     api = HfApi()
     try:
         made = api.create_repo(repo, private=private or None, exist_ok=True)
@@ -98,22 +100,3 @@ def _of_policy(checkpoint: Path, policy: str | None) -> Path:
         what = f"{policy!r} is not in it" if policy else "it holds several policies"
         raise ConfigError(f"{checkpoint}: {what}; {hint}")
     return checkpoint / policy
-
-
-async def _last_checkpoint(store_url: str, run: str) -> Path:
-    """The last committed checkpoint of a run: next to the store's file, which may have been moved,
-    or in the run's original output folder."""
-    from agentrl.store import open_store
-
-    async with open_store(store_url, readonly=True) as store:
-        state = await store.run(run)
-        if state is None or state.checkpoint is None:
-            raise NotFound(
-                f"run {run!r} has no checkpoint in {store.url}, which has runs {await store.runs()}"
-            )
-        url = store.url
-    scheme, _, file = url.partition(":///")
-    output, name = Path(state.config["output"]), Path(state.checkpoint).name
-    folders = [Path(file.partition("?")[0]).parent] if scheme == "sqlite" else []
-    found = (folder / "checkpoints" / name for folder in (*folders, output))
-    return next((path for path in found if path.is_dir()), output / state.checkpoint)

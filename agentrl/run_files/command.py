@@ -129,7 +129,13 @@ def comments(section: type[msgspec.Struct]) -> dict[str, str]:
             found[field.name] = _summary(tables[-1].__base__ if len(tables) > 1 else tables[0])
         for meta in getattr(field.type, "__metadata__", ()):
             found[field.name] = found.get(field.name) or meta.description or ""
-    return found | ({config.tag_field: _summary(section)} if config.tag_field else {})
+    found |= {config.tag_field: _summary(section)} if config.tag_field else {}
+    return {name: _sentence(text) for name, text in found.items()}
+
+
+def _sentence(text: str) -> str:
+    """A description with the first letter and the point of a sentence."""
+    return text and text[0].upper() + text[1:] + "." * (text[-1] not in ".!?")
 
 
 def _tables_of(field: msgspec.structs.FieldInfo) -> tuple[type[msgspec.Struct], ...]:

@@ -40,7 +40,7 @@ UNSEEN_TOOLS = (
 )
 UNTRAINED = (
     "{} model calls are not trained: their upstream gave no token ids. Serve the policy with ids,"
-    ' or set algorithm.inexact = "retokenize".'
+    ' or set algorithm.missing_token_ids = "retokenize".'
 )
 DISCARDED = (
     "{} groups were discarded: they have unknown token ids, or impossible rewards or log-probs."

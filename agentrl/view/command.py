@@ -1,22 +1,28 @@
-"""`agentrl view`: the runs of a store in a browser, or one run as an HTML file."""
+"""`agentrl view` shows all runs, or writes one as an HTML file; `agentrl compare` prints a few."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
 import click
+import msgspec
+from rich.console import RenderableType
+from rich.table import Table
 
 from agentrl.base.parts import has
-from agentrl.cli.store import only_store
-from agentrl.config import store_in
-from agentrl.errors import ConfigError
+from agentrl.cli import print_result
+from agentrl.config import store_with
+from agentrl.errors import ConfigError, NotFound
 from agentrl.store import open_store
+from agentrl.types import Json
+from agentrl.view.summaries import Score, Summary, Verdict, matrix, summary, whole_settings
 
 
 @click.command()
-@click.argument("store", required=False)
+@click.argument("stores", metavar="[STORE]...", nargs=-1)
 @click.option("--run", metavar="NAME", help="Run to open first, or to export.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=7412, show_default=True, help="0 for any free port.")
@@ -32,7 +38,7 @@ from agentrl.store import open_store
 )
 @click.option("--redact", default="", metavar="REGEX", help="Hide matches in the export.")
 def view(
-    store: str | None,
+    stores: tuple[str, ...],
     run: str | None,
     host: str,
     port: int,
@@ -41,28 +47,24 @@ def view(
     rollouts: str,
     redact: str,
 ) -> None:
-    """Show the runs of STORE, a URL, file or folder, in the browser, also during training.
+    """Show all runs in the browser, also during training.
 
-    STORE defaults to the store of --run, else the only one below runs/. It is only read. Other
+    They are those of each STORE, a URL, file or folder; by default of every store below this folder
+    and of the one whose URL is in the variable AGENTRL_STORE_URL. Stores are only read. Other
     machines need a key: that of the variable AGENTRL_VIEW_KEY, or a new one in the printed URL."""
     if not has("asgi"):
         raise ConfigError("agentrl view needs the part 'asgi', which is not installed here")
     try:
         from agentrl.view import export, server
+        from agentrl.view.stores import find, places
     except ImportError as error:
         raise ConfigError(f"{error.name} is missing: pip install 'agentrl[view]'") from None
 
     if file is None and (rollouts != "all" or redact):
         raise click.UsageError("--rollouts and --redact need --export FILE")
-    if store is None:
-        own = Path("runs", run or "", "store.db")
-        found = run and own.exists()
-        store = store_in(own.parent.resolve()) if found else only_store(how="by its path or --run")
-    elif Path(store).is_dir():
-        store = only_store(Path(store), "by its path")
     if file is None:
         start = f"/run/{quote(run)}" if run else "/"
-        server.run(store, host, port, start=start, browse=browse)
+        server.run(stores, host, port, start=start, browse=browse)
         return
 
     async def write(url: str, file: Path) -> str:
@@ -73,4 +75,65 @@ def view(
             chosen = run or names[0]
             return await export.export(opened, chosen, file, rollouts=rollouts, redact=redact)
 
-    click.echo(asyncio.run(write(store, file)))
+    if len(stores) > 1:
+        raise click.UsageError("--export writes one run: give its store, or --run alone")
+    known = [place.url for place in places(stores)]
+    if run and len(known) != 1:
+        known = [find(run)]
+    if len(known) != 1:
+        raise ConfigError(f"{len(known)} stores were found: choose a run with --run")
+    click.echo(asyncio.run(write(known[0], file)))
+
+
+@click.command()
+@click.argument("runs", metavar="RUN RUN...", nargs=-1, required=True)
+@click.option("--store", help="Store URL; default: those that have the runs, below this folder.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON object per run.")
+def compare(runs: tuple[str, ...], store: str | None, as_json: bool) -> None:
+    """Compare each RUN: before and after training, its state, and the settings that differ."""
+    rows = [asyncio.run(_read(store or store_with(run), run)) for run in runs]
+    settings = matrix([whole_settings(row) for row in rows])
+    print_result(_lines(rows, settings) if as_json else _table(rows, settings))
+
+
+async def _read(url: str, run: str) -> Summary:
+    async with open_store(url, readonly=True) as store:
+        if (state := await store.run(run)) is None:
+            raise NotFound(f"there is no run {run!r} in {store.url}; it has {await store.runs()}")
+        return await summary(store, state)
+
+
+def _table(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> RenderableType:
+    table = Table("", *(row.run for row in rows))
+    for end in ("first", "last"):
+        scores = [_score(row.verdict, getattr(row.verdict, end)) for row in rows]
+        table.add_row({"first": "before", "last": "after"}[end], *scores)
+    table.add_row("of", *(row.verdict.name for row in rows))
+    table.add_row("state", *(f"{row.condition()}, {row.state.step} steps" for row in rows))
+    for key, values in settings.items():
+        table.add_row(key, *("-" if value is None else str(value) for value in values))
+    return table
+
+
+def _score(verdict: Verdict, score: Score | None) -> str:
+    if score is None:
+        return "-"
+    form = ".1%" if verdict.percent else ".3g"
+    between = "" if score.low is None else f" ({score.low:{form}} to {score.high:{form}})"
+    return f"{score.value:{form}}{between}"
+
+
+def _lines(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> str:
+    found = [
+        {
+            "run": row.run,
+            "metric": row.verdict.metric,
+            "before": row.verdict.first,
+            "after": row.verdict.last,
+            "state": row.condition(),
+            "steps": row.state.step,
+            "settings": {key: values[at] for key, values in settings.items()},
+        }
+        for at, row in enumerate(rows)
+    ]
+    return "".join(msgspec.json.encode(one).decode() + "\n" for one in found)

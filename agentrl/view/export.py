@@ -29,7 +29,7 @@ GROUPS_PER_READ = 200  # groups per read
 HIDDEN = "█"
 TEXTS = {"task", "result", "messages", "answer", "failure", "message", "traceback", "transitions"}
 TEXTS |= {"rewards", "note", "texts", "text", "seed", "question"}
-READ = {"trace", "rollouts", "failures", "attempts", "sides"}
+READ = {"trace", "rollouts", "failures", "attempts", "sides", "calls"}
 
 
 class RedactedStore:
@@ -127,6 +127,7 @@ async def _pages(
             yield f"/{address}/{id}", _content(await part.page(id, {"run": run}))
     yield f"/policies/{run}", _content(await pages.policies(run))
     yield f"/groups/{run}", _content(await pages.groups(run, {}))
+    yield f"/tasks/{run}", _content(await pages.tasks(run, {}))
     steps: set[int] = set()
     for group, ids in chosen.items():
         page = await pages.group(run, group)

@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Protocol
 
 from agentrl.errors import StoreError
-from agentrl.store.base import Store
 
 KEEPALIVE_INTERVAL = 15.0  # seconds after which a comment shows that the connection is alive
 EVENT_PAUSE = 0.7  # seconds between two events of a stream, because drawing slows down training
 REREAD_PAUSE = 2.0  # seconds before another read of an unreadable store
 
 
+class Changing(Protocol):
+    """A store, or all stores of a server."""
+
+    async def cursor(self) -> int: ...
+    async def wait(self, cursor: int, *, timeout: float | None = None) -> int: ...
+
+
 class ChangeFeed:
     """The event streams of one server."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Changing) -> None:
         self._store, self._ending = store, asyncio.Event()
 
     def end(self) -> None:

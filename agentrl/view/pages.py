@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 from agentrl.base.parts import installed_plugins
-from agentrl.config import differences, from_store
+from agentrl.config import from_store
 from agentrl.errors import AgentRLError, Forbidden, Invalid, NotFound
 from agentrl.store.base import Store
-from agentrl.store.records import Dataset
+from agentrl.store.records import Dataset, GroupRow
 from agentrl.telemetry.report import policies_without_calls, untrained_sentences
 from agentrl.telemetry.spelling import Spelling, spelling
 from agentrl.types import Credit, ErrorKind, Json, Purpose, RolloutState, RunState, StepRow, Trace
-from agentrl.view import records
+from agentrl.view import charts, front, records, settings, summaries
+from agentrl.view.summaries import REWARD, SCORE, condition, facts
 
-SHOWN = ["reward/mean", "eval/score", "policy/entropy", "sampler/kl", "grad_norm"]
-SHOWN += ["reward/outcome/frac_zero_std", "completion/length_mean", "time/rollouts"]
-RUNS_PER_PAGE, GROUPS_PER_PAGE, FOUND_PER_PAGE, ITEMS_PER_PAGE = 50, 30, 50, 10  # rows per page
-POINTS_PER_CURVE = 400  # per curve
-ELO, WIN_RATE = "selfplay/elo/", "selfplay/win_rate/"  # metrics of snapshots
+SHOWN = [SCORE, REWARD, *charts.TRAINING]  # curves of a comparison
+GROUPS_PER_PAGE, FOUND_PER_PAGE, ITEMS_PER_PAGE = 30, 50, 10  # rows per page
+RATING, RATE = "selfplay/elo/", "selfplay/win_rate/"  # metrics of snapshots
 RECENT_STEPS = 12  # last steps for which notes are shown
+RECENT_GROUPS = 150  # training groups whose tasks are listed
 CACHED_ROLLOUTS = 8  # rollouts that are cached until the store changes
 Query = Mapping[str, str]
 Values = dict[str, Any]
@@ -56,15 +57,6 @@ class Loaded(NamedTuple):
     state: RunState
 
 
-def _read(query: Query, name: str, kind: type[int] | type[float] = int) -> Any:
-    """A number from a form; None for an empty field."""
-    try:
-        return kind(query[name]) if query.get(name) else None
-    except ValueError:
-        what = "whole number" if kind is int else "number"
-        raise Invalid(f"{name} must be a {what}, not {query[name]!r}") from None
-
-
 def _choice(query: Query, name: str, kind: type[StrEnum]) -> Any:
     try:
         return kind(query[name]) if query.get(name) else None
@@ -81,68 +73,65 @@ class Pages:
         self.parts: dict[str, PartPage] = {point.name: point.load()(store) for point in points}
         self._kept: dict[tuple[str, int], Loaded] = {}
         self._spellings: dict[tuple[str, int, str], Spelling] = {}
-
-    async def runs(self, query: Query) -> Page:
-        names, start = (await self.store.runs())[::-1], _read(query, "from") or 0
-        rows = await asyncio.gather(*map(self._run_row, names[start : start + RUNS_PER_PAGE]))
-        more = start + RUNS_PER_PAGE if len(names) > start + RUNS_PER_PAGE else None
-        values = {"rows": rows, "all": len(names), "more": more, "datasets": await self._datasets()}
-        return Page("runs.html", "Runs", values)
-
-    async def _run_row(self, run: str) -> Values:
-        state = await self._state(run)
-        last = await self._recent(state, 1)
-        found = await self._series(run, ["eval/score", "reward/mean"], points=60)
-        metric = "eval/score" if found["eval/score"] else "reward/mean"
-        row = {"run": run, "state": state, "counts": await self.store.counts(run), "metric": metric}
-        row["ended"] = bool(last and last[-1].metrics.get("run/ended"))
-        row["at"] = last[-1].at if last else state.created
-        return row | {"curve": records.curve(found[metric], 140, 28)}
-
-    async def compare_runs(self, runs: Sequence[str]) -> Page:
-        if not 2 <= len(runs) <= 4:
-            raise Invalid("choose two to four runs to compare")
-        states = await asyncio.gather(*map(self._state, runs))
-        found = [await self._series(run, SHOWN) for run in runs]
-        names = [name for name in SHOWN if any(one[name] for one in found)]
-        rows = []
-        for state in states[1:]:
-            try:
-                lines = differences(from_store(states[0].config), from_store(state.config))
-            except AgentRLError as error:
-                lines = [str(error)]
-            rows.append((state.run, lines))
-        series = {name: [records.finite(one[name]) for one in found] for name in names}
-        values = {"runs": list(runs), "names": names, "series": series, "differences": rows}
-        return Page("compare_runs.html", "Compare runs", values)
+        self._reasons = front.Reasons(store)
 
     async def run(self, run: str, query: Query) -> Page:
         """The page of a run; with `live` in the query only the parts that change."""
         state, live = await self._state(run), "live" in query
         recent = await self._recent(state, RECENT_STEPS)
-        values: Values = {"run": run, "state": state, "notes": _notes(state, recent)}
+        at = recent[-1].at if recent else state.created
+        values: Values = {"run": run, "state": state, "notes": _notes(state, recent), "live": live}
+        names = await self.store.metric_names(run)
+        last = {name: value for row in recent for name, value in row.metrics.items()}
+        values |= {"names": names, "at": at, "last": last, "facts": facts(state.config)}
+        values["condition"] = condition(state, ended="run/ended" in names, now=time.time())
         values["counts"] = await self.store.counts(run)
         values["failures"] = await self.store.failures(run)
-        values["names"] = [] if live else await self.store.metric_names(run)
         values["links"] = [(name, part.link(state.config)) for name, part in self.parts.items()]
-        values["pool"] = any(name.startswith(ELO) for name in values["names"])
+        values["pool"] = any(name.startswith(RATING) for name in names)
+        values["game"] = any(name.startswith("selfplay/") for name in names)
         values["datasets"] = [] if live else await self._datasets(state)
-        values["at"] = recent[-1].at if recent else state.created
-        values["last"] = {name: value for row in recent for name, value in row.metrics.items()}
-        own = [name for name in values["names"] if name.startswith("eval/function/")]
-        wanted = [*SHOWN[:2], *own, *SHOWN[2:]]
-        wanted += {query["metric"]} - set(wanted) if "metric" in query else ()
-        found = {} if live else await self._series(run, wanted, known=values["names"])
-        values["shown"] = [name for name in wanted if found.get(name)]
-        values["series"] = {name: records.finite(points) for name, points in found.items()}
-        values["curves"] = {name: records.curve(points) for name, points in found.items()}
+        values |= await charts.page(self.store, state, names, query.get("metric"))
+        values["origin"] = list((await self.store.documents(run, "origin")).items())[-1:]
+        values["reasons"] = await self._reasons.of(state, at)
+        held_out = await front.evaluations(self.store, run)
+        values["examples"] = await front.examples(self.store, run, held_out, game=values["game"])
+        values |= await self._tasks(run, held_out, [])
+        values["task_rows"] = values["task_rows"][: front.TASKS_ON_FRONT]
+        values["settings"] = settings.tables(state.config)
         return Page("run.html", run, values | await self._groups(run, {}, 12))
+
+    async def tasks(self, run: str, query: Query) -> Page:
+        """Every task with its outcome in each evaluation, hardest first; or training tasks."""
+        await self._state(run)
+        held_out = await front.evaluations(self.store, run)
+        of = query.get("of") or ("heldout" if held_out else "train")
+        groups = []
+        if of == "train":
+            given: Any = {"purpose": Purpose.TRAIN, "limit": RECENT_GROUPS}
+            groups = [row for row in await self.store.groups(run, **given) if row.rollouts]
+        values = await self._tasks(run, held_out, groups)
+        if query.get("sort") == "trend":
+            values["task_rows"].sort(key=lambda row: row.trend)
+        values |= {"run": run, "of": of, "both": bool(held_out)}
+        return Page("tasks.html", f"{run} tasks", values | {"sort": query.get("sort") or "last"})
+
+    async def _tasks(
+        self, run: str, held_out: Sequence[GroupRow], groups: Sequence[GroupRow]
+    ) -> Values:
+        if groups:
+            steps, rows = await front.training_tasks(self.store, run, groups)
+        else:
+            steps, rows = await front.held_out_tasks(self.store, run, held_out)
+        known = [x for row in rows for x in row.outcomes if x is not None]
+        unit = summaries.in_unit([[(0, x) for x in known]])
+        return {"task_steps": steps, "task_rows": rows, "all_tasks": len(rows), "unit": unit}
 
     async def series(self, run: str, query: Query, names: Sequence[str]) -> Values:
         """The points of curves after the step `after`."""
-        after = _read(query, "after")
+        after = records.read_number(query, "after")
         start = -1 if after is None else after
-        found = await self.store.series(run, names, after=start, points=POINTS_PER_CURVE)
+        found = await self.store.series(run, names, after=start, points=charts.POINTS)
         return {name: records.finite(points) for name, points in found.items()}
 
     async def step(self, run: str, step: int) -> Page:
@@ -152,13 +141,15 @@ class Pages:
         values |= await self._groups(run, {"step": str(step)}, GROUPS_PER_PAGE)
         if values["row"] is None and not values["groups"]:
             raise NotFound(f"run {run!r} has no step {step}")
+        values["completions"] = await front.completions(self.store, run, step)
         return Page("step.html", f"{run} step {step}", values)
 
     async def policies(self, run: str) -> Page:
         """The served versions and, for self-play, ratings and win rates."""
-        recent = await self._recent(await self._state(run), RECENT_STEPS)
+        state = await self._state(run)
+        recent = await self._recent(state, RECENT_STEPS)
         last = {name: value for row in recent for name, value in row.metrics.items()}
-        pool = [key.removeprefix(ELO) for key in last if key.startswith(ELO)]
+        pool = [key.removeprefix(RATING) for key in last if key.startswith(RATING)]
         taken = {
             name: int(number) for name in pool if (number := name.rpartition("@")[2]).isdigit()
         }
@@ -166,11 +157,12 @@ class Pages:
         rows: list[tuple[str, dict[str, float], float | None]] = []
         for name in pool:  # a snapshot's rates are in the metrics of the step that took it
             at = await self.store.steps(run, after=taken.get(name, 0) - 2, limit=1)
-            rows.append((name, at[0].metrics if at else {}, last[ELO + name]))
+            rows.append((name, at[0].metrics if at else {}, last[RATING + name]))
         rows += [("now", last, last.get("selfplay/elo"))] if pool else []
-        table = [(name, [row.get(WIN_RATE + one) for one in pool], elo) for name, row, elo in rows]
-        values = {"run": run, "pool": pool, "table": table, "last": last}
+        table = [(name, [row.get(RATE + one) for one in pool], elo) for name, row, elo in rows]
+        values: Values = {"run": run, "pool": pool, "table": table, "last": last}
         values["served"] = await self.store.policies(run)
+        values["running"] = state.owned_until > time.time()
         found = await self._series(run, ["selfplay/elo"])
         values["curve"] = records.curve(found["selfplay/elo"])
         return Page("policies.html", f"{run} policies", values)
@@ -178,8 +170,8 @@ class Pages:
     async def data(self, name: str, query: Query) -> Page:
         """The items of a data set's version, by default the newest."""
         versions = {one.version: one for one in await self.store.datasets(name)}
-        version = _read(query, "version") or max(versions, default=0)
-        after, split = _read(query, "after"), query.get("split") or None
+        version = records.read_number(query, "version") or max(versions, default=0)
+        after, split = records.read_number(query, "after"), query.get("split") or None
         given: Any = {
             "split": split,
             "after": -1 if after is None else after,
@@ -215,9 +207,12 @@ class Pages:
 
     async def _groups(self, run: str, query: Query, limit: int) -> Values:
         given: Any = {"state": query.get("state") or None, "before": query.get("before") or None}
-        purpose, step = _choice(query, "purpose", Purpose), _read(query, "step")
+        purpose, step = _choice(query, "purpose", Purpose), records.read_number(query, "step")
         rows = await self.store.groups(run, purpose=purpose, step=step, limit=limit, **given)
-        return {"groups": rows, "more": rows[-1].id if len(rows) == limit else None}
+        asked = (front.task_of(self.store, run, row) for row in rows)
+        tasks = [records.gist(task) if task else "" for task in await asyncio.gather(*asked)]
+        more = rows[-1].id if len(rows) == limit else None
+        return {"groups": rows, "group_tasks": tasks, "more": more}
 
     async def group(self, run: str, group: str) -> Page:
         rows = await self.store.rollouts(run, group=group)
@@ -234,20 +229,27 @@ class Pages:
 
     async def find(self, run: str, query: Query) -> Page:
         await self._state(run)
-        low, high = _read(query, "low", float), _read(query, "high", float)
-        name, steps = query.get("reward") or "outcome", (_read(query, "from"), _read(query, "to"))
+        low, high = (
+            records.read_number(query, "low", float),
+            records.read_number(query, "high", float),
+        )
+        name, steps = (
+            query.get("reward") or "outcome",
+            (records.read_number(query, "from"), records.read_number(query, "to")),
+        )
         texts: Any = {key: query.get(key) or None for key in ("role", "policy", "text", "before")}
         rows, cursor, looked = await self.store.search(
             run,
             rewards=None if low is None and high is None else {name: (low, high)},
             state=_choice(query, "state", RolloutState),
             error=_choice(query, "error", ErrorKind),
-            version=_read(query, "version"),
+            version=records.read_number(query, "version"),
             steps=None if steps == (None, None) else steps,
             limit=FOUND_PER_PAGE,
             **texts,
         )
         values = {"run": run, "rows": rows, "cursor": cursor, "looked": looked, "query": query}
+        values["tasks"] = await front.tasks_of(self.store, run, rows)
         values |= {"name": name, "states": list(RolloutState), "errors": list(ErrorKind)}
         return Page("find.html", f"{run} rollouts", values)
 
@@ -291,7 +293,7 @@ class Pages:
         trace, what = loaded.trace, query.get("what")
         if what in ("task", "result"):
             return records.text_of(getattr(trace.rollout, str(what)))
-        at, index = _read(query, "call"), _read(query, "message")
+        at, index = records.read_number(query, "call"), records.read_number(query, "message")
         try:
             call = trace.transitions[at]
             if what == "prompt":
@@ -350,7 +352,7 @@ class Pages:
         self,
         run: str,
         names: list[str],
-        points: int = POINTS_PER_CURVE,
+        points: int = charts.POINTS,
         known: list[str] | None = None,
     ) -> Values:
         """Metric -> curve; empty, without a query, if the run does not have the metric. `known`:

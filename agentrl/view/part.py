@@ -2,7 +2,9 @@ from agentrl.base.parts import Part
 
 PART = Part(
     name="view",
-    summary="A store in the browser: runs, groups, rollouts, every token and its credit.",
+    summary="All runs in the browser: verdicts, tasks, rollouts, every token and its credit.",
     uses=("asgi",),
-    commands={"view": "agentrl.view.command:view"},
+    commands={"compare": "agentrl.view.command:compare", "view": "agentrl.view.command:view"},
+    training={"origin": "agentrl.view.training:join"},
+    finders={"below": "agentrl.view.stores:find"},
 )

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from agentrl.errors import Invalid
 from agentrl.store.records import Item
 from agentrl.telemetry.spelling import Spelling
 from agentrl.types import Credit, Json, Trace, Transition
@@ -20,6 +21,15 @@ LONGEST_TEXT = 2000
 COLUMNS = ("advantage", "psi", "weight", "gate")
 T = TypeVar("T", bound="HasId")
 Spell = Callable[[str], Spelling]
+
+
+def read_number(query: Mapping[str, str], name: str, kind: type[int] | type[float] = int) -> Any:
+    """A number from a form; None for an empty field."""
+    try:
+        return kind(query[name]) if query.get(name) else None
+    except ValueError:
+        what = "whole number" if kind is int else "number"
+        raise Invalid(f"{name} must be a {what}, not {query[name]!r}") from None
 
 
 def number(value: float | None) -> float | None:
@@ -165,13 +175,13 @@ def compared(a: Trace, b: Trace, spell_a: Spell, spell_b: Spell) -> list[dict[st
 
 def item_talks(item: Item, sides: Mapping[str, Sequence[Transition]]) -> tuple[Any, Any]:
     """The common first messages of an item's completions, and the remaining messages of each."""
-    talks = [_talk(sides.get(name, []), item.steps) for name in item.sides]
-    both = zip(*(talk[:-1] for talk in talks), strict=False) if item.rejected else ()
+    talks = [talk(sides.get(name, []), item.steps) for name in item.sides]
+    both = zip(*(one[:-1] for one in talks), strict=False) if item.rejected else ()
     alike = len(list(takewhile(lambda two: two[0] == two[1], both)))
-    return talks[0][:alike], [talk[alike:] for talk in talks]
+    return talks[0][:alike], [one[alike:] for one in talks]
 
 
-def _talk(calls: Sequence[Transition], steps: Sequence[float | None]) -> list[dict[str, Any]]:
+def talk(calls: Sequence[Transition], steps: Sequence[float | None] = ()) -> list[dict[str, Any]]:
     """Each message of the calls once; answers have their `label` from `steps`."""
     rows: list[dict[str, Any]] = []
     for at, call in enumerate(calls):
@@ -191,14 +201,45 @@ def changes(old: str, new: str) -> list[tuple[str, str]]:
     return parts
 
 
-def curve(points: Iterable[tuple[int, float]], width: int = 300, height: int = 90) -> Any:
-    """A curve as an SVG path with its extremes; None without a finite value."""
+def curve(
+    points: Iterable[tuple[int, float]],
+    width: int = 300,
+    height: int = 90,
+    *,
+    span: tuple[int, int] | None = None,
+    bounds: tuple[float, float] | None = None,
+) -> Any:
+    """A curve as an SVG path with its extremes; None without a finite value. `span`, `bounds`:
+    steps and values at the ends of the axes, by default those of the curve."""
     known = [(x, y) for x, y in points if math.isfinite(y)]
     if not known:
         return None
-    start, wide = known[0][0], max(known[-1][0] - known[0][0], 1) / width
     low, high = min(y for _, y in known), max(y for _, y in known)
-    tall = ((high - low) or 1.0) / height
-    path = "L".join(f"{(x - start) / wide:.1f} {height - (y - low) / tall:.1f}" for x, y in known)
+    start, end = span or (known[0][0], known[-1][0])
+    bottom, top = bounds or (low, high)
+    wide, tall = max(end - start, 1) / width, ((top - bottom) or 1.0) / height
+    path = "L".join(
+        f"{(x - start) / wide:.1f} {height - (y - bottom) / tall:.1f}" for x, y in known
+    )
     size = {"width": width, "height": height, "low": low, "high": high, "last": known[-1][1]}
     return size | {"path": f"M{path}{'h.1' * (len(known) == 1)}"}
+
+
+TASK_KEYS = ("input", "question", "prompt", "instruction", "problem", "query", "text", "task", "id")
+LONGEST_GIST = 140  # characters
+
+
+def gist(task: Json) -> str:
+    """A task or a result in a line, as a person would call it."""
+    if isinstance(task, dict):
+        found = next((task[key] for key in TASK_KEYS if task.get(key)), None)
+        if found is None:
+            found = ", ".join(f"{key} {gist(value)}" for key, value in task.items())
+        task = found
+    if isinstance(task, list):
+        last = [one for one in task if isinstance(one, dict) and one.get("content")]
+        task = last[-1]["content"] if last else ", ".join(map(gist, task))
+    if isinstance(task, dict):
+        return gist(task)
+    text = " ".join(str(task if task is not None else "").split())
+    return text if len(text) <= LONGEST_GIST else f"{text[: LONGEST_GIST - 1]}…"

@@ -1,4 +1,4 @@
-"""The server of `agentrl view`: it answers GET requests about a store, which it only reads."""
+"""The server of `agentrl view`: it answers GET requests about stores, which it only reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 import webbrowser
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlencode
@@ -24,15 +24,17 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentrl.asgi.server import listen, run_loop, serve
 from agentrl.base.access import Access, is_for_this_machine, is_loopback_host
+from agentrl.base.parts import installed_plugins
 from agentrl.errors import ConfigError, Forbidden, Invalid, NotFound, StoreError, Unavailable
-from agentrl.store import open_store
-from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
+from agentrl.view import explanation
+from agentrl.view.home import Home
 from agentrl.view.live import ChangeFeed
 from agentrl.view.pages import Page, Pages
 from agentrl.view.templates import STATIC, render
 
 KEY, COOKIE = "AGENTRL_VIEW_KEY", "agentrl-view"
+AT = "/at/"  # then the key of a store, before the addresses of its pages
 SHORTEST_KEY = 8  # characters
 EXPLAIN_TIMEOUT = 120.0  # timeout of a rollout's explanation in seconds
 STATUS = {NotFound: 404, Invalid: 400, KeyError: 400, Forbidden: 403, Unavailable: 503}
@@ -44,15 +46,14 @@ SECURITY = {
     b"cross-origin-resource-policy": b"same-origin",
 }
 
-# Path -> function for its answer: a page, plain text, or any other value as JSON.
+# Path of a store -> function for its answer: a page, plain text, or any other value as JSON.
 Shown = Callable[[Pages, str, Request], Awaitable[Any]]
 PATHS: dict[str, Shown] = {
-    "/": lambda pages, _, asked: pages.runs(asked.query_params),
-    "/runs": lambda pages, _, asked: pages.compare_runs(asked.query_params.getlist("run")),
     "/run/{id:path}": lambda pages, id, asked: pages.run(id, asked.query_params),
     "/step/{n:int}/{id:path}": lambda pages, id, asked: pages.step(id, asked.path_params["n"]),
     "/groups/{id:path}": lambda pages, id, asked: pages.groups(id, asked.query_params),
     "/find/{id:path}": lambda pages, id, asked: pages.find(id, asked.query_params),
+    "/tasks/{id:path}": lambda pages, id, asked: pages.tasks(id, asked.query_params),
     "/policies/{id:path}": lambda pages, id, _: pages.policies(id),
     "/data/{id:path}": lambda pages, id, asked: pages.data(id, asked.query_params),
     "/group/{id:path}": lambda pages, id, asked: pages.group(asked.query_params["run"], id),
@@ -81,13 +82,17 @@ class ViewApp:
     """Pages, their data as JSON, and the stream of changes. Invariants: it answers only GET and
     HEAD, without a key only requests to this machine's name, and writes nothing."""
 
-    def __init__(self, store: Store, access: Access, url: str) -> None:
-        self._access, self._url, self._pages = access, url, Pages(store)
-        self._feed, self._explaining = ChangeFeed(store), asyncio.Semaphore(1)
-        routes: list[Any] = [Route(path, self._answer(shown)) for path, shown in PATHS.items()]
+    def __init__(self, home: Home, access: Access) -> None:
+        self._access, self._home = access, home
+        self._feed, self._explaining = ChangeFeed(home), asyncio.Semaphore(1)
+        routes: list[Any] = [
+            Route("/", self._list),
+            Route("/runs", self._compare),
+            *(Route(path, self._answer(shown)) for path, shown in PATHS.items()),
+        ]
         routes += [
             Route(f"/{address}/{{id:path}}", self._answer(partial(_of_part, address)))
-            for address in self._pages.parts
+            for address in installed_plugins("pages").names
         ]
         routes.append(Route("/explain/{id:path}", self._answer(self._explain)))
         routes += [Route("/events", self._events), Mount("/static", StaticFiles(directory=STATIC))]
@@ -107,7 +112,12 @@ class ViewApp:
                 message["headers"] = [*message["headers"], *headers.items()]
             await send(message)
 
-        await (self._refused(Request(scope)) or self._app)(scope, receive, secured)
+        refused = self._refused(Request(scope))
+        scope["place"] = ""
+        if scope["path"].startswith(AT):  # a page of one of several stores
+            scope["place"], _, path = scope["path"].removeprefix(AT).partition("/")
+            scope = {**scope, "path": f"/{path}", "raw_path": None}
+        await (refused or self._app)(scope, receive, secured)
 
     def _refused(self, request: Request) -> responses.Response | None:
         """The response to a request that is refused; None for a permitted one."""
@@ -130,19 +140,33 @@ class ViewApp:
 
     def _answer(self, shown: Shown) -> Callable[[Request], Awaitable[responses.Response]]:
         async def answer(request: Request) -> responses.Response:
-            found = await shown(self._pages, request.path_params.get("id", ""), request)
+            key, id = request.scope["place"], request.path_params.get("id", "")
+            if not key and not self._home.single:  # such as /run/NAME, whatever its store
+                if shown is PATHS["/run/{id:path}"]:
+                    return responses.RedirectResponse(await self._home.run_anywhere(id))
+                raise NotFound("This page belongs to one of several stores: choose a run.")
+            pages = await self._home.pages(key or self._home.only().key)
+            found = await shown(pages, id, request)
             if isinstance(found, Page):
-                return responses.HTMLResponse(render(found))
+                return responses.HTMLResponse(render(found, base=self._home.base(key)))
             if isinstance(found, str):
                 return responses.PlainTextResponse(found)
             return responses.Response(encode(found), media_type="application/json")
 
         return answer
 
-    async def _explain(self, pages: Pages, id: str, _: Request) -> Page:
+    async def _list(self, request: Request) -> responses.Response:
+        return responses.HTMLResponse(render(await self._home.runs(request.query_params)))
+
+    async def _compare(self, request: Request) -> responses.Response:
+        page = await self._home.compare(request.query_params.getlist("run"))
+        return responses.HTMLResponse(render(page))
+
+    async def _explain(self, pages: Pages, id: str, asked: Request) -> Page:
         """The output of `agentrl explain`, which needs torch, from a separate process."""
-        url, secret = split_secret(self._url)
-        run = (await pages.load(id)).state.run
+        place = self._home.places[asked.scope["place"] or self._home.only().key]
+        url, secret = split_secret(place.url)
+        loaded = await pages.load(id)
         command = [sys.executable, "-m", "agentrl", "explain", "--store", url, "--", id]
         pipes: Any = {"stdin": -3, "stdout": -1, "stderr": -2, "env": os.environ | secret}
         async with self._explaining:
@@ -157,7 +181,8 @@ class ViewApp:
                 if process.returncode is None:
                     process.kill()
                     await process.wait()
-        values = {"run": run, "id": id, "text": out.decode(errors="replace")}
+        values = {"run": loaded.state.run, "o": loaded.trace.rollout, "id": id}
+        values |= explanation.read(out.decode(errors="replace"), loaded.trace.transitions)
         return Page("explain.html", f"{id} explained", values)
 
     async def _events(self, request: Request) -> responses.Response:
@@ -186,7 +211,9 @@ def _access(key: str) -> Access:
     return Access(keys=(key,) if key else ())
 
 
-def run(url: str, host: str, port: int, *, start: str = "/", browse: bool = False) -> None:
+def run(
+    given: Sequence[str], host: str, port: int, *, start: str = "/", browse: bool = False
+) -> None:
     """Run the server until it is stopped; prints its address. Raises ConfigError for a port in use
     and StoreError for an unreadable store.
 
@@ -197,17 +224,27 @@ def run(url: str, host: str, port: int, *, start: str = "/", browse: bool = Fals
     query = f"?{urlencode({'key': key})}" if key else ""
 
     async def main() -> None:
-        async with open_store(url, readonly=True) as store:
-            await store.cursor()  # raises for an unreadable store before the address is printed
-            where = f"[{host}]" if ":" in host else host
-            address = f"http://{where}:{listening.getsockname()[1]}{start}{query}"
+        home = Home(given)
+        await home.search()
+        what = f"{len(home.places)} store{'' if len(home.places) == 1 else 's'}"
+        if home.single:  # raises for an unreadable store before the address is printed
+            store = (await home.pages(home.only().key)).store
+            await store.cursor()
+            what = store.url
+        where = f"[{host}]" if ":" in host else host
+        address = f"http://{where}:{listening.getsockname()[1]}{start}{query}"
 
-            def ready(_: object) -> None:
-                print(f"Viewing {store.url} at {address}", flush=True)
-                if browse:
-                    webbrowser.open(address)
+        def ready(_: object) -> None:
+            print(f"Viewing {what} at {address}", flush=True)
+            if browse:
+                webbrowser.open(address)
 
-            await serve(ViewApp(store, access, url), listening, ready)
+        reading = asyncio.ensure_future(home.lines())  # so that the first visit need not wait
+        try:
+            await serve(ViewApp(home, access), listening, ready)
+        finally:
+            reading.cancel()
+            await home.close()
 
     with listen(host, port) as listening:
         run_loop(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from functools import cache
 from importlib.util import find_spec
@@ -15,15 +16,37 @@ from msgspec.json import encode
 
 from agentrl.base.parts import installed_plugins
 from agentrl.view.pages import Page
-from agentrl.view.records import LONGEST_TEXT, text_of
+from agentrl.view.records import LONGEST_TEXT, gist, text_of
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
+# An address of the store; not of the list of runs (`/`, `/runs`) or of styles. Texts of agents have
+# no quotation mark here, because all are escaped.
+OWN_ADDRESS = re.compile(r'\b(href|action)="/(?=[a-z])(?!static/|at/|runs[?"])')
 
 
 def shown(value: float | None, form: str = ".4g") -> str:
     """A number as text; a dash, not 0, if it is missing."""
     return "–" if value is None or math.isnan(value) else format(value, form)  # noqa: RUF001
+
+
+def score(value: float | None, percent: bool = True) -> str:
+    """A score as text: a percentage if its kind lies in 0 to 1."""
+    if value is None or math.isnan(value):
+        return shown(value)
+    if not percent:
+        return format(value, ".3g")
+    return f"{value * 100:.1f}".removesuffix(".0") + "\u202f%"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text, in the two largest units."""
+    whole, found = round(seconds), list[str]()
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        if whole >= size or (unit == "s" and not found):
+            found.append(f"{whole // size}\u202f{unit}")
+            whole %= size
+    return " ".join(found[:2])
 
 
 def island(value: Any) -> str:
@@ -59,14 +82,17 @@ def environment() -> Environment:
     own = {Path(module.origin).parent: None for module in modules if module and module.origin}
     loader = FileSystemLoader([HERE / "templates", *own])
     found = Environment(loader=loader, undefined=StrictUndefined, **options)
-    found.filters |= {"shown": shown, "ago": ago, "text": text_of, "heat": heat}
+    found.filters |= {"shown": shown, "ago": ago, "text": text_of, "heat": heat, "score": score}
+    found.filters |= {"duration": duration, "gist": gist}
     found.filters |= {"island": island, "quoted": quoted}
     found.globals["cap"] = LONGEST_TEXT
     return found
 
 
-def render(page: Page, *, layout: str = "base.html", **more: Any) -> str:
-    """A page as HTML. `layout`: base.html, or bare.html for the content only."""
-    values: dict[str, Any] = {"title": page.title, "run": None, "layout": layout}
+def render(page: Page, *, layout: str = "base.html", base: str = "", **more: Any) -> str:
+    """A page as HTML. `layout`: base.html, or bare.html for the content only; `base`: where the
+    addresses of its store begin, which templates write without it."""
+    values: dict[str, Any] = {"title": page.title, "run": None, "layout": layout, "base": base}
     values |= {"export": False, "tokens_of": None, "values_of": None}
-    return environment().get_template(page.template).render(values | page.values | more)
+    text = environment().get_template(page.template).render(values | page.values | more)
+    return OWN_ADDRESS.sub(rf'\1="{base}/', text) if base else text

@@ -69,7 +69,7 @@ def valid_for_any(
     retokenized: bool = False,
 ) -> bool:
     """Whether any of the policies may learn from a rollout. retokenized: count inexact calls too,
-    which get token ids before training (`algorithm.inexact`)."""
+    which get token ids before training (`algorithm.missing_token_ids`)."""
     return (
         rollout.purpose is Purpose.TRAIN
         and not counterfactual(rollout)

@@ -113,7 +113,7 @@ def run_of(
     roles = {role: who for role, who in config.roles.items() if who in config.upstreams}
     own = replace(
         own,
-        policy=PolicyConfig(messages=config.policy.messages),
+        policy=PolicyConfig(unsupported_roles=config.policy.unsupported_roles),
         policies={},
         team=TeamConfig(),
         roles={ANY_ROLE: NAME} | roles,

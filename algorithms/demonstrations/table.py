@@ -14,11 +14,13 @@ from agentrl.config.base import Count, Natural, Positive, Section
 class WarmupConfig(Section, frozen=True):
     """Supervised fine-tuning of the policy before the run's first step."""
 
-    # "file.jsonl" or "file.py:name" of {"messages": [...], "tools": [...]}; empty: no fine-tuning
+    # Conversations, as "file.jsonl" or "file.py:name" of {"messages": [...], "tools": [...]};
+    # empty: no fine-tuning
     data: str = ""
-    steps: Count = 100  # most optimizer steps
+    steps: Count = 100  # Optimizer steps, at most.
     batch: Count = 16  # conversations per optimizer step, drawn at random
-    lr: Positive = 1e-5  # peak: linear warm-up over 10 % of the steps, then linear decay to 0
+    # Peak learning rate: linear warm-up over 10 % of the steps, then linear decay to 0.
+    lr: Positive = 1e-5
     # Checks of held-out conversations without a lower loss that end it; 0: hold none out, and make
     # all steps.
     patience: Natural = 3

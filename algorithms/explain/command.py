@@ -6,7 +6,7 @@ import asyncio
 
 import click
 
-from agentrl.config import store_of
+from agentrl.config import store_with
 
 
 @click.command()
@@ -17,5 +17,5 @@ def explain(rollout: str, tokens: bool, store: str | None) -> None:
     """Print how the credit of ROLLOUT's tokens was computed, from rewards to psi."""
     from agentrl.algorithms.explain.rollouts import explain_rollout
 
-    url = store or store_of(rollout)
+    url = store or store_with(rollout)
     click.echo("\n".join(asyncio.run(explain_rollout(url, rollout, tokens=tokens))))

@@ -18,11 +18,11 @@ class JudgeConfig(KindSection, frozen=True, kw_only=True, tag_field="kind"):
 
     gives_reward: ClassVar[bool] = True
     plays: ClassVar[bool] = True
-    upstream: str  # one of [upstreams], or the name of a policy that judges
+    upstream: str  # Who judges: one of [upstreams], or the name of a policy.
     # criterion, inserted in the question to the judge
     rubric: str = "how well the agent did what it was asked for"
     concurrency: Count = 8  # concurrent questions
-    max_tokens: Count = 1024  # of an answer
+    max_tokens: Count = 1024  # Most tokens of an answer.
     max_calls: Natural = 0  # questions of the whole run, which ends after them; 0: unlimited
     max_usd: NonNegative = 0.0  # cost of the whole run, by `prices`; 0: unlimited
     # USD per million tokens of questions, and of answers.
@@ -72,7 +72,8 @@ class PrincipleJudge(JudgeConfig, frozen=True, kw_only=True, tag="principles"):
 
     # statements that are true of a good rollout, each asked separately
     principles: Annotated[list[str], msgspec.Meta(min_length=1)]
-    combine: Literal["mean", "all"] = "mean"  # fraction that holds, or 1 if all hold, else 0
+    # Reward: the fraction that holds, or 1 if all hold, else 0.
+    combine: Literal["mean", "all"] = "mean"
 
 
 Judge = PointwiseJudge | GroupJudge | PairwiseJudge | PrincipleJudge

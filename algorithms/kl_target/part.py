@@ -5,5 +5,5 @@ HERE = "agentrl.algorithms.kl_target"
 PART = Part(
     name="kl-target",
     summary="A KL penalty that keeps the policy at a distance from the reference.",
-    training={"reference.target": f"{HERE}.training:join"},
+    training={"reference.target_kl": f"{HERE}.training:join"},
 )

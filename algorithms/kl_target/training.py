@@ -65,8 +65,8 @@ def make_kl_controller(algo: Algo, target: float, horizon: int) -> KlController:
     betas += [part.beta for part in nested_records(algo.credit) if isinstance(part, TokenKLPenalty)]
     if len(betas) != 1:
         raise ConfigError(
-            f"reference.target: algorithm.preset = {algo.name!r} has {len(betas)} KL penalties to "
-            "the reference, and exactly one can be adapted; set one of its coefficients"
+            f"reference.target_kl: algorithm.preset = {algo.name!r} has {len(betas)} KL penalties "
+            "to the reference, and exactly one can be adapted; set one of its coefficients"
         )
     return KlController(betas[0], target, horizon)
 
@@ -93,13 +93,13 @@ class KlTarget(Hooks):
 
     def updater(self, updater: Updater, model: LoadedModel) -> Updater:
         settings, own = updater.config.reference, updater.reference_control
-        if not settings.target:
+        if not settings.target_kl:
             return updater
-        kl = make_kl_controller(updater.algo, settings.target, settings.horizon)
+        kl = make_kl_controller(updater.algo, settings.target_kl, settings.kl_horizon)
         updater.state.parts["kl"] = kl
         return replace(updater, reference_control=AdaptiveControl(own.reference, kl=kl))
 
 
 def join(config: RunConfig) -> KlTarget | None:
     views = (view(config, name) for name in trained_policies(config))
-    return KlTarget() if any(own.reference.target for own in views) else None
+    return KlTarget() if any(own.reference.target_kl for own in views) else None

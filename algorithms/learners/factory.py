@@ -16,6 +16,7 @@ from agentrl.algorithms.learners.base import Frozen, Learner
 from agentrl.algorithms.learners.older import current_form
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
+from agentrl.algorithms.model.liger import use_liger
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import Algo
@@ -66,6 +67,8 @@ def torch_learner(
     or trained."""
     own, start = config.learner, model.name_or_path
     assert isinstance(own, TorchLearnerConfig)
+    if own.liger_kernel:
+        use_liger(model)
     return TorchLearner(
         model,
         tokenizer,
@@ -180,8 +183,8 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
     if config.policy.lora.rank and reference.every:
         why = "and the reference of an adapter is the model without it, which does not change"
         yield "reference.every", why
-    if not reference.target and "horizon" in _changed_keys(reference):
-        yield "reference.horizon", "and there is no reference.target"
+    if not reference.target_kl and "kl_horizon" in _changed_keys(reference):
+        yield "reference.kl_horizon", "and there is no reference.target_kl"
     for key in _changed_keys(config.teacher) if "teacher" not in algo.needs else ():
         yield f"teacher.{key}", f"{preset} reads no teacher"
     if not config.teacher.upstream and "concurrency" in _changed_keys(config.teacher):

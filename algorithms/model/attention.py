@@ -172,10 +172,12 @@ class TreePlan:
                 return near if window is None else near & (depth[q] - depth[k] < window)
 
             self.masks[window, device] = create_block_mask(seen, None, None, size, size, device)
-        output: Tensor = _compiled_flex()(
-            query, key, value, block_mask=self.masks[window, device], scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
+        # Keys and values are copied for each query head: the backward kernel has one program for
+        # each block and head of keys, and the few of a shared prompt would run alone at its end.
+        shared = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(shared, 1) if shared > 1 else x for x in (key, value))
+        mask = self.masks[window, device]
+        output: Tensor = _compiled_flex()(query, key, value, block_mask=mask, scale=scale)
         return output.transpose(1, 2)
 
 

@@ -38,7 +38,9 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
     weights, vocabulary = network.num_parameters(), shape.vocab_size
     trained = adapter_weights(config, network) or weights
     auxiliary = sum(bool(own.model) for own in (config.reference, config.teacher, config.critic))
-    copies = auxiliary + (config.algorithm.overlap == "in_flight" and not config.policy.lora.rank)
+    copies = auxiliary + (
+        config.algorithm.async_sampling == "in_flight" and not config.policy.lora.rank
+    )
     layer, tokens = layer_bytes(config, shape), tokens_of_pack(config, shape)
     layers, hidden = shape.num_hidden_layers, shape.hidden_size
     kept = layers * hidden * width + layer if learner.gradient_checkpointing else layers * layer

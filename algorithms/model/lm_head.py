@@ -24,7 +24,8 @@ LEAST_LOGPROB = -100.0  # nats, the smallest log-prob that `other_logprobs` retu
 # Elements of one chunk of logits, 32 MiB in float32: a CPU takes longer for larger ones, which miss
 # its cache, and for smaller ones, whose products are narrow. A GPU has GPU_CHUNKS times as many.
 MAX_LOGITS = 2**23
-GPU_CHUNKS = 2
+GPU_CHUNKS = 8
+ALIGNED = 128  # columns of a block are a multiple of it; a GPU has slower kernels for odd widths
 
 
 def action_logprobs(
@@ -162,6 +163,7 @@ class _Head(torch.autograd.Function):
         # to be as large as the weight and wider.
         grad_hidden = torch.zeros_like(hidden_NH, dtype=normaliser_N.dtype)
         width = max(1, ctx.most // max(len(tokens_N), 1))
+        width -= width % ALIGNED if width > ALIGNED else 0
         for first in range(0, len(weight_VH), width):
             part = slice(first, first + width)
             logits_NC = linear(narrow_NH, weight[part], None if bias is None else bias[part])

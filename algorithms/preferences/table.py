@@ -12,8 +12,8 @@ PLAYING = (
     "upstreams", "roles", "role_rules",
 )  # fmt: skip
 SAMPLING = (
-    "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
-    "close_at", "group_deadline", "max_kl",
+    "group_size", "min_group", "missing_token_ids", "max_staleness", "dynamic_sampling",
+    "max_rounds", "group_quorum", "group_deadline", "max_kl",
 )  # fmt: skip
 
 
@@ -21,8 +21,8 @@ class DataConfig(Section, frozen=True):
     """Train on a data set of the store (see `agentrl data`) instead of agent, tasks and verifier. A
     step trains on `algorithm.groups` items."""
 
-    name: str = ""  # of the data set; empty: train on rollouts
-    version: Natural = 0  # 0: the newest at the start of the run
+    name: str = ""  # Name of the data set; empty: train on rollouts.
+    version: Natural = 0  # Version of the data set; 0: the newest at the start of the run.
     split: str = "train"  # split for training
     heldout: str = "test"  # split on which [eval] measures the loss
 

@@ -12,7 +12,7 @@ from agentrl.algorithms.prompts.table import prompt_texts, prompts_of
 from agentrl.base.processes import die_with_parent, log_to_stderr
 from agentrl.base.threads import run_blocking
 from agentrl.cli import ResumedCommand, config_file
-from agentrl.config import RunConfig, load, store_of
+from agentrl.config import RunConfig, load, store_with
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import ConfigError
 
@@ -35,7 +35,7 @@ def prompts(
     if run_file == "find" and not Path("find").is_file():
         if len(overrides) != 1:
             raise click.UsageError("give one run: agentrl prompts find RUN")
-        url = store or store_of(overrides[0])
+        url = store or store_with(overrides[0])
         click.echo(asyncio.run(find(url, overrides[0])))
         return
     config = load(Path(run_file), overrides)

@@ -23,7 +23,7 @@ def gepa_search(search: Search) -> None:
         adapter=adapter,
         reflection_minibatch_size=None if n > 1 else search.config.minibatch,
         batch_sampler=adapter if n > 1 else "epoch_shuffled",  # one minibatch per iteration
-        perfect_score=search.config.perfect,
+        perfect_score=search.config.perfect_score,
         module_selector="all" if n > 1 else "round_robin",  # several proposals suit few rounds
         sampling_strategy=IndependentSampling(n) if n > 1 else SingleMutationSampling(),
         stop_callbacks=[lambda _: adapter.raised is not None],

@@ -150,7 +150,7 @@ class Search:
             if list(tasks) == list(self.validation):
                 self.scores[candidate.id] = fmean(row.score for row in rows)
                 self._put(replace(candidate, state="accepted"))
-        if max(self.scores.values(), default=-math.inf) >= self.config.perfect:
+        if max(self.scores.values(), default=-math.inf) >= self.config.perfect_score:
             raise SearchEnd("a candidate has a perfect score")
         return results
 

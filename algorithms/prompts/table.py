@@ -20,29 +20,34 @@ class PromptComponent(Section, frozen=True):
     description of one of their tools."""
 
     file: str  # file with the text as the agent sends it
-    role: str = ""  # default: the component's name
+    role: str = ""  # Role whose calls have the text; default: the component's name.
     tool: str = ""  # the tool whose description the text is; default: a message
-    insert: bool = False  # the agent has no such text; add it as a system message
+    # Whether to add the text as a system message, which the agent does not have.
+    insert: bool = False
 
 
 class PromptsConfig(Section, frozen=True):
     """A search for better texts with rollouts on `tasks.train`: `agentrl prompts`."""
 
-    components: dict[Name, str | PromptComponent] = {}  # a file, or a table; none: no search
-    algorithm: Literal["gepa", "apo"] = "gepa"  # arXiv 2507.19457, arXiv 2305.03495
+    renamed: ClassVar[dict[str, str]] = {"perfect": "perfect_score"}
+    # Texts by name, each as a file or a table; none: no search.
+    components: dict[Name, str | PromptComponent] = {}
+    # Method of the search: GEPA (arXiv 2507.19457) or APO (arXiv 2305.03495).
+    algorithm: Literal["gepa", "apo"] = "gepa"
     reflector: str = ""  # the upstream or policy that proposes texts
     budget: Count = 400  # rollouts of a search, without held-out evaluations
-    max_reflection_tokens: Natural = 0  # 0: unlimited
-    max_seconds: NonNegative = 0.0  # 0: unlimited
+    max_reflection_tokens: Natural = 0  # Tokens of all reflections; 0: unlimited.
+    max_seconds: NonNegative = 0.0  # Seconds of a search; 0: unlimited.
     validation: Count = 12  # tasks (the last of tasks.train) on which candidates are compared
     minibatch: Count = 3  # tasks whose traces the reflector reads for a proposal
     proposals: Count = 1  # concurrent proposals
     max_length: Count = 4000  # characters of a text
     directory: str = ""  # folder of the texts to use; default: the result of the search
-    perfect: float = 1.0  # mean score at which the search ends
+    perfect_score: float = 1.0  # mean score at which the search ends
     show: list[str] = []  # fields of a task that the reflector may read
-    # For `agentrl train`. off: train with the texts that `agentrl prompts` found. before: search,
-    # then train. alternate: search again after every `every` steps, with the current policy.
+    # Order of search and training, for `agentrl train`. off: train with the texts that `agentrl
+    # prompts` found. before: search, then train. alternate: search again after every `every` steps,
+    # with the current policy.
     schedule: Literal["off", "before", "alternate"] = "off"
     every: Count = 50  # steps between two searches, with schedule = "alternate"
 

@@ -23,7 +23,8 @@ class BranchingConfig(Joining, frozen=True):
     trains: ClassVar[bool] = True
     kind: Literal["none", "mc", "tree"] = "none"  # the calls that are sampled again
     width: Count = 1  # branches per call
-    calls: Natural = 0  # most calls, least certain first: per rollout (mc; 0: all) or group (tree)
+    # Number of calls, least certain first, per rollout (mc; 0: all) or group (tree).
+    calls: Natural = 0
 
     def __post_init__(self) -> None:
         if self.kind == "none" and (self.width, self.calls) != (1, 0):
@@ -44,7 +45,7 @@ class CounterfactualConfig(Joining, frozen=True):
     They measure the contribution of a role."""
 
     renamed: ClassVar[dict[str, str]] = {"stand_ins": "substitutes"}
-    # Role -> its replacement: a policy, an upstream, or "first", the role's own policy before
+    # Replacement of each role: a policy, an upstream, or "first", the role's own policy before
     # training. The contributions of these roles are measured.
     substitutes: dict[str, str] = {}
     # Reward of a role: the value of the team minus that of the team without the role, or the role's
@@ -105,7 +106,7 @@ class CounterfactualConfig(Joining, frozen=True):
 def _problems(table: Joining, config: Any) -> Iterator[str]:
     """Settings by which a group ends before all of its rollouts."""
     settings, usual = config.algorithm, type(config.algorithm)()
-    for key in ("order", "close_at", "group_deadline"):
+    for key in ("group_order", "group_quorum", "group_deadline"):
         if table.joins and getattr(settings, key) != getattr(usual, key):
             yield (
                 f"algorithm.{key}: rollouts join a group when all of its own have ended, with "

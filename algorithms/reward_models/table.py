@@ -18,7 +18,8 @@ class RewardModelTraining(Section, frozen=True):
     centre: NonNegative = 0.01
     epochs: Count = 1  # passes over the items
     batch: Count = 32  # items per optimizer step
-    lr: Positive = 1e-5  # peak: linear warm-up over 10 % of the steps, then linear decay to 0
+    # Peak learning rate: linear warm-up over 10 % of the steps, then linear decay to 0.
+    lr: Positive = 1e-5
 
 
 class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"):
@@ -29,7 +30,7 @@ class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"
     plays: ClassVar[bool] = True
     model: str  # a checkpoint directory or hub name with the policy's vocabulary
     scope: Literal["rollout", "transition"] = "rollout"  # reward of the rollout, or of each call
-    # For an ensemble: the reward is the mean score minus this times the standard deviation.
+    # Weight of an ensemble's standard deviation, which is subtracted from its mean score.
     disagreement: NonNegative = 0.5
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -46,10 +47,11 @@ class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
     model: str = ""  # a checkpoint directory or hub name; empty: the initial policy
     beta: Positive = 0.05  # reward per nat of the log ratio
     reference: str = ""  # a checkpoint directory or hub name; empty: the initial policy
-    train: bool = False  # train it on every step, after it has scored the step
-    # train on outcomes from 0 to 1 (PRIME), or on pairs of rollouts of a group (iStar)
+    train: bool = False  # Whether it is trained on every step, after it has scored the step.
+    # Loss of its training: on outcomes from 0 to 1 (PRIME), or on pairs of rollouts of a group
+    # (iStar).
     loss: Literal["outcome", "pairs"] = "outcome"
-    lr: Positive = 1e-6  # constant, with `train`
+    lr: Positive = 1e-6  # Learning rate, which is constant, with `train`.
 
 
 RewardModel = RewardModelConfig | ImplicitRewardModelConfig

@@ -3,7 +3,7 @@
 Always true: requests are a function of seed, step and round, so a restarted process requests the
 same rollouts, and the store ignores duplicates. Groups that were claimed and not committed are
 claimed again. So a step trains the same groups however often it is started, unless
-`algorithm.order = "ready"` lets it take groups of later steps that ended first.
+`algorithm.group_order = "ready"` lets it take groups of later steps that ended first.
 
 The store's counts limit the number of requested groups (see `free_groups`): at most
 (max_staleness + 1) x groups of them are neither trained nor discarded, even if a process was
@@ -106,7 +106,7 @@ class Collector:
     @property
     def replaces(self) -> bool:
         """Whether groups may be replaced."""
-        return self.resample is not None or self.config.algorithm.stale == "cancel"
+        return self.resample is not None or self.config.algorithm.stale_tokens == "cancel"
 
     def is_kept(self, group: Group, step: int) -> bool:
         """Whether a claimed group is trained, not replaced."""
@@ -117,7 +117,7 @@ class Collector:
     async def claim(self, n: int) -> list[Group]:
         """Claim `n` groups, in the order of requests or of their ends; includes groups that this
         step has claimed before."""
-        ordered = self.config.algorithm.order == "asked"
+        ordered = self.config.algorithm.group_order == "asked"
         return await self.store.claim_groups(self.config.name, self.epoch, n, ordered=ordered)
 
     async def claim_rounds(self, step: int) -> tuple[list[Group], int]:
@@ -125,7 +125,7 @@ class Collector:
         number of requested replacements."""
         size, replaced = self.config.algorithm.groups, 0
         await self.ask(step)
-        if self.config.algorithm.stale == "cancel":
+        if self.config.algorithm.stale_tokens == "cancel":
             await cancel_stale(self.store, self.config, step)
         claimed = await self.claim(size)
         if not self.replaces:
@@ -175,8 +175,8 @@ class Collector:
 
 def is_learned_from(rollout: Rollout, config: RunConfig, reward: str = "outcome") -> bool:
     """Whether one of the run's policies can train on a rollout, after its inexact calls have been
-    retokenized (`algorithm.inexact`)."""
-    retokenized = config.algorithm.inexact == "retokenize"
+    retokenized (`algorithm.missing_token_ids`)."""
+    retokenized = config.algorithm.missing_token_ids == "retokenize"
     return valid_for_any(rollout, trained_policies(config), (reward,), retokenized=retokenized)
 
 

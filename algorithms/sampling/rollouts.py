@@ -53,7 +53,9 @@ def new_rollout(
     be equal."""
     id, seed = f"{group}/{index:04d}", sampling.seed
     # Tokens of vLLM depend on its batches, and generators of requests make it slower.
-    if seed is None and (config.engine.kind == "embedded" or config.algorithm.overlap == STEADY):
+    if seed is None and (
+        config.engine.kind == "embedded" or config.algorithm.async_sampling == STEADY
+    ):
         seed = config.seed
     if seed is not None:
         place = id.removeprefix(f"{config.name}/")  # the same in a run of another name

@@ -24,9 +24,9 @@ MOST_GROUPS = 100_000  # limit on open groups, more than there ever are
 
 
 async def close_groups_during(work: Coroutine[Any, Any, T], store: Store, config: RunConfig) -> T:
-    """Run `work` and return its result. Meanwhile closes groups early by `algorithm.close_at` and
-    `group_deadline`; an error of the store there also cancels `work`."""
-    if config.algorithm.close_at is None and config.algorithm.group_deadline is None:
+    """Run `work` and return its result. Meanwhile closes groups early by `algorithm.group_quorum`
+    and `group_deadline`; an error of the store there also cancels `work`."""
+    if config.algorithm.group_quorum is None and config.algorithm.group_deadline is None:
         return await work
     waiting = asyncio.ensure_future(work)
     closing = asyncio.ensure_future(_close_groups(store, config))
@@ -42,9 +42,9 @@ async def close_groups_during(work: Coroutine[Any, Any, T], store: Store, config
 
 
 async def settle_groups_ahead(store: Store, config: RunConfig) -> None:
-    """With algorithm.overlap = "one_step_off", wait until every requested group has ended, so that
-    none of their calls uses the weights after the update."""
-    if config.algorithm.overlap == "one_step_off":
+    """With algorithm.async_sampling = "one_step_off", wait until every requested group has ended,
+    so that none of their calls uses the weights after the update."""
+    if config.algorithm.async_sampling == "one_step_off":
         await close_groups_during(_settle(store, config), store, config)
 
 
@@ -69,7 +69,7 @@ async def is_complete(
     group's first rollout was claimed."""
     settings = config.algorithm
     succeeded = row.states.count(RolloutState.SUCCEEDED)
-    if succeeded >= (settings.close_at or inf):
+    if succeeded >= (settings.group_quorum or inf):
         return True
     if settings.group_deadline is None or succeeded < settings.min_group:
         return False
@@ -105,7 +105,7 @@ def is_stale(config: RunConfig, rollouts: Iterable[Sequence[Transition]], step: 
 def is_replaced(config: RunConfig, group: Group, step: int) -> bool:
     """Whether a group is replaced because it is too stale."""
     calls = (rollout.transitions for rollout in group.rollouts)
-    return config.algorithm.stale == "cancel" and is_stale(config, calls, step)
+    return config.algorithm.stale_tokens == "cancel" and is_stale(config, calls, step)
 
 
 def cancelled_metrics(config: RunConfig, groups: Sequence[Group], step: int) -> dict[str, float]:

@@ -189,8 +189,8 @@ class OpponentPool:
         for seat, score in game.scores.items():
             snapshot.records.setdefault(seat, SeatRecord()).add(score)
             mine, theirs = self.now.rating, snapshot.rating
-            self.now.rating = elo(mine, theirs, score, self.settings.k)
-            snapshot.rating = elo(theirs, mine, 1 - score, self.settings.k)
+            self.now.rating = elo(mine, theirs, score, self.settings.elo_k)
+            snapshot.rating = elo(theirs, mine, 1 - score, self.settings.elo_k)
 
     def _check_seats(self, rollouts: Sequence[Rollout]) -> None:
         """Raise TrainingError for a seat that was never played. A role without a call counts if it

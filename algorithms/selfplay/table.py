@@ -15,6 +15,7 @@ from agentrl.types import POLICY
 class SelfplayConfig(Section, frozen=True, tag_field="opponents", tag="self"):
     """Games with several seats; the trained policy plays all of them."""
 
+    renamed: ClassVar[dict[str, str]] = {"k": "elo_k"}
     plays: ClassVar[bool] = True
     seats: list[str] = []  # roles of the game; none: no self-play
     policy: str = ""  # the policy that plays; default: the run's only trained policy
@@ -65,10 +66,11 @@ class SnapshotOpponents(SelfplayConfig, frozen=True, kw_only=True):
     """The trained policy plays one seat, and its snapshots play the others."""
 
     seats: Annotated[list[str], msgspec.Meta(min_length=2)]  # roles; the policy alternates evenly
-    self_share: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.5  # fraction of groups vs. itself
+    # Fraction of groups in which the policy plays itself.
+    self_share: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.5
     every: Count = 10  # steps between snapshots
     pool: Count = 8  # snapshots to keep
-    k: Positive = 16.0  # K-factor of Elo updates
+    elo_k: Positive = 16.0  # K-factor of Elo updates
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
@@ -118,7 +120,8 @@ class UniformOpponents(SnapshotOpponents, frozen=True, tag="uniform"):
 class PfspOpponents(SnapshotOpponents, frozen=True, tag="pfsp"):
     """Snapshots are drawn by the policy's win rate (prioritised fictitious self-play)."""
 
-    pfsp: Literal["hard", "variance"] = "hard"  # prefer the hardest, or those of equal strength
+    # Opponents that are preferred: the hardest, or those of equal strength.
+    pfsp: Literal["hard", "variance"] = "hard"
 
 
 Selfplay = SelfplayConfig | LatestOpponents | UniformOpponents | PfspOpponents

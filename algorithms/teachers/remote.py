@@ -86,7 +86,8 @@ class RemoteTeacher:
             if len(other := row.temperature[row.temperature != 1]):
                 raise TrainingError(
                     f"{self.name} returns log-probs at temperature 1, and tokens were sampled at "
-                    f"{float(other[0]):g}; set sampling.force = true, or load a teacher.model"
+                    f"{float(other[0]):g}; set sampling.override_agent = true, or load a "
+                    "teacher.model"
                 )
         pairs = asyncio.run(self._pairs(batch.rows))
         ids = pairs[..., 0].long()

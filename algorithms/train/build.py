@@ -128,7 +128,7 @@ def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -
     learner = factory.make_learner(config, algo, model.model, tokenizer, model.adapters, name)
     context = context_length(model.model)
     completers: list[Completer] = [ProcessedScorer(learner, context, name, algo.rewards)]
-    if settings.inexact == "retokenize":  # before reward models, which need the token ids
+    if settings.missing_token_ids == "retokenize":  # before reward models, which need the token ids
         completers.append(Retokenizer(tokenizer, learner, context, name, algo.rewards))
     return Updater(
         config,

@@ -177,7 +177,7 @@ class OptimizerSteps:
     def lr(self, step: TrainingStep) -> float:
         """The learning rate of a step: the schedule's, scaled by the effective sample size."""
         full = learning_rate(self.config.algorithm, step.version, self.config.steps)
-        enough, old = self.config.algorithm.lr_ess, step.given.old
+        enough, old = self.config.algorithm.ess_for_full_lr, step.given.old
         if enough is None or old is None:
             return full
         weights = ratio(old.double().cpu() - step.batch.behaviour.double())

@@ -190,8 +190,8 @@ class Retokenizer:
 
     The policy's chat template and tokenizer usually, but not always, reproduce the sampled tokens,
     and the learner's log-probs replace the sampler's, as if the call were on-policy. Both are
-    approximations, so `algorithm.inexact = "retokenize"` must be set. reward_names: the rewards
-    with which even a failed rollout is trained. context: as in `ProcessedScorer`."""
+    approximations, so `algorithm.missing_token_ids = "retokenize"` must be set. reward_names: the
+    rewards with which even a failed rollout is trained. context: as in `ProcessedScorer`."""
 
     tokenizer: Tokenizer
     learner: Learner

@@ -57,8 +57,8 @@ class PolicyServers:
         self._in_flight = config.algorithm.samples_during_update
         if self._in_flight and not all(getattr(s, "in_flight", False) for s in self._each()):
             raise ConfigError(
-                f"algorithm.overlap = {config.algorithm.overlap!r}: engine.kind = {engine.kind!r} "
-                "cannot change weights while calls run; use 'drained'"
+                f"algorithm.async_sampling = {config.algorithm.async_sampling!r}: engine.kind = "
+                f"{engine.kind!r} cannot change weights while calls run; use 'drained'"
             )
 
     async def start(self) -> None:
@@ -130,7 +130,8 @@ class PolicyServers:
             own = view(config, policy) if policy in config.policies else config
             base = load_base_model(str(directory), own, adapted=False)
             base.policies.append(name)
-            settings = replace(self._config.algorithm, overlap=None)  # these weights never change
+            # These weights never change.
+            settings = replace(self._config.algorithm, async_sampling=None)
             server = _make_server(replace(self._config, algorithm=settings), base, 1)
             await server.start()
             await server.publish(version)

@@ -171,7 +171,11 @@ class Updater:
             batch = replace(batch, values=learner.values(batch))
         if version is not None and algo.old_from_versions:
             given = replace(given, weight_of_current=old_policy_share(batch.lag(version)))
-        if version is not None and self.config.algorithm.lr_ess is not None and batch.n_tokens:
+        if (
+            version is not None
+            and self.config.algorithm.ess_for_full_lr is not None
+            and batch.n_tokens
+        ):
             given = replace(given, old=learner.logprobs(batch))
         return ScoredBatch(batch, given)
 

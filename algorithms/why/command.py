@@ -6,34 +6,33 @@ import asyncio
 
 import click
 
-from agentrl.config import store_of
+from agentrl.config import store_with
 
 
 @click.command()
 @click.argument("run")
-@click.option("--store", help="Store URL; default: the store in runs/RUN.")
+@click.option("--store", help="Store URL; default: the one that has the run, below this folder.")
 def why(run: str, store: str | None) -> None:
     """Print why RUN does not learn: most likely reasons first, with the settings to change."""
-    from agentrl.algorithms.why import rules
+    from agentrl.algorithms.why.changes import changes_text
+    from agentrl.algorithms.why.record import PolicyRun, read
+    from agentrl.algorithms.why.rules import learned, reasons
     from agentrl.store import open_store
 
-    url = store or store_of(run)
+    url = store or store_with(run)
 
-    async def read() -> dict[str, rules.PolicyRun]:
+    async def read_all() -> dict[str, PolicyRun]:
         async with open_store(url, readonly=True) as opened:
-            return await rules.read(opened, run)
+            return await read(opened, run)
 
-    for policy, record in asyncio.run(read()).items():
-        found = rules.reasons(record)
-        measured = [
-            f"{name} {change.first:.3f} to {change.last:.3f}, "
-            for name, change in record.changes.items()
-        ]
-        if measured:
-            measured.insert(0, "means of the first and last fifth: ")
+    for policy, record in asyncio.run(read_all()).items():
+        found = reasons(record)
         count = f"{len(found) or 'no'} reason{'' if len(found) == 1 else 's'} found"
-        if record.improved:
-            count = "it improved" + (", but:" if found else "")
-        click.echo(f"{policy}: {len(record.steps)} steps, {''.join(measured)}{count}")
+        if learned(record):
+            count = "it learned" + (", but:" if found else "")
+        measured = changes_text(record.changes)
+        click.echo(f"{policy}: {len(record.steps)} steps, {measured}{count}")
         for number, reason in enumerate(found, start=1):
             click.echo(f"{number}. {reason.text}\n   change {reason.change}")
+            if reason.example:
+                click.echo(f"   example: agentrl show {reason.example}")

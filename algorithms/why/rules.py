@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 
+from agentrl.algorithms.why.changes import HELD_OUT, TRAINING
+from agentrl.algorithms.why.reason import RANKED_SHARE, REPORTED_SHARE, Reason
+from agentrl.algorithms.why.record import PolicyRun
+from agentrl.algorithms.why.task_rules import (
+    collapsed,
+    cut_answers,
+    exploited_reward,
+    leaked_tasks,
+    no_calls,
+    noisy_verifier,
+    not_better,
+    other_sampler,
+    repeated_tasks,
+)
 from agentrl.base.failures import one_line
-from agentrl.config import RunConfig
-from agentrl.config import policies as team
-from agentrl.config.run_file import from_store
-from agentrl.errors import NotFound
-from agentrl.store.base import Store
-from agentrl.types import EMPTY, ErrorKind, FailureCount, Purpose, Rollout, RolloutState
+from agentrl.types import EMPTY, ErrorKind, RolloutState
 
-# Least shares to report a reason, and to rank it by the order of RULES.
-REPORTED_SHARE, RANKED_SHARE = 0.2, 0.5
 DETERMINISTIC_ENTROPY = 0.02  # nats per token, entropy of a deterministic policy
 # Least sum of learning rates that moves weights; ten times that for an adapter.
 LEAST_RATE_SUM = 2e-5
 RARE_SUCCESS = 0.1  # share of rollouts below which most groups of eight have no success
-ROLLOUTS_READ, SEARCH_SECONDS = 16, 5.0  # number of rollouts to read; seconds to search for a role
-HELD_OUT, SAMPLED, TRAINING = "held-out", "sampled held-out", "training reward"
 # What the embedded server, vLLM, SGLang, OpenAI and Anthropic say of a prompt that is too long.
 TOO_LONG = re.compile(r"context[ _-](length|window|size)|model's context|prompt is too long", re.I)
 AGENT_CURE = "agent.path, agent.command or agent.harness: correct the agent"
@@ -47,173 +50,27 @@ CURES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What was measured in the first and in the last fifth of all measurements, as means."""
-
-    first: float
-    last: float
-    best: float  # of all fifths
-    noise: float  # the largest difference to expect by chance; infinite if unknown
-
-    @property
-    def risen(self) -> bool:
-        """Whether it clearly rose, and has not lost most of that again."""
-        gain = self.last - self.first
-        return gain > self.noise and gain >= self.best - self.last
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """A reason why a policy does not learn. share: the affected share of the run, 0 to 1."""
-
-    share: float
-    text: str  # with the evidence
-    change: str  # settings, and how to change them
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyRun:
-    """The stored data of one policy of a run."""
-
-    config: RunConfig  # the policy's view of it
-    steps: Sequence[Mapping[str, float]]  # metrics of committed steps, the policy's own unprefixed
-    scores: Sequence[float]  # held-out, from before the first step to after the last
-    failure: FailureCount | None  # the kind of most failed rollouts
-    silent: Sequence[str]  # roles of the policy without a call
-    logprobs: Sequence[float]  # of its most recently sampled tokens
-    newest: Sequence[Rollout] = ()  # its most recent rollouts
-    changes: Mapping[str, Change] = field(default_factory=dict)
-
-    @property
-    def improved(self) -> bool:
-        return any(change.risen for change in self.changes.values())
-
-    @property
-    def outcome(self) -> str:
-        """The reference of the reward that the algorithm maximises."""
-        return str(self.config.algorithm.options.get("reward", "outcome"))
-
-    def values(self, name: str) -> list[float]:
-        return [x for step in self.steps if math.isfinite(x := step.get(name, math.nan))]
-
-    def mean(self, name: str) -> float:
-        """Mean of a metric over the steps that have it; 0 if none has."""
-        return fmean(self.values(name) or [0.0])
-
-    def share(self, name: str, of: str, without: str = "") -> float:
-        """(total of `name` - total of `without`) / total of `of`, at most 1."""
-        part = sum(self.values(name)) - sum(self.values(without))
-        return part / max(part, sum(self.values(of)), 1.0)
-
-
-async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
-    """Read the record of each trained policy. last: number of steps; 0: all. Raises NotFound for an
-    unknown run."""
-    state = await store.run(run)
-    if state is None:
-        raise NotFound(f"there is no run {run!r} in {store.url}; it has {await store.runs()}")
-    config = from_store(state.config)
-    measured = await store.steps(run)
-    scores = [row.metrics["eval/score"] for row in measured if "eval/score" in row.metrics]
-    rows = [row for row in measured if row.committed][-last:]
-    changes = changes_of([row.metrics for row in measured], config)
-
-    def weight(failed: FailureCount) -> tuple[float, int]:
-        rollouts = (row.metrics.get(f"rollouts/failed/{failed.kind}", 0.0) for row in rows)
-        return sum(rollouts), failed.attempts
-
-    failure = max(await store.failures(run), key=weight, default=None)
-    records = {}
-    for name in team.trained_policies(config):
-        own = [role for role, player in team.policy_by_role(config).items() if player == name]
-        found = {
-            role: await store.search(run, role=role, limit=1, budget=SEARCH_SECONDS) for role in own
-        }
-        newest = await store.search(run, policy=name, purpose=Purpose.TRAIN, limit=ROLLOUTS_READ)
-        traces = [await store.trace(row.id) for row in newest.rows]
-        calls = [call for trace in traces if trace for call in trace.transitions]
-        # A search that ran out of time has not seen every rollout.
-        silent = [role for role, page in found.items() if not (page.rows or page.cursor)]
-        records[name] = PolicyRun(
-            config=team.view(config, name),
-            steps=[own_metrics(row.metrics, name) for row in rows],
-            scores=scores,
-            failure=failure,
-            silent=silent,
-            logprobs=[x for call in calls if call.policy == name for x in call.logprobs],
-            newest=[trace.rollout for trace in traces if trace],
-            changes=changes,
-        )
-    return records
-
-
-def own_metrics(metrics: Mapping[str, float], policy: str) -> dict[str, float]:
-    """The metrics of a step, those of the policy also without its prefix."""
-    prefix = f"{policy}/"
-    own = {key.removeprefix(prefix): x for key, x in metrics.items() if key.startswith(prefix)}
-    return {**metrics, **own}
-
-
 def reasons(run: PolicyRun) -> list[Reason]:
     """Reasons, likeliest first: shares above RANKED_SHARE in the order of RULES, then others by
     share. For a run that has clearly improved only what it loses, such as rollouts that fail."""
-    rules = [rule for rule in RULES if not (run.improved and rule in EFFECTS)]
-    found = [reason for rule in rules if (reason := rule(run)).share >= REPORTED_SHARE]
+    left_out = {*(EFFECTS if run.risen else ()), *(CAUSES if learned(run) else ())}
+    found = [r for rule in RULES if rule not in left_out and (r := rule(run)).text]
+    found = [reason for reason in found if reason.share >= REPORTED_SHARE]
+    if not found and not run.risen:
+        found = [reason for reason in [not_better(run)] if reason.text]
     return sorted(found, key=lambda reason: -min(reason.share, RANKED_SHARE))
 
 
-def changes_of(rows: Sequence[Mapping[str, float]], config: RunConfig) -> dict[str, Change]:
-    """How the held-out scores and the training reward changed. No training reward where it is no
-    evidence: in games one seat's win is another's loss, tasks may be chosen by their reward, and
-    the rewards of a data set do not change."""
-    chosen = config.tasks.order == "difficulty" or not config.plays_rollouts
-    game = any("selfplay/games" in row for row in rows)
-    measured = {
-        HELD_OUT: [_held_out(row, "eval/score") for row in rows if "eval/score" in row],
-        SAMPLED: [_held_out(row, "eval/sampled") for row in rows if "eval/sampled" in row],
-        TRAINING: [_trained(row) for row in rows if "reward/mean" in row and not (game or chosen)],
-    }
-    return {
-        name: _change(values, same_tasks=name != TRAINING)
-        for name, values in measured.items()
-        if len(values) > 1
-    }
-
-
-def not_improved(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
-    """A sentence with the evidence that a run did not improve; empty without evidence, or if
-    a score rose. The training reward is none: it is of other tasks at each step."""
-    changes = changes_of(rows, config)
-    known = {name: change for name, change in changes.items() if name != TRAINING}
-    if any(x.last > x.first or x.first == x.last == 1.0 for x in known.values()):
+def learned(run: PolicyRun) -> str:
+    """What rose in a run that improved; empty for others. Held-out tasks that were trained are no
+    evidence, nor are training tasks that repeat."""
+    if not run.improved or leaked_tasks(run).share >= REPORTED_SHARE:
         return ""
-    found = [f"{name} {x.first:.3f} to {x.last:.3f}" for name, x in known.items()]
-    return f"no improvement was measured ({', '.join(found)})" if found else ""
-
-
-def _held_out(row: Mapping[str, float], name: str) -> tuple[float, float]:
-    """A score, on the tasks that all evaluations share, and the variance of its error."""
-    score = row.get("eval/common", row[name]) if name == "eval/score" else row[name]
-    return score, ((row.get(f"{name}_high", math.inf) - row.get(f"{name}_low", 0.0)) / 4) ** 2
-
-
-def _trained(row: Mapping[str, float]) -> tuple[float, float]:
-    """The mean reward of all sampled rollouts, and the variance of its error: rollouts of a group
-    have the same task."""
-    mean = row.get("reward/sampled_mean", row["reward/mean"])
-    return mean, row.get("reward/std", math.inf) ** 2 / max(row.get("groups", 1.0), 1.0)
-
-
-def _change(measured: Sequence[tuple[float, float]], *, same_tasks: bool) -> Change:
-    """measured: values with the variance of their errors, which repeated measurements on the same
-    tasks share. On other tasks, a single one at each end is no evidence."""
-    size = math.ceil(len(measured) / 5)
-    means = [fmean(x for x, _ in measured[i : i + size]) for i in range(0, len(measured), size)]
-    first, last = measured[:size], measured[-size:]
-    error = sum(error for _, error in (*first, *last)) / size
-    noise = 2 * math.sqrt(error if same_tasks else error / size if size > 1 else math.inf)
-    return Change(means[0], fmean(x for x, _ in last), max(means), noise)
+    risen = [f"{name} {change.text}" for name, change in run.changes.items() if change.risen]
+    held_out = any(run.changes[name].risen for name in run.changes if name != TRAINING)
+    if not held_out and repeated_tasks(run).share >= RANKED_SHARE:
+        return ""
+    return f"it learned: {', '.join(risen)}"
 
 
 def long_prompts(run: PolicyRun) -> Reason:
@@ -226,7 +83,8 @@ def long_prompts(run: PolicyRun) -> Reason:
 
 
 def failed_rollouts(run: PolicyRun) -> Reason:
-    if (last := run.failure) is None:
+    last = run.failure
+    if last is None or (last.kind is ErrorKind.NO_CALL and no_calls(run).text):
         return Reason(0.0, "", AGENT_CURE)
     share = run.share("rollouts/failed", "rollouts", without="rollouts/cancelled")
     text = f"rollouts fail: {share:.0%}, as {last.rollout}: {last.kind}, {one_line(last.message)}"
@@ -241,7 +99,9 @@ def silent_roles(run: PolicyRun) -> Reason:
 def inexact_calls(run: PolicyRun) -> Reason:
     share = run.share("calls/refused", "calls", without="calls/too_long")
     text = f"calls are inexact: {share:.0%} came without token ids and are not trained"
-    return Reason(share, text, 'engine.kind: one with ids; algorithm.inexact: "retokenize"')
+    return Reason(
+        share, text, 'engine.kind: one with ids; algorithm.missing_token_ids: "retokenize"'
+    )
 
 
 def missing_rewards(run: PolicyRun) -> Reason:
@@ -276,11 +136,11 @@ def high_lr(run: PolicyRun) -> Reason:
         entropy.append(-fmean(run.logprobs))
     jumps = (abs(b - a) / max(entropy[0], 25 * DETERMINISTIC_ENTROPY) for a, b in pairwise(entropy))
     jump, what = max(jumps, default=0.0), f"{bad:.0%} of the optimizer steps were not finite"
-    if jump > RANKED_SHARE and not run.improved:
+    if jump > RANKED_SHARE and not run.risen:
         bad, what = 1.0, f"in one step the entropy changed by {jump:.0%} of its first value"
     undone = fmean(map(bool, run.values("update/undone") or [0.0]))
     if (
-        undone >= RANKED_SHARE and bad < REPORTED_SHARE and not run.improved
+        undone >= RANKED_SHARE and bad < REPORTED_SHARE and not run.risen
     ):  # did no harm: others come first
         bad, what = REPORTED_SHARE, f"{undone:.0%} of the steps were undone, see algorithm.max_kl"
     text = f"the learning rate is too high: {what}"
@@ -317,7 +177,7 @@ def flat_groups(run: PolicyRun) -> Reason:
     cure = 'tasks.order: "difficulty"; algorithm.dynamic_sampling: true; algorithm.group_size: more'
     successes = _successes(run)
     if 0 < successes < RARE_SUCCESS:  # larger groups would be as flat
-        text += f", for success is rare: {successes:.1%} of the rollouts"
+        text = f"success is rare: {successes:.1%} of the rollouts, so {text}"
         cure = TEACH
     return Reason(share, text, cure)
 
@@ -380,8 +240,16 @@ def unlike_heldout(run: PolicyRun) -> Reason:
     return Reason(share, text, cure)
 
 
+# Causes before their effects.
 RULES = (
-    long_prompts, failed_rollouts, silent_roles, inexact_calls, missing_rewards, high_lr,
-    entropy_gone, constant_verifier, flat_groups, lag, clipped_ratios, low_lr, unlike_heldout,
+    long_prompts, failed_rollouts, silent_roles, inexact_calls, no_calls, missing_rewards,
+    leaked_tasks, cut_answers, exploited_reward, repeated_tasks, noisy_verifier, other_sampler, lag,
+    high_lr, collapsed, entropy_gone, constant_verifier, flat_groups, clipped_ratios, low_lr,
+    unlike_heldout,
 )  # fmt: skip
-EFFECTS = (entropy_gone, constant_verifier, flat_groups, lag, clipped_ratios, low_lr)
+# What success looks like too: no reasons where anything rose.
+EFFECTS = (
+    entropy_gone, constant_verifier, flat_groups, lag, clipped_ratios, low_lr,
+)  # fmt: skip
+# Faults in spite of which a run may learn: no reasons where it did.
+CAUSES = (cut_answers, repeated_tasks, noisy_verifier, collapsed)

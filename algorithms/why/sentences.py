@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.algorithms.why.rules import missing_rewards, not_improved, read, reasons
+from agentrl.algorithms.why.changes import not_improved
+from agentrl.algorithms.why.record import read
+from agentrl.algorithms.why.rules import missing_rewards, reasons
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
 from agentrl.types import StepRow

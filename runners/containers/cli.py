@@ -64,6 +64,7 @@ class Cli:
         self._keeper: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._restarting = asyncio.Lock()
 
     async def start(self) -> None:
         """Raise ConfigError, one sentence, if there is no program, or its daemon is down."""
@@ -74,6 +75,10 @@ class Cli:
         await self._start_keeper()
 
     async def _start_keeper(self) -> None:
+        """The first one, or the next after one that was killed."""
+        if self._keeper is not None and self._writer is not None:
+            self._writer.close()
+            await threads.call(self._keeper.wait)
         ours, theirs = socket.socketpair()
         program = [sys.executable, "-I", "-S", keeper.__file__, self.program, str(self.scratch)]
         how: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
@@ -103,15 +108,18 @@ class Cli:
         env: Mapping[str, str] | None = None,
         stdin: Path | None = None,
         stdout: Path | None = None,
+        largest: int = 0,
         timeout: float = keeper.CLI_TIMEOUT,
-        starts: bool = False,
+        ends: bool = False,
     ) -> CliAnswer:
-        """Call the command line. `env`: additional variables. `stdout`: file for the output.
-        `starts`: it starts a container, so it is not interrupted if the runner is killed."""
+        """Call the command line. `env`: additional variables. `stdout`: file for the output, of
+        at most `largest` bytes; 0: no limit.
+        `ends`: it ends by itself: it starts a container or builds an image, and is not interrupted
+        if the runner is killed, since only then is it known what to remove."""
         how: dict[str, Any] = {"argv": [self.program, *arguments], "env": env, "timeout": timeout}
         how |= {"stdin": str(stdin)} if stdin else {}
-        how |= {"stdout": str(stdout)} if stdout else {}
-        return await self._send({"do": "call", "how": how, "starts": starts})
+        how |= {"stdout": str(stdout), "largest": largest} if stdout else {}
+        return await self._send({"do": "call", "how": how, "ends": ends})
 
     async def open_door(self, name: str, pid: int, host: str, port: int) -> CliAnswer:
         how = {"name": name, "pid": pid, "host": host, "port": port}
@@ -123,8 +131,9 @@ class Cli:
             self._write({"do": "remove", "name": name, "folder": str(folder or "")})
 
     async def _send(self, asked: dict[str, Any]) -> CliAnswer:
-        if not self.alive:
-            await self._start_keeper()
+        async with self._restarting:
+            if not self.alive:
+                await self._start_keeper()
         self._count += 1
         number = self._count
         future: asyncio.Future[CliAnswer] = asyncio.get_running_loop().create_future()
@@ -133,7 +142,7 @@ class Cli:
         try:
             return await future
         except asyncio.CancelledError:
-            if not asked.get("starts"):
+            if not asked.get("ends"):
                 self._write({"do": "stop", "of": number})
             raise
         finally:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agentrl.base import threads
-from agentrl.runners.containers.cli import Cli
+from agentrl.runners.containers.cli import Cli, ContainerError
 from agentrl.runners.containers.keeper import LABEL
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ INTERVAL = 0.5  # seconds between looks at the free space
 GROWTH = 64 * 2**20  # bytes that were written by anybody, after which containers are measured
 MB = 2**20
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+VOLUMES = '{{.Name}}{{range .Mounts}}{{if eq .Type "volume"}} {{.Source}}{{end}}{{end}}'
 SIZE = re.compile(r"([0-9.]+) ?([kKMGT]?B)")
 
 
@@ -56,7 +57,8 @@ class DiskWatch:
             await asyncio.sleep(INTERVAL)
             limited = [c for c in self._containers.values() if c.spec.disk_mb and not c.why]
             if limited and self._fuller(limited):
-                await self._measure(limited)
+                with suppress(ContainerError):  # the next keeper can be asked again
+                    await self._measure(limited)
 
     def _fuller(self, limited: list[Container]) -> bool:
         """Whether so much was written since the last measurement that a look is due."""
@@ -79,8 +81,11 @@ class DiskWatch:
             name, _, said = line.partition(" ")
             if (found := SIZE.match(said)) is not None:
                 written[name] = float(found[1]) * UNITS[found[2].upper()]
+        volumes = await self._volumes(limited)
         for container in limited:
             size = written.get(container.name, 0.0)
+            for volume in volumes.get(container.name, ()):
+                size += await threads.call(_size, Path(volume))
             if container.share is not None:
                 size += await threads.call(_size, container.share)
             if size > container.spec.disk_mb * MB:
@@ -88,6 +93,13 @@ class DiskWatch:
                     f"the agent wrote more than {container.spec.disk_mb} MB to its container's disk"
                 )
                 self._cli.remove(container.name)  # what runs in it ends, and says so
+
+    async def _volumes(self, limited: list[Container]) -> dict[str, list[str]]:
+        """The folders on this machine that images want beside their containers, by container."""
+        names = [container.name for container in limited]
+        listed = await self._cli.ask("inspect", "--format", VOLUMES, *names)
+        lines = [line.removeprefix("/").split() for line in listed.out.splitlines()]
+        return {line[0]: line[1:] for line in lines if line}
 
 
 def _free(folder: Path) -> int | None:

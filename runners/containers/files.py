@@ -38,7 +38,9 @@ def unpack(archive: Path, target: Path) -> None:
             path = target.joinpath(*below)
             if member.isdir():
                 path.mkdir(parents=True, exist_ok=True)
-            elif member.isfile() and (data := tar.extractfile(member)) is not None:
+            elif member.isfile() or member.islnk():  # a file with two names
+                if (data := tar.extractfile(member)) is None:
+                    continue
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("wb") as file:
                     shutil.copyfileobj(data, file)

@@ -60,6 +60,7 @@ class Images:
             *("build", "--tag", name, "--file", str(folder / dockerfile)),
             *(*given, *self._options, str(folder)),
             timeout=timeout,
+            ends=True,
         )
         if said.status:
             raise ContainerError(f"the image of {folder} cannot be built: {said.problem}")
@@ -88,13 +89,15 @@ async def _shared(tasks: dict[str, asyncio.Task[T]], key: str, work: Coroutine[A
     """Return the result of a task that several may wait for, and that none of them cancels."""
     if (task := tasks.get(key)) is None:
         task = tasks[key] = asyncio.create_task(work)
+        task.add_done_callback(lambda task: _forget_failed(tasks, key, task))
     else:
         work.close()
-    try:
-        return await asyncio.shield(task)
-    finally:
-        if task.done() and (task.cancelled() or task.exception()):
-            tasks.pop(key, None)
+    return await asyncio.shield(task)
+
+
+def _forget_failed(tasks: dict[str, asyncio.Task[T]], key: str, task: asyncio.Task[T]) -> None:
+    if task.cancelled() or task.exception():
+        del tasks[key]
 
 
 def _digest(folder: Path, dockerfile: str, args: Mapping[str, str], options: Sequence[str]) -> str:

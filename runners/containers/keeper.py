@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -27,9 +28,11 @@ from typing import Any
 
 LABEL = "agentrl.owner"
 NEWUSER, NEWNET = 0x10000000, 0x40000000  # linux/sched.h
+EXITING = 0x4  # PF_EXITING, linux/sched.h: a flag in /proc/PID/stat
 LARGEST_MESSAGE = 2**26  # bytes
 LARGEST_OUTPUT = 2**20  # bytes of the outputs that are returned
 ENDING = 600.0  # seconds of retries to remove the containers of a dead runner
+GRACE = 5.0  # seconds for a program whose own programs were killed
 CLI_TIMEOUT = 60.0  # seconds of a call that has none of its own
 SWEEPS = (0.0, 5.0, 30.0, 300.0)  # seconds between searches for what others left
 LISTEN = "listen"
@@ -42,38 +45,40 @@ class Keeper:
         self._cli, self._scratch = cli, scratch
         self._own = ("--filter", f"label={LABEL}={owner}")
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._starting = set[int]()  # those of them that start a container
+        self._ending = set[int]()  # those of them that are never interrupted
         self._doors: dict[str, asyncio.Server] = {}
         self._removals: dict[str, str] = {}  # container -> its folder, or no path
         self._remove = asyncio.Event()
+        self._rms = set[asyncio.Task[tuple[int, str, str]]]()
 
     async def serve(self, fd: int) -> None:
         """Do what the runner asks, one line of JSON each, until it has gone."""
         ours = socket.socket(fileno=fd)
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LARGEST_MESSAGE)
         background = [asyncio.create_task(self._sweeping()), asyncio.create_task(self._removing())]
+        # The runner may be killed in the middle of a line.
         with contextlib.suppress(ConnectionError):
-            while line := await reader.readline():
-                asked = json.loads(line)
-                if asked["do"] == "stop":
-                    if (stopped := self._calls.get(asked["of"])) is not None:
-                        stopped.cancel()
-                elif asked["do"] == "remove":
-                    self._removals[asked["name"]] = asked["folder"]
-                    self._remove.set()
-                else:
-                    self._calls[asked["id"]] = asyncio.create_task(self._answer(asked, writer))
-                    if asked.get("starts"):
-                        self._starting.add(asked["id"])
-        # One that starts a container ends by itself: only then is it known what to remove.
-        for number, call in self._calls.items():
-            if number not in self._starting:
-                call.cancel()
-        await asyncio.gather(*self._calls.values(), return_exceptions=True)
+            while (line := await reader.readline()).endswith(b"\n"):
+                self._obey(json.loads(line), writer)
         for task in background:
             task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        for number, call in self._calls.items():
+            if number not in self._ending:
+                call.cancel()
         await self._remove_all()
+        writer.close()
+
+    def _obey(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if asked["do"] == "stop":
+            if (stopped := self._calls.get(asked["of"])) is not None:
+                stopped.cancel()
+        elif asked["do"] == "remove":
+            self._removals[asked["name"]] = asked["folder"]
+            self._remove.set()
+        else:
+            self._calls[asked["id"]] = asyncio.create_task(self._answer(asked, writer))
+            if asked.get("ends"):
+                self._ending.add(asked["id"])
 
     async def _answer(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         try:
@@ -83,10 +88,10 @@ class Keeper:
             status, out, err = -9, "", "stopped"
         except TimeoutError:
             status, out, err = -9, "", f"it took longer than {asked['how'].get('timeout'):g} s"
-        except OSError as error:
-            status, out, err = 127, "", str(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the runner waits for an answer
+            status, out, err = 127, "", str(error) or type(error).__name__
         del self._calls[asked["id"]]
-        self._starting.discard(asked["id"])
+        self._ending.discard(asked["id"])
         answer = {"id": asked["id"], "status": status, "out": out, "err": err}
         with contextlib.suppress(OSError, RuntimeError):  # the runner is gone
             writer.write(json.dumps(answer).encode() + b"\n")
@@ -107,8 +112,9 @@ class Keeper:
 
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
-                there = await asyncio.open_connection(host, port)
-                await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
+                gateway = await asyncio.open_connection(host, port)
+                await asyncio.gather(_copy(reader, gateway[1]), _copy(gateway[0], writer))
+                gateway[1].close()
             writer.close()
 
         self._doors[name] = await asyncio.start_server(forward, sock=socket.socket(fileno=fd))
@@ -124,26 +130,31 @@ class Keeper:
                 if (door := self._doors.pop(name, None)) is not None:
                     door.close()  # a door keeps the network of a container that is gone
             left: set[str] = set()
-            if (await self._ask("rm", "--force", "--volumes", *some))[0]:
-                _, listed, _ = await self._ask("ps", "-a", *self._own, "--format", "{{.Names}}")
-                left = set(listed.split())
+            if await self._rm(*some):
+                unknown, listed, _ = await self._ask(
+                    "ps", "-a", *self._own, "--format", "{{.Names}}"
+                )
+                left = set(some if unknown else listed.split())
             for name, folder in some.items():
                 if name not in left:
                     del self._removals[name]
-                    shutil.rmtree(folder, ignore_errors=True)
+                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             if left & self._removals.keys():
                 await asyncio.sleep(1.0)
                 self._remove.set()
 
     async def _remove_all(self) -> None:
+        """What is there now, though others are still starting: these end by themselves, and only
+        then is it known what is left to remove."""
         for door in self._doors.values():
             door.close()
         until, pause = asyncio.get_running_loop().time() + ENDING, 0.1
         while asyncio.get_running_loop().time() < until:
-            found, left, _ = await self._ask("ps", "-aq", *self._own)
+            ended = not self._calls and not self._rms
+            unknown, left, _ = await self._ask("ps", "-aq", *self._own)
             if left.split():
-                await self._ask("rm", "--force", "--volumes", *left.split())
-            elif not found:
+                await self._rm(*left.split())
+            elif ended and not unknown:
                 break
             await asyncio.sleep(pause)
             pause = min(2 * pause, 5.0)
@@ -153,7 +164,8 @@ class Keeper:
         """A killed keeper's last command may start a container after it."""
         for pause in SWEEPS:
             await asyncio.sleep(pause)
-            await self._sweep()
+            with contextlib.suppress(OSError):
+                await self._sweep()
 
     async def _sweep(self) -> None:
         """Remove what runners of this machine left that are gone with their keepers."""
@@ -170,7 +182,15 @@ class Keeper:
         _, listed, _ = await self._ask("inspect", "--format", field, *ids)
         pairs = [line.split() for line in listed.splitlines()]
         if dead := [pair[0] for pair in pairs if len(pair) == 2 and _is_dead(pair[1])]:
-            await self._ask("rm", "--force", "--volumes", *dead)
+            await self._rm(*dead)
+
+    async def _rm(self, *containers: str) -> int:
+        """Remove them whatever state they are in; return whether that failed. If this is cancelled
+        it goes on, as half a removal helps nobody."""
+        asked = asyncio.create_task(self._ask("rm", "--force", "--volumes", *containers))
+        self._rms.add(asked)
+        asked.add_done_callback(self._rms.discard)
+        return (await asyncio.shield(asked))[0]
 
     async def _ask(self, *arguments: str) -> tuple[int, str, str]:
         try:
@@ -184,11 +204,13 @@ async def run(
     env: dict[str, str] | None = None,
     stdin: str = os.devnull,
     stdout: str = "",
+    largest: int = 0,
     timeout: float = CLI_TIMEOUT,
     fds: tuple[int, ...] = (),
 ) -> tuple[int, str, str]:
     """Run a program; return its exit status, its output, unless that goes to the file `stdout`, and
-    the end of its errors. It is killed after `timeout` seconds, and if the caller is cancelled."""
+    the end of its errors. It is killed after `timeout` seconds, if the caller is cancelled, and if
+    it writes a file of more than `largest` bytes."""
     with contextlib.ExitStack() as stack:
         how: dict[str, Any] = {"stdin": stack.enter_context(open(stdin, "rb"))}  # noqa: ASYNC230, PTH123
         how["stdout"] = asyncio.subprocess.PIPE
@@ -197,17 +219,36 @@ async def run(
         given = None if env is None else {**os.environ, **env}
         how |= {"stderr": asyncio.subprocess.PIPE, "env": given, "pass_fds": fds}
         process = await asyncio.create_subprocess_exec(*argv, start_new_session=True, **how)
+    if largest:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (largest, largest))
     try:
         async with asyncio.timeout(timeout):
             out, err = await process.communicate()
     except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        await _kill(process)
         raise
     status, texts = process.returncode, ((out or b"")[:LARGEST_OUTPUT], err[-LARGEST_OUTPUT:])
     assert status is not None
     return status, texts[0].decode(errors="replace"), texts[1].decode(errors="replace")
+
+
+def _children(pid: int) -> list[int]:
+    files = Path(f"/proc/{pid}/task").glob("*/children")  # one for each thread
+    return [int(child) for file in files for child in file.read_text().split()]
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a program; at first what it has started: a build that is killed itself leaves a
+    container that nobody finds."""
+    with contextlib.suppress(OSError, TimeoutError):
+        if pids := _children(process.pid):
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.wait_for(process.wait(), GRACE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 def command_line(pid: int) -> str:
@@ -241,11 +282,13 @@ def listen(pid: int, port: int, fd: int) -> None:
 
 
 def started(pid: int) -> str:
-    """Return when a process started, in ticks since boot; empty if there is none."""
+    """Return when a process started, in ticks since boot; empty if there is none, or if it ends or
+    has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
+    return "" if state in "ZX" or int(stat[5]) & EXITING else stat[18]
 
 
 def owner_of(pid: int) -> str:

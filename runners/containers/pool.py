@@ -10,6 +10,7 @@ keeper when the runner has ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -23,8 +24,8 @@ from agentrl.runners.containers.cli import Cli, ContainerError
 from agentrl.runners.containers.cli import ContainerEnded as ContainerEnded
 from agentrl.runners.containers.disk import DiskWatch
 from agentrl.runners.containers.images import Images
-from agentrl.runners.containers.keeper import LABEL
-from agentrl.runners.containers.running import SHELL, exists
+from agentrl.runners.containers.keeper import LABEL, command_line, started
+from agentrl.runners.containers.running import SHELL
 from agentrl.runners.containers.running import Container as Container
 from agentrl.runners.containers.running import ContainerSpec as ContainerSpec
 from agentrl.runners.containers.table import CLIENT, limits
@@ -112,7 +113,7 @@ class Containers:
             except asyncio.CancelledError:
                 starting.add_done_callback(self._abandon)
                 raise
-            if exists(container.pid):
+            if not container.pid or started(container.pid):
                 self._taken[container.name] = container
                 return container
             self.forget(container)  # somebody has ended it meanwhile
@@ -124,10 +125,13 @@ class Containers:
             file.unlink(missing_ok=True)
 
     def _next(self, spec: ContainerSpec) -> asyncio.Task[Container]:
-        """Return one that is ready, else the one that is started first, else a new one."""
-        if not (tasks := self._ready.get(spec, [])):
+        """Return one that is ready, else the one that is started first, else a new one. What failed
+        once may work now."""
+        tasks = self._ready.get(spec, [])
+        tasks[:] = [task for task in tasks if not (task.done() and task.exception())]
+        if not tasks:
             return asyncio.create_task(self._start(spec))
-        ready = [task for task in tasks if task.done() and not task.exception()]
+        ready = [task for task in tasks if task.done()]
         chosen = ready[0] if ready else tasks[0]
         tasks.remove(chosen)
         return chosen
@@ -162,7 +166,7 @@ class Containers:
                         _make_share, spec.share[0] or self.cli.scratch, container.name
                     )
                 said = await self.cli.ask(
-                    *self._arguments(container), timeout=START_TIMEOUT, starts=True
+                    *self._arguments(container), timeout=START_TIMEOUT, ends=True
                 )
                 if said.status:
                     await self.images.config(spec.image)  # says it better if there is none
@@ -178,6 +182,8 @@ class Containers:
     def _arguments(self, container: Container) -> list[str]:
         spec, name = container.spec, container.name
         argv = ["run", "--detach", "--name", name, "--label", f"{LABEL}={self.cli.owner}"]
+        # What its first process, whose output everybody inside can write to, says is not kept.
+        argv += ["--log-driver", "none"]
         argv += ["--stop-timeout", "0", *([] if spec.entrypoint else ["--entrypoint", SHELL])]
         argv += ["--network", spec.network] if spec.network else []
         argv += limits(spec.memory_mb, spec.cpus, spec.pids)
@@ -196,14 +202,16 @@ class Containers:
     async def _open_door(self, container: Container) -> None:
         """Note its first process, and let it reach the gateway."""
         said = await self.cli.ask("inspect", "--format", "{{.State.Pid}}", container.name)
-        container.pid = int(said.out.strip() or 0) if not said.status else 0
-        if not container.pid:
+        pid = int(said.out.strip() or 0) if not said.status else 0
+        if not pid:
             raise ContainerError(
                 f"a container of {container.spec.image!r} ended at once: its image"
                 " needs a shell, `sh`, and `sleep`"
             )
+        with contextlib.suppress(OSError):  # it is a process of another machine
+            container.pid = pid if container.name in command_line(pid) else 0
         if self._gateway and container.spec.network != "host":
-            opened = await self.cli.open_door(container.name, container.pid, *self._gateway)
+            opened = await self.cli.open_door(container.name, pid, *self._gateway)
             if opened.status:
                 raise ContainerError(
                     f"a container cannot reach the gateway ({opened.problem}); run the runner as"

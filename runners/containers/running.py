@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
 import select
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.base import threads
 from agentrl.runners.containers import files
@@ -21,7 +23,7 @@ from agentrl.runners.containers.cli import (
     ContainerError,
     write_variables,
 )
-from agentrl.runners.containers.keeper import command_line
+from agentrl.runners.containers.keeper import command_line, started
 from agentrl.runners.containers.table import CLIENT
 from agentrl.runners.processes.contract import passed_environment
 from agentrl.runners.processes.launcher import Finished, OutputPipe, SupervisorLost
@@ -30,7 +32,7 @@ from agentrl.runners.processes.supervisor import ProcessSpec
 if TYPE_CHECKING:
     from agentrl.runners.containers.pool import Containers
 
-SHELL = "/bin/sh"
+SHELL, ROOT = "/bin/sh", "0"
 KILL_ALL = "kill -9 -1"  # all processes of a container but the first
 # Podman loses outputs when its own input ends early, or is not read to the end. So it is open until
 # the program has ended, and the container reads as many bytes as it is told, whatever the program
@@ -40,6 +42,8 @@ READ_LARGE_STDIN = """size=$0 file=/tmp/.agentrl-$$
 (PATH="$PATH:/bin:/usr/bin"; umask 077; head -c "$size" >"$file")
 exec 3<"$file"; (PATH="$PATH:/bin:/usr/bin"; rm "$file"); exec "$@" <&3 3<&-"""
 LARGEST_IN_PIPE = 2**16 - 2**12  # bytes
+STATE = "{{.State.Status}} {{.State.ExitCode}} {{.State.OOMKilled}}"
+SETTLING = 5.0  # seconds until an engine knows at last that a container has ended
 COPY_TIMEOUT = 120.0  # seconds
 KILL_TIMEOUT = 10
 LARGEST_OUTPUT = 2**20  # bytes kept of each output of a program
@@ -72,7 +76,7 @@ class Container:
     spec: ContainerSpec
     pool: Containers
     share: Path | None = None  # its own folder on the host, if the spec has one
-    pid: int = 0  # of its first process
+    pid: int = 0  # of its first process; 0: the engine is on another machine
     why: str = ""  # it was ended by this runner, because
 
     async def run(
@@ -98,7 +102,7 @@ class Container:
         except SupervisorLost as lost:
             raise ContainerError(f"{lost}, and its program with it") from None
         except TimeoutError:
-            await self._ask("exec", "--user", "0", self.name, SHELL, "-c", KILL_ALL)
+            await self._kill_all()
             raise
         finally:
             os.close(held)
@@ -129,17 +133,29 @@ class Container:
         return ProcessSpec(argv=command, env=env, folder=str(self.pool.cli.scratch))
 
     async def check(self) -> None:
-        """Raise ContainerError if the container has ended, or is not reachable."""
-        state = "{{.State.Running}} {{.State.OOMKilled}}"
-        said = await self.pool.cli.ask("inspect", "--format", state, self.name)
-        running, _, oom = said.out.strip().partition(" ")
-        if self.why:
-            raise ContainerEnded(self.why)
-        if said.status:
-            raise ContainerError(f"the container is gone: {said.problem}")
-        if running != "true":
-            memory = f", for using {self.spec.memory_mb} MB of memory" if oom == "true" else ""
-            raise ContainerEnded(f"the container was ended by what runs in it{memory}")
+        """Raise ContainerError if the container has ended, or is not reachable; its kind
+        ContainerEnded if what ran in it is to blame."""
+        until = time.monotonic() + SETTLING
+        while True:
+            said = await self._ask("inspect", "--format", STATE, self.name)
+            if self.why:
+                raise ContainerEnded(self.why)
+            if said.status:
+                raise ContainerError(f"the container is gone: {said.problem}")
+            state, status, oom = said.out.split()
+            if state == "running" and (not self.pid or started(self.pid)):
+                return
+            # The engine hears of the first process's end after those of all others.
+            if state not in ("running", "stopped") or time.monotonic() > until:
+                break
+            await asyncio.sleep(SETTLING / 50)
+        if oom == "true":
+            memory = f"for using {self.spec.memory_mb} MB of memory"
+            raise ContainerEnded(f"the container was ended by what runs in it, {memory}")
+        # The first process gets SIGKILL from outside only.
+        if state in ("exited", "stopped") and int(status) != 128 + signal.SIGKILL:
+            raise ContainerEnded("the container was ended by what runs in it")
+        raise ContainerError(f"the container is gone: somebody has ended it, it is {state}")
 
     async def copy_in(self, source: Path, inside: str) -> None:
         """Copy a file, or what is in a folder, to a path in the container; root owns it there.
@@ -153,20 +169,35 @@ class Container:
 
     async def copy_out(self, inside: str, target: Path) -> bool:
         """Copy a file or folder of the container to `target`, without links; return whether it
-        exists. Raises ContainerError if the container has ended."""
+        exists. Raises ContainerError if it cannot be copied, and its kind ContainerEnded if it is
+        larger than the container may be."""
         with self._archive() as archive:
-            said = await self._ask("cp", f"{self.name}:{inside}", "-", stdout=archive)
+            most = self.spec.disk_mb * 2**20
+            said = await self._ask("cp", f"{self.name}:{inside}", "-", stdout=archive, largest=most)
             if said.status:
                 await self.check()
-                return False
+                if most and archive.stat().st_size >= most:
+                    raise ContainerEnded(f"{inside} has more than {self.spec.disk_mb} MB")
+                look = ("exec", "--user", ROOT, self.name, SHELL, "-c", '[ -e "$0" ]', inside)
+                if (await self._ask(*look)).status == 1:
+                    return False
+                why = f"cannot be copied from the container: {said.problem}"
+                raise ContainerError(f"{inside} {why}")
             await threads.call(files.unpack, archive, target)
         return True
 
-    async def _ask(
-        self, *arguments: str, stdin: Path | None = None, stdout: Path | None = None
-    ) -> CliAnswer:
-        ask = self.pool.cli.ask
-        return await ask(*arguments, stdin=stdin, stdout=stdout, timeout=COPY_TIMEOUT)
+    async def _kill_all(self) -> None:
+        """Raise ContainerError if that cannot be done, as when there are too many processes for one
+        more. The container has been ended then."""
+        said = await self._ask("exec", "--user", ROOT, self.name, SHELL, "-c", KILL_ALL)
+        if said.status:
+            await self.check()
+            self.why = f"what runs in the container cannot be ended: {said.problem}"
+            await self.end()
+            raise ContainerEnded(self.why)
+
+    async def _ask(self, *arguments: str, **files: Any) -> CliAnswer:
+        return await self.pool.cli.ask(*arguments, **files, timeout=COPY_TIMEOUT)
 
     @contextlib.contextmanager
     def _archive(self) -> Iterator[Path]:
@@ -203,15 +234,12 @@ def written(data: bytes) -> tuple[int, int]:
     return reading, writing
 
 
-def exists(pid: int) -> bool:
-    """Whether there is a process `pid`."""
-    return Path(f"/proc/{pid}").exists()
-
-
 def _kill(pid: int, name: str) -> bool:
     """Kill a container's first process, and by that all others of it; return whether they have
     ended. The engine may run on another machine, or as a user whose processes this one must not
     kill."""
+    if not pid:
+        return False
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

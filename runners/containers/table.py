@@ -17,22 +17,26 @@ class ContainerConfig(Section, frozen=True):
     """A container for each rollout, for `executor = "container"`."""
 
     image: str  # image with the agent and a shell, `sh`
-    # of `docker run`. none: nothing but the gateway; bridge: the internet; host: this machine's
+    # Network of `docker run`. none: nothing but the gateway; bridge: the internet; host: this
+    # machine's
     network: str = "none"
     options: list[str] = []  # additional arguments of `docker run`
-    cli: str = ""  # docker, podman or a compatible program; default: the first of both that works
+    # Program that runs containers: docker, podman or a compatible one; default: the first of both
+    # that works.
+    cli: str = ""
     warm: Natural = 8  # containers that are ready before rollouts need them
     pids: Natural = 512  # processes and threads in a container; 0: no limit
     cpus: NonNegative = 0.0  # cores that a container may use; 0: no limit
-    disk_mb: Natural = 10_000  # that a rollout may write; 0: no limit
+    disk_mb: Natural = 10_000  # Disk in MB that a rollout may write; 0: no limit.
 
 
 class KubernetesConfig(Section, frozen=True):
     """A Job for each rollout, for `executor = "kubernetes"`."""
 
     image: str = ""  # image with the agent; default: the template's
-    namespace: str = "default"  # of the Jobs
-    context: str = ""  # of the kubeconfig; default: the current one, or the runner's own pod
+    namespace: str = "default"  # Namespace of the Jobs.
+    # Context of the kubeconfig; default: the current one, or the runner's own pod.
+    context: str = ""
     template: str = ""  # YAML or JSON file of a Job to start from, relative to the run file
     ttl: Natural = 300  # seconds for which a finished Job is kept
 

@@ -210,7 +210,8 @@ class CallHandler:
             if why := why_not_text(request.fields, request.messages, route.policy, call.role):
                 call.fail(why)
                 raise RefusedError(400, "not_text", why)
-            warn_of_name(self._upstream, route, call.caller, request.model)
+            if not self._active.scoring:
+                warn_of_name(self._upstream, route, call.caller, request.model)
         if request.dialect.api == CHAT.api:
             messages = await self._upstream.adapt(route, request.messages)
             if messages is not request.messages:
@@ -222,7 +223,7 @@ class CallHandler:
         if limit and len(body) + (sampling.max_tokens or 0) > limit and not fitting:
             fitting = await find_fitting(self._upstream, route, request.fields, sampling.max_tokens)
             body, sampling = request.encode(route, call.defaults, capture=capture, fitting=fitting)
-        if not (route.frozen or fitting):
+        if not (route.frozen or fitting or self._active.scoring):
             warn_of_sampling(self._upstream, route, sampling, call.defaults)
         # A role outside the agent's work is excluded from training by the name of its policy.
         untrained = auxiliary and not route.frozen

@@ -190,7 +190,7 @@ def _fill_sampling(body: Fields, defaults: Sampling | None) -> Sampling:
             limit = body["max_tokens"] = defaults.max_tokens
         filling = {"temperature": defaults.temperature, "top_p": defaults.top_p}
         filling |= {"top_k": defaults.top_k} if defaults.top_k else {}
-        if defaults.force:
+        if defaults.override_agent:
             for name in ("temperature", "top_p", "top_k"):
                 body.pop(name, None)
                 chosen[name] = None
@@ -372,7 +372,7 @@ def warn_of_sampling(upstream: Upstream, route: Route, used: Sampling, defaults:
     other = [name for name, value in wanted if value not in (None, getattr(used, name))]
     if other:
         upstream.warn_once(
-            "policy %s: the agent overrules the run file's sampling with %s; sampling.force = true"
-            " would keep the run file's temperature, top_p and top_k",
+            "policy %s: the agent overrules the run file's sampling with %s; "
+            "sampling.override_agent = true would keep the run file's temperature, top_p and top_k",
             *(route.policy, ", ".join(f"{name} = {getattr(used, name)}" for name in other)),
         )

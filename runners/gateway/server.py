@@ -21,7 +21,7 @@ from typing import Any
 from aiohttp import web
 from msgspec.structs import replace
 
-from agentrl.base.access import is_loopback
+from agentrl.base.access import ANYBODY, Access, is_loopback
 from agentrl.base.http_server import listen, server_loop
 from agentrl.base.processes import allow_files
 from agentrl.config import UpstreamConfig
@@ -53,8 +53,10 @@ class Gateway:
         key: str = "",
         models: Collection[str] = (),
         features: Sequence[Feature] = (),
+        access: Access = ANYBODY,
     ) -> None:
         """`upstreams` to `models`: see `Router`. `features`: in the order in which they see a call.
+        `access`: the certificate; a feature checks keys.
         If other machines can connect to `host`, only sealed attempts accept calls.
 
         Raises ConfigError if the API key of an upstream is missing."""
@@ -67,6 +69,7 @@ class Gateway:
             store, run, upstreams, roles, policies, remote=remote, key=key, models=models
         )
         self._store, self._host, self._features = store, host, features
+        self._access = access
         self._loop = server_loop()
         self._thread = threading.Thread(target=self._serve, name="agentrl-gateway", daemon=True)
         self._listening: Future[int] = Future()
@@ -87,7 +90,8 @@ class Gateway:
         self.port = port
         here = "127.0.0.1" if self._host in ("", "0.0.0.0") else self._host
         here = "[::1]" if here == "::" else f"[{here}]" if ":" in here else here
-        self.base_url = f"http://{here}:{port}/v1"
+        scheme = "https" if self._access.certfile else "http"
+        self.base_url = f"{scheme}://{here}:{port}/v1"
 
     def close(self) -> None:
         """Refuse new calls, abort those in flight, end the thread."""
@@ -139,7 +143,9 @@ class Gateway:
         following, runner = asyncio.create_task(self.router.follow()), None
         try:
             try:
-                runner, _ = await listen(app, self._host, self.port, shutdown=0.0)
+                runner, _ = await listen(
+                    app, self._host, self.port, shutdown=0.0, access=self._access
+                )
             except OSError as error:
                 self._listening.set_exception(error)
                 return

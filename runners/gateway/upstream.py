@@ -281,7 +281,7 @@ class Upstream:
         active, role = caller.active, caller.role_of(model)
         if active.scoring:
             route = self.router.find(model, role)
-            if route is None or not route.frozen:
+            if route is None or route.policy not in self.router.frozen:
                 raise RefusedError(
                     403,
                     "not_frozen",

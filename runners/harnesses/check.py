@@ -156,7 +156,7 @@ async def check(
         tables: Any = {"workspace": WorkspaceConfig(source="task.files", folder=folder)}
         config = RunConfig(
             agent=AgentConfig(harness=name, command=[program], env=dict(env or {})),
-            policy=PolicyConfig(model="m", messages="as_sent"),
+            policy=PolicyConfig(model="m", unsupported_roles="as_sent"),
             runner=RunnerConfig(concurrency=concurrency),
             **tables,
         )

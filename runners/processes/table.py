@@ -11,11 +11,12 @@ from agentrl.config.infrastructure import RunnerConfig
 class PoolConfig(Section, frozen=True):
     """Warm processes, for `executor = "pool"`."""
 
-    processes: Natural = 0  # 0: one per core
+    processes: Natural = 0  # Processes; 0: one per core.
     rollouts: Count = 1  # concurrent rollouts per process
     recycle_after: Count = 1000  # rollouts after which a process is replaced
     recycle_mb: Natural = 0  # resident size (MB) above which a process is replaced; 0: unlimited
-    start: Literal["fork", "spawn"] = "fork"  # fork: import the agent once; spawn: in each process
+    # Start of processes. fork: import the agent once; spawn: in each process.
+    start: Literal["fork", "spawn"] = "fork"
 
 
 class CommandRunnerConfig(RunnerConfig, frozen=True, tag="command"):

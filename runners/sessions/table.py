@@ -18,8 +18,8 @@ class SessionsConfig(Section, frozen=True):
     # Session of a request without the header: the conversation that it continues, or one per key.
     by: Literal["conversation", "key"] = "conversation"
     sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # fraction of sessions to record
-    idle: Seconds = 1800.0  # without a call, after which a session ends
-    timeout: Seconds = 600.0  # of one call
+    idle: Seconds = 1800.0  # Seconds without a call after which a session ends.
+    timeout: Seconds = 600.0  # Seconds of one call, at most.
     # Regular expressions. Matches are stored as [redacted], and such calls without their tokens.
     redact: list[str] = []
     # Environment variable with the API keys that callers may send as a bearer token or x-api-key,

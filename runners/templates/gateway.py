@@ -76,7 +76,7 @@ class PromptRule:
                 raise UntranslatableError(
                     f"messages[{index}]",
                     f"the chat template of the policy does not show {what}; choose a model whose"
-                    ' template does, or leave it out with policy.messages = "as_sent"',
+                    ' template does, or leave it out with policy.unsupported_roles = "as_sent"',
                 )
             if index >= start and self.later and what == LATER:
                 message = message | {"role": self.later}
@@ -113,7 +113,7 @@ class ChatTemplates(Feature):
 
 
 def join(store: Store, config: RunConfig) -> ChatTemplates | None:
-    return None if config.policy.messages == "as_sent" else ChatTemplates()
+    return None if config.policy.unsupported_roles == "as_sent" else ChatTemplates()
 
 
 async def _rule_of(upstream: Upstream, route: Route) -> PromptRule:

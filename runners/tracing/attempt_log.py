@@ -35,6 +35,7 @@ Recorded = Callable[[], str | None] | None  # returns the span id at another tra
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 MODEL_ROUTE = re.compile(r"/(?:completions|responses|messages)$|[gG]enerateContent(?:\?|$)")
 KEY = context.create_key("agentrl-journal")
+Place = tuple[int, int]  # ids of a thread and of its task
 NO_TASK = 0  # of a thread without an event loop, such as a sync agent's
 _open: dict[int, AttemptLog] = {}  # by trace id
 # The step of the LangChain model that is being asked: `batch` of a sequence sets no context for it.
@@ -81,7 +82,7 @@ class AttemptLog:
     running: set[str] = field(default_factory=set)  # keys of `steps`
     needs_no_call: bool = False  # success without a model call is correct here
     ended: bool = False
-    homes: set[tuple[int, int]] = field(default_factory=set)  # the agent's own tasks and threads
+    homes: set[Place] = field(default_factory=set)  # the agent's own tasks and threads
 
     def enter(
         self, step: str, name: str, kind: str, parent: str | None, recorded: Recorded = None
@@ -190,19 +191,19 @@ def current() -> AttemptLog | None:
 def enter_agent() -> None:
     """Note that the agent itself, not something that it started, runs in this task or thread."""
     if log := current():
-        log.homes.add(_place())
+        log.homes.add(place())
 
 
 def leave_as_server() -> None:
     """Take the caller's task or thread out of its attempt for ever, unless it is the agent's own:
     it serves connections, which may be those of other attempts."""
     if log := current():
-        thread, task = _place()
+        thread, task = place()
         if log.homes.isdisjoint({(thread, task), (thread, NO_TASK)}):
             context.attach(context.Context())
 
 
-def _place() -> tuple[int, int]:
+def place() -> Place:
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop

@@ -4,9 +4,9 @@ Python serves each connection in the context in which the server was started. A 
 started inside one attempt, such as a shared environment, an MCP server or a cache, also serves
 other attempts, whose model calls would be recorded in the first. So inside attempts, and only
 there, servers start in an empty context, and a task or thread other than the agent's own that
-accepts a connection, or takes one item after the other from a queue to which another attempt has
-put, is a server from then on. Their model calls need the attempt's own URL or key, or the
-`traceparent` of the request that they serve; the gateway refuses others.
+accepts a connection, or takes from a queue what another attempt has put, is a server from then on.
+Their model calls need the attempt's own URL or key, or the `traceparent` of the request that they
+serve; the gateway refuses others.
 """
 
 from __future__ import annotations
@@ -17,20 +17,36 @@ import socket
 import socketserver
 import sys
 from asyncio import base_events, selector_events
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import Context, ContextVar
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from agentrl.runners.tracing import attempt_log
+from agentrl.runners.tracing.attempt_log import AttemptLog, Place
 
-# To a queue; two attempts suffice.
-_senders: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-# Ids of the queues from which this task or thread has taken an item, and put none since.
-_taken_from: ContextVar[frozenset[int]] = ContextVar("taken_from", default=frozenset())
+QUEUES = (asyncio.Queue, queue.Queue)
+SHARED = "_agentrl_shared"  # attribute of a queue
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """What attempts have put into a queue."""
+
+    senders: set[str] = field(default_factory=set)  # attempts; two suffice
+    waiting: dict[int, str] = field(default_factory=dict)  # by an item's id: who has put it
+    lends: bool = False  # someone has put back what it had taken: a pool
+
+
+Asked = Mapping[Shared, bool]
+# The queues that this task or thread has asked for an item, and whether it got one; until it puts
+# one into them.
+_asked: ContextVar[Asked] = ContextVar("asked", default=MappingProxyType({}))
+_putter: ContextVar[Place | None] = ContextVar("putter", default=None)  # who has put at all
 
 
 @cache
@@ -120,21 +136,38 @@ def _sock_accept(accept: Callable[..., Any]) -> Callable[..., Any]:
 def _put(put: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(put)
     def sent(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _taken_from.set(_taken_from.get() - {id(_queue_of(self))})
-        if (log := attempt_log.current()) is not None:
-            known = _senders.setdefault(_queue_of(self), set())
-            if len(known) < 2:
-                known.add(log.attempt)
+        asked, log = _asked.get(), attempt_log.current()
+        if asked or log is not None:
+            _note(_shared(self), asked, log, args[0] if args else kwargs.get("item"))
         return put(self, *args, **kwargs)
 
     return sent
 
 
+def _note(shared: Shared, asked: Asked, log: AttemptLog | None, item: Any) -> None:
+    """That this item is put into a queue, perhaps as one that has been taken out of it."""
+    if back := shared in asked:
+        shared.lends = True
+        _asked.set({queue: taken for queue, taken in asked.items() if queue is not shared})
+    if log is None:
+        return
+    _putter.set(attempt_log.place())
+    if len(shared.senders) < 2:
+        shared.senders.add(log.attempt)
+    if not back and item is not None:  # None: the place of an item that is made when it is taken
+        shared.waiting[id(item)] = log.attempt
+
+
 def _get(get: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(get)
     def taken(self: Any, *args: Any, **kwargs: Any) -> Any:
-        item = get(self, *args, **kwargs)
-        _leave_if_shared(self)
+        try:
+            item = get(self, *args, **kwargs)
+        except (queue.Empty, asyncio.QueueEmpty):  # it may make one now, and put that "back"
+            if attempt_log.current() is not None:
+                _asked.set({_shared(self): False, **_asked.get()})
+            raise
+        _leave_if_foreign(self, item)
         return item
 
     return taken
@@ -144,24 +177,39 @@ def _receive(receive: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(receive)
     async def received(self: Any) -> Any:
         item = await receive(self)
-        _leave_if_shared(self)
+        _leave_if_foreign(self, item)
         return item
 
     return received
 
 
-def _leave_if_shared(end: Any) -> None:
-    """Leave if this takes one item after the other that others have put. Who puts back what it has
-    taken, as users of a pool of connections do, serves nobody."""
-    if (log := attempt_log.current()) is None:
+def _leave_if_foreign(end: Any, item: Any) -> None:
+    """Leave if this works for others: it takes one after the other from a queue to which others
+    have put, or at first what another attempt has put. Not if it puts back what it has taken, as
+    users of a pool of connections do, nor, at first, if it has put anything into any queue: what it
+    takes may be the answer, which a client that another attempt has started received for it."""
+    log = attempt_log.current()
+    shared = _shared(end) if log is not None else vars(_queue_of(end)).get(SHARED)
+    sender = shared.waiting.pop(id(item), None) if shared is not None else None
+    if log is None:
         return
-    shared, taken = _queue_of(end), _taken_from.get()
-    if id(shared) not in taken:
-        _taken_from.set(taken | {id(shared)})
-    elif not _senders.get(shared, set()) <= {log.attempt}:
+    asked = _asked.get()
+    if asked.get(shared):
+        foreign = not shared.senders <= {log.attempt}
+    else:
+        _asked.set({**asked, shared: True})
+        foreign = sender not in (None, log.attempt) and not shared.lends
+        foreign = foreign and _putter.get() != attempt_log.place()
+    if foreign:
         attempt_log.leave_as_server()
+
+
+def _shared(end: Any) -> Shared:
+    known: dict[str, Any] = vars(_queue_of(end))
+    found: Shared | None = known.get(SHARED)
+    return known.setdefault(SHARED, Shared()) if found is None else found
 
 
 def _queue_of(end: Any) -> Any:
     """The queue itself, or what both ends of anyio's have in common."""
-    return getattr(end, "_state", end)
+    return end if isinstance(end, QUEUES) else end._state

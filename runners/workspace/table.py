@@ -12,18 +12,20 @@ class WorkspaceConfig(Section, frozen=True):
     """A folder for each attempt of a command: a git repository with one commit in which it works,
     and a HOME of its own. It is removed after scoring."""
 
-    # "git:PATH@REVISION", a folder, or "task.KEY": a key of the task with one of these or a mapping
-    # of file names to texts. Paths are relative to the run file. Empty: no workspace.
+    # Source of workspaces: "git:PATH@REVISION", a folder, or "task.KEY": a key of the task with one
+    # of these or a mapping of file names to texts. Paths are relative to the run file. Empty: no
+    # workspace.
     source: str = ""
-    # user: run as another user (needs root); unshare: in Linux namespaces; bubblewrap: with bwrap;
-    # container: with runner.executor = "container". With user, unshare and bubblewrap the agent can
-    # write only to its workspace and connect only to the gateway.
+    # Sandbox of the agent. user: run as another user (needs root); unshare: in Linux namespaces;
+    # bubblewrap: with bwrap; container: with runner.executor = "container". With user, unshare and
+    # bubblewrap the agent can write only to its workspace and connect only to the gateway.
     sandbox: Literal["none", "user", "unshare", "bubblewrap", "container"] = "none"
-    user: str = "nobody"  # for sandbox = "user"
+    user: str = "nobody"  # User as whom agents run, with sandbox = "user".
     hide: list[str] = []  # additional files and folders that appear empty in the sandbox
-    keep: Literal["never", "failed", "always"] = "never"  # keep them in <output>/workspaces
+    # Workspaces that are kept, in <output>/workspaces.
+    keep: Literal["never", "failed", "always"] = "never"
     folder: str = ""  # parent folder of workspaces; default: the system's temporary folder
-    timeout: Seconds = 60.0  # for creating one
+    timeout: Seconds = 60.0  # Seconds in which a workspace is created, at most.
 
     def problems(self, config: Any) -> Iterator[str]:
         if not self.source:

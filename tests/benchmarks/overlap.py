@@ -118,8 +118,8 @@ def logprob_error(run: VirtualRun) -> float:
 def wall_clock(seeds: list[int], steps: int, folder: Path) -> dict[str, Any]:
     modes = {
         "sync": [],
-        "drained1": ["algorithm.max_staleness=1", "algorithm.overlap=drained"],
-        "flight1": ["algorithm.max_staleness=1", "algorithm.overlap=in_flight"],
+        "drained1": ["algorithm.max_staleness=1", "algorithm.async_sampling=drained"],
+        "flight1": ["algorithm.max_staleness=1", "algorithm.async_sampling=in_flight"],
     }
     seconds: dict[str, list[float]] = {name: [] for name in modes}
     for seed in seeds:

@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.model.liger import use_liger
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.packing import Packing, pack_rows
 from agentrl.types import POLICY
@@ -83,6 +84,7 @@ def random_model(shape: ModelShape, device: str, layers: int = 0) -> Qwen2ForCau
 def utilisation(
     name: str, packing: Packing = "trie", *, rank: int = 0, budget: int = 0, groups: int = 4,
     repeats: int = 5, turns: Shape = TURNS, tflops: float = TFLOPS, device: str = "cuda",
+    liger: bool = False,
 ) -> Figures:  # fmt: skip
     """rank: of an adapter on all linear layers; 0: all weights are trained."""
     shape, budget = MODELS[name], budget or BUDGETS[name]
@@ -93,6 +95,8 @@ def utilisation(
         adapters, trained = Adapters(model), 0
         adapters.add(POLICY, rank=rank, alpha=2.0 * rank)
         trained = sum(p.numel() for p in adapters.parameters(POLICY).values())
+    if liger:
+        use_liger(model)
     learner = TorchLearner(
         model, tokenizer(), packing=packing, token_budget=budget, adapters=adapters
     )
@@ -175,6 +179,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="0.5B")
     parser.add_argument("--packing", choices=["trie", "rows"], default="trie")
     parser.add_argument("--rank", type=int, default=0, help="of an adapter; 0: all weights")
+    parser.add_argument("--liger", action="store_true", help="with Liger Kernel")
     parser.add_argument("--budget", type=int, default=0, help="tokens of a micro-batch")
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
@@ -183,7 +188,7 @@ def main() -> None:
     own = parser.parse_args()
     found = utilisation(
         own.model, own.packing, rank=own.rank, budget=own.budget, groups=own.groups,
-        repeats=own.repeats, tflops=own.tflops,
+        repeats=own.repeats, tflops=own.tflops, liger=own.liger,
     )  # fmt: skip
     if own.json:
         print(json.dumps(found))

@@ -173,7 +173,7 @@ def main() -> None:
     result = asyncio.run(prepare_and_remove(options.rollouts)) | killed()
     four = asyncio.run(prepare_and_remove(options.rollouts, at_once=4))
     result |= {"prepare_4_ms": four["prepare_ms"], "left_of_4": four["left"]}
-    result["stages"] = asyncio.run(throughput(40, options.scale, prepare=2, score=2))
+    result["stages"] = asyncio.run(throughput(40, options.scale, prefetch=2, scoring_concurrency=2))
     result["one_place"] = asyncio.run(throughput(10, options.scale))
     if options.json:
         print(json.dumps(result))

@@ -28,6 +28,7 @@ async def played(named: Named, replies: dict[str, list[Any]]) -> dict[str, Any]:
     async with stage(named) as on:
         done = await on.play(hosted.tasks(named, "train")[0], reply)
     found = {"outcome": done.outcome, "rewards": done.rewards, "steps": done.steps}
+    found |= {"by_role": done.by_role}
     return found | {"problem": done.problem, "calls": calls}
 
 

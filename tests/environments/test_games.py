@@ -65,7 +65,8 @@ def test_agents_of_a_game_are_roles_with_rewards() -> None:
     found = played("pettingzoo", "classic.tictactoe_v3", moves)
     assert [call["role"] for call in found["calls"]] == ["player_1", "player_2"] * 2 + ["player_1"]
     assert found["asks"] == ["player_1", "player_2"]
-    assert (found["outcome"], found["steps"]) == (1.0, [0.0, 0.0, 0.0, 0.0, 1.0])
+    assert (found["outcome"], found["steps"]) == (0.0, [0.0, 0.0, 0.0, 0.0, 1.0])
+    assert found["by_role"] == {"player_1": 1.0, "player_2": -1.0}
     assert found["calls"][4]["last"].splitlines()[:3] == ["x o o", "x 4 5", "6 7 8"]
 
 
@@ -79,7 +80,7 @@ def test_players_of_textarena_are_roles() -> None:
     moves = {"player_0": ["[0]", "[1]", "[2]"], "player_1": ["[3]", "[4]"]}
     found = played("textarena", "TicTacToe-v0", moves, players=2)
     assert [call["role"] for call in found["calls"]] == ["player_0", "player_1"] * 2 + ["player_0"]
-    assert found["outcome"] == 1.0
+    assert (found["outcome"], found["by_role"]) == (0.0, {"player_0": 1.0, "player_1": -1.0})
 
 
 MORE = {

@@ -41,7 +41,7 @@ def value(rollout: Any) -> float | None:
 async def test_a_trace_without_an_end_is_worth_what_the_run_file_says(
     bench: Any, partial: Partial, reward: float | None
 ) -> None:
-    limits = AgentConfig(partial=partial, max_calls=1)
+    limits = AgentConfig(on_truncation=partial, max_calls=1)
     verify = lambda result, trace: 0.7 * len(trace.transitions) * (result is None)  # noqa: E731
     (rollout,) = await bench.run(endless, {"input": "x"}, verifier=verify, limits=limits)
     assert (rollout.state, rollout.failure.kind) == (RolloutState.FAILED, ErrorKind.LIMIT)
@@ -50,7 +50,7 @@ async def test_a_trace_without_an_end_is_worth_what_the_run_file_says(
 
 
 async def test_what_an_agent_did_before_its_time_was_up_is_scored(bench: Any) -> None:
-    limits = AgentConfig(partial="score")
+    limits = AgentConfig(on_truncation="score")
     (rollout,) = await bench.run(slow, {"input": "x"}, limits=limits, timeout=3.0)
     assert (rollout.state, rollout.failure.kind) == (RolloutState.FAILED, ErrorKind.TIMEOUT)
     assert value(rollout) == 1.0
@@ -66,7 +66,7 @@ async def test_what_an_agent_did_before_its_time_was_up_is_scored(bench: Any) ->
 async def test_an_endless_agent_is_ended(
     bench: Any, limits: dict[str, int], calls: int, says: str
 ) -> None:
-    settings = AgentConfig(partial="score", **limits)
+    settings = AgentConfig(on_truncation="score", **limits)
     (rollout,) = await bench.run(endless, {"input": "x"}, limits=settings)
     assert (rollout.state, rollout.failure.kind) == (RolloutState.FAILED, ErrorKind.LIMIT)
     assert says in rollout.failure.message
@@ -107,14 +107,14 @@ async def test_without_a_call_there_is_nothing_to_score(bench: Any) -> None:
     async def silent(text: str) -> None:
         await asyncio.sleep(60)
 
-    limits = AgentConfig(partial="score")
+    limits = AgentConfig(on_truncation="score")
     (rollout,) = await bench.run(silent, {"input": "x"}, limits=limits, timeout=0.2)
     assert rollout.failure.kind is ErrorKind.TIMEOUT
     assert value(rollout) is None
 
 
 async def test_a_verifier_that_needs_a_result_says_so(bench: Any) -> None:
-    limits = AgentConfig(partial="score", max_calls=1)
+    limits = AgentConfig(on_truncation="score", max_calls=1)
     verify = lambda result: result["answer"]  # noqa: E731
     (rollout,) = await bench.run(endless, {"input": "x"}, verifier=verify, limits=limits)
     assert rollout.failure.kind is ErrorKind.LIMIT
@@ -123,7 +123,7 @@ async def test_a_verifier_that_needs_a_result_says_so(bench: Any) -> None:
 
 
 async def test_what_is_tried_again_is_not_scored(bench: Any) -> None:
-    limits, retries = AgentConfig(partial="zero", max_calls=1), RetriesConfig(limit=1)
+    limits, retries = AgentConfig(on_truncation="zero", max_calls=1), RetriesConfig(limit=1)
     (rollout,) = await bench.run(endless, {"input": "x"}, limits=limits, retries=retries)
     assert rollout.attempts == 2
     assert rollout.reward() == 0.0

@@ -1,5 +1,5 @@
-"""With `algorithm.overlap = "one_step_off"` the weights that sample a group follow from its number,
-however long its calls take and wherever the run is cut off."""
+"""With `algorithm.async_sampling = "one_step_off"` the weights that sample a group follow from its
+number, however long its calls take and wherever the run is cut off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.system.test_resume import assert_same
 
 def config(folder: Path, model: Path) -> RunConfig:
     made = steady.config(folder, model)
-    how: Any = {"preset": "grpo+tis", "max_staleness": 1.0, "overlap": "one_step_off"}
+    how: Any = {"preset": "grpo+tis", "max_staleness": 1.0, "async_sampling": "one_step_off"}
     return replace(made, algorithm=replace(made.algorithm, **how))
 
 
@@ -72,8 +72,8 @@ def test_of_the_same_rollouts_a_run_has_bitwise_one_result(
     assert_same(*folders)
 
 
-@pytest.mark.parametrize("wrong", [{"max_staleness": 2}, {"order": "ready"}])
+@pytest.mark.parametrize("wrong", [{"max_staleness": 2}, {"group_order": "ready"}])
 def test_it_is_refused_where_it_promises_nothing(wrong: dict[str, Any]) -> None:
-    algorithm = {"preset": "grpo+tis", "max_staleness": 1, "overlap": "one_step_off"}
+    algorithm = {"preset": "grpo+tis", "max_staleness": 1, "async_sampling": "one_step_off"}
     with pytest.raises(ConfigError, match="one_step_off' samples one step ahead"):
         resolve({"name": "r", "algorithm": algorithm | wrong}, source="test")

@@ -15,8 +15,8 @@ PPO = [
     "algorithm.group_size=4",
     "algorithm.minibatches=2",
     "critic.lr=0.001",
-    "reference.target=0.001",
-    "reference.horizon=100",
+    "reference.target_kl=0.001",
+    "reference.kl_horizon=100",
     "reference.every=2",
 ]
 

@@ -96,7 +96,7 @@ async def _play(
             script, began = _Script(solution), time.monotonic()
             done = await on.play(task, script.reply)
             spent += time.monotonic() - began
-            outcomes.append(done.outcome or 0.0)
+            outcomes.append(_best(done) or 0.0)
             if why := done.problem or script.problem(done) or _unscored(done):
                 found("fail", f"ground truth of task {task['id']!r}: {why}")
         if not outcomes:
@@ -104,12 +104,18 @@ async def _play(
             return
         report.solved, report.ground_truth = len(outcomes), fmean(outcomes)
         report.rollouts_per_s = len(outcomes) / spent
-        base = played.outcome if played.outcome is not None else float("-inf")
+        known = _best(played)
+        base = known if known is not None else float("-inf")
         text = f"ground truth of {len(outcomes)} tasks scores {report.ground_truth:g}"
         if report.ground_truth > base:
             found("ok", text)
         else:
             found("fail", f"{text}, no more than a model that knows nothing")
+
+
+def _best(played: Played) -> float | None:
+    """The outcome: of several roles that of the best, as not all can win a game."""
+    return max(played.by_role.values(), default=played.outcome)
 
 
 def _unscored(played: Played) -> str:

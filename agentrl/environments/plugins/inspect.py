@@ -11,7 +11,7 @@ from agentrl.environments import Endpoint, Environment
 from agentrl.environments.plugins.shared import held_out
 from agentrl.types import Json
 
-SAMPLING = dict.fromkeys(("temperature", "top_p", "top_k", "seed", "num_choices"))
+SAMPLING = dict.fromkeys(("temperature", "top_p", "top_k", "seed", "num_choices"))  # the run's
 VALUES = {"C": 1, "P": 0.5, "I": 0, "N": 0, "yes": 1, "true": 1, "no": 0, "false": 0}
 GRADER = 'it asks the role grader: set environment_options.roles = ["grader"]'
 
@@ -20,16 +20,17 @@ class Inspect(Environment):
     requires = ("inspect-ai==0.3.285", "inspect-evals==0.26.0", "openai==3.57.0")
     isolation = "process"  # it runs one evaluation at a time
 
-    def __init__(self, what: str, score: str = "", roles: Any = (), **arguments: Any) -> None:
-        """`score`: the one of several that counts. `roles`: model roles that are not seen in it."""
+    def __init__(self, what: str, score: str = "", roles: Any = (), messages: int = 100,
+                 **arguments: Any) -> None:  # fmt: skip
+        """`score`: of several, what counts. `roles`: not seen in it. `messages`: the most."""
         from inspect_ai._eval.loader import load_tasks
         from inspect_ai._util.registry import registry_info, registry_params
         from inspect_ai.util._display import init_display_type
 
         init_display_type("none")
         [self.task] = load_tasks([str(self.root / what) if ".py" in what else what], arguments)
-        # The policy plays it, as the run file's [sampling] says.
-        self.task.model, self.task.config = None, self.task.config.model_copy(update=SAMPLING)
+        self.task.model, self.task.message_limit = None, self.task.message_limit or messages
+        self.task.config = self.task.config.model_copy(update=SAMPLING)
         named = ((registry_info(s).name.split("/")[-1], s) for s in self.task.scorer or ())
         scorers = {name: registry_params(s) for name, s in named}
         if len(scorers) > 1 and not score:
@@ -37,8 +38,7 @@ class Inspect(Environment):
         judged = [p for n, p in scorers.items() if "model_graded" in n and not p.get("model")]
         seen = [*(p.get("model_role", "grader") for p in judged), *(self.task.model_roles or ())]
         self.what, self.score, self.roles = what, score, tuple(sorted({*roles, *seen}))
-        known = enumerate(self.task.dataset, 1)
-        self.pairs = [(i if one.id is None else one.id, one) for i, one in known]
+        self.pairs = [(i if x.id is None else x.id, x) for i, x in enumerate(self.task.dataset, 1)]
 
     def tasks(self, split: str) -> list[dict[str, Json]]:
         ids = [self.pairs[i][0] for i in held_out(len(self.pairs), split)]

@@ -51,7 +51,7 @@ class PettingZooGame(Episode):
         return said, self.total[mover] - before, over
 
     def rewards(self) -> list[Reward] | None:
-        return None if self.learner else by_role(self.total, self.moved, self.plugin.agents[0])
+        return None if self.learner else by_role(self.total, self.moved)
 
 
 class PettingZoo(Seeded):

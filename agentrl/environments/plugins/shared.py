@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,6 +13,15 @@ from typing import Any
 def held_out(many: int, split: str) -> list[int]:
     """The indices of a split, where the package has only one set: one of five is held out."""
     return [i for i in range(many) if (i % 5 == min(4, many - 1)) == (split == "heldout")]
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a model's tool call. Those that are no JSON object become one that no tool
+    takes, so that the model is told, as of any other call that fails."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    return {"not_a_json_object": text}
 
 
 @contextmanager

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from agentrl.environments import Endpoint, Environment
-from agentrl.environments.plugins.shared import held_out
+from agentrl.environments.plugins.shared import arguments_of, held_out
 from agentrl.types import Json
 
 SPLITS = {"train": "train", "heldout": "test"}
@@ -23,11 +24,15 @@ class Tau2(Environment):
         """`max_steps`: a conversation that has not ended after so many messages scores 0."""
         os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # not from the network
         from loguru import logger
+        from tau2.data_model.message import AssistantMessage
         from tau2.run import load_task_splits, load_tasks
+        from tau2.utils import llm_utils
 
         logger.remove()  # it logs each message
-        self.what, self.max_steps = what, max_steps
-        known = load_task_splits(what) or {}
+        # It would raise at calls that are no JSON, and at empty replies, which are the model's.
+        llm_utils.json = SimpleNamespace(loads=arguments_of, dumps=json.dumps)
+        AssistantMessage.validate = lambda _: None
+        self.what, self.max_steps, known = what, max_steps, load_task_splits(what) or {}
         self.splits = {key: load_tasks(what, name) for key, name in SPLITS.items() if name in known}
         if not self.splits:
             only = load_tasks(what)
@@ -45,10 +50,9 @@ class Tau2(Environment):
             return None
         if criteria.env_assertions and not actions:  # it says what holds, not how
             return None
-        functions = ({"name": a.name, "arguments": json.dumps(a.arguments)} for a in actions)
-        calls = [{"id": "c", "type": "function", "function": function} for function in functions]
+        calls = ({"name": a.name, "arguments": json.dumps(a.arguments)} for a in actions)
         said = ". ".join(["Done", *(criteria.communicate_info or [])])
-        replies = [*({"content": None, "tool_calls": [call]} for call in calls), said]
+        replies = [*({"tool_calls": [{"function": call}]} for call in calls), said]
         return {"agent": replies, "user": ["Please do that.", "###STOP###"]}
 
     def run(self, id: str, endpoint: Endpoint) -> dict[str, float]:

@@ -48,7 +48,7 @@ class TextArenaGame(Episode):
 
     def rewards(self) -> list[Reward] | None:
         several = len(self.plugin.names) > 1
-        return by_role(self.scores, self.moved, "player_0") if several else None
+        return by_role(self.scores, self.moved) if several else None
 
 
 class TextArena(Seeded):

@@ -175,7 +175,7 @@ def _root_span(trace: Trace, spans: list[Span]) -> Span:
 def call_attributes(call: Transition) -> dict[str, Json]:
     """The attributes of one model call in all three conventions."""
     sampling, answer = call.sampling, call.answer or {}
-    limits = asdict(sampling) | {"top_k": sampling.top_k or None, "force": None}
+    limits = asdict(sampling) | {"top_k": sampling.top_k or None, "override_agent": None}
     given = {name: value for name, value in limits.items() if value is not None}
     read, written = len(call.prompt), len(call.completion)
     finish = FINISH.get(call.finish, call.finish)

@@ -17,9 +17,11 @@ from agentrl.telemetry.sinks.part import PART
 class MetricsConfig(Section, frozen=True):
     """Sinks of metrics besides the store. Each is an extra: `pip install 'agentrl[wandb]'`."""
 
-    sinks: list[str] = []  # tensorboard, wandb, mlflow, trackio, or your own as "file.py:name"
-    options: dict[str, Any] = {}  # any keys, for your own sinks
-    project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"  # in MLflow: the experiment
+    # Sinks besides the store: tensorboard, wandb, mlflow, trackio, or your own as "file.py:name"
+    sinks: list[str] = []
+    options: dict[str, Any] = {}  # Arguments of your own sinks, with any keys.
+    # Project, or in MLflow the experiment.
+    project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"
 
     def problems(self, config: Any) -> Iterator[str]:
         known = installed_plugins("sinks").names

@@ -11,11 +11,12 @@ const make = (tag, text, name) => {
 const json = element => (element ? JSON.parse(element.textContent) : null);
 const path = text => text.split("/").map(encodeURIComponent).join("/");
 const exported = document.body.dataset.export !== undefined;
+const base = document.body.dataset.base || ""; // where the addresses of this store begin
 document.body.classList.add("scripted");
 
 // -- curves: one cursor for all; a click on a step opens it ---------------------------------------
 const charts = new Map(); // figure -> {plot, data}
-const COLOURS = ["--accent", "--good", "--bad", "--dim"];
+const COLOURS = ["--k0", "--k1", "--k2", "--k3", "--k4", "--k5"];
 
 /** Columns for uPlot from one list of [step, value] for each line. */
 function columns(lines) {
@@ -40,41 +41,54 @@ function colour(name) {
 
 function draw(figure, lines, labels) {
   const place = $(".plot", figure), data = columns(lines), stroke = colour("--dim"), grid = colour("--line");
-  const axis = {stroke, grid: {stroke: grid, width: 1}, ticks: {show: false}, font: "11px system-ui"};
+  const unit = figure.dataset.unit !== undefined, main = figure.classList.contains("main");
+  const axis = {stroke, grid: {stroke: grid, width: 1}, ticks: {show: false}, font: "12px system-ui", gap: 8};
+  const percent = all => all.map(value => `${+(value * 100).toPrecision(3)} %`);
+  const sparse = points => points.length <= data[0].length / 2 || data[0].length < 30;
   charts.get(figure)?.plot.destroy();
   place.replaceChildren();
   const plot = new uPlot({
-    width: place.clientWidth, height: 150, padding: [8, 8, 0, 0], legend: {show: labels.length > 1},
+    width: place.clientWidth, height: main ? Math.min(290, Math.max(220, place.clientWidth / 2)) : 150,
+    padding: [10, 10, 0, 0], legend: {show: false},
     cursor: {sync: {key: "steps"}, y: false, points: {size: 7}},
-    scales: {x: {time: false}},
-    axes: [{...axis, space: 60, size: 26}, {...axis, size: 46, space: 28, values: (_, all) => all.map(short)}],
+    scales: {x: {time: false}, y: unit ? {range: [0, 1]} : {}},
+    axes: [
+      {...axis, grid: {show: false}, space: 60, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5]},
+      {...axis, size: 50, space: main ? 44 : 30, values: (_, all) => (unit ? percent(all) : all.map(short))},
+    ],
     series: [{label: "step"}, ...labels.map((label, i) => ({
-      label, stroke: colour(COLOURS[i]), width: 1.75, spanGaps: true,
-      fill: labels.length > 1 ? undefined : colour(COLOURS[i]).replace(/^rgb\((.*)\)$/, "rgba($1, 0.07)"),
-      points: {show: data[0].length < 40, size: 4},
+      label, stroke: colour(COLOURS[i % 6]), width: main && i === 0 ? 2.5 : 1.75, spanGaps: true,
+      points: {show: sparse(lines[i]), size: main && i === 0 ? 7 : 4, fill: colour(COLOURS[i % 6])},
     }))],
-    hooks: {setCursor: [u => {
-      const now = $(".now", figure), i = u.cursor.idx;
-      if (now && lines.length === 1) {
-        const at = i ?? data[0].length - 1, value = u.data[1][at];
-        now.textContent = value == null ? "–" : +value.toPrecision(4) + (i == null ? "" : ` at ${u.data[0][at]}`);
-      }
-    }]},
+    hooks: {setCursor: [u => say(figure, u, u.cursor.idx)]},
   }, data, place);
   plot.over.addEventListener("click", () => {
     if (plot.cursor.idx != null && document.body.dataset.run) {
-      visit(`/step/${plot.data[0][plot.cursor.idx]}/${path(document.body.dataset.run)}`);
+      visit(`${base}/step/${plot.data[0][plot.cursor.idx]}/${path(document.body.dataset.run)}`);
     }
   });
-  charts.set(figure, {plot, lines});
+  charts.set(figure, {plot, lines, labels});
+  say(figure, plot, null);
 }
+
+/** The values under the cursor, or the last ones. */
+function say(figure, plot, i) {
+  const now = $(".now", figure), unit = figure.dataset.unit !== undefined;
+  if (!now) return;
+  const text = value => (value == null ? "–" : unit ? `${+(value * 100).toPrecision(3)} %` : String(+value.toPrecision(4)));
+  const last = values => values.findLast(value => value != null);
+  const shown = plot.data.slice(1).map(values => text(i == null ? last(values) : values[i]));
+  now.textContent = shown.join(" · ") + (i == null ? "" : ` at ${plot.data[0][i]}`);
+}
+
+const linesOf = figure => (figure.dataset.lines ? JSON.parse(figure.dataset.lines) : [[figure.dataset.name, figure.dataset.name]]);
 
 function drawAll() {
   const all = json($("#series")), labels = json($("#labels"));
   if (!all) return;
   for (const figure of $$(".chart")) {
-    const name = figure.dataset.name;
-    draw(figure, labels ? all[name] : [all[name]], labels || [name]);
+    const lines = linesOf(figure);
+    draw(figure, labels ? all[figure.dataset.name] : lines.map(line => all[line[1]] || []), labels || lines.map(line => line[0]));
   }
 }
 
@@ -82,16 +96,21 @@ function drawAll() {
 async function extendCharts() {
   const drawn = [...charts].filter(([figure]) => figure.isConnected);
   if (!drawn.length || $("#labels")) return;
-  const last = ([, chart]) => chart.lines[0].at(-1)?.[0] ?? -1;
-  const names = drawn.map(([figure]) => `name=${encodeURIComponent(figure.dataset.name)}`).join("&");
-  const after = Math.min(...drawn.map(last));
-  const found = await (await fetch(`/series/${path(document.body.dataset.run)}?after=${after}&${names}`)).json();
+  const last = points => points.at(-1)?.[0] ?? -1;
+  const names = new Set(drawn.flatMap(([figure]) => linesOf(figure).map(line => line[1])));
+  const after = Math.min(...drawn.flatMap(([, chart]) => chart.lines.map(last)));
+  const query = [...names].map(name => `name=${encodeURIComponent(name)}`).join("&");
+  const found = await (await fetch(`${base}/series/${path(document.body.dataset.run)}?after=${after}&${query}`)).json();
   for (const [figure, chart] of drawn) {
-    const fresh = (found[figure.dataset.name] || []).filter(p => p[0] > last([figure, chart]));
-    if (!fresh.length) continue;
-    chart.lines[0].push(...fresh);
+    let grown = false;
+    linesOf(figure).forEach(([, metric], i) => {
+      const end = last(chart.lines[i]), fresh = (found[metric] || []).filter(p => p[0] > end);
+      chart.lines[i].push(...fresh);
+      grown ||= fresh.length > 0;
+    });
+    if (!grown) continue;
     chart.plot.setData(columns(chart.lines));
-    $(".now", figure).textContent = fresh.at(-1)[1] == null ? "–" : +fresh.at(-1)[1].toPrecision(4);
+    say(figure, chart.plot, null);
   }
 }
 
@@ -142,7 +161,7 @@ async function load(calls) {
   if (exported) for (const block of todo) values.set(block, json(block.nextElementSibling));
   else if (todo.length) {
     const query = todo.map(block => `call=${block.dataset.call}`).join("&");
-    const answer = await fetch(`/tokens/${path($(".rollout").dataset.rollout)}?${query}`);
+    const answer = await fetch(`${base}/tokens/${path($(".rollout").dataset.rollout)}?${query}`);
     if (!answer.ok) return;
     const found = await answer.json();
     for (const block of todo) values.set(block, found[block.dataset.call]);
@@ -211,7 +230,9 @@ function inspect(span) {
   row("token id", data.ids[i]);
   row("call, token", `${block.dataset.call}, ${i}`);
   const text = data.text[i] === "" ? "part of the next character" : data.text[i].replace(/\n/g, "↵").replace(/ /g, "␣");
-  place.replaceChildren(make("span", text, "token"), meter, list);
+  const close = make("button", "×", "close");
+  close.setAttribute("aria-label", "close");
+  place.replaceChildren(close, make("span", text, "token"), meter, list);
   if (data.advantage.length && at(data.advantage, i) == null) place.append(make("p", "not in the loss", "cut"));
 }
 
@@ -251,6 +272,10 @@ document.addEventListener("mouseover", event => {
 document.addEventListener("click", event => {
   const span = event.target.closest?.(".tokens span");
   if (span) hold(span === held ? null : span, false);
+  if (event.target.matches?.("#inspector .close")) {
+    hold(null);
+    $("#inspector").replaceChildren(make("p", "Point at a token, or move through a call with the arrow keys.", "empty"));
+  }
 });
 document.addEventListener("change", event => { if (event.target.name === "by") shadeBy(event.target.value); });
 
@@ -278,7 +303,7 @@ const KEYS = {
     const all = $$("#paint input"), next = all[(all.findIndex(one => one.checked) + 1) % all.length];
     if (next) { next.checked = true; shadeBy(next.value); }
   },
-  "/": () => ($("#text") ? $("#text").focus() : document.body.dataset.run && visit(`/find/${path(document.body.dataset.run)}`)),
+  "/": () => ($("#text") ? $("#text").focus() : document.body.dataset.run && visit(`${base}/find/${path(document.body.dataset.run)}`)),
   "?": () => $("#help").showModal(),
   Escape: () => hold(null),
 };
@@ -393,7 +418,7 @@ if (exported) {
   if ($("[data-live]") && window.EventSource && navigator.locks) follow();
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  for (const [figure, chart] of charts) draw(figure, chart.lines, json($("#labels")) || [figure.dataset.name]);
+  for (const [figure, chart] of charts) draw(figure, chart.lines, chart.labels);
 });
 addEventListener("resize", () => charts.forEach((chart, figure) =>
-  chart.plot.setSize({width: $(".plot", figure).clientWidth, height: 150})));
+  chart.plot.setSize({width: $(".plot", figure).clientWidth, height: chart.plot.height})));

@@ -257,7 +257,7 @@ class Engine:
             return nullcontext()
         present = np.unique(policies).tolist()
         if len(present) == 1:
-            return self.adapters.using(self.policies[present[0]])
+            return self.adapters.using(self.policies[present[0]], wide=True)
         return self.adapters.routed(
             [
                 (adapter, torch.from_numpy(np.flatnonzero(policies == number)).to(self.device))

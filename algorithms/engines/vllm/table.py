@@ -18,10 +18,11 @@ OF_A_CHILD: tuple[tuple[str, object], ...] = (
 class VllmConfig(Section, frozen=True):
     """A vLLM child process or running vLLM servers, for `engine.kind = "vllm"`."""
 
-    urls: list[str] = []  # http://HOST:PORT of running servers; none: start a child process
+    urls: list[str] = []  # Running servers as http://HOST:PORT; none: start a child process.
     key_env: str = ""  # environment variable with the API key of those servers, if they have one
-    start_timeout: Seconds = 300.0  # for the start of a server
-    timeout: Seconds = 60.0  # for calls in flight to end before an update, and for the update
+    start_timeout: Seconds = 300.0  # Seconds in which a server starts, at most.
+    # Seconds for calls in flight to end before an update, and for the update.
+    timeout: Seconds = 60.0
     # How new weights are transferred; auto: the fastest method that works here.
     sync: Literal["auto", "adapter", "ipc", "nccl", "shared_memory", "reload"] = "auto"
     max_adapters: Count = 8  # adapters that a child serves at once, including frozen ones
@@ -30,7 +31,8 @@ class VllmConfig(Section, frozen=True):
     # vLLM's sleep mode: free the child's GPU memory during updates. 1: keep its weights in host
     # memory; 2: drop its weights and send them again, without host memory; 0: off.
     sleep: Literal[0, 1, 2] = 0
-    tolerance: NonNegative = 0.0  # of log-probs after an update; 0: 1e-3, or 0.1 in bfloat16
+    # Tolerance of log-probs after an update; 0: 1e-3, or 0.1 in bfloat16.
+    tolerance: NonNegative = 0.0
     # vLLM's parser for the model's format of tool calls; hermes: that of policy.tool_format
     tool_parser: str = "hermes"
     arguments: list[str] = []  # additional arguments of `vllm serve`
@@ -80,11 +82,11 @@ class VllmEngineConfig(EngineConfig, frozen=True, tag="vllm"):
         return self.vllm.gpu_memory or vllm_share(config, network, total)
 
     def problems(self, config: Any) -> Iterator[str]:
-        overlap, sleep = config.algorithm.overlap, self.vllm.sleep
+        overlap, sleep = config.algorithm.async_sampling, self.vllm.sleep
         if sleep and overlap == "in_flight":
             yield (
-                "engine.vllm.sleep: set algorithm.overlap to 'drained'; vLLM asleep answers no "
-                "calls"
+                "engine.vllm.sleep: set algorithm.async_sampling to 'drained'; vLLM asleep answers "
+                "no calls"
             )
         if sleep == 2 and config.policy.lora.rank:
             yield (

@@ -12,12 +12,13 @@ from agentrl.config.infrastructure import LearnerConfig
 class VerlConfig(Section, frozen=True):
     """Settings of verl's workers, for `learner.kind = "verl"`."""
 
-    address: str = ""  # of a Ray cluster; empty: start one on this machine
+    address: str = ""  # Address of a Ray cluster; empty: start one on this machine.
     nodes: Count = 1  # machines of the cluster that train
-    gpus_per_node: Count = 1  # one worker per GPU
-    attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"  # sdpa: pads rows
-    offload: bool = False  # move weights and optimizer state to the host between calls
-    timeout: Seconds = 1800.0  # of one call: an update, or loading the model
+    gpus_per_node: Count = 1  # GPUs of a machine, each with one worker.
+    # Implementation of attention; sdpa pads rows.
+    attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"
+    offload: bool = False  # Whether weights and optimizer state are on the host between calls.
+    timeout: Seconds = 1800.0  # Seconds of one call, at most: an update, or loading the model.
     # verl's own settings of its model, engine and optimizer, by part: any of its keys that no
     # setting of agentrl determines, such as engine = {ulysses_sequence_parallel_size = 2}.
     options: dict[Literal["model", "engine", "optimizer"], dict[str, Any]] = {}

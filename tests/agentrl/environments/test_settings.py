@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from agentrl import trainer
 from agentrl.base.loading import load_tasks
 from agentrl.cli.main import cli
-from agentrl.config import from_store, load, to_toml
+from agentrl.config import differences, from_store, load, to_toml
 from agentrl.environments.reference import Named, made, parse
 from agentrl.errors import ConfigError
 from tests.agentrl.environments.conftest import HERE, settings
@@ -35,6 +35,19 @@ def test_it_stands_for_agent_tasks_and_verifier(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(to_toml(config))
     assert load(file, [f"root={HERE}"]) == config
+
+
+def test_where_its_interpreter_is_changes_nothing_that_is_learned() -> None:
+    own: dict[str, Any] = {"goal": 1, "python": "a/bin/python"}
+    old = settings("Line:3", environment_options=own, tasks={"heldout": "mine.jsonl"})
+    for moved in ({"goal": 1, "python": "b/bin/python"}, {"goal": 1}):
+        new = settings("Line:3", environment_options=moved, tasks={"heldout": "mine.jsonl"})
+        assert differences(old, new) == differences(new, old) == []
+    other = settings("Line:3", environment_options=own | {"goal": 2})
+    assert [line.partition(":")[0] for line in differences(old, other)] == [
+        "agent.path", "environment_options.goal", "tasks.heldout", "tasks.train", "verifier.path"
+    ]  # fmt: skip
+    assert not any("python" in line for line in differences(old, other))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +123,51 @@ def test_tasks_are_checked(fault: str, why: str, isolation: str) -> None:
         )
     assert why in str(raised.value)
     assert "environment = 'worlds.py:Tasks:1'" in str(raised.value)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, Any]]:
+    """The settings, agent and verifier of the runs that a Trainer has started."""
+    runs = list[tuple[Any, Any]]()
+
+    async def front(config: Any, local: Any = None) -> None:
+        runs.append((config, local))
+
+    monkeypatch.setattr(trainer, "front", front)
+    monkeypatch.chdir(tmp_path)
+    return runs
+
+
+def test_a_trainer_needs_no_more_than_an_environment(started: list[Any]) -> None:
+    known: Any = {"policy": "model", "root": str(HERE), "environment_options": {"goal": 1}}
+    trainer.Trainer(environment="worlds.py:Line:3", **known).fit()
+    [(config, local)] = started
+    assert local is None  # in runner processes, as of a run file
+    end = 'worlds.py:Line:3 {"goal":1}'
+    paths = (config.agent.path, config.tasks.train, config.tasks.heldout, config.verifier.path)
+    parts = ("agent", "train", "heldout", "verifier")
+    assert paths == tuple(f"environment:{part}:{end}" for part in parts)
+
+
+def test_what_a_trainer_is_given_replaces_a_part_of_the_environment(started: list[Any]) -> None:
+    def mine(text: str) -> str:
+        return text
+
+    def judged(task: Any, result: Any) -> float:
+        return 1.0
+
+    known: Any = {"policy": "model", "root": str(HERE), "environment": "worlds.py:Questions:x"}
+    trainer.Trainer(mine, **known).fit()
+    trainer.Trainer(verifier=judged, tasks=[{"input": "a"}], **known).fit()
+    (first, own), (second, others) = started
+    assert own == (mine, "environment:verifier:worlds.py:Questions:x")
+    assert (first.agent.path, first.tasks.train[:18]) == ("", "environment:train:")
+    assert others == (None, judged)
+    assert second.agent.path == "environment:agent:worlds.py:Questions:x"
+    assert second.tasks.train.endswith("/train.jsonl")
+    assert second.tasks.heldout.startswith("environment:heldout:")
+    with pytest.raises(ConfigError, match="plays its rollouts itself"):
+        trainer.Trainer(mine, **known | {"environment": "worlds.py:Line:3"}).fit()
 
 
 def test_an_upstream_that_answers_all_others_answers_every_role() -> None:

@@ -88,6 +88,5 @@ def test_names_are_split_and_ids_differ() -> None:
 
 
 def test_a_role_that_never_moved_has_no_reward() -> None:
-    rows = tools.by_role({"a": -1.0, "b": 1.0}, {"a"}, "b")
-    assert [(row.scope, row.target, row.value) for row in rows] == [
-        ("rollout", None, 1.0), ("role", "a", -1.0)]  # fmt: skip
+    rows = tools.by_role({"a": -1.0, "b": 1.0}, {"a"})
+    assert [(row.scope, row.target, row.value) for row in rows] == [("role", "a", -1.0)]

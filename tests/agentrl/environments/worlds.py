@@ -223,6 +223,32 @@ class Turn(Episode):
         return f"move {self.moves}", reward, self.moves == 4
 
 
+class Contest(Duel):
+    """Each role moves once; only that of the task is paid, by what it says."""
+
+    def tasks(self, split: str) -> Any:
+        return [{"id": f"{split}-{role}", "input": role} for role in self.roles]
+
+    def open(self, input: Any) -> Any:
+        return Paid(input)
+
+
+class Paid(Episode):
+    role = "black"
+    keep = False
+
+    def __init__(self, paid: str) -> None:
+        self.paid = paid
+
+    def reset(self) -> Any:
+        return "Your move, black."
+
+    def step(self, reply: dict[str, Any]) -> Any:
+        said, pay = reply["content"], self.role == self.paid
+        last, self.role = self.role == "white", "white"
+        return "Your move, white.", float(sum(map(ord, said)) % 7) if pay else 0.0, last
+
+
 class Two(Line):
     def verify(self, task: Any, result: Any) -> float:
         return 1.0

@@ -90,7 +90,7 @@ def test_plan_names_the_least_that_is_about_the_fastest(tmp_path: Path) -> None:
     command += ["--update", "1", "--ahead", "1,2"]
     shown = CliRunner().invoke(cli, command)
     assert shown.exit_code == 0, shown.output
-    assert "Best: max_staleness = 1, overlap = 'in_flight'" in shown.output
+    assert "Best: max_staleness = 1, async_sampling = 'in_flight'" in shown.output
     missing = CliRunner().invoke(cli, command[:-4])
     assert "--update" in missing.output
     assert missing.exit_code == 2
@@ -98,5 +98,5 @@ def test_plan_names_the_least_that_is_about_the_fastest(tmp_path: Path) -> None:
     assert "'1,x': write comma-separated numbers" in CliRunner().invoke(cli, command).output
     best = ["rm", "eval", str(tmp_path / "run.toml"), "--best-of", "4,x"]
     assert "'4,x': write comma-separated numbers" in CliRunner().invoke(cli, best).output
-    late = CliRunner().invoke(cli, [*command[:2], "algorithm.close_at=2", *command[2:-2]])
+    late = CliRunner().invoke(cli, [*command[:2], "algorithm.group_quorum=2", *command[2:-2]])
     assert "remove it from the run file" in str(late.exception)

@@ -45,12 +45,12 @@ def test_the_schema_says_what_a_setting_is(schema: Any) -> None:
     tables = schema["$defs"]
     assert "discriminator" not in json.dumps(schema)
     described = {
-        "RunConfig.steps": "updates of the policy; 0: only evaluate",
-        "RunConfig.policy": "The model to train: a Hugging Face checkpoint directory or hub name",
-        "VllmEngineConfig.kind": "A vLLM policy server",
-        "AlgorithmConfig.groups": "per step",
-        "VllmConfig.max_adapters": "adapters that a child serves at once, including frozen ones",
-        "VllmEngineConfig.max_batch": "calls decoded together",
+        "RunConfig.steps": "Updates of the policy; 0: only evaluate.",
+        "RunConfig.policy": "The model to train: a Hugging Face checkpoint directory or hub name.",
+        "VllmEngineConfig.kind": "A vLLM policy server.",
+        "AlgorithmConfig.groups": "Groups of rollouts per step, one for each task.",
+        "VllmConfig.max_adapters": "Adapters that a child serves at once, including frozen ones.",
+        "VllmEngineConfig.max_batch": "Calls decoded together.",
     }
     for key, words in described.items():
         name, setting = key.split(".")

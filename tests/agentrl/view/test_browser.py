@@ -25,7 +25,7 @@ PAGES = [
     "/group/run/train/0000003?run=run", f"/rollout/{ROLLOUT}", "/rollout/run/train/0000003/0003",
     f"/attempts/{ROLLOUT}", f"/lanes/{ROLLOUT}", f"/call/0/{ROLLOUT}", "/find/run",
     f"/compare?a={ROLLOUT}&b=run/train/0000003/0001", "/policies/run", "/data/likes",
-    "/data/likes?after=9", "/prompts/search",
+    "/data/likes?after=9", "/prompts/search", "/tasks/run?of=train",
     f"/prompt/{filled.CANDIDATES[1]}?run=search", "/run/none",
 ]  # fmt: skip
 NewPage = Callable[..., Any]
@@ -67,7 +67,7 @@ def test_from_the_curve_to_the_token(viewed: str, new_page: NewPage) -> None:
     assert "at 3" in page.locator('.chart[data-name="grad_norm"] .now').inner_text()  # one cursor
     plot.click(position={"x": box["width"] * 0.6, "y": 40})
     page.wait_for_url("**/step/3/run")
-    page.click("text=run/train/0000003")
+    page.click('a[title="run/train/0000003"]')
     page.click('td a:text-is("0000")')
     page.wait_for_selector(".tokens span")
     page.hover(".tokens span:nth-child(6)")
@@ -102,11 +102,11 @@ def test_filters_and_pages_without_repeats_while_rows_arrive(
         commit(n)
     page = new_page()
     page.goto(f"{address}/find/run?to=15")
-    found = page.eval_on_selector_all("td a", "all => all.map(a => a.textContent)")
+    found = page.eval_on_selector_all("td a", "all => all.map(a => a.title)")
     commit(16)
     while more := page.query_selector("a[rel=next]"):
         page.goto(address + "/find/run" + more.get_attribute("href"))
-        found += page.eval_on_selector_all("td a", "all => all.map(a => a.textContent)")
+        found += page.eval_on_selector_all("td a", "all => all.map(a => a.title)")
     expected = {f"run/train/{n:07}/{i:04}" for n in range(16) for i in range(4)}
     expected.add("run/queued/0")
     assert len(found) == len(set(found))
@@ -116,7 +116,7 @@ def test_filters_and_pages_without_repeats_while_rows_arrive(
     page.fill("[name=to]", "4")
     page.click("button:text-is('Find')")
     page.wait_for_url("**state=failed**")
-    found = page.eval_on_selector_all("td a", "all => all.map(a => a.textContent)")
+    found = page.eval_on_selector_all("td a", "all => all.map(a => a.title)")
     assert sorted(found) == ["run/train/0000003/0003", "run/train/0000004/0003"]
 
 
@@ -131,7 +131,7 @@ def test_pages_are_live_in_eight_tabs(growing: Any, new_page: NewPage, chromium:
     for tab in (first, tabs[-1]):
         tab.bring_to_front()
         wait(tab, "document.querySelector('.tiles dd').textContent === '3'")
-        wait(tab, "document.querySelector('[data-live=groups]').textContent.includes('0000002')")
+        wait(tab, "document.querySelector('[data-live=groups]').innerHTML.includes('0000002')")
         wait(tab, "[...charts.values()][0].lines[0].at(-1)[0] === 2")
 
 
@@ -202,11 +202,57 @@ def test_every_page_is_useful_without_javascript(viewed: str, new_page: NewPage)
     page = new_page(java_script_enabled=False)
     page.goto(f"{viewed}/run/run")
     assert page.locator(".chart svg path").count() >= 3
-    page.click("text=run/train/0000003")
+    page.click('a[title="run/train/0000003"]')
     page.click('td a:text-is("0000")')
     assert page.locator(".tokens").first.inner_text()
     page.click("text=Every token's numbers >> nth=0")
     assert "0.555556" in page.locator("#t5").inner_text()
+
+
+def test_a_phone_shows_every_page_and_covers_nothing(viewed: str, new_page: NewPage) -> None:
+    page = new_page()
+    page.set_viewport_size({"width": 390, "height": 844})
+    for path in PAGES[:-1]:
+        page.goto(viewed + path)
+        wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert wide <= 0, f"{path} is {wide} px wider than the phone"
+        covering = """[...document.querySelectorAll('main *')].filter(e => e.checkVisibility()
+            && getComputedStyle(e).position === 'fixed').length"""
+        assert page.evaluate(covering) == 0, path
+    page.goto(f"{viewed}/rollout/{ROLLOUT}")
+    page.wait_for_selector(".tokens span")
+    page.click("[data-call='0'] span:nth-child(6)")  # the sheet of a token comes, and goes
+    assert page.locator("#inspector").is_visible()
+    page.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
+    last, sheet = (page.locator(x).last.bounding_box() for x in (".talk details", "#inspector"))
+    assert last["y"] + last["height"] <= sheet["y"]
+    page.click("#inspector button")
+    assert not page.locator("#inspector").is_visible()
+
+
+def test_the_keyboard_alone_compares_runs(viewed: str, new_page: NewPage) -> None:
+    """Every stop is visible, below the bar, and has an outline."""
+    page = new_page()
+    page.goto(f"{viewed}/?sort=run&order=up")
+    ticked, seen = 0, []
+    while not seen or not seen[-1].startswith("Compare the"):
+        page.keyboard.press("Tab")
+        name, outline, top = page.evaluate(
+            """(() => { const e = document.activeElement, box = e.getBoundingClientRect();
+            return [e.getAttribute('aria-label') || e.textContent || e.name,
+                    getComputedStyle(e).outlineStyle, box.top]; })()"""
+        )
+        assert outline != "none", name
+        assert top >= 0, name
+        seen.append(name)
+        if name in ("Compare run", "Compare other"):
+            page.keyboard.press("Space")
+            ticked += 1
+    assert ticked == 2
+    assert {"before", "after", "run", "empty", "other", "search"} <= set(seen)
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/runs?run=other&run=run")
+    assert "algorithm.lr" in page.locator("main").inner_text()
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
@@ -237,7 +283,7 @@ def test_an_export_opens_from_disk_without_a_request(
     page.on("request", lambda request: asked.append(request.url))
     page.goto(f"file://{tmp_path / 'all.html'}")
     page.wait_for_selector(".u-over")
-    page.click("text=run/train/0000003")
+    page.click('a[title="run/train/0000003"]')
     page.click('td a:text-is("0000")')
     page.wait_for_selector(".tokens span")
     assert filled.HOSTILE in page.locator(".msg.user").first.inner_text()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.store import open_store
+from agentrl.view.home import Home
 from agentrl.view.pages import Pages
 from agentrl.view.templates import render
 from tests.agentrl.view import filled
@@ -23,9 +24,9 @@ async def shown(url: str, folder: Path) -> list[str]:
     await filled.fill_data(url)
     await filled.fill_search(url, folder)
     async with open_store(url, readonly=True) as store:
-        pages = Pages(store)
+        pages, home = Pages(store), Home([url])
         found = [
-            await pages.runs({}),
+            await home.runs({}),
             await pages.run("run", {}),
             await pages.groups("run", {}),
             await pages.find("run", {"role": "critic"}),
@@ -35,7 +36,8 @@ async def shown(url: str, folder: Path) -> list[str]:
             await pages.of_part("prompts", "search", {}),
             await pages.of_part("prompt", BETTER, {"run": "search"}),
         ]
-    times = re.compile(r'\d+ \w+ ago|\d+\.\d\d s\b|<td class="n">\d+\.\d\d</td>')
+        await home.close()
+    times = re.compile(r'\d+\u202f\w+|\d+ \w+ ago|\d+\.\d\d s\b|<td class="n">\d+\.\d\d</td>')
     return [times.sub("", render(page)) for page in found]
 
 

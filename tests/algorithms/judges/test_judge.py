@@ -127,7 +127,7 @@ async def test_rollouts_that_get_their_ids_later_are_judged_now(store: Store) ->
     (row,) = group("it is 4").rollouts
     calls = [replace(call, exact=False) for call in row.transitions]
     made = factories.group(replace(row, transitions=calls))
-    config = resolve(GIVEN | {"algorithm": {"inexact": "retokenize"}}, source="test")
+    config = resolve(GIVEN | {"algorithm": {"missing_token_ids": "retokenize"}}, source="test")
     (rewards,), _, _ = await judged(store, config, made)
     assert rewards == {"r0": pytest.approx(0.8)}
     (rewards,), _, _ = await judged(store, settings(), made)

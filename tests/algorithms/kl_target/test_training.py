@@ -62,7 +62,9 @@ def test_a_penalty_that_is_about_something_else_stays() -> None:
 def test_one_penalty_is_adapted() -> None:
     for options, number in (({}, 0), ({"kl": 0.1, "kl_reward": 0.1}, 2)):
         algo = catalogue.make("ppo", options, streams=EVERY_OUTPUT)
-        with pytest.raises(ConfigError, match=rf"reference\.target: .* has {number} KL penalties"):
+        with pytest.raises(
+            ConfigError, match=rf"reference\.target_kl: .* has {number} KL penalties"
+        ):
             make_kl_controller(algo, target=0.05, horizon=100)
     algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     assert algo.penalties == (KLPenalty("k3", 0.1),)
@@ -110,7 +112,7 @@ def test_a_step_without_tokens_says_nothing_about_the_penalty() -> None:
 
 
 def test_a_run_has_it_if_a_policy_asks_for_it() -> None:
-    asked = {"reference": {"target": 0.1}}
+    asked = {"reference": {"target_kl": 0.1}}
     member = {"roles": ["x"], "lora": {"rank": 4}, **asked}
     for tables in (asked, {"policy": {"model": "m"}, "policies": {"a": member}}):
         assert isinstance(join(resolve(tables, source="test")), KlTarget)

@@ -155,8 +155,8 @@ def test_streams_are_those_that_the_run_file_configures() -> None:
         ("grpo", {"reference": {"every": 3}}, "reference.every is set, .* no penalty towards"),
         (
             "ppo+kl",
-            {"critic": {"model": "shared"}, "reference": {"horizon": 5}},
-            "reference.horizon is set, and there is no reference.target",
+            {"critic": {"model": "shared"}, "reference": {"kl_horizon": 5}},
+            "reference.kl_horizon is set, and there is no reference.target_kl",
         ),
         ("grpo", {"teacher": {"model": "x"}}, "teacher.model is set, .* reads no teacher"),
     ],
@@ -198,7 +198,7 @@ def test_settings_that_matter_pass() -> None:
     algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     sections = {
         "critic": {"model": "shared", "coefficient": 1.0, "lr": 0.1},
-        "reference": {"every": 3, "target": 0.1, "horizon": 5},
+        "reference": {"every": 3, "target_kl": 0.1, "kl_horizon": 5},
     }
     factory.refuse_unused_settings(config(**sections), algo)
     factory.refuse_unused_settings(config(), catalogue.make("grpo", {}))

@@ -134,7 +134,7 @@ def test_the_old_policy_is_not_computed_where_versions_tell_it() -> None:
 def test_the_learning_rate_falls_with_the_effective_sample_size() -> None:
     learner = Recorder()
     found = group("a", 1.0, 0.0)
-    config = RunConfig(steps=9, algorithm=AlgorithmConfig(lr=1.0, lr_ess=0.8))
+    config = RunConfig(steps=9, algorithm=AlgorithmConfig(lr=1.0, ess_for_full_lr=0.8))
     one = Updater(config, make("grpo+tis", {}), learner)
     one.update(0, [found])
     assert learner.rates == [1.0]

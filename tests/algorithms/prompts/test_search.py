@@ -93,7 +93,7 @@ def test_a_repeated_search_is_the_same(algorithm: Any) -> None:
 
 
 def test_it_stops_when_perfect() -> None:
-    found = search(InProcess(0), perfect=0.2)
+    found = search(InProcess(0), perfect_score=0.2)
     assert "perfect" in ended(gepa_search, found)
     assert found.rollouts < 60
     assert found.best.state == "accepted"

@@ -137,7 +137,7 @@ def test_what_several_policies_learn_from_has_a_signal(store: Store) -> None:
 def test_calls_that_get_their_ids_later_have_a_signal_now(
     store: Store, inexact: str, known: list[float]
 ) -> None:
-    made, own = shared("a", 1.0, 0.0), collector(store, inexact=inexact)
+    made, own = shared("a", 1.0, 0.0), collector(store, missing_token_ids=inexact)
     rows = [
         replace(
             row, transitions=[replace(c, policy="policy", exact=False) for c in row.transitions]

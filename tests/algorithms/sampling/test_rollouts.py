@@ -37,7 +37,7 @@ def test_a_seed_of_the_run_file_gives_each_rollout_one_of_its_own() -> None:
 @pytest.mark.part
 def test_one_step_off_can_be_repeated_without_being_asked() -> None:
     engine = {"kind": "vllm"}
-    ahead = {"preset": "grpo+tis", "max_staleness": 1, "overlap": "one_step_off"}
+    ahead = {"preset": "grpo+tis", "max_staleness": 1, "async_sampling": "one_step_off"}
     found = seeds(algorithm=ahead, engine=engine)
     assert None not in found
     again, other = (seeds(algorithm=ahead, engine=engine, seed=seed) for seed in (0, 1))

@@ -51,7 +51,7 @@ async def claimed(store: Store, config: RunConfig) -> Any:
         return (await close_groups_during(work, store, config))[0]
 
 
-@pytest.mark.parametrize("settings", [{"close_at": 3}, {"group_deadline": 1e-9}])
+@pytest.mark.parametrize("settings", [{"group_quorum": 3}, {"group_deadline": 1e-9}])
 async def test_a_straggler_that_never_ends_is_missing_from_its_group(
     store: Store, settings: dict[str, Any]
 ) -> None:
@@ -72,7 +72,7 @@ async def test_a_straggler_that_never_ends_is_missing_from_its_group(
 
 @pytest.mark.parametrize(
     ("settings", "ended"),
-    [({"close_at": 3}, 2), ({"group_deadline": 1e9}, 3), ({"group_deadline": 1e-9}, 1)],
+    [({"group_quorum": 3}, 2), ({"group_deadline": 1e9}, 3), ({"group_deadline": 1e-9}, 1)],
 )
 async def test_nothing_is_closed_too_early(
     store: Store, settings: dict[str, Any], ended: int
@@ -90,4 +90,4 @@ async def test_an_error_of_the_store_ends_the_wait(store: Store) -> None:
 
     lost: Any = Lost()
     with pytest.raises(NotFound, match="gone"):
-        await close_groups_during(asyncio.sleep(60), lost, config(close_at=3))
+        await close_groups_during(asyncio.sleep(60), lost, config(group_quorum=3))

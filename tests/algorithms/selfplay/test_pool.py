@@ -254,8 +254,8 @@ def test_an_opponent_of_rollouts_asked_ahead_is_held_until_their_step() -> None:
         ({"seats": SEATS, "pool": 0}, "selfplay.pool"),
         ({"seats": SEATS, "opponents": "pfsp", "pool": 0}, "selfplay.pool"),
         (
-            {"seats": SEATS, "k": 8.0},
-            r"selfplay\.k is for selfplay\.opponents = .latest. or .uniform. or .pfsp., and",
+            {"seats": SEATS, "elo_k": 8.0},
+            r"selfplay\.elo_k is for selfplay\.opponents = .latest. or .uniform. or .pfsp., and",
         ),
         (
             {"seats": SEATS, "opponents": "latest", "pfsp": "variance"},

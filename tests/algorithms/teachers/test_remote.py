@@ -211,7 +211,8 @@ def test_a_server_that_is_down_is_a_sentence(fake: FakeVllm) -> None:
 def test_what_it_cannot_answer_while_training_is_a_sentence(fake: FakeVllm) -> None:
     teacher, batch = remote(fake), make_batch()
     warm = replace(batch.rows[1], temperature=torch.full_like(batch.rows[1].temperature, 0.7))
-    with pytest.raises(TrainingError, match=r"sampled at 0\.7; set sampling\.force = true"):
+    said = r"sampled at 0\.7; set sampling\.override_agent = true"
+    with pytest.raises(TrainingError, match=said):
         teacher.top(replace(batch, rows=[batch.rows[0], warm]))
     assert not fake.asked
     with pytest.raises(PolicyError, match=r"names token 5\d\d, and the policy has 500"):

@@ -369,7 +369,7 @@ def test_weights_change_in_flight_only_where_the_server_can(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = config(TWO, tiny_model_dir, output=str(tmp_path))
-    settings = replace(made.algorithm, overlap="in_flight", max_staleness=1.0)
+    settings = replace(made.algorithm, async_sampling="in_flight", max_staleness=1.0)
     made = replace(made, algorithm=settings)
     models = load_policies(made)
     served = PolicyServers(made, models)._servers["planner"]

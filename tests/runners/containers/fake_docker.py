@@ -31,7 +31,9 @@ def main(argv: list[str]) -> int:
         return run(rest)
     if verb == "inspect":
         running, pid = state(rest[-1])
-        print(pid if rest[1] == "{{.State.Pid}}" else f"{running} false".lower())
+        print(
+            pid if rest[1] == "{{.State.Pid}}" else f"{'running' if running else 'exited'} 0 false"
+        )
     if verb == "image":
         print('{"Entrypoint": null, "Cmd": ["sh"]}')
     if verb == "rm":

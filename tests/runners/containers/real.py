@@ -1,4 +1,5 @@
-"""Real containers, by podman: its settings, and small images that need no registry.
+"""Real containers, by podman: its settings, and small images that need no registry. With
+`AGENTRL_TEST_ENGINE=docker`, those of the daemon that the docker command line reaches.
 
 `python -m tests.runners.containers.real` makes the images and says where its storage is. They are
 made once for a machine, known by their content, in the folder `AGENTRL_TEST_CONTAINERS`.
@@ -25,7 +26,8 @@ from agentrl.runners.containers.keeper import LABEL
 HERE = Path(__file__).parent
 FOLDER = Path(os.environ.get("AGENTRL_TEST_CONTAINERS") or f"/var/tmp/agentrl-tests-{os.getuid()}")
 INSTALL = "apt-get install --no-install-recommends podman buildah runc busybox-static"
-NEEDS = ("podman", "buildah", "runc", "busybox")
+ENGINE = os.environ.get("AGENTRL_TEST_ENGINE", "podman")
+NEEDS = ("podman", "buildah", "runc", "busybox") if ENGINE == "podman" else (ENGINE, "busybox")
 APPLETS = (
     *(
         "sh",
@@ -76,6 +78,8 @@ needs_podman = pytest.mark.skipif(bool(missing()), reason=missing())
 
 def environment() -> dict[str, str]:
     """Return variables that give podman the tests' settings and storage."""
+    if ENGINE != "podman":
+        return {}
     FOLDER.mkdir(parents=True, exist_ok=True)
     storage = (HERE / "podman" / "storage.conf").read_text().replace("{folder}", str(FOLDER))
     written = FOLDER / f"storage-{hashlib.sha256(storage.encode()).hexdigest()[:12]}.conf"
@@ -120,7 +124,7 @@ def imported(name: str, layer: bytes) -> str:
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if podman("image", "exists", image, check=False).returncode:
+        if podman("image", "inspect", image, check=False).returncode:
             how = ("--change", "CMD sh", "--change", "ENV PATH=/usr/bin:/bin")
             podman("import", *how, "-", image, input=layer)
     return image
@@ -131,7 +135,7 @@ def podman(
 ) -> subprocess.CompletedProcess[bytes]:
     env: Mapping[str, str] = {**os.environ, **environment()}
     return subprocess.run(
-        ["podman", *arguments], env=env, input=input, capture_output=True, check=check
+        [ENGINE, *arguments], env=env, input=input, capture_output=True, check=check
     )
 
 
@@ -156,7 +160,7 @@ def broken() -> str:
         podman("run", "--rm", "--network", "none", busybox_image(), "true")
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip()
-        return f"podman starts no container here: {said[-300:]}"
+        return f"{ENGINE} starts no container here: {said[-300:]}"
     return ""
 
 

@@ -7,10 +7,11 @@ import asyncio
 import sys
 
 from agentrl.runners.containers.pool import Containers, ContainerSpec
+from tests.runners.containers.real import ENGINE
 
 
 async def main(image: str) -> None:
-    containers = Containers("podman", gateway="http://127.0.0.1:9/v1", warm=2)
+    containers = Containers(ENGINE, gateway="http://127.0.0.1:9/v1", warm=2)
     await containers.start()
     print(containers.cli.owner, flush=True)
 

@@ -15,7 +15,7 @@ from agentrl.runners.containers.pool import (
     Containers,
     ContainerSpec,
 )
-from tests.runners.containers.real import left_of, needs_podman, podman
+from tests.runners.containers.real import ENGINE, left_of, needs_podman, podman
 from tests.runners.containers.real import real as real
 
 pytestmark = needs_podman
@@ -24,7 +24,7 @@ BYTES = bytes(range(256)) * 300  # more than a pipe holds
 
 @pytest.fixture
 async def containers(real: str) -> AsyncIterator[Containers]:
-    containers = Containers("podman", warm=0)
+    containers = Containers(ENGINE, warm=0)
     await containers.start()
     yield containers
     owner = containers.cli.owner
@@ -127,7 +127,7 @@ async def test_an_image_that_cannot_be_built_is_a_sentence(
     containers: Containers, real: str, tmp_path: Path
 ) -> None:
     (tmp_path / "Dockerfile").write_text(f"FROM {real}\nRUN echo no luck; false\n")
-    with pytest.raises(ContainerError, match=r"cannot be built: .*exit status 1") as raised:
+    with pytest.raises(ContainerError, match=r"cannot be built: .*(exit status|code:) 1") as raised:
         await containers.build(tmp_path)
     assert "\n" not in str(raised.value)
     assert str(tmp_path) in str(raised.value)

@@ -23,7 +23,7 @@ from agentrl.runners.containers.keeper import OWNER, PREFIX
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.types import ErrorKind, RolloutState
-from tests.runners.containers.real import left_of, needs_podman, podman, until_none_is_left
+from tests.runners.containers.real import ENGINE, left_of, needs_podman, podman, until_none_is_left
 from tests.runners.containers.real import real as real
 
 pytestmark = needs_podman
@@ -41,7 +41,7 @@ Start = Callable[..., Awaitable[ContainerExecutor]]
 
 
 def configured(image: str, program: str = RUN, more: Any = None, **runner: Any) -> RunConfig:
-    container = {"image": image, "cli": "podman", "warm": 1} | runner.pop("container", {})
+    container = {"image": image, "cli": ENGINE, "warm": 1} | runner.pop("container", {})
     agent = {"command": ["sh", "-c", program]}
     runner = {"executor": "container", "container": container} | runner
     data = {"name": "t", "agent": agent, "runner": runner, **(more or {})}
@@ -229,6 +229,7 @@ async def test_a_killed_runner_leaves_no_container(real: str, keeper_dies: bool)
             async with asyncio.timeout(30.0):
                 while owner in folders():  # noqa: ASYNC110 - its keeper ends after the containers
                     await asyncio.sleep(0.1)
+            assert keeper_dies or left_of(owner) == []  # nor one that was being started
         finally:
             if keeper_dies:
                 following.kill()
@@ -244,7 +245,7 @@ async def test_an_image_that_does_not_exist_is_a_sentence(bench: Any, start: Sta
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--volume", "/no/such/folder:/x"], "cannot start.*no such file"),
+        (["--volume", "/proc/no/folder:/x"], "cannot start.*no such file"),
         (["--no-such"], "--no-such"),
     ],
 )

@@ -81,7 +81,7 @@ async def test_a_verifier_sees_the_same_json_in_every_executor(
         return 1.0
 
     tasks = [{"input": {"do": "shape", "name": name}} for name in (*SHAPES, *NO_SHAPES)]
-    settings = {"verifier": verify, "concurrency": 1, "score": score}
+    settings = {"verifier": verify, "concurrency": 1, "scoring_concurrency": score}
     rollouts = await bench.run(executor, *tasks, **settings)
     assert seen == [(value, type(value)) for value in SHAPES.values()]
     fine, failed = rollouts[: len(SHAPES)], rollouts[len(SHAPES) :]

@@ -22,7 +22,7 @@ from agentrl.runners.templates.gateway import PromptRule, find_rule
 from tests.runners.harnesses.stored import HARNESSES, as_chat, stored
 from tests.runners.templates.templates import QWEN25, TEMPLATES, render, text_of
 
-AS_SENT = RunConfig(policy=PolicyConfig(messages="as_sent"))
+AS_SENT = RunConfig(policy=PolicyConfig(unsupported_roles="as_sent"))
 DEVELOPER = {"role": "developer", "content": "be brief"}
 USER = {"role": "user", "content": "hello"}
 SYSTEM = {"role": "system", "content": "be kind"}
@@ -161,7 +161,7 @@ async def test_text_that_would_vanish_is_refused(bench: Any) -> None:
     assert refused.status_code == 400
     message = refused.json()["error"]["message"]
     assert message.startswith("messages[0]: the chat template of the policy does not show")
-    assert 'policy.messages = "as_sent"' in message
+    assert 'policy.unsupported_roles = "as_sent"' in message
     assert bench.model.requests == []
 
 
@@ -252,7 +252,7 @@ async def test_sampling_may_be_forced(
 ) -> None:
     from agentrl.types import Sampling
 
-    sampling = Sampling(temperature=0.7, force=force)
+    sampling = Sampling(temperature=0.7, override_agent=force)
     active = bench.gateway.register(await bench.attempt(sampling=sampling))
     headers = {"authorization": f"Bearer {active.key}"}
     async with httpx.AsyncClient(base_url=bench.gateway.base_url, headers=headers) as http:

@@ -31,6 +31,7 @@ from agentrl.runners.executors.inprocess import (
 )
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing import core as tracing
+from agentrl.runners.tracing.attempt_log import AttemptLog
 from agentrl.types import ErrorKind
 
 Start = Callable[[AsyncExitStack, bool], Awaitable[str]]
@@ -473,3 +474,129 @@ async def test_who_puts_back_what_it_has_taken_is_no_server(pool: Any) -> None:
     for number in range(3):
         await in_trace(f"{number:032x}", run_guarded(agent, None))
     assert still == [True] * 3
+
+
+async def in_rollout(number: int, agent: Callable[[], Awaitable[None]]) -> None:
+    tracing.install()
+    await in_trace(f"{number:032x}", run_guarded(lambda _: agent(), None))
+
+
+def task_that_takes() -> tuple[Any, Any]:
+    """What puts an item, and what starts a task that takes one, and returns whose it is then."""
+    items: asyncio.Queue[str] = asyncio.Queue()
+
+    async def work() -> AttemptLog | None:
+        await items.get()
+        return attempt_log.current()
+
+    return lambda item: items.put_nowait(item), lambda: asyncio.create_task(work())
+
+
+def thread_that_takes() -> tuple[Any, Any]:
+    items: queue.Queue[str] = queue.Queue()
+
+    def work() -> AttemptLog | None:
+        items.get()
+        return attempt_log.current()
+
+    return lambda item: items.put(item), lambda: asyncio.create_task(asyncio.to_thread(work))
+
+
+def stream_that_takes() -> tuple[Any, Any]:
+    send, receive = anyio.create_memory_object_stream[str](16)
+
+    async def work() -> AttemptLog | None:
+        with send, receive:
+            await receive.receive()
+        return attempt_log.current()
+
+    return lambda item: send.send_nowait(item), lambda: asyncio.create_task(work())
+
+
+@pytest.mark.parametrize("make", [task_that_takes, thread_that_takes, stream_that_takes])
+@pytest.mark.parametrize("same", [False, True])
+async def test_a_workers_first_item_is_no_other_rollouts_by_guess(make: Any, same: bool) -> None:
+    put, start = make()
+    working = list[Any]()
+
+    async def first() -> None:
+        working.append(start())
+        await asyncio.sleep(0.01)
+        if same:
+            put("mine")
+
+    async def second() -> None:
+        if not same:
+            put("theirs")
+
+    await in_rollout(1, first)
+    await in_rollout(2, second)
+    assert (await working[0] is None) != same
+
+
+async def test_an_answer_that_another_rollouts_client_has_received_is_no_task() -> None:
+    """As of a connection that rollouts share, whose first has started what reads from it."""
+    requests: asyncio.Queue[Any] = asyncio.Queue()
+    still, reading = list[bool](), list[Any]()
+
+    async def read() -> None:
+        while True:
+            reply = await requests.get()
+            reply.put_nowait("answer")
+
+    async def ask() -> None:
+        reply: asyncio.Queue[str] = asyncio.Queue()
+        requests.put_nowait(reply)
+        await reply.get()
+        still.append(attempt_log.current() is not None)
+
+    async def agent() -> None:
+        if not reading:
+            reading.append(asyncio.create_task(read()))
+        await asyncio.create_task(ask())
+
+    for number in range(3):
+        await in_rollout(number + 1, agent)
+    reading[0].cancel()
+    assert still == [True] * 3
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_a_pool_that_another_rollout_has_filled_is_no_work(full: bool) -> None:
+    """With what it makes when the pool has none, or with places for what is made later."""
+    pool: queue.Queue[Any] = queue.Queue()
+    still = list[bool]()
+
+    def use() -> None:
+        try:
+            made = pool.get_nowait() or "connection"
+        except queue.Empty:
+            made = "connection"
+        still.append(attempt_log.current() is not None)
+        pool.put(made)
+
+    async def agent() -> None:
+        if full and not still:
+            pool.put(None)
+        elif not full and not still:
+            use()  # the agent itself
+        await asyncio.to_thread(use)
+
+    for number in range(3):
+        await in_rollout(number + 1, agent)
+    assert set(still) == {True}
+
+
+async def test_a_queue_of_a_users_class_works() -> None:
+    class Lines(asyncio.Queue[str]):
+        __hash__ = None  # type: ignore[assignment]
+        _state = "open"
+
+    async def agent() -> None:
+        lines = Lines()
+        lines.put_nowait("a")
+        said.append(await lines.get())
+
+    said = list[str]()
+    await in_rollout(1, agent)
+    assert said == ["a"]

@@ -274,7 +274,7 @@ open(b"odd-\\xff", "w").write("odd")
 os.symlink(b"to-\\xff", "link")
 open("nul", "w").write("a\\0b")
 """
-    (rollout,) = await play(code, {"files": FILES}, settings={"runner": {"score": 1}})
+    (rollout,) = await play(code, {"files": FILES}, settings={"runner": {"scoring_concurrency": 1}})
     assert rollout.failure is None
     assert rollout.reward() == 1.0
 
@@ -283,7 +283,7 @@ async def test_changes_that_are_too_large_to_keep_are_scored_all_the_same(
     play: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(changes, "LARGEST_PACK", 1)
-    (rollout,) = await play(FIX, {"files": FILES}, score=1)
+    (rollout,) = await play(FIX, {"files": FILES}, scoring_concurrency=1)
     assert (rollout.failure, rollout.reward()) == (None, 1.0)
     assert "would be run again: its changed files have" in caplog.text
 

@@ -146,8 +146,8 @@ async def test_an_attempt_arrives_as_a_trace(bench: Any, agent: Any, receiver: R
     assert said["gen_ai.operation.name"] == "chat"
     assert said["gen_ai.request.model"] == "policy"
     assert said["gen_ai.request.temperature"] == 0.7
-    assert "gen_ai.request.force" not in said  # a setting of agentrl, not of the request
-    assert "force" not in json.loads(str(said["llm.invocation_parameters"]))
+    assert "gen_ai.request.override_agent" not in said  # a setting of agentrl, not of the request
+    assert "override_agent" not in json.loads(str(said["llm.invocation_parameters"]))
     assert said["gen_ai.response.finish_reasons"] == ["tool_calls"]
     (transition, _) = (await bench.store.trace(rollout.id)).transitions
     assert said["gen_ai.usage.input_tokens"] == len(transition.prompt)

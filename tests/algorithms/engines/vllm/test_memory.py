@@ -57,7 +57,10 @@ def test_a_cpu_has_no_gpu_memory_to_share(
     [
         ({"vllm": {"sleep": 2}, "policy": {"model": "m", "lora": {"rank": 4}}}, "set it to 1"),
         (
-            {"vllm": {"sleep": 1}, "algorithm": {"overlap": "in_flight", "max_staleness": 1}},
+            {
+                "vllm": {"sleep": 1},
+                "algorithm": {"async_sampling": "in_flight", "max_staleness": 1},
+            },
             "asleep",
         ),
         (

@@ -1,0 +1,117 @@
+"""The model card (README.md) of an exported policy: what it was trained on, how well it does, and
+how to load it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from agentrl import __version__
+from agentrl.config import RunConfig
+from agentrl.config import policies as team
+from agentrl.model_files.chosen import Chosen
+from agentrl.types import StepRow
+
+LICENCE = re.compile(r"^license:\s*(\S+)", re.M)
+UNKNOWN = "unknown; that of the base model applies"
+ROWS = 12  # evaluations in the table
+
+
+def card(directory: Path, chosen: Chosen | None, policy: str | None) -> str:
+    """directory: of the exported model. chosen: None for a checkpoint without its run."""
+    base = base_of(directory, chosen, policy)
+    licence = licence_of(base)
+    kind = "peft" if (directory / "adapter_config.json").is_file() else "transformers"
+    lines = ["---", f"library_name: {kind}", "tags: [agentrl, reinforcement-learning]"]
+    lines += [f"base_model: {base}"] if base and not Path(base).is_absolute() else []
+    lines += [f"license: {licence}"] if licence else []
+    title = chosen.config.name if chosen else directory.name
+    lines += ["---", f"# {title}", "", "Trained by reinforcement learning with agentrl "
+              f"{__version__}."]  # fmt: skip
+    lines += ["", "| | |", "|---|---|", f"| base model | {base or 'unknown'} |"]
+    lines += [f"| licence of the base | {licence or UNKNOWN} |"]
+    if chosen is not None:
+        lines += [*_about(chosen.config, chosen), *_curve(chosen)]
+    return "\n".join([*lines, *_loading(directory, kind, base), ""])
+
+
+def base_of(directory: Path, chosen: Chosen | None, policy: str | None) -> str:
+    """The model that training began with, as far as it is known."""
+    adapter = directory / "adapter_config.json"
+    if adapter.is_file():
+        return str(json.loads(adapter.read_text("utf-8")).get("base_model_name_or_path") or "")
+    if chosen is None:
+        return ""
+    own = team.view(chosen.config, policy or team.trained_policies(chosen.config)[0]).policy
+    return f"made by {own.build}" if own.build else own.model
+
+
+def licence_of(base: str) -> str:
+    """What the card of a model in a folder, or in the cache of the hub, says; empty: nothing."""
+    folder = Path(base)
+    if base and not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(base, "README.md")
+        except HFValidationError:
+            return ""
+        folder = Path(found).parent if isinstance(found, str) else folder
+    file = folder / "README.md"
+    found = LICENCE.search(file.read_text("utf-8", "replace")) if base and file.is_file() else None
+    return found[1] if found else ""
+
+
+def _about(config: RunConfig, chosen: Chosen) -> Iterator[str]:
+    own = config.algorithm
+    rollouts = sum(row.metrics.get("rollouts", 0.0) for row in chosen.steps if row.committed)
+    yield f"| checkpoint | after {chosen.saved.steps} steps of {config.steps}: {chosen.why} |"
+    yield f"| training tasks | `{config.tasks.train or 'none'}` |"
+    yield f"| held-out tasks | `{config.tasks.heldout or 'none'}` |"
+    yield f"| verifier | `{config.verifier.path or 'none'}` |"
+    yield f"| algorithm | `{own.preset}`, learning rate {own.lr:g}, {own.groups} groups of "\
+        f"{own.group_size} |"  # fmt: skip
+    yield f"| rollouts | {rollouts:.0f} |"
+    yield f"| sampling | temperature {config.sampling.temperature:g}, at most "\
+        f"{config.sampling.max_tokens or 'the context'} tokens a call |"  # fmt: skip
+    yield f"| seed | {config.seed} |"
+
+
+def _curve(chosen: Chosen) -> Iterator[str]:
+    rows = [row for row in chosen.steps if "eval/score" in row.metrics]
+    if not rows:
+        yield "\nNo held-out tasks were evaluated."
+        return
+    yield f"\nHeld-out score at temperature {chosen.config.eval.temperature:g}, with 95 % "\
+        "confidence intervals over tasks:\n"  # fmt: skip
+    yield "| after step | score | interval |"
+    yield "|--:|--:|---|"
+    for row in _thinned(rows, chosen.saved.steps):
+        low, high = (row.metrics.get(f"eval/score_{end}") for end in ("low", "high"))
+        known = "unknown" if low is None or high is None else f"{low:.3f} to {high:.3f}"
+        mark = " (this model)" if row.step == chosen.saved.steps else ""
+        yield f"| {row.step}{mark} | {row.metrics['eval/score']:.3f} | {known} |"
+
+
+def _thinned(rows: Sequence[StepRow], steps: int) -> list[StepRow]:
+    """At most about `ROWS`, with the first, the last and that of this model."""
+    every = -(-len(rows) // ROWS)
+    last = len(rows) - 1
+    return [row for i, row in enumerate(rows) if i % every == 0 or i == last or row.step == steps]
+
+
+def _loading(directory: Path, kind: str, base: str) -> Iterator[str]:
+    yield "\n## Load it\n\n```python"
+    yield "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+    if kind == "peft":
+        yield "from peft import PeftModel\n"
+        yield f"base = AutoModelForCausalLM.from_pretrained({base!r})"
+        yield f"model = PeftModel.from_pretrained(base, {directory.name!r})"
+    else:
+        yield f"model = AutoModelForCausalLM.from_pretrained({directory.name!r})"
+    yield f"tokenizer = AutoTokenizer.from_pretrained({directory.name!r})\n```\n"
+    adapter = f"{base} --enable-lora --lora-modules mine={directory.name}"
+    yield f"or `vllm serve {adapter if kind == 'peft' else directory.name}`."

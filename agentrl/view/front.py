@@ -1,0 +1,287 @@
+"""The first screen of a run: what became better, why, and one success and one failure as text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from agentrl.base.parts import installed_plugins
+from agentrl.errors import AgentRLError
+from agentrl.store.base import Store
+from agentrl.store.records import GroupRow, RolloutRow
+from agentrl.types import Json, Purpose, RolloutState, RunState, Scope
+from agentrl.view import records
+
+READING_PATIENCE = 3.0  # seconds that a page waits for reasons; they are there at the next visit
+EVALUATIONS = 12  # evaluations that are looked at
+RECENT_GROUPS = 24  # training groups that are looked at for an example
+MESSAGES, LONGEST = 6, 480  # of an example: messages, and characters of each
+TASKS_ON_FRONT = 8
+GROUPS_FOUND = 16  # groups whose tasks are read for a page of found rollouts
+COMPLETIONS = 64  # rollouts of a step whose completions are listed
+
+
+class ShownRollout(NamedTuple):
+    """A rollout of the first screen."""
+
+    title: str
+    good: bool
+    where: str
+    rollout: str
+    task: str
+    outcome: float | None
+    failure: str
+    talk: list[dict[str, Any]]
+    left_out: int  # messages that are not shown
+
+
+class TaskRow(NamedTuple):
+    """A task with its outcomes over time."""
+
+    text: str
+    outcomes: list[float | None]  # one per evaluation, oldest first
+    rollout: str  # its last rollout
+
+    @property
+    def last(self) -> float | None:
+        return next((one for one in reversed(self.outcomes) if one is not None), None)
+
+    @property
+    def trend(self) -> float:
+        known = [one for one in self.outcomes if one is not None]
+        return known[-1] - known[0] if len(known) > 1 else 0.0
+
+
+class Reasons:
+    """What parts find out about runs; read once for each state of a run."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[tuple[str, float], asyncio.Task[list[dict[str, Any]]]] = {}
+
+    async def of(self, state: RunState, at: float) -> list[dict[str, Any]] | None:
+        """For each policy its `name`, number of `steps`, whether it `improved`, and `reasons`
+        (text, change); None: they are still being read."""
+        if not state.config:
+            return []
+        key = (state.identity, at)
+        if key not in self._known:
+            for old in [one for one in self._known if one[0] == state.identity]:
+                self._known.pop(old).cancel()
+            self._known[key] = asyncio.ensure_future(self._read(state.run))
+        done, _ = await asyncio.wait({self._known[key]}, timeout=READING_PATIENCE)
+        return self._known[key].result() if done else None
+
+    async def _read(self, run: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for point in installed_plugins("findings"):
+            try:
+                found += await point.load()(self._store, run)
+            except (AgentRLError, ValueError, LookupError) as error:
+                found.append({"name": "", "steps": 0, "improved": False, "reasons": []})
+                found[-1]["error"] = str(error)
+        return found
+
+
+async def evaluations(store: Store, run: str) -> list[GroupRow]:
+    """The last evaluations of the held-out tasks, newest first; greedy where both exist."""
+    rows = await store.groups(run, purpose=Purpose.EVAL, limit=2 * EVALUATIONS)
+    rows.sort(key=lambda row: (-row.step, row.id.endswith("/sampled")))
+    by_step: dict[int, GroupRow] = {}
+    for row in rows:
+        if row.rollouts:
+            by_step.setdefault(row.step, row)
+    first = await store.groups(run, purpose=Purpose.EVAL, step=0, limit=2)
+    for row in sorted(first, key=lambda row: row.id.endswith("/sampled")):
+        if row.rollouts:
+            by_step.setdefault(row.step, row)
+    return list(by_step.values())
+
+
+async def examples(
+    store: Store, run: str, held_out: Sequence[GroupRow], *, game: bool
+) -> list[ShownRollout]:
+    """A success and a failure: of the last evaluation, else on the same task in an earlier one,
+    else of the last training steps. Of a game, where both happen in each, two rollouts."""
+    trained = await store.groups(run, purpose=Purpose.TRAIN, limit=RECENT_GROUPS)
+    groups = [*held_out, *trained]
+    if game and (seats := await _games(store, run, groups)):
+        return seats
+    good = next((one for row in groups if (one := _pick(row, good=True))), None)
+    bad, same = None, ""
+    if good is not None and held_out and good[0] is held_out[0]:
+        at = good[0].rollouts.index(good[1])
+        later = (row for row in held_out[1:] if at < row.n and _fails(row, at))
+        bad = _pick(held_out[0], good=False)
+        if bad is None and (row := next(later, None)) is not None:
+            bad, same = (row, row.rollouts[at]), ", the same task"
+    bad = bad or next((one for row in groups if (one := _pick(row, good=False))), None)
+    found = [("A success", good, ""), ("A failure", bad, same)]
+    made = [
+        await _example(store, title, *one, good=title == "A success", note=note)
+        for title, one, note in found
+        if one
+    ]
+    return [one for one in made if one is not None]
+
+
+async def _games(store: Store, run: str, groups: Sequence[GroupRow]) -> list[ShownRollout]:
+    """A game that the first seat won, and one that it lost; [] without rewards of seats."""
+    row = next((row for row in groups if row.rollouts), None)
+    if row is None:
+        return []
+    scored = [
+        (reward.value, reward.target, one.id)
+        for one in await store.rollouts(run, group=row.id)
+        for reward in one.rewards
+        if reward.scope is Scope.ROLE and reward.name == "outcome"
+    ]
+    seat = min((seat for _, seat, _ in scored if seat), default=None)
+    own = sorted((value, id) for value, target, id in scored if target == seat)
+    if not own or own[0][0] >= own[-1][0]:
+        return []
+    made = []
+    for (value, id), word in ((own[-1], "won"), (own[0], "lost")):
+        good = value > 0
+        made.append(await _example(store, f"{seat} {word}", row, id, good=good, outcome=value))
+    return [one for one in made if one is not None]
+
+
+def _fails(row: GroupRow, at: int) -> bool:
+    value = row.outcomes[at]
+    failed = row.states[at] is RolloutState.FAILED
+    return failed or (value is not None and value <= 0)
+
+
+def _pick(row: GroupRow, *, good: bool) -> tuple[GroupRow, str] | None:
+    """The best rollout with an outcome above 0, or the first that failed."""
+    if good:
+        known = [(value, -at) for at, value in enumerate(row.outcomes) if value and value > 0]
+        return (row, row.rollouts[-max(known)[1]]) if known else None
+    bad = next((at for at in range(row.n) if _fails(row, at)), None)
+    return None if bad is None else (row, row.rollouts[bad])
+
+
+async def _example(
+    store: Store,
+    title: str,
+    row: GroupRow,
+    id: str,
+    *,
+    good: bool,
+    note: str = "",
+    outcome: float | None = None,
+) -> ShownRollout | None:
+    trace = await store.trace(id)
+    if trace is None:
+        return None
+    talk = [
+        one
+        for one in records.talk(trace.transitions)
+        if (one["text"] or one["tools"]) and one["role"] not in ("system", "developer")
+    ]
+    for one in talk:
+        one["text"] = one["text"][:LONGEST]
+        one["tools"] = [(name, words[:LONGEST], cut) for name, words, cut in one["tools"]]
+    outcome = row.outcomes[row.rollouts.index(id)] if outcome is None else outcome
+    failure = trace.rollout.failure
+    kind = "held-out" if row.purpose is Purpose.EVAL else "training"
+    where = f"{kind}, before training" if row.step == 0 and kind == "held-out" else None
+    return ShownRollout(
+        title=title,
+        good=good,
+        where=(where or f"{kind}, step {row.step}") + note,
+        rollout=id,
+        task=records.gist(trace.rollout.task),
+        outcome=outcome,
+        failure=f"{failure.kind.value.replace('_', ' ')}: {failure.message[:LONGEST]}"
+        if failure
+        else "",
+        talk=talk[: MESSAGES - 1] + talk[-1:] if len(talk) > MESSAGES else talk,
+        left_out=max(len(talk) - MESSAGES, 0),
+    )
+
+
+async def held_out_tasks(
+    store: Store, run: str, held_out: Sequence[GroupRow]
+) -> tuple[list[int], list[TaskRow]]:
+    """The steps of the evaluations, oldest first, and the tasks, hardest first. All evaluations of
+    a run take the same tasks in the same order, some of them only the first ones."""
+    if not held_out:
+        return [], []
+    order = list(reversed(held_out))
+    widest = max(held_out, key=lambda row: row.n)
+    rows = await store.rollouts(run, group=widest.id)
+    places: dict[str, list[int]] = {}
+    texts: dict[str, Json] = {}
+    for at, row in enumerate(rows):
+        key = records.text_of(row.task)
+        places.setdefault(key, []).append(at)
+        texts[key] = row.task
+    found = []
+    for key, own in places.items():
+        outcomes = [_mean(row, own) for row in order]
+        last = next((row for row in held_out if own[0] < row.n), widest)
+        found.append(TaskRow(records.gist(texts[key]), outcomes, last.rollouts[own[0]]))
+    return [row.step for row in order], sorted(found, key=_hardest)
+
+
+async def training_tasks(
+    store: Store, run: str, groups: Sequence[GroupRow]
+) -> tuple[list[int], list[TaskRow]]:
+    """The same of training groups, which are those of recent steps."""
+    tasks = await asyncio.gather(*(task_of(store, run, group) for group in groups))
+    steps = sorted({group.step for group in groups})
+    by_task: dict[str, dict[int, GroupRow]] = {}
+    texts: dict[str, str] = {}
+    for group, task in zip(groups, tasks, strict=True):
+        key = records.text_of(task)
+        by_task.setdefault(key, {})[group.step] = group
+        texts[key] = records.gist(task)
+    found = []
+    for key, at in by_task.items():
+        outcomes = [_mean(at[step], range(at[step].n)) if step in at else None for step in steps]
+        found.append(TaskRow(texts[key], outcomes, at[max(at)].rollouts[0]))
+    return steps, sorted(found, key=_hardest)
+
+
+def _mean(row: GroupRow, places: Sequence[int]) -> float | None:
+    known = [x for at in places if at < row.n and (x := row.outcomes[at]) is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _hardest(row: TaskRow) -> tuple[bool, float, float]:
+    """By the last outcome, then by all."""
+    known = [one for one in row.outcomes if one is not None]
+    return row.last is None, row.last or 0.0, sum(known) / max(len(known), 1)
+
+
+async def task_of(store: Store, run: str, group: GroupRow) -> Mapping[str, Json]:
+    """The task of a group; empty if the group is pruned."""
+    rows = await store.rollouts(run, group=group.id, limit=1) if group.rollouts else []
+    return rows[0].task if rows else {}
+
+
+async def tasks_of(store: Store, run: str, rows: Sequence[RolloutRow]) -> dict[str, str]:
+    """The tasks of rollouts in a line each, by id; those of a few groups."""
+    groups = list(dict.fromkeys(row.group for row in rows))[:GROUPS_FOUND]
+    read = await asyncio.gather(*(store.rollouts(run, group=group) for group in groups))
+    return {one.id: records.gist(one.task) for found in read for one in found}
+
+
+async def completions(store: Store, run: str, step: int) -> list[dict[str, Any]]:
+    """The rollouts that a step asked for, each with its task and what was said last."""
+    given: Any = {"step": step, "limit": COMPLETIONS}
+    rows = await store.rollouts(run, purpose=Purpose.TRAIN, **given)
+    rows = rows or await store.rollouts(run, **given)
+    calls = await store.calls([row.id for row in rows])
+    found = []
+    for row in rows:
+        said = calls.get(row.id) or []
+        last = {"role": "assistant"} | (said[-1].answer or {}) if said else None
+        one = {"o": row, "task": records.gist(row.task), "calls": len(said)}
+        one["tokens"] = sum(len(call.completion) for call in said)
+        one["finish"] = said[-1].finish if said else ""
+        found.append(one | {"answer": last and records.message(last, -1)})
+    return found

@@ -1,0 +1,220 @@
+"""What a run amounts to, in a few numbers: before -> after with its interval, state, settings."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentrl.config import from_store
+from agentrl.config.keys import flatten
+from agentrl.errors import AgentRLError
+from agentrl.store.base import Store
+from agentrl.types import Json, RunState
+
+SCORE, REWARD, FUNCTIONS = "eval/score", "reward/mean", "eval/function/"
+BOUNDS = tuple(f"{SCORE}_{bound}" for bound in ("low", "high"))
+POINTS = 60  # of a curve in a list
+ROUNDING = 1e-9
+# Settings that differ without making a run another one: where it is, and how it is watched.
+PLACES = {"name", "root", "output", "store", "seed", "keep_checkpoints", "metrics", "runner"}
+LESS_IS_BETTER = ("exploitability", "loss", "regret", "illegal", "error", "perplexity", "cost")
+Points = Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A score at a step, with its interval if it has one."""
+
+    step: int
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How the most telling metric of a run changed. None: it has none."""
+
+    metric: str
+    first: Score | None = None
+    last: Score | None = None
+    percent: bool = False  # whether it lies in 0 to 1
+    less: bool = False  # whether less is better
+
+    @property
+    def name(self) -> str:
+        known = {SCORE: "held-out", REWARD: "training reward"}
+        return known.get(self.metric, self.metric.removeprefix(FUNCTIONS))
+
+    @property
+    def gain(self) -> float:
+        """What was gained, above 0 if it became better; 0 if that is not known."""
+        if self.first is None or self.last is None:
+            return 0.0
+        return (self.first.value - self.last.value) * (1 if self.less else -1)
+
+    @property
+    def outcome(self) -> str:
+        """better or worse, if it is more than the intervals allow by chance, else same."""
+        if self.first is None or self.last is None or self.first.step == self.last.step:
+            return "same"
+        below, above = (self.first, self.last) if self.gain > 0 else (self.last, self.first)
+        if self.less:
+            below, above = above, below
+        apart = None in (below.high, above.low) or (below.high or 0.0) < (above.low or 0.0)
+        word = "better" if self.gain > 0 else "worse"
+        return word if apart and abs(self.gain) > ROUNDING and self.metric != REWARD else "same"
+
+
+def in_unit(curves: Iterable[Points]) -> bool:
+    """Whether all values lie in 0 to 1, so that they are shown as percentages on such an axis."""
+    known = [y for points in curves for _, y in points if math.isfinite(y)]
+    return bool(known) and all(-ROUNDING <= y <= 1 + ROUNDING for y in known)
+
+
+def verdict(curves: Mapping[str, Points]) -> Verdict:
+    """Of held-out scores if there are two, else of the user's own functions, else of the reward."""
+    own = sorted(
+        (name for name in curves if name.startswith(FUNCTIONS)),
+        key=lambda name: "exploitability" not in name,
+    )
+    wanted = [SCORE, *own, REWARD]
+    known = {name: _finite(curves.get(name, ())) for name in wanted}
+    chosen = next((name for name in wanted if len(known[name]) > 1), None)
+    chosen = chosen or next((name for name in wanted if known[name]), SCORE)
+    points = known[chosen]
+    if not points:
+        return Verdict(chosen)
+    low, high = (dict(curves.get(name, ())) if chosen == SCORE else {} for name in BOUNDS)
+    first, last = (
+        Score(step, value, low.get(step), high.get(step)) for step, value in (points[0], points[-1])
+    )
+    if chosen == REWARD and len(points) >= 10:  # single steps are noisy
+        fifth = len(points) // 5
+        ends = points[:fifth], points[-fifth:]
+        first, last = (Score(end[-1][0], sum(y for _, y in end) / fifth) for end in ends)
+    percent = chosen in (SCORE, REWARD) and in_unit([points, known[REWARD]])
+    less = any(word in chosen for word in LESS_IS_BETTER)
+    return Verdict(chosen, first, last, percent, less)
+
+
+def _finite(points: Points) -> list[tuple[int, float]]:
+    return [(step, y) for step, y in points if math.isfinite(y)]
+
+
+def condition(state: RunState, *, ended: bool, now: float) -> str:
+    """running, finished, or stopped: neither of them."""
+    if state.owned_until > now:
+        return "running"
+    return "finished" if ended else "stopped" if state.config else "empty"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A line of the list of runs."""
+
+    run: str
+    state: RunState
+    verdict: Verdict
+    curve: Points
+    ended: bool
+    at: float  # of its last step, in unix seconds
+    facts: Mapping[str, str]
+    settings: Mapping[str, Json] = field(default_factory=dict)
+
+    def condition(self, now: float | None = None) -> str:
+        return condition(self.state, ended=self.ended, now=now or time.time())
+
+
+async def summary(store: Store, state: RunState) -> Summary:
+    names = [SCORE, *BOUNDS, REWARD, "run/ended"]
+    curves: dict[str, Points] = dict(await store.series(state.run, names, points=POINTS))
+    if len(curves[SCORE]) < 2:
+        own = [n for n in await store.metric_names(state.run) if n.startswith(FUNCTIONS)]
+        curves |= await store.series(state.run, own, points=POINTS)
+    found = verdict(curves)
+    rows = await store.steps(state.run, after=max(state.step - 2, -1))
+    return Summary(
+        run=state.run,
+        state=state,
+        verdict=found,
+        curve=curves[found.metric],
+        ended=bool(curves["run/ended"]),
+        at=rows[-1].at if rows else state.created,
+        facts=facts(state.config),
+        settings=flatten(state.config),
+    )
+
+
+def whole_settings(row: Summary) -> Mapping[str, Json]:
+    """The settings with the defaults of this version, if it can read them."""
+    try:
+        whole: dict[str, Json] = flatten(msgspec.to_builtins(from_store(row.state.config)))
+    except AgentRLError:
+        return row.settings
+    return whole
+
+
+def facts(config: Mapping[str, Any]) -> dict[str, str]:
+    """What people call a run by: its model, preset and learning rate. Of any version's settings."""
+
+    def read(*path: str) -> Any:
+        value: Any = config
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value or ""
+
+    model = str(read("policy", "model") or read("policy", "build"))
+    if Path(model).is_absolute():
+        model = Path(model).name
+    lr, steps, heldout = read("algorithm", "lr"), read("steps"), read("tasks", "heldout")
+    policies = ", ".join(read("policies") or ())
+    found = {
+        "model": model or ", ".join(read("upstreams") or ()),
+        "preset": str(read("algorithm", "preset")),
+        "learning rate": f"{lr:.3g}" if isinstance(lr, float | int) else "",
+        "policies": policies,
+        "tasks": f"{read('tasks', 'train')}" + (f", held-out {heldout}" if heldout else ""),
+        "planned steps": str(steps),
+    }
+    if not steps:  # nothing is trained, as by `agentrl eval`
+        found |= {"preset": "", "learning rate": "", "planned steps": ""}
+    return {key: text for key, text in found.items() if text}
+
+
+def differing(rows: Sequence[Summary]) -> list[dict[str, Json]]:
+    """For each run what sets it apart from the others of the same agent: settings and values that
+    most of them do not have."""
+    kin: dict[Any, list[int]] = defaultdict(list)
+    for at, row in enumerate(rows):
+        own = row.settings
+        kin[tuple(str(own.get(key)) for key in ("root", "agent.path", "agent.command"))].append(at)
+    found: list[dict[str, Json]] = [{} for _ in rows]
+    for alike in kin.values():
+        for key in sorted({key for at in alike for key in rows[at].settings} - PLACES):
+            if key.partition(".")[0] in PLACES or len(alike) < 2:
+                continue
+            values = [repr(rows[at].settings.get(key)) for at in alike]
+            (usual, n), *others = Counter(values).most_common()
+            tied = bool(others) and others[0][1] == n
+            for at, value in zip(alike, values, strict=True):
+                if others and (value != usual or tied):
+                    found[at][key] = rows[at].settings.get(key)
+    return found
+
+
+def matrix(rows: Sequence[Mapping[str, Json]]) -> dict[str, list[Json]]:
+    """Setting -> its value in each run, for those that are not the same in all."""
+    keys = sorted({key for row in rows for key in row})
+    return {
+        key: [row.get(key) for row in rows]
+        for key in keys
+        if key.partition(".")[0] not in PLACES and len({repr(row.get(key)) for row in rows}) > 1
+    }

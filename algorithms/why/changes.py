@@ -1,0 +1,169 @@
+"""How the scores of a run changed, and what chance alone could have changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+
+from agentrl.config import RunConfig
+from agentrl.store.base import Store
+from agentrl.types import Rollout
+
+HELD_OUT, SAMPLED, TRAINING = "held-out", "sampled held-out", "training reward"
+EVALUATIONS = {HELD_OUT: "score", SAMPLED: "sampled"}  # by the name of their groups
+# Standard errors of a change that are no chance: three looks (held-out, sampled, training) together
+# find one in 1 of 50 runs that do not change.
+LOOKS_Z = 2.5
+LEAST_TREND = 5  # number of steps whose scatter around a line tells what chance does
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What was measured in the first and in the last fifth of all measurements, as means."""
+
+    first: float
+    last: float
+    best: float  # of all fifths
+    noise: float  # the largest difference to expect by chance; infinite if unknown
+
+    @property
+    def gain(self) -> float:
+        return self.last - self.first
+
+    @property
+    def risen(self) -> bool:
+        """Whether it clearly rose, and has not lost most of that again."""
+        return self.gain > self.noise and self.gain >= self.best - self.last
+
+    @property
+    def fallen(self) -> bool:
+        """Whether it clearly fell, or has lost most of what it had gained: the best of five needs
+        more evidence than a single difference."""
+        lost = self.best - self.last
+        return -self.gain > self.noise or (lost > self.gain and lost > 1.5 * self.noise)
+
+    @property
+    def text(self) -> str:
+        chance = f", of which chance explains {self.noise:.2g}" if self.noise < math.inf else ""
+        return f"{self.first:.3f} to {self.last:.3f} ({self.gain:+.2f}{chance})"
+
+
+def changes_text(changes: Mapping[str, Change]) -> str:
+    """What was measured, as the start of a sentence; empty if nothing was."""
+    said = [f"{name} {change.text}, " for name, change in changes.items()]
+    return f"means of the first and last fifth: {''.join(said)}" if said else ""
+
+
+def changes_of(rows: Sequence[Mapping[str, float]], config: RunConfig) -> dict[str, Change]:
+    """How the held-out scores and the training reward changed. No training reward where it is no
+    evidence: in games one seat's win is another's loss, tasks may be chosen by their reward, and
+    the rewards of a data set do not change."""
+    chosen = config.tasks.order == "difficulty" or not config.plays_rollouts
+    game = any("selfplay/games" in row for row in rows)
+    measured = {
+        HELD_OUT: [_held_out(row, "eval/score") for row in rows if "eval/score" in row],
+        SAMPLED: [_held_out(row, "eval/sampled") for row in rows if "eval/sampled" in row],
+        TRAINING: [_trained(row) for row in rows if "reward/mean" in row and not (game or chosen)],
+    }
+    return {
+        name: change_of(values, same_tasks=name != TRAINING)
+        for name, values in measured.items()
+        if len(values) > 1
+    }
+
+
+def not_improved(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
+    """A sentence with the evidence that a run did not improve; empty without evidence, or if
+    a score rose. The training reward is none: it is of other tasks at each step."""
+    changes = changes_of(rows, config)
+    known = {name: change for name, change in changes.items() if name != TRAINING}
+    if any(x.last > x.first or x.first == x.last == 1.0 for x in known.values()):
+        return ""
+    found = [f"{name} {x.first:.3f} to {x.last:.3f}" for name, x in known.items()]
+    return f"no improvement was measured ({', '.join(found)})" if found else ""
+
+
+def change_of(measured: Sequence[tuple[float, float]], *, same_tasks: bool) -> Change:
+    """measured: values with the variance of their errors, which repeated measurements on the same
+    tasks share. On other tasks, a single one at each end is no evidence, but what many scatter
+    around a line is."""
+    size = math.ceil(len(measured) / 5)
+    means = [fmean(x for x, _ in measured[i : i + size]) for i in range(0, len(measured), size)]
+    first, last = measured[:size], measured[-size:]
+    error = sum(error for _, error in (*first, *last)) / size
+    noise = LOOKS_Z * math.sqrt(error if same_tasks else error / size if size > 1 else math.inf)
+    if not same_tasks and len(measured) >= LEAST_TREND:
+        noise = min(noise, _by_chance([x for x, _ in measured], len(measured) - size))
+    return Change(means[0], fmean(x for x, _ in last), max(means), noise)
+
+
+async def paired(
+    store: Store, run: str, changes: Mapping[str, Change], steps: Mapping[str, Sequence[int]]
+) -> dict[str, Change]:
+    """The same with what chance does if each task is compared with itself. steps: of the
+    evaluations, by their name."""
+    found = dict(changes)
+    for name in changes.keys() & EVALUATIONS.keys():
+        size = math.ceil(len(steps[name]) / 5)
+        group = EVALUATIONS[name]
+        ends = [
+            [
+                _by_task(await store.rollouts(run, group=f"{run}/eval/{step:06d}/{group}"))
+                for step in some
+            ]
+            for some in (steps[name][:size], steps[name][-size:])
+        ]
+        every = [one for end in ends for one in end]
+        common = [task for task in every[0] if all(task in one for one in every)]
+        first, last = ([fmean(one[task] for one in end) for task in common] for end in ends)
+        if len(common) > 1:
+            differences = [b - a for a, b in zip(first, last, strict=True)]
+            values = [value for one in every for value in one.values()]
+            noise = _noise_of_mean(differences, max(values) - min(values))
+            own = replace(changes[name], noise=min(changes[name].noise, noise))
+            if any(len(one) > len(common) for one in every):  # some have no outcome
+                own = replace(own, first=fmean(first), last=fmean(last), noise=noise)
+            found[name] = own
+    return found
+
+
+def _noise_of_mean(differences: Sequence[float], most: float) -> float:
+    """What chance makes of the mean of paired differences. `most`: a task that rose and one that
+    fell by so much are added, as by Agresti and Min (2005), so that few equal ones prove little."""
+    more = [*differences, most, -most]
+    return LOOKS_Z * stdev(more) / math.sqrt(len(more))
+
+
+def _by_task(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The mean outcome of each task with one."""
+    found: dict[str, list[float]] = {}
+    for row in rollouts:
+        if math.isfinite(value := row.reward()):
+            found.setdefault(repr(row.task), []).append(value)
+    return {task: fmean(values) for task, values in found.items()}
+
+
+def _by_chance(values: Sequence[float], span: int) -> float:
+    """The difference of two values of a line, `span` apart, that chance makes of this scatter
+    around it. Few values estimate their scatter badly, so they have a larger quantile."""
+    n, middle, mean = len(values), (len(values) - 1) / 2, fmean(values)
+    squares = sum((i - middle) ** 2 for i in range(n))
+    slope = sum((i - middle) * (x - mean) for i, x in enumerate(values)) / squares
+    left = sum((x - mean - slope * (i - middle)) ** 2 for i, x in enumerate(values))
+    error = math.sqrt(left / (n - 2) / squares)
+    return span * error * LOOKS_Z * (1 + (LOOKS_Z**2 + 1) / (4 * (n - 2)))  # of Student's t
+
+
+def _held_out(row: Mapping[str, float], name: str) -> tuple[float, float]:
+    """A score, on the tasks that all evaluations share, and the variance of its error."""
+    score = row.get("eval/common", row[name]) if name == "eval/score" else row[name]
+    return score, ((row.get(f"{name}_high", math.inf) - row.get(f"{name}_low", 0.0)) / 4) ** 2
+
+
+def _trained(row: Mapping[str, float]) -> tuple[float, float]:
+    """The mean reward of all sampled rollouts, and the variance of its error: rollouts of a group
+    have the same task."""
+    mean = row.get("reward/sampled_mean", row["reward/mean"])
+    return mean, row.get("reward/std", math.inf) ** 2 / max(row.get("groups", 1.0), 1.0)

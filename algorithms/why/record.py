@@ -1,0 +1,209 @@
+"""What is read of a run to find reasons: metrics, the newest rollouts with their calls, and the
+tasks and rewards of more of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from msgspec.structs import replace
+
+from agentrl.algorithms.why.changes import (
+    HELD_OUT,
+    SAMPLED,
+    TRAINING,
+    Change,
+    change_of,
+    changes_of,
+    paired,
+)
+from agentrl.config import RunConfig
+from agentrl.config import policies as team
+from agentrl.config.run_file import from_store
+from agentrl.errors import NotFound
+from agentrl.store.base import Store
+from agentrl.types import FailureCount, Purpose, Rollout, RolloutState
+
+ROLLOUTS_READ, SEARCH_SECONDS = 32, 5.0  # rollouts to read with calls; seconds to search for a role
+ROLLOUTS_LISTED = 2048  # rollouts whose tasks, results and rewards are read
+ALIKE_READ, ALIKE_EACH = 24, 4  # sets of equal rollouts whose calls are read, and of each so many
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Rollouts of equal tasks in which everything was equal, calls included, but not the reward."""
+
+    rollouts: tuple[str, str]  # two of them
+    share: float  # of the variance of rewards that equal rollouts have
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRun:
+    """The stored data of one policy of a run."""
+
+    config: RunConfig  # the policy's view of it
+    steps: Sequence[Mapping[str, float]]  # metrics of committed steps, the policy's own unprefixed
+    scores: Sequence[float]  # held-out, from before the first step to after the last
+    failure: FailureCount | None  # the kind of most failed rollouts
+    silent: Sequence[str]  # roles of the policy without a call
+    logprobs: Sequence[float]  # of its most recently sampled tokens
+    newest: Sequence[Rollout] = ()  # its most recent rollouts, with calls
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    trained: Change | None = None  # of the reward that is maximised, if that is not the outcome
+    listed: Sequence[Rollout] = ()  # training rollouts from the first on, without calls
+    heldout: Sequence[Rollout] = ()  # of an evaluation
+    alike: Alike | None = None
+
+    @property
+    def risen(self) -> bool:
+        """Whether anything rose that the run was to raise."""
+        more = [self.trained] if self.trained else []
+        return any(change.risen for change in (*self.changes.values(), *more))
+
+    @property
+    def improved(self) -> bool:
+        """Whether it rose, and held-out scores do not contradict."""
+        changes = self.changes
+        held = [changes[name] for name in (HELD_OUT, SAMPLED) if name in changes]
+        if any(change.risen for change in held):
+            return True
+        trained = changes.get(TRAINING)
+        return bool(trained and trained.risen) and not any(
+            trained.gain - one.gain > math.hypot(trained.noise, one.noise) or one.fallen
+            for one in held
+            if trained
+        )
+
+    @property
+    def outcome(self) -> str:
+        """The reference of the reward that the algorithm maximises."""
+        return str(self.config.algorithm.options.get("reward", "outcome"))
+
+    def values(self, name: str) -> list[float]:
+        return [x for step in self.steps if math.isfinite(x := step.get(name, math.nan))]
+
+    def mean(self, name: str) -> float:
+        """Mean of a metric over the steps that have it; 0 if none has."""
+        return fmean(self.values(name) or [0.0])
+
+    def share(self, name: str, of: str, without: str = "") -> float:
+        """(total of `name` - total of `without`) / total of `of`, at most 1."""
+        part = sum(self.values(name)) - sum(self.values(without))
+        return part / max(part, sum(self.values(of)), 1.0)
+
+
+async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
+    """Read the record of each trained policy. last: number of steps; 0: all. Raises NotFound for an
+    unknown run."""
+    state = await store.run(run)
+    if state is None:
+        raise NotFound(f"there is no run {run!r} in {store.url}; it has {await store.runs()}")
+    config = from_store(state.config)
+    measured = await store.steps(run)
+    rows = [row for row in measured if row.committed][-last:]
+    steps = {
+        HELD_OUT: [row.step for row in measured if "eval/score" in row.metrics],
+        SAMPLED: [row.step for row in measured if "eval/sampled" in row.metrics],
+    }
+    changes = changes_of([row.metrics for row in measured], config)
+    changes = await paired(store, run, changes, steps)
+
+    def weight(failed: FailureCount) -> tuple[float, int]:
+        rollouts = (row.metrics.get(f"rollouts/failed/{failed.kind}", 0.0) for row in rows)
+        return sum(rollouts), failed.attempts
+
+    failure = max(await store.failures(run), key=weight, default=None)
+    listed = await store.rollouts(run, purpose=Purpose.TRAIN, limit=ROLLOUTS_LISTED)
+    scored = f"{run}/eval/{next(iter(steps[HELD_OUT]), 0):06d}/score"
+    heldout = await store.rollouts(run, group=scored)
+    alike = await _alike(store, listed)
+    policies = team.trained_policies(config)
+    records = {}
+    for name in policies:
+        own = [role for role, player in team.policy_by_role(config).items() if player == name]
+        found = {
+            role: await store.search(run, role=role, limit=1, budget=SEARCH_SECONDS) for role in own
+        }
+        # A search that ran out of time has not seen every rollout.
+        silent = [role for role, page in found.items() if not (page.rows or page.cursor)]
+        newest = await _newest(store, run, name if len(policies) > 1 else None)
+        view = team.view(config, name)
+        metrics = [own_metrics(row.metrics, name) for row in rows]
+        records[name] = PolicyRun(
+            config=view,
+            steps=metrics,
+            scores=[row.metrics["eval/score"] for row in measured if "eval/score" in row.metrics],
+            failure=failure,
+            silent=silent,
+            logprobs=[
+                x for row in newest for call in row.transitions if call.policy == name
+                for x in call.logprobs
+            ],
+            newest=newest,
+            changes=changes,
+            trained=_trained(view, metrics),
+            listed=listed,
+            heldout=heldout,
+            alike=alike,
+        )  # fmt: skip
+    return records
+
+
+async def _newest(store: Store, run: str, policy: str | None) -> list[Rollout]:
+    """Rollouts that have ended, with their calls. policy: None: of any, and without calls too."""
+    page = await store.search(run, policy=policy, purpose=Purpose.TRAIN, limit=ROLLOUTS_READ)
+    traces = [await store.trace(row.id) for row in page.rows]
+    return [replace(one.rollout, transitions=one.transitions) for one in traces if one]
+
+
+def _trained(config: RunConfig, steps: Sequence[Mapping[str, float]]) -> Change | None:
+    name = str(config.algorithm.options.get("reward", "outcome"))
+    key, groups = f"reward/{name}", max(float(config.algorithm.groups), 1.0)
+    measured = [
+        (step[f"{key}/mean"], step.get(f"{key}/std", math.inf) ** 2 / groups)
+        for step in steps
+        if f"{key}/mean" in step
+    ]
+    return change_of(measured, same_tasks=False) if name != "outcome" and measured[1:] else None
+
+
+async def _alike(store: Store, listed: Sequence[Rollout]) -> Alike | None:
+    """Rollouts of the same task with the same result and calls, if their rewards differ."""
+    equal: dict[str, list[Rollout]] = defaultdict(list)
+    for row in listed:
+        if row.state is RolloutState.SUCCEEDED and math.isfinite(row.reward()):
+            equal[repr((row.task, row.result))].append(row)
+    pairs = [rows for rows in equal.values() if len(rows) > 1]
+    every = [x.reward() for rows in pairs for x in rows]
+    if not every or not (spread := _squares(every)):
+        return None
+    within = sum(_squares([row.reward() for row in rows]) for rows in pairs)
+    # Each set of equal ones has used up one of its differences.
+    share = min(1.0, within / (len(every) - len(pairs)) / (spread / (len(every) - 1)))
+    differ = (rows for rows in pairs if len({row.reward() for row in rows}) > 1)
+    for rows in [*differ][:ALIKE_READ]:
+        known: dict[str, Rollout] = {}
+        for row in rows[:ALIKE_EACH]:
+            trace = await store.trace(row.id)
+            calls = trace.transitions if trace else []
+            said = json.dumps([[c.prompt.tolist(), c.completion.tolist()] for c in calls])
+            other = known.setdefault(said, row)
+            if calls and other.reward() != row.reward():
+                return Alike((other.id, row.id), share)
+    return None
+
+
+def _squares(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    return sum((x - mean) ** 2 for x in values)
+
+
+def own_metrics(metrics: Mapping[str, float], policy: str) -> dict[str, float]:
+    """The metrics of a step, those of the policy also without its prefix."""
+    prefix = f"{policy}/"
+    own = {key.removeprefix(prefix): x for key, x in metrics.items() if key.startswith(prefix)}
+    return {**metrics, **own}
