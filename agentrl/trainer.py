@@ -28,7 +28,7 @@ from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.base import folder_lock, memory
 from agentrl.base.files import make_folder
 from agentrl.base.loading import task_file
-from agentrl.base.parts import installed_plugins, parts
+from agentrl.base.parts import installed_plugins, missing, parts
 from agentrl.base.processes import PHASE, USER_ERROR, Child, Companion, keep_alive
 from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
@@ -38,7 +38,7 @@ from agentrl.config.presets import check_presets
 from agentrl.config.tasks import tasks_of
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.plugins import load_plugin
-from agentrl.results import Followers, TrainingResult, check_callbacks
+from agentrl.results import TrainingResult
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
@@ -74,9 +74,8 @@ class Trainer:
     number or named numbers. Each may also be "file.py:name", as in a run file, and is left out if
     an environment has it: `Trainer(environment="PLUGIN:WHAT", policy=...)`. `policy` is a Hugging
     Face directory or name, and may be omitted if each of several policies has its own model.
-    `callbacks` have `on_step` or `on_evaluation` (see `agentrl.results`). `settings` are those of
-    a run file, tables as dicts: `Trainer(..., algorithm={"lr": 1e-5})`.
-    """
+    `callbacks` have `on_step` or `on_evaluation`; `settings` are a run file's, tables as dicts:
+    `Trainer(..., algorithm={"lr": 1e-5})`."""
 
     def __init__(
         self,
@@ -88,7 +87,9 @@ class Trainer:
         callbacks: Sequence[Any] = (),
         **settings: Any,
     ) -> None:
-        self.callbacks = check_callbacks(callbacks)
+        if callbacks and (why := missing("follows", "callbacks")):
+            raise ConfigError(f"callbacks: {why}")
+        self.callbacks = callbacks
         self.agent, self.tasks, self.verifier = agent, tasks, verifier
         self.policy, self.heldout, self.settings = policy, heldout, settings
 
@@ -118,8 +119,8 @@ class Trainer:
         output = make_folder(Path(config.output))
         tasks = config.tasks
         for key, given in (("train", self.tasks), ("heldout", self.heldout)):
-            if named := task_file(given, output / f"{key}.jsonl", tasks.columns):
-                tasks = replace(tasks, **{key: named})
+            if file := task_file(given, output / f"{key}.jsonl", tasks.columns):
+                tasks = replace(tasks, **{key: file})
         check(config := replace(config, tasks=tasks))
         named = isinstance(self.agent, str | None) and isinstance(self.verifier, str)
         own = None if named else (self.agent, self.verifier or config.verifier.path)
@@ -212,18 +213,17 @@ async def front(
     callbacks: Sequence[Any] = (),
     level: int = PHASE,
 ) -> TrainingResult:
-    """Train to the end and print the report. local: agent and verifier objects, to run in this
-    process. level: see `run_training`."""
+    """Train to the end and print the report. local: agent and verifier objects, to run here."""
     make_folder(Path(config.output))  # before the store, which is usually in it
     async with open_store(config.store) as store:
         for point in installed_plugins("settles"):
             config = await point.load()(store, config)
         await refuse_changes(store, config)
-        new = Followers(store, config.name, callbacks)
-        await new.call()  # notes what is there already
-        also = [new.follow] * bool(callbacks)
-        seconds = await supervise(store, config, local=local, also=also, level=level)
-        await new.call()
+        async with contextlib.AsyncExitStack() as stack:
+            points = installed_plugins("follows") if callbacks else ()
+            contexts = [point.load()(store, config.name, callbacks) for point in points]
+            also = [await stack.enter_async_context(each) for each in contexts]
+            seconds = await supervise(store, config, local=local, also=also, level=level)
         return await _finish(store, config, seconds)
 
 

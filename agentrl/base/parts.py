@@ -38,6 +38,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError
     estimates: Objects = {}  # of a run, before it starts: (a policy's view, its model) -> lines
     beside: Objects = {}  # beside a run: (config, its file, console) -> its process, or None
+    follows: Objects = {}  # (store, run, a `Trainer`'s callbacks) -> context of what calls them
     presets: Objects = {}
     learners: Objects = {}
     engines: Objects = {}

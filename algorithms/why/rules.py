@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -20,6 +21,7 @@ from agentrl.algorithms.why.task_rules import (
     cut_answers,
     exploited_reward,
     leaked_tasks,
+    lowest,
     no_calls,
     noisy_verifier,
     not_better,
@@ -58,6 +60,8 @@ def reasons(run: PolicyRun) -> list[Reason]:
     found = [reason for reason in found if reason.share >= REPORTED_SHARE]
     if not found and not run.risen:
         found = [reason for reason in [not_better(run)] if reason.text]
+    worst = lowest(run)  # of the newest: what most reasons can be seen in
+    found = [replace(reason, example=reason.example or worst) for reason in found]
     return sorted(found, key=lambda reason: -min(reason.share, RANKED_SHARE))
 
 
@@ -148,7 +152,7 @@ def high_lr(run: PolicyRun) -> Reason:
 
 
 def entropy_gone(run: PolicyRun) -> Reason:
-    left = -fmean(run.logprobs or [-math.inf])
+    left = max(0.0, -fmean(run.logprobs or [-math.inf]))
     text = f"entropy is gone: the last sampled tokens have a mean -log prob of {left:.3f} nats"
     cure = "algorithm.options.entropy: 0.01; algorithm.lr: less; policy.model: one less certain"
     return Reason(float(left < DETERMINISTIC_ENTROPY), text, cure)

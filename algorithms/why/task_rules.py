@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from statistics import fmean, variance
 
 from agentrl.algorithms.why.changes import HELD_OUT, LOOKS_Z, SAMPLED, TRAINING
@@ -151,7 +150,7 @@ def collapsed(run: PolicyRun) -> Reason:
     change = run.changes[fell]
     text = f"the policy collapsed: {fell} {change.text}, at best {change.best:.3f}"
     cure = "algorithm.lr: a third; algorithm.max_kl: its default; agentrl train RUN_FILE --from "
-    return Reason(1.0, text, cure + "STEPS goes back to a checkpoint", _worst(run.newest, run))
+    return Reason(1.0, text, cure + "STEPS goes back to a checkpoint")
 
 
 def not_better(run: PolicyRun) -> Reason:
@@ -164,10 +163,11 @@ def not_better(run: PolicyRun) -> Reason:
     text = f"the model does not get better: {name} {change.text} in {updates} updates, although "
     text += f"groups have differences and the policy moved ({kl:.2g} nats per token in all)"
     cure = "policy.model: a larger one, or warmup.data: demonstrations; if it may only need time, "
-    return Reason(REPORTED_SHARE, text, cure + "steps: more", _worst(run.newest, run))
+    return Reason(REPORTED_SHARE, text, cure + "steps: more")
 
 
-def _worst(rows: Sequence[Rollout], run: PolicyRun) -> str:
-    known = [row for row in rows if math.isfinite(row.reward(run.outcome))]
+def lowest(run: PolicyRun) -> str:
+    """The id of the newest rollout with the lowest reward, if any has one."""
+    known = [row for row in run.newest if math.isfinite(row.reward(run.outcome))]
     found = min(known, key=lambda row: row.reward(run.outcome), default=None)
     return found.id if found else ""

@@ -210,8 +210,7 @@ class CallHandler:
             if why := why_not_text(request.fields, request.messages, route.policy, call.role):
                 call.fail(why)
                 raise RefusedError(400, "not_text", why)
-            if not self._active.scoring:
-                warn_of_name(self._upstream, route, call.caller, request.model)
+            warn_of_name(self._upstream, route, call.caller, request.model)
         if request.dialect.api == CHAT.api:
             messages = await self._upstream.adapt(route, request.messages)
             if messages is not request.messages:
