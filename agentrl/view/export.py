@@ -119,6 +119,8 @@ async def _pages(
 ) -> AsyncIterator[tuple[str, str]]:
     """Yield the address and content of every page of the file."""
     front = await pages.run(run, {})
+    while front.values["reasons"] is None:  # of a long run
+        front = await pages.run(run, {})
     if redacted:
         rows = front.values["settings"].items()
         hidden = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from agentrl.types import Json, Purpose, RolloutState, RunState, Scope
 from agentrl.view import records
 
 READING_PATIENCE = 3.0  # seconds that a page waits for reasons; they are there at the next visit
+REASONS_PAUSE = 30.0  # seconds between two readings of a run that goes on, which cost it time
 EVALUATIONS = 12  # evaluations that are looked at
 RECENT_GROUPS = 24  # training groups that are looked at for an example
 MESSAGES, LONGEST = 6, 480  # of an example: messages, and characters of each
@@ -54,24 +57,25 @@ class TaskRow(NamedTuple):
 
 
 class Reasons:
-    """What parts find out about runs; read once for each state of a run."""
+    """What parts find out about runs; read once for each step of a run, and not too often."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: dict[tuple[str, float], asyncio.Task[list[dict[str, Any]]]] = {}
+        self._known: dict[str, tuple[float, float, asyncio.Task[list[dict[str, Any]]]]] = {}
 
     async def of(self, state: RunState, at: float) -> list[dict[str, Any]] | None:
         """For each policy its `name`, number of `steps`, whether it `improved`, and `reasons`
         (text, change); None: they are still being read."""
         if not state.config:
             return []
-        key = (state.identity, at)
-        if key not in self._known:
-            for old in [one for one in self._known if one[0] == state.identity]:
-                self._known.pop(old).cancel()
-            self._known[key] = asyncio.ensure_future(self._read(state.run))
-        done, _ = await asyncio.wait({self._known[key]}, timeout=READING_PATIENCE)
-        return self._known[key].result() if done else None
+        now = time.monotonic()
+        of, since, reading = self._known.get(state.identity, (math.nan, -math.inf, None))
+        fresh = of == at or (state.owned_until > time.time() and now - since < REASONS_PAUSE)
+        if reading is None or not fresh:
+            reading = asyncio.ensure_future(self._read(state.run))
+            self._known[state.identity] = at, now, reading
+        done, _ = await asyncio.wait({reading}, timeout=READING_PATIENCE)
+        return reading.result() if done else None
 
     async def _read(self, run: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
