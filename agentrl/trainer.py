@@ -119,8 +119,8 @@ class Trainer:
         output = make_folder(Path(config.output))
         tasks = config.tasks
         for key, given in (("train", self.tasks), ("heldout", self.heldout)):
-            if named := task_file(given, output / f"{key}.jsonl", tasks.columns):
-                tasks = replace(tasks, **{key: named})
+            if file := task_file(given, output / f"{key}.jsonl", tasks.columns):
+                tasks = replace(tasks, **{key: file})
         check(config := replace(config, tasks=tasks))
         named = isinstance(self.agent, str | None) and isinstance(self.verifier, str)
         own = None if named else (self.agent, self.verifier or config.verifier.path)
