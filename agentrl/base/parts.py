@@ -48,6 +48,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     added_rewards: Objects = {}  # by the reference of a reward that is added to groups
     sinks: Objects = {}
     initial: Objects = {}  # weights, by table: (a policy's view, its model) -> whether it made them
+    imitated: Objects = {}  # a tiny model, of its conversations: (model, rows) -> problem, or ""
     training: Objects = {}  # of a training run: config -> `algorithms.train.hooks.Hooks`, or None
     runner: Objects = {}  # by setting: (config, root) -> `runners.hooks.RunnerHooks`, or None
     candidates: Objects = {}  # without policies: (store, config, state) -> id of its texts, or None

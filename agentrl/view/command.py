@@ -18,7 +18,7 @@ from agentrl.config import store_with
 from agentrl.errors import ConfigError, NotFound
 from agentrl.store import open_store
 from agentrl.types import Json
-from agentrl.view.summaries import Score, Summary, Verdict, matrix, summary, whole_settings
+from agentrl.view.home.summaries import Score, Summary, Verdict, matrix, summary, whole_settings
 
 
 @click.command()
@@ -56,7 +56,7 @@ def view(
         raise ConfigError("agentrl view needs the part 'asgi', which is not installed here")
     try:
         from agentrl.view import export, server
-        from agentrl.view.stores import find, places
+        from agentrl.view.home.stores import find, places
     except ImportError as error:
         raise ConfigError(f"{error.name} is missing: pip install 'agentrl[view]'") from None
 

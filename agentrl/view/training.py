@@ -15,10 +15,10 @@ GIT_TIMEOUT = 5.0  # seconds
 
 
 def join(_: RunConfig) -> Hooks:
-    return Origin()
+    return RunOrigin()
 
 
-class Origin(Hooks):
+class RunOrigin(Hooks):
     async def start(self, run: ServedRun) -> None:
         found = await asyncio.to_thread(origin, run.config.root)
         if found:

@@ -11,9 +11,7 @@ import logging
 import random
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -27,14 +25,13 @@ from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.model.cpu_threads import thread_tuner
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
+from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import log_phase
 from agentrl.errors import TrainingError
 from agentrl.types import Json
 
 log = logging.getLogger("agentrl.algorithm")
 Conversation = list[dict[str, Json]]  # chat messages
-# Conversations that are read for the loss of their format, and the nats above which it is too high.
-FORMAT_ROWS, FORMAT_LOSS = 64, 0.1
 TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -108,13 +105,10 @@ def imitator(
     rows = rows_of(tokenizer, conversations, tools)
     loss = imitate(model, rows, steps=steps, batch=batch, lr=lr, seed=seed)
     said = f"the tiny model imitates {len(rows)} conversations with a loss of {loss:.3f} per token"
-    if (format := format_loss(model, rows)) > FORMAT_LOSS:
-        log.warning(
-            "%s, and of %.2f where they leave no choice, which is too high: it does not write their"
-            " format. Give `imitator` more steps, or shorter and more similar conversations",
-            said, format,
-        )  # fmt: skip
-    else:
+    wrong = [why for point in installed_plugins("imitated") if (why := point.load()(model, rows))]
+    for why in wrong:
+        log.warning("%s, %s", said, why)
+    if not wrong:
         log_phase(log, said)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -197,29 +191,6 @@ def imitate(
             losses.append(float(loss.detach()))
     last = losses[-max(1, steps // 10) :]
     return sum(last) / len(last)
-
-
-@torch.no_grad()
-def format_loss(model: PreTrainedModel, rows: Sequence[TokenRow]) -> float:
-    """The mean loss, in nats, where conversations leave no choice: of tokens that alone follow the
-    one before them, and of those that go on with what is copied, such as a name. 0 if none are."""
-    rows = rows[:FORMAT_ROWS]
-    written = [list(pairwise(row.tokens.tolist())) for row in rows]  # the pair at i ends at i + 1
-    acted = [
-        [pairs[at - 1] for at in row.actions.tolist()]
-        for pairs, row in zip(written, rows, strict=True)
-    ]
-    often, before = Counter(chain(*acted)), Counter(first for first, _ in chain(*acted))
-    settled = [
-        often[pair] == before[pair[0]] > len(rows) / 2
-        or (often[pair] < len(rows) / 10 and pair in pairs[: at - 1])
-        for pairs, row in zip(written, rows, strict=True)
-        for at in row.actions.tolist()
-        for pair in [pairs[at - 1]]
-    ]
-    (pack,) = pack_rows(rows, "trie", sys.maxsize)
-    losses = -forward_logprobs(model, pack)[torch.tensor(settled)[pack.index]]
-    return float(losses.mean()) if len(losses) else 0.0
 
 
 def make_tokenizer(texts: Iterable[str], template: str = TEMPLATE) -> PreTrainedTokenizerFast:

@@ -72,6 +72,7 @@ class Cli:
             raise ConfigError("containers need Linux: the keeper of a runner uses its namespaces")
         self.program = await threads.call(working_program, self._named)
         self.scratch = Path(tempfile.mkdtemp(prefix=keeper.PREFIX))
+        keeper.note_owner(self.scratch)
         await self._start_keeper()
 
     async def _start_keeper(self) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from agentrl import run_owner, trainer
 from agentrl.cli.restart import go_back
-from agentrl.config import RunConfig, load
+from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, Conflict, Unavailable
 from agentrl.run_owner import TakenOver, hold
 from agentrl.store import Store, open_store
@@ -133,41 +133,6 @@ async def test_in_the_folder_of_another_name_the_cure_names_a_folder_too(config:
             trainer.run_training(moved)
 
     await live(moved, act)
-
-
-async def test_run_files_of_one_folder_name_share_no_run_by_accident(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also those of two folders of one name, but not what was moved or renamed."""
-    monkeypatch.chdir(tmp_path)
-    first, beside, copied = (
-        tmp_path / name for name in ("mine/run.toml", "mine/b.toml", "copy/mine/run.toml")
-    )
-    for file in (first, beside, copied):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("")
-
-    def start(file: Path, *overrides: str) -> None:
-        asyncio.run(run_owner.check_free(load(file, overrides)))
-
-    config = load(first)
-    Path(config.output).mkdir(parents=True)
-    async with open_store(config.store) as store:
-        await store.open_run(config.name, msgspec.to_builtins(config))
-    for file in (beside, copied):
-        with pytest.raises(ConfigError) as refused:
-            await asyncio.to_thread(start, file)
-        assert str(refused.value) == (
-            f"run 'mine' in {config.output} is that of {first}: give name=NAME for a run of its"
-            " own, or name=mine to go on with that one"
-        )
-        with pytest.raises(ConfigError, match="is that of"):
-            await asyncio.to_thread(trainer.clear, load(file))  # --fresh
-        await asyncio.to_thread(start, file, "name=mine")
-    await asyncio.to_thread(start, first)
-    first.rename(first.with_name("renamed.toml"))
-    await asyncio.to_thread(start, first.with_name("renamed.toml"))
-    await asyncio.to_thread(start, copied)
 
 
 async def test_one_process_holds_a_run_once_and_again_after_its_end(store: Store) -> None:

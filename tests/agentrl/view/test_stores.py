@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.store import open_store
-from agentrl.view.home import Home
+from agentrl.view.home.home import Home
 from agentrl.view.pages import Pages
 from agentrl.view.templates import render
 from tests.agentrl.view import filled

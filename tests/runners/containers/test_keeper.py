@@ -146,6 +146,23 @@ async def test_whoever_notices_first_that_the_keeper_is_gone_starts_the_next(eng
     assert not list((engine.parent / "all").iterdir())
 
 
+async def test_a_folder_stays_while_its_runner_or_its_keeper_lives(
+    engine: Path, tmp_path: Path
+) -> None:
+    """A runner whose keeper was killed goes on in it."""
+    alive, dead = keeper.owner_of(os.getpid()), f"{keeper.owner_of(os.getpid())}0"
+    owners = {"runner": [alive, dead], "keeper": [dead, alive], "none": [dead, dead]}
+    for name, lines in owners.items():
+        folder = tmp_path / f"{keeper.PREFIX}{name}"
+        folder.mkdir()
+        (folder / keeper.OWNER).write_text("\n".join(lines))
+    await serve(engine, pause=0.5)
+    assert sorted(file.name for file in tmp_path.glob(f"{keeper.PREFIX}*")) == [
+        f"{keeper.PREFIX}keeper",
+        f"{keeper.PREFIX}runner",
+    ]
+
+
 async def test_whatever_goes_wrong_is_an_answer(engine: Path) -> None:
     cli = Cli(str(engine))
     await cli.start()

@@ -18,9 +18,8 @@ from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Json
 from agentrl.view import charts, records
-from agentrl.view.pages import SHOWN, Page, Pages, Query
-from agentrl.view.stores import OPENING_PATIENCE, Place, places
-from agentrl.view.summaries import (
+from agentrl.view.home.stores import OPENING_PATIENCE, Place, places
+from agentrl.view.home.summaries import (
     REWARD,
     SCORE,
     Summary,
@@ -30,6 +29,7 @@ from agentrl.view.summaries import (
     summary,
     whole_settings,
 )
+from agentrl.view.pages import SHOWN, Page, Pages, Query
 
 SEARCH_PAUSE = 5.0  # seconds between two searches for stores
 LOOK_PAUSE = 0.5  # seconds between two looks at the files
