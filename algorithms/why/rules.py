@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
-from agentrl.algorithms.why.changes import HELD_OUT, TRAINING
+from agentrl.algorithms.why.changes import HELD_OUT, SAMPLED, TRAINING
 from agentrl.algorithms.why.reason import RANKED_SHARE, REPORTED_SHARE, Reason
 from agentrl.algorithms.why.record import PolicyRun
 from agentrl.algorithms.why.task_rules import (
@@ -162,6 +162,8 @@ def constant_verifier(run: PolicyRun) -> Reason:
     means, spread = run.values("reward/mean") or [0.0, 1.0], run.values("reward/std")
     text = f"the verifier gives one reward to all: {means[0]:g} in all {len(means)} steps"
     same = min(means) == max(means) and not any(spread) and {*run.scores} <= {*means}
+    if run.values("selfplay/games"):  # what one seat wins another loses
+        same = False
     cure = "verifier.path: its comparison; tasks.train: easier ones; warmup.data: demonstrations"
     return Reason(float(same), text, cure)
 
@@ -228,8 +230,10 @@ def unlike_heldout(run: PolicyRun) -> Reason:
     rewards, share = run.values("reward/mean"), 0.0
     first, now = fmean(rewards[:3] or [0.0]), fmean(rewards[-3:] or [0.0])
     before, after = (run.scores[0], run.scores[-1]) if len(run.scores) > 1 else (0.0, now)
-    if HELD_OUT in run.changes and TRAINING in run.changes:  # the numbers that the user has read
-        known = run.changes[TRAINING], run.changes[HELD_OUT]
+    # Greedy answers begin better than those of training, and cannot rise as much.
+    held = run.changes.get(SAMPLED, run.changes.get(HELD_OUT))
+    if held and TRAINING in run.changes:  # the numbers that the user has read
+        known = run.changes[TRAINING], held
         (first, now), (before, after) = ((change.first, change.last) for change in known)
     if now > first and now > after and not run.values("selfplay/games"):
         share = 1 - max(after - before, 0.0) / (now - first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -20,8 +21,11 @@ from click.testing import CliRunner
 from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
 
+from agentrl.base.access import ANYBODY
 from agentrl.cli.main import cli
 from agentrl.errors import ConfigError, NotFound
+from agentrl.model_files.chosen import choose
+from agentrl.serve.server import Served, settings_of
 from tests.agentrl.model_files import trained
 
 SUBJECT = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -149,7 +153,10 @@ def test_who_has_no_key_is_refused_in_every_api(
         (["mine", "--host", "0.0.0.0"], ConfigError, "anybody could call; give --key-env"),
         (["mine", "--key-env", "ABSENT"], ConfigError, "the environment has no ABSENT"),
         (["mine", "--checkpoint", "3"], ConfigError, "only 000002, 000004, 000006"),
-        (["other"], NotFound, "runs/other"),
+        (["mine", "--certfile", "key.pem"], ConfigError, r"^--certfile 'key.pem': .*\(--keyfile\)"),
+        (["mine", "--keyfile", "key.pem"], ConfigError, "--keyfile goes with --certfile"),
+        (["mine", "engine.max_contxt=9"], ConfigError, "max_contxt"),
+        (["other"], NotFound, "has a run 'other'"),
     ],
 )
 def test_what_cannot_be_served_is_one_sentence(
@@ -162,3 +169,15 @@ def test_what_cannot_be_served_is_one_sentence(
     monkeypatch.chdir(root)
     with pytest.raises(error, match=message):
         CliRunner().invoke(cli, ["serve", *words], catch_exceptions=False)
+
+
+def test_an_engine_of_another_kind_has_a_table_of_its_own(root: Path, tmp_path: Path) -> None:
+    store = f"sqlite:///{root / 'runs/mine/store.db'}"
+    chosen = asyncio.run(choose(store, "mine"))
+    overrides = ("engine.vllm.gpu_memory=0.5", "engine.kind=vllm")
+    config = settings_of(Served(chosen, "127.0.0.1", 0, ANYBODY, overrides), tmp_path)
+    assert (config.engine.kind, config.engine.vllm.gpu_memory) == ("vllm", 0.5)
+    assert (config.engine.host, config.engine.port) == ("127.0.0.1", 0)
+    assert config.engine.access.key  # nobody else may call it
+    assert config.policy.model == str(chosen.saved.path)
+    assert config.output == str(tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.why import changes, rules
-from agentrl.algorithms.why.changes import HELD_OUT, TRAINING, Change
+from agentrl.algorithms.why.changes import HELD_OUT, SAMPLED, TRAINING, Change
 from agentrl.algorithms.why.record import Alike, PolicyRun, _alike
 from agentrl.config import resolve
 from agentrl.store import open_store
@@ -191,3 +191,17 @@ def test_what_chance_does_to_scores_that_do_not_change() -> None:
 
     assert share(0.0) < 0.02
     assert share(0.25) > 0.8
+
+
+def test_training_is_compared_with_held_out_answers_at_its_own_temperature() -> None:
+    steps = [{"reward/mean": 0.3 + 0.1 * i, "reward/std": 0.4} for i in range(7)]
+    rise, greedy = Change(0.3, 0.9, 0.9, 0.1), Change(0.7, 0.88, 0.88, 0.1)
+    known = {HELD_OUT: greedy, TRAINING: rise}
+    assert said(run(steps, changes=known)).startswith("training rises, held-out does not as much")
+    assert rules.reasons(run(steps, changes=known | {SAMPLED: Change(0.2, 0.86, 0.86, 0.1)})) == []
+
+
+def test_games_in_which_one_seat_wins_what_another_loses_are_no_constant_verifier() -> None:
+    level = {"reward/mean": 0.0, "reward/std": 0.0}
+    assert said(run([level] * 3, changes={})).startswith("the verifier gives one reward to all")
+    assert rules.reasons(run([level | {"selfplay/games": 8.0}] * 3, changes={})) == []
