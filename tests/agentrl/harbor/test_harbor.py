@@ -350,8 +350,8 @@ async def test_a_harness_of_the_image_is_the_agent(rollout: Any, tmp_path: Path)
     preset.write_text(PRESET)
     rollout.write(
         {
-            DOCKERFILE: "FROM BASE\nWORKDIR /app\nCOPY --chmod=755 my-harness /bin/\n"
-            "RUN chmod 777 /app\n",
+            DOCKERFILE: "FROM BASE\nWORKDIR /app\nCOPY my-harness /bin/\n"
+            "RUN chmod 777 /app && chmod 755 /bin/my-harness\n",
             "environment/my-harness": MY_HARNESS,
             "task.toml": f"{SHARED}[agent]\nuser = 65534\n",
         }

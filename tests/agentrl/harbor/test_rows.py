@@ -94,4 +94,5 @@ async def test_rows_that_name_an_image(
         with pytest.raises(AgentRLError, match="wrote no reward"):
             await rollout(["rm /usr/bin/git"], name="one")
     finally:
-        real.podman("rmi", "--force", *(row["docker_image"] for row in rows))
+        images = [row["docker_image"] for row in rows]
+        real.podman("rmi", "--force", *images, check=False)  # the last one may be in use yet
