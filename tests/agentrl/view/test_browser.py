@@ -29,6 +29,7 @@ PAGES = [
     f"/prompt/{filled.CANDIDATES[1]}?run=search", "/run/none",
 ]  # fmt: skip
 NewPage = Callable[..., Any]
+PHONE = {"width": 390, "height": 844}
 
 
 @pytest.fixture
@@ -161,11 +162,17 @@ def test_pairs_and_prompts_lead_to_rollouts(viewed: str, new_page: NewPage) -> N
     page.wait_for_url("**/prompt/**")
 
 
-def test_what_agents_wrote_stays_text(viewed: str, new_page: NewPage) -> None:
+def test_what_agents_wrote_stays_text_and_fits_on_a_phone(viewed: str, new_page: NewPage) -> None:
     page = new_page()
+    page.set_viewport_size(PHONE)
+    covering = """[...document.querySelectorAll('main *')].filter(e => e.checkVisibility()
+        && getComputedStyle(e).position === 'fixed').length"""
     for path in PAGES[:-1]:
         page.goto(viewed + path)
         page.wait_for_timeout(50)
+        wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert wide <= 0, f"{path} is {wide} px wider than the phone"
+        assert page.evaluate(covering) == 0, path
         assert page.title() != "owned"
         assert page.locator("main img, main script:not([type])").count() == 0
     page.goto(f"{viewed}/rollout/{ROLLOUT}")
@@ -209,16 +216,9 @@ def test_every_page_is_useful_without_javascript(viewed: str, new_page: NewPage)
     assert "0.555556" in page.locator("#t5").inner_text()
 
 
-def test_a_phone_shows_every_page_and_covers_nothing(viewed: str, new_page: NewPage) -> None:
+def test_a_phone_shows_a_token_and_covers_nothing(viewed: str, new_page: NewPage) -> None:
     page = new_page()
-    page.set_viewport_size({"width": 390, "height": 844})
-    for path in PAGES[:-1]:
-        page.goto(viewed + path)
-        wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-        assert wide <= 0, f"{path} is {wide} px wider than the phone"
-        covering = """[...document.querySelectorAll('main *')].filter(e => e.checkVisibility()
-            && getComputedStyle(e).position === 'fixed').length"""
-        assert page.evaluate(covering) == 0, path
+    page.set_viewport_size(PHONE)
     page.goto(f"{viewed}/rollout/{ROLLOUT}")
     page.wait_for_selector(".tokens span")
     page.click("[data-call='0'] span:nth-child(6)")  # the sheet of a token comes, and goes
