@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.store.base import Store
 from agentrl.types import RunState
 from agentrl.view import records
-from agentrl.view.home.summaries import BOUNDS, FUNCTIONS, REWARD, SCORE, Points, in_unit, verdict
+from agentrl.view.summaries import BOUNDS, FUNCTIONS, REWARD, SCORE, Points, in_unit, verdict
 
 POINTS = 400  # per curve
 

@@ -18,7 +18,7 @@ from agentrl.config import store_with
 from agentrl.errors import ConfigError, NotFound, StoreError
 from agentrl.store import open_store
 from agentrl.types import Json
-from agentrl.view.home.summaries import Score, Summary, Verdict, matrix, summary, whole_settings
+from agentrl.view.summaries import Score, Summary, Verdict, matrix, summary, whole_settings
 
 
 @click.command()
@@ -55,7 +55,8 @@ def view(
     if not has("asgi"):
         raise ConfigError("agentrl view needs the part 'asgi', which is not installed here")
     try:
-        from agentrl.view import export, server
+        from agentrl.view import export
+        from agentrl.view.home import server
         from agentrl.view.home.stores import find, places
     except ImportError as error:
         raise ConfigError(f"{error.name} is missing: pip install 'agentrl[view]'") from None

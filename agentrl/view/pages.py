@@ -16,9 +16,8 @@ from agentrl.store.records import Dataset, GroupRow
 from agentrl.telemetry.report import policies_without_calls, untrained_sentences
 from agentrl.telemetry.spelling import Spelling, spelling
 from agentrl.types import Credit, ErrorKind, Json, Purpose, RolloutState, RunState, StepRow, Trace
-from agentrl.view import charts, front, records, settings
-from agentrl.view.home import summaries
-from agentrl.view.home.summaries import REWARD, SCORE, condition, facts
+from agentrl.view import charts, front, records, settings, summaries
+from agentrl.view.summaries import REWARD, SCORE, condition, facts
 
 SHOWN = [SCORE, REWARD, *charts.TRAINING]  # curves of a comparison
 GROUPS_PER_PAGE, FOUND_PER_PAGE, ITEMS_PER_PAGE = 30, 50, 10  # rows per page

@@ -168,7 +168,7 @@ def test_a_folder_is_no_store_and_view_finds_those_in_it(
             open_store(f"sqlite:///{tmp_path / 'runs'}", **options)
     shown = list[list[str]]()
     monkeypatch.setattr(
-        "agentrl.view.server.run",
+        "agentrl.view.home.server.run",
         lambda given, *_, **__: shown.append([place.url for place in places(given)]),
     )
     for where in (file.parent, file.parent.parent):

@@ -1,1 +1,1 @@
-"""All runs of all stores: where they are, what each amounts to, and their list."""
+"""All runs of all stores: where they are, their list, and the server of it and of their pages."""

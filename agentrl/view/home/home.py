@@ -19,7 +19,8 @@ from agentrl.store.base import Store
 from agentrl.types import Json
 from agentrl.view import charts, records
 from agentrl.view.home.stores import OPENING_PATIENCE, Place, places
-from agentrl.view.home.summaries import (
+from agentrl.view.pages import SHOWN, Page, Pages, Query
+from agentrl.view.summaries import (
     REWARD,
     SCORE,
     Summary,
@@ -29,7 +30,6 @@ from agentrl.view.home.summaries import (
     summary,
     whole_settings,
 )
-from agentrl.view.pages import SHOWN, Page, Pages, Query
 
 SEARCH_PAUSE = 5.0  # seconds between two searches for stores
 LOOK_PAUSE = 0.5  # seconds between two looks at the files

@@ -17,8 +17,8 @@ from agentrl.store import open_store
 from agentrl.types import RunState, StepCommit
 from agentrl.view.home.home import Home
 from agentrl.view.home.stores import VARIABLE, find, places
-from agentrl.view.home.summaries import Verdict, facts, in_unit, verdict
 from agentrl.view.pages import Page
+from agentrl.view.summaries import Verdict, facts, in_unit, verdict
 from agentrl.view.templates import render
 from tests.agentrl.view.filled import finish
 

@@ -24,7 +24,8 @@ from agentrl.cli.main import cli
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.types import Credit, Trace, float32
-from agentrl.view import charts, explanation, records, server, settings, training
+from agentrl.view import charts, explanation, records, settings, training
+from agentrl.view.home import server
 from agentrl.view.pages import Page, Pages
 from agentrl.view.templates import STATIC, environment, render
 from tests import factories, warm
@@ -236,7 +237,7 @@ def test_a_key_that_is_none_is_refused(key: str, monkeypatch: pytest.MonkeyPatch
 def test_the_server_imports_no_torch(filled_store: str) -> None:
     code = (
         "import asyncio, sys\n"
-        "import agentrl.view.server, agentrl.view.export, agentrl.view.notebook\n"
+        "import agentrl.view.home.server, agentrl.view.export, agentrl.view.notebook\n"
         "from agentrl.view.pages import Pages\n"
         "from agentrl.view.templates import render\n"
         "from agentrl.store import open_store\n"
