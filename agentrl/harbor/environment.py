@@ -66,6 +66,7 @@ class Harbor(Environment):
             raise ConfigError("`args` are those of a `harness`; set it, or leave them out")
         self._args, self._context = args or [], context
         self._preset = load_preset(harness, self.root) if harness else None
+        self.role_rules = self._preset.match if self._preset else ()
         self._argv = shlex.split(command) if isinstance(command, str) else list(command)
         self._shell: dict[str, Any] = {"turns": turns, "seconds": command_timeout, "output": output}
         self._shell |= {} if system is None else {"system": system}

@@ -305,7 +305,8 @@ def _is_dead(owner: str) -> bool:
     """Whether a keeper of this machine is gone; of other machines that is not known."""
     _, _, pid = owner.rpartition("/")[0].rpartition("/")
     there = owner.split("/")[:2] == owner_of(os.getpid()).split("/")[:2]
-    return there and pid.isdigit() and owner_of(int(pid)) != owner
+    started_then = not owner.endswith("/")
+    return there and pid.isdigit() and not (started_then and owner_of(int(pid)) == owner)
 
 
 def main(cli: str, scratch: str, fd: int) -> None:

@@ -128,17 +128,26 @@ def test_a_dead_keeper_that_nobody_has_looked_at_is_dead() -> None:
     with subprocess.Popen(["sleep", "0"]) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
         assert keeper.started(ended.pid) == ""
+        unknown = keeper.owner_of(ended.pid)
     assert keeper.started(os.getpid())
+    assert keeper._is_dead(unknown)
+    assert not keeper._is_dead(keeper.owner_of(os.getpid()))
 
 
 async def test_whoever_notices_first_that_the_keeper_is_gone_starts_the_next(engine: Path) -> None:
     cli = Cli(str(engine))
     await cli.start()
     assert cli._keeper is not None
+    last = cli.owner
     cli._keeper.kill()
     while cli.alive:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     try:
+        await cli.awake()
+        assert cli.owner != last
+        cli._keeper.kill()
+        while cli.alive:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         answers = await asyncio.gather(*(cli.ask("run", "0.3", name) for name in "abc"))
         assert [answer.status for answer in answers] == [0, 0, 0]
     finally:
