@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from agentrl.algorithms.model.tiny import (
     make_tokenizer,
     word_tokenizer,
 )
-from agentrl.base.processes import PHASE
 from agentrl.errors import TrainingError
 
 WORDS = ["Oslo", "Lima", "Cairo", "Delhi"]
@@ -39,25 +37,6 @@ def test_it_says_what_it_was_shown(tmp_path: Path) -> None:
         )["input_ids"]
         said = model.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
         assert tokenizer.decode(said) == f"{word}<|im_end|>"
-
-
-@pytest.mark.parametrize(("steps", "level"), [(2, logging.WARNING), (80, PHASE)])
-def test_the_loss_is_said_and_when_the_format_is_not_learned(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, level: int
-) -> None:
-    """The second half of an answer is open, the first is not: only that counts."""
-    answers = [f"The answer is {word}." for word in WORDS]
-    shown = [
-        [{"role": "user", "content": "say"}, {"role": "assistant", "content": answer}]
-        for answer in answers * 8
-    ]
-    with caplog.at_level(PHASE, "agentrl.algorithm"):
-        loss = imitator(tmp_path, shown, seed=0, steps=steps)
-    (record,) = caplog.records
-    said = f"the tiny model imitates {len(shown)} conversations with a loss of {loss:.3f} per token"
-    assert record.levelno == level
-    assert record.getMessage().startswith(said)
-    assert ("too high" in record.getMessage()) == (level == logging.WARNING)
 
 
 def test_conversations_that_call_tools_want_the_tools(tmp_path: Path) -> None:
