@@ -261,6 +261,7 @@ def steps(two: str = "[ -e set ]") -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 async def test_steps_follow_each_other_in_one_container(rollout: Any) -> None:
     rollout.write(steps())
     assert await rollout() == {"outcome": 1.0}
@@ -298,6 +299,7 @@ echo $good > /logs/verifier/reward.txt
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 async def test_a_separate_verifier_gets_artifacts_and_nothing_else(rollout: Any, own: bool) -> None:
     solve = """#!/bin/sh
