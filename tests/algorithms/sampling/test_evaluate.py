@@ -229,7 +229,7 @@ async def test_scores_of_all_tasks_are_compared_by_the_tasks_that_all_evaluation
 
 async def test_the_best_checkpoint_is_named_and_kept(store: Store, tmp_path: Path) -> None:
     config, folder = factories.config(tmp_path), tmp_path / "out" / "checkpoints"
-    for step, score in enumerate((0.2, 0.5, 0.5), start=1):
+    for step, score in enumerate((0.2, 0.5, 0.4), start=1):
         last = folder / f"{step:06d}"
         last.mkdir(parents=True)
         await store.commit_step(factories.commit(step - 1, checkpoint=f"checkpoints/{last.name}"))
@@ -238,6 +238,10 @@ async def test_the_best_checkpoint_is_named_and_kept(store: Store, tmp_path: Pat
         await mark_best(store, config, "")
     assert {path.name for path in folder.iterdir()} == {"000002", "000003", "best"}
     assert (folder / "best").resolve().name == "000002"
+    for score, best in ((0.5, "000003"), (0.4, "000002")):  # of equal ones the last
+        await store.log("r", 3, {"eval/score": score})
+        await mark_best(store, config, "")
+        assert (folder / "best").resolve().name == best
     (folder.parent / "evaluation" / "000003").mkdir(parents=True)  # it is scored late
     (folder / "000004").mkdir()
     prune(folder, keep=1, last=folder / "000004")
