@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from agentrl.cli.main import cli
 from agentrl.errors import AgentRLError
+from agentrl.model_files import card
 from agentrl.model_files.card import licence_of
 from tests.agentrl.model_files import trained
 
@@ -57,8 +58,8 @@ def test_the_card_has_data_settings_curve_licence_and_how_to_load_it(
     root: Path, tiny_model_dir: Path
 ) -> None:
     export("--run", "mine")
-    card = (root / "out" / "README.md").read_text()
-    head, body = card.split("---\n", 2)[1:]
+    text = (root / "out" / "README.md").read_text()
+    head, body = text.split("---\n", 2)[1:]
     assert "library_name: transformers\n" in head
     assert "license" not in head
     assert f"| base model | {tiny_model_dir} |" in body
@@ -66,9 +67,19 @@ def test_the_card_has_data_settings_curve_licence_and_how_to_load_it(
     assert "| training tasks | `train.jsonl` |" in body
     assert "| held-out tasks | `heldout.jsonl` |" in body
     assert "| algorithm | `rloo`, learning rate 1e-05, 8 groups of 8 |" in body
-    assert "| rollouts | 384 |" in body
+    assert "| rollouts | 128 |" in body
     assert "| 0 | 0.200 | 0.100 to 0.300 |\n| 2 (this model) | 0.900 | 0.800 to 1.000 |" in body
     assert "AutoModelForCausalLM.from_pretrained('out')" in body
+
+
+def test_a_model_that_was_made_from_nothing_has_no_base(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card, "base_of", lambda *_: f"{card.MADE}policy.py:build")
+    export("--run", "mine")
+    text = (root / "out" / "README.md").read_text()
+    assert "base_model:" not in text
+    assert "| base model | made by policy.py:build |\n| licence of the base | none" in text
 
 
 def test_a_checkpoint_by_its_path_has_the_same_card(root: Path) -> None:
