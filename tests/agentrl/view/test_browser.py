@@ -58,6 +58,11 @@ def wait(page: Any, expression: str) -> None:
     raise AssertionError(expression)
 
 
+def boxes(page: Any, selector: str) -> Any:
+    """Where the elements lie, all at one moment: pages scroll smoothly and charts push them down."""
+    return page.eval_on_selector_all(selector, "all => all.map(a => a.getBoundingClientRect())")
+
+
 def test_from_the_curve_to_the_token(viewed: str, new_page: NewPage) -> None:
     page = new_page()
     page.goto(f"{viewed}/run/run")
@@ -140,8 +145,7 @@ def test_pairs_and_prompts_lead_to_rollouts(viewed: str, new_page: NewPage) -> N
     page = new_page()
     page.goto(f"{viewed}/run/run")
     page.click("text=Data set likes")
-    sides = page.locator("#item-0 .sides .card")
-    left, right = (sides.nth(i).bounding_box() for i in (0, 1))
+    left, right = boxes(page, "#item-0 .sides .card")
     assert left["y"] == right["y"]
     assert left["x"] + left["width"] <= right["x"]
     page.click("#item-0 >> text=Compare by tokens")
@@ -224,7 +228,7 @@ def test_a_phone_shows_a_token_and_covers_nothing(viewed: str, new_page: NewPage
     page.click("[data-call='0'] span:nth-child(6)")  # the sheet of a token comes, and goes
     assert page.locator("#inspector").is_visible()
     page.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
-    last, sheet = (page.locator(x).last.bounding_box() for x in (".talk details", "#inspector"))
+    *_, last, sheet = boxes(page, ".talk details, #inspector")
     assert last["y"] + last["height"] <= sheet["y"]
     page.click("#inspector button")
     assert not page.locator("#inspector").is_visible()
