@@ -174,8 +174,10 @@ class Cli:
         goes on alone."""
         if self._writer is not None and self._keeper is not None:
             self._writer.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 await threads.call(self._keeper.wait, CLOSE_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                self._keeper.returncode = 0  # nobody waits for it, so Python shall not warn of it
         if self._reading is not None:
             await asyncio.wait({self._reading})
         if self.scratch.name:
