@@ -75,6 +75,7 @@ class Adapters:
             r=rank,
             lora_alpha=alpha,
             target_modules=list(targets) or ALL,
+            exclude_modules=_beside_decoder(self.model) or None,
             task_type="CAUSAL_LM",
             base_model_name_or_path=self.base or None,
         )
@@ -296,11 +297,12 @@ class Adapters:
             raise PolicyError(f"no adapter {name!r}; {nearest(name, self.names)}")
 
     def _check_targets(self, targets: Sequence[str]) -> None:
-        head = self.model.get_output_embeddings()
+        head, beside = self.model.get_output_embeddings(), set(_beside_decoder(self.model))
         paths = {
             f".{path.removesuffix('.base_layer')}"
             for path, module in self.model.named_modules()
             if isinstance(module, Linear) and module is not head and ".lora_" not in path
+            if path not in beside
         }
         for target in targets:
             if not any(path.endswith(f".{target}") for path in paths):
@@ -320,6 +322,17 @@ def fingerprint(model: Module) -> str:
         digest.update(f"{name} {list(parameter.shape)}".encode())
         digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _beside_decoder(model: PreTrainedModel) -> list[str]:
+    """The linear layers outside of the text decoder, such as those of a vision tower: adapters are
+    for text."""
+    head, own = model.get_output_embeddings(), set(map(id, model.get_decoder().modules()))
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, Linear) and module is not head and id(module) not in own
+    ]
 
 
 def base_of(directory: Path) -> str:

@@ -1,0 +1,1 @@
+"""Agents that look: policies that read images beside text."""

@@ -1,0 +1,101 @@
+"""How image-text policies join a training run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from agentrl.algorithms.diagnostics.metrics import Metrics
+from agentrl.algorithms.model.inputs import inputs_of
+from agentrl.algorithms.train.hooks import Hooks, LoadedRun
+from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.algorithms.train.step import Updater
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.types import Group
+from agentrl.vision.calls import Finder
+from agentrl.vision.eyes import Eyes
+from agentrl.vision.stand_ins import images_of, stored_images
+
+
+def join(config: RunConfig) -> Hooks | None:
+    return Looking()
+
+
+class Looking(Hooks):
+    """Brings the images of a step's calls from the store to the models that read them."""
+
+    def __init__(self) -> None:
+        self._eyes: dict[str, Eyes] = {}  # by policy
+        self._run: LoadedRun | None = None
+
+    def updater(self, updater: Updater, model: LoadedModel) -> Updater:
+        eyes = inputs_of(model.model)
+        if not isinstance(eyes, Eyes):
+            return updater
+        check(updater)
+        self._eyes[updater.policy] = eyes
+        finder, before = Finder(eyes, updater.policy), updater.preprocessor
+        return replace(
+            updater,
+            preprocessor=replace(
+                before,
+                completers=(finder, *before.completers),
+                trainers=(*before.trainers, finder),
+            ),
+        )
+
+    async def prepare(self, run: LoadedRun) -> None:
+        self._run = run
+        loop = asyncio.get_running_loop()
+
+        async def source(digests: Sequence[str]) -> Mapping[str, bytes]:
+            """Called on a policy server's loop; the store belongs to this one."""
+            found = stored_images(run.store, run.config.name, digests)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(found, loop))
+
+        for model in run.models:
+            if isinstance(eyes := inputs_of(model.model), Eyes):
+                eyes.source = source
+
+    async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
+        if not self._eyes or self._run is None:
+            return groups, {}
+        for policy, eyes in self._eyes.items():
+            wanted = _digests(groups, policy)
+            missing = [digest for digest in wanted if not _keeps(eyes, digest)]
+            files = await stored_images(self._run.store, self._run.config.name, missing)
+            eyes.catalogue.need(files)
+        return groups, {}
+
+
+def check(updater: Updater) -> None:
+    """Raise ConfigError for settings with which images cannot be trained."""
+    config, algo = updater.config, updater.algo
+    where = f"policy {updater.policy!r} reads images"
+    if config.learner.kind != "torch":
+        raise ConfigError(f"learner.kind = {config.learner.kind!r}: {where}; set it to 'torch'")
+    if config.engine.kind != "embedded":
+        raise ConfigError(
+            f"engine.kind = {config.engine.kind!r}: {where}, which only the embedded server can "
+            "serve so far; set it to 'embedded'"
+        )
+    if algo.prepare:
+        raise ConfigError(
+            f"algorithm.preset = {algo.name!r}: {where}, and this preset writes prompts anew, "
+            "without them; choose another"
+        )
+
+
+def _digests(groups: Sequence[Group], policy: str) -> list[str]:
+    calls = (call for group in groups for rollout in group.rollouts for call in rollout.transitions)
+    return list(
+        dict.fromkeys(d for call in calls if call.policy == policy for d in images_of(call))
+    )
+
+
+def _keeps(eyes: Eyes, digest: str) -> bool:
+    """Whether a model needs the file of an image no more."""
+    seen = eyes.catalogue.find(digest) is not None
+    return seen and not eyes.trained and digest in eyes.learned
