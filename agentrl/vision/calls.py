@@ -77,7 +77,8 @@ class Finder:
 
     def _seen(self, digest: str) -> Seen:
         catalogue = self._eyes.catalogue
-        if seen := catalogue.find(digest):
+        seen = catalogue.find(digest)
+        if seen and (catalogue.readable(digest) or self._eyes.keeps(digest)):
             return seen
         if (body := catalogue.file(digest)) is None:
             raise ImageError("an image is not in the store; it may have been pruned")

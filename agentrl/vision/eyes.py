@@ -12,6 +12,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -38,15 +39,17 @@ FileSource = Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]
 
 
 class Embeddings:
-    """Visual embeddings of images, without a graph. Thread-safe."""
+    """Visual embeddings of images, without a graph. Thread-safe. shared: by copies of the model,
+    because its tower does not change."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool) -> None:
+        self._shared = shared
         self._found: OrderedDict[str, Tensor] = OrderedDict()
         self._lock = threading.RLock()
         self.encoded = 0  # images encoded so far
 
     def __deepcopy__(self, memo: object) -> Embeddings:
-        return Embeddings()
+        return self if self._shared else Embeddings(shared=False)
 
     def of(self, eyes: Eyes, images: Sequence[Seen]) -> list[Tensor]:
         with self._lock:
@@ -92,8 +95,8 @@ class Eyes:
         self.sees = sees
         self.catalogue = catalogue_of(processor, kind)
         self.budget = 2**14  # patches that the tower encodes at once
-        self.learned = Embeddings()  # of the learner's weights
-        self.served = Embeddings() if trained else self.learned  # of the engine's
+        self.learned = Embeddings(shared=not trained)  # of the learner's weights
+        self.served = Embeddings(shared=False) if trained else self.learned  # of the engine's
         self.source: FileSource | None = None  # of images that requests name by digest
         # During a training step of a trained tower: leaves whose gradients go on into it.
         self.leaves: dict[str, Tensor] = {}
@@ -110,6 +113,10 @@ class Eyes:
     def decoder(self) -> Module:
         decoder: Module = self.model.model.language_model
         return decoder
+
+    def keeps(self, digest: str) -> bool:
+        """Whether the learner needs the file of an image no more."""
+        return not self.trained and digest in self.learned
 
     def encode(self, images: Sequence[Seen]) -> list[Tensor]:
         """Visual embeddings of images, which have a graph if gradients are enabled."""
@@ -139,6 +146,9 @@ class Eyes:
     def changed(self) -> None:
         if self.trained:
             self.served.forget()
+
+    def save(self, directory: Path) -> None:
+        self.processor.save_pretrained(directory)
 
     def chat(self, tokenizer: Any, codec: Codec) -> Chat:
         from agentrl.vision.chat import SeeingChat

@@ -84,6 +84,10 @@ class Catalogue:
     def file(self, digest: str) -> bytes | None:
         return self._files.get(digest)
 
+    def readable(self, digest: str) -> bool:
+        """Whether `pixels` has it."""
+        return digest in self._files or digest in self._pixels
+
     def add(self, body: bytes, digest: str = "") -> Seen:
         """Number an image. Raises ImageError for a file that cannot be read."""
         digest = digest or sha256(body).hexdigest()
@@ -123,7 +127,14 @@ class Catalogue:
                 held -= len(self._files.pop(digest))
 
     def _read(self, digest: str, body: bytes) -> Pixels:
-        pixels = self._process(decode(body))
+        image = decode(body)
+        try:
+            pixels = self._process(image)
+        except ValueError as error:  # of Qwen's: extreme proportions
+            raise ImageError(
+                f"the model's image processor cannot read an image of {image.width} x "
+                f"{image.height} pixels ({error}); send it in other proportions"
+            ) from None
         self.decoded += 1
         self._pixels[digest] = pixels
         held = sum(map(_bytes, self._pixels.values()))

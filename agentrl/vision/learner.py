@@ -8,7 +8,6 @@ they have more patches than `learner.token_budget`.
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -42,9 +41,6 @@ class SeeingLearner(TorchLearner):
                     "of the same class with the same preprocessor_config.json"
                 )
         self.eyes = eyes
-        with TemporaryDirectory() as folder:
-            eyes.processor.save_pretrained(folder)
-            self._tokenizer |= {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
     def step(self, batch: Batch, *given: Any, **options: Any) -> StepReport:
         before = self.eyes.learned.encoded
@@ -60,7 +56,7 @@ class SeeingLearner(TorchLearner):
 
     def load(self, directory: Path) -> None:
         super().load(directory)
-        self._changed()
+        self.eyes.learned.forget()  # a frozen tower too: an earlier run may have trained it
 
     def _changed(self) -> None:
         if self.eyes.trained:

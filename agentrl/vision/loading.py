@@ -44,6 +44,8 @@ def load(
             "policy.vision = 'trained': an adapter (policy.lora) leaves the vision tower as it is; "
             "set it to 'frozen'"
         )
+    if setting and "quantization_config" in options:
+        raise PolicyError("policy.quantize: a vision tower is not quantized; leave it out")
     try:
         processor = AutoImageProcessor.from_pretrained(name, backend="pil")
     except (OSError, ValueError, ImportError) as error:

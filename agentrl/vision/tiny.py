@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers as hf
 
-from agentrl.algorithms.model.inputs import attach
+from agentrl.algorithms.model.inputs import attach, inputs_of
 from agentrl.algorithms.model.tiny import word_tokenizer
 from agentrl.vision.classes import CLASSES
 from agentrl.vision.eyes import Eyes
@@ -74,7 +75,9 @@ def save(model: Any, tokenizer: Any, directory: Any) -> None:
     """Write a checkpoint that `load_model` reads."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    model.agentrl_inputs.processor.save_pretrained(directory)
+    inputs = inputs_of(model)
+    assert inputs is not None
+    inputs.save(Path(directory))
 
 
 def _llava(

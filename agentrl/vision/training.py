@@ -16,6 +16,7 @@ from agentrl.errors import ConfigError
 from agentrl.types import Group
 from agentrl.vision.calls import Finder
 from agentrl.vision.eyes import Eyes
+from agentrl.vision.images import Catalogue
 from agentrl.vision.stand_ins import images_of, stored_images
 
 
@@ -62,11 +63,13 @@ class Looking(Hooks):
     async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
         if not self._eyes or self._run is None:
             return groups, {}
+        wanted: dict[Catalogue, list[str]] = {}
         for policy, eyes in self._eyes.items():
-            wanted = _digests(groups, policy)
-            missing = [digest for digest in wanted if not _keeps(eyes, digest)]
-            files = await stored_images(self._run.store, self._run.config.name, missing)
-            eyes.catalogue.need(files)
+            digests = (digest for digest in _digests(groups, policy) if not eyes.keeps(digest))
+            wanted.setdefault(eyes.catalogue, []).extend(digests)
+        for catalogue, names in wanted.items():
+            store, run = self._run.store, self._run.config.name
+            catalogue.need(await stored_images(store, run, list(dict.fromkeys(names))))
         return groups, {}
 
 
@@ -81,6 +84,8 @@ def check(updater: Updater) -> None:
             f"engine.kind = {config.engine.kind!r}: {where}, which only the embedded server can "
             "serve so far; set it to 'embedded'"
         )
+    if getattr(config.learner, "liger_kernel", False):
+        raise ConfigError(f"learner.liger_kernel: {where}, which its kernels cannot; leave it out")
     if algo.prepare:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r}: {where}, and this preset writes prompts anew, "
@@ -93,9 +98,3 @@ def _digests(groups: Sequence[Group], policy: str) -> list[str]:
     return list(
         dict.fromkeys(d for call in calls if call.policy == policy for d in images_of(call))
     )
-
-
-def _keeps(eyes: Eyes, digest: str) -> bool:
-    """Whether a model needs the file of an image no more."""
-    seen = eyes.catalogue.find(digest) is not None
-    return seen and not eyes.trained and digest in eyes.learned

@@ -7,6 +7,7 @@ part that has put them there knows what each is. Everything between compares and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -49,6 +50,10 @@ class Inputs(Protocol):
 
     def changed(self) -> None:
         """Called when the engine's weights have changed."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write the files of a checkpoint that it needs beside those of model and tokenizer."""
         ...
 
     def chat(self, tokenizer: Any, codec: Codec) -> Chat:

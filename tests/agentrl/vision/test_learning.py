@@ -16,7 +16,7 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.auxiliary import Reference
 from agentrl.algorithms.learners.base import LossCoefficients
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.model.lora import Adapters, export_merged
 from agentrl.errors import PolicyError
 from agentrl.types import Group, Transition, int32
 from agentrl.vision import tiny
@@ -71,10 +71,14 @@ def test_log_probs_are_those_of_the_class_with_pixel_values(kind: str, packing: 
     assert (found - own).abs().max() <= CLOSE
 
 
-@pytest.mark.parametrize("budget", [10**6, 20], ids=["one graph", "parts"])
+@pytest.mark.parametrize(
+    ("budget", "recompute"),
+    [(10**6, False), (20, False), (10**6, True)],
+    ids=["one graph", "parts", "recomputed"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_go_on_into_a_trained_tower(
-    kind: str, budget: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, budget: int, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = make(kind, trained=True)
     group = rollouts(model)
@@ -83,7 +87,7 @@ def test_gradients_go_on_into_a_trained_tower(
     (-own.mean()).backward()
     wanted = gradients(model)
     model.zero_grad()
-    learner = SeeingLearner(model, tokenizer, token_budget=budget)
+    learner = SeeingLearner(model, tokenizer, token_budget=budget, gradient_checkpointing=recompute)
     kept: dict[str, Tensor] = {}
     monkeypatch.setattr(
         learner.optimizer, "clip", lambda most: kept.update(gradients(model)) or 1.0
@@ -193,6 +197,8 @@ def test_adapters_are_of_text_alone(kind: str, tmp_path: Path) -> None:
     assert (learner.logprobs(batch) - before).abs().max() > 1e-3
     assert (learner.logprobs(batch, "reference") - before).abs().max() <= CLOSE
     learner.save(tmp_path)
+    adapters.add("second", rank=2, alpha=4, seed=2)
+    assert adapters.parameters("second").keys() == adapters.parameters("policy").keys()
     with pytest.raises(PolicyError, match="no linear layers 'fc1'"):
         adapters.add("other", rank=2, alpha=4, targets=["fc1"])
 
@@ -212,6 +218,21 @@ def test_checkpoints_keep_the_tower_and_what_it_takes_to_look(kind: str, tmp_pat
     learner.step(batch, uniform(batch), lr=1e-2)
     learner.load(tmp_path)
     assert torch.equal(learner.logprobs(batch), wanted)
+
+
+def test_a_merged_adapter_can_look(tmp_path: Path) -> None:
+    tiny.save(*make("qwen3_vl"), tmp_path / "base")
+    model, tokenizer = load_model(tmp_path / "base", device="cpu")
+    adapters = Adapters(model)
+    adapters.add("policy", rank=2, alpha=4, seed=1)
+    learner = SeeingLearner(model, tokenizer, adapters=adapters)
+    batch = batch_of(model, rollouts(model))
+    assert learner.step(batch, uniform(batch), lr=1e-1).applied
+    learner.save(tmp_path / "adapter")
+    export_merged(tmp_path / "adapter", tmp_path / "merged")
+    merged, _ = load_model(tmp_path / "merged", device="cpu")
+    found = SeeingLearner(merged, tokenizer).logprobs(batch)
+    assert (found - learner.logprobs(batch)).abs().max() <= 1e-5
 
 
 def test_a_reference_looks_with_its_own_tower() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import transformers as hf
 
+from agentrl.algorithms.model import estimate
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.tiny import make_model, word_tokenizer
@@ -19,7 +20,7 @@ from tests.agentrl.vision.looks import KINDS, WORDS, eyes_of
 
 
 def view(**policy: Any) -> Any:
-    return factories.config(policy={"model": "m", **policy})
+    return factories.config(policy={"model": "m"} | policy)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -37,6 +38,11 @@ def test_the_tower_is_loaded_and_frozen_unless_it_learns(saved: Path) -> None:
         weights = [p.requires_grad for part in eyes.kind.towers for p in part.parameters()]
         assert any(weights) is learns
         assert all(p.requires_grad for p in model.model.language_model.parameters())
+
+
+def test_memory_is_estimated_before_it_is_loaded(saved: Path) -> None:
+    lines = list(estimate.describe(view(model=str(saved)), str(saved)))
+    assert lines[0].startswith("memory: about")
 
 
 def test_an_adapter_cannot_train_the_tower(saved: Path) -> None:

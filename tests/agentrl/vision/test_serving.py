@@ -140,17 +140,21 @@ async def test_an_update_encodes_images_with_the_new_tower() -> None:
         assert gap(model, after, [png(3)]) <= CLOSE
 
 
-async def test_an_adapter_looks_too() -> None:
+@pytest.mark.parametrize("keys", [None, "recompute"])
+async def test_an_adapter_looks_too(keys: Any) -> None:
     model, tokenizer = tiny.make("qwen3_vl", WORDS)
     adapters = Adapters(model)
     adapters.add("policy", rank=2, alpha=4, seed=1)
     with torch.no_grad():
         for weight in adapters.parameters("policy").values():
             weight.normal_(std=0.1)
-    server = EmbeddedServer(model, tokenizer, adapters=adapters, threads=1, max_context=256)
+    server = EmbeddedServer(
+        model, tokenizer, adapters=adapters, threads=1, max_context=256, keys=keys
+    )
     await server.start()
     async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1"), timeout=60) as http:
-        answer = await ask(http, [user(image(png(4)), text("what"))], max_tokens=4, temperature=0)
+        messages = [user(image(png(4)), text("what"))]
+        answer = await ask(http, messages, model="policy", max_tokens=4, temperature=0)
     await server.close()
     with adapters.using("policy"):
         assert gap(model, answer, [png(4)]) <= CLOSE

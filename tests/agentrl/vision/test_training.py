@@ -1,0 +1,87 @@
+"""How image-text policies join a run: images come from the store; what cannot look is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.train.build import make_updater
+from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.errors import ConfigError
+from agentrl.types import POLICY
+from agentrl.vision import tiny
+from agentrl.vision.training import Looking
+from tests import factories
+from tests.agentrl.vision.looks import WORDS, digest, eyes_of, rollouts
+
+
+class Shelf:
+    """The images of a store."""
+
+    def __init__(self, *bodies: bytes) -> None:
+        self.kept = {digest(body): SimpleNamespace(body=body) for body in bodies}
+        self.asked: list[list[str]] = []
+
+    async def images(self, run: str, digests: list[str]) -> dict[str, Any]:
+        self.asked.append(list(digests))
+        return {name: self.kept[name] for name in digests if name in self.kept}
+
+
+def loaded(folder: Path) -> LoadedModel:
+    tiny.save(*tiny.make("llava", WORDS), folder)
+    model, tokenizer = load_model(folder, device="cpu")
+    return LoadedModel(str(folder), model, tokenizer, policies=[POLICY])
+
+
+def updater(model: LoadedModel, **tables: Any) -> Any:
+    config = factories.config(policy={"model": model.source}, **tables)
+    return make_updater(config, POLICY, catalogue.make("grpo", {}), model)
+
+
+async def test_a_step_trains_on_images_of_the_store(tmp_path: Path) -> None:
+    model = loaded(tmp_path)
+    hooks, eyes = Looking(), eyes_of(model.model)
+    own = hooks.updater(updater(model, algorithm={"preset": "grpo"}), model)
+    group = rollouts(model.model)
+    names = [d for rollout in group.rollouts for call in rollout.transitions for d in call.images]
+    shelf = Shelf(*(eyes.catalogue.file(name) or b"" for name in set(names)))
+    run: Any = SimpleNamespace(store=shelf, config=SimpleNamespace(name="r"), models=[model])
+    await hooks.prepare(run)
+    groups, _ = await hooks.complete([group])
+    assert set(shelf.asked[0]) == set(names)
+    metrics = own.update(0, groups)
+    assert metrics["images/distinct"] == len(set(names))
+    assert metrics["calls/images_unread"] == 0
+    assert metrics["images/encoded"] == len(set(names))
+    assert metrics["grad_norm"] > 0
+    # A frozen tower has seen them all: nothing is fetched again.
+    await hooks.complete([group])
+    assert len(shelf.asked) == 1
+    assert eyes.source is not None
+
+
+async def test_a_policy_of_text_is_left_alone(tiny_model_dir: Path) -> None:
+    model = LoadedModel("m", *load_model(tiny_model_dir, device="cpu"), policies=[POLICY])
+    own = updater(model)
+    hooks = Looking()
+    assert hooks.updater(own, model) is own
+    groups = [factories.group(factories.rollout("r", [factories.call()]))]
+    assert await hooks.complete(groups) == (groups, {})
+
+
+def test_what_cannot_train_images_is_refused(tmp_path: Path) -> None:
+    model = loaded(tmp_path)
+    own = updater(model)
+    with pytest.raises(ConfigError, match=r"engine\.kind = 'vllm': .* set it to 'embedded'"):
+        Looking().updater(
+            replace(own, config=factories.config(engine={"kind": "vllm"}, policy={"model": "m"})),
+            model,
+        )
+    with pytest.raises(ConfigError, match="writes prompts anew"):
+        Looking().updater(replace(own, algo=replace(own.algo, prepare=(lambda g, t: g,))), model)
