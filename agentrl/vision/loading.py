@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from agentrl.algorithms.model.inputs import attach
 from agentrl.base.failures import one_line
 from agentrl.config import RunConfig
-from agentrl.errors import PolicyError
+from agentrl.errors import ConfigError, PolicyError
 from agentrl.vision.classes import CLASSES, REASONS
 from agentrl.vision.eyes import Eyes
 from agentrl.vision.table import vision_of
@@ -25,7 +25,8 @@ def load(
     name: str, shape: Any, config: RunConfig | None, options: dict[str, Any]
 ) -> tuple[Any, Any] | None:
     """The model and its loading info (see `Part.loaders`), or None for one without a tower, or
-    that is trained as a model of text alone. Raises PolicyError if it cannot be a policy."""
+    that is trained as a model of text alone. Raises PolicyError if it cannot be a policy,
+    ConfigError for settings with which it cannot look."""
     setting = vision_of(config) if config is not None else ""
     kind = CLASSES.get(shape.model_type)
     if kind is None:
@@ -39,13 +40,8 @@ def load(
                 f" choose a model of type {_types()}"
             )
         return None
-    if config is not None and setting == "trained" and config.initial_policy.lora.rank:
-        raise PolicyError(
-            "policy.vision = 'trained': an adapter (policy.lora) leaves the vision tower as it is; "
-            "set it to 'frozen'"
-        )
-    if setting and "quantization_config" in options:
-        raise PolicyError("policy.quantize: a vision tower is not quantized; leave it out")
+    if config is not None and setting:
+        check(config, setting)
     try:
         processor = AutoImageProcessor.from_pretrained(name, backend="pil")
     except (OSError, ValueError, ImportError) as error:
@@ -57,6 +53,33 @@ def load(
     sees = config is None or bool(setting)
     attach(model, Eyes(model, processor, kind(model), sees=sees, trained=setting == "trained"))
     return model, loading
+
+
+def check(config: RunConfig, setting: str) -> None:
+    """Raise ConfigError for settings with which images cannot be trained."""
+    learner, engine, policy = config.learner, config.engine, config.policy
+    where = f"policy.vision = {setting!r}"
+    if learner.kind != "torch":
+        raise ConfigError(f"learner.kind = {learner.kind!r}: {where} needs 'torch'")
+    if engine.kind != "embedded":
+        raise ConfigError(
+            f"engine.kind = {engine.kind!r}: {where} needs 'embedded', which alone can serve "
+            "images so far"
+        )
+    if getattr(learner, "liger_kernel", False):
+        raise ConfigError(
+            f"learner.liger_kernel: its kernels read no images; leave it out, {where}"
+        )
+    if config.critic.model:
+        raise ConfigError(f"critic.model: a critic reads no images; leave it out, {where}")
+    if policy.quantize:
+        raise ConfigError(
+            f"policy.quantize: a vision tower is not quantized; leave it out, {where}"
+        )
+    if setting == "trained" and config.initial_policy.lora.rank:
+        raise ConfigError(
+            f"{where}: an adapter (policy.lora) leaves the tower as it is; set it to 'frozen'"
+        )
 
 
 def _left_out(shape: Any) -> str:

@@ -35,7 +35,8 @@ class Looking(Hooks):
         eyes = inputs_of(model.model)
         if not isinstance(eyes, Eyes):
             return updater
-        check(updater)
+        if eyes.sees:
+            check(updater)
         self._eyes[updater.policy] = eyes
         finder, before = Finder(eyes, updater.policy), updater.preprocessor
         return replace(
@@ -74,22 +75,12 @@ class Looking(Hooks):
 
 
 def check(updater: Updater) -> None:
-    """Raise ConfigError for settings with which images cannot be trained."""
-    config, algo = updater.config, updater.algo
-    where = f"policy {updater.policy!r} reads images"
-    if config.learner.kind != "torch":
-        raise ConfigError(f"learner.kind = {config.learner.kind!r}: {where}; set it to 'torch'")
-    if config.engine.kind != "embedded":
-        raise ConfigError(
-            f"engine.kind = {config.engine.kind!r}: {where}, which only the embedded server can "
-            "serve so far; set it to 'embedded'"
-        )
-    if getattr(config.learner, "liger_kernel", False):
-        raise ConfigError(f"learner.liger_kernel: {where}, which its kernels cannot; leave it out")
+    """Raise ConfigError for an algorithm with which images cannot be trained."""
+    algo = updater.algo
     if algo.prepare:
         raise ConfigError(
-            f"algorithm.preset = {algo.name!r}: {where}, and this preset writes prompts anew, "
-            "without them; choose another"
+            f"algorithm.preset = {algo.name!r}: it writes prompts anew, without the images that "
+            f"policy {updater.policy!r} reads; choose another"
         )
 
 

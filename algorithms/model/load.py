@@ -26,7 +26,7 @@ from agentrl.algorithms.model.quantize import keep_gradients, quantization
 from agentrl.base.failures import one_line
 from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
-from agentrl.errors import DamagedError, PolicyError
+from agentrl.errors import ConfigError, DamagedError, PolicyError
 
 Model = torch.nn.Module
 Tokenizer = Any  # transformers' tokenizers share no typed base class
@@ -63,7 +63,7 @@ def load_model(
             packed["device_map"] = {"": target}
         packed |= {"dtype": DTYPES[dtype], "output_loading_info": True}
         model, loading = _load(name, config, packed)
-    except PolicyError:
+    except (PolicyError, ConfigError):
         raise
     except Exception as error:  # transformers and safetensors document no exception types
         raise PolicyError(f"model {name!r}: cannot be loaded: {one_line(str(error))}") from error

@@ -147,6 +147,22 @@ def test_other_images_are_other_rows(kind: str) -> None:
     assert rows.transition_prompt.unique().numel() == 3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_that_is_shown_twice_is_encoded_once(kind: str) -> None:
+    model, tokenizer = make(kind, trained=True)
+    a, b = png(21), png(22, 30, 30)
+    group = factories.group(
+        factories.rollout("1", [looked("1", [4, a, 5, b, 6, a, 1], [7, 8, 2], model)]),
+        factories.rollout("2", [looked("2", [4, a, 5, a, 1], [9, 2], model)]),
+    )
+    learner, batch = SeeingLearner(model, tokenizer), batch_of(model, group)
+    report = learner.step(batch, uniform(batch), lr=0.0)
+    assert report.metrics["images/encoded"] == 2
+    with torch.no_grad():
+        own = torch.cat([own_logprobs(model, call) for call in calls_of(group)])
+    assert (report.logprobs - own).abs().max() <= CLOSE
+
+
 def test_a_sampled_placeholder_is_text() -> None:
     model, tokenizer = make("qwen2_5_vl")
     image = model.config.image_token_id

@@ -12,8 +12,9 @@ import transformers as hf
 from agentrl.algorithms.model import estimate
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.tiny import make_model, word_tokenizer
-from agentrl.errors import PolicyError
+from agentrl.errors import ConfigError, PolicyError
 from agentrl.vision import tiny
 from tests import factories
 from tests.agentrl.vision.looks import KINDS, WORDS, eyes_of
@@ -45,10 +46,25 @@ def test_memory_is_estimated_before_it_is_loaded(saved: Path) -> None:
     assert lines[0].startswith("memory: about")
 
 
-def test_an_adapter_cannot_train_the_tower(saved: Path) -> None:
-    config = view(vision="trained", lora={"rank": 2})
-    with pytest.raises(PolicyError, match=r"policy.vision = 'trained': an adapter"):
-        load_model(saved, device="cpu", config=config)
+@pytest.mark.parametrize(
+    ("words", "tables"),
+    [
+        ("policy.vision = 'trained': an adapter", {"policy": {"lora": {"rank": 2}}}),
+        ("learner.kind = 'verl'", {"learner": {"kind": "verl"}}),
+        ("engine.kind = 'vllm'", {"engine": {"kind": "vllm"}}),
+        ("learner.liger_kernel", {"learner": {"liger_kernel": True}}),
+        ("critic.model", {"critic": {"model": "shared"}}),
+        ("policy.quantize", {"policy": {"quantize": "4bit", "lora": {"rank": 2}}}),
+    ],
+)
+def test_settings_that_cannot_look_are_refused(
+    words: str, tables: dict[str, Any], tmp_path: Path
+) -> None:
+    tiny.save(*tiny.make("llava", WORDS), tmp_path)
+    own = {"model": "m", "vision": "trained"} | tables.get("policy", {})
+    config = factories.config(**tables | {"policy": own})
+    with pytest.raises(ConfigError, match=words):
+        load_model(tmp_path, device="cpu", config=config)
 
 
 def test_a_model_without_its_image_processor_is_refused(saved: Path, tmp_path: Path) -> None:
@@ -123,4 +139,8 @@ def test_other_classes_are_refused_by_name(
     with caplog.at_level(logging.WARNING):
         text, _ = load_model(tmp_path, device="cpu", config=view())
     assert inputs_of(text) is None
+    adapters = Adapters(text)
+    adapters.add("policy", rank=2, alpha=4)
+    assert adapters.parameters("policy")
+    assert not any("vision" in name or "visual" in name for name in adapters.parameters("policy"))
     assert any("Only its text is trained" in message for message in caplog.messages)

@@ -75,13 +75,8 @@ async def test_a_policy_of_text_is_left_alone(tiny_model_dir: Path) -> None:
     assert await hooks.complete(groups) == (groups, {})
 
 
-def test_what_cannot_train_images_is_refused(tmp_path: Path) -> None:
+def test_a_preset_that_writes_prompts_is_refused(tmp_path: Path) -> None:
     model = loaded(tmp_path)
     own = updater(model)
-    with pytest.raises(ConfigError, match=r"engine\.kind = 'vllm': .* set it to 'embedded'"):
-        Looking().updater(
-            replace(own, config=factories.config(engine={"kind": "vllm"}, policy={"model": "m"})),
-            model,
-        )
     with pytest.raises(ConfigError, match="writes prompts anew"):
         Looking().updater(replace(own, algo=replace(own.algo, prepare=(lambda g, t: g,))), model)
