@@ -26,11 +26,11 @@ Tokens = NDArray[np.int32]
 
 
 class Finder:
-    """A `Completer` of one policy's calls, which also reports what it could not find."""
+    """A `Completer` of one policy's calls, which also reports what it could not find. eyes: None:
+    of a policy that reads text alone, whose calls with images are not trained."""
 
-    def __init__(self, eyes: Eyes, policy: str) -> None:
+    def __init__(self, eyes: Eyes | None, policy: str) -> None:
         self._eyes, self._policy = eyes, policy
-        self._placeholder = int(eyes.model.config.image_token_id)
         self._lost: Counter[str] = Counter()  # calls by the reason why they are not trained
         self._images: set[str] = set()
 
@@ -48,6 +48,8 @@ class Finder:
     def learn(self, groups: Sequence[Group]) -> Metrics:
         """images/distinct: of the calls that are trained; calls/images_unread: left out."""
         lost = self._lost.total()
+        if self._eyes is None and not lost:
+            return {}
         return {"images/distinct": float(len(self._images)), "calls/images_unread": float(lost)}
 
     def _rollout(self, rollout: Rollout) -> Rollout:
@@ -62,11 +64,13 @@ class Finder:
         if not shown or not trainable(call, self._policy):
             return call
         try:
+            if self._eyes is None:
+                raise ImageError("the policy reads text alone; choose a model that reads images")
             if not digests:
                 raise ImageError("its images were not kept; record it with policy.vision set")
-            images = [self._seen(digest) for digest in digests]
+            images = [_seen(self._eyes, digest) for digest in digests]
             prompt = np.frombuffer(call.prompt, np.int32)
-            own = np.flatnonzero(prompt == self._placeholder)
+            own = np.flatnonzero(prompt == int(self._eyes.model.config.image_token_id))
             own = own[~_sampled(prompt, earlier)[own]]
             ids = placed(prompt, own, images)
         except ImageError as error:
@@ -75,14 +79,15 @@ class Finder:
         self._images.update(digests)
         return structs.replace(call, prompt=int32(ids.tobytes()))
 
-    def _seen(self, digest: str) -> Seen:
-        catalogue = self._eyes.catalogue
-        seen = catalogue.find(digest)
-        if seen and (catalogue.readable(digest) or self._eyes.keeps(digest)):
-            return seen
-        if (body := catalogue.file(digest)) is None:
-            raise ImageError("an image is not in the store; it may have been pruned")
-        return catalogue.add(body, digest)
+
+def _seen(eyes: Eyes, digest: str) -> Seen:
+    catalogue = eyes.catalogue
+    seen = catalogue.find(digest)
+    if seen and (catalogue.readable(digest) or eyes.keeps(digest)):
+        return seen
+    if (body := catalogue.file(digest)) is None:
+        raise ImageError("an image is not in the store; it may have been pruned")
+    return catalogue.add(body, digest)
 
 
 def _has_image(message: dict[str, Json]) -> bool:

@@ -33,11 +33,11 @@ class Looking(Hooks):
 
     def updater(self, updater: Updater, model: LoadedModel) -> Updater:
         eyes = inputs_of(model.model)
-        if not isinstance(eyes, Eyes):
-            return updater
-        if eyes.sees:
-            check(updater)
-        self._eyes[updater.policy] = eyes
+        eyes = eyes if isinstance(eyes, Eyes) else None
+        if eyes is not None:
+            self._eyes[updater.policy] = eyes
+            if eyes.sees:
+                check(updater)
         finder, before = Finder(eyes, updater.policy), updater.preprocessor
         return replace(
             updater,

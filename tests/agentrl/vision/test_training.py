@@ -14,11 +14,11 @@ from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.build import make_updater
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.errors import ConfigError
-from agentrl.types import POLICY
+from agentrl.types import POLICY, Reward, float32, int32
 from agentrl.vision import tiny
 from agentrl.vision.training import Looking
 from tests import factories
-from tests.agentrl.vision.looks import WORDS, digest, eyes_of, rollouts
+from tests.agentrl.vision.looks import WORDS, Looked, digest, eyes_of, rollouts
 
 
 class Shelf:
@@ -66,13 +66,24 @@ async def test_a_step_trains_on_images_of_the_store(tmp_path: Path) -> None:
     assert eyes.source is not None
 
 
-async def test_a_policy_of_text_is_left_alone(tiny_model_dir: Path) -> None:
+async def test_a_policy_of_text_trains_on_no_call_with_images(tiny_model_dir: Path) -> None:
+    """Of a data set, or of a run that was begun with another model."""
     model = LoadedModel("m", *load_model(tiny_model_dir, device="cpu"), policies=[POLICY])
-    own = updater(model)
     hooks = Looking()
-    assert hooks.updater(own, model) is own
-    groups = [factories.group(factories.rollout("r", [factories.call()]))]
-    assert await hooks.complete(groups) == (groups, {})
+    own = hooks.updater(updater(model), model)
+    blind = Looked(
+        id="b", attempt="a", index=0, prompt=int32([4, 5]), completion=int32([6]),
+        logprobs=float32([-1.0]), images=("0" * 64,),
+    )  # fmt: skip
+    calls = [factories.call("t", [4, 5], [6]), blind]
+    rows = [
+        factories.rollout(str(n), [call], [Reward(value=float(n))]) for n, call in enumerate(calls)
+    ]
+    groups, _ = await hooks.complete([factories.group(*rows)])
+    found, _ = own.preprocessor.process(groups)
+    exact = [call.exact for rollout in found[0].rollouts for call in rollout.transitions]
+    assert exact == [True, False]
+    assert own.preprocessor.learn(found)["calls/images_unread"] == 1
 
 
 def test_a_preset_that_writes_prompts_is_refused(tmp_path: Path) -> None:
