@@ -117,7 +117,8 @@ class Pruned(Record, frozen=True):
     spans: int = 0
     rewards: int = 0
     events: int = 0
-    bytes: int = 0  # of tokens, log-probs, messages and spans
+    images: int = 0
+    bytes: int = 0  # of tokens, log-probs, messages, spans and images
 
 
 # -- data sets -------------------------------------------------------------------------------------

@@ -189,6 +189,7 @@ def transition_columns(t: types.Transition) -> Columns:
         "answer": answer,
         "left_out": to_json(t.ignored, "ignored") if t.ignored else None,
         "spans": to_json(t.spans, "spans") if t.spans else None,
+        "images": bytes.fromhex("".join(t.images)) if t.images else None,
     }
 
 
@@ -232,11 +233,17 @@ def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[ty
                 answer=answer,
                 ignored=from_json(row["left_out"]) or [],
                 spans=[(first, version) for first, version in from_json(row["spans"]) or ()],
+                images=_digests(row["images"]),
             )
             found.setdefault(row["attempt_id"], []).append(call)
     for calls in found.values():
         calls.sort(key=lambda call: call.index)
     return found
+
+
+def _digests(column: bytes | None) -> tuple[str, ...]:
+    found = column or b""
+    return tuple(found[at : at + 32].hex() for at in range(0, len(found), 32))
 
 
 def span_columns(span: types.Span, *, late: bool) -> Columns:

@@ -38,6 +38,7 @@ class PreparedTransition:
     lines: list[str]  # messages as JSON
     chat: bytes  # the lines, each with a line break
     tools: str | None
+    images: tuple[str, ...]  # digests
 
     @property
     def attempt(self) -> str:
@@ -123,6 +124,7 @@ class AttemptCalls:
     # database numbers a call when it is written, and does not tell its number: see `_link`.
     added: list[str] = field(default_factory=list)
     trees: tuple[CallTree, CallTree] = field(default_factory=lambda: (CallTree(), CallTree()))
+    images: set[str] = field(default_factory=set)  # that this process has let its rollout refer to
 
 
 class KnownAttempts:

@@ -1,0 +1,11 @@
+from agentrl.base.parts import Part
+
+HERE = "agentrl.vision"
+
+PART = Part(
+    name="vision",
+    summary="Policies that see the images in an agent's messages.",
+    tables={"images": f"{HERE}.table:ImagesConfig", "policy.vision": f"{HERE}.table:Vision"},
+    checks={"vision": f"{HERE}.table:check"},
+    gateway={"vision": f"{HERE}.gateway:join"},
+)
