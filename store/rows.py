@@ -6,6 +6,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import groupby
 from typing import Any, TypeVar
 
 import msgspec
@@ -92,6 +93,29 @@ def array_from_bytes(type_: Any, value: Any) -> Any:
     if sys.byteorder == "big":
         values.byteswap()
     return values
+
+
+SHORTEST_RUN = 4  # tokens
+
+
+def with_runs(data: bytes) -> bytes:
+    """Shorten runs of equal tokens, such as an image's placeholders: -n stands for n further ones
+    of the token before it. No token id is negative."""
+    found: array[int] = array("i")
+    for token, run in groupby(from_blob("i", data)):
+        size = len(list(run))
+        found.extend([token, 1 - size] if size >= SHORTEST_RUN else [token] * size)
+    return to_blob(found)
+
+
+def without_runs(data: bytes) -> bytes:
+    """Undo `with_runs`."""
+    if data[3::4].isascii():  # the bytes with the sign
+        return data
+    found: array[int] = array("i")
+    for token in from_blob("i", data):
+        found.extend([found[-1]] * -token if token < 0 else [token])
+    return to_blob(found)
 
 
 def digest(data: bytes | memoryview) -> bytes:
@@ -212,7 +236,7 @@ def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[ty
     chats: dict[int, list[dict[str, types.Json]]] = {}
     found: dict[str, list[types.Transition]] = {}
     for row in rows:
-        prompt = tokens.get(row["parent"], b"") + row["prompt"]
+        prompt = tokens.get(row["parent"], b"") + without_runs(row["prompt"])
         tokens[row["seq"]] = prompt + row["completion"]
         shared, answer = chats.get(row["chat_parent"], []), from_json(row["answer"])
         messages = shared[: row["chat_shared"]] + from_json(row["messages"])

@@ -171,10 +171,10 @@ def _add(turns: list[Body], content: Body, where: str, memory: ConversationMemor
 
 def _output(answer: Body, where: str) -> Json:
     """Return what a function has returned, with its images."""
-    output = answer.get("response")
-    wrapped = isinstance(output, dict) and [*output] == ["output"]
-    output = output["output"] if wrapped else output
-    plain = wrapped and isinstance(output, str)
+    output, plain = answer.get("response"), False
+    if isinstance(output, dict) and [*output] == ["output"]:
+        output = output["output"]
+        plain = isinstance(output, str)
     text = output if plain else msgspec.json.encode(output).decode()
     said: list[Body] = [{"type": "text", "text": text}]
     for index, part in enumerate(base.objects(answer.get("parts"), f"{where}.parts")):

@@ -200,11 +200,12 @@ class TokenTree:
         tree = calls.trees[late]
         parent = deepest_prefix(call.prompt, _fitting(tree.nodes, call.prompt))
         chat, shared = tree.heard(call)
+        prompt = call.prompt[parent.size if parent else 0 :]
         columns = {
             **call.columns,
             **_link(calls, "parent", parent.seq if parent else None),
             **_link(calls, "chat_parent", chat),
-            "prompt": call.prompt[parent.size if parent else 0 :],
+            "prompt": rows.with_runs(prompt) if call.images else prompt,
             "chat_shared": shared,
             "messages": f"[{','.join(call.lines[shared:])}]",
             "late": late,

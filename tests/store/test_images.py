@@ -6,12 +6,15 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agentrl.errors import Invalid, NotFound
+from agentrl.store import rows
 from agentrl.store.records import Item, Side, digest_of
 from agentrl.store.sql.images import IN_FLIGHT
-from agentrl.types import Image, NewRollout, Purpose
+from agentrl.types import Image, NewRollout, Purpose, int32
 
 AGES = 10 * IN_FLIGHT
 
@@ -205,3 +208,33 @@ async def test_a_removed_rollout_leaves_its_images_to_the_side_that_copies_its_c
     clock.now += AGES
     assert (await store.prune(keep_last=0)).images == 0
     assert (await store.sides([side.digest]))[side.digest][0].images == (RED.digest,)
+
+
+@pytest.mark.parametrize("run", [1, 3, 4, 1260])
+async def test_placeholders_are_stored_as_their_number(store, kit, attempt, run):
+    await store.put_images("run", [RED])
+    prompts = [
+        [5, *[9] * run, 6],
+        [5, *[9] * run, 6, 1, *[9] * run],
+        [9] * run,
+        [5, *[9] * (run + 9)],
+    ]
+    calls = [kit.call(attempt, prompt, [9, 9], images=(RED.digest,)) for prompt in prompts]
+    calls += [kit.call(attempt, [*prompts[0], 9, 9, 9, 9, 9, 7, 7], [1], images=(RED.digest,))]
+    calls += [kit.call(attempt, [5, *[9] * run], [1])]
+    for call in calls:
+        await store.add_transitions([call])
+    trace = await store.trace("g/0")
+    assert [call.prompt for call in trace.transitions] == [call.prompt for call in calls]
+    assert [call.completion for call in trace.transitions] == [call.completion for call in calls]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(1, 9)), max_size=9))
+def test_runs_of_tokens(runs):
+    data = rows.to_blob(int32(token for token, size in runs for _ in range(size)))
+    assert rows.without_runs(rows.with_runs(data)) == data
+    assert len(rows.with_runs(data)) <= len(data)
+
+
+def test_a_run_is_short():
+    assert len(rows.with_runs(rows.to_blob(int32([3] * 1260)))) == 8
