@@ -1,1 +1,1 @@
-"""Agents that look: policies that read images beside text."""
+"""Agents that look: images in messages, kept once and named by their digests."""

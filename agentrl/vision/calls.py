@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from agentrl.algorithms.data.merge import trainable
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.types import Group, Json, Rollout, Transition, int32
-from agentrl.vision.eyes import Eyes
+from agentrl.vision.eyes import ImageInputs
 from agentrl.vision.images import ImageError, Seen, ids_of
-from agentrl.vision.stand_ins import images_of
 
 log = logging.getLogger("agentrl.algorithm")
 Tokens = NDArray[np.int32]
@@ -29,7 +28,7 @@ class Finder:
     """A `Completer` of one policy's calls, which also reports what it could not find. eyes: None:
     of a policy that reads text alone, whose calls with images are not trained."""
 
-    def __init__(self, eyes: Eyes | None, policy: str) -> None:
+    def __init__(self, eyes: ImageInputs | None, policy: str) -> None:
         self._eyes, self._policy = eyes, policy
         self._lost: Counter[str] = Counter()  # calls by the reason why they are not trained
         self._images: set[str] = set()
@@ -59,7 +58,7 @@ class Finder:
         )
 
     def _call(self, call: Transition, earlier: Sequence[Transition]) -> Transition:
-        digests = images_of(call)
+        digests = call.images
         shown = digests or any(map(_has_image, call.messages))
         if not shown or not trainable(call, self._policy):
             return call
@@ -80,7 +79,7 @@ class Finder:
         return structs.replace(call, prompt=int32(ids.tobytes()))
 
 
-def _seen(eyes: Eyes, digest: str) -> Seen:
+def _seen(eyes: ImageInputs, digest: str) -> Seen:
     catalogue = eyes.catalogue
     seen = catalogue.find(digest)
     if seen and (catalogue.readable(digest) or eyes.keeps(digest)):

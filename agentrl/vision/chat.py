@@ -28,7 +28,7 @@ from agentrl.algorithms.model.inputs import ReadPrompt
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
 from agentrl.types import Json
-from agentrl.vision.eyes import Eyes
+from agentrl.vision.eyes import ImageInputs
 from agentrl.vision.images import ImageError, Seen, ids_of, positions
 
 NAMED, DATA = "image:", "data:"  # how the URL of an image begins
@@ -37,9 +37,9 @@ OTHERS = ("input_audio", "audio_url", "video_url", "video", "file")
 
 
 class SeeingChat(Chat):
-    """A `Chat` of a policy with `Eyes`."""
+    """A `Chat` of a policy with `ImageInputs`."""
 
-    def __init__(self, tokenizer: Tokenizer, codec: Codec, eyes: Eyes) -> None:
+    def __init__(self, tokenizer: Tokenizer, codec: Codec, eyes: ImageInputs) -> None:
         super().__init__(tokenizer, codec)
         self._eyes = eyes
         self._id = int(eyes.model.config.image_token_id)

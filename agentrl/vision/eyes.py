@@ -51,7 +51,7 @@ class Embeddings:
     def __deepcopy__(self, memo: object) -> Embeddings:
         return self if self._shared else Embeddings(shared=False)
 
-    def of(self, eyes: Eyes, images: Sequence[Seen]) -> list[Tensor]:
+    def of(self, eyes: ImageInputs, images: Sequence[Seen]) -> list[Tensor]:
         with self._lock:
             missing = [seen for seen in images if seen.digest not in self._found]
             # Not in the engine's inference mode, whose tensors a graph may not use.
@@ -77,7 +77,7 @@ class Embeddings:
             self._found.clear()
 
 
-class Eyes:
+class ImageInputs:
     """`Inputs` of an image-text model."""
 
     def __init__(

@@ -18,24 +18,24 @@ from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.errors import PolicyError
-from agentrl.vision.eyes import Eyes, chunks
+from agentrl.vision.eyes import ImageInputs, chunks
 from agentrl.vision.images import Seen
 
 
 class SeeingLearner(TorchLearner):
-    """A `TorchLearner` of a model with `Eyes`."""
+    """A `TorchLearner` of a model with `ImageInputs`."""
 
-    eyes: Eyes
+    eyes: ImageInputs
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         eyes = inputs_of(self.model)
-        assert isinstance(eyes, Eyes)
+        assert isinstance(eyes, ImageInputs)
         if self.critic is not None:
             raise PolicyError("critic.model: a critic cannot read images; leave it out")
         for stream, frozen in self.frozen.items():
             theirs = inputs_of(frozen.model)
-            if not isinstance(theirs, Eyes) or theirs.catalogue is not eyes.catalogue:
+            if not isinstance(theirs, ImageInputs) or theirs.catalogue is not eyes.catalogue:
                 raise PolicyError(
                     f"{stream}.model: it does not read images as the policy does; choose a model "
                     "of the same class with the same preprocessor_config.json"

@@ -14,7 +14,7 @@ from agentrl.base.failures import one_line
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.vision.classes import CLASSES, REASONS
-from agentrl.vision.eyes import Eyes
+from agentrl.vision.eyes import ImageInputs
 from agentrl.vision.table import vision_of
 
 log = logging.getLogger("agentrl.algorithm")
@@ -51,7 +51,9 @@ def load(
         ) from None
     model, loading = AutoModelForImageTextToText.from_pretrained(name, **options)
     sees = config is None or bool(setting)
-    attach(model, Eyes(model, processor, kind(model), sees=sees, trained=setting == "trained"))
+    attach(
+        model, ImageInputs(model, processor, kind(model), sees=sees, trained=setting == "trained")
+    )
     return model, loading
 
 

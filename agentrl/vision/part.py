@@ -5,8 +5,8 @@ HERE = "agentrl.vision"
 PART = Part(
     name="vision",
     summary="Policies that see the images in an agent's messages.",
-    tables={"policy.vision": f"{HERE}.table:Vision"},
-    checks={"vision": f"{HERE}.table:check"},
+    tables={"images": f"{HERE}.table:ImagesConfig", "policy.vision": f"{HERE}.table:Vision"},
     loaders={"vision": f"{HERE}.loading:load"},
     training={"vision": f"{HERE}.training:join"},
+    gateway={"vision": f"{HERE}.gateway:join"},
 )

@@ -12,7 +12,7 @@ import transformers as hf
 from agentrl.algorithms.model.inputs import attach, inputs_of
 from agentrl.algorithms.model.tiny import word_tokenizer
 from agentrl.vision.classes import CLASSES
-from agentrl.vision.eyes import Eyes
+from agentrl.vision.eyes import ImageInputs
 
 TinyKind = Literal["llava", "qwen2_5_vl", "qwen3_vl"]
 SIDE = 28  # pixels of the images that LLaVA's copies see
@@ -67,7 +67,7 @@ def make(
         kind, text, image, hidden, patch or (14 if kind == "llava" else 7), most
     )
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    attach(model, Eyes(model, processor, CLASSES[kind](model), trained=trained))
+    attach(model, ImageInputs(model, processor, CLASSES[kind](model), trained=trained))
     return model.eval(), tokenizer
 
 

@@ -15,9 +15,8 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.types import Group
 from agentrl.vision.calls import Finder
-from agentrl.vision.eyes import Eyes
+from agentrl.vision.eyes import ImageInputs
 from agentrl.vision.images import Catalogue
-from agentrl.vision.stand_ins import images_of, stored_images
 
 
 def join(config: RunConfig) -> Hooks | None:
@@ -28,12 +27,12 @@ class Looking(Hooks):
     """Brings the images of a step's calls from the store to the models that read them."""
 
     def __init__(self) -> None:
-        self._eyes: dict[str, Eyes] = {}  # by policy
+        self._eyes: dict[str, ImageInputs] = {}  # by policy
         self._run: LoadedRun | None = None
 
     def updater(self, updater: Updater, model: LoadedModel) -> Updater:
         eyes = inputs_of(model.model)
-        eyes = eyes if isinstance(eyes, Eyes) else None
+        eyes = eyes if isinstance(eyes, ImageInputs) else None
         if eyes is not None:
             self._eyes[updater.policy] = eyes
             if eyes.sees:
@@ -54,11 +53,11 @@ class Looking(Hooks):
 
         async def source(digests: Sequence[str]) -> Mapping[str, bytes]:
             """Called on a policy server's loop; the store belongs to this one."""
-            found = stored_images(run.store, run.config.name, digests)
+            found = _files(run, digests)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(found, loop))
 
         for model in run.models:
-            if isinstance(eyes := inputs_of(model.model), Eyes):
+            if isinstance(eyes := inputs_of(model.model), ImageInputs):
                 eyes.source = source
 
     async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
@@ -69,8 +68,7 @@ class Looking(Hooks):
             digests = (digest for digest in _digests(groups, policy) if not eyes.keeps(digest))
             wanted.setdefault(eyes.catalogue, []).extend(digests)
         for catalogue, names in wanted.items():
-            store, run = self._run.store, self._run.config.name
-            catalogue.need(await stored_images(store, run, list(dict.fromkeys(names))))
+            catalogue.need(await _files(self._run, list(dict.fromkeys(names))))
         return groups, {}
 
 
@@ -86,6 +84,10 @@ def check(updater: Updater) -> None:
 
 def _digests(groups: Sequence[Group], policy: str) -> list[str]:
     calls = (call for group in groups for rollout in group.rollouts for call in rollout.transitions)
-    return list(
-        dict.fromkeys(d for call in calls if call.policy == policy for d in images_of(call))
-    )
+    return list(dict.fromkeys(d for call in calls if call.policy == policy for d in call.images))
+
+
+async def _files(run: LoadedRun, digests: Sequence[str]) -> dict[str, bytes]:
+    """The files of stored images by digest."""
+    found = await run.store.images(run.config.name, digests) if digests else {}
+    return {digest: image.body for digest, image in found.items()}

@@ -54,6 +54,8 @@ REASONING: dict[str, tuple[Json, ...]] = {"mode": (None, "standard")}
 NO_SUMMARY = {"context", "generate_summary", "summary"}
 REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
+SCREENS = {"computer_screenshot", "input_image"}  # types of a computer's output
+
 # Key of a chat message -> type of the item, type of its part, the part's field.
 PARTS = {
     "reasoning_content": ("reasoning", "reasoning_text", "text"),
@@ -180,6 +182,9 @@ def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) 
     elif kind in ("function_call_output", "custom_tool_call_output"):
         output = _content(item.get("output"), f"{where}.output", plain=False)
         turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif kind == "computer_call_output":
+        output = _screenshot(item.get("output"), f"{where}.output")
+        turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
         shown = base.joined(item.get("content"), f"{where}.content")
         if thought := common.thought_of(shown, item.get("encrypted_content")):
@@ -220,15 +225,21 @@ def _content(content: Json, where: str, *, plain: bool) -> Json:
         elif kind == "refusal":
             parts.append({"type": "text", "text": base.text(part.get("refusal"), where)})
         elif kind == "input_image" and part.get("image_url") and not plain:
-            url: Body = {"url": part["image_url"]}
-            if part.get("detail"):
-                url["detail"] = part["detail"]
-            parts.append({"type": "image_url", "image_url": url})
+            about = {"detail": part["detail"]} if part.get("detail") else {}
+            parts.append(common.image(part["image_url"], **about))
         else:
             raise UntranslatableError(where, f"a part of type {kind!r:.80} is not possible here")
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return parts
+    return common.content(parts)
+
+
+def _screenshot(output: Json, where: str) -> list[Body]:
+    """Return what a computer shows after an action."""
+    found = output if isinstance(output, dict) else {}
+    kind, url = found.get("type"), found.get("image_url")
+    if kind not in SCREENS or not url:
+        what = f"a screenshot of type {kind!r:.80} without image_url is not possible here"
+        raise UntranslatableError(where, what)
+    return [common.image(url)]
 
 
 # -- the answer ------------------------------------------------------------------------------------

@@ -29,12 +29,12 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.packing import Packing
-from agentrl.types import Group, Sampling, float32, int32
+from agentrl.types import Group, Sampling, Transition, float32, int32
 from agentrl.vision import tiny
 from agentrl.vision.calls import Finder
 from agentrl.vision.learner import SeeingLearner
 from tests import factories
-from tests.agentrl.vision.looks import KINDS, WORDS, Looked, eyes_of, looked, own_logprobs, png
+from tests.agentrl.vision.looks import KINDS, WORDS, eyes_of, looked, own_logprobs, png
 
 Figures = dict[str, float]
 ROLLOUTS, TURNS, PATCH = 4, 10, 7
@@ -61,13 +61,13 @@ def _error(kind: Any) -> float:
     return max(float((each - own).abs().max()) for each in found)
 
 
-async def _sampled(model: Any, tokenizer: Any) -> list[Looked]:
+async def _sampled(model: Any, tokenizer: Any) -> list[Transition]:
     """Calls of the embedded server at once: four pairs begin with the same image."""
     server = EmbeddedServer(model, tokenizer, threads=1, defaults=Sampling(max_tokens=8))
     await server.start()
     placeholder = model.config.image_token_id
 
-    async def ask(http: httpx.AsyncClient, number: int) -> Looked | None:
+    async def ask(http: httpx.AsyncClient, number: int) -> Transition | None:
         images = [png(number // 2), png(100 + number, 40, 50)]
         urls = [f"data:image/png;base64,{b64encode(body).decode()}" for body in images]
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
@@ -78,7 +78,7 @@ async def _sampled(model: Any, tokenizer: Any) -> list[Looked]:
         (choice,) = answer["choices"]
         if placeholder in choice["token_ids"]:  # the class itself counts them by their ids
             return None
-        return Looked(
+        return Transition(
             id=str(number), attempt="a", index=0, prompt=int32(answer["prompt_token_ids"]),
             completion=int32(choice["token_ids"]),
             logprobs=float32([one["logprob"] for one in choice["logprobs"]["content"]]),
@@ -157,7 +157,7 @@ def _alone(groups: list[Group], at: int) -> Group:
 
 def _digests(groups: list[Group]) -> list[str]:
     calls = (call for group in groups for rollout in group.rollouts for call in rollout.transitions)
-    return [digest for call in calls for digest in call.images]  # type: ignore[attr-defined]
+    return [digest for call in calls for digest in call.images]
 
 
 def _batch(model: Any, groups: list[Group]) -> Batch:

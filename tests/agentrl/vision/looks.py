@@ -14,15 +14,11 @@ from torch import Tensor
 
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.types import Group, Reward, Rollout, Transition, float32, int32
-from agentrl.vision.eyes import Eyes
+from agentrl.vision.eyes import ImageInputs
 from tests import factories
 
 WORDS = ["look", "see", "red", "green", "blue", "what", "is", "this", "a", "b", "c", "d", "e", "f"]
 KINDS = ("llava", "qwen2_5_vl", "qwen3_vl")
-
-
-class Looked(Transition, frozen=True):
-    images: tuple[str, ...] = ()
 
 
 def png(seed: int, width: int = 60, height: int = 30) -> bytes:
@@ -40,13 +36,15 @@ def digest(body: bytes) -> str:
     return sha256(body).hexdigest()
 
 
-def eyes_of(model: Any) -> Eyes:
+def eyes_of(model: Any) -> ImageInputs:
     eyes = inputs_of(model)
-    assert isinstance(eyes, Eyes)
+    assert isinstance(eyes, ImageInputs)
     return eyes
 
 
-def looked(id: str, prompt: Sequence[int | bytes], completion: Sequence[int], model: Any) -> Looked:
+def looked(
+    id: str, prompt: Sequence[int | bytes], completion: Sequence[int], model: Any
+) -> Transition:
     """A call whose prompt has images between token ids, as a server expands it. Their files are in
     memory."""
     eyes, tokens, images = eyes_of(model), list[int](), list[str]()
@@ -57,7 +55,7 @@ def looked(id: str, prompt: Sequence[int | bytes], completion: Sequence[int], mo
             tokens += [model.config.image_token_id] * seen.size
         else:
             tokens.append(part)
-    return Looked(
+    return Transition(
         id=id, attempt="a", index=0, prompt=int32(tokens), completion=int32(completion),
         logprobs=float32([-1.0] * len(completion)), images=tuple(images),
     )  # fmt: skip
@@ -84,7 +82,7 @@ def own_logprobs(model: Any, call: Transition) -> Tensor:
     """Log-probs of a call's completion by the model class's forward pass with pixel values."""
     model.set_attn_implementation("sdpa")
     eyes, tokens = eyes_of(model), torch.tensor([*call.prompt, *call.completion])
-    pixels = [eyes.catalogue.pixels(name) for name in getattr(call, "images", ())]
+    pixels = [eyes.catalogue.pixels(name) for name in call.images]
     inputs = {name: torch.cat([p[name] for p in pixels]) for name in (pixels or [{}])[0]}
     if pixels and model.config.model_type != "llava":
         inputs["mm_token_type_ids"] = (tokens == model.config.image_token_id).int()[None]

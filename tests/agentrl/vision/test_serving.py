@@ -17,7 +17,7 @@ from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.types import Sampling, Transition, int32
 from agentrl.vision import tiny
-from tests.agentrl.vision.looks import KINDS, WORDS, Looked, digest, eyes_of, own_logprobs, png
+from tests.agentrl.vision.looks import KINDS, WORDS, digest, eyes_of, own_logprobs, png
 
 CLOSE = 2e-6  # nats
 
@@ -60,7 +60,7 @@ async def ask(http: httpx.AsyncClient, messages: list[Any], **body: Any) -> dict
 
 def call_of(answer: dict[str, Any], images: Sequence[bytes]) -> tuple[Transition, list[float]]:
     (choice,) = answer["choices"]
-    call = Looked(
+    call = Transition(
         id="c", attempt="a", index=0, prompt=int32(answer["prompt_token_ids"]),
         completion=int32(choice["token_ids"]), logprobs=(), images=tuple(map(digest, images)),
     )  # fmt: skip

@@ -14,11 +14,11 @@ from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.build import make_updater
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.errors import ConfigError
-from agentrl.types import POLICY, Reward, float32, int32
+from agentrl.types import POLICY, Reward, Transition, float32, int32
 from agentrl.vision import tiny
 from agentrl.vision.training import Looking
 from tests import factories
-from tests.agentrl.vision.looks import WORDS, Looked, digest, eyes_of, rollouts
+from tests.agentrl.vision.looks import WORDS, digest, eyes_of, rollouts
 
 
 class Shelf:
@@ -71,7 +71,7 @@ async def test_a_policy_of_text_trains_on_no_call_with_images(tiny_model_dir: Pa
     model = LoadedModel("m", *load_model(tiny_model_dir, device="cpu"), policies=[POLICY])
     hooks = Looking()
     own = hooks.updater(updater(model), model)
-    blind = Looked(
+    blind = Transition(
         id="b", attempt="a", index=0, prompt=int32([4, 5]), completion=int32([6]),
         logprobs=float32([-1.0]), images=("0" * 64,),
     )  # fmt: skip
