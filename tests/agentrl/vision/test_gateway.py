@@ -11,12 +11,13 @@ import httpx
 import openai
 import pytest
 
-from agentrl.config import UpstreamConfig
+from agentrl.config import RunConfig, UpstreamConfig
+from agentrl.config.schema import MemberConfig
 from agentrl.errors import NotFound, Unavailable
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.recorded import question
 from agentrl.store.sql.images import IN_FLIGHT
-from agentrl.types import Branch, RolloutState, Transition
+from agentrl.types import Branch, PolicyVersion, RolloutState, Transition
 from agentrl.vision import gateway as eyes
 from tests.agentrl.vision.calls import BLUE, DIGESTS, RED, TEXT, ask, named, shown, stored, user
 from tests.agentrl.vision.conftest import Opened, seeing
@@ -362,3 +363,35 @@ async def test_what_is_stored_of_a_call_has_no_pixels(bench: Bench) -> None:
     noise = b64encode(RED).decode()
     _, calls, _ = await ask(bench, {"messages": [user(shown(RED))]})
     assert noise not in json.dumps([call.messages for call in calls])
+
+
+async def test_each_of_several_policies_sees_or_does_not(opened: Opened) -> None:
+    members = {
+        "eyes": MemberConfig(roles=["look"], vision="frozen"),
+        "mouth": MemberConfig(roles=["talk"]),
+    }
+    roles = {"look": "eyes", "talk": "mouth"}
+    async with opened(RunConfig(policies=members), roles=roles, policies=[*members]) as bench:
+        for name in (*members, "eyes@000003"):
+            await bench.store.publish(
+                PolicyVersion(
+                    run="test", policy=name, version=1, base_url=bench.model.base_url, model="m"
+                )
+            )
+        body = {"messages": [user(shown(RED))]}
+
+        async def play(role: str, **seats: str) -> tuple[Any, list[Transition]]:
+            active = bench.gateway.register(await bench.attempt(seats=seats))
+            url = f"{bench.gateway.base_url.removesuffix('/v1')}/a/{active.id}/{role}/v1"
+            async with httpx.AsyncClient() as http:
+                answer = await http.post(f"{url}/chat/completions", json={"model": "m"} | body)
+            return answer, await calls_of(bench, active.attempt.rollout.id)
+
+        answer, (call,) = await play("look")
+        assert answer.status_code == 200, answer.text
+        assert (call.role, call.policy, call.images) == ("look", "eyes", (DIGESTS[RED],))
+        answer, calls = await play("talk")
+        assert "'mouth' is trained on text" in answer.json()["error"]["message"]
+        assert calls == []
+        answer, (call,) = await play("talk", talk="eyes@000003")  # a snapshot
+        assert (call.policy, call.images) == ("eyes@000003", (DIGESTS[RED],))
