@@ -215,7 +215,7 @@ def _url(part: Mapping[str, Json]) -> str:
 def _decoded(url: str, limit: int) -> bytes:
     """Return the content of a data URL of at most `limit` bytes."""
     head, comma, data = url.partition(",")
-    if not (head[:5].lower() == "data:" and comma and head.endswith(";base64")):
+    if not (comma and head[:5].lower() == "data:" and head[-7:].lower() == ";base64"):
         raise ImageRefusedError(
             f"its URL is {url[:40]!r}, which may show something else when the call is trained;"
             " send the file itself, as data:image/png;base64,..."
