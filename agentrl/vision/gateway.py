@@ -51,11 +51,6 @@ MOST_REMEMBERED = 100_000  # digests
 LARGEST_PUT = 2**24  # bytes sent to the store at a time
 
 
-def join(store: Store, config: RunConfig) -> Feature | None:
-    seeing = seeing_policies(config)
-    return Eyes(store, config, seeing) if seeing else None
-
-
 class Put(NamedTuple):
     """An image that is in the store, or on its way there."""
 
@@ -64,10 +59,10 @@ class Put(NamedTuple):
 
 
 class Eyes(Feature):
-    """The feature: attempts see images."""
+    """The feature: attempts see images, also those whose endpoints only are shown some."""
 
-    def __init__(self, store: Store, config: RunConfig, seeing: Collection[str]) -> None:
-        digests = isinstance(config.engine, EmbeddedEngineConfig)
+    def __init__(self, store: Store, config: RunConfig) -> None:
+        digests, seeing = isinstance(config.engine, EmbeddedEngineConfig), seeing_policies(config)
         self._sight = ImageSight(store, images_of(config), seeing, digests=digests)
 
     def join(self, active: ActiveAttempt) -> None:

@@ -273,6 +273,19 @@ async def test_a_frozen_endpoint_gets_whatever_the_agent_sends(opened: Opened, m
         assert call.images == (DIGESTS[RED],)
 
 
+async def test_of_endpoints_too_images_are_stored_once(opened: Opened, model: Any) -> None:
+    """In a run whose policy sees none, or that has no policy."""
+    upstreams = {"frozen": UpstreamConfig(base_url=model.base_url, model="m")}
+    async with opened(RunConfig(), upstreams=upstreams) as bench:
+        messages = [user(TEXT, shown(RED))]
+        _, (call,), _ = await ask(bench, {"model": "frozen", "messages": messages})
+        assert bench.model.requests[0]["messages"] == messages
+        assert call.messages == [user(TEXT, named(RED))]
+        answer, calls, _ = await ask(bench, {"messages": messages})
+        assert "'policy' is trained on text" in answer.json()["error"]["message"]
+        assert calls == []
+
+
 @pytest.mark.parametrize("embedded", [False, True])
 async def test_adapted_messages_have_their_images(opened: Opened, embedded: bool) -> None:
     """What is changed for the policy's chat template has data URLs again for a server of URLs."""
