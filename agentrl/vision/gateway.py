@@ -58,7 +58,7 @@ class Put(NamedTuple):
     task: asyncio.Task[None] | None  # until it is done
 
 
-class Eyes(Feature):
+class StoredImages(Feature):
     """The feature: attempts see images, also those whose endpoints only are shown some."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:

@@ -7,5 +7,5 @@ PART = Part(
     summary="Policies that see the images in an agent's messages.",
     tables={"images": f"{HERE}.table:ImagesConfig", "policy.vision": f"{HERE}.table:Vision"},
     checks={"vision": f"{HERE}.table:check"},
-    gateway={"vision": f"{HERE}.gateway:Eyes"},
+    gateway={"vision": f"{HERE}.gateway:StoredImages"},
 )
