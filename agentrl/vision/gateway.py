@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from agentrl.base.images import KIND, SCHEME, with_data_urls
 from agentrl.config import RunConfig
 from agentrl.config.infrastructure import EmbeddedEngineConfig
 from agentrl.errors import NotFound, StoreError
@@ -45,17 +45,10 @@ from agentrl.types import Image, Json, Transition
 from agentrl.vision.headers import ImageRefusedError, read_header
 from agentrl.vision.table import ImagesConfig, images_of, seeing_policies
 
-IMAGE = "image_url"  # the type of a part
-SCHEME = "image:"  # of the URL of a stored image
 PIXELS = ("media_io_kwargs", "mm_processor_kwargs")  # fields that change what a policy sees
 PUT_AGAIN = 1200.0  # seconds after which a prune may have removed what nothing refers to
 MOST_REMEMBERED = 100_000  # digests
 LARGEST_PUT = 2**24  # bytes sent to the store at a time
-
-
-def join(store: Store, config: RunConfig) -> Feature | None:
-    seeing = seeing_policies(config)
-    return Eyes(store, config, seeing) if seeing else None
 
 
 class Put(NamedTuple):
@@ -65,11 +58,11 @@ class Put(NamedTuple):
     task: asyncio.Task[None] | None  # until it is done
 
 
-class Eyes(Feature):
-    """The feature: attempts see images."""
+class StoredImages(Feature):
+    """The feature: attempts see images, also those whose endpoints only are shown some."""
 
-    def __init__(self, store: Store, config: RunConfig, seeing: Collection[str]) -> None:
-        digests = isinstance(config.engine, EmbeddedEngineConfig)
+    def __init__(self, store: Store, config: RunConfig) -> None:
+        digests, seeing = isinstance(config.engine, EmbeddedEngineConfig), seeing_policies(config)
         self._sight = ImageSight(store, images_of(config), seeing, digests=digests)
 
     def join(self, active: ActiveAttempt) -> None:
@@ -115,7 +108,7 @@ class ImageSight(Sight):
         request = call.request
         if policy.partition("@")[0] not in self._seeing:  # a snapshot is named policy@steps
             return super().why_not(call, policy)
-        found = media_field(request.fields) or not_text(request.messages, frozenset({IMAGE}))
+        found = media_field(request.fields) or not_text(request.messages, frozenset({KIND}))
         if found:
             return (
                 f"the policy {policy!r} is trained on text and images, and this call has {found},"
@@ -144,7 +137,7 @@ class ImageSight(Sight):
             return request.fields | {"messages": messages}
         if messages is request.messages:
             return request.fields
-        return request.fields | {"messages": _with_urls(messages, request.files)}
+        return request.fields | {"messages": with_data_urls(messages, request.files)}
 
     async def add(
         self, store: Store, call: ReceivedCall, rows: Sequence[Transition]
@@ -209,7 +202,7 @@ def read_image(part: Mapping[str, Json], limits: ImagesConfig) -> Image:
 
 
 def _url(part: Mapping[str, Json]) -> str:
-    given = part.get(IMAGE)
+    given = part.get(KIND)
     url = given.get("url") if isinstance(given, dict) else given
     return url if isinstance(url, str) else ""
 
@@ -217,7 +210,7 @@ def _url(part: Mapping[str, Json]) -> str:
 def _decoded(url: str, limit: int) -> bytes:
     """Return the content of a data URL of at most `limit` bytes."""
     head, comma, data = url.partition(",")
-    if not (head[:5].lower() == "data:" and comma and head.endswith(";base64")):
+    if not (comma and head[:5].lower() == "data:" and head[-7:].lower() == ";base64"):
         raise ImageRefusedError(
             f"its URL is {url[:40]!r}, which may show something else when the call is trained;"
             " send the file itself, as data:image/png;base64,..."
@@ -236,7 +229,7 @@ def _images(messages: Iterable[Mapping[str, Json]]) -> Iterator[tuple[int, int, 
     """Yield the parts that are images, with the numbers of message and part."""
     for number, message in enumerate(messages):
         for index, part in enumerate(parts_of(message)):
-            if not isinstance(part, str) and kind_of(part) == IMAGE:
+            if not isinstance(part, str) and kind_of(part) == KIND:
                 yield number, index, part
 
 
@@ -248,21 +241,9 @@ def _with_part(message: Mapping[str, Json], index: int, part: Json) -> dict[str,
 
 def _named(part: Mapping[str, Json], digest: str) -> dict[str, Json]:
     """Return a part with a digest for its image."""
-    given = part[IMAGE]
+    given = part[KIND]
     about = given if isinstance(given, dict) else {}
-    return {**part, "type": IMAGE, IMAGE: {**about, "url": SCHEME + digest}}
-
-
-def _with_urls(messages: Messages, files: Mapping[str, Image]) -> Messages:
-    """Return messages with data URLs for digests."""
-    found = list(messages)
-    for number, index, part in _images(messages):
-        image = files.get(_url(part).removeprefix(SCHEME))
-        if image is not None:
-            url = f"data:{image.media_type};base64,{b64encode(image.body).decode()}"
-            own = {**part, IMAGE: {**part[IMAGE], "url": url}}
-            found[number] = _with_part(found[number], index, own)
-    return found
+    return {**part, "type": KIND, KIND: {**about, "url": SCHEME + digest}}
 
 
 def _batches(images: Sequence[Image]) -> Iterator[list[Image]]:

@@ -10,6 +10,7 @@ https://www.w3.org/Graphics/JPEG/itu-t81.pdf, https://www.rfc-editor.org/rfc/rfc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from struct import error as StructError  # noqa: N812 - an exception, whatever its name
 from struct import unpack_from
@@ -22,6 +23,7 @@ ANIMATED = "it is animated; send one frame as PNG"
 CUT_OFF = "its file is cut off"
 FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers of JPEG with a size
 CMYK = 4  # components
+FILL = re.compile(b"\xff+")  # before the marker of a JPEG's segment
 
 
 class ImageRefusedError(Exception):
@@ -81,8 +83,8 @@ def _png(body: bytes) -> tuple[int, int]:
 def _jpeg(body: bytes) -> tuple[int, int]:
     at, size = 2, (0, 0)
     for _ in range(MOST_CHUNKS):
-        while body[at + 1] == 0xFF:  # fill bytes
-            at += 1
+        if fill := FILL.match(body, at):
+            at = fill.end() - 1
         mark, kind, length = unpack_from(">BBH", body, at)
         if mark != 0xFF:
             break

@@ -8,5 +8,5 @@ PART = Part(
     tables={"images": f"{HERE}.table:ImagesConfig", "policy.vision": f"{HERE}.table:Vision"},
     loaders={"vision": f"{HERE}.loading:load"},
     training={"vision": f"{HERE}.training:join"},
-    gateway={"vision": f"{HERE}.gateway:join"},
+    gateway={"vision": f"{HERE}.gateway:StoredImages"},
 )

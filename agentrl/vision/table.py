@@ -29,7 +29,7 @@ class ImagesConfig(Section, frozen=True):
     max_pixels: Count = 33_554_432
 
     def problems(self, config: Any) -> Iterator[str]:
-        if self != ImagesConfig() and not seeing_policies(config):
+        if self != ImagesConfig() and not (seeing_policies(config) or config.upstreams):
             yield "[images] has no effect, as no policy sees images; set policy.vision"
 
 

@@ -12,6 +12,8 @@ import time
 from typing import Any
 from uuid import uuid4
 
+import msgspec
+
 from agentrl.runners.dialects import base
 from agentrl.runners.dialects.base import Dialect, UntranslatableError
 from agentrl.runners.dialects.conversation import Body, ConversationMemory
@@ -54,6 +56,7 @@ REASONING: dict[str, tuple[Json, ...]] = {"mode": (None, "standard")}
 NO_SUMMARY = {"context", "generate_summary", "summary"}
 REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
+COMPUTER = "computer"  # the function of a computer's actions
 SCREENS = {"computer_screenshot", "input_image"}  # types of a computer's output
 
 # Key of a chat message -> type of the item, type of its part, the part's field.
@@ -170,8 +173,11 @@ def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) 
             turn["content"] = content
         else:
             turns.append({"role": role, "content": content})
-    elif kind in ("function_call", "custom_tool_call"):
+    elif kind in ("function_call", "custom_tool_call", "computer_call"):
         id, arguments = item.get("call_id"), item.get("arguments")
+        if kind == "computer_call":  # of a model that has the tool
+            action = item.get("actions") or item.get("action")
+            item, arguments = {"name": COMPUTER}, msgspec.json.encode(action).decode()
         if kind == "custom_tool_call":
             text = base.text(item.get("input"), f"{where}.input")
             arguments = arguments_of(text, memory.arguments.get(str(id)))

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agentrl.errors import Invalid, NotFound
-from agentrl.store import rows
+from agentrl.store import open_store, rows
 from agentrl.store.records import Item, Side, digest_of
 from agentrl.store.sql.images import IN_FLIGHT
+from agentrl.store.urls import backend_of
 from agentrl.types import Image, NewRollout, Purpose, int32
 
 AGES = 10 * IN_FLIGHT
@@ -238,3 +239,14 @@ def test_runs_of_tokens(runs):
 
 def test_a_run_is_short():
     assert len(rows.with_runs(rows.to_blob(int32([3] * 1260)))) == 8
+
+
+async def test_a_backup_has_the_images(store, kit, attempt, url, tmp_path):
+    if not url.startswith("sqlite"):
+        pytest.skip("a database has its own backups")
+    await store.put_images("run", [RED])
+    await store.add_transitions([kit.call(attempt, [1], [2], images=(RED.digest,))])
+    backend_of(url).backup(url, tmp_path / "copy.db")
+    async with open_store(str(tmp_path / "copy.db")) as copy:
+        (call,) = (await copy.trace("g/0")).transitions
+        assert await copy.images("run", call.images) == {RED.digest: RED}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from base64 import b64encode, urlsafe_b64encode
 from typing import Any
 
@@ -85,13 +86,17 @@ async def test_images_of_users_and_tools(bench: Bench, api: Any, stream: bool) -
 
 
 async def test_a_screenshot_after_an_action(bench: Bench) -> None:
-    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    click = {"type": "click", "x": 3, "y": 4, "button": "left"}
+    call = {"type": "computer_call", "call_id": "c", "action": click, "pending_safety_checks": []}
     screen = {"type": "computer_screenshot", "image_url": url(RED)}
     output = {"type": "computer_call_output", "call_id": "c", "output": screen}
     items = [{"role": "user", "content": "go"}, call, output]
     answer, (row,), _ = await ask(bench, {"input": items}, path="/responses")
     assert answer.status_code == 200, answer.text
-    assert row.messages[1:] == [LOOK, result(named(RED))]
+    _, said, told = row.messages
+    assert said["tool_calls"][0]["function"]["name"] == "computer"
+    assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == click
+    assert told == result(named(RED))
 
 
 async def test_a_conversation_goes_on_with_its_images(bench: Bench) -> None:

@@ -11,12 +11,13 @@ import httpx
 import openai
 import pytest
 
-from agentrl.config import UpstreamConfig
+from agentrl.config import RunConfig, UpstreamConfig
+from agentrl.config.schema import MemberConfig
 from agentrl.errors import NotFound, Unavailable
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.recorded import question
 from agentrl.store.sql.images import IN_FLIGHT
-from agentrl.types import Branch, RolloutState, Transition
+from agentrl.types import Branch, PolicyVersion, RolloutState, Transition
 from agentrl.vision import gateway as eyes
 from tests.agentrl.vision.calls import BLUE, DIGESTS, RED, TEXT, ask, named, shown, stored, user
 from tests.agentrl.vision.conftest import Opened, seeing
@@ -272,6 +273,19 @@ async def test_a_frozen_endpoint_gets_whatever_the_agent_sends(opened: Opened, m
         assert call.images == (DIGESTS[RED],)
 
 
+async def test_of_endpoints_too_images_are_stored_once(opened: Opened, model: Any) -> None:
+    """In a run whose policy sees none, or that has no policy."""
+    upstreams = {"frozen": UpstreamConfig(base_url=model.base_url, model="m")}
+    async with opened(RunConfig(), upstreams=upstreams) as bench:
+        messages = [user(TEXT, shown(RED))]
+        _, (call,), _ = await ask(bench, {"model": "frozen", "messages": messages})
+        assert bench.model.requests[0]["messages"] == messages
+        assert call.messages == [user(TEXT, named(RED))]
+        answer, calls, _ = await ask(bench, {"messages": messages})
+        assert "'policy' is trained on text" in answer.json()["error"]["message"]
+        assert calls == []
+
+
 @pytest.mark.parametrize("embedded", [False, True])
 async def test_adapted_messages_have_their_images(opened: Opened, embedded: bool) -> None:
     """What is changed for the policy's chat template has data URLs again for a server of URLs."""
@@ -362,3 +376,35 @@ async def test_what_is_stored_of_a_call_has_no_pixels(bench: Bench) -> None:
     noise = b64encode(RED).decode()
     _, calls, _ = await ask(bench, {"messages": [user(shown(RED))]})
     assert noise not in json.dumps([call.messages for call in calls])
+
+
+async def test_each_of_several_policies_sees_or_does_not(opened: Opened) -> None:
+    members = {
+        "eyes": MemberConfig(roles=["look"], vision="frozen"),
+        "mouth": MemberConfig(roles=["talk"]),
+    }
+    roles = {"look": "eyes", "talk": "mouth"}
+    async with opened(RunConfig(policies=members), roles=roles, policies=[*members]) as bench:
+        for name in (*members, "eyes@000003"):
+            await bench.store.publish(
+                PolicyVersion(
+                    run="test", policy=name, version=1, base_url=bench.model.base_url, model="m"
+                )
+            )
+        body = {"messages": [user(shown(RED))]}
+
+        async def play(role: str, **seats: str) -> tuple[Any, list[Transition]]:
+            active = bench.gateway.register(await bench.attempt(seats=seats))
+            url = f"{bench.gateway.base_url.removesuffix('/v1')}/a/{active.id}/{role}/v1"
+            async with httpx.AsyncClient() as http:
+                answer = await http.post(f"{url}/chat/completions", json={"model": "m"} | body)
+            return answer, await calls_of(bench, active.attempt.rollout.id)
+
+        answer, (call,) = await play("look")
+        assert answer.status_code == 200, answer.text
+        assert (call.role, call.policy, call.images) == ("look", "eyes", (DIGESTS[RED],))
+        answer, calls = await play("talk")
+        assert "'mouth' is trained on text" in answer.json()["error"]["message"]
+        assert calls == []
+        answer, (call,) = await play("talk", talk="eyes@000003")  # a snapshot
+        assert (call.policy, call.images) == ("eyes@000003", (DIGESTS[RED],))

@@ -43,6 +43,13 @@ def test_sizes(form: str, size: tuple[int, int]) -> None:
         assert read_header(picture(form, size, mode="RGBA"))[1:] == size
 
 
+def test_fill_before_the_segments_of_a_jpeg() -> None:
+    body = WHOLE["jpeg"]
+    assert read_header(body[:2] + b"\xff" * 9 + body[2:]) == Header("image/jpeg", 8, 6)
+    with pytest.raises(ImageRefusedError, match="cut off"):
+        read_header(body[:2] + b"\xff" * 20_000_000)  # at once
+
+
 def test_what_a_header_claims_costs_nothing() -> None:
     assert read_header(claiming(2**31 - 1, 2**31 - 1))[1:] == (2**31 - 1, 2**31 - 1)
     assert read_header(claiming(0, 5))[1:] == (0, 5)
