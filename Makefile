@@ -80,8 +80,9 @@ test-frameworks: $(STAMP) $(FRAMEWORKS:%=.frameworks/%/.installed) ## Install th
 
 ENVIRONMENTS := $(patsubst tests/environments/%/figures.py,%,$(wildcard tests/environments/*/figures.py))
 
-test-environments: $(STAMP) $(ENVIRONMENTS:%=.environments/%/.installed) ## Install the packages of environments, each apart, and test their plug-ins
-	$(BIN)/python -m pytest -rs tests/environments
+test-environments: $(STAMP) ## Install the packages of environments, each apart, and test their plug-ins
+	@$(MAKE) --no-print-directory -j 2 $(ENVIRONMENTS:%=.environments/%/.installed)
+	$(BIN)/python -m pytest -rs -n 2 tests/environments
 
 check: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check .

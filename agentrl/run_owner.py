@@ -113,9 +113,8 @@ async def hold(
 
 
 async def check_free(config: RunConfig, *, take_over: bool = False, cure: str = "") -> None:
-    """Raises ConfigError if the run is another run file's, and while it has an owner that lives,
-    unless `take_over`: then that owner loses it, and stops. A missing store, or one that cannot be
-    opened, has no owner."""
+    """Raises ConfigError while the run has an owner that lives, unless `take_over`: then that owner
+    loses it, and stops. A missing store, or one that cannot be opened, has no owner."""
     named = "" if Path(config.output).name == config.name else " output=FOLDER"
     cure = cure or (
         "stop it first; give --take-over, in Python `fit(take_over=True)`, to stop it and go on "
@@ -124,21 +123,10 @@ async def check_free(config: RunConfig, *, take_over: bool = False, cure: str = 
     with suppress(StoreError):
         async with open_store(config.store, create=False) as store:
             state = await store.run(config.name)
-            _check_file(state, config)
             if state is not None and state.owned_until:
                 held = hold(store, config.name, state.config, take_over=take_over, cure=cure)
                 async with held:
                     pass
-
-
-def _check_file(state: RunState | None, config: RunConfig) -> None:
-    """Raises ConfigError if two run files, both of which exist, have one name: their folders'."""
-    other = str(state.config.get("file", "")) if state else ""
-    if config.file and other not in ("", config.file) and Path(other).is_file():
-        raise ConfigError(
-            f"run {config.name!r} in {config.output} is that of {other}: give name=NAME for a run"
-            f" of its own, or name={config.name} to go on with that one"
-        )
 
 
 async def open_as_child(store: Store, config: RunConfig) -> RunState:

@@ -14,8 +14,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.base import folder_lock, memory
 from agentrl.base.files import make_folder
 from agentrl.base.loading import task_file
-from agentrl.base.parts import installed_plugins, parts
+from agentrl.base.parts import installed_plugins, missing, parts
 from agentrl.base.processes import PHASE, USER_ERROR, Child, Companion, keep_alive
 from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
@@ -39,6 +38,7 @@ from agentrl.config.presets import check_presets
 from agentrl.config.tasks import tasks_of
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.plugins import load_plugin
+from agentrl.results import TrainingResult
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
@@ -50,19 +50,6 @@ RUN_OUTPUTS = (
     *("store.db*", "run.json", "logs", "checkpoints", "curve.png", "plan.json"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl", "players"),
 )  # what a run writes into its output folder, besides its parts
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingResult:
-    """The result of a run. Scores are mean held-out rewards; None: not evaluated."""
-
-    before: float | None
-    after: float | None
-    before_sampled: float | None
-    after_sampled: float | None
-    seconds: float
-    checkpoint: str | None
-    store: str
 
 
 def run_training(
@@ -87,8 +74,8 @@ class Trainer:
     number or named numbers. Each may also be "file.py:name", as in a run file, and is left out if
     an environment has it: `Trainer(environment="PLUGIN:WHAT", policy=...)`. `policy` is a Hugging
     Face directory or name, and may be omitted if each of several policies has its own model.
-    `settings` are those of a run file, tables as dicts: `Trainer(..., algorithm={"lr": 1e-5})`.
-    """
+    `callbacks` have `on_step` or `on_evaluation`; `settings` are a run file's, tables as dicts:
+    `Trainer(..., algorithm={"lr": 1e-5})`."""
 
     def __init__(
         self,
@@ -97,8 +84,12 @@ class Trainer:
         verifier: Callable[..., Any] | str = "",
         policy: str | Path = "",
         heldout: Iterable[dict[str, Json]] | str = "",
+        callbacks: Sequence[Any] = (),
         **settings: Any,
     ) -> None:
+        if callbacks and (why := missing("follows", "callbacks")):
+            raise ConfigError(f"callbacks: {why}")
+        self.callbacks = callbacks
         self.agent, self.tasks, self.verifier = agent, tasks, verifier
         self.policy, self.heldout, self.settings = policy, heldout, settings
 
@@ -128,12 +119,12 @@ class Trainer:
         output = make_folder(Path(config.output))
         tasks = config.tasks
         for key, given in (("train", self.tasks), ("heldout", self.heldout)):
-            if named := task_file(given, output / f"{key}.jsonl", tasks.columns):
-                tasks = replace(tasks, **{key: named})
+            if file := task_file(given, output / f"{key}.jsonl", tasks.columns):
+                tasks = replace(tasks, **{key: file})
         check(config := replace(config, tasks=tasks))
-        if isinstance(self.agent, str | None) and isinstance(self.verifier, str):
-            return await front(config)
-        return await front(config, local=(self.agent, self.verifier or config.verifier.path))
+        both = isinstance(self.agent, str | None) and isinstance(self.verifier, str)
+        own = None if both else (self.agent, self.verifier or config.verifier.path)
+        return await front(config, local=own, callbacks=self.callbacks)
 
 
 def check(config: RunConfig) -> None:
@@ -216,16 +207,23 @@ def has_own_store(config: RunConfig) -> bool:
 
 
 async def front(
-    config: RunConfig, *, local: tuple[Any, Any] | None = None, level: int = PHASE
+    config: RunConfig,
+    *,
+    local: tuple[Any, Any] | None = None,
+    callbacks: Sequence[Any] = (),
+    level: int = PHASE,
 ) -> TrainingResult:
-    """Train to the end and print the report. local: agent and verifier objects, which run in this
-    process instead of runner processes. level: see `run_training`."""
+    """Train to the end and print the report. local: agent and verifier objects, to run here."""
     make_folder(Path(config.output))  # before the store, which is usually in it
     async with open_store(config.store) as store:
         for point in installed_plugins("settles"):
             config = await point.load()(store, config)
         await refuse_changes(store, config)
-        seconds = await supervise(store, config, local=local, level=level)
+        async with contextlib.AsyncExitStack() as stack:
+            points = installed_plugins("follows") if callbacks else ()
+            contexts = [point.load()(store, config.name, callbacks) for point in points]
+            also = [await stack.enter_async_context(each) for each in contexts]
+            seconds = await supervise(store, config, local=local, also=also, level=level)
         return await _finish(store, config, seconds)
 
 
@@ -234,6 +232,7 @@ async def supervise(
     config: RunConfig,
     *,
     local: tuple[Any, Any] | None = None,
+    also: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     play: Path | None = None,
     verb: str = "start",
     alone: bool = False,
@@ -243,8 +242,8 @@ async def supervise(
     """Start the processes of a run, show its progress, and stop them when the algorithm has ended.
     Returns its seconds; raises AgentRLError if another process ends first.
 
-    play: file of an evaluation plan to play instead; verb: of `agentrl algorithm`; alone: without
-    what parts run beside it."""
+    also: more work, whose error ends the run; play: file of an evaluation plan to play instead;
+    verb: of `agentrl algorithm`; alone: without what parts run beside it."""
     config, output = hide_secrets(config), Path(config.output)
     logs = make_folder(output / "logs")
     console = console or Console()
@@ -274,7 +273,7 @@ async def supervise(
         stack.push_async_callback(_stop_runners, workers, config.runner.drain)
         count = partial(_ended_rollouts, store, config.name)
         working = [_algorithm(algorithm), *(keep_alive(child, count) for child in workers)]
-        working += [_local_runner(config, *local)] if local else []
+        working += [work() for work in also] + ([_local_runner(config, *local)] if local else [])
         quiet = verb != "start" or level > PHASE
         showing = [show_progress(store, config, console, quiet=quiet), log_lines.follow()]
         showing += [companion.keep() for companion in beside]
@@ -326,6 +325,7 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> TrainingRe
         seconds=seconds,
         checkpoint=str(config.checkpoint_path(last)) if last else None,
         store=config.store,
+        history=steps,
     )
     await print_report(store, config, steps, result.checkpoint, seconds)
     return result

@@ -25,8 +25,23 @@ import reference  # noqa: E402
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 LINK = re.compile(r"(?:(?<=\]\()|(?<=src=\")|(?<=srcset=\"))(?!\w+:|#)[^)#\s\"]+")
 MARKER = re.compile(r"<!-- built: (\w+) -->")
+PICTURES = {  # of the first page, in light and dark
+    f"{name}-{scheme}.png"
+    for name in (
+        "examples/staff/view-run",
+        "examples/staff/view-rollout",
+        "docs/pictures/run-team",
+    )
+    for scheme in ("light", "dark")
+}
 COPIED = {".png", ".svg", ".html"}  # copied unchanged
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".toml": "toml", ".jsonl": "json"}
+HOME = "---\ntemplate: home.html\n---\n"  # of the first page, which shows README.md below its own
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"  # of source files and folders
+FIRST = (
+    "---\nsearch:\n  boost: 3\n---\n"  # of the pages in docs/, before what is about single parts
+)
+SKILL = "agentrl/coding_agents/SKILL.md"
 SHOWN = {*COPIED, *LANGUAGES, ".txt", ".jinja", ".sql", ".md", ".ipynb"}  # listed for a folder
 
 
@@ -35,7 +50,7 @@ def on_files(files: Files, config: Any) -> None:
     for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
     pages = [path.relative_to(ROOT).as_posix() for path in sorted(HERE.rglob("*.md"))]
-    waiting = ["README.md", *pages]
+    waiting = ["README.md", *pages, *sorted(PICTURES)]
     for name in waiting:  # grows during the loop
         path = ROOT / name
         if path.suffix in COPIED:
@@ -55,7 +70,51 @@ def on_files(files: Files, config: Any) -> None:
             return site_path(match[0].rstrip("/"), ROOT / target)
 
         text = LINK.sub(follow, text)
-        files.append(File.generated(config, site_path(name, path), content=text))
+        files.append(File.generated(config, site_path(name, path), content=head(name) + text))
+
+
+def head(name: str) -> str:
+    """What the site must know of a page: its template, and whether a search finds it."""
+    if name == "README.md":
+        return HOME
+    if not name.endswith((".md", ".ipynb")) or name == "CHANGELOG.md":
+        return UNSEARCHED
+    return FIRST if name.startswith("docs/") and "/algorithms/" not in name else ""
+
+
+def on_post_build(config: Any) -> None:
+    """Write llms.txt, for language models: the pages of the navigation with their first sentences,
+    and the text of each beside it."""
+    site, lines = Path(config.site_dir), ["# agentrl\n", f"> {config.site_description}\n"]
+    lines.append(f"To train an agent, read [the skill]({SKILL}) first.\n")
+    for title, name in [*listed(config.nav), ("", SKILL)]:
+        if not name:
+            lines.append(f"\n## {title}\n")
+            continue
+        text = page(ROOT / name)
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text, encoding="utf-8")
+        prose = (one for one in text.split("\n\n")[1:] if re.match(r"[A-Z[]|`[^`]", one))
+        first = " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", next(prose, "")).split())
+        sentence = first.partition(". ")[0][:200]
+        if name != SKILL:
+            own = title or text.partition("\n")[0].lstrip("# ")
+            lines.append(f"- [{own}]({name}): {sentence}")
+    (site / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def listed(nav: Any, title: str = "") -> Iterator[tuple[str, str]]:
+    """The titles and pages of the navigation; a heading of it has no page."""
+    if isinstance(nav, str):
+        yield title, nav
+    elif isinstance(nav, dict):
+        for name, inner in nav.items():
+            if isinstance(inner, list):
+                yield name, ""
+            yield from listed(inner, name)
+    else:
+        for inner in nav or []:
+            yield from listed(inner)
 
 
 def site_path(name: str, path: Path) -> str:

@@ -236,7 +236,8 @@ def described_classes(made: list[str], modules: Collection[Any]) -> Iterator[tup
 
 def plain(text: str) -> str:
     """Text with escaped brackets outside of code, which would be links or tags."""
-    return re.sub(r"(`[^`]*`)|([\[<])", lambda m: m[1] or f"\\{m[2]}", inspect.cleandoc(text))
+    escaped = {"[": "\\[", "<": "&lt;"}
+    return re.sub(r"(`[^`]*`)|([\[<])", lambda m: m[1] or escaped[m[2]], inspect.cleandoc(text))
 
 
 def papers(text: str) -> str:

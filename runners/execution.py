@@ -293,9 +293,12 @@ class AttemptRunner:
             raise VerifierError(message) from None
 
     def _failed(self, active: ActiveAttempt, ran: ExecutionResult, failure: Failure) -> Outcome:
-        """Build a failed outcome, with `agent.error_reward` as its reward if the agent raised."""
+        """Build a failed outcome, with `agent.error_reward` as its reward if the agent raised after
+        a model call: before one, the policy did not fail."""
         retry, rewards = self._is_retried(active.attempt, failure), []
-        if failure.kind is ErrorKind.AGENT and self.agent.error_reward is not None and not retry:
+        called = active.calls or active.stored or self.agent.calls_optional
+        raised = failure.kind is ErrorKind.AGENT and called and not retry
+        if raised and self.agent.error_reward is not None:
             rewards = [Reward(value=self.agent.error_reward, source="runner")]
         return _outcome(active, ran, rewards=rewards, failure=failure, retry=retry)
 

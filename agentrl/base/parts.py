@@ -38,6 +38,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError
     estimates: Objects = {}  # of a run, before it starts: (a policy's view, its model) -> lines
     beside: Objects = {}  # beside a run: (config, its file, console) -> its process, or None
+    follows: Objects = {}  # (store, run, a `Trainer`'s callbacks) -> context of what calls them
     presets: Objects = {}
     learners: Objects = {}
     engines: Objects = {}
@@ -47,6 +48,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     added_rewards: Objects = {}  # by the reference of a reward that is added to groups
     sinks: Objects = {}
     initial: Objects = {}  # weights, by table: (a policy's view, its model) -> whether it made them
+    imitated: Objects = {}  # a tiny model, of its conversations: (model, rows) -> problem, or ""
     training: Objects = {}  # of a training run: config -> `algorithms.train.hooks.Hooks`, or None
     runner: Objects = {}  # by setting: (config, root) -> `runners.hooks.RunnerHooks`, or None
     candidates: Objects = {}  # without policies: (store, config, state) -> id of its texts, or None

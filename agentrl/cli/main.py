@@ -89,14 +89,14 @@ def train(
         return
     from agentrl import trainer
 
+    for point in installed_plugins("starts"):
+        for warning in point.load()(config):
+            click.echo(f"WARNING {warning}")
     if start:
         from agentrl.cli.restart import go_back
 
         trainer.check(config)
         go_back(config, start, take_over=take_over)
-    for point in installed_plugins("starts"):
-        for warning in point.load()(config):
-            click.echo(f"WARNING {warning}")
     trainer.run_training(config, fresh=fresh, take_over=take_over, level=level)
 
 

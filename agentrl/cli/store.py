@@ -28,15 +28,15 @@ def age(_: click.Context, __: click.Parameter, value: str | None) -> float | Non
     return float(parts[1]) * UNITS[parts[2]]
 
 
-def only_store(folder: Path = Path("runs"), how: str = "with --store") -> str:
-    """URL of the store in a folder or its folders. Raises StoreError if there is none or more than
-    one."""
+def only_store() -> str:
+    """URL of the store below runs/. Raises StoreError if there is none or more than one."""
+    folder = Path("runs")
     found = sorted([*folder.glob("store.db"), *folder.glob("*/store.db")])
     if not found:
-        raise NotFound(f"There is no store below {folder}/: name one {how}.")
+        raise NotFound(f"There is no store below {folder}/: name one with --store.")
     if len(found) > 1:
         raise StoreError(
             f"There are {len(found)} stores below {folder}/ ({', '.join(map(str, found))}): "
-            f"choose one {how}."
+            "choose one with --store."
         )
     return f"sqlite:///{found[0]}"

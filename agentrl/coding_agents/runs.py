@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,9 +37,10 @@ class Runs:
     def stores(self) -> list[str]:
         if self.store:
             return [self.store]
-        runs = self.folder / "runs"
-        files = sorted([*runs.glob("store.db"), *runs.glob("*/store.db")])
-        return [f"sqlite:///{file}" for file in files]
+        depths = ("store.db", "*/store.db", "*/*/store.db")
+        files = sorted(file for depth in depths for file in (self.folder / "runs").glob(depth))
+        shared = os.environ.get("AGENTRL_STORE_URL")  # as `agentrl view` reads it
+        return [f"sqlite:///{file}" for file in files] + ([shared] if shared else [])
 
     def address(self, url: str) -> str:
         """The address of a store to show: relative to the folder, if it is in there."""

@@ -49,7 +49,7 @@ class AgentConfig(Section, frozen=True):
     max_attempts: Count = 3  # attempts per rollout, if the infrastructure fails
     retries: RetriesConfig = RetriesConfig()
     calls_optional: bool = False  # Whether a rollout without a model call is no failure.
-    error_reward: float | None = None  # outcome if the agent raises; none: missing
+    error_reward: float | None = None  # Outcome if the agent raises after a call; none: missing.
     max_calls: Natural = 0  # model calls of one attempt, which ends after them; 0: unlimited
     max_tokens: Natural = 0  # sampled tokens of one attempt, which ends after them; 0: unlimited
     # An attempt that reaches a limit of time, calls or tokens has failed. score: score its trace

@@ -93,7 +93,9 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     ssl_certfile: str = ""  # PEM certificate for https; runners find its CA in SSL_CERT_FILE
     ssl_keyfile: str = ""  # PEM key of that certificate
     max_batch: Count = 64  # calls decoded together
-    max_context: Count = 2048  # tokens of prompt and completion
+    # Tokens of prompt and completion. The KV cache may hold max_batch calls of that length, which
+    # are 1.6 GB by default, for a model like Qwen2.5-0.5B in bfloat16.
+    max_context: Count = 2048
     # CPU threads of the embedded engine. 0: one for a model of at most 5 million parameters, else
     # the largest power of two of the cores, at most 8.
     threads: Natural = 0

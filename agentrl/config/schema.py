@@ -174,7 +174,8 @@ class AlgorithmConfig(Section, frozen=True):
     group_quorum: Count | None = None  # successful rollouts that end their group; none: group_size
     # Seconds after the first claim in a group, from which min_group successful rollouts end it.
     group_deadline: Seconds | None = None
-    # Whether groups of equal reward are replaced; none: preset's default.
+    # Whether groups of equal reward are replaced; none: preset's default (only dapo does). That
+    # keeps steps equally large, for as many rollouts per group that has a gradient.
     dynamic_sampling: bool | None = None
     # Rounds of replacement, after which a step has fewer groups; none: 10.
     max_rounds: Count | None = None
@@ -291,7 +292,9 @@ class EvalConfig(Section, frozen=True):
     """Held-out evaluations before, during and after training."""
 
     renamed: ClassVar[dict[str, str]] = {"beside": "concurrent"}
-    every: Natural = 0  # steps between evaluations; 0: only before and after training
+    # Steps between evaluations; 0: only before and after training, as one of 64 tasks plays as many
+    # rollouts as a step of 8 groups of 8.
+    every: Natural = 0
     tasks: Natural = 0  # number of tasks before and after training; 0: all held-out tasks
     curve_tasks: Natural = 64  # number of tasks during training; 0: all
     # Whether evaluations before and after training also sample at temperature 1.
@@ -332,8 +335,7 @@ class RunConfig(Section, frozen=True):
     tasks: TasksConfig = TasksConfig()
     verifier: VerifierConfig = VerifierConfig()
     policy: PolicyConfig = PolicyConfig()
-    # Several policies by name; none: a single one, named "policy".
-    policies: dict[str, MemberConfig] = {}
+    policies: dict[str, MemberConfig] = {}  # Policies by name; none: one, named "policy".
     team: TeamConfig = TeamConfig()
     sampling: Sampling = Sampling()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -12,10 +12,11 @@ Scores are what a verifier may return: a number, {name: number}, or a list of `a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from agentrl.config import RoleRule
 from agentrl.errors import AgentRLError
 from agentrl.types import ErrorKind, Json, Reward
 
@@ -44,6 +45,7 @@ class Environment:
     # Roles that it asks besides the one that plays: users, judges, opponents. The run file must say
     # who answers them, so that the policy does not do it in silence.
     roles: tuple[str, ...] = ()
+    role_rules: Sequence[RoleRule] = ()  # of calls that its program makes for itself
     limit: int = 50  # most turns of an episode
     root: Path = Path()  # the run file's folder, for paths; known in `__init__`
 

@@ -40,7 +40,7 @@ def answer(line: bytes) -> HelperAnswer:
         return HelperAnswer(_done(msgspec.json.decode(line, type=Request)))
     except AgentRLError as error:
         return HelperAnswer(problem=str(error))
-    except Exception as error:  # noqa: BLE001 - a plug-in may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything
         return HelperAnswer(problem=f"{type(error).__name__}: {error}")
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from agentrl.config import RunConfig
 from agentrl.config.infrastructure import RunnerConfig
 from agentrl.environments import hosted
-from agentrl.environments.reference import SCHEME, Named, parse
+from agentrl.environments.reference import SCHEME, Named, made, parse
 from agentrl.errors import ConfigError
 from agentrl.runners.executors import Executor
 from agentrl.runners.hooks import RunnerHooks
@@ -55,10 +55,14 @@ class EnvironmentHooks(RunnerHooks):
         return PoolRunnerConfig(**known, pool=PoolConfig(processes=processes, rollouts=rollouts))
 
 
-def join(config: RunConfig, root: Path) -> EnvironmentHooks | None:
+def join(config: RunConfig, root: Path) -> RunnerHooks | None:
     """Raises ConfigError if the environment cannot be made here."""
     if not config.agent.path.startswith(f"{SCHEME}:"):
         return None
     _, named = parse(config.agent.path, root)
     hosted.describe(named)
-    return EnvironmentHooks(config, root, named) if hosted.is_hosted(named) else None
+    if hosted.is_hosted(named):
+        return EnvironmentHooks(config, root, named)
+    hooks = RunnerHooks()
+    hooks.role_rules = made(named).role_rules
+    return hooks

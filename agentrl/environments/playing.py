@@ -184,7 +184,7 @@ async def called(name: str, what: str, function: Callable[..., Any], *given: Any
         raise
     except AgentError as error:
         raise EpisodeError(f"{name}: {error}") from error
-    except Exception as error:  # a plug-in may raise anything
+    except (Exception, SystemExit) as error:  # a plug-in may raise anything
         raise EpisodeError(f"{name}: {what} raised {type(error).__name__}: {error}") from error
 
 

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from agentrl.types import Json
 
 SCHEME = "environment"
 SPLITS = ("train", "heldout")
+MOST_TASKS = 1_000_000  # of a split; all are held in memory
 _making = threading.RLock()
 
 
@@ -160,7 +162,7 @@ def explained(named: Named, what: str) -> Iterator[None]:
         raise ConfigError(
             f"{known}: there is no module {error.name!r} for {sys.executable}; {named.cure}"
         ) from error
-    except Exception as error:  # a plug-in may raise anything
+    except (Exception, SystemExit) as error:  # a plug-in may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"{known} {what}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
@@ -171,10 +173,12 @@ def checked_tasks(named: Named, split: str) -> list[dict[str, Json]]:
     """The tasks of a split, each with an id and an input that survive JSON. Raises ConfigError."""
     environment = made(named)
     with explained(named, f"raised in tasks({split!r})"):
-        rows = list(environment.tasks(split))
+        rows = list(islice(environment.tasks(split), MOST_TASKS + 1))
     known, ids = f"environment = {named.name!r}", set[str]()
     if not rows:
         raise ConfigError(f"{known}: tasks({split!r}) has none; set tasks.{split} to others")
+    if len(rows) > MOST_TASKS:
+        raise ConfigError(f"{known}: tasks({split!r}) has more than {MOST_TASKS:,}; let it end")
     for index, row in enumerate(rows):
         where = f"{known}: task {index} of {split!r}"
         if not isinstance(row, dict) or not {"id", "input"} <= row.keys():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from agentrl.config.policies import policy_by_role
-from agentrl.environments.reference import SCHEME, SPLITS, Named, check_unique
+from agentrl.environments.reference import SCHEME, SPLITS, Named, check_unique, load_class
 from agentrl.errors import ConfigError
 
 
@@ -67,9 +68,10 @@ def check(config: Any) -> None:
     known = f"environment = {named.name!r}"
     own = config.agent.path.startswith(f"{SCHEME}:")
     if not own and about.kind != "verify":
-        raise ConfigError(
-            f"{known} plays its rollouts itself; remove agent.path, agent.command or agent.harness"
-        )
+        cure = "remove agent.path, agent.command or agent.harness"
+        if config.agent.harness and "harness" in signature(load_class(named)).parameters:
+            cure = f"move harness = {config.agent.harness!r} to [environment_options]"
+        raise ConfigError(f"{known} plays its rollouts itself; {cure}")
     executor = config.runner.executor
     if own and hosted.is_hosted(named) and executor not in ("auto", "pool"):
         raise ConfigError(

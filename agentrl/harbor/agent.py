@@ -1,4 +1,4 @@
-"""Who works on a Harbor task: a model with a shell, or a command inside of the container."""
+"""Who works on a Harbor task: a model with a shell, or a command or a harness in the container."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import io
 import json
 import shlex
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from agentrl.base import threads
 from agentrl.base.model_clients import model_variables
 from agentrl.environments import Endpoint
 from agentrl.errors import AgentError
 from agentrl.harbor.trial import Trial
+from agentrl.runners.harnesses.preset import Preset
+from agentrl.runners.processes.contract import private_folders
 from agentrl.tasks.harbor_format import HarborStep, HarborTask, resolved
 
 NO_LIMIT = 86_400.0  # seconds, of a task without a time for its agent
@@ -74,7 +79,7 @@ class ModelWithShell:
         command = _command(call)
         if command is None:
             return "There is one tool, bash, with one argument, command: a text."
-        if "\0" in command or len(command.encode(errors="replace")) > LARGEST_COMMAND:
+        if "\0" in command or len(command.encode()) > LARGEST_COMMAND:
             return f"The command has a NUL or more than {LARGEST_COMMAND} bytes; make it shorter."
         left = until - time.monotonic()
         if left <= 0:
@@ -109,17 +114,51 @@ class CommandInside:
         env = model_variables(endpoint.url, endpoint.key)
         if len(given := step.instruction.encode()) <= LARGEST_COMMAND:
             env["HARBOR_INSTRUCTION"] = step.instruction
-        try:
-            done = await trial.run(self.command, step, step.seconds or NO_LIMIT, env, given)
-        except TimeoutError:
-            return  # what it has done by then is judged
-        if done.status:
-            last = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
-            raise AgentError(f"the agent ended with exit status {done.status}: {last[:300]}")
+        await _run_agent(trial, step, self.command, env, given)
+
+
+@dataclass(frozen=True)
+class HarnessInside:
+    """A coding harness whose program is in the image. It has a HOME of its own for each step, with
+    its configuration files."""
+
+    preset: Preset
+    args: list[str]
+    context: int
+
+    def begin(self) -> list[dict[str, Any]]:
+        return []
+
+    async def work(
+        self, trial: Trial, step: HarborStep, endpoint: Endpoint, talk: list[dict[str, Any]]
+    ) -> None:
+        prompt, home = step.instruction, f"/tmp/.agentrl-home-{step.name or 'task'}"
+        if "\0" in prompt or len(prompt.encode()) > LARGEST_COMMAND:
+            raise AgentError(f"the task is too long for an argument of {self.preset.program}")
+        known = {"url": endpoint.url, "key": endpoint.key, "prompt": prompt}
+        preset = self.preset.filled(home=Path(home), context=self.context, **known)
+        with tempfile.TemporaryDirectory(prefix="agentrl-") as files:
+            await threads.call(preset.write_files, Path(files))
+            await trial.give(Path(files), home)
+        env = model_variables(endpoint.url, endpoint.key)
+        env |= private_folders(home, Path(await trial.folder())) | preset.env
+        await _run_agent(trial, step, [preset.program, *preset.argv, *self.args], env)
+
+
+async def _run_agent(
+    trial: Trial, step: HarborStep, command: list[str], env: dict[str, str], stdin: bytes = b""
+) -> None:
+    try:
+        done = await trial.run(command, step, step.seconds or NO_LIMIT, env, stdin)
+    except TimeoutError:
+        return  # what it has done by then is judged
+    if done.status:
+        last = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
+        raise AgentError(f"the agent ended with exit status {done.status}: {last[:300]}")
 
 
 async def play(
-    trial: Trial, agent: ModelWithShell | CommandInside, endpoint: Endpoint
+    trial: Trial, agent: ModelWithShell | CommandInside | HarnessInside, endpoint: Endpoint
 ) -> dict[str, float]:
     """Let the agent work on all steps of a task; return the rewards."""
     talk = agent.begin()
@@ -167,6 +206,7 @@ def _asks(command: str) -> dict[str, Any]:
 def _command(call: Any) -> str | None:
     try:
         found = json.loads(call["function"]["arguments"])["command"]
+        found.encode()  # half an emoji is no text
         return found if call["function"]["name"] == "bash" and isinstance(found, str) else None
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None

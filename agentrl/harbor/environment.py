@@ -13,9 +13,10 @@ from typing import Any
 from agentrl.base import threads
 from agentrl.environments import Endpoint, Environment
 from agentrl.errors import ConfigError
-from agentrl.harbor.agent import CommandInside, ModelWithShell, play, solution
+from agentrl.harbor.agent import CommandInside, HarnessInside, ModelWithShell, play, solution
 from agentrl.harbor.trial import Trial
 from agentrl.runners.containers.pool import Containers
+from agentrl.runners.harnesses.preset import load_preset
 from agentrl.tasks.harbor_format import HarborTask, UnfitTask, digest_of, read_task, task_folders
 from agentrl.tasks.rewards import with_outcome
 from agentrl.types import Json
@@ -34,6 +35,9 @@ class Harbor(Environment):
         *,
         heldout: list[str] | None = None,
         command: str | list[str] = "",
+        harness: str = "",
+        args: list[str] | None = None,
+        context: int = 32_768,
         turns: int = 50,
         command_timeout: float = 120.0,
         output: int = 10_000,
@@ -45,10 +49,10 @@ class Harbor(Environment):
         warm: int = 1,
         cli: str = "",
     ) -> None:
-        """`heldout`: patterns of ids, such as "heldout/*"; default: every fifth task, or
-        the last of fewer. `command`:
-        the agent, a program of the image; default: the policy itself with a shell, with at most
-        `turns` calls per step, `command_timeout` seconds per command of which it sees `output`
+        """`heldout`: patterns of ids, such as "heldout/*"; default: every fifth task, or the last
+        of fewer. `command`: the agent, a program of the image; `harness`: the same, as a preset of
+        `agent.harness` with `args` and `context`; default: the policy itself with a shell, with at
+        most `turns` calls per step, `command_timeout` seconds per command of which it sees `output`
         characters, told `system` at first. `network`: of tasks with a public one. `outcome`: the
         reward that counts, if there are several. `memory_mb`, `disk_mb`: limits of containers whose
         task has none; 0: no limit. `warm`: containers of each kind that are kept ready. `cli`:
@@ -56,6 +60,13 @@ class Harbor(Environment):
         self._folder = (self.root / what).resolve()
         self._heldout, self._network, self._outcome, self._cli = heldout, network, outcome, cli
         self._warm, self._limits = warm, (memory_mb, disk_mb)
+        if harness and command:
+            raise ConfigError("`command` and `harness` are both set: leave one out")
+        if args and not harness:
+            raise ConfigError("`args` are those of a `harness`; set it, or leave them out")
+        self._args, self._context = args or [], context
+        self._preset = load_preset(harness, self.root) if harness else None
+        self.role_rules = self._preset.match if self._preset else ()
         self._argv = shlex.split(command) if isinstance(command, str) else list(command)
         self._shell: dict[str, Any] = {"turns": turns, "seconds": command_timeout, "output": output}
         self._shell |= {} if system is None else {"system": system}
@@ -92,13 +103,17 @@ class Harbor(Environment):
         task = self._task(input)
         if await threads.call(digest_of, task.folder) != input["digest"]:
             raise ConfigError(f"{task.folder} has changed since the run read its tasks")
-        agent = CommandInside(self._argv) if self._argv else ModelWithShell(**self._shell)
         containers = await self._containers(endpoint)
         async with Trial(task, containers, self._network, self._limits) as trial:
-            return with_outcome(await play(trial, agent, endpoint), self._outcome)
+            return with_outcome(await play(trial, self._agent(), endpoint), self._outcome)
 
     def solution(self, input: dict[str, Any]) -> list[dict[str, Any]] | None:
-        return None if self._argv else solution(self._task(input))
+        return None if self._argv or self._preset else solution(self._task(input))
+
+    def _agent(self) -> ModelWithShell | CommandInside | HarnessInside:
+        if self._preset is not None:
+            return HarnessInside(self._preset, self._args, self._context)
+        return CommandInside(self._argv) if self._argv else ModelWithShell(**self._shell)
 
     def _task(self, input: dict[str, Any]) -> HarborTask:
         if (task := self._tasks.get(input["task"])) is None:
@@ -119,5 +134,9 @@ class Harbor(Environment):
 
 async def _start(cli: str, endpoint: Endpoint, warm: int) -> Containers:
     containers = Containers(cli, gateway=f"{endpoint.url.partition('/a/')[0]}/v1", warm=warm)
-    await containers.start()
+    try:
+        await containers.start()
+    except BaseException:
+        await containers.close()
+        raise
     return containers

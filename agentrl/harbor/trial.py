@@ -117,6 +117,12 @@ class Trial:
         """Run a command of the agent. Raises TimeoutError; all its processes are ended then."""
         return await self._run(command, timeout, step.user, env, stdin)
 
+    async def give(self, source: Path, inside: str) -> None:
+        """Copy a folder into the agent's container, where every user may write to it."""
+        await self._sh('mkdir -p "$1"', inside)
+        await self.container.copy_in(source, inside)
+        await self._sh('chmod -R a+rwX "$1"', inside)
+
     async def judge(self, step: HarborStep) -> dict[str, float]:
         """Run the tests of a step, and return its rewards by the names that they give them. Raises
         HarborError if they say nothing."""

@@ -16,6 +16,7 @@ from agentrl.types import StepRow
 
 LICENCE = re.compile(r"^license:\s*(\S+)", re.M)
 UNKNOWN = "unknown; that of the base model applies"
+MADE = "made by "  # before the name of a run's own function, instead of a base model
 ROWS = 12  # evaluations in the table
 
 
@@ -25,13 +26,15 @@ def card(directory: Path, chosen: Chosen | None, policy: str | None) -> str:
     licence = licence_of(base)
     kind = "peft" if (directory / "adapter_config.json").is_file() else "transformers"
     lines = ["---", f"library_name: {kind}", "tags: [agentrl, reinforcement-learning]"]
-    lines += [f"base_model: {base}"] if base and not Path(base).is_absolute() else []
+    named = base and not base.startswith(MADE) and not Path(base).is_absolute()
+    lines += [f"base_model: {base}"] if named else []
     lines += [f"license: {licence}"] if licence else []
     title = chosen.config.name if chosen else directory.name
     lines += ["---", f"# {title}", "", "Trained by reinforcement learning with agentrl "
               f"{__version__}."]  # fmt: skip
     lines += ["", "| | |", "|---|---|", f"| base model | {base or 'unknown'} |"]
-    lines += [f"| licence of the base | {licence or UNKNOWN} |"]
+    known = licence or ("none: it was made from nothing" if base.startswith(MADE) else UNKNOWN)
+    lines += [f"| licence of the base | {known} |"]
     if chosen is not None:
         lines += [*_about(chosen.config, chosen), *_curve(chosen)]
     return "\n".join([*lines, *_loading(directory, kind, base), ""])
@@ -45,7 +48,7 @@ def base_of(directory: Path, chosen: Chosen | None, policy: str | None) -> str:
     if chosen is None:
         return ""
     own = team.view(chosen.config, policy or team.trained_policies(chosen.config)[0]).policy
-    return f"made by {own.build}" if own.build else own.model
+    return f"{MADE}{own.build}" if own.build else own.model
 
 
 def licence_of(base: str) -> str:
@@ -67,7 +70,8 @@ def licence_of(base: str) -> str:
 
 def _about(config: RunConfig, chosen: Chosen) -> Iterator[str]:
     own = config.algorithm
-    rollouts = sum(row.metrics.get("rollouts", 0.0) for row in chosen.steps if row.committed)
+    trained = [row for row in chosen.steps if row.committed and row.step < chosen.saved.steps]
+    rollouts = sum(row.metrics.get("rollouts", 0.0) for row in trained)
     yield f"| checkpoint | after {chosen.saved.steps} steps of {config.steps}: {chosen.why} |"
     yield f"| training tasks | `{config.tasks.train or 'none'}` |"
     yield f"| held-out tasks | `{config.tasks.heldout or 'none'}` |"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from agentrl.config import store_of
+from agentrl.config import store_with
 from agentrl.errors import AgentRLError, ConfigError
 
 
@@ -15,7 +15,7 @@ from agentrl.errors import AgentRLError, ConfigError
 @click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
 @click.option("--run", help="Name of a run, for its best checkpoint by held-out score.")
 @click.option("--step", metavar="N|last", help="With --run: the checkpoint after N steps.")
-@click.option("--store", help="Store URL; default: the one in runs/<run>.")
+@click.option("--store", help="Store URL; default: the one that has the run, below this folder.")
 @click.option("--to", "directory", required=True, type=click.Path(path_type=Path))
 @click.option("--policy", help="The policy, for a run with several.")
 @click.option("--merge", is_flag=True, help="Merge an adapter into its base model.")
@@ -51,7 +51,7 @@ def model(
         raise click.UsageError("--step goes with --run")
     chosen: Chosen | None = None
     if run is not None:
-        chosen = asyncio.run(choose(store or store_of(run), run, step or BEST))
+        chosen = asyncio.run(choose(store or store_with(run), run, step or BEST))
         checkpoint = chosen.saved.path
     else:
         assert checkpoint is not None

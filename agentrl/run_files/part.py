@@ -5,5 +5,6 @@ HERE = "agentrl.run_files.command"
 PART = Part(
     name="run-files",
     summary="Writes a first run file, and the JSON Schema with which editors complete one.",
+    starts={"run-files": "agentrl.run_files.names:check"},
     commands={"config": f"{HERE}:config", "init": f"{HERE}:init"},
 )

@@ -7,12 +7,12 @@ import signal
 
 import click
 
-from agentrl.config import store_of
+from agentrl.config import store_with
 
 
 @click.command()
 @click.argument("run")
-@click.option("--store", help="Store URL; default: the store in runs/RUN.")
+@click.option("--store", help="Store URL; default: the one that has the run, below this folder.")
 @click.option(
     "--checkpoint",
     default="best",
@@ -47,7 +47,7 @@ def serve(
     from agentrl.model_files.chosen import choose
     from agentrl.serve.server import Served, serve_policies
 
-    chosen = asyncio.run(choose(store or store_of(run), run, checkpoint))
+    chosen = asyncio.run(choose(store or store_with(run), run, checkpoint))
     keys = read_key(key_env, "--key-env", "the callers'").split()
     access = Access(tuple(keys), certfile, keyfile)
     changed = [*overrides, *([f"engine.kind={engine}"] if engine else [])]

@@ -13,8 +13,8 @@ import secrets
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,9 @@ from agentrl.store import open_store
 from agentrl.types import Attempt, NewRollout, Purpose
 
 ENGINE_KEY = "AGENTRL_SERVED_ENGINE_KEY"
+OPTIONS = {
+    "engine.ssl_certfile": "--certfile", "engine.ssl_keyfile": "--keyfile", "runner.port": "--port",
+}  # fmt: skip
 CALL_TIMEOUT = 3600.0  # seconds of a call
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -122,6 +125,10 @@ async def serve_policies(
     """Serve until `stop` is set; calls `started` with what to tell users."""
     if not (is_loopback(served.host) or served.access.keys):
         raise ConfigError(f"--host {served.host}: anybody could call; give --key-env VARIABLE")
+    if served.access.keyfile and not served.access.certfile:
+        raise ConfigError("--keyfile goes with --certfile")
+    with in_words_of_the_command():
+        served.access.server_tls()  # before models are loaded
     async with AsyncExitStack() as stack:
         output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-serve-")))
         config = settings_of(served, output)
@@ -144,10 +151,23 @@ async def serve_policies(
         calls.attempts, router = gateway.attempts, gateway.router
         router.frozen = _routes(serving, config.engine.access.key)
         router.any = next(iter(router.frozen.values())) if len(router.frozen) == 1 else None
-        await asyncio.to_thread(gateway.start)
+        with in_words_of_the_command():
+            await asyncio.to_thread(gateway.start)
         stack.push_async_callback(asyncio.to_thread, gateway.close)
         started(told(served, gateway.base_url, router.frozen))
         await serving.during(_until(stop))
+
+
+@contextmanager
+def in_words_of_the_command() -> Iterator[None]:
+    """Errors about settings of a run file name the options that stand for them here."""
+    try:
+        yield
+    except ConfigError as error:
+        said = str(error)
+        for setting, option in OPTIONS.items():
+            said = said.replace(f"{setting} = ", f"{option} ").replace(setting, option)
+        raise ConfigError(said) from None
 
 
 async def _until(stop: asyncio.Event) -> None:

@@ -96,11 +96,12 @@ async def _print_lines(
         for row in [] if quiet else progress.rows:
             if row.step > scored and (line := progress.scores_line(row)):
                 scored = row.step
-                warnings.console.print(line, highlight=False)
+                warnings.console.print(line, highlight=False, soft_wrap=True)
             if row.step > printed and row.committed:
                 printed = row.step
                 if row.step % every == 0 or row.step + 1 == progress.config.steps:
-                    warnings.console.print(progress.line(row), highlight=False)
+                    line = progress.line(row)
+                    warnings.console.print(line, highlight=False, soft_wrap=True)
         await _next_change(store)
 
 

@@ -45,7 +45,7 @@ async def print_report(
         if trace:
             console.print(f"[bold]{title}[/]")
             console.print(render_trace(trace, longest=400))
-    rows = [_times(config, steps, seconds), await _failures(store, config)]
+    rows = [times(config, steps, seconds), await _failures(store, config)]
     rows.append("; ".join(untrained_sentences(steps)))
     verdicts = [point.load()(config, steps) for point in installed_plugins("verdicts")]
     rows += [f"{sentence}{store_option(config)}" for sentence in verdicts if sentence]
@@ -271,7 +271,7 @@ def lasting(seconds: float) -> str:
     return f"{seconds / units.get(unit, 1):.0f} {unit}"
 
 
-def _times(config: RunConfig, steps: list[StepRow], seconds: float) -> str:
+def times(config: RunConfig, steps: list[StepRow], seconds: float) -> str:
     """Where the seconds of this start went."""
     steps = [row for row in steps if row.at > time.time() - seconds] or steps
 
@@ -281,8 +281,9 @@ def _times(config: RunConfig, steps: list[StepRow], seconds: float) -> str:
     names = {"build": "building the model", "rollouts": "rollouts", "update": "updates"}
     spent = {word: total(f"time/{name}") for name, word in names.items()}
     spent |= {"evaluation": total("time/eval"), "checkpoints": total("time/checkpoint")}
-    spent = {"start-up": max(seconds - sum(spent.values()), 0.0), **spent}
-    parts = [f"{value:.0f} {word}" for word, value in spent.items() if value >= 0.5]
+    whole = {word: round(value) for word, value in spent.items()}  # they add up as they are shown
+    whole = {"start-up": max(round(seconds) - sum(whole.values()), 0), **whole}
+    parts = [f"{value} {word}" for word, value in whole.items() if value]
     if config.algorithm.samples_during_update:  # else one always waits for the other
         waited = (
             f"{side} idle {total(f'time/{side}_idle'):.0f}" for side in ("sampler", "learner")

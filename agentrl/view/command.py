@@ -15,7 +15,7 @@ from rich.table import Table
 from agentrl.base.parts import has
 from agentrl.cli import print_result
 from agentrl.config import store_with
-from agentrl.errors import ConfigError, NotFound
+from agentrl.errors import ConfigError, NotFound, StoreError
 from agentrl.store import open_store
 from agentrl.types import Json
 from agentrl.view.summaries import Score, Summary, Verdict, matrix, summary, whole_settings
@@ -55,8 +55,9 @@ def view(
     if not has("asgi"):
         raise ConfigError("agentrl view needs the part 'asgi', which is not installed here")
     try:
-        from agentrl.view import export, server
-        from agentrl.view.stores import find, places
+        from agentrl.view import export
+        from agentrl.view.home import server
+        from agentrl.view.home.stores import find, places
     except ImportError as error:
         raise ConfigError(f"{error.name} is missing: pip install 'agentrl[view]'") from None
 
@@ -64,6 +65,13 @@ def view(
         raise click.UsageError("--rollouts and --redact need --export FILE")
     if file is None:
         start = f"/run/{quote(run)}" if run else "/"
+        try:
+            if run and not stores:
+                find(run)
+        except NotFound:
+            raise
+        except StoreError:  # several stores have it
+            start = f"/?q={quote(run or '')}"
         server.run(stores, host, port, start=start, browse=browse)
         return
 

@@ -10,7 +10,7 @@ import base64
 import gzip
 import random
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
@@ -119,6 +119,15 @@ async def _pages(
 ) -> AsyncIterator[tuple[str, str]]:
     """Yield the address and content of every page of the file."""
     front = await pages.run(run, {})
+    while front.values["reasons"] is None:  # of a long run
+        front = await pages.run(run, {})
+    if redacted:
+        rows = front.values["settings"].items()
+        hidden = {
+            name: [one._replace(value=redacted.hide(one.value)) for one in found]
+            for name, found in rows
+        }
+        front.values.update(settings=hidden, facts=redacted.hide(front.values["facts"]))
     yield f"/run/{run}", _content(front)
     for dataset in front.values["datasets"]:
         yield f"/data/{dataset.name}", _content(await pages.data(dataset.name, {}))
@@ -134,19 +143,31 @@ async def _pages(
         first = page.values["first"]
         steps |= {first.step, first.step if first.trained is None else first.trained}
         yield f"/group/{group}", _content(page)
-        for id in ids:
-            try:
-                page = await pages.rollout(id)
-            except NotFound:
-                continue  # not claimed yet
-            tokens = await pages.tokens(id, range(len(page.values["calls"])))
-            for values in tokens.values() if redacted else ():
-                cast(RedactedStore, redacted).hide_tokens(values)
-            yield f"/rollout/{id}", _content(page, tokens_of=tokens)
-            if len(page.values["roles"]) > 1:
-                yield f"/lanes/{id}", _content(await pages.lanes(id))
+        async for one in _rollouts(pages, redacted, ids):
+            yield one
+    own = {id for ids in chosen.values() for id in ids}
+    examples = [one.rollout for one in front.values["examples"] if one.rollout not in own]
+    async for one in _rollouts(pages, redacted, examples):
+        yield one
     for step in sorted(steps):
         yield f"/step/{step}/{run}", _content(await pages.step(run, step))
+
+
+async def _rollouts(
+    pages: Pages, redacted: RedactedStore | None, ids: Sequence[str]
+) -> AsyncIterator[tuple[str, str]]:
+    """Yield the pages of rollouts that have begun."""
+    for id in ids:
+        try:
+            page = await pages.rollout(id)
+        except NotFound:
+            continue  # not claimed yet
+        tokens = await pages.tokens(id, range(len(page.values["calls"])))
+        for values in tokens.values() if redacted else ():
+            cast(RedactedStore, redacted).hide_tokens(values)
+        yield f"/rollout/{id}", _content(page, tokens_of=tokens)
+        if len(page.values["roles"]) > 1:
+            yield f"/lanes/{id}", _content(await pages.lanes(id))
 
 
 async def _chosen(store: Store, run: str, rollouts: str) -> tuple[dict[str, list[str]], int]:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from agentrl.base.parts import installed_plugins
 from agentrl.errors import AgentRLError
 from agentrl.store.base import Store
-from agentrl.store.records import GroupRow
+from agentrl.store.records import GroupRow, RolloutRow
 from agentrl.types import Json, Purpose, RolloutState, RunState, Scope
 from agentrl.view import records
 
 READING_PATIENCE = 3.0  # seconds that a page waits for reasons; they are there at the next visit
+REASONS_PAUSE = 30.0  # seconds between two readings of a run that goes on, which cost it time
 EVALUATIONS = 12  # evaluations that are looked at
 RECENT_GROUPS = 24  # training groups that are looked at for an example
 MESSAGES, LONGEST = 6, 480  # of an example: messages, and characters of each
 TASKS_ON_FRONT = 8
+GROUPS_FOUND = 16  # groups whose tasks are read for a page of found rollouts
 COMPLETIONS = 64  # rollouts of a step whose completions are listed
 
 
@@ -53,24 +57,25 @@ class TaskRow(NamedTuple):
 
 
 class Reasons:
-    """What parts find out about runs; read once for each state of a run."""
+    """What parts find out about runs; read once for each step of a run, and not too often."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: dict[tuple[str, float], asyncio.Task[list[dict[str, Any]]]] = {}
+        self._known: dict[str, tuple[float, float, asyncio.Task[list[dict[str, Any]]]]] = {}
 
     async def of(self, state: RunState, at: float) -> list[dict[str, Any]] | None:
         """For each policy its `name`, number of `steps`, whether it `improved`, and `reasons`
         (text, change); None: they are still being read."""
         if not state.config:
             return []
-        key = (state.identity, at)
-        if key not in self._known:
-            for old in [one for one in self._known if one[0] == state.identity]:
-                self._known.pop(old).cancel()
-            self._known[key] = asyncio.ensure_future(self._read(state.run))
-        done, _ = await asyncio.wait({self._known[key]}, timeout=READING_PATIENCE)
-        return self._known[key].result() if done else None
+        now = time.monotonic()
+        of, since, reading = self._known.get(state.identity, (math.nan, -math.inf, None))
+        fresh = of == at or (state.owned_until > time.time() and now - since < REASONS_PAUSE)
+        if reading is None or not fresh:
+            reading = asyncio.ensure_future(self._read(state.run))
+            self._known[state.identity] = at, now, reading
+        done, _ = await asyncio.wait({reading}, timeout=READING_PATIENCE)
+        return reading.result() if done else None
 
     async def _read(self, run: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -262,9 +267,18 @@ async def task_of(store: Store, run: str, group: GroupRow) -> Mapping[str, Json]
     return rows[0].task if rows else {}
 
 
+async def tasks_of(store: Store, run: str, rows: Sequence[RolloutRow]) -> dict[str, str]:
+    """The tasks of rollouts in a line each, by id; those of a few groups."""
+    groups = list(dict.fromkeys(row.group for row in rows))[:GROUPS_FOUND]
+    read = await asyncio.gather(*(store.rollouts(run, group=group) for group in groups))
+    return {one.id: records.gist(one.task) for found in read for one in found}
+
+
 async def completions(store: Store, run: str, step: int) -> list[dict[str, Any]]:
     """The rollouts that a step asked for, each with its task and what was said last."""
-    rows = await store.rollouts(run, step=step, limit=COMPLETIONS)
+    given: Any = {"step": step, "limit": COMPLETIONS}
+    rows = await store.rollouts(run, purpose=Purpose.TRAIN, **given)
+    rows = rows or await store.rollouts(run, **given)
     calls = await store.calls([row.id for row in rows])
     found = []
     for row in rows:

@@ -7,7 +7,7 @@ import html
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from agentrl.config import store_of
+from agentrl.config import store_with
 from agentrl.store import open_store
 from agentrl.view.pages import Page, Pages
 from agentrl.view.templates import STATIC, render
@@ -32,11 +32,12 @@ class Shown:
 
 def show(name: str, *, store: str | None = None) -> Shown:
     """Show a rollout, by an id such as staff/train/0000007/0003, or a run with its curves, by its
-    name, in a notebook. `store`: URL; default: the store in runs/RUN.
+    name, in a notebook. `store`: URL; default: the one that has the run, below the working
+    directory.
 
     Raises StoreError if the store has neither."""
-    url = store or store_of(name)
     with ThreadPoolExecutor(1) as pool:  # a notebook's own event loop is running in this thread
+        url = store or pool.submit(store_with, name).result()
         page, values = pool.submit(asyncio.run, _read(url, name)).result()
     style = (STATIC / "view.css").read_text()
     document = render(page, layout="notebook.html", export=True, style=style, values_of=values)

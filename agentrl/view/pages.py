@@ -92,6 +92,7 @@ class Pages:
         values["game"] = any(name.startswith("selfplay/") for name in names)
         values["datasets"] = [] if live else await self._datasets(state)
         values |= await charts.page(self.store, state, names, query.get("metric"))
+        values["origin"] = list((await self.store.documents(run, "origin")).items())[-1:]
         values["reasons"] = await self._reasons.of(state, at)
         held_out = await front.evaluations(self.store, run)
         values["examples"] = await front.examples(self.store, run, held_out, game=values["game"])
@@ -248,6 +249,7 @@ class Pages:
             **texts,
         )
         values = {"run": run, "rows": rows, "cursor": cursor, "looked": looked, "query": query}
+        values["tasks"] = await front.tasks_of(self.store, run, rows)
         values |= {"name": name, "states": list(RolloutState), "errors": list(ErrorKind)}
         return Page("find.html", f"{run} rollouts", values)
 

@@ -5,5 +5,6 @@ PART = Part(
     summary="All runs in the browser: verdicts, tasks, rollouts, every token and its credit.",
     uses=("asgi",),
     commands={"compare": "agentrl.view.command:compare", "view": "agentrl.view.command:view"},
-    finders={"below": "agentrl.view.stores:find"},
+    training={"origin": "agentrl.view.training:join"},
+    finders={"below": "agentrl.view.home.stores:find"},
 )

@@ -11,5 +11,6 @@ PART = Part(
         "algorithm demonstrate": f"{HERE}.command:play_demonstrations",
         "demonstrate": f"{HERE}.command:demonstrate",
     },
+    imitated={"demonstrations": f"{HERE}.imitated:format_problem"},
     initial={"warmup": f"{HERE}.warmup:warm_up"},
 )

@@ -113,12 +113,9 @@ def layer_bytes(config: RunConfig, shape: Any) -> int:
     width, hidden = bytes_of_weight(config), int(shape.hidden_size)
     inner = int(getattr(shape, "intermediate_size", None) or 4 * hidden)
     attended = width * (3 * hidden + 2 * _key_size(shape))
-    if not config.policy.lora.rank:
-        return (2 * WIDE + 4 * width) * hidden + attended + 4 * width * inner
-    # Frozen weights need no inputs, but an adapter saves them in float32: each a copy of its own,
-    # unless they are float32 already, when queries, keys and values share one.
-    inputs = WIDE * hidden * (3 if width == WIDE else 6)
-    return 2 * WIDE * hidden + attended + inputs + (3 * width + WIDE) * inner
+    # An adapter saves the inputs of the same products; frozen norms save one less.
+    inputs = width * hidden * (3 if config.policy.lora.rank else 4)
+    return 2 * WIDE * hidden + attended + inputs + 4 * width * inner
 
 
 def tokens_of_pack(config: RunConfig, shape: Any) -> int:

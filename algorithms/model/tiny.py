@@ -7,6 +7,7 @@ psi = 1/N for each of the N action tokens of a batch.
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import sys
@@ -24,9 +25,12 @@ from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.model.cpu_threads import thread_tuner
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
+from agentrl.base.parts import installed_plugins
+from agentrl.base.processes import log_phase
 from agentrl.errors import TrainingError
 from agentrl.types import Json
 
+log = logging.getLogger("agentrl.algorithm")
 Conversation = list[dict[str, Json]]  # chat messages
 TEMPLATE = """\
 {%- for message in messages %}
@@ -100,6 +104,12 @@ def imitator(
     model = make_model(tokenizer, heads)
     rows = rows_of(tokenizer, conversations, tools)
     loss = imitate(model, rows, steps=steps, batch=batch, lr=lr, seed=seed)
+    said = f"the tiny model imitates {len(rows)} conversations with a loss of {loss:.3f} per token"
+    wrong = [why for point in installed_plugins("imitated") if (why := point.load()(model, rows))]
+    for why in wrong:
+        log.warning("%s, %s", said, why)
+    if not wrong:
+        log_phase(log, said)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return loss

@@ -99,6 +99,12 @@ async def heldout_scores(store: Store, run: str) -> dict[int, float]:
     return dict(sorted(scores.items(), key=lambda row: (-row[1], row[0])))
 
 
+def best_step(scores: Mapping[int, float]) -> int:
+    """The step with the best score, of equal ones the last: where the greedy policy always succeeds
+    the sampled one still becomes more certain. 0 without scores."""
+    return max(scores, key=lambda step: (scores[step], step), default=0)
+
+
 def has_stalled(scores: Mapping[int, float], patience: int) -> bool:
     """Whether none of the last `patience` held-out scores is a new best. scores: of
     `heldout_scores`. patience: 0: never."""

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from agentrl.algorithms.model import digests
-from agentrl.algorithms.sampling.scores import heldout_scores
+from agentrl.algorithms.sampling.scores import best_step, heldout_scores
 from agentrl.base.files import PARTIAL, atomic_directory, delete_directory
 from agentrl.config import RunConfig
 from agentrl.errors import DamagedError, PolicyError, TrainingError
@@ -187,10 +187,10 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
 
 
 async def mark_best(store: Store, config: RunConfig, run: str) -> dict[int, float]:
-    """Link the checkpoint with the best held-out score, the earliest of equal ones. run: the run's
+    """Link the checkpoint with the best held-out score, the last of equal ones. run: the run's
     identity. Returns the result of `heldout_scores`."""
     scores = await heldout_scores(store, config.name)
-    _link_best(Path(config.output, "checkpoints"), next(iter(scores), 0), run)
+    _link_best(Path(config.output, "checkpoints"), best_step(scores), run)
     return scores
 
 

@@ -308,9 +308,9 @@ class KlLimit:
         self.told = True
         again = f"made again with 1/{1 / share:.0f} of its learning rate" if share else "not made"
         log.warning(
-            "step %d would have moved policy %r by %.3g nats per token, and algorithm.max_kl is "
-            "%g: it was undone and %s. The metric update/undone counts this from now on; if it "
-            "happens often, lower algorithm.lr",
+            "step %d: the update of policy %r was too large (%.3g nats per token, algorithm.max_kl "
+            "= %g), so it was undone and %s. From now on the metric update/undone counts this; if "
+            "it happens often, lower algorithm.lr",
             *(step + 1, self.policy, kl, self.limit, again),
         )
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
-from agentrl.algorithms.why.changes import HELD_OUT, TRAINING
+from agentrl.algorithms.why.changes import HELD_OUT, SAMPLED, TRAINING
 from agentrl.algorithms.why.reason import RANKED_SHARE, REPORTED_SHARE, Reason
 from agentrl.algorithms.why.record import PolicyRun
 from agentrl.algorithms.why.task_rules import (
@@ -20,6 +21,7 @@ from agentrl.algorithms.why.task_rules import (
     cut_answers,
     exploited_reward,
     leaked_tasks,
+    lowest,
     no_calls,
     noisy_verifier,
     not_better,
@@ -53,20 +55,25 @@ CURES = {
 def reasons(run: PolicyRun) -> list[Reason]:
     """Reasons, likeliest first: shares above RANKED_SHARE in the order of RULES, then others by
     share. For a run that has clearly improved only what it loses, such as rollouts that fail."""
-    left_out = {*(EFFECTS if run.risen else ()), *(CAUSES if run.improved else ())}
+    left_out = {*(EFFECTS if run.risen else ()), *(CAUSES if learned(run) else ())}
     found = [r for rule in RULES if rule not in left_out and (r := rule(run)).text]
     found = [reason for reason in found if reason.share >= REPORTED_SHARE]
     if not found and not run.risen:
         found = [reason for reason in [not_better(run)] if reason.text]
+    worst = lowest(run)  # of the newest: what most reasons can be seen in
+    found = [replace(reason, example=reason.example or worst) for reason in found]
     return sorted(found, key=lambda reason: -min(reason.share, RANKED_SHARE))
 
 
 def learned(run: PolicyRun) -> str:
-    """What rose in a run that improved; empty for others, and where the held-out tasks are no
-    evidence."""
+    """What rose in a run that improved; empty for others. Held-out tasks that were trained are no
+    evidence, nor are training tasks that repeat."""
     if not run.improved or leaked_tasks(run).share >= REPORTED_SHARE:
         return ""
     risen = [f"{name} {change.text}" for name, change in run.changes.items() if change.risen]
+    held_out = any(run.changes[name].risen for name in run.changes if name != TRAINING)
+    if not held_out and repeated_tasks(run).share >= RANKED_SHARE:
+        return ""
     return f"it learned: {', '.join(risen)}"
 
 
@@ -145,7 +152,7 @@ def high_lr(run: PolicyRun) -> Reason:
 
 
 def entropy_gone(run: PolicyRun) -> Reason:
-    left = -fmean(run.logprobs or [-math.inf])
+    left = max(0.0, -fmean(run.logprobs or [-math.inf]))
     text = f"entropy is gone: the last sampled tokens have a mean -log prob of {left:.3f} nats"
     cure = "algorithm.options.entropy: 0.01; algorithm.lr: less; policy.model: one less certain"
     return Reason(float(left < DETERMINISTIC_ENTROPY), text, cure)
@@ -155,6 +162,8 @@ def constant_verifier(run: PolicyRun) -> Reason:
     means, spread = run.values("reward/mean") or [0.0, 1.0], run.values("reward/std")
     text = f"the verifier gives one reward to all: {means[0]:g} in all {len(means)} steps"
     same = min(means) == max(means) and not any(spread) and {*run.scores} <= {*means}
+    if run.values("selfplay/games"):  # what one seat wins another loses
+        same = False
     cure = "verifier.path: its comparison; tasks.train: easier ones; warmup.data: demonstrations"
     return Reason(float(same), text, cure)
 
@@ -221,8 +230,10 @@ def unlike_heldout(run: PolicyRun) -> Reason:
     rewards, share = run.values("reward/mean"), 0.0
     first, now = fmean(rewards[:3] or [0.0]), fmean(rewards[-3:] or [0.0])
     before, after = (run.scores[0], run.scores[-1]) if len(run.scores) > 1 else (0.0, now)
-    if HELD_OUT in run.changes and TRAINING in run.changes:  # the numbers that the user has read
-        known = run.changes[TRAINING], run.changes[HELD_OUT]
+    # Greedy answers begin better than those of training, and cannot rise as much.
+    held = run.changes.get(SAMPLED, run.changes.get(HELD_OUT))
+    if held and TRAINING in run.changes:  # the numbers that the user has read
+        known = run.changes[TRAINING], held
         (first, now), (before, after) = ((change.first, change.last) for change in known)
     if now > first and now > after and not run.values("selfplay/games"):
         share = 1 - max(after - before, 0.0) / (now - first)
@@ -240,8 +251,8 @@ def unlike_heldout(run: PolicyRun) -> Reason:
 # Causes before their effects.
 RULES = (
     long_prompts, failed_rollouts, silent_roles, inexact_calls, no_calls, missing_rewards,
-    leaked_tasks, cut_answers, exploited_reward, repeated_tasks, noisy_verifier, other_sampler,
-    high_lr, collapsed, entropy_gone, constant_verifier, flat_groups, lag, clipped_ratios, low_lr,
+    leaked_tasks, cut_answers, exploited_reward, repeated_tasks, noisy_verifier, other_sampler, lag,
+    high_lr, collapsed, entropy_gone, constant_verifier, flat_groups, clipped_ratios, low_lr,
     unlike_heldout,
 )  # fmt: skip
 # What success looks like too: no reasons where anything rose.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from statistics import fmean, variance
 
 from agentrl.algorithms.why.changes import HELD_OUT, LOOKS_Z, SAMPLED, TRAINING
 from agentrl.algorithms.why.reason import NO_REASON, REPORTED_SHARE, Reason
 from agentrl.algorithms.why.record import PolicyRun
-from agentrl.types import ErrorKind, Json, Rollout, RolloutState
+from agentrl.types import ErrorKind, Json, Rollout
 
 FEWEST_COMPARED = 4  # rollouts of each kind whose rewards are compared
 LARGE_MISMATCH = 0.2  # nats between sampler and learner, at the same weights, that all trust loses
@@ -19,19 +18,14 @@ FEWEST_UPDATES = 5  # steps from which not to get better is a finding
 
 
 def no_calls(run: PolicyRun) -> Reason:
-    """Rollouts that ended well, with no call of a model at the gateway."""
-    done = [row for row in run.newest if row.state is RolloutState.SUCCEEDED]
-    without = [row.id for row in done if not row.transitions]
-    share, which = len(without) / max(len(done), 1), f"{len(without)} of the last {len(done)}"
-    if run.failure and run.failure.kind is ErrorKind.NO_CALL:
-        share = run.share(f"rollouts/failed/{ErrorKind.NO_CALL}", "rollouts")
-        without, which = [run.failure.rollout], f"{share:.0%} of the"
-    if not without or len(run.config.policies) > 1:
+    """Rollouts that failed because the gateway got no call of theirs."""
+    if run.failure is None or run.failure.kind is not ErrorKind.NO_CALL:
         return NO_REASON
-    text = f"the agent makes no call at the gateway in {which} rollouts, so they train nothing: it "
-    text += "calls another address, or answers without its model"
+    share = run.share(f"rollouts/failed/{ErrorKind.NO_CALL}", "rollouts")
+    text = f"the agent makes no call at the gateway in {share:.0%} of the rollouts, which train "
+    text += "nothing: it calls another address, or answers without its model"
     cure = "agent.path: take base_url and key from OPENAI_BASE_URL and OPENAI_API_KEY, and call "
-    return Reason(share, text, cure + "the model in every rollout", without[-1])
+    return Reason(share, text, cure + "the model in every rollout", run.failure.rollout)
 
 
 def cut_answers(run: PolicyRun) -> Reason:
@@ -156,7 +150,7 @@ def collapsed(run: PolicyRun) -> Reason:
     change = run.changes[fell]
     text = f"the policy collapsed: {fell} {change.text}, at best {change.best:.3f}"
     cure = "algorithm.lr: a third; algorithm.max_kl: its default; agentrl train RUN_FILE --from "
-    return Reason(1.0, text, cure + "STEPS goes back to a checkpoint", _worst(run.newest, run))
+    return Reason(1.0, text, cure + "STEPS goes back to a checkpoint")
 
 
 def not_better(run: PolicyRun) -> Reason:
@@ -169,10 +163,11 @@ def not_better(run: PolicyRun) -> Reason:
     text = f"the model does not get better: {name} {change.text} in {updates} updates, although "
     text += f"groups have differences and the policy moved ({kl:.2g} nats per token in all)"
     cure = "policy.model: a larger one, or warmup.data: demonstrations; if it may only need time, "
-    return Reason(REPORTED_SHARE, text, cure + "steps: more", _worst(run.newest, run))
+    return Reason(REPORTED_SHARE, text, cure + "steps: more")
 
 
-def _worst(rows: Sequence[Rollout], run: PolicyRun) -> str:
-    known = [row for row in rows if math.isfinite(row.reward(run.outcome))]
+def lowest(run: PolicyRun) -> str:
+    """The id of the newest rollout with the lowest reward, if any has one."""
+    known = [row for row in run.newest if math.isfinite(row.reward(run.outcome))]
     found = min(known, key=lambda row: row.reward(run.outcome), default=None)
     return found.id if found else ""

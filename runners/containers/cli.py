@@ -60,7 +60,7 @@ class Cli:
         self.program, self._named = program, program
         self.scratch = Path()
         self._waiting: dict[int, asyncio.Future[CliAnswer]] = {}
-        self._count = 0
+        self._count, self._owner = 0, ""
         self._keeper: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -72,6 +72,7 @@ class Cli:
             raise ConfigError("containers need Linux: the keeper of a runner uses its namespaces")
         self.program = await threads.call(working_program, self._named)
         self.scratch = Path(tempfile.mkdtemp(prefix=keeper.PREFIX))
+        keeper.note_owner(self.scratch)
         await self._start_keeper()
 
     async def _start_keeper(self) -> None:
@@ -87,15 +88,15 @@ class Cli:
             self._keeper = subprocess.Popen(  # noqa: ASYNC220 - does not wait
                 [*program, str(theirs.fileno())], env=passed_environment(CLIENT), **how
             )
+        self._owner = keeper.owner_of(self._keeper.pid)
         limit = keeper.LARGEST_MESSAGE
         reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=limit)
         self._reading = asyncio.create_task(self._read(reader))
 
     @property
     def owner(self) -> str:
-        """The label of this runner's containers."""
-        assert self._keeper is not None
-        return keeper.owner_of(self._keeper.pid)
+        """The label of the containers that are started now, by a keeper that is `awake`."""
+        return self._owner
 
     @property
     def alive(self) -> bool:
@@ -130,10 +131,14 @@ class Cli:
         if self.alive:  # else the next keeper does it
             self._write({"do": "remove", "name": name, "folder": str(folder or "")})
 
-    async def _send(self, asked: dict[str, Any]) -> CliAnswer:
+    async def awake(self) -> None:
+        """Start the next keeper if the last one was killed."""
         async with self._restarting:
             if not self.alive:
                 await self._start_keeper()
+
+    async def _send(self, asked: dict[str, Any]) -> CliAnswer:
+        await self.awake()
         self._count += 1
         number = self._count
         future: asyncio.Future[CliAnswer] = asyncio.get_running_loop().create_future()

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,6 +25,11 @@ INTERVAL = 0.5  # seconds between looks at the free space
 GROWTH = 64 * 2**20  # bytes that were written by anybody, after which containers are measured
 MB = 2**20
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+LIMITS = {  # as a controller of cgroups, and in docker's `info`
+    "memory": ("memory", "MemoryLimit"),
+    "cores": ("cpu", "CpuCfsQuota"),
+    "processes": ("pids", "PidsLimit"),
+}
 VOLUMES = '{{.Name}}{{range .Mounts}}{{if eq .Type "volume"}} {{.Source}}{{end}}{{end}}'
 SIZE = re.compile(r"([0-9.]+) ?([kKMGT]?B)")
 
@@ -45,6 +50,12 @@ class DiskWatch:
         with suppress(msgspec.DecodeError, KeyError, TypeError):
             known = msgspec.json.decode(said.out)
             self._folder = Path(known.get("DockerRootDir") or known["store"]["graphRoot"])
+            if ignored := ignored_limits(known):
+                log.warning(
+                    "%s here ignores limits of %s, as its user may not set them; run it as root, or"
+                    " delegate these controllers of cgroups v2 to the user",
+                    *(self._cli.program, " and ".join(ignored)),
+                )
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -100,6 +111,15 @@ class DiskWatch:
         listed = await self._cli.ask("inspect", "--format", VOLUMES, *names)
         lines = [line.removeprefix("/").split() for line in listed.out.splitlines()]
         return {line[0]: line[1:] for line in lines if line}
+
+
+def ignored_limits(known: Any) -> list[str]:
+    """Which limits an engine does not keep, by what its `info` says."""
+    if (host := known.get("host")) is None:  # docker
+        return [name for name, (_, key) in LIMITS.items() if known.get(key) is False]
+    has = host.get("cgroupControllers") or ()
+    rootless = host["security"]["rootless"]
+    return [name for name, (controller, _) in LIMITS.items() if rootless and controller not in has]
 
 
 def _free(folder: Path) -> int | None:

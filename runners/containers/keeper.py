@@ -162,6 +162,7 @@ class Keeper:
 
     async def _sweeping(self) -> None:
         """A killed keeper's last command may start a container after it."""
+        note_owner(self._scratch)
         for pause in SWEEPS:
             await asyncio.sleep(pause)
             with contextlib.suppress(OSError):
@@ -169,11 +170,9 @@ class Keeper:
 
     async def _sweep(self) -> None:
         """Remove what runners of this machine left that are gone with their keepers."""
-        mine = Path(self._scratch)
-        (mine / OWNER).write_text(owner_of(os.getpid()))
-        for file in mine.parent.glob(f"{PREFIX}*/{OWNER}"):
+        for file in Path(self._scratch).parent.glob(f"{PREFIX}*/{OWNER}"):
             with contextlib.suppress(OSError):
-                if _is_dead(file.read_text()):
+                if all(map(_is_dead, file.read_text().split())):
                     shutil.rmtree(file.parent, ignore_errors=True)
         _, found, _ = await self._ask("ps", "-aq", "--filter", f"label={LABEL}")
         if not (ids := found.split()):
@@ -296,11 +295,18 @@ def owner_of(pid: int) -> str:
     return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino}/{pid}/{started(pid)}"  # noqa: PTH116
 
 
+def note_owner(scratch: str | Path) -> None:
+    """This process needs the folder, too: as long as a runner or its keeper lives, it stays."""
+    with contextlib.suppress(OSError), Path(scratch, OWNER).open("a") as file:
+        file.write(f"{owner_of(os.getpid())}\n")
+
+
 def _is_dead(owner: str) -> bool:
     """Whether a keeper of this machine is gone; of other machines that is not known."""
     _, _, pid = owner.rpartition("/")[0].rpartition("/")
     there = owner.split("/")[:2] == owner_of(os.getpid()).split("/")[:2]
-    return there and pid.isdigit() and owner_of(int(pid)) != owner
+    started_then = not owner.endswith("/")
+    return there and pid.isdigit() and not (started_then and owner_of(int(pid)) == owner)
 
 
 def main(cli: str, scratch: str, fd: int) -> None:

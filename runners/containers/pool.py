@@ -165,6 +165,7 @@ class Containers:
                     container.share = await threads.call(
                         _make_share, spec.share[0] or self.cli.scratch, container.name
                     )
+                await self.cli.awake()  # else the label would be that of a dead one
                 said = await self.cli.ask(
                     *self._arguments(container), timeout=START_TIMEOUT, ends=True
                 )

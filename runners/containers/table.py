@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -57,12 +58,15 @@ class ContainerRunnerConfig(SandboxRunnerConfig, frozen=True, kw_only=True, tag=
     container: ContainerConfig  # image and options
 
     def enclosure(self, name: str, folder: str, env: Mapping[str, str]) -> Enclosure | None:
-        """A container of the agent's image without network."""
+        """A container of the agent's image without network. If this process is killed, and nobody
+        removes it, the next keeper does."""
         from agentrl.runners.containers.cli import working_program  # only in runners
+        from agentrl.runners.containers.keeper import LABEL, owner_of
 
         own = self.container
         cli = own.cli or working_program("")
         argv = [cli, "run", "--rm", "--init", "--name", name, "--network", "none"]
+        argv += ["--label", f"{LABEL}={owner_of(os.getpid())}"]
         argv += limits(self.memory_mb, own.cpus, own.pids)
         argv += ["--volume", f"{folder}:{folder}", "--workdir", env["PWD"]]
         for key, value in env.items():

@@ -209,8 +209,7 @@ class CallHandler:
             if why := self._active.sight.why_not(call, route.policy):
                 call.fail(why)
                 raise RefusedError(400, "not_text", why)
-            if not self._active.scoring:
-                warn_of_name(self._upstream, route, call.caller, request.model)
+            warn_of_name(self._upstream, route, call.caller, request.model)
         if request.dialect.api == CHAT.api:
             messages = await self._upstream.adapt(route, request.messages)
             fields = await self._active.sight.sent(call, messages, route)

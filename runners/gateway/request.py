@@ -291,7 +291,8 @@ def _text(value: str) -> str:
 def warn_of_name(upstream: Upstream, route: Route, caller: CallOrigin, model: str) -> None:
     """Say that a policy answers for a model that the run file does not name, once for each name."""
     role, active = caller.role_of(model), caller.active
-    if model in active.roles or upstream.router.is_chosen(model, role, active.seats):
+    chosen = model in active.roles or upstream.router.is_chosen(model, role, active.seats)
+    if chosen or active.scoring:
         return
     name = repr(model[:80]).replace("%", "%%")
     table = msgspec.json.encode(model[:80]).decode().replace("%", "%%")

@@ -155,24 +155,32 @@ def test_ctrl_c_says_what_continues(
 
 
 @pytest.mark.part
-def test_a_folder_is_no_store_and_view_finds_the_one_in_it(
+def test_a_folder_is_no_store_and_view_finds_those_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from agentrl.view.home.stores import places
+
     (tmp_path / "runs" / "a").mkdir(parents=True)
     file = tmp_path / "runs" / "a" / "store.db"
     open_store(str(file))
     for options in ({}, {"create": False}, {"readonly": True}):
         with pytest.raises(StoreError, match=rf"runs is a folder: name the file .* {file}\."):
             open_store(f"sqlite:///{tmp_path / 'runs'}", **options)
-    shown = list[str]()
-    monkeypatch.setattr("agentrl.view.server.run", lambda url, *_, **__: shown.append(url))
+    shown = list[list[str]]()
+    monkeypatch.setattr(
+        "agentrl.view.home.server.run",
+        lambda given, *_, **__: shown.append([place.url for place in places(given)]),
+    )
     for where in (file.parent, file.parent.parent):
         assert CliRunner().invoke(cli, ["view", str(where)]).exit_code == 0
-    assert shown == [f"sqlite:///{file}"] * 2
+    assert shown == [[f"sqlite:///{file}"]] * 2
     (tmp_path / "runs" / "b").mkdir()
-    open_store(str(tmp_path / "runs" / "b" / "store.db"))
-    failed = CliRunner().invoke(cli, ["view", str(tmp_path / "runs")])
-    assert "There are 2 stores below" in str(failed.exception)
+    other = tmp_path / "runs" / "b" / "store.db"
+    open_store(str(other))
+    assert CliRunner().invoke(cli, ["view", str(tmp_path / "runs")]).exit_code == 0
+    assert shown[-1] == [f"sqlite:///{file}", f"sqlite:///{other}"]
+    failed = CliRunner().invoke(cli, ["view", str(tmp_path / "runs"), "--export", "x.html"])
+    assert "2 stores were found: choose a run with --run" in str(failed.exception)
     monkeypatch.chdir(tmp_path)
-    failed = CliRunner().invoke(cli, ["view", "--run", "none"])  # which has no option --store
-    assert str(failed.exception).endswith("choose one by its path or --run.")
+    failed = CliRunner().invoke(cli, ["view", "--run", "none"])
+    assert f"no other store below {tmp_path} has a run 'none'" in str(failed.exception)

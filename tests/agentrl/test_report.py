@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import time
 from math import nan
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -17,6 +19,7 @@ from agentrl.telemetry.report import (
     print_report,
     reward_curves,
     score_table,
+    times,
 )
 from agentrl.types import Reward, Rollout, StepRow
 from tests.factories import rollout
@@ -111,6 +114,15 @@ async def test_the_report_of_an_evaluation_reads_its_outcomes(
         monkeypatch.setattr(store, "rollouts", rollouts)
         await print_report(store, config, await store.steps("run"), None, 1.0, console)
     assert "0.5 (0.1 to 0.9)" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_seconds_of_this_start_add_up() -> None:
+    """Not with those of an earlier one, which this has resumed."""
+    spent = {"time/rollouts": 2.4, "time/update": 1.4, "time/eval": 1.3}
+    rows = [row(step, **spent) for step in range(4)]
+    rows = [*rows[:2], *(msgspec.structs.replace(each, at=time.time()) for each in rows[2:])]
+    said = times(resolve({}, source="test"), rows, 14.4)
+    assert said == "14 s: 3 start-up, 5 rollouts, 3 updates, 3 evaluation"
 
 
 def test_without_held_out_tasks_there_is_no_table() -> None:

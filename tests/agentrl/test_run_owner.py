@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 
 from agentrl import run_owner, trainer
 from agentrl.cli.restart import go_back
-from agentrl.config import RunConfig, load
+from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, Conflict, Unavailable
 from agentrl.run_owner import TakenOver, hold
 from agentrl.store import Store, open_store
@@ -74,12 +75,15 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_owner, "_machine", lambda: "another")
 
 
-async def live(config: RunConfig, act: Callable[[], object]) -> None:
-    """Do something while another process holds the run; it must be killed without a goodbye."""
+async def live(config: RunConfig, act: Callable[[], object], *, stopped: bool = False) -> None:
+    """Do something while another process holds the run; it must be killed without a goodbye.
+    stopped: it does not run meanwhile, as after Ctrl-Z."""
     command = [sys.executable, "-c", OTHER, config.store]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     assert await process.stdout.readline() == b"held\n"
+    if stopped:
+        process.send_signal(signal.SIGSTOP)
     try:
         await asyncio.to_thread(act)
     finally:
@@ -96,23 +100,23 @@ def fit(config: RunConfig, **options: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "cure"),
+    ("start", "cure", "stopped"),
     [
-        (trainer.run_training, r"stop it first; give --take-over, .* another run with name=NAME$"),
-        (lambda config: trainer.run_training(config, fresh=True), "stop it before --fresh"),
-        (fit, r"stop it first; .*fit\(take_over=True\)"),
-        (lambda config: fit(config, fresh=True), "stop it before --fresh"),
-        (lambda config: go_back(config, "0"), "stop it first; give --take-over"),
+        (trainer.run_training, r"stop it first; give --take-over, .* run with name=NAME$", True),
+        (lambda config: trainer.run_training(config, fresh=True), "stop it before --fresh", False),
+        (fit, r"stop it first; .*fit\(take_over=True\)", False),
+        (lambda config: fit(config, fresh=True), "stop it before --fresh", False),
+        (lambda config: go_back(config, "0"), "stop it first; give --take-over", False),
     ],
 )
 async def test_a_live_run_is_left_alone_and_a_killed_one_is_free_at_once(
-    config: RunConfig, start: Callable[[RunConfig], None], cure: str
+    config: RunConfig, start: Callable[[RunConfig], None], cure: str, stopped: bool
 ) -> None:
     def act() -> None:
         with pytest.raises(ConfigError, match=LIVE + cure):
             start(config)
 
-    await live(config, act)
+    await live(config, act, stopped=stopped)
     async with open_store(config.store) as store:
         state = await store.run("r")
     assert state is not None
@@ -129,41 +133,6 @@ async def test_in_the_folder_of_another_name_the_cure_names_a_folder_too(config:
             trainer.run_training(moved)
 
     await live(moved, act)
-
-
-async def test_run_files_of_one_folder_name_share_no_run_by_accident(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also those of two folders of one name, but not what was moved or renamed."""
-    monkeypatch.chdir(tmp_path)
-    first, beside, copied = (
-        tmp_path / name for name in ("mine/run.toml", "mine/b.toml", "copy/mine/run.toml")
-    )
-    for file in (first, beside, copied):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("")
-
-    def start(file: Path, *overrides: str) -> None:
-        asyncio.run(run_owner.check_free(load(file, overrides)))
-
-    config = load(first)
-    Path(config.output).mkdir(parents=True)
-    async with open_store(config.store) as store:
-        await store.open_run(config.name, msgspec.to_builtins(config))
-    for file in (beside, copied):
-        with pytest.raises(ConfigError) as refused:
-            await asyncio.to_thread(start, file)
-        assert str(refused.value) == (
-            f"run 'mine' in {config.output} is that of {first}: give name=NAME for a run of its"
-            " own, or name=mine to go on with that one"
-        )
-        with pytest.raises(ConfigError, match="is that of"):
-            await asyncio.to_thread(trainer.clear, load(file))  # --fresh
-        await asyncio.to_thread(start, file, "name=mine")
-    await asyncio.to_thread(start, first)
-    first.rename(first.with_name("renamed.toml"))
-    await asyncio.to_thread(start, first.with_name("renamed.toml"))
-    await asyncio.to_thread(start, copied)
 
 
 async def test_one_process_holds_a_run_once_and_again_after_its_end(store: Store) -> None:

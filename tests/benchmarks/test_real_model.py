@@ -24,6 +24,7 @@ def options(model: Path, **changes: object) -> argparse.Namespace:
     return argparse.Namespace(**given | {"trl_evaluate": False} | changes)
 
 
+@pytest.mark.slow
 def test_a_run_is_scored_before_and_after_and_its_steps_are_timed(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -1,13 +1,15 @@
 """How long `agentrl view` takes, from the store's disk to the reader's eye.
 
-python -m tests.benchmarks.view --json [--quick] [--keep FILE] [--postgres URL] [--tabs PAIRS]
+python -m tests.benchmarks.view --json [--quick] [--home] [--keep FILE] [--postgres URL] [--tabs N]
 
 Pages and searches are timed over HTTP on the store of `view_store`: 1.0 M calls of 400,000
 rollouts, with `--quick` 25,000; the file itself, then a store server in front of it (`http`), then
-a copy of it in an empty PostgreSQL database. A store of its own has a hard rollout (60 calls,
-24,000 tokens, 1.2 MB of tool output), and a run on which the time from a commit until Chromium
-shows it is measured. `--tabs` trains the example agent in pairs, without and with three tabs open
-on it in one window, of which a browser shows one, and compares the seconds of their steps.
+a copy of it in an empty PostgreSQL database. `home` is the list of 100 runs in 20 stores, of which
+one changes before every visit, and alone with `--home`. A store of its own has a hard rollout (60
+calls, 24,000 tokens, 1.2 MB of tool output), and a run on which the time from a commit until
+Chromium shows it is measured. `--tabs` trains the example agent in pairs, without and with three
+tabs open on it in one window, of which a browser shows one, and compares the seconds of their
+steps.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import psutil
 from agentrl.store import open_store
 from agentrl.types import NewRollout, float32, int32
 from tests.agentrl.view import filled
-from tests.benchmarks import view_store
+from tests.benchmarks import view_home, view_store
 from tests.store.http.test_client import free_port
 
 CALLS, TOKENS, OUTPUT = 60, 400, 20_000
@@ -210,7 +212,12 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="make the large store here, or use the one there")
     parser.add_argument("--postgres", help="an empty PostgreSQL database, to time that too")
     parser.add_argument("--tabs", type=int, default=0, help="pairs of trainings, 3 minutes each")
+    parser.add_argument("--home", action="store_true", help="time only the list of 100 runs")
     options = parser.parse_args()
+    if options.home:
+        with tempfile.TemporaryDirectory() as name:
+            print(json.dumps({"home": view_home.measure(Path(name))}))
+        return
     from playwright.sync_api import sync_playwright
 
     with tempfile.TemporaryDirectory() as name:
@@ -219,6 +226,7 @@ def main() -> None:
         if not large.exists():
             view_store.fill(large, quick=options.quick)
         result = pages(f"sqlite:///{large}", quick=options.quick)
+        result["home"] = view_home.measure(folder / "home")
         with view_store.served(f"sqlite:///{large}") as address:
             result["http"] = pages(address, quick=options.quick)
         if options.postgres:

@@ -39,13 +39,17 @@ async def said_of(url: str) -> list[str]:
 
 
 def judge(fate: Fate, folder: Path) -> dict[str, Any]:
-    place, started = folder / f"{fate.kind} {fate.name}".replace(" ", "-"), time.monotonic()
+    place, started = folder / fate.place, time.monotonic()
     if not place.is_dir():
         play(fate, place)
     said = asyncio.run(said_of(url_of(place)))
-    right = bool(said) and said[0].startswith(SAID[fate.kind])
+    learned = bool(said) and said[0].startswith(LEARNED)
+    first = said[1:] if fate.kind != "learned" and learned else said
+    right = bool(first) and first[0].startswith(SAID[fate.kind])
+    right &= learned == (fate.learns or fate.kind == "learned")
     return {
-        "kind": fate.kind, "name": fate.name, "right": right, "said": said,
+        "kind": fate.kind, "name": fate.name, "right": right, "said": said, "learned": learned,
+        "alarms": said[1:] if fate.kind == "learned" else [],
         "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
 
@@ -56,12 +60,12 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "runs": len(rows),
         "right": sum(row["right"] for row in rows),
         "learned": len(learned),
-        "wrong_alarms": sum(not row["right"] for row in learned),
-        "said_learned_wrongly": sum(
-            row["said"][:1] != [] and row["said"][0].startswith(LEARNED)
-            for row in rows
-            if row["kind"] != "learned"
-        ),
+        # Of runs that learned: what else is said of them, which is true where rollouts fail.
+        "wrong_alarms": sum(
+            not alarm.startswith("rollouts fail") for row in learned for alarm in row["alarms"]
+        )
+        + sum(not row["learned"] for row in learned),
+        "wrongly_learned": sum(row["learned"] and not row["right"] for row in rows),
     }
 
 

@@ -61,7 +61,14 @@ class Fate:
     settings: dict[str, Any] = field(default_factory=dict)
     model: dict[str, int] = field(default_factory=dict)  # its shape
     seed: int = 0
+    start: str = ""  # the run whose policy it begins with, by kind and name
+    learns: bool = False  # in spite of the fault
     patch: Callable[[], Any] = nullcontext
+
+    @property
+    def place(self) -> str:
+        """The name of its folder."""
+        return f"{self.kind} {self.name}".replace(" ", "-")
 
 
 def play(fate: Fate, folder: Path) -> str:
@@ -74,8 +81,7 @@ def play(fate: Fate, folder: Path) -> str:
             "train": w.write(folder / "train.jsonl", fate.train),
             "heldout": w.write(folder / "heldout.jsonl", fate.heldout),
         },
-        "policy": {"model": str(qwen2(folder / "model", seed=fate.seed, **fate.model)),
-                   "device": "cpu"},
+        "policy": {"model": str(model_of(fate, folder)), "device": "cpu"},
         "learner": {"threads": 1}, "eval": {"temperature": 1.0, "sampled": False},
         "runner": {"concurrency": 64},
     }  # fmt: skip
@@ -104,6 +110,15 @@ def play(fate: Fate, folder: Path) -> str:
     finally:
         runner.stop()
     return config.store
+
+
+def model_of(fate: Fate, folder: Path) -> Path:
+    if not fate.start:
+        return qwen2(folder / "model", seed=fate.seed, **fate.model)
+    before = next(one for one in fates() if one.place == fate.start.replace(" ", "-"))
+    if not (place := folder.with_name(before.place)).is_dir():
+        play(before, place)
+    return (place / "out" / "checkpoints" / "best").resolve()
 
 
 # -- faults of the servers
@@ -166,18 +181,18 @@ def fates() -> list[Fate]:
         Fate(kind="flat", name="always 1", verify=lambda task, result: 1.0, steps=6,
              algorithm={"preset": "rloo"}),
         # collapsed
-        Fate(kind="collapsed", name="after learning", verify=w.first_in(40, "k"), steps=16,
-             algorithm={"lr": 8e-2, "epochs": 2}),
-        Fate(kind="collapsed", name="graded", verify=w.graded("l"), steps=16, seed=3,
-             algorithm={"preset": "reinforce", "lr": 8e-2},
-             sampling={"max_tokens": 4}),
+        Fate(kind="collapsed", name="a good model", start="learned fast", verify=w.first_in(20),
+             steps=8, algorithm={"lr": 0.3}),
+        Fate(kind="collapsed", name="a good model, entropy", start="learned 55 to 100 %",
+             verify=w.first_in(55, "f"), steps=10, seed=3,
+             algorithm={"preset": "rloo", "lr": 2e-2, "options": {"entropy": 5.0}}),
         # missing rewards
         Fate(kind="missing rewards", name="half", verify=w.seldom(w.first_in(20), 60, "style"),
              steps=6),
         Fate(kind="missing rewards", name="almost all",
              verify=w.seldom(w.graded(), 92, "length"), steps=6, algorithm={"preset": "rloo"}),
         # bypassed gateway
-        Fate(kind="bypassed gateway", name="half", verify=w.first_in(30), steps=8,
+        Fate(kind="bypassed gateway", name="half", verify=w.first_in(30), steps=8, learns=True,
              agent=w.sometimes(0.5, w.from_elsewhere)),
         Fate(kind="bypassed gateway", name="all", verify=w.first_in(40), steps=8,
              agent=w.sometimes(1.0, w.from_elsewhere), algorithm={"preset": "rloo"}),
@@ -218,15 +233,17 @@ def fates() -> list[Fate]:
         Fate(kind="mismatch", name="other log-probs", verify=w.first_in(10, "v"), steps=8,
              patch=other_logprobs(1.0), algorithm={"preset": "rloo+tis", "lr": 2e-3}),
         # stale
-        Fate(kind="stale", name="four behind", verify=w.first_in(20, "w"),
-             algorithm={"lr": 3e-2, "preset": "grpo+tis", "max_staleness": 4.0}),
-        Fate(kind="stale", name="ready first", verify=w.graded("x"), agent=w.slow(0.2, 0.5),
-             sampling={"max_tokens": 3}, steps=14,
-             algorithm={"lr": 3e-2, "preset": "rloo+tis", "max_staleness": 6.0,
-                        "order": "ready", "overlap": "in_flight"}),
+        Fate(kind="stale", name="four behind", verify=w.graded("w"), steps=5,
+             heldout=w.words(20, "heldout"), sampling={"max_tokens": 4},
+             algorithm={"lr": 3e-2, "preset": "grpo+tis", "max_staleness": 4.0, "groups": 2,
+                        "group_size": 5}),
+        Fate(kind="stale", name="ready first", verify=w.first_in(30, "x"), steps=6,
+             agent=w.slow(0.2, 0.5), heldout=w.words(20, "heldout"),
+             algorithm={"lr": 5e-2, "preset": "rloo+tis", "max_staleness": 6.0, "groups": 3,
+                        "group_size": 4, "group_order": "ready", "async_sampling": "in_flight"}),
         # tasks
-        Fate(kind="duplicates", name="four of 64", verify=w.by_word("y"),
-             train=w.words(4, "t") * 16, steps=20),
+        Fate(kind="duplicates", name="four of 64", verify=w.by_word("Y"),
+             train=w.words(4, "t") * 16, steps=24),
         Fate(kind="duplicates", name="one of ten is new", verify=w.by_word("z"), steps=16,
              train=[*w.words(2, "a") * 29, *w.words(6, "b")], algorithm={"preset": "rloo"}),
         Fate(kind="leak", name="the same file", verify=w.first_in(20, "A"),
@@ -246,4 +263,31 @@ def fates() -> list[Fate]:
 
 
 def held_out_fates() -> list[Fate]:
-    return []
+    """Made and run once, when the rules were finished."""
+    return [
+        Fate(kind="learned", name="dr-grpo, one token", verify=w.first_in(35, "ha"), steps=14,
+             algorithm={"preset": "dr-grpo", "lr": 8e-3}, sampling={"max_tokens": 1}, seed=11),
+        Fate(kind="learned", name="cispo, from 70 %", verify=w.first_in(70, "hb"), steps=18,
+             algorithm={"preset": "cispo"}, seed=12),
+        Fate(kind="learned", name="graded, two calls, noise", steps=20, agent=w.twice,
+             verify=w.shaken(w.graded("hc"), 0.2), algorithm={"preset": "reinforce++"}, seed=13),
+        Fate(kind="flat", name="a number by task", seed=14, steps=8,
+             verify=lambda task, result: w.bucket(task["input"]) / 100,
+             algorithm={"preset": "rloo"}),
+        Fate(kind="missing rewards", name="70 %", steps=8, seed=15,
+             verify=w.seldom(w.first_in(40, "hd"), 70, "fluency"),
+             algorithm={"preset": "dr-grpo"}),
+        Fate(kind="rate too high", name="gspo, undone", verify=w.graded("he"), steps=8, seed=16,
+             algorithm={"preset": "gspo", "lr": 3.0, "max_kl": 0.05}),
+        Fate(kind="truncated", name="only whole answers, graded", agent=w.only_whole, steps=6,
+             verify=w.graded("hf"), sampling={"max_tokens": 6}, seed=17,
+             algorithm={"preset": "dr-grpo"}),
+        Fate(kind="mismatch", name="half a nat", verify=w.first_in(8, "hg"), steps=6, seed=18,
+             patch=other_logprobs(0.5), algorithm={"lr": 1e-3}),
+        Fate(kind="noise", name="coin, colours", seed=19, steps=14,
+             verify=w.flipped(w.by_colour("hh"), 0.5), train=w.colours(64, "c"),
+             heldout=w.colours(40, "d"), algorithm={"preset": "dr-grpo"}),
+        Fate(kind="leak", name="a third", verify=w.first_in(30, "hi"), seed=20, steps=14,
+             train=w.words(60, "e"), heldout=[*w.words(14, "e"), *w.words(26, "f")],
+             algorithm={"preset": "cispo"}),
+    ]  # fmt: skip

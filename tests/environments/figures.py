@@ -13,10 +13,15 @@ from agentrl.environments.commands.check import examine
 from agentrl.environments.reference import Named
 
 
-def print_figures(environment: str, folder: Path = Path(), **options: Any) -> None:
-    """`agentrl env check` of it, in this process. `folder`: of its files."""
+def print_figures(
+    environment: str, folder: Path = Path(), best: float = 1.0, **options: Any
+) -> None:
+    """`agentrl env check` of it, in this process. `folder`: of its files. `best`: the most that any
+    player can score, of which `ground_truth` is the share that the solutions reach."""
     named = Named.read(environment, options, folder)
     report = asyncio.run(examine(named, 3, 120.0, lambda line: print(line, file=sys.stderr)))
-    known = {"tasks": sum(report.tasks.values()), "ground_truth": report.ground_truth}
+    score = report.ground_truth
+    known = {"tasks": sum(report.tasks.values()), "score": score, "best": best}
+    known |= {"ground_truth": None if score is None else round(score / best, 9)}
     known |= {"rollouts_per_s": report.rollouts_per_s, "splits": report.tasks}
     print(json.dumps(known | {"ok": report.ok, "lines": report.lines}))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.environments.faults import faults
 from tests.environments.openenv.served import served
-from tests.environments.pages import ROOT, python
+from tests.environments.pages import ROOT, python, write_files
 
 pytestmark = pytest.mark.timeout(600)
 HERE = Path(__file__).parent
@@ -49,6 +49,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path
         made += "made.make_games(pathlib.Path(sys.argv[1]), 1)"
         subprocess.run([python(name), "-c", made, tmp_path], cwd=ROOT, check=True)
         folder = tmp_path
+    if name == "verifiers":
+        folder = write_files(name, tmp_path).parent
     yield folder, what
 
 

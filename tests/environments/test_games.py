@@ -9,10 +9,11 @@ import pytest
 
 from tests.environments.pages import ROOT, figures, played, python, trained
 
-FOUND = {  # tasks, and the score of ground truth
+pytestmark = pytest.mark.timeout(600)  # on a busy machine; ground truth is searched for
+FOUND = {  # tasks, and the score of ground truth, which is the most there is
     "bfcl": (200, 1.0),
     "gymnasium": (128, 1.0),
-    "minigrid": (128, 0.955),  # the most there is: a goal costs the share of its steps
+    "minigrid": (128, 0.955),  # a goal costs the share of its steps
     "pettingzoo": (128, 1.0),
     "textarena": (128, 1.0),
     "textworld": (5, 1.0),
@@ -23,7 +24,7 @@ FOUND = {  # tasks, and the score of ground truth
 def test_ground_truth_has_full_marks(name: str) -> None:
     found = figures(name)
     assert found["ok"], found["lines"]
-    assert (found["tasks"], found["ground_truth"]) == FOUND[name]
+    assert (found["tasks"], found["score"], found["ground_truth"]) == (*FOUND[name], 1.0)
 
 
 def test_rewards_of_steps_are_stored_and_summed() -> None:

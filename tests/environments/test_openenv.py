@@ -15,6 +15,8 @@ from agentrl.errors import ConfigError
 from tests.environments.openenv.served import served
 from tests.environments.pages import python
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def named(url: str, **options: Any) -> Named:
     return Named.read(f"openenv:{url}", {"python": str(python("openenv")), "limit": 3} | options)

@@ -207,6 +207,7 @@ def bench(file: Path, *options: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_a_bench_is_run_once_and_goes_on(tiny_model_dir: Path, tmp_path: Path) -> None:
     text = f"""
     baseline = "broadcast"

@@ -47,6 +47,7 @@ def test_a_notebook_runs(file: Path, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_an_example_of_the_gallery_is_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,7 +104,8 @@ async def test_a_long_message_leaves_room_for_the_hint(bench: Any) -> None:
     def agent(text: str) -> str:
         raise ValueError("no luck " * 100)
 
-    (rollout,) = await bench.run(agent, TASK, calls_optional=False)
+    (rollout,) = await bench.run(agent, TASK, calls_optional=False, error_reward=0.0)
+    assert rollout.rewards == []  # the policy was not asked
     assert "OPENAI_BASE_URL" in one_line(rollout.failure.message)
     assert "no luck " * 99 in rollout.failure.traceback
     (rollout,) = await bench.run(agent, TASK)  # its calls are optional

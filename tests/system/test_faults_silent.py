@@ -90,7 +90,7 @@ def test_a_run_without_a_usable_rollout_ends_with_the_cause(run_folder: Path, ca
     if mistaken:
         assert "verifier.py:verify: the verifier returned" in result.stderr
     elif message != "context":  # then the prompt is named
-        assert kind in result.stderr
+        assert ("OPENAI_BASE_URL" if message == "gateway" else kind) in result.stderr
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     for row in failed(run_folder):

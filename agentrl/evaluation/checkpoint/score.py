@@ -16,6 +16,7 @@ from agentrl.config import policies as team
 from agentrl.config.base import tables, without_making
 from agentrl.errors import ConfigError
 from agentrl.evaluation.core import STEPS, check_any_succeeded, evaluation_run, find_checkpoint
+from agentrl.results import TrainingResult
 from agentrl.store import open_store
 from agentrl.types import Purpose
 
@@ -26,7 +27,7 @@ def evaluate(
     tasks: str | None,
     *,
     level: int = PHASE,
-) -> trainer.TrainingResult:
+) -> TrainingResult:
     """Score a checkpoint, by default the run's last one, before training the model that the run
     starts from, or `[upstreams]` if the run has no model of its own. Writes to the store that the
     run file names, if any."""
@@ -59,7 +60,7 @@ def evaluate(
     return run_blocking(_score(config, level))
 
 
-async def _score(config: RunConfig, level: int) -> trainer.TrainingResult:
+async def _score(config: RunConfig, level: int) -> TrainingResult:
     result = await trainer.front(config, level=level)
     async with open_store(config.store, readonly=True) as store:
         check_any_succeeded(await store.rollouts(config.name, purpose=Purpose.EVAL), config.name)

@@ -230,7 +230,9 @@ function inspect(span) {
   row("token id", data.ids[i]);
   row("call, token", `${block.dataset.call}, ${i}`);
   const text = data.text[i] === "" ? "part of the next character" : data.text[i].replace(/\n/g, "↵").replace(/ /g, "␣");
-  place.replaceChildren(make("span", text, "token"), meter, list);
+  const close = make("button", "×", "close");
+  close.setAttribute("aria-label", "close");
+  place.replaceChildren(close, make("span", text, "token"), meter, list);
   if (data.advantage.length && at(data.advantage, i) == null) place.append(make("p", "not in the loss", "cut"));
 }
 
@@ -270,6 +272,10 @@ document.addEventListener("mouseover", event => {
 document.addEventListener("click", event => {
   const span = event.target.closest?.(".tokens span");
   if (span) hold(span === held ? null : span, false);
+  if (event.target.matches?.("#inspector .close")) {
+    hold(null);
+    $("#inspector").replaceChildren(make("p", "Point at a token, or move through a call with the arrow keys.", "empty"));
+  }
 });
 document.addEventListener("change", event => { if (event.target.name === "by") shadeBy(event.target.value); });
 

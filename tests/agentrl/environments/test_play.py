@@ -52,6 +52,7 @@ FAULTS = {
     "reset raises": "reset raised RuntimeError: no board",
     "reset says a dict": "what an episode says is {'not': 'a text'}; make it a text",
     "step raises": "step raised KeyError: 'move'",
+    "step exits": "step raised SystemExit: 3",
     "step gives two": "step returned ('a', 1.0); return what is said next",
     "nan": "step gave the reward nan; return a finite number or None",
     "huge": "step gave the reward 1e+300; return a smaller number or None",

@@ -14,6 +14,7 @@ from agentrl import trainer
 from agentrl.base.loading import load_tasks
 from agentrl.cli.main import cli
 from agentrl.config import differences, from_store, load, to_toml
+from agentrl.environments import reference
 from agentrl.environments.reference import Named, made, parse
 from agentrl.errors import ConfigError
 from tests.agentrl.environments.conftest import HERE, settings
@@ -110,6 +111,7 @@ def test_what_cannot_be_is_said_before_anything_is_built(
         ("no task", "task 0 of 'train' is 1; it needs"),
         ("none", "tasks('train') has none"),
         ("raises", "raised in tasks('train'): RuntimeError: the file is gone"),
+        ("exits", "raised in tasks('train'): SystemExit: no such set"),
     ],
 )
 @pytest.mark.parametrize("isolation", ["none", "process"])
@@ -130,7 +132,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, 
     """The settings, agent and verifier of the runs that a Trainer has started."""
     runs = list[tuple[Any, Any]]()
 
-    async def front(config: Any, local: Any = None) -> None:
+    async def front(config: Any, local: Any = None, callbacks: Any = ()) -> None:
         runs.append((config, local))
 
     monkeypatch.setattr(trainer, "front", front)
@@ -168,6 +170,13 @@ def test_what_a_trainer_is_given_replaces_a_part_of_the_environment(started: lis
     assert second.tasks.heldout.startswith("environment:heldout:")
     with pytest.raises(ConfigError, match="plays its rollouts itself"):
         trainer.Trainer(mine, **known | {"environment": "worlds.py:Line:3"}).fit()
+
+
+def test_tasks_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "MOST_TASKS", 100)
+    own = {"environment_options": {"fault": "never ends"}, "policy": {"build": "none.py:none"}}
+    with pytest.raises(ConfigError, match=r"tasks\('train'\) has more than 100; let it end"):
+        trainer.check(settings("Tasks:1", **own))
 
 
 def test_an_upstream_that_answers_all_others_answers_every_role() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
+from itertools import count
 from typing import Any
 
 import agentrl
@@ -31,6 +33,8 @@ class Walk(Episode):
     def step(self, reply: dict[str, Any]) -> Any:
         if self.fault == "step raises":
             raise KeyError("move")
+        if self.fault == "step exits":
+            sys.exit(3)
         if self.fault == "step gives two":
             return "a", 1.0
         self.at += 1 if "right" in reply["content"] else -1
@@ -114,6 +118,10 @@ class Tasks(Line):
         }
         if self.fault == "raises":
             raise RuntimeError("the file is gone")
+        if self.fault == "exits":
+            sys.exit("no such set")
+        if self.fault == "never ends":
+            return ({"id": f"{split}-{index}", "input": 1} for index in count())
         return rows[self.fault]
 
 

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from agentrl.config import resolve
+from agentrl.environments.settings import check
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.harbor.environment import Harbor
 from agentrl.harbor.trial import clean
 from agentrl.runners.containers.pool import Containers
+from agentrl.runners.hooks import role_rules, runner_hooks
 from tests.agentrl.harbor.folders import Scripted, write_task
 from tests.runners.containers.real import ENGINE, needs_podman, podman
 
@@ -170,6 +173,8 @@ async def test_a_command_has_its_own_time_and_a_model_may_be_wrong(rollout: Any)
     bad = {"role": "assistant", "content": "", "tool_calls": [wrong]}
     assert await rollout(bad, "Done.") == {"outcome": 0.0}
     assert "one tool, bash" in rollout.told
+    await rollout(["echo \ud83d"], "Done.")  # as a model may cut an emoji
+    assert "one tool, bash" in rollout.told
     await rollout(["sleep 60"], "Done.", command_timeout=1.0)
     assert "longer than 1 s" in rollout.told
     await rollout(["seq 1 5000; false"], "Done.", output=100)
@@ -256,6 +261,7 @@ def steps(two: str = "[ -e set ]") -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 async def test_steps_follow_each_other_in_one_container(rollout: Any) -> None:
     rollout.write(steps())
     assert await rollout() == {"outcome": 1.0}
@@ -293,6 +299,7 @@ echo $good > /logs/verifier/reward.txt
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 async def test_a_separate_verifier_gets_artifacts_and_nothing_else(rollout: Any, own: bool) -> None:
     solve = """#!/bin/sh
@@ -323,6 +330,53 @@ async def test_a_program_of_the_image_is_the_agent(rollout: Any) -> None:
     assert await rollout(command=program) == {"outcome": 1.0}
     with pytest.raises(AgentRLError, match="exit status 3: no model"):
         await rollout(command=["sh", "-c", "echo no model >&2; exit 3"])
+
+
+PRESET = """program = "my-harness"
+argv = ["--prompt", "{prompt}", "--context", "{context}"]
+env = { MODEL_KEY = "{key}" }
+match = [{ role = "title", system = "Name*" }]
+[files]
+".mine/config" = "{root}"
+"""
+MY_HARNESS = """#!/bin/sh
+[ "$1 $2 $3 $4 $5" = "--prompt Write hello to hello.txt. --context 999 --more" ] || exit 4
+[ "$(cat $HOME/.mine/config)/v1" = "$OPENAI_BASE_URL" ] && [ "$MODEL_KEY" = key ] || exit 5
+[ "$PWD" = /app ] && touch "$HOME/.mine/own" || exit 6
+echo hello > hello.txt
+"""
+
+
+async def test_a_harness_of_the_image_is_the_agent(rollout: Any, tmp_path: Path) -> None:
+    preset = tmp_path / "mine.toml"
+    preset.write_text(PRESET)
+    rollout.write(
+        {
+            DOCKERFILE: "FROM BASE\nWORKDIR /app\nCOPY my-harness /bin/\n"
+            "RUN chmod 777 /app && chmod 755 /bin/my-harness\n",
+            "environment/my-harness": MY_HARNESS,
+            "task.toml": f"{SHARED}[agent]\nuser = 65534\n",
+        }
+    )
+    options = {"harness": str(preset), "args": ["--more"]}
+    assert await rollout(context=999, **options) == {"outcome": 1.0}
+    with pytest.raises(AgentRLError, match="exit status 4"):
+        await rollout(context=5, **options)
+    for wrong in ({"command": "x", "harness": str(preset)}, {"args": ["--more"]}):
+        with pytest.raises(ConfigError, match="harness"):
+            Harbor("tasks", **wrong)
+
+
+def test_calls_of_a_harness_that_are_not_its_agents_have_roles(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(PRESET)
+    write_task(tmp_path / "tasks" / "t")
+    data = {"name": "t", "environment": "harbor:tasks", "root": str(tmp_path)}
+    config = resolve(data | {"environment_options": {"harness": "mine.toml"}}, source="test")
+    (rule,) = role_rules(config, runner_hooks(config, tmp_path))
+    assert rule.role == "title"
+    refused = resolve(data | {"agent": {"harness": "codex"}}, source="test")
+    with pytest.raises(ConfigError, match=r"move harness = 'codex' to \[environment_options\]"):
+        check(refused)
 
 
 async def test_a_folder_that_changes_under_a_run_is_said(rollout: Any) -> None:

@@ -80,6 +80,7 @@ def test_the_policy_with_a_shell_is_trained(
     assert {row.reward() for row in rollouts} == {0.0}  # a random model solves nothing
 
 
+@pytest.mark.slow
 def test_a_program_of_the_image_reaches_the_model_without_a_network(
     tmp_path: Path, real: str, tiny_model_dir: Path
 ) -> None:

@@ -78,6 +78,7 @@ def answered(folder: Path, *command: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_what_was_learned_is_played_beside_the_run(folder: Path) -> None:
     trained = agentrl(folder, "train", "run.toml")

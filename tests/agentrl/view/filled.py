@@ -186,6 +186,26 @@ async def fill(url: str, folder: Path, model: Path | None, steps: int = STEPS) -
         await store.open_run("empty", {})
 
 
+async def fill_evaluations(url: str) -> None:
+    """Two evaluations of the run "other" on two held-out tasks: all wrong, then all right."""
+    async with open_store(url) as store:
+        for step, value in ((0, 0.0), (4, 1.0)):
+            group = f"other/eval/{step:06}/score"
+            asked = [
+                NewRollout(
+                    id=f"{group}/{i:04}", run="other", group=group, index=i, step=step,
+                    task={"input": f"Name town {i}?"}, purpose=Purpose.EVAL, max_attempts=1,
+                )
+                for i in range(2)
+            ]  # fmt: skip
+            await store.enqueue(asked)
+            for attempt in await store.claim(2, runner="t", lease=60.0, run="other", timeout=5.0):
+                await store.add_transitions(calls(attempt, 0)[:1])
+                row = [Reward(value=value)]
+                one = Outcome(attempt=attempt.id, fence=attempt.fence, rewards=row)
+                await store.finish([one])
+
+
 async def fill_data(url: str) -> None:
     """A data set of two versions, of which the last has 13 items: a pair of two rollouts, labelled
     calls, a label, and imported pairs."""

@@ -25,10 +25,11 @@ PAGES = [
     "/group/run/train/0000003?run=run", f"/rollout/{ROLLOUT}", "/rollout/run/train/0000003/0003",
     f"/attempts/{ROLLOUT}", f"/lanes/{ROLLOUT}", f"/call/0/{ROLLOUT}", "/find/run",
     f"/compare?a={ROLLOUT}&b=run/train/0000003/0001", "/policies/run", "/data/likes",
-    "/data/likes?after=9", "/prompts/search",
+    "/data/likes?after=9", "/prompts/search", "/tasks/run?of=train",
     f"/prompt/{filled.CANDIDATES[1]}?run=search", "/run/none",
 ]  # fmt: skip
 NewPage = Callable[..., Any]
+PHONE = {"width": 390, "height": 844}
 
 
 @pytest.fixture
@@ -102,11 +103,11 @@ def test_filters_and_pages_without_repeats_while_rows_arrive(
         commit(n)
     page = new_page()
     page.goto(f"{address}/find/run?to=15")
-    found = page.eval_on_selector_all("td a", "all => all.map(a => a.textContent)")
+    found = page.eval_on_selector_all("td a", "all => all.map(a => a.title)")
     commit(16)
     while more := page.query_selector("a[rel=next]"):
         page.goto(address + "/find/run" + more.get_attribute("href"))
-        found += page.eval_on_selector_all("td a", "all => all.map(a => a.textContent)")
+        found += page.eval_on_selector_all("td a", "all => all.map(a => a.title)")
     expected = {f"run/train/{n:07}/{i:04}" for n in range(16) for i in range(4)}
     expected.add("run/queued/0")
     assert len(found) == len(set(found))
@@ -116,7 +117,7 @@ def test_filters_and_pages_without_repeats_while_rows_arrive(
     page.fill("[name=to]", "4")
     page.click("button:text-is('Find')")
     page.wait_for_url("**state=failed**")
-    found = page.eval_on_selector_all("td a", "all => all.map(a => a.textContent)")
+    found = page.eval_on_selector_all("td a", "all => all.map(a => a.title)")
     assert sorted(found) == ["run/train/0000003/0003", "run/train/0000004/0003"]
 
 
@@ -161,11 +162,17 @@ def test_pairs_and_prompts_lead_to_rollouts(viewed: str, new_page: NewPage) -> N
     page.wait_for_url("**/prompt/**")
 
 
-def test_what_agents_wrote_stays_text(viewed: str, new_page: NewPage) -> None:
+def test_what_agents_wrote_stays_text_and_fits_on_a_phone(viewed: str, new_page: NewPage) -> None:
     page = new_page()
+    page.set_viewport_size(PHONE)
+    covering = """[...document.querySelectorAll('main *')].filter(e => e.checkVisibility()
+        && getComputedStyle(e).position === 'fixed').length"""
     for path in PAGES[:-1]:
         page.goto(viewed + path)
         page.wait_for_timeout(50)
+        wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert wide <= 0, f"{path} is {wide} px wider than the phone"
+        assert page.evaluate(covering) == 0, path
         assert page.title() != "owned"
         assert page.locator("main img, main script:not([type])").count() == 0
     page.goto(f"{viewed}/rollout/{ROLLOUT}")
@@ -207,6 +214,45 @@ def test_every_page_is_useful_without_javascript(viewed: str, new_page: NewPage)
     assert page.locator(".tokens").first.inner_text()
     page.click("text=Every token's numbers >> nth=0")
     assert "0.555556" in page.locator("#t5").inner_text()
+
+
+def test_a_phone_shows_a_token_and_covers_nothing(viewed: str, new_page: NewPage) -> None:
+    page = new_page()
+    page.set_viewport_size(PHONE)
+    page.goto(f"{viewed}/rollout/{ROLLOUT}")
+    page.wait_for_selector(".tokens span")
+    page.click("[data-call='0'] span:nth-child(6)")  # the sheet of a token comes, and goes
+    assert page.locator("#inspector").is_visible()
+    page.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
+    last, sheet = (page.locator(x).last.bounding_box() for x in (".talk details", "#inspector"))
+    assert last["y"] + last["height"] <= sheet["y"]
+    page.click("#inspector button")
+    assert not page.locator("#inspector").is_visible()
+
+
+def test_the_keyboard_alone_compares_runs(viewed: str, new_page: NewPage) -> None:
+    """Every stop is visible, below the bar, and has an outline."""
+    page = new_page()
+    page.goto(f"{viewed}/?sort=run&order=up")
+    ticked, seen = 0, []
+    while not seen or not seen[-1].startswith("Compare the"):
+        page.keyboard.press("Tab")
+        name, outline, top = page.evaluate(
+            """(() => { const e = document.activeElement, box = e.getBoundingClientRect();
+            return [e.getAttribute('aria-label') || e.textContent || e.name,
+                    getComputedStyle(e).outlineStyle, box.top]; })()"""
+        )
+        assert outline != "none", name
+        assert top >= 0, name
+        seen.append(name)
+        if name in ("Compare run", "Compare other"):
+            page.keyboard.press("Space")
+            ticked += 1
+    assert ticked == 2
+    assert {"before", "after", "run", "empty", "other", "search"} <= set(seen)
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/runs?run=other&run=run")
+    assert "algorithm.lr" in page.locator("main").inner_text()
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])

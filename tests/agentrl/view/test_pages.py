@@ -19,11 +19,13 @@ import click
 import httpx
 import pytest
 
+import agentrl
 from agentrl.cli.main import cli
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.types import Credit, Trace, float32
-from agentrl.view import server
+from agentrl.view import charts, explanation, records, settings, training
+from agentrl.view.home import server
 from agentrl.view.pages import Page, Pages
 from agentrl.view.templates import STATIC, environment, render
 from tests import factories, warm
@@ -38,7 +40,9 @@ PATHS = [
     "/rollout/run/train/0000003/0003", f"/attempts/{ROLLOUT}", f"/lanes/{ROLLOUT}",
     f"/call/1/{ROLLOUT}", f"/compare?a={ROLLOUT}&b=run/train/0000003/0001",
     "/find/run", "/find/run?reward=style&low=0.2&state=succeeded&role=critic&from=1&to=4",
-    "/policies/run", f"/tokens/{ROLLOUT}?call=0&call=2", "/series/run?name=reward/mean&after=2",
+    "/tasks/run", "/tasks/run?of=train&sort=trend", "/tasks/search", "/tasks/empty",
+    "/?sort=gain&order=up&q=run", "/policies/run", f"/tokens/{ROLLOUT}?call=0&call=2",
+    "/series/run?name=reward/mean&after=2",
     f"/raw/{ROLLOUT}?what=result", "/data/likes", "/data/likes?version=1",
     "/data/likes?split=test", "/data/likes?after=9", "/prompts/search", "/prompts/run",
     f"/prompt/{filled.CANDIDATES[1]}?run=search",
@@ -233,7 +237,7 @@ def test_a_key_that_is_none_is_refused(key: str, monkeypatch: pytest.MonkeyPatch
 def test_the_server_imports_no_torch(filled_store: str) -> None:
     code = (
         "import asyncio, sys\n"
-        "import agentrl.view.server, agentrl.view.export, agentrl.view.notebook\n"
+        "import agentrl.view.home.server, agentrl.view.export, agentrl.view.notebook\n"
         "from agentrl.view.pages import Pages\n"
         "from agentrl.view.templates import render\n"
         "from agentrl.store import open_store\n"
@@ -330,3 +334,118 @@ def test_a_file_says_when_a_page_says_how_long_ago() -> None:
     template = environment().from_string("{{ at | ago }}")
     assert template.render(at=0.0, export=True) == "1970-01-01"
     assert template.render(at=0.0, export=False).endswith(" d ago")
+
+
+async def test_the_first_screen_is_the_verdict(tmp_path: Path) -> None:
+    """Before and after, the reasons, a success and a failure as text, settings on demand."""
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    await filled.fill(url, tmp_path, None)
+    await filled.fill_evaluations(url)
+    async with open_store(url, readonly=True) as store:
+        page = await Pages(store).run("other", {})
+        text = render(page)
+        tasks = (await Pages(store).tasks("other", {})).values
+        step = (await Pages(store).step("other", 3)).values
+    good, bad = page.values["examples"]
+    assert (good.title, good.where, good.outcome) == ("A success", "held-out, step 4", 1.0)
+    assert (bad.title, bad.where) == ("A failure", "held-out, before training, the same task")
+    assert (good.task, bad.task) == ("Name town 0?", "Name town 0?")
+    assert text.index("A success") < text.index("Training</h2>")
+    assert [(row.text, row.outcomes) for row in tasks["task_rows"]] == [
+        ("Name town 0?", [0.0, 1.0]), ("Name town 1?", [0.0, 1.0])
+    ]  # fmt: skip
+    assert [one["task"] for one in step["completions"]] == ["task 3"] * filled.SIZE
+    assert step["completions"][1]["answer"]["text"].startswith("answer 2 of other")
+    assert step["completions"][3]["o"].failure.message.startswith("boom")
+    lr = next(row for row in page.values["settings"]["algorithm"] if row.name == "lr")
+    assert (lr.value, lr.changed) == (0.25, True)
+    assert {one["name"] for one in page.values["played"]} >= {"eval/function/depth"}
+
+
+async def test_secrets_are_not_among_the_settings(tmp_path: Path) -> None:
+    config = filled.config(tmp_path, None)
+    config["agent"]["env"] = {"MY_KEY": "hunter2"}
+    config["upstreams"] = {"x": {"api_key": "hunter2", "max_tokens": 7}}
+    found = settings.tables(config)
+    assert "hunter2" not in str(found)
+    assert ("x.max_tokens", 7, True) in found["upstreams"]
+
+
+def test_an_explanation_is_a_table_and_loses_nothing() -> None:
+    text = (
+        "r/0, step 3, grpo\nrewards\n  role:outcome of solver = 0.5 (verifier)\n"
+        "call c-0, solver, 22 tokens by v1-2\n"
+        "    1 x GroupRelative(Outcome(), base='mean'): value 0.5, baseline 0.25 .. 1e-05, "
+        "scale missing, advantage -0.25\n"
+        "  sum: advantage -0.25\n"
+        "  weight in the loss (psi): -0.1 per token (advantage -0.25 x gates 1 x share 0.4)\n"
+        "  the step used advantage 1, and the chain above comes to 2\n"
+        "call c-1, solver, 1 tokens\n  not in the loss\n"
+        "gates and penalties\n  Gate(Clip(0.2))\n"
+    )
+    found = explanation.read(text, [factories.call(id="c-0")])
+    assert found["rewards"] == [
+        {"name": "role:outcome of solver", "value": "0.5", "source": "verifier"}
+    ]
+    first, second = found["calls"]
+    assert (first["at"], first["by"], first["weight"]) == (0, "v1-2", "-0.1")
+    assert first["steps"][0]["words"] == "1 × Compared with the group"  # noqa: RUF001
+    assert first["steps"][0]["numbers"]["baseline"] == "0.25 .. 1e-05"
+    assert first["steps"][0]["numbers"]["scale"] == "missing"
+    assert first["factors"][-1] == ("share", "0.4")
+    assert first["notes"][0].startswith("the step used")
+    assert (second["notes"], found["notes"]) == (["not in the loss"], ["Gate(Clip(0.2))"])
+    refused = explanation.read("r/0 is not trained: it is an evaluation")
+    assert refused["notes"] == ["r/0 is not trained: it is an evaluation"]
+    shown = {"run": "r", "id": "r/0", "o": factories.rollout(), **found}
+    page = render(Page("explain.html", "r/0 explained", shown))
+    assert "Weight in the loss, per token" in page
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ({"input": "Which  city?\n", "answer": "x"}, "Which city?"),
+        ({"input": {"game": "kuhn", "seed": 7}}, "game kuhn, seed 7"),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "messages Hi"),
+        ({"prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]}, "U"),
+        ({"input": "x" * 500}, "x" * 139 + "…"),
+        ({}, ""),
+        (None, ""),
+        ("text", "text"),
+    ],
+)
+def test_a_task_in_a_line(task: Any, expected: str) -> None:
+    assert records.gist(task) == expected
+
+
+def test_charts_fit_what_they_show() -> None:
+    names = ["reward/mean", "role/a/reward", "role/b/reward", "sampler/kl", "grad_norm"]
+    names += ["reward/format/mean", "reward/format/a/mean", "reward/format/b/mean"]
+    curve = [(0, 0.25), (1, 0.5)]
+    series = dict.fromkeys(names, curve) | {"sampler/kl": [(0, 7e-14), (1, 6e-14)]}
+    series["reward/format/b/mean"] = [(0, 0.1), (1, 0.2)]
+    roles, form = (charts.drawn(one, series) for one in charts.rewards(names))
+    assert roles is not None
+    assert form is not None
+    assert [label for label, _ in roles["lines"]] == ["a, b"]  # they share their reward
+    assert [label for label, _ in form["lines"]] == ["a", "b"]
+    assert form["unit"]
+    drawn = {one.name: charts.drawn(one, series) for one in charts.training(names, [])}
+    assert {name: one["quiet"] for name, one in drawn.items() if one} == {
+        "grad_norm": False, "sampler/kl": True
+    }  # fmt: skip
+    assert charts.drawn(charts.single("none"), series) is None
+
+
+def test_the_code_of_a_run_is_kept_with_it(tmp_path: Path) -> None:
+    assert training.origin(str(tmp_path / "nowhere")) == {}
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "agent.py").write_text("x = 1")
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    ((commit, kept),) = training.origin(str(tmp_path)).items()
+    assert len(commit) == 40
+    assert kept == {"changed": False, "agentrl": agentrl.__version__}
+    (tmp_path / "agent.py").write_text("x = 2")
+    assert training.origin(str(tmp_path))[commit]["changed"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.store import open_store
-from agentrl.view.home import Home
+from agentrl.view.home.home import Home
 from agentrl.view.pages import Pages
 from agentrl.view.templates import render
 from tests.agentrl.view import filled
@@ -37,7 +37,7 @@ async def shown(url: str, folder: Path) -> list[str]:
             await pages.of_part("prompt", BETTER, {"run": "search"}),
         ]
         await home.close()
-    times = re.compile(r'\d+\u202f\w+|\d+ \w+ ago|\d+\.\d\d s\b|<td class="n">\d+\.\d\d</td>')
+    times = re.compile(r'\d+\u202f\w+|\d+ \w+ ago|\d+\.\d\d s\b|<td class="n"[^>]*>\d+\.\d\d</td>')
     return [times.sub("", render(page)) for page in found]
 
 

@@ -55,7 +55,8 @@ def test_what_a_layer_saves_is_within_a_tenth(dtype: str, rank: int) -> None:
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        # Copies of an adapter's weights in the base's dtype are the same for any number of tokens.
+        if storage.data_ptr() not in own and len(pack.tokens) in tensor.shape:
             saved[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 

@@ -28,7 +28,7 @@ from agentrl.errors import ConfigError, TrainingError
 from agentrl.runners.scoring.results import failure_of
 from agentrl.runners.scoring.verifiers import VerifierError, as_rewards
 from agentrl.store import Store, open_store
-from agentrl.types import ErrorKind, Purpose, Reward, Rollout, RolloutState, Scope
+from agentrl.types import ErrorKind, Failure, Purpose, Reward, Rollout, RolloutState, Scope
 from tests import factories
 
 
@@ -146,6 +146,51 @@ async def test_a_verifier_that_returns_no_number_ends_the_run_before_its_first_s
     await evaluate_heldout(store, config, 1, 0, [{"input": "a"}])
 
 
+@pytest.mark.parametrize(
+    ("kinds", "reward", "cure"),
+    [
+        (
+            "agent_error",
+            nan,
+            r"by agent_error: no luck\. .* Correct the agent \(agent\.path",
+        ),
+        ("timeout", nan, r"by timeout: no luck\. .* Raise agent\.timeout"),
+        ("no_model_call", nan, r"by no_model_call: .* Let the agent call the policy"),
+        ("agent_error timeout", nan, ""),  # two causes
+        ("agent_error", 0.0, ""),  # agent.error_reward: something can be learned
+        ("agent_error none", nan, ""),
+    ],
+)
+async def test_a_first_evaluation_that_fails_in_one_way_ends_the_run_with_its_cure_alone(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: str,
+    reward: float,
+    cure: str,
+) -> None:
+    tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
+    config = factories.config(tmp_path, steps=9, **tasks)
+    rows = [
+        msgspec.structs.replace(
+            played(1.0 if kind == "none" else reward),
+            failure=None if kind == "none" else Failure(kind=ErrorKind(kind), message="no luck"),
+        )
+        for kind in (kinds.split() * 2)[:2]
+    ]
+
+    async def play(store: Store, asked: Any) -> dict[str, list[Rollout]]:
+        return dict.fromkeys(asked, rows)
+
+    monkeypatch.setattr(evaluate, "play", play)
+    if cure:
+        with pytest.raises(TrainingError, match=f"^all 4 rollouts failed {cure}") as error:
+            await evaluate_heldout(store, config, 1, 0, [{"input": "a"}])
+        assert str(error.value).endswith("and repeat the command with --fresh")
+        monkeypatch.setattr(evaluate, "FEWEST", 5)  # so few may fail alike by chance
+    await evaluate_heldout(store, config, 1, 0, [{"input": "a"}])
+
+
 async def scored(store: Store, *scores: float) -> None:
     for step, score in enumerate(scores):
         await store.log("r", 10 * step, {"eval/score": score})
@@ -184,7 +229,7 @@ async def test_scores_of_all_tasks_are_compared_by_the_tasks_that_all_evaluation
 
 async def test_the_best_checkpoint_is_named_and_kept(store: Store, tmp_path: Path) -> None:
     config, folder = factories.config(tmp_path), tmp_path / "out" / "checkpoints"
-    for step, score in enumerate((0.2, 0.5, 0.5), start=1):
+    for step, score in enumerate((0.2, 0.5, 0.4), start=1):
         last = folder / f"{step:06d}"
         last.mkdir(parents=True)
         await store.commit_step(factories.commit(step - 1, checkpoint=f"checkpoints/{last.name}"))
@@ -193,6 +238,10 @@ async def test_the_best_checkpoint_is_named_and_kept(store: Store, tmp_path: Pat
         await mark_best(store, config, "")
     assert {path.name for path in folder.iterdir()} == {"000002", "000003", "best"}
     assert (folder / "best").resolve().name == "000002"
+    for score, best in ((0.5, "000003"), (0.4, "000002")):  # of equal ones the last
+        await store.log("r", 3, {"eval/score": score})
+        await mark_best(store, config, "")
+        assert (folder / "best").resolve().name == best
     (folder.parent / "evaluation" / "000003").mkdir(parents=True)  # it is scored late
     (folder / "000004").mkdir()
     prune(folder, keep=1, last=folder / "000004")

@@ -17,7 +17,11 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from agentrl.algorithms.train import main
+from agentrl.algorithms.why import changes
+from agentrl.algorithms.why import record as records
 from agentrl.algorithms.why import rules as why
+from agentrl.algorithms.why.changes import HELD_OUT, TRAINING, Change
+from agentrl.algorithms.why.record import PolicyRun
 from agentrl.cli.main import cli
 from agentrl.config import resolve
 from agentrl.errors import NotFound, TrainingError
@@ -154,7 +158,7 @@ async def test_what_spoiled_a_run_is_named_first(
     if name == "model certain":
         model = make_certain(model, tmp_path / "certain")
     async with open_store(await train(tmp_path, model, **spoiled)) as store:
-        *_, record = (await why.read(store, "r")).values()
+        *_, record = (await records.read(store, "r")).values()
     found = why.reasons(record)
     assert expected in found[0].text, found
 
@@ -164,7 +168,7 @@ async def test_a_run_that_learns_has_no_strong_reason_not_to(
 ) -> None:
     url = await train(tmp_path, tiny_model_dir, algorithm={"lr": 1e-2}, sampling={"max_tokens": 3})
     async with open_store(url) as store:
-        (record,) = (await why.read(store, "r")).values()
+        (record,) = (await records.read(store, "r")).values()
     assert [reason for reason in why.reasons(record) if reason.share >= why.RANKED_SHARE] == []
 
 
@@ -204,7 +208,10 @@ def test_the_command_says_that_a_run_improved(tmp_path: Path) -> None:
 
     asyncio.run(fill())
     said = CliRunner().invoke(cli, ["why", "r", "--store", url]).output
-    expected = "held-out 0.500 to 0.500, sampled held-out 0.200 to 0.760, it improved"
+    expected = (
+        "held-out 0.500 to 0.500 (+0.00), sampled held-out 0.200 to 0.760 (+0.56, of which chance"
+        " explains 0.18), it learned"
+    )
     expected = f"means of the first and last fifth: {expected}"
     assert said == f"policy: 0 steps, {expected}\n"
 
@@ -222,7 +229,7 @@ async def test_a_search_that_ran_out_of_time_finds_no_silent_role(
             return Found([], cursor, 9)
 
         monkeypatch.setattr(store, "search", search)
-        (found,) = (await why.read(store, "r")).values()
+        (found,) = (await records.read(store, "r")).values()
     assert found.silent == silent
 
 
@@ -230,7 +237,7 @@ async def test_a_search_that_ran_out_of_time_finds_no_silent_role(
     ("held_out", "named"), [([0.1, 0.2], True), ([0.1, 0.9], False), ([], False)]
 )
 def test_a_run_that_learns_its_training_tasks_alone(held_out: list[float], named: bool) -> None:
-    record = why.PolicyRun(
+    record = PolicyRun(
         config=resolve({"policy": {"model": "m"}}, source="test"),
         steps=[{"reward/mean": 0.1 * step, "lr": 1e-3, "update/steps": 1.0} for step in range(9)],
         scores=held_out, failure=None, silent=[], logprobs=[-1.0],
@@ -245,7 +252,7 @@ def test_a_run_that_learns_its_training_tasks_alone(held_out: list[float], named
 @pytest.mark.parametrize(("sampled", "named"), [(-0.001, True), (-2.5, False)])
 def test_an_update_after_which_no_group_differs_any_more(sampled: float, named: bool) -> None:
     """Later steps change no weight and measure no entropy: what is sampled shows what it left."""
-    record = why.PolicyRun(
+    record = PolicyRun(
         config=resolve({"policy": {"model": "m"}}, source="test"),
         steps=[{"policy/entropy": 3.0, "lr": 1.0, "update/steps": 1.0}, {"update/steps": 1.0}],
         scores=[], failure=None, silent=[], logprobs=[sampled],
@@ -283,7 +290,7 @@ def rows(**columns: list[float]) -> list[dict[str, float]]:
 )
 def test_whether_a_run_improved(columns: dict[str, list[float]], sentence: str) -> None:
     expected = f"no improvement was measured ({sentence})" if sentence else ""
-    assert why.not_improved(rows(**columns), resolve({}, source="test")) == expected
+    assert changes.not_improved(rows(**columns), resolve({}, source="test")) == expected
 
 
 @pytest.mark.parametrize(
@@ -291,8 +298,8 @@ def test_whether_a_run_improved(columns: dict[str, list[float]], sentence: str) 
 )
 def test_a_reward_of_chosen_or_recorded_rollouts_is_no_evidence(settings: dict[str, Any]) -> None:
     config = resolve(settings, source="test")
-    assert why.not_improved(rows(reward=[0.5, 0.5]), config) == ""
-    assert why.changes_of(rows(reward=[0.1, 0.9]), config) == {}
+    assert changes.not_improved(rows(reward=[0.5, 0.5]), config) == ""
+    assert changes.changes_of(rows(reward=[0.1, 0.9]), config) == {}
 
 
 def bounded(*scores: float, half: float = 0.1) -> list[dict[str, float]]:
@@ -313,16 +320,16 @@ def bounded(*scores: float, half: float = 0.1) -> list[dict[str, float]]:
     ],
 )
 def test_a_run_has_clearly_improved(measured: list[dict[str, float]], risen: bool) -> None:
-    changes = why.changes_of(measured, resolve({}, source="test"))
-    assert any(change.risen for change in changes.values()) == risen
+    found = changes.changes_of(measured, resolve({}, source="test"))
+    assert any(change.risen for change in found.values()) == risen
 
 
 def record(
-    steps: list[dict[str, float]], changes: dict[str, why.Change] | None = None, **given: Any
-) -> why.PolicyRun:
+    steps: list[dict[str, float]], changed: dict[str, Change] | None = None, **given: Any
+) -> PolicyRun:
     given = {"scores": [], "failure": None, "silent": [], "logprobs": []} | given
     config = resolve({"policy": {"model": "m"}}, source="test")
-    return why.PolicyRun(config=config, steps=steps, changes=changes or {}, **given)
+    return PolicyRun(config=config, steps=steps, changes=changed or {}, **given)
 
 
 def test_what_success_looks_like_too_is_no_reason_in_a_run_that_improved() -> None:
@@ -339,7 +346,7 @@ def test_what_success_looks_like_too_is_no_reason_in_a_run_that_improved() -> No
     for effect in ("learning rate is too high", "entropy", "flat", "clipped", "rate is too low"):
         assert effect in said
     assert "missing" not in said  # one role's process reward is
-    risen = {why.HELD_OUT: why.Change(0.55, 1.0, 1.0, 0.2)}
+    risen = {HELD_OUT: Change(0.55, 1.0, 1.0, 0.2)}
     assert why.reasons(record(steps, risen, logprobs=[-0.001])) == []
     lost = [step | {"rollouts/failed": 4.0, "rollouts/failed/timeout": 4.0} for step in steps]
     failure = FailureCount(kind=ErrorKind.TIMEOUT, attempts=8, rollout="r/1", message="late")
@@ -462,9 +469,9 @@ def test_held_out_that_rises_as_much_as_training_is_no_fault() -> None:
     assert why.reasons(record(rising, scores=[0.0, 0.4])) == []
     (reason,) = why.reasons(record(rising, scores=[0.2, 0.1]))
     assert "held-out does not as much" in reason.text
-    known = {why.TRAINING: why.Change(0.1, 0.6, 0.7, noise=0.1)}
-    known[why.HELD_OUT] = why.Change(0.3, 0.2, 0.3, noise=0.9)
+    known = {TRAINING: Change(0.1, 0.6, 0.7, noise=0.1)}
+    known[HELD_OUT] = Change(0.3, 0.2, 0.3, noise=0.9)
     (reason,) = why.reasons(record(rising, known, scores=[0.2, 0.1]))
     assert "0.10 to 0.60 in training, 0.30 to 0.20 held-out" in reason.text  # as `agentrl why` says
-    chance = {why.TRAINING: why.Change(0.1, 0.7, 0.7, noise=1.0)}
+    chance = {TRAINING: Change(0.1, 0.7, 0.7, noise=1.0)}
     assert why.reasons(record(rising, chance, scores=[0.2, 0.1])) == []

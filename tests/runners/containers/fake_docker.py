@@ -34,6 +34,9 @@ def main(argv: list[str]) -> int:
         print(
             pid if rest[1] == "{{.State.Pid}}" else f"{'running' if running else 'exited'} 0 false"
         )
+    if verb == "info" and os.path.exists(f"{LOG}.info"):  # noqa: PTH110
+        with open(f"{LOG}.info") as info:  # noqa: PTH123
+            print(info.read())
     if verb == "image":
         print('{"Entrypoint": null, "Cmd": ["sh"]}')
     if verb == "rm":

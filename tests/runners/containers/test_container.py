@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 from itertools import chain, pairwise
@@ -14,6 +15,8 @@ import pytest
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
+from agentrl.runners.containers.keeper import owner_of
+from agentrl.runners.containers.pool import Containers
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.types import ErrorKind
@@ -128,6 +131,7 @@ async def test_a_workspace_is_mounted_and_tested_in_a_container(
     assert tests["--volume"] == f"{folder}:{folder}"
     assert tests["--workdir"] == f"{folder}/repo"
     assert tests["--network"] == "none"
+    assert tests["--label"] == f"agentrl.owner={owner_of(os.getpid())}"
 
 
 async def test_the_agents_variables_are_not_those_of_docker(
@@ -210,3 +214,32 @@ async def test_what_the_user_can_mend(make: Any, runner: Any, says: str) -> None
     env = runner.pop("agent_env", {})
     with pytest.raises(ConfigError, match=says):
         await make("container", config=configured({"command": ["cat"], "env": env}, **runner))
+
+
+@pytest.mark.parametrize(
+    ("info", "ignored"),
+    [
+        ({"MemoryLimit": True, "CpuCfsQuota": True, "PidsLimit": True}, ""),
+        ({"MemoryLimit": False, "CpuCfsQuota": True, "PidsLimit": False}, "memory and processes"),
+        ({"host": {"cgroupControllers": [], "security": {"rootless": False}}}, ""),
+        (
+            {"host": {"cgroupControllers": [], "security": {"rootless": True}}},
+            "memory and cores and processes",
+        ),
+        (
+            {"host": {"cgroupControllers": ["memory", "pids"], "security": {"rootless": True}}},
+            "cores",
+        ),
+    ],
+)
+async def test_limits_that_an_engine_ignores_are_said(
+    docker: Path, caplog: pytest.LogCaptureFixture, info: dict[str, Any], ignored: str
+) -> None:
+    """As a user of rootless podman has them: the engine itself goes on with a warning."""
+    info["DockerRootDir"] = str(docker.parent)
+    docker.with_name("docker.log.info").write_text(json.dumps(info))
+    containers = Containers("docker")
+    await containers.start()
+    await containers.close()
+    said = "docker here ignores limits of "
+    assert (f"{said}{ignored}," in caplog.text) if ignored else (said not in caplog.text)

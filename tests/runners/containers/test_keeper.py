@@ -128,22 +128,48 @@ def test_a_dead_keeper_that_nobody_has_looked_at_is_dead() -> None:
     with subprocess.Popen(["sleep", "0"]) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
         assert keeper.started(ended.pid) == ""
+        unknown = keeper.owner_of(ended.pid)
     assert keeper.started(os.getpid())
+    assert keeper._is_dead(unknown)
+    assert not keeper._is_dead(keeper.owner_of(os.getpid()))
 
 
 async def test_whoever_notices_first_that_the_keeper_is_gone_starts_the_next(engine: Path) -> None:
     cli = Cli(str(engine))
     await cli.start()
     assert cli._keeper is not None
+    last = cli.owner
     cli._keeper.kill()
     while cli.alive:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     try:
+        await cli.awake()
+        assert cli.owner != last
+        cli._keeper.kill()
+        while cli.alive:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         answers = await asyncio.gather(*(cli.ask("run", "0.3", name) for name in "abc"))
         assert [answer.status for answer in answers] == [0, 0, 0]
     finally:
         await cli.close()
     assert not list((engine.parent / "all").iterdir())
+
+
+async def test_a_folder_stays_while_its_runner_or_its_keeper_lives(
+    engine: Path, tmp_path: Path
+) -> None:
+    """A runner whose keeper was killed goes on in it."""
+    alive, dead = keeper.owner_of(os.getpid()), f"{keeper.owner_of(os.getpid())}0"
+    owners = {"runner": [alive, dead], "keeper": [dead, alive], "none": [dead, dead]}
+    for name, lines in owners.items():
+        folder = tmp_path / f"{keeper.PREFIX}{name}"
+        folder.mkdir()
+        (folder / keeper.OWNER).write_text("\n".join(lines))
+    await serve(engine, pause=0.5)
+    assert sorted(file.name for file in tmp_path.glob(f"{keeper.PREFIX}*")) == [
+        f"{keeper.PREFIX}keeper",
+        f"{keeper.PREFIX}runner",
+    ]
 
 
 async def test_whatever_goes_wrong_is_an_answer(engine: Path) -> None:

@@ -197,7 +197,7 @@ def folders() -> set[str]:
     found = set()
     for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{OWNER}"):
         with contextlib.suppress(FileNotFoundError):
-            found.add(file.read_text())
+            found.update(file.read_text().split())
     return found
 
 

@@ -17,10 +17,19 @@ from agentrl.errors import AgentRLError, Invalid, NotFound, StoreError
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Json
-from agentrl.view import records
+from agentrl.view import charts, records
+from agentrl.view.home.stores import OPENING_PATIENCE, Place, places
 from agentrl.view.pages import SHOWN, Page, Pages, Query
-from agentrl.view.stores import OPENING_PATIENCE, Place, places
-from agentrl.view.summaries import Summary, differing, matrix, summary, whole_settings
+from agentrl.view.summaries import (
+    REWARD,
+    SCORE,
+    Summary,
+    differing,
+    in_unit,
+    matrix,
+    summary,
+    whole_settings,
+)
 
 SEARCH_PAUSE = 5.0  # seconds between two searches for stores
 LOOK_PAUSE = 0.5  # seconds between two looks at the files
@@ -28,6 +37,7 @@ ASK_PAUSE = 3.0  # seconds between two questions to stores that are no files
 AT_ONCE = 4  # stores that are read at the same time
 RUNS_PER_PAGE = 100
 MOST_COMPARED = 4
+TITLES = {SCORE: "Held-out", REWARD: "Training reward", **charts.TRAINING}
 SETTINGS_SHOWN = 4  # in a line, of those that set a run apart
 
 
@@ -246,6 +256,8 @@ class Home:
         values = {"rows": list(zip(bases, rows, labels, strict=True)), "names": names}
         values |= {
             "series": series,
+            "titles": TITLES,
+            "shares": [n for n in (SCORE, REWARD) if in_unit(one[n] for one in curves)],
             "labels": labels,
             "settings": matrix(list(map(whole_settings, rows))),
         }

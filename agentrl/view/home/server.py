@@ -28,7 +28,7 @@ from agentrl.base.parts import installed_plugins
 from agentrl.errors import ConfigError, Forbidden, Invalid, NotFound, StoreError, Unavailable
 from agentrl.store.urls import split_secret
 from agentrl.view import explanation
-from agentrl.view.home import Home
+from agentrl.view.home.home import Home
 from agentrl.view.live import ChangeFeed
 from agentrl.view.pages import Page, Pages
 from agentrl.view.templates import STATIC, render

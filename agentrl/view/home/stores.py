@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from agentrl.config import store_of
 from agentrl.errors import AgentRLError, NotFound, StoreError
 from agentrl.store import open_store
 
@@ -121,7 +122,9 @@ def find(name: str) -> str:
     near = get_close_matches(run, every, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; set {VARIABLE} or add --store for others"
     known = f"there are {', '.join(sorted(every)[:20])}" if every else "there is none"
-    raise NotFound(f"no store below {Path.cwd()} has a run {run!r}: {known}{hint}")
+    own = store_of(run).removeprefix("sqlite:///")
+    lost = f"there is no {own}, and no other store below {Path.cwd()} has a run {run!r}"
+    raise NotFound(f"{lost}: {known}{hint}")
 
 
 async def _search(run: str) -> tuple[list[str], set[str]]:

@@ -1,0 +1,232 @@
+"""All runs at home: stores are found, and whatever is wrong with one is a line."""
+
+from __future__ import annotations
+
+import html
+import re
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import store_with
+from agentrl.config.run_file import resolve
+from agentrl.errors import Invalid, NotFound, StoreError
+from agentrl.store import open_store
+from agentrl.types import RunState, StepCommit
+from agentrl.view.home.home import Home
+from agentrl.view.home.stores import VARIABLE, find, places
+from agentrl.view.pages import Page
+from agentrl.view.summaries import Verdict, facts, in_unit, verdict
+from agentrl.view.templates import render
+from tests.agentrl.view.filled import finish
+
+
+def scores(value: float) -> dict[str, float]:
+    return {"eval/score": value, "eval/score_low": value - 0.1, "eval/score_high": value + 0.1}
+
+
+async def add_run(file: Path, name: str, *, first: float, last: float, lr: float = 1e-4) -> None:
+    from msgspec import to_builtins
+
+    config = resolve(
+        {"name": name, "root": "/agents", "policy": {"model": "tiny"}, "algorithm": {"lr": lr}},
+        source="test",
+    )
+    async with open_store(f"sqlite:///{file}") as store:
+        state: RunState = await store.open_run(name, to_builtins(config))
+        for step, score in ((0, first), (1, last)):
+            metrics = {"reward/mean": score, **scores(score)}
+            await store.commit_step(
+                StepCommit(
+                    run=name, epoch=state.epoch, step=step, groups=[], versions={},
+                    checkpoint=None, metrics=metrics,
+                )
+            )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs in the places where people have them, and files that are none."""
+    root = tmp_path_factory.mktemp("home")
+
+    async def fill() -> None:
+        await add_run(root / "runs/alpha/store.db", "alpha", first=0.2, last=0.8)
+        await add_run(root / "runs/study/all.db", "beta", first=0.3, last=0.35, lr=0.5)
+        await add_run(root / "runs/study/all.db", "gamma", first=0.9, last=0.4)
+        await add_run(root / "deep/er/store.db", "alpha", first=0.1, last=0.2)
+        await add_run(root / "node_modules/x/store.db", "hidden", first=0.1, last=0.2)
+
+    finish(fill())
+    (root / "runs/broken").mkdir()
+    (root / "runs/broken/store.db").write_bytes(b"not a database at all" * 99)
+    for name in ("foreign", "old"):
+        (root / "runs" / name).mkdir()
+    with sqlite3.connect(root / "runs/foreign/music.db") as conn:
+        conn.execute("create table albums (title text)")
+    with sqlite3.connect(root / "runs/old/store.db") as conn:
+        conn.execute("create table runs (id text)")
+        conn.execute("pragma user_version = 3")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+async def listed(query: dict[str, str] | None = None, *given: str) -> Page:
+    home = Home(given)
+    page = await home.runs(query or {})
+    await home.close()
+    return page
+
+
+def names(page: Page) -> list[str]:
+    return [f"{line.place.label}:{line.row.run}" for line, _ in page.values["rows"]]
+
+
+async def test_every_run_is_listed_and_every_bad_file_is_a_line(folder: Path) -> None:
+    page = await listed()
+    known = ["deep/er:alpha", "runs/alpha:alpha", "runs/study/all:beta", "runs/study/all:gamma"]
+    assert sorted(names(page)) == known
+    troubles = {place.label: text for place, text in page.values["troubles"]}
+    assert set(troubles) == {"runs/broken", "runs/foreign/music", "runs/old"}
+    assert all(troubles.values())
+    text = html.unescape(render(page))
+    assert "4 runs in 6 stores" in text
+    assert "<b>80\u202f%</b>" in text
+    assert "70\u202f% to 90\u202f%" in text
+    assert re.search(r'title="algorithm.lr">lr 0.5<', text)
+    assert "/at/alpha/run/alpha" in text
+
+
+async def test_a_locked_store_does_not_hold_up_the_others(folder: Path) -> None:
+    file = folder / "runs/locked/store.db"
+    await add_run(file, "locked", first=0.1, last=0.2)
+    with sqlite3.connect(file, isolation_level=None) as conn:
+        conn.execute("pragma locking_mode = exclusive")
+        conn.execute("pragma journal_mode = delete")
+        conn.execute("begin exclusive")
+        since = time.monotonic()
+        home = Home()
+        page = await home.runs({})
+        assert time.monotonic() - since < 20
+        conn.execute("rollback")
+    conn.close()
+    assert "runs/locked" in {place.label for place, _ in page.values["troubles"]}
+    assert "runs/alpha:alpha" in names(page)
+    await home.close()
+    file.unlink()
+
+
+async def test_sorted_and_filtered() -> None:
+    after = [
+        line.row.verdict.last.value for line, _ in (await listed({"sort": "after"}))[2]["rows"]
+    ]
+    assert after == [0.8, 0.4, 0.35, 0.2]
+    up = await listed({"sort": "gain", "order": "up"})
+    assert names(up)[0] == "runs/study/all:gamma"
+    assert names(await listed({"q": "lr=0.5"})) == ["runs/study/all:beta"]
+    assert names(await listed({"q": "study gamma"})) == ["runs/study/all:gamma"]
+    with pytest.raises(Invalid, match="sort must be one of"):
+        await listed({"sort": "beauty"})
+
+
+async def test_a_store_is_read_again_only_after_a_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, read = Home(), []
+    await home.lines()
+    whole = home._summarise
+
+    async def counted(place, known):
+        read.append(place.label)
+        await whole(place, known)
+
+    monkeypatch.setattr(home, "_summarise", counted)
+    await home.lines()
+    assert read == []
+    before = await home.cursor()
+    async with open_store(f"sqlite:///{folder / 'runs/alpha/store.db'}") as store:
+        await store.log("alpha", 5, scores(0.85))
+    assert await home.cursor() > before
+    lines = await home.lines()
+    assert read == ["runs/alpha"]
+    found = {line.place.label: line.row.verdict.last for line in lines}["runs/alpha"]
+    assert found is not None
+    await home.close()
+
+
+async def test_runs_of_several_stores_are_compared() -> None:
+    home = Home()
+    page = await home.compare(["alpha/alpha", "study~all/beta"])
+    assert page.values["settings"]["algorithm.lr"] == [1e-4, 0.5]
+    assert page.values["labels"] == ["alpha", "beta"]
+    both = await home.compare(["alpha/alpha", "deep~er/alpha"])
+    assert both.values["labels"] == ["alpha/alpha", "deep~er/alpha"]
+    with pytest.raises(NotFound):
+        await home.compare(["alpha/alpha", "study~all/none"])
+    assert await home.run_anywhere("gamma") == "/at/study~all/run/gamma"
+    with pytest.raises(NotFound, match="2 stores have"):
+        await home.run_anywhere("alpha")
+    await home.close()
+
+
+async def test_addresses_of_a_store_begin_with_its_key() -> None:
+    home = Home()
+    pages = await home.pages("study~all")
+    text = render(await pages.run("beta", {}), base=home.base("study~all"))
+    assert 'href="/at/study~all/groups/beta"' in text.replace("%7E", "~")
+    own = re.findall(r'href="(/[^"]*)"', text)
+    assert {one.split("/")[1] for one in own} == {"", "at", "static"}
+    await home.close()
+
+
+def test_commands_find_the_store_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store_with("alpha") == f"sqlite:///{folder / 'runs/alpha/store.db'}"
+    beta = f"sqlite:///{folder / 'runs/study/all.db'}"
+    assert store_with("beta") == store_with("beta/train/0000000/0000") == beta
+    with pytest.raises(NotFound, match="did you mean 'gamma'"):
+        store_with("gama")
+    with pytest.raises(StoreError, match="2 stores have a run 'alpha'"):
+        find("alpha")
+    monkeypatch.setenv(VARIABLE, f"sqlite:///{folder / 'node_modules/x/store.db'}")
+    assert store_with("hidden").endswith("node_modules/x/store.db")
+
+
+def test_places_that_are_named(folder: Path) -> None:
+    assert [place.label for place in places(["runs/study"])] == ["runs/study/all"]
+    assert [place.url for place in places(["https://KEY@host:99"])] == ["https://KEY@host:99"]
+    with pytest.raises(NotFound, match="nowhere"):
+        places(["nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("curves", "expected"),
+    [
+        ({"eval/score": [(0, 0.2), (9, 0.8)], "eval/score_high": [(0, 0.3), (9, 0.9)],
+          "eval/score_low": [(0, 0.1), (9, 0.7)]}, ("held-out", "better", True)),
+        ({"eval/score": [(0, 0.2), (9, 0.25)], "eval/score_high": [(0, 0.3), (9, 0.35)],
+          "eval/score_low": [(0, 0.1), (9, 0.15)]}, ("held-out", "same", True)),
+        ({"eval/score": [(0, 5.0), (9, 2.0)]}, ("held-out", "worse", False)),
+        ({"eval/function/k/exploitability": [(0, 0.4), (9, 0.3)]},
+         ("k/exploitability", "better", False)),
+        ({"reward/mean": [(i, i / 20) for i in range(20)]}, ("training reward", "same", True)),
+        ({}, ("held-out", "same", False)),
+        ({"eval/score": [(0, float("nan"))]}, ("held-out", "same", False)),
+    ],
+)  # fmt: skip
+def test_the_verdict_of_a_run(curves: dict, expected: tuple[str, str, bool]) -> None:
+    found: Verdict = verdict(curves)
+    assert (found.name, found.outcome, found.percent) == expected
+
+
+def test_facts_of_settings_of_any_version() -> None:
+    assert facts({}) == {}
+    found = facts({"policy": {"model": "/a/b/model"}, "steps": 3, "algorithm": {"lr": 1e-6}})
+    assert found == {"model": "model", "planned steps": "3", "learning rate": "1e-06"}
+    assert not in_unit([[(0, 1.5)]])
+    assert in_unit([[(0, 1.0)], [(0, 0.0)]])
