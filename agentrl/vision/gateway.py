@@ -64,8 +64,11 @@ class StoredImages(Feature):
     def __init__(self, store: Store, config: RunConfig) -> None:
         digests, seeing = isinstance(config.engine, EmbeddedEngineConfig), seeing_policies(config)
         self._sight = ImageSight(store, images_of(config), seeing, digests=digests)
+        self._needed = bool(seeing or config.upstreams)  # else every image is refused
 
     def join(self, active: ActiveAttempt) -> None:
+        if not self._needed:
+            return
         active.changes.append(self._sight.read)
         active.sight = self._sight
 

@@ -276,7 +276,7 @@ async def test_a_frozen_endpoint_gets_whatever_the_agent_sends(opened: Opened, m
 async def test_of_endpoints_too_images_are_stored_once(opened: Opened, model: Any) -> None:
     """In a run whose policy sees none, or that has no policy."""
     upstreams = {"frozen": UpstreamConfig(base_url=model.base_url, model="m")}
-    async with opened(RunConfig(), upstreams=upstreams) as bench:
+    async with opened(RunConfig(upstreams=upstreams), upstreams=upstreams) as bench:
         messages = [user(TEXT, shown(RED))]
         _, (call,), _ = await ask(bench, {"model": "frozen", "messages": messages})
         assert bench.model.requests[0]["messages"] == messages
