@@ -34,62 +34,43 @@ STARTS = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_worl
 Tool = Callable[..., Awaitable[str]]
 
 
-def make(runs: Runs, *, allow_start: bool) -> MCPServer[Any]:
-    """The server of these runs."""
-    server: MCPServer[Any] = MCPServer(
-        "agentrl", version=__version__, instructions=INSTRUCTIONS, log_level="ERROR"
-    )
-    one_at_a_time = asyncio.Lock()  # of commands, whose output is captured
+class Tools:
+    """What can be asked of some runs. Descriptions and parameters are read by the coding agent."""
 
-    def tool(function: Tool, hints: ToolAnnotations = READS) -> Tool:
-        @functools.wraps(function)
-        async def call(*given: Any, **named: Any) -> str:
-            try:
-                return await function(*given, **named)
-            except (AgentRLError, ModuleNotFoundError) as error:
-                raise ToolError(hidden(str(error))) from None
+    def __init__(self, runs: Runs, allow_start: bool) -> None:
+        self._runs, self._allow_start = runs, allow_start
+        self._one_at_a_time = asyncio.Lock()  # of commands, whose output is captured
+        self.reading: tuple[Tool, ...] = (
+            self.list_runs, self.compare_runs, self.metrics, self.why, self.explain,
+            self.search_rollouts, self.show_rollout, self.check_run_file,
+        )  # fmt: skip
+        self.starting: tuple[Tool, ...] = self.start_run, self.stop_run
 
-        server.add_tool(call, annotations=hints, structured_output=False)
-        return function
-
-    async def command(*words: str) -> str:
-        async with one_at_a_time:
-            return await asyncio.to_thread(printed_by, *words)
-
-    @tool
-    async def list_runs(cursor: str = "") -> str:
+    async def list_runs(self, cursor: str = "") -> str:
         """List all runs, newest first: state, steps, preset, model, first and last scores."""
-        return page(await runs.listed(), cursor)
+        return page(await self._runs.listed(), cursor)
 
-    @tool
-    async def compare_runs(names: list[str], cursor: str = "") -> str:
+    async def compare_runs(self, names: list[str], cursor: str = "") -> str:
         """Compare two or more runs: the settings that differ from the first, and their scores."""
-        return page(await runs.compared(names), cursor)
+        return page(await self._runs.compared(names), cursor)
 
-    @tool
     async def metrics(
-        run: str, names: list[str] | None = None, last: int = 50, cursor: str = ""
+        self, run: str, names: list[str] | None = None, last: int = 50, cursor: str = ""
     ) -> str:
         """List the names of a run's metrics, or the last (step, value) pairs of those named."""
-        return page(await runs.metrics(run, names or [], max(last, 1)), cursor)
+        return page(await self._runs.metrics(run, names or [], max(last, 1)), cursor)
 
-    @tool
-    async def why(run: str, cursor: str = "") -> str:
+    async def why(self, run: str, cursor: str = "") -> str:
         """Say whether a run learns and, if not, the most likely reasons and what to change."""
-        async with runs.opened(run) as (store, _):
-            url = store.url
-        return page(await command("why", run, "--store", url), cursor, recorded=True)
+        return page(await self._printed(run, "why", run), cursor, recorded=True)
 
-    @tool
-    async def explain(rollout: str, tokens: bool = False, cursor: str = "") -> str:
+    async def explain(self, rollout: str, tokens: bool = False, cursor: str = "") -> str:
         """Show how the credit of a rollout's calls (or tokens) came from rewards to the loss."""
-        async with runs.opened(rollout.split("/")[0]) as (store, _):
-            url = store.url
-        words = ["explain", rollout, "--store", url, *(["--tokens"] if tokens else [])]
-        return page(await command(*words), cursor, recorded=True)
+        words = ["explain", rollout, *(["--tokens"] if tokens else [])]
+        return page(await self._printed(rollout.split("/")[0], *words), cursor, recorded=True)
 
-    @tool
     async def search_rollouts(
+        self,
         run: str,
         text: str = "",
         state: RolloutState | None = None,
@@ -100,7 +81,7 @@ def make(runs: Runs, *, allow_start: bool) -> MCPServer[Any]:
         """Find rollouts of a run, newest first: by text in them, state or outcome."""
         bounded = least_reward is not None or most_reward is not None
         rewards = {"outcome": (least_reward, most_reward)} if bounded else None
-        async with runs.opened(run) as (store, _):
+        async with self._runs.opened(run) as (store, _):
             found = await store.search(
                 run, rewards=rewards, state=state, text=text or None, before=cursor or None,
                 limit=20, budget=2.0,
@@ -113,10 +94,9 @@ def make(runs: Runs, *, allow_start: bool) -> MCPServer[Any]:
         more = f'[more: call again with cursor="{found.cursor}"]' if found.cursor else ""
         return "\n".join([page("\n".join(lines) or "none found", recorded=True), more]).rstrip()
 
-    @tool
-    async def show_rollout(rollout: str, cursor: str = "") -> str:
+    async def show_rollout(self, rollout: str, cursor: str = "") -> str:
         """Show every message, tool call, reward and failure of a rollout."""
-        async with runs.opened(rollout.split("/")[0]) as (store, _):
+        async with self._runs.opened(rollout.split("/")[0]) as (store, _):
             trace = await store.trace(rollout)
         if trace is None:
             raise NotFound(f"there is no rollout {rollout!r}; search_rollouts finds their ids")
@@ -124,30 +104,55 @@ def make(runs: Runs, *, allow_start: bool) -> MCPServer[Any]:
         Console(file=out, width=100, color_system=None).print(render_trace(trace))
         return page(out.getvalue(), cursor, recorded=True)
 
-    @tool
     async def check_run_file(
-        run_file: str, overrides: list[str] | None = None, cursor: str = ""
+        self, run_file: str, overrides: list[str] | None = None, cursor: str = ""
     ) -> str:
         """Check a run file, with overrides such as "algorithm.lr=1e-4", and show all settings."""
         text = await asyncio.to_thread(
-            control.check, runs, run_file, overrides or [], code=allow_start
+            control.check, self._runs, run_file, overrides or [], code=self._allow_start
         )
         return page(text, cursor)
 
-    if not allow_start:
-        return server
-
-    async def start_run(run_file: str, overrides: list[str] | None = None) -> str:
+    async def start_run(self, run_file: str, overrides: list[str] | None = None) -> str:
         """Start training a run file, or resume it. It runs the file's agent on this machine."""
-        return page(await control.start(runs, run_file, overrides or []))
+        return page(await control.start(self._runs, run_file, overrides or []))
 
-    async def stop_run(run: str) -> str:
+    async def stop_run(self, run: str) -> str:
         """Stop a live run as Ctrl-C does. Nothing trained is lost; start_run resumes it."""
-        return page(await control.stop(runs, run))
+        return page(await control.stop(self._runs, run))
 
-    tool(start_run, STARTS)
-    tool(stop_run, STARTS)
+    async def _printed(self, run: str, *words: str) -> str:
+        """What a command prints of a run, with the store that the run is in."""
+        async with self._runs.opened(run) as (store, _):
+            url = store.url
+        async with self._one_at_a_time:
+            return await asyncio.to_thread(printed_by, *words, "--store", url)
+
+
+def make(runs: Runs, *, allow_start: bool) -> MCPServer[Any]:
+    """The server of these runs."""
+    server: MCPServer[Any] = MCPServer(
+        "agentrl", version=__version__, instructions=INSTRUCTIONS, log_level="ERROR"
+    )
+    tools = Tools(runs, allow_start)
+    for function in tools.reading:
+        server.add_tool(_in_sentences(function), annotations=READS, structured_output=False)
+    for function in tools.starting if allow_start else ():
+        server.add_tool(_in_sentences(function), annotations=STARTS, structured_output=False)
     return server
+
+
+def _in_sentences(function: Tool) -> Tool:
+    """The same with errors as sentences, without what is secret."""
+
+    @functools.wraps(function)
+    async def call(*given: Any, **named: Any) -> str:
+        try:
+            return await function(*given, **named)
+        except (AgentRLError, ModuleNotFoundError) as error:
+            raise ToolError(hidden(str(error))) from None
+
+    return call
 
 
 def with_key(app: Any, access: Access) -> Any:
