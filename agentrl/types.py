@@ -5,13 +5,17 @@ task -> group -> rollout -> attempt -> call. Records are frozen; only the store 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import field
+
+from agentrl.arrays import Float32 as Float32
+from agentrl.arrays import Int32 as Int32
+from agentrl.arrays import float32 as float32
+from agentrl.arrays import int32 as int32
 
 Json = Any  # a user's payload: any JSON value
 Task = Mapping[str, Json]
@@ -23,30 +27,6 @@ EMPTY = "rollouts/empty"  # metric: number of rollouts of a step in which none w
 ENDED = "run/ended"  # metric of a run's last step: 1 once no more rollouts will be queued
 SESSION = -1  # step of rollouts that are sessions of a deployed agent; never trained
 FEEDBACK, CORRECTION = "feedback", "correction"  # rewards; a correction's text is in its note
-if TYPE_CHECKING:
-    Int32 = array[int]
-    Float32 = array[float]
-else:  # codecs must distinguish the two, and `array[int]` fails at run time before Python 3.12
-
-    class Int32(array):
-        """Token ids."""
-
-        __slots__ = ()
-
-    class Float32(array):
-        """Log-probs."""
-
-        __slots__ = ()
-
-
-def int32(values: Any = ()) -> array[int]:
-    """Token ids in their stored form: int32, contiguous. Raises OverflowError outside int32."""
-    return array("i", values)
-
-
-def float32(values: Any = ()) -> array[float]:
-    """Log-probs in their stored form: float32, contiguous."""
-    return array("f", values)
 
 
 class Purpose(StrEnum):
@@ -202,12 +182,24 @@ class Transition(Record, frozen=True):
     ignored: list[str] = field(default_factory=list, name="left_out")  # fields and hosted tools
     spans: list[tuple[int, int]] = []  # in ascending order of versions
     processors: dict[str, str] = {}  # options that bend the policy's distribution -> their JSON
+    images: tuple[str, ...] = ()  # digests of the prompt's images, in order; see `Image`
 
     @property
     def versions(self) -> str:
         """The versions for display, `v7` or `v7→v8@12`; empty if unknown."""
         first = "" if self.version is None else f"v{self.version}"
         return first + "".join(f"→v{version}@{start}" for start, version in self.spans[1:])
+
+
+class Image(Record, frozen=True):
+    """An image file as the agent sent it. Messages name it by `image:DIGEST` in place of its URL.
+    Width and height are those in the file's header."""
+
+    digest: str  # sha256 of `body`, in hexadecimal
+    media_type: str  # such as image/png
+    width: int
+    height: int
+    body: bytes
 
 
 class Reward(Record, frozen=True):

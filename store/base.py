@@ -10,15 +10,16 @@ Invariants:
   * Claims that were never committed are handed out again.
 Permissions: each section names its callers; everybody may read. Over HTTP a `runner` key may call
 the verbs of runners and gateways (except `enqueue` and `cancel`) and others that they need: `run`,
-`steps`, `trace`, `policies`, `cursor`, `wait`, `judgement` and `add_judgements`; a `reader` key all
-verbs that only read; the rest needs an `admin` key. With `readonly=True` a store has a reader's.
+`steps`, `trace`, `policies`, `cursor`, `wait`, `judgement`, `add_judgements`, `put_images`; a
+`reader` key all verbs that only read; the rest needs an `admin` key. With `readonly=True` a store
+has a reader's.
 Idempotence: the caller chooses the ids, and a repeated call has no effect; exceptions are named
 below. After Unavailable, and if its caller is cancelled, it is unknown whether a verb was executed:
 repeat it.
 A verb returns after its transaction has been committed. If it raises any other error than
 Unavailable, nothing was stored:
   * Invalid: the arguments are invalid or cannot be stored. Do not repeat the call.
-  * NotFound: the call names an unknown run, group or attempt.
+  * NotFound: the call names an unknown run, group, attempt or image.
   * Conflict: the current state does not allow it. The subclass Fenced means that another process
     has taken over: stop.
   * Forbidden: the store was opened read-only; over HTTP also: the key is missing, unknown or of
@@ -164,13 +165,25 @@ class Store(Protocol):
         """Store model calls as tree nodes; returns False for an attempt that was no longer live.
 
         A repeat, identified by the call's id, returns the first result. Raises NotFound for
-        an unknown attempt; Invalid for log-probs that are not finite, for an exact call with fewer
-        or more log-probs than tokens, and for arrays of another type; Conflict for the id of
-        another attempt's call. A gateway answers its agent after this has returned."""
+        an unknown attempt, and for an image that was not put or has been pruned since; Invalid for
+        log-probs that are not finite, for an exact call with fewer or more log-probs than tokens,
+        and for arrays of another type; Conflict for the id of another attempt's call. A gateway
+        answers its agent after this has returned."""
 
     async def add_spans(self, spans: Sequence[types.Span]) -> None:
         """Store spans of attempts, late ones too; of two with the same id the first is kept. Raises
         NotFound for an unknown attempt."""
+
+    # -- images: put by the gateway, read by the algorithm ----------------------------------------
+    async def put_images(self, run: str, images: Sequence[types.Image]) -> None:
+        """Store images, each once, before the calls that refer to them.
+
+        An image is kept as long as a call or a data set refers to it. A prune removes those to
+        which nothing refers, an hour after they were last put. Raises NotFound for an unknown run;
+        Invalid for a digest that is not the body's."""
+
+    async def images(self, run: str, digests: Sequence[str]) -> dict[str, types.Image]:
+        """Map digests to images, whichever run has put them; omits those that are not stored."""
 
     # -- feedback: called by the gateway of a deployed agent and by other sources of feedback ------
     async def add_rewards(self, rewards: Sequence[types.StepReward]) -> None:
@@ -370,7 +383,7 @@ class Store(Protocol):
         """Remove rollouts and events that no step will read again, of one run or of all.
 
         Removes evaluation rollouts of earlier steps and rollouts of trained groups, with attempts,
-        calls, spans and rewards, unless they belong to the last `keep_last` committed steps
+        calls, spans, rewards and images, unless they belong to the last `keep_last` committed steps
         of their run or to a group that ended less than `older_than` seconds ago; and events of the
         same age. Always keeps rollouts that are queued, running, not yet trained, in a data set or
         requested by the current step; runs, steps, metrics, counters, policies and groups.

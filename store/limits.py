@@ -4,17 +4,30 @@ function raises Invalid with a message that says what to send instead."""
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections.abc import Iterable
+from hashlib import sha256
 from itertools import pairwise
 
 from agentrl.errors import Invalid
 from agentrl.store.rows import CREDIT, to_blob
-from agentrl.types import NewRollout, Outcome, Reward, Sampling, Scope, StepCommit, Transition
+from agentrl.types import (
+    Image,
+    NewRollout,
+    Outcome,
+    Reward,
+    Sampling,
+    Scope,
+    StepCommit,
+    Transition,
+)
 
 LATEST_TIME = 2**33  # seconds: in nanoseconds it fits into OpenTelemetry's 64 bits
 LONGEST_LEASE = 3600.0  # seconds for which a dead runner may keep a rollout
 LONGEST_ID = 512  # bytes: several ids fit into an index row, which has 2704 bytes in PostgreSQL
+LARGEST_SIDE = 2**31  # pixels of an image's width or height
+DIGEST = re.compile("[0-9a-f]{64}")  # of an image
 LARGEST_REWARD = 1e15  # sums of many squares still fit into a float32
 LARGEST_LOGPROB = 0.01  # tolerance of a sampler's log-prob above 0
 # Sign bytes of float32 numbers that are negative and finite, or positive and less than 0.0079.
@@ -111,7 +124,26 @@ def check_transition(t: Transition) -> None:
         raise Invalid(
             f"{where}: started and seconds must be finite, from 0 to below {LATEST_TIME}."
         )
+    check_digests(f"{where}: an image", t.images)
     _check_sampling(where, t.sampling)
+
+
+def check_digests(what: str, digests: Iterable[str]) -> None:
+    for digest in digests:
+        if not DIGEST.fullmatch(digest):
+            raise Invalid(
+                f"{what} is named {digest!r:.80}: name it by the sha256 of its file, in 64 "
+                "hexadecimal digits."
+            )
+
+
+def check_image(image: Image) -> None:
+    check_digests("An image", [image.digest])
+    if sha256(image.body).hexdigest() != image.digest:
+        raise Invalid(f"Image {image.digest}: this is not the sha256 of its body.")
+    check_id(f"The media type of image {image.digest}", image.media_type)
+    if not (0 < image.width < LARGEST_SIDE and 0 < image.height < LARGEST_SIDE):
+        raise Invalid(f"Image {image.digest}: {image.width} x {image.height} pixels are no size.")
 
 
 def _rises(t: Transition) -> bool:

@@ -117,7 +117,8 @@ class Pruned(Record, frozen=True):
     spans: int = 0
     rewards: int = 0
     events: int = 0
-    bytes: int = 0  # of tokens, log-probs, messages and spans
+    images: int = 0
+    bytes: int = 0  # of tokens, log-probs, messages, spans and images
 
 
 # -- data sets -------------------------------------------------------------------------------------
@@ -192,12 +193,14 @@ def without_tokens(call: Transition) -> Transition:
 
 
 def digest_of(calls: Iterable[Transition]) -> str:
-    """The digest of a side's content: prompt and completion tokens of each call, or messages, tools
-    and answer of a call without token ids. Independent of the policy and the time."""
+    """The digest of a side's content: prompt and completion tokens and images of each call, or
+    messages, tools and answer of a call without token ids. Independent of the policy and the
+    time."""
     state = blake2b(digest_size=16)
     for call in calls:
         if call.exact:
             parts = [call.prompt.tobytes(), call.completion.tobytes()]
+            parts += [image.encode() for image in call.images]
         else:
             parts = [msgspec.json.encode((call.messages, call.tools, call.answer), order="sorted")]
         for part in parts:

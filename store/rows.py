@@ -6,6 +6,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import groupby
 from typing import Any, TypeVar
 
 import msgspec
@@ -92,6 +93,29 @@ def array_from_bytes(type_: Any, value: Any) -> Any:
     if sys.byteorder == "big":
         values.byteswap()
     return values
+
+
+SHORTEST_RUN = 4  # tokens
+
+
+def with_runs(data: bytes) -> bytes:
+    """Shorten runs of equal tokens, such as an image's placeholders: -n stands for n further ones
+    of the token before it. No token id is negative."""
+    found: array[int] = array("i")
+    for token, run in groupby(from_blob("i", data)):
+        size = len(list(run))
+        found.extend([token, 1 - size] if size >= SHORTEST_RUN else [token] * size)
+    return to_blob(found)
+
+
+def without_runs(data: bytes) -> bytes:
+    """Undo `with_runs`."""
+    if data[3::4].isascii():  # the bytes with the sign
+        return data
+    found: array[int] = array("i")
+    for token in from_blob("i", data):
+        found.extend([found[-1]] * -token if token < 0 else [token])
+    return to_blob(found)
 
 
 def digest(data: bytes | memoryview) -> bytes:
@@ -189,6 +213,7 @@ def transition_columns(t: types.Transition) -> Columns:
         "answer": answer,
         "left_out": to_json(t.ignored, "ignored") if t.ignored else None,
         "spans": to_json(t.spans, "spans") if t.spans else None,
+        "images": bytes.fromhex("".join(t.images)) if t.images else None,
     }
 
 
@@ -211,7 +236,7 @@ def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[ty
     chats: dict[int, list[dict[str, types.Json]]] = {}
     found: dict[str, list[types.Transition]] = {}
     for row in rows:
-        prompt = tokens.get(row["parent"], b"") + row["prompt"]
+        prompt = tokens.get(row["parent"], b"") + without_runs(row["prompt"])
         tokens[row["seq"]] = prompt + row["completion"]
         shared, answer = chats.get(row["chat_parent"], []), from_json(row["answer"])
         messages = shared[: row["chat_shared"]] + from_json(row["messages"])
@@ -232,11 +257,17 @@ def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[ty
                 answer=answer,
                 ignored=from_json(row["left_out"]) or [],
                 spans=[(first, version) for first, version in from_json(row["spans"]) or ()],
+                images=_digests(row["images"]),
             )
             found.setdefault(row["attempt_id"], []).append(call)
     for calls in found.values():
         calls.sort(key=lambda call: call.index)
     return found
+
+
+def _digests(column: bytes | None) -> tuple[str, ...]:
+    found = column or b""
+    return tuple(found[at : at + 32].hex() for at in range(0, len(found), 32))
 
 
 def span_columns(span: types.Span, *, late: bool) -> Columns:

@@ -54,6 +54,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     candidates: Objects = {}  # without policies: (store, config, state) -> id of its texts, or None
     figures: Objects = {}  # of a step, on the console: its metrics -> {label: text}
     reports: Objects = {}  # of a finished run: its `StepRow`s -> something rich prints, or None
+    loaders: Objects = {}  # of models: (name, shape, config, options) -> (model, info), or None
     tokenizers: Objects = {}  # of a policy, once loaded: (tokenizer, the policy's view) -> None
     tool_formats: Objects = {}  # of tool calls, by name: `model.tool_parser.ToolParser`
     cures: Objects = {}  # for a chat template without tools: its tokenizer -> what to do

@@ -22,7 +22,7 @@ from agentrl.base import threads
 from agentrl.errors import AgentRLError
 from agentrl.runners.containers.cli import ContainerError
 from agentrl.runners.containers.pool import Container, Containers, ContainerSpec, Finished
-from agentrl.tasks.harbor_format import HarborStep, HarborTask, Image, resolved
+from agentrl.tasks.harbor_format import ContainerImage, HarborStep, HarborTask, resolved
 from agentrl.tasks.harbor_tables import Artifact, Healthcheck, Machine, Network
 from agentrl.tasks.rewards import NoRewardError, read_rewards
 
@@ -149,7 +149,7 @@ class Trial:
         names = dict.fromkeys(name for rewards in self._judged for name in rewards)
         return {name: fmean(rewards.get(name, 0.0) for rewards in self._judged) for name in names}
 
-    async def _start(self, image: Image, machine: Machine, network: Network) -> Container:
+    async def _start(self, image: ContainerImage, machine: Machine, network: Network) -> Container:
         name = image.name
         if image.folder is not None:
             name = await self._containers.build(image.folder, timeout=machine.build_timeout_sec)

@@ -39,7 +39,7 @@ VERIFIER_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class Image:
+class ContainerImage:
     """What a container is made of: an image's name, or a folder to build."""
 
     name: str = ""
@@ -51,7 +51,7 @@ class Image:
 class Judge:
     """A verifier's own container, which the agent never touches."""
 
-    image: Image
+    image: ContainerImage
     machine: Machine
     network: Network
     has_tests: bool  # the image brings /tests
@@ -83,7 +83,7 @@ class HarborTask:
     id: str  # path below the folder of tasks
     folder: Path
     about: TaskFile
-    image: Image
+    image: ContainerImage
     network: Network  # of the agent's container
     steps: tuple[HarborStep, ...]
 
@@ -229,24 +229,24 @@ def _judge(
         levels.insert(0, (step.verifier.environment, own / "tests"))
     for given, tests in levels:
         if given is not None and given.docker_image:
-            return Judge(Image(given.docker_image), machine, network, has_tests=True)
+            return Judge(ContainerImage(given.docker_image), machine, network, has_tests=True)
         if (tests / DOCKERFILE).is_file():
-            return Judge(Image(folder=tests), machine, network, has_tests=True)
+            return Judge(ContainerImage(folder=tests), machine, network, has_tests=True)
     return Judge(_image(folder, about), machine, network, has_tests=False)
 
 
-def _image(folder: Path, about: TaskFile) -> Image:
+def _image(folder: Path, about: TaskFile) -> ContainerImage:
     environment = folder / "environment"
     built = (environment / DOCKERFILE).is_file()
     if name := about.environment.docker_image:
         files = environment.is_dir() and not built and any(environment.iterdir())
-        return Image(name, files=environment if files else None)
+        return ContainerImage(name, files=environment if files else None)
     if not built and not any((environment / name).is_file() for name in COMPOSE):
         raise ValueError(
             f"it has no environment: write environment/{DOCKERFILE}, or docker_image in"
             " [environment]"
         )
-    return Image(folder=environment)
+    return ContainerImage(folder=environment)
 
 
 def _networks(about: TaskFile, steps: tuple[HarborStep, ...]) -> set[Network]:

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import Tokenizer, no_progress_bars, read_policy
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import FrozenModel
@@ -180,6 +181,8 @@ class PolicyWeights(LearnerDefaults):
         self.supplies = frozenset[LearnerOutput](("old", "sampler", *own_base, *supplies))
         with TemporaryDirectory() as folder:  # once: it does not change during a run
             tokenizer.save_pretrained(folder)
+            if inputs := inputs_of(model):
+                inputs.save(Path(folder))
             self._tokenizer = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
     def parameters(self) -> dict[str, Parameter]:

@@ -16,6 +16,7 @@ from agentrl.algorithms.learners.base import Frozen, Learner
 from agentrl.algorithms.learners.older import current_form
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
+from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.liger import use_liger
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.lora import Adapters
@@ -69,7 +70,8 @@ def torch_learner(
     assert isinstance(own, TorchLearnerConfig)
     if own.liger_kernel:
         use_liger(model)
-    return TorchLearner(
+    inputs = inputs_of(model)
+    learner: TorchLearner = (inputs.learner if inputs else TorchLearner)(
         model,
         tokenizer,
         critic=make_critic(config, model, tokenizer, start),
@@ -87,6 +89,7 @@ def torch_learner(
         offload=own.offload,
         release=config.engine.frees_gpu,
     )
+    return learner
 
 
 def available_streams(config: RunConfig) -> frozenset[LearnerOutput]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache, lru_cache
 from typing import Any
@@ -75,7 +76,7 @@ class Chat:
         """Token ids of a request's JSON `messages`, `tools` and `chat_template_kwargs`.
 
         Raises RequestError if they are not valid for chat completions."""
-        conversation = [template_message(item, index) for index, item in enumerate(_list(messages))]
+        conversation = [self.message(item, index) for index, item in enumerate(_list(messages))]
         if not conversation:
             raise RequestError("messages is empty: send at least one", param="messages")
         definitions = _list(tools, "tools") or None
@@ -90,6 +91,17 @@ class Chat:
                 self._check_described(definitions, text)
             self._shown.add(tools)
         text = self._as_written(text, conversation, definitions, settings)
+        return self.tokens(text, messages)
+
+    async def fetch(self, messages: bytes) -> None:
+        """Called before a request's JSON `messages` are rendered, for what they name."""
+
+    def message(self, message: dict[str, Json], index: int) -> dict[str, Json]:
+        """A message for the template."""
+        return template_message(message, index)
+
+    def tokens(self, text: str, messages: bytes) -> tuple[int, ...]:
+        """Token ids of the rendered `messages`."""
         return tuple(self._codec.encode(text))
 
     def _check_described(self, tools: list[dict[str, Json]], text: str) -> None:
@@ -181,12 +193,15 @@ def _list(raw: bytes, param: str = "messages") -> list[dict[str, Json]]:
     return items
 
 
-def template_message(message: dict[str, Json], index: int) -> dict[str, Json]:
-    """Convert a message to the form that templates expect: text content, arguments as objects."""
+def template_message(
+    message: dict[str, Json], index: int, content: Callable[[Json, str], Json] | None = None
+) -> dict[str, Json]:
+    """Convert a message to the form that templates expect: text content, arguments as objects.
+    content: called as (content, its place in the request) to convert it in another way."""
     where = f"messages[{index}]"
     if not isinstance(message.get("role"), str):
         raise RequestError(f"{where} has no role", param="messages")
-    message["content"] = _content(message.get("content"), where)
+    message["content"] = (content or text_content)(message.get("content"), where)
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise RequestError(f"{where}.tool_calls is not a list", param="messages")
@@ -194,7 +209,8 @@ def template_message(message: dict[str, Json], index: int) -> dict[str, Json]:
     return message
 
 
-def _content(content: Json, where: str) -> str:
+def text_content(content: Json, where: str) -> str:
+    """The text of a message's content. Raises RequestError if it is more than text."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]

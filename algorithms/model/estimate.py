@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TEXT,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
+)
 
 from agentrl.algorithms.model.attention import whole_blocks
 from agentrl.algorithms.model.lm_head import MAX_LOGITS
@@ -158,7 +164,8 @@ def shape_of(source: str, *, local: bool = False) -> Any:
     """The model of a directory or hub name without its weights. local: do not ask the hub."""
     with torch.device("meta"):
         shape = AutoConfig.from_pretrained(source, local_files_only=local)
-        return AutoModelForCausalLM.from_config(shape)
+        looks = shape.model_type not in TEXT and shape.model_type in IMAGE_TEXT
+        return (AutoModelForImageTextToText if looks else AutoModelForCausalLM).from_config(shape)
 
 
 def describe(config: RunConfig, source: str) -> Iterator[str]:

@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import Module
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
@@ -26,7 +26,7 @@ from agentrl.algorithms.model.quantize import keep_gradients, quantization
 from agentrl.base.failures import one_line
 from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
-from agentrl.errors import DamagedError, PolicyError
+from agentrl.errors import ConfigError, DamagedError, PolicyError
 
 Model = torch.nn.Module
 Tokenizer = Any  # transformers' tokenizers share no typed base class
@@ -61,9 +61,10 @@ def load_model(
         if quantize:  # quantised weights cannot be moved to another device
             packed["quantization_config"] = quantization(quantize, DTYPES[dtype])
             packed["device_map"] = {"": target}
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            name, dtype=DTYPES[dtype], output_loading_info=True, **packed
-        )
+        packed |= {"dtype": DTYPES[dtype], "output_loading_info": True}
+        model, loading = _load(name, config, packed)
+    except (PolicyError, ConfigError):
+        raise
     except Exception as error:  # transformers and safetensors document no exception types
         raise PolicyError(f"model {name!r}: cannot be loaded: {one_line(str(error))}") from error
     _check_weights(name, model, loading["missing_keys"], head)
@@ -82,6 +83,15 @@ def load_model(
         raise PolicyError(f"policy.device = {device!r}: cannot be used: {reason}") from None
     # Eval mode turns off dropout, which would make sampler and learner disagree.
     return model.eval(), tokenizer
+
+
+def _load(name: str, config: RunConfig | None, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The model and what was loaded of it: by the first part that knows its class, or as text."""
+    shape = AutoConfig.from_pretrained(name)
+    for point in installed_plugins("loaders"):
+        if (found := point.load()(name, shape, config, options)) is not None:
+            return cast("tuple[Any, Any]", found)
+    return cast("tuple[Any, Any]", AutoModelForCausalLM.from_pretrained(name, **options))
 
 
 @contextmanager

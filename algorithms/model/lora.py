@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 from transformers import AutoTokenizer, PreTrainedModel
 
 from agentrl.algorithms.model import digests
+from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import checkpoint_weights, load_model, shape_mismatch
 from agentrl.algorithms.model.quantize import dense_state, is_quantized, save_dense
 from agentrl.base.files import atomic_directory
@@ -70,11 +71,14 @@ class Adapters:
         if name in self.names or "." in name:
             raise PolicyError(f"adapter {name!r}: the name is taken, or has a dot in it")
         self._check_targets(targets)
-        peft = _peft()
+        peft, beside = _peft(), _beside_decoder(self.model)
+        # peft's own list of all layers would name those beside the decoder too.
+        every = sorted({path.rpartition(".")[2] for path in self._text_layers()}) if beside else ALL
         settings = peft.LoraConfig(
             r=rank,
             lora_alpha=alpha,
-            target_modules=list(targets) or ALL,
+            target_modules=list(targets) or every,
+            exclude_modules=beside or None,
             task_type="CAUSAL_LM",
             base_model_name_or_path=self.base or None,
         )
@@ -295,15 +299,20 @@ class Adapters:
         if name not in (*self.names, *self._references.values()):
             raise PolicyError(f"no adapter {name!r}; {nearest(name, self.names)}")
 
-    def _check_targets(self, targets: Sequence[str]) -> None:
-        head = self.model.get_output_embeddings()
-        paths = {
-            f".{path.removesuffix('.base_layer')}"
+    def _text_layers(self) -> set[str]:
+        """The paths of all linear layers but the head and those beside the text decoder."""
+        head, beside = self.model.get_output_embeddings(), set(_beside_decoder(self.model))
+        return {
+            path.removesuffix(".base_layer")
             for path, module in self.model.named_modules()
             if isinstance(module, Linear) and module is not head and ".lora_" not in path
+            if path not in beside
         }
+
+    def _check_targets(self, targets: Sequence[str]) -> None:
+        paths = self._text_layers()
         for target in targets:
-            if not any(path.endswith(f".{target}") for path in paths):
+            if not any(f".{path}".endswith(f".{target}") for path in paths):
                 names = {path.rpartition(".")[2] for path in paths}
                 raise PolicyError(
                     f"policy.lora.targets: {self.base!r} has no linear layers {target!r} beside "
@@ -320,6 +329,17 @@ def fingerprint(model: Module) -> str:
         digest.update(f"{name} {list(parameter.shape)}".encode())
         digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _beside_decoder(model: PreTrainedModel) -> list[str]:
+    """The linear layers outside of the text decoder, such as those of a vision tower: adapters are
+    for text."""
+    head, own = model.get_output_embeddings(), set(map(id, model.get_decoder().modules()))
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, Linear) and module is not head and id(module) not in own
+    ]
 
 
 def base_of(directory: Path) -> str:
@@ -370,6 +390,8 @@ def export_merged(adapter: Path, directory: Path, *, base: str = "") -> None:
     adapters.open("merged", adapter)
     with atomic_directory(directory) as partial:
         adapters.merge("merged", partial)
+        if inputs := inputs_of(model):
+            inputs.save(partial)
         own = adapter / "tokenizer_config.json"  # a run may have given it another chat template
         (AutoTokenizer.from_pretrained(adapter) if own.is_file() else tokenizer).save_pretrained(
             partial

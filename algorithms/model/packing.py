@@ -18,16 +18,18 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
 
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.model import attention
+from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.lm_head import action_logprobs
 from agentrl.errors import PolicyError
 
@@ -43,7 +45,7 @@ class Pack:
     """Rows of one forward pass, as one sequence of T tokens without padding, with n actions. A
     token shared by several rows is present once, a shared action once per row."""
 
-    tokens: Tensor  # int64 [T], distinct tokens, depth first
+    tokens: Tensor  # int64 [T], distinct tokens, depth first; below 0: see `inputs`
     positions: Tensor  # int64 [T], depth in the branch
     end: Tensor  # int64 [T], key j is visible to query i iff j <= i < end[j]
     states: Tensor  # int64 [n], the packed token whose hidden state predicts each action
@@ -112,15 +114,27 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
     if incompatibility(model):
         return _padded_hidden_states(model, pack)
     attention.install(model)
-    device = model.device
-    hidden_TH: Tensor = model.base_model(
-        input_ids=pack.tokens[None].to(device),
-        position_ids=pack.positions[None].to(device),
+    decoder, read = _inputs(model, pack)
+    hidden_TH: Tensor = decoder(
+        **read,
         attention_mask=attention.UNUSED,
         use_cache=False,
         plan=attention.TreePlan(pack.end, pack.positions),
     ).last_hidden_state[0]
-    return hidden_TH[pack.states.to(device)]
+    return hidden_TH[pack.states.to(model.device)]
+
+
+def _inputs(model: PreTrainedModel, pack: Pack) -> tuple[Module, dict[str, Any]]:
+    """The decoder of a model, and a pack's tokens and positions for it."""
+    if inputs := inputs_of(model):
+        return inputs.of_pack(pack)
+    if int(pack.tokens.min()) < 0:
+        raise PolicyError(
+            f"model type {model.config.model_type!r} reads text alone, and the calls have images; "
+            "choose a model that reads images, such as the policy's"
+        )
+    ids, places = (x[None].to(model.device) for x in (pack.tokens, pack.positions))
+    return model.base_model, {"input_ids": ids, "position_ids": places}
 
 
 def forward_logprobs(model: PreTrainedModel, pack: Pack) -> Tensor:

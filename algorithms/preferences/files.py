@@ -9,24 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from agentrl.base.images import with_data_urls
 from agentrl.store.base import Store
 from agentrl.store.records import Item
 
 
 async def export_rows(store: Store, items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The items in TRL's columns, with exact token ids if they are known."""
+    """The items in TRL's columns, with exact token ids if they are known, and images as data
+    URLs."""
     rows: list[dict[str, Any]] = []
     for item in items:
         names = {"chosen": item.chosen, "rejected": item.rejected}
         sides = await store.sides([name for name in names.values() if name])
         first = sides[item.chosen][0]
-        row: dict[str, Any] = {"prompt": first.messages, "split": item.split}
+        seen = {image for calls in sides.values() for call in calls for image in call.images}
+        images = await store.images("", sorted(seen)) if seen else {}
+        prompt = with_data_urls(first.messages, images)
+        row: dict[str, Any] = {"prompt": prompt, "split": item.split}
         for word, digest in names.items():
             if digest:
                 calls = sides[digest]
                 said = [*calls[-1].messages[len(first.messages) :], calls[-1].answer]
                 key = word if item.kind == "pair" else "completion"
-                row[key] = [message for message in said if message]
+                row[key] = with_data_urls([message for message in said if message], images)
                 if all(call.exact for call in calls):
                     start = len(first.prompt)
                     whole = [*calls[-1].prompt[start:], *calls[-1].completion]

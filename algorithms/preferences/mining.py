@@ -182,7 +182,7 @@ def _pair_of_calls(draft: Draft, better: str, worse: Place, **fields: Any) -> No
 
 def _prompt(call: Transition) -> bytes:
     if call.exact:
-        return call.prompt.tobytes()
+        return call.prompt.tobytes() + "".join(call.images).encode()
     return msgspec.json.encode((call.messages, call.tools), order="sorted")
 
 

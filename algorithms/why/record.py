@@ -190,7 +190,7 @@ async def _alike(store: Store, listed: Sequence[Rollout]) -> Alike | None:
         for row in rows[:ALIKE_EACH]:
             trace = await store.trace(row.id)
             calls = trace.transitions if trace else []
-            said = json.dumps([[c.prompt.tolist(), c.completion.tolist()] for c in calls])
+            said = json.dumps([([*c.prompt], [*c.completion], c.images) for c in calls])
             other = known.setdefault(said, row)
             if calls and other.reward() != row.reward():
                 return Alike((other.id, row.id), share)

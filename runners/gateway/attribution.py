@@ -31,6 +31,7 @@ from msgspec import Struct
 from agentrl.base.http_server import bearer, given_key, read_body
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.runners.gateway.media import Sight
 from agentrl.runners.gateway.refusals import TOLD, RefusedError, told
 from agentrl.runners.gateway.request import ModelRequest, read_request
 from agentrl.runners.gateway.upstream import NO_SEATS, Seats
@@ -89,6 +90,7 @@ class ActiveAttempt:
     changes: list[Change] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
+    sight: Sight = field(default_factory=Sight)  # of its calls
     # Rows of responses that may be stored, and of which the agent has read nothing, by body hash
     # and role, oldest first. Each is the answer to one later equal call.
     unread: dict[tuple[int, str], deque[Sequence[Transition]]] = field(default_factory=dict)

@@ -35,4 +35,5 @@ class Feature:
         policy servers. Runs on the gateway's event loop."""
 
     def join(self, active: ActiveAttempt) -> None:
-        """Add to the changes, answers and records of an attempt. Not called for a verifier's."""
+        """Add to the changes, answers and records of an attempt, or replace its sight. Not called
+        for a verifier's."""

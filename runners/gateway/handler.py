@@ -64,7 +64,6 @@ from agentrl.runners.gateway.request import (
     warn_of_name,
     warn_of_processors,
     warn_of_sampling,
-    why_not_text,
 )
 from agentrl.runners.gateway.response import (
     LONGEST_REFUSAL,
@@ -146,7 +145,7 @@ class CallHandler:
             if rows := await answer(call):
                 request = call.request
                 new: Any = {"messages": request.messages, "tools": request.tools}
-                new |= {"started": time.time(), "seconds": 0.0}
+                new |= {"images": request.images, "started": time.time(), "seconds": 0.0}
                 own = [
                     replace(row, **self._count_row(), **new, repeats=row.repeats or row.id)
                     for row in rows
@@ -207,15 +206,15 @@ class CallHandler:
             request = call.request
         auxiliary = self._upstream.router.is_auxiliary(call.role, self._active.seats)
         if not (route.frozen or auxiliary):
-            if why := why_not_text(request.fields, request.messages, route.policy, call.role):
+            if why := self._active.sight.why_not(call, route.policy):
                 call.fail(why)
                 raise RefusedError(400, "not_text", why)
             warn_of_name(self._upstream, route, call.caller, request.model)
         if request.dialect.api == CHAT.api:
             messages = await self._upstream.adapt(route, request.messages)
-            if messages is not request.messages:
-                request = replace(request, fields=request.fields | {"messages": messages})
-                call = replace(call, request=request)
+            fields = await self._active.sight.sent(call, messages, route)
+            request = replace(request, fields=fields)
+            call = replace(call, request=request)
         body, sampling = request.encode(route, call.defaults, capture=capture, fitting=fitting)
         limit = self._upstream.max_lengths.get(route.base_url)
         # A body has at least as many bytes as tokens; if it is too long, the server counts them.
@@ -347,7 +346,7 @@ class CallHandler:
         if not rows:
             return
         try:
-            kept = await self._store.add_transitions(rows)
+            kept = await self._active.sight.add(self._store, self._call, rows)
         except StoreError as error:
             message = f"the call was not stored: {error}"
             self._call.fail(message)
@@ -397,4 +396,4 @@ def _common_fields(answered: AnsweredCall) -> dict[str, Any]:
     common |= {"messages": request.messages, "tools": request.tools, "ignored": request.ignored}
     if headers.get("x-processors") != "none":
         common["processors"] = request.processors
-    return common | {"sampling": sent.sampling}
+    return common | {"sampling": sent.sampling, "images": request.images}

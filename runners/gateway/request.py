@@ -4,10 +4,6 @@ It is sent with `return_token_ids` and `logprobs`, and with the rollout's sampli
 the agent does not set. The agent's own fields are passed on byte for byte, except the arguments of
 tool calls, which are restored to the model's own text.
 
-A text model is trained. Instead of an image it would see placeholder tokens, and two prompts with
-other images but the same placeholders would be equal, so such a call is refused unless it goes to a
-model that is not trained.
-
 A learner computes log-probs at a temperature. Penalties, biases, grammars and forced tool calls are
 logits processors: under them, a server's log-probs are not the policy's, or those of no
 distribution that was sampled from, depending on the server (vLLM: `--logprobs-mode`). Such a call
@@ -32,7 +28,7 @@ from agentrl.base.http_server import KEY_HEADERS
 from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
 from agentrl.runners.dialects.base import TEXT, typed
 from agentrl.runners.dialects.conversation import ConversationMemory
-from agentrl.types import Json, Sampling
+from agentrl.types import Image, Json, Sampling
 
 if TYPE_CHECKING:
     from agentrl.runners.gateway.attribution import CallOrigin
@@ -49,9 +45,6 @@ HOP_BY_HOP |= {*KEY_HEADERS, "x-policy-version", "x-processors"}
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
-TEXTS = {"text", "input_text", "output_text", "refusal", "thinking", "reasoning"}  # types of parts
-MEDIA = ("image", "images", "multi_modal_data", "prompt_embeds", "video", "videos")  # fields
-EMPTY = {b"null", b"[]", b"{}", b'""', b"false"}
 LONGEST_VALUE = 200  # characters of a value that is recorded
 
 PLAIN = {"model", "messages", "prompt", "suffix", "tools", "functions", "documents", "echo", "n"}
@@ -98,6 +91,9 @@ class ModelRequest(Struct, frozen=True):
     asks_logprobs: bool
     messages: list[dict[str, Json]]  # the conversation; a text prompt is one user message
     tools: list[dict[str, Json]]
+    images: tuple[str, ...] = ()  # digests of the images that `messages` name, in order
+    files: Mapping[str, Image] = {}  # by digest
+    unseen: str = ""  # why one of its images has no digest
 
     @property
     def doubt(self) -> str:
@@ -273,47 +269,6 @@ def _is_neutral(name: str, text: bytes) -> bool:
     except (msgspec.DecodeError, RecursionError):  # too large a number, or too deep
         return False
     return value in (None, "", [], {}) or value is False or value in NEUTRAL.get(name, ())
-
-
-def why_not_text(
-    fields: Mapping[str, Json], messages: Sequence[Mapping[str, Json]], policy: str, role: str
-) -> str:
-    """Explain why `policy` cannot be trained on a prompt; empty if it is text."""
-    given = (name for name in MEDIA if not _is_empty(fields.get(name)))
-    found = next(given, "") or _not_text(messages)
-    if not found:
-        return ""
-    return (
-        f"the policy {policy!r} is trained on text, and this call has {found}, which training would"
-        f" not see: describe it in words, or map the role {role!r} in [roles] to an endpoint of"
-        " [upstreams], which is not trained"
-    )
-
-
-def _not_text(messages: Sequence[Mapping[str, Json]]) -> str:
-    """Describe the first part of chat messages that is not text, such as an image; empty if all
-    are."""
-    for number, message in enumerate(messages):
-        content = message.get("content")
-        parts = content if isinstance(content, list) else [content or ""]
-        for index, part in enumerate(parts):
-            kind = "text" if isinstance(part, str) else _kind(part)
-            if kind not in TEXTS:
-                return f"{kind or 'a part without a type'} in messages[{number}].content[{index}]"
-        if name := next((name for name in ("audio", *MEDIA) if message.get(name)), ""):
-            return f"{name} in messages[{number}]"
-    return ""
-
-
-def _is_empty(sent: Json) -> bool:
-    return bytes(sent) in EMPTY if isinstance(sent, msgspec.Raw) else not sent
-
-
-def _kind(part: Json) -> str:
-    """Return the type of a part; vLLM takes it from the other fields if it is missing."""
-    found = part if isinstance(part, dict) else {}
-    untyped = sorted(found.keys() - {"type", "uuid"}, key=lambda name: name in TEXTS)
-    return str(found.get("type") or next(iter(untyped), ""))
 
 
 def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:

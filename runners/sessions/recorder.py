@@ -45,6 +45,7 @@ log = logging.getLogger("agentrl.runner")
 SESSION_LEASE, RENEWAL_INTERVAL = 60.0, 10.0  # seconds: lease of a session, interval of its renewal
 NAME = "x-agentrl-session"  # response header: the session of the request, if any
 NAMED = web.RequestKey(NAME, str)
+IMAGE = re.compile("image:[0-9a-f]{64}")  # the name of a stored image
 MESSAGES = web.RequestKey("agentrl_messages", str)  # digest of a request's messages
 UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 BESIDE = ("/count_tokens", ":countTokens", "/embeddings", "/traces", "/logs", "/metrics")
@@ -288,7 +289,7 @@ def _said(message: Json) -> str:
 
 
 def _redact(value: Json, patterns: Sequence[re.Pattern[str]]) -> Json:
-    if isinstance(value, str):
+    if isinstance(value, str) and not IMAGE.fullmatch(value):  # a digest is nobody's text
         for pattern in patterns:
             value = pattern.sub("[redacted]", value)
     elif isinstance(value, dict):

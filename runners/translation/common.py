@@ -189,6 +189,18 @@ def impossible(where: str, what: str) -> UntranslatableError:
     return UntranslatableError(where, f"{what} is not possible behind this gateway; leave it out")
 
 
+def image(url: Json, **about: Json) -> Body:
+    """Build a part of a chat message that is an image."""
+    return {"type": "image_url", "image_url": {"url": url, **about}}
+
+
+def content(parts: list[Body]) -> Json:
+    """Return parts as the content of a chat message: one text, unless there are images."""
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
 def tool_call(id: Json, name: Json, arguments: Json) -> Body:
     """Build a tool call of an assistant message."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

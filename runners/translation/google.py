@@ -1,7 +1,7 @@
 """Google's generateContent on top of chat completions, whole or as server-sent events.
 
-Text, thoughts, function calls and their responses, and structured output are translated. Tools that
-run on Google's servers are dropped; images, files and several candidates are refused.
+Text, images, thoughts, function calls and their responses, and structured output are translated.
+Tools that run on Google's servers are dropped; files and several candidates are refused.
 Source: https://ai.google.dev/api/generate-content
 """
 
@@ -138,6 +138,7 @@ def _add(turns: list[Body], content: Body, where: str, memory: ConversationMemor
     if role not in ("user", "model", "function"):
         raise UntranslatableError(f"{where}.role", f"{role!r:.80} is not possible here")
     turn: Body = {"role": "assistant" if role == "model" else "user", "content": None}
+    said: list[Body] = []
     for index, part in enumerate(base.objects(content.get("parts"), f"{where}.parts")):
         here = f"{where}.parts[{index}]"
         thought = thought or common.unseal(part.get("thoughtSignature"))
@@ -147,30 +148,58 @@ def _add(turns: list[Body], content: Body, where: str, memory: ConversationMemor
             calls = turn.setdefault("tool_calls", [])
             calls.append(common.tool_call(id, call.get("name"), arguments))
         elif answer := part.get("functionResponse"):
-            if answer.get("parts"):
-                raise common.impossible(f"{here}.functionResponse.parts", "what is not text")
-            output = answer.get("response")
-            if isinstance(output, dict) and [*output] == ["output"]:
-                output = output["output"]
-                output = output if isinstance(output, str) else msgspec.json.encode(output).decode()
-            else:
-                output = msgspec.json.encode(output).decode()
+            output = _output(answer, f"{here}.functionResponse")
             result = {"role": "tool", "tool_call_id": answer.get("id") or _pending(turns, answer)}
             turns.append(result | {"content": output})
         elif part.get("thought"):
             text = base.text(part.get("text"), here)
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text
         elif "text" in part:
-            turn["content"] = (turn["content"] or "") + base.text(part["text"], here)
+            said.append({"type": "text", "text": base.text(part["text"], here)})
+        elif role != "model" and (image := _image(part)):
+            said.append(image)
         else:
-            what = f"a part with {', '.join(sorted(part)) or 'nothing'}"
-            why = f"{what} is not possible here, only text and functions; describe it in words"
-            raise UntranslatableError(here, why)
+            raise _impossible(part, here)
+    if said:
+        turn["content"] = common.content(said)
     if role == "model":
         hidden = {"reasoning_content": thought} if thought else {}
         turns.append(hidden | turn)
     elif turn["content"] is not None:
         turns.append(turn)
+
+
+def _output(answer: Body, where: str) -> Json:
+    """Return what a function has returned, with its images."""
+    output, plain = answer.get("response"), False
+    if isinstance(output, dict) and [*output] == ["output"]:
+        output = output["output"]
+        plain = isinstance(output, str)
+    text = output if plain else msgspec.json.encode(output).decode()
+    said: list[Body] = [{"type": "text", "text": text}]
+    for index, part in enumerate(base.objects(answer.get("parts"), f"{where}.parts")):
+        image = _image(part)
+        if image is None:
+            raise _impossible(part, f"{where}.parts[{index}]")
+        said.append(image)
+    return common.content(said)
+
+
+def _image(part: Body) -> Body | None:
+    """Return a part with an image's file as that of a chat message; None for any other."""
+    data = part.get("inlineData") or {}
+    kind = str(data.get("mimeType"))
+    if not kind.startswith("image/"):
+        return None
+    file = base.text(data.get("data"), "inlineData.data")
+    file = file.replace("-", "+").replace("_", "/")  # Google's SDK writes base64 for URLs
+    return common.image(f"data:{kind};base64,{file}{'=' * (-len(file) % 4)}")
+
+
+def _impossible(part: Body, where: str) -> UntranslatableError:
+    what = f"a part with {', '.join(sorted(part)) or 'nothing'}"
+    why = f"{what} is not possible here, only text, images and functions; describe it in words"
+    return UntranslatableError(where, why)
 
 
 def _pending(turns: list[Body], answer: Body) -> Json:

@@ -185,8 +185,8 @@ def _message(message: Body, where: str, memory: ConversationMemory) -> list[Body
                 turns.append({"role": "user", "content": []})
             turns[-1]["content"].append(_part(block, here))
     for turn in turns:
-        if turn["role"] == "user" and all(part["type"] == "text" for part in turn["content"]):
-            turn["content"] = "".join(part["text"] for part in turn["content"])
+        if turn["role"] == "user":
+            turn["content"] = common.content(turn["content"])
     return turns
 
 
@@ -239,10 +239,9 @@ def _part(block: Body, where: str) -> Body:
     if kind == "text":
         return {"type": "text", "text": base.text(block.get("text"), where)}
     if kind == "image" and source.get("type") == "url":
-        return {"type": "image_url", "image_url": {"url": source.get("url")}}
+        return common.image(source.get("url"))
     if kind == "image" and source.get("type") == "base64":
-        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-        return {"type": "image_url", "image_url": {"url": url}}
+        return common.image(f"data:{source.get('media_type')};base64,{source.get('data')}")
     raise UntranslatableError(where, f"a block of type {kind!r:.80} is not possible here")
 
 

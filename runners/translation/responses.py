@@ -12,6 +12,8 @@ import time
 from typing import Any
 from uuid import uuid4
 
+import msgspec
+
 from agentrl.runners.dialects import base
 from agentrl.runners.dialects.base import Dialect, UntranslatableError
 from agentrl.runners.dialects.conversation import Body, ConversationMemory
@@ -53,6 +55,9 @@ INCLUDED |= {"web_search_call.results"}
 REASONING: dict[str, tuple[Json, ...]] = {"mode": (None, "standard")}
 NO_SUMMARY = {"context", "generate_summary", "summary"}
 REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
+
+COMPUTER = "computer"  # the function of a computer's actions
+SCREENS = {"computer_screenshot", "input_image"}  # types of a computer's output
 
 # Key of a chat message -> type of the item, type of its part, the part's field.
 PARTS = {
@@ -168,8 +173,11 @@ def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) 
             turn["content"] = content
         else:
             turns.append({"role": role, "content": content})
-    elif kind in ("function_call", "custom_tool_call"):
+    elif kind in ("function_call", "custom_tool_call", "computer_call"):
         id, arguments = item.get("call_id"), item.get("arguments")
+        if kind == "computer_call":  # of a model that has the tool
+            action = item.get("actions") or item.get("action")
+            item, arguments = {"name": COMPUTER}, msgspec.json.encode(action).decode()
         if kind == "custom_tool_call":
             text = base.text(item.get("input"), f"{where}.input")
             arguments = arguments_of(text, memory.arguments.get(str(id)))
@@ -179,6 +187,9 @@ def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) 
         turn.setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         output = _content(item.get("output"), f"{where}.output", plain=False)
+        turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif kind == "computer_call_output":
+        output = _screenshot(item.get("output"), f"{where}.output")
         turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
         shown = base.joined(item.get("content"), f"{where}.content")
@@ -220,15 +231,21 @@ def _content(content: Json, where: str, *, plain: bool) -> Json:
         elif kind == "refusal":
             parts.append({"type": "text", "text": base.text(part.get("refusal"), where)})
         elif kind == "input_image" and part.get("image_url") and not plain:
-            url: Body = {"url": part["image_url"]}
-            if part.get("detail"):
-                url["detail"] = part["detail"]
-            parts.append({"type": "image_url", "image_url": url})
+            about = {"detail": part["detail"]} if part.get("detail") else {}
+            parts.append(common.image(part["image_url"], **about))
         else:
             raise UntranslatableError(where, f"a part of type {kind!r:.80} is not possible here")
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return parts
+    return common.content(parts)
+
+
+def _screenshot(output: Json, where: str) -> list[Body]:
+    """Return what a computer shows after an action."""
+    found = output if isinstance(output, dict) else {}
+    kind, url = found.get("type"), found.get("image_url")
+    if kind not in SCREENS or not url:
+        what = f"a screenshot of type {kind!r:.80} without image_url is not possible here"
+        raise UntranslatableError(where, what)
+    return [common.image(url)]
 
 
 # -- the answer ------------------------------------------------------------------------------------

@@ -45,10 +45,10 @@ class KeyScope(StrEnum):
 
 RUNNERS = frozenset({"claim", "heartbeat", "finish", "add_transitions", "add_spans"})
 RUNNERS |= {"run", "steps", "trace", "policies", "cursor", "wait"}
-RUNNERS |= {"judgement", "add_judgements"}
+RUNNERS |= {"judgement", "add_judgements", "put_images"}
 READERS = frozenset({"run", "runs", "rollouts", "groups", "search", "trace", "attempts", "credits"})
 READERS |= {"steps", "metric_names", "series", "counts", "failures", "policies"}
-READERS |= {"cursor", "wait", "settled", "stats", "documents"}
+READERS |= {"cursor", "wait", "settled", "stats", "documents", "images"}
 READERS |= {"datasets", "items", "sides", "calls", "judgement", "logprobs"}
 SCOPES = {KeyScope.RUNNER: RUNNERS, KeyScope.READER: READERS}
 """Scope -> verbs that its keys may call; an admin key may call all."""

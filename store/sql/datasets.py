@@ -19,8 +19,8 @@ from agentrl import types
 from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store import limits, rows
 from agentrl.store.records import Dataset, Item, Judgement, Side
-from agentrl.store.sql import traces
-from agentrl.store.sql.database import Connection, load_sql
+from agentrl.store.sql import images, traces
+from agentrl.store.sql.database import Connection, WritingConnection, load_sql
 from agentrl.store.sql.writer import Transaction
 
 SQL = load_sql("datasets")
@@ -42,6 +42,7 @@ def draft_dataset(tx: Transaction, name: str, spec: dict[str, types.Json]) -> in
         for statement in ("delete_items", "delete_dataset"):
             tx.conn.execute(SQL[statement], key)
         tx.conn.execute(SQL["delete_sides"])
+        tx.conn.execute(SQL["delete_side_images"])
     tx.conn.execute(SQL["add_dataset"], {**key, "spec": text, "now": tx.now})
     return version
 
@@ -74,17 +75,25 @@ def add_items(
         SQL["add_side"],
         [asdict(side) | {"own": ENCODE(side.own) if side.own else None} for side in sides],
     )
+    for side in sides:
+        _refer(tx.conn, side.digest, side.own)
     key = {"dataset": name, "version": version}
     columns = ({**asdict(i), **key, "id": i.id, "steps": rows.to_json(i.steps, "")} for i in items)
     tx.conn.executemany(SQL["add_item"], list(columns))
 
 
-def copy_sides(conn: Connection, rollouts: Sequence[str]) -> None:
+def copy_sides(conn: WritingConnection, rollouts: Sequence[str]) -> None:
     """Copy the calls of rollouts that will be removed to the sides that refer to them."""
     conn.execute(SQL["lock_datasets"])
     found = conn.execute(SQL["references"], (rows.to_json(rollouts, "Rollouts"),)).fetchall()
     for digest, own in sides(conn, [row["digest"] for row in found]).items():
         conn.execute(SQL["own_side"], {"digest": digest, "own": ENCODE(own)})
+        _refer(conn, digest, own)
+
+
+def _refer(conn: WritingConnection, side: str, own: Sequence[types.Transition]) -> None:
+    """Let a side refer to the images of its own calls."""
+    images.refer(conn, "side", side, {image for call in own for image in call.images})
 
 
 def commit_dataset(tx: Transaction, name: str, version: int) -> Dataset:

@@ -19,6 +19,9 @@ delete from sides where not exists (
     select 1 from items where chosen = sides.digest or rejected = sides.digest
 );
 
+-- name: delete_side_images
+delete from side_images where not exists (select 1 from sides where digest = side);
+
 -- A side that refers to a rollout becomes a copy if its calls are given.
 -- name: add_side
 insert into sides (digest, rollout_id, first_call, calls, own)

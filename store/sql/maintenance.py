@@ -20,7 +20,7 @@ import msgspec
 from agentrl.errors import Conflict, Invalid
 from agentrl.store import rows
 from agentrl.store.records import Pruned, Stats
-from agentrl.store.sql import datasets, rollouts, runs
+from agentrl.store.sql import datasets, images, rollouts, runs
 from agentrl.store.sql.database import Connection, ReaderThreads, load_sql
 from agentrl.store.sql.feed import GROUPS
 from agentrl.store.sql.writer import Transaction, Writer
@@ -33,7 +33,8 @@ ROWS_PER_TRANSACTION = 1000  # calls and spans to remove; a single rollout may h
 ROLLOUTS_PER_READ = 256  # rollouts per read
 EVENTS_PER_TRANSACTION = 10_000  # range of cursors per transaction
 AT_REST = ("trained", "discarded", "settled")  # states of groups without queued or running rollouts
-Limits = dict[str, Any]  # `run`, `keep`: committed steps, `before`: latest end in unix seconds
+TABLES = ("credits", "transitions", "spans", "rewards", "rollout_images", "attempts", "rollouts")
+Limits = dict[str, Any]  # `run`, `keep`: committed steps, `before`: latest end, `now`: unix seconds
 
 
 def limits(now: float, run: str | None, keep_last: int | None, older_than: float | None) -> Limits:
@@ -45,7 +46,7 @@ def limits(now: float, run: str | None, keep_last: int | None, older_than: float
     if older_than is not None and not 0 <= older_than < math.inf:
         raise Invalid(f"older_than is a number of seconds, not {older_than}.")
     before = math.inf if older_than is None else now - older_than
-    return {"run": run, "keep": keep_last or 0, "before": before}
+    return {"run": run, "keep": keep_last or 0, "before": before, "now": now}
 
 
 def stats(conn: Connection) -> Stats:
@@ -60,7 +61,7 @@ def stats(conn: Connection) -> Stats:
 
 async def prune(readers: ReaderThreads, writer: Writer, limits: Limits, *, dry_run: bool) -> Pruned:
     """Prune in many transactions, see the module's docstring."""
-    total, after = Pruned(), -1
+    total, after, gone = Pruned(), -1, list[str]()
     if limits["run"] is not None:
         await readers.read(partial(runs.find_run, run=limits["run"]))
     while page := await readers.read(partial(_page, limits=limits, after=after)):
@@ -68,6 +69,7 @@ async def prune(readers: ReaderThreads, writer: Writer, limits: Limits, *, dry_r
         found = await readers.read(partial(_evidence, rollouts=[id for _, id in page]))
         if dry_run:
             total = _sum(total, _pruned(found))
+            gone += [row["id"] for row in found]
         else:
             for part in _parts(found):
                 total = _sum(total, await writer.post(partial(remove, rollouts=part)))
@@ -80,6 +82,11 @@ async def prune(readers: ReaderThreads, writer: Writer, limits: Limits, *, dry_r
                 window = {"run": run, "first": start, "upto": end}
                 events += await writer.post(partial(_remove_events, window=window))
         total = _sum(total, Pruned(events=events))
+    if dry_run:
+        unused = await readers.read(partial(images.unused, now=limits["now"], without=gone))
+        return _sum(total, unused)
+    while (removed := await writer.post(images.remove_unused)).images:
+        total = _sum(total, removed)
     return total
 
 
@@ -117,7 +124,7 @@ def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
     datasets.copy_sides(tx.conn, [row["id"] for row in found])
     columns = _ids([row["id"] for row in found])
     hashes = [row["hash"] for row in tx.conn.execute(SQL["tools"], columns)]
-    for table in ("credits", "transitions", "spans", "rewards", "attempts", "rollouts"):
+    for table in TABLES:
         tx.conn.execute(SQL[f"delete_{table}"], columns)
     for digest in hashes:
         tx.conn.execute(SQL["delete_payload"], {"hash": digest})

@@ -5,6 +5,7 @@ union all select 'rollouts', count(*) from rollouts
 union all select 'attempts', count(*) from attempts
 union all select 'transitions', count(*) from transitions
 union all select 'payloads', count(*) from payloads
+union all select 'images', count(*) from images
 union all select 'spans', count(*) from spans
 union all select 'rewards', count(*) from rewards
 union all select 'credits', count(*) from credits
@@ -126,6 +127,9 @@ delete from spans where attempt_id in (
 delete from rewards where attempt_id in (
     select id from attempts where rollout_id in (select value from json_each(:rollouts))
 );
+
+-- name: delete_rollout_images
+delete from rollout_images where rollout_id in (select value from json_each(:rollouts));
 
 -- name: delete_attempts
 delete from attempts where rollout_id in (select value from json_each(:rollouts));

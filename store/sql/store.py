@@ -18,6 +18,7 @@ from agentrl.errors import Forbidden, Invalid
 from agentrl.store import limits, records, rows
 from agentrl.store.sql import browse, documents, maintenance, traces
 from agentrl.store.sql import datasets as data
+from agentrl.store.sql import images as pictures
 from agentrl.store.sql import rollouts as queue
 from agentrl.store.sql import runs as training
 from agentrl.store.sql.database import Connection, ReaderThreads, ReadPool, Session, load_sql
@@ -198,6 +199,10 @@ class SqlStore:
         limits.check_ids("The id of a span", (span.id for span in spans))
         await self._writer.post(partial(traces.add_spans, spans=spans))
 
+    async def put_images(self, run: str, images: Sequence[types.Image]) -> None:
+        columns = pictures.prepare(images)
+        await self._writer.post(partial(pictures.put_images, run=run, columns=columns))
+
     # -- reading -----------------------------------------------------------------------------------
 
     run = _reading(training.state)
@@ -216,6 +221,7 @@ class SqlStore:
     policies = _reading(training.policies)
     documents = _reading(documents.documents)
     stats = _reading(maintenance.stats)
+    images = _reading(pictures.images)
 
     # -- data sets ---------------------------------------------------------------------------------
 

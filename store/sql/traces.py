@@ -14,6 +14,7 @@ from agentrl import types
 from agentrl.errors import Invalid, NotFound
 from agentrl.store import limits, rows
 from agentrl.store.rows import digest
+from agentrl.store.sql import images as pictures
 from agentrl.store.sql.database import Connection, Cursor, joined, load_sql
 from agentrl.store.sql.tree import PreparedTransition, TokenTree
 from agentrl.store.sql.writer import Transaction
@@ -40,7 +41,7 @@ def prepare(call: types.Transition) -> PreparedTransition:
         "answer_digest": None if answer is None else digest(answer.encode()),
         "tools": None if tools is None else digest(tools.encode()),
     }
-    return PreparedTransition(columns, prompt, lines, chat, tools)
+    return PreparedTransition(columns, prompt, lines, chat, tools, call.images)
 
 
 def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> list[bool]:
@@ -63,6 +64,7 @@ def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> lis
             if not late:
                 _count(tx, run, call)
     tree.write()
+    _refer(tx, tree, calls)  # after the payloads, as a prune locks both in this order
     for attempt in attempts:
         run, late = found[attempt]
         if attempt in changed:
@@ -71,6 +73,18 @@ def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> lis
             tree.calls[attempt].run = run
             tx.seen[attempt] = tree.calls[attempt]
     return [not tree.is_late(call) for call in calls]
+
+
+def _refer(tx: Transaction, tree: TokenTree, calls: Sequence[PreparedTransition]) -> None:
+    """Let rollouts refer to the images of their calls."""
+    used: dict[str, set[str]] = {}
+    for call in calls:
+        if call.images:
+            used.setdefault(call.attempt, set()).update(call.images)
+    for attempt, digests in sorted(used.items()):
+        known = tree.calls[attempt].images
+        pictures.refer(tx.conn, "rollout", attempt, digests - known)
+        known |= digests
 
 
 def _count(tx: Transaction, run: str, call: PreparedTransition) -> None:

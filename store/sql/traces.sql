@@ -33,13 +33,13 @@ insert into transitions (
     id, attempt_id, position, late, parent, size, digest,
     chat_parent, chat_shared, chat_size, chat_digest, answer_digest,
     role, policy, version, finish, exact, span_id, started_at, seconds, sampling, tools,
-    prompt, completion, logprobs, messages, answer, repeats, left_out, spans
+    prompt, completion, logprobs, messages, answer, repeats, left_out, spans, images
 ) values (
     :id, :attempt, :index, :late,
     coalesce(:parent, (select seq from transitions where id = :parent_id)), :size, :digest,
     coalesce(:chat_parent, (select seq from transitions where id = :chat_parent_id)), :chat_shared, :chat_size, :chat_digest, :answer_digest,
     :role, :policy, :version, :finish, :exact, :span, :started, :seconds, :sampling, :tools,
-    :prompt, :completion, :logprobs, :messages, :answer, :repeats, :left_out, :spans
+    :prompt, :completion, :logprobs, :messages, :answer, :repeats, :left_out, :spans, :images
 );
 
 -- name: add_span

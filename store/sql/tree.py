@@ -38,6 +38,7 @@ class PreparedTransition:
     lines: list[str]  # messages as JSON
     chat: bytes  # the lines, each with a line break
     tools: str | None
+    images: tuple[str, ...]  # digests
 
     @property
     def attempt(self) -> str:
@@ -123,6 +124,7 @@ class AttemptCalls:
     # database numbers a call when it is written, and does not tell its number: see `_link`.
     added: list[str] = field(default_factory=list)
     trees: tuple[CallTree, CallTree] = field(default_factory=lambda: (CallTree(), CallTree()))
+    images: set[str] = field(default_factory=set)  # that this process has let its rollout refer to
 
 
 class KnownAttempts:
@@ -198,11 +200,12 @@ class TokenTree:
         tree = calls.trees[late]
         parent = deepest_prefix(call.prompt, _fitting(tree.nodes, call.prompt))
         chat, shared = tree.heard(call)
+        prompt = call.prompt[parent.size if parent else 0 :]
         columns = {
             **call.columns,
             **_link(calls, "parent", parent.seq if parent else None),
             **_link(calls, "chat_parent", chat),
-            "prompt": call.prompt[parent.size if parent else 0 :],
+            "prompt": rows.with_runs(prompt) if call.images else prompt,
             "chat_shared": shared,
             "messages": f"[{','.join(call.lines[shared:])}]",
             "late": late,

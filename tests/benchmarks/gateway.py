@@ -116,12 +116,14 @@ def serve(pipe: Connection) -> None:
 # -- the gateway -----------------------------------------------------------------------------------
 
 
-def gateway(pipe: Connection, folder: str, ports: Sequence[int]) -> None:
+def gateway(pipe: Connection, folder: str, ports: Sequence[int], vision: str = "") -> None:
     """Obeys (verb, number): "attempts" makes and registers that many and sends their ids back;
-    "seated" does so with two seats; "end" ends all of them; "memory" sends the resident bytes."""
+    "seated" does so with two seats; "end" ends all of them; "memory" sends the resident bytes.
+    vision: `policy.vision`."""
     import psutil
 
     from agentrl.config import RunConfig
+    from agentrl.config.schema import PolicyConfig
     from agentrl.runners.features import run_features
     from agentrl.runners.gateway.server import Gateway
     from agentrl.store import open_store
@@ -135,7 +137,8 @@ def gateway(pipe: Connection, folder: str, ports: Sequence[int]) -> None:
                 await store.publish(
                     PolicyVersion(run=RUN, policy=name, version=1, base_url=url, model="tiny")
                 )
-            server = Gateway(store, RUN, features=run_features(store, RunConfig()))
+            config = RunConfig(policy=PolicyConfig(vision=vision)) if vision else RunConfig()
+            server = Gateway(store, RUN, features=run_features(store, config))
             server.start()
             pipe.send(int(server.base_url.split(":")[2].split("/")[0]))
             made, live = 0, []
@@ -264,12 +267,12 @@ def load(pipe: Connection) -> None:
 class Bench:
     """The three processes."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, vision: str = "") -> None:
         self.context = multiprocessing.get_context("spawn")
         self.children: list[Any] = []
         self.upstreams = [self.start(serve) for _ in SEATS]
         self.upstream_port, *others = [upstream.recv() for upstream in self.upstreams]
-        self.gateway = self.start(gateway, folder, [self.upstream_port, *others])
+        self.gateway = self.start(gateway, folder, [self.upstream_port, *others], vision)
         self.gateway_port = self.gateway.recv()
         self.load = self.start(load)
 

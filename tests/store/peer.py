@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+from hashlib import sha256
 
 from agentrl.store import Store, open_store
-from agentrl.types import NewRollout, Outcome, Transition, float32, int32
+from agentrl.types import Image, NewRollout, Outcome, Transition, float32, int32
 
 
 def rollouts(group: str, n: int) -> list[NewRollout]:
@@ -53,9 +54,36 @@ async def load(store: Store, group: str) -> None:
     await asyncio.gather(*(write(attempt.id) for attempt in attempts))
 
 
+async def look(store: Store, group: str) -> None:
+    """Like `load`, with an image for each call."""
+    await store.enqueue(rollouts(group, 8))
+    attempts = await store.claim(8, runner=group, lease=600)
+
+    async def write(attempt_id: str) -> None:
+        for index in itertools.count():
+            body = f"{attempt_id} {index}".encode() * 500
+            image = Image(sha256(body).hexdigest(), "image/png", 1, 1, body)
+            call = Transition(
+                id=f"{attempt_id}-{index}",
+                attempt=attempt_id,
+                index=index,
+                prompt=int32([7] * 20),
+                completion=int32([index]),
+                logprobs=float32([-1.0]),
+                images=(image.digest,),
+            )
+            await store.put_images("run", [image])
+            await store.add_transitions([call])
+            print(call.id, flush=True)
+
+    await asyncio.gather(*(write(attempt.id) for attempt in attempts))
+
+
 async def main(url: str, command: str, argument: str) -> None:
     async with open_store(url) as store:
-        await {"work": work, "enqueue": enqueue, "load": load}[command](store, argument)
+        await {"work": work, "enqueue": enqueue, "load": load, "look": look}[command](
+            store, argument
+        )
 
 
 if __name__ == "__main__":

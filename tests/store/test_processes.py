@@ -256,6 +256,21 @@ async def test_whatever_was_acknowledged_survives_kill_9(url: str, spawn: Spawn)
         conn.close()
 
 
+async def test_every_call_has_its_images_after_kill_9(url: str, spawn: Spawn) -> None:
+    async with open_store(url) as store:
+        await store.open_run("run", {})
+        peer = spawn("look", "first")
+        assert peer.stdout is not None
+        told = [peer.stdout.readline() for _ in range(100)]
+        peer.kill()
+        told += [line for line in peer.stdout if line.endswith("\n")]
+        traces = [await store.trace(row.id) for row in await store.rollouts("run")]
+        calls = [call for trace in traces if trace for call in trace.transitions]
+        for call in calls:
+            assert [*await store.images("run", call.images)] == [*call.images]
+        assert {line.strip() for line in told} <= {call.id for call in calls}
+
+
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 async def test_the_bells_of_the_dead_are_taken_down(url: str, spawn: Spawn) -> None:
     async with open_store(url) as store:

@@ -21,6 +21,7 @@ from agentrl.algorithms.engines.base import RequestHold
 from agentrl.algorithms.engines.embedded.engine import CLOSED, Engine, TokenUpdates
 from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, TokenUpdate
 from agentrl.algorithms.model.chat import RequestError
+from agentrl.algorithms.model.inputs import ReadPrompt
 from agentrl.algorithms.model.text import Codec, TextStream
 from agentrl.errors import PolicyError
 from agentrl.types import Sampling
@@ -160,7 +161,8 @@ class Admission:
         if policy not in self.versions:
             raise RequestError(f"policy {policy!r} is no longer served", status=404)
         pending = PendingRequest(self.versions[policy])
-        tokens = np.asarray(prompt, np.int32)
+        seen = prompt if isinstance(prompt, ReadPrompt) else None
+        tokens = np.asarray(prompt if seen is None else seen.read, np.int32)
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
         for index in range(n):
             call = GenerationRequest(
@@ -173,6 +175,7 @@ class Admission:
                 stop=ends.check(self._codec),
                 ignore_eos=ends.ignore_eos,
                 top=top,
+                rotary=None if seen is None else seen.rotary,
             )
             pending.calls.append(call)
         self.requests.begin(n)

@@ -33,6 +33,7 @@ from agentrl.algorithms.engines.embedded.kv_cache import (
 )
 from agentrl.algorithms.engines.embedded.sampler import Ints, likeliest, sample, uniforms
 from agentrl.algorithms.model.attention import UNUSED, whole_blocks
+from agentrl.algorithms.model.inputs import inputs_of, rotary_positions
 from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.errors import PolicyError
@@ -68,6 +69,8 @@ class Engine:
         config: Any = model.config
         self.model, self.deliver, self.threads, self.adapters = model, deliver, threads, adapters
         self.dropped = dropped
+        self.inputs = inputs_of(model)
+        self.call: Callable[..., Any] = self.inputs.generate if self.inputs else model
         self.max_context = max_context
         self.policies = dict(enumerate(policies))  # by number
         self.versions = dict.fromkeys(self.policies, 0)
@@ -236,12 +239,13 @@ class Engine:
             for values in (tokens.astype(np.int64), at, positions)
         )
         pool.set_write_positions(at_N, positions_N)
+        rotary = rotary_positions([call.rotary for call in rows.calls], source, positions)
         longest, device = int(last.max()) + 1, self.device.type
         context = attention.keys_read(longest, pool.capacity, self.dtype, device)
         with self._adapted(rows.policy[source]):
-            logits: Tensor = self.model(
+            logits: Tensor = self.call(
                 input_ids=ids_N[None],
-                position_ids=positions_N[None],
+                position_ids=torch.from_numpy(rotary).to(self.device)[..., None, :],
                 attention_mask=UNUSED,
                 past_key_values=pool,
                 use_cache=True,
@@ -318,6 +322,8 @@ class Engine:
             return
         if self.policies.get(policy) is None:  # an adapter leaves the model's weights alone
             packed.forget(self.model)
+            if self.inputs:
+                self.inputs.changed()
         self.rows.change_version(policy, self.versions[policy], version, keep=keep)
         self.versions[policy] = version
         done.set_result(time.perf_counter() - started)

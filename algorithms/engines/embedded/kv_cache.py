@@ -52,6 +52,7 @@ class GenerationRequest:
     stop: Callable[[int], bool] | None = None  # called with every token; true ends the request
     ignore_eos: bool = False
     top: int = 0  # number of the likeliest tokens that updates have
+    rotary: NDArray[np.int64] | None = None  # [axes, P], positions of the prompt; None: its places
 
 
 class KVPool(Cache):  # type: ignore[misc]

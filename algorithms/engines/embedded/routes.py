@@ -60,7 +60,7 @@ class Routes:
         check_fields(raw, ChatRequest.__struct_fields__)
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs = true", param="top_logprobs")
-        prompt = self._prompt(body)
+        prompt = await self._prompt(body)
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         tools = bytes(body.tools) if body.tools != b"null" and body.tool_choice != "none" else b""
         form = self._format(body, prompt, "chatcmpl", tools=tools, logprobs=bool(body.logprobs))
@@ -78,7 +78,7 @@ class Routes:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """The prompt tokens of a conversation, in the format of vLLM's /tokenize."""
-        prompt = self._prompt(_decode(await read_body(request), _chat_decoder))
+        prompt = await self._prompt(_decode(await read_body(request), _chat_decoder))
         limit = self._calls.engine.max_context
         return _json({"count": len(prompt), "max_model_len": limit, "tokens": prompt})
 
@@ -93,13 +93,15 @@ class Routes:
             raise RequestError("the engine has stopped; restart the algorithm process", status=503)
         return _json({"status": "ok", "version": self._calls.versions[self._name]})
 
-    def _prompt(self, body: ChatRequest) -> tuple[int, ...]:
+    async def _prompt(self, body: ChatRequest) -> tuple[int, ...]:
         hints = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
         options = {name: value for name, value in hints.items() if value is not None}
         if (effort := body.reasoning_effort) is not None:  # as vLLM does
             options["enable_thinking"] = effort != "none"
         options |= body.chat_template_kwargs or {}
-        return self._chat.prompt(bytes(body.messages), bytes(body.tools), _encoder.encode(options))
+        messages = bytes(body.messages)
+        await self._chat.fetch(messages)
+        return self._chat.prompt(messages, bytes(body.tools), _encoder.encode(options))
 
     def _format(
         self,

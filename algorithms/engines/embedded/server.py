@@ -26,6 +26,7 @@ from agentrl.algorithms.engines.embedded.routes import Routes
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.cpu_threads import sampling_threads
+from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import Model, Tokenizer, end_tokens
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.text import Codec
@@ -97,7 +98,8 @@ class EmbeddedServer:
         )
         codec = Codec(tokenizer)
         self._admission = Admission(engine, codec, list(policies))
-        self._chat = Chat(tokenizer, codec)
+        inputs = inputs_of(model)
+        self._chat = inputs.chat(tokenizer, codec) if inputs else Chat(tokenizer, codec)
         self._routes = Routes(self._admission, self._chat, codec, name, defaults)
         self._runner: web.AppRunner | None = None
 

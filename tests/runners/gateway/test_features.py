@@ -212,7 +212,7 @@ async def test_a_prompt_is_counted_as_it_is_sent(bench: Any) -> None:
 @pytest.mark.part
 def test_the_features_of_a_run(bench: Any) -> None:
     names = [type(one).__name__ for one in run_features(bench.store, RunConfig())]
-    assert names == ["RoleRules", "CandidatePrompts", "Replays", "ChatTemplates"]
+    assert names == ["RoleRules", "CandidatePrompts", "Replays", "ChatTemplates", "StoredImages"]
     as_sent = RunConfig(policy=PolicyConfig(unsupported_roles="as_sent"))
     sent = [type(one).__name__ for one in run_features(bench.store, as_sent)]
-    assert sent == names[:-1]
+    assert sent == [name for name in names if name != "ChatTemplates"]

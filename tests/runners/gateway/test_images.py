@@ -37,6 +37,14 @@ def messages(*turns: Any) -> tuple[str, dict[str, Any]]:
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [BLOCK], "is_error": True}
 OUTPUT = {"type": "function_call_output", "call_id": "c"}
 PICTURE = {"type": "input_image", "image_url": URL}
+SCREENSHOT = {"type": "computer_screenshot", "image_url": URL}
+INLINE = {"inlineData": {"mimeType": "image/png", "data": "AAAA"}}
+
+
+def google(*contents: Any) -> tuple[tuple[str, dict[str, Any]], str]:
+    return ("/models/MODEL:generateContent", {"contents": [*contents]}), "image_url"
+
+
 CALLS = [
     (chat(IMAGE), "image_url"),
     (chat({"type": "text", "text": "see"}, IMAGE, role="system"), "image_url"),
@@ -56,6 +64,12 @@ CALLS = [
     (messages(USE, {"role": "user", "content": [RESULT]}), "image_url"),
     (("/responses", {"input": [{"role": "user", "content": [PICTURE]}]}), "image_url"),
     (("/responses", {"input": [USER, ITEM, OUTPUT | {"output": [PICTURE]}]}), "image_url"),
+    (("/responses", {"input": [USER, ITEM, {"type": "computer_call_output", "call_id": "c",
+                                            "output": SCREENSHOT}]}), "image_url"),
+    google({"role": "user", "parts": [{"text": "see"}, INLINE]}),
+    google({"role": "model", "parts": [{"functionCall": {"name": "f", "args": {}}}]},
+           {"role": "user", "parts": [{"functionResponse": {"name": "f", "response": {"x": 1},
+                                                            "parts": [INLINE]}}]}),
 ]  # fmt: skip
 MARKED = [
     pytest.param(*call, marks=[] if "completions" in call[0][0] else pytest.mark.part)
@@ -70,7 +84,7 @@ async def test_it_is_refused_by_a_policy_and_fails_the_rollout(
     active = bench.gateway.register(await bench.attempt())
     headers = {"authorization": f"Bearer {active.key}"}
     async with httpx.AsyncClient(base_url=bench.gateway.base_url, headers=headers) as http:
-        answer = await http.post(sent[0], json={"model": "m"} | sent[1])
+        answer = await http.post(sent[0].replace("MODEL", "m"), json={"model": "m"} | sent[1])
     assert answer.status_code == 400
     said = answer.json()["error"]["message"]
     assert f"'policy' is trained on text, and this call has {kind}" in said
@@ -91,7 +105,8 @@ async def test_a_frozen_endpoint_gets_it(
         active = gateway.register(await bench.attempt())
         headers = {"authorization": f"Bearer {active.key}"}
         async with httpx.AsyncClient(base_url=gateway.base_url, headers=headers) as http:
-            answer = await http.post(sent[0], json={"model": "eyes"} | sent[1])
+            path = sent[0].replace("MODEL", "eyes")
+            answer = await http.post(path, json={"model": "eyes"} | sent[1])
         assert answer.status_code == 200, answer.text
     finally:
         await asyncio.to_thread(gateway.close)
@@ -119,14 +134,16 @@ async def test_a_failed_look_says_so_beside_its_image(bench: Any) -> None:
         ("/responses", {"input": [{"role": "user", "content": [
             {"type": "input_file", "file_data": "AA"}]}]}),
         ("/responses", {"input": [{"type": "computer_call_output", "call_id": "c",
-                                   "output": PICTURE}]}),
+                                   "output": SCREENSHOT | {"image_url": None, "file_id": "x"}}]}),
         ("/models/m:generateContent", {"contents": [{"parts": [
+            {"inlineData": {"mimeType": "video/mp4", "data": "AA"}}]}]}),
+        ("/models/m:generateContent", {"contents": [{"role": "model", "parts": [
             {"inlineData": {"mimeType": "image/png", "data": "AA"}}]}]}),
         ("/models/m:generateContent", {"contents": [{"parts": [
             {"fileData": {"mimeType": "application/pdf", "fileUri": "x"}}]}]}),
         ("/models/m:generateContent", {"contents": [{"parts": [
             {"functionResponse": {"name": "f", "response": {}, "parts": [
-                {"inlineData": {"mimeType": "image/png", "data": "AA"}}]}}]}]}),
+                {"inlineData": {"mimeType": "audio/wav", "data": "AA"}}]}}]}]}),
     ],
 )  # fmt: skip
 async def test_what_no_chat_completion_can_say_is_refused_by_its_dialect(

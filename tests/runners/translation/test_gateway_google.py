@@ -128,7 +128,7 @@ async def test_calls_without_ids_are_answered_in_order(bench: Any, http: Any) ->
     assert [result["content"] for result in results] == ['{"n":1}', '{"n":2}']
 
 
-INLINE = {"parts": [{"inlineData": {"mimeType": "image/png", "data": "aGk="}}]}
+INLINE = {"parts": [{"inlineData": {"mimeType": "audio/wav", "data": "aGk="}}]}
 
 
 @pytest.mark.parametrize(

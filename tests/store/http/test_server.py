@@ -66,7 +66,7 @@ def test_without_a_known_key_nothing_is_answered(admin, key):
 def test_a_runner_may_only_do_what_runners_do(runner):
     allowed = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
     allowed |= {"run", "steps", "trace", "policies", "cursor", "wait"}
-    allowed |= {"judgement", "add_judgements"}
+    allowed |= {"judgement", "add_judgements", "put_images"}
     for name in VERBS:
         status = runner.post(f"/v1/{name}", json={"unknown": 1}).status_code
         assert status == (422 if name in allowed else 403), name

@@ -1,0 +1,1 @@
+"""Agents that look: images in messages, kept once and named by their digests."""

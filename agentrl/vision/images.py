@@ -1,0 +1,216 @@
+"""Images by digest, and the ids of their visual embeddings.
+
+The j-th visual embedding of all images that a process has seen is the token id -1 - j. An image has
+its ids for as long as the process lives, so equal ids are equal images everywhere: in batches, the
+trie and prefix caches.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Ids = NDArray[np.int64]
+Pixels = Mapping[str, Tensor]  # what an image processor makes of one image
+MOST_PIXELS = 64 * 2**20  # of an image; a larger one is not decoded
+PIXEL_BYTES = 512 * 2**20  # of pixel values that are kept; others are made again
+FILE_BYTES = 2**30  # of files that are kept, beside those of the training step
+
+
+class ImageError(RuntimeError):
+    """An image cannot be read. The message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """An image as a class of models sees it."""
+
+    digest: str
+    first: int  # index of its first visual embedding
+    size: int  # visual embeddings, which are placeholders in a prompt
+    patches: int  # of the vision tower
+    places: Ids  # int64 [axes, size], rotary positions relative to the first one
+    extent: int  # rotary positions that it takes
+
+
+class Catalogue:
+    """All images that a process has seen through one image processor. Thread-safe.
+
+    Always true: images are numbered in the order in which they were added, without gaps."""
+
+    def __init__(self, process: Callable[[Image], Pixels], shape: Callable[..., Any]) -> None:
+        """shape: (pixels) -> (size, patches, places, extent) of `Seen`."""
+        self._process, self._shape = process, shape
+        self._seen: dict[str, Seen] = {}
+        self._order: list[Seen] = []
+        self._firsts: list[int] = []
+        self._files: OrderedDict[str, bytes] = OrderedDict()
+        self._needed: frozenset[str] = frozenset()  # images of the training step
+        self._pixels: OrderedDict[str, Pixels] = OrderedDict()
+        self._lock = threading.RLock()
+        self.decoded = 0  # images decoded so far
+
+    def __deepcopy__(self, memo: object) -> Catalogue:
+        return self
+
+    def __len__(self) -> int:
+        """Visual embeddings of all images."""
+        last = self._order[-1] if self._order else None
+        return last.first + last.size if last else 0
+
+    def need(self, files: Mapping[str, bytes]) -> None:
+        """Keep these files until the next call."""
+        with self._lock:
+            self._needed = frozenset(files)
+            self._files |= files
+
+    def find(self, digest: str) -> Seen | None:
+        return self._seen.get(digest)
+
+    def file(self, digest: str) -> bytes | None:
+        return self._files.get(digest)
+
+    def readable(self, digest: str) -> bool:
+        """Whether `pixels` has it."""
+        return digest in self._files or digest in self._pixels
+
+    def add(self, body: bytes, digest: str = "") -> Seen:
+        """Number an image. Raises ImageError for a file that cannot be read."""
+        digest = digest or sha256(body).hexdigest()
+        with self._lock:
+            self._files[digest] = body
+            self._files.move_to_end(digest)
+            self._drop_files()
+            if digest not in self._seen:
+                size, patches, places, extent = self._shape(self._read(digest, body))
+                self._seen[digest] = seen = Seen(digest, len(self), size, patches, places, extent)
+                self._order.append(seen)
+                self._firsts.append(seen.first)
+            return self._seen[digest]
+
+    def pixels(self, digest: str) -> Pixels:
+        """Pixel values of an image whose file or pixels are kept. Raises ImageError otherwise."""
+        with self._lock:
+            if digest in self._pixels:
+                self._pixels.move_to_end(digest)
+                return self._pixels[digest]
+            if digest not in self._files:
+                raise ImageError(f"image {digest[:12]} is no longer in memory; send it again")
+            return self._read(digest, self._files[digest])
+
+    def of(self, indices: Ids) -> list[Seen]:
+        """The images that have these visual embeddings, in ascending order, each once."""
+        with self._lock:
+            found = sorted({bisect_right(self._firsts, j) - 1 for j in np.unique(indices).tolist()})
+            return [self._order[number] for number in found]
+
+    def _drop_files(self) -> None:
+        held = sum(map(len, self._files.values()))
+        for digest in list(self._files)[:-1]:
+            if held <= FILE_BYTES:
+                break
+            if digest not in self._needed:
+                held -= len(self._files.pop(digest))
+
+    def _read(self, digest: str, body: bytes) -> Pixels:
+        image = decode(body)
+        try:
+            pixels = self._process(image)
+        except ValueError as error:  # of Qwen's: extreme proportions
+            raise ImageError(
+                f"the model's image processor cannot read an image of {image.width} x "
+                f"{image.height} pixels ({error}); send it in other proportions"
+            ) from None
+        self.decoded += 1
+        self._pixels[digest] = pixels
+        held = sum(map(_bytes, self._pixels.values()))
+        while held > PIXEL_BYTES and len(self._pixels) > 1:
+            held -= _bytes(self._pixels.popitem(last=False)[1])
+        return pixels
+
+
+def decode(body: bytes) -> Image:
+    """An image in RGB: turned as its EXIF says, transparent parts over white. Raises ImageError."""
+    from PIL import Image, ImageOps
+
+    try:
+        file = Image.open(BytesIO(body))
+        if file.width * file.height > MOST_PIXELS:
+            raise ImageError(
+                f"an image has {file.width} x {file.height} pixels, more than {MOST_PIXELS}; "
+                "send a smaller one"
+            )
+        image = ImageOps.exif_transpose(file)
+        if image.has_transparency_data:
+            over = Image.new("RGBA", image.size, "white")
+            over.alpha_composite(image.convert("RGBA"))
+            image = over
+        return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ImageError(f"an image cannot be read ({error}); send a whole PNG or JPEG") from None
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"an image is too large ({error}); send a smaller one") from None
+
+
+def ids_of(seen: Seen) -> Ids:
+    """The token ids of an image."""
+    return -1 - np.arange(seen.first, seen.first + seen.size)
+
+
+def rotary_steps(ids: Ids, images: Sequence[Seen]) -> tuple[Ids, Ids]:
+    """For each id its place within its image [axes, N], and by how much the rotary position of what
+    follows grows [N]: 1 for text; an image grows it at its last embedding. images: `of` the ids."""
+    axes = len(images[0].places) if images else 1
+    places, steps = np.zeros((axes, len(ids)), np.int64), np.ones(len(ids), np.int64)
+    at = np.flatnonzero(ids < 0)
+    if len(at):
+        index = _local(-1 - ids[at], images)
+        places[:, at] = np.concatenate([seen.places for seen in images], 1)[:, index]
+        grow = np.zeros(sum(seen.size for seen in images), np.int64)
+        grow[np.cumsum([seen.size for seen in images]) - 1] = [seen.extent for seen in images]
+        steps[at] = grow[index]
+    return places, steps
+
+
+def positions(ids: Ids, images: Sequence[Seen], end: Ids | None = None) -> Ids:
+    """Rotary positions [axes, T] of a row of ids, or with `end` of the nodes of a forest (see
+    `model.packing`): where its image begins, plus the place within it."""
+    places, steps = rotary_steps(ids, images)
+    if end is None:
+        before = np.cumsum(steps) - steps
+    else:  # the sum over a node's ancestors: each is added at the node and taken away at its end
+        change = np.append(steps, 0)
+        np.subtract.at(change, end, steps)
+        before = np.cumsum(change)[:-1] - steps
+    return before + places
+
+
+def rows_of(ids: Ids, images: Sequence[Seen]) -> Tensor:
+    """Rows of the ids below 0 in the concatenated embeddings of `images`, int64 [n]."""
+    return torch.from_numpy(_local(-1 - ids[ids < 0], images))
+
+
+def _local(indices: Ids, images: Sequence[Seen]) -> Ids:
+    firsts = np.array([seen.first for seen in images])
+    offsets = np.cumsum([0, *(seen.size for seen in images[:-1])])
+    number = np.searchsorted(firsts, indices, side="right") - 1
+    local: Ids = offsets[number] + indices - firsts[number]
+    return local
+
+
+def _bytes(pixels: Pixels) -> int:
+    return sum(x.numel() * x.element_size() for x in pixels.values())

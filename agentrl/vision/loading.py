@@ -1,0 +1,105 @@
+"""Loads image-text models whole, and says what becomes of others that would lose their tower."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from agentrl.algorithms.model.inputs import attach
+from agentrl.base.failures import one_line
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError, PolicyError
+from agentrl.vision.classes import CLASSES, REASONS
+from agentrl.vision.eyes import ImageInputs
+from agentrl.vision.table import vision_of
+
+log = logging.getLogger("agentrl.algorithm")
+SENSES = {"vision_config": "images", "audio_config": "audio"}
+
+
+def load(
+    name: str, shape: Any, config: RunConfig | None, options: dict[str, Any]
+) -> tuple[Any, Any] | None:
+    """The model and its loading info (see `Part.loaders`), or None for one without a tower, or
+    that is trained as a model of text alone. Raises PolicyError if it cannot be a policy,
+    ConfigError for settings with which it cannot look."""
+    setting = vision_of(config) if config is not None else ""
+    kind = CLASSES.get(shape.model_type)
+    if kind is None:
+        if sentence := _left_out(shape):
+            if setting or shape.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+                raise PolicyError(f"model {name!r}: {sentence}; {_cure()}")
+            log.warning("model %r: %s. Only its text is trained; %s.", name, sentence, _cure())
+        elif setting:
+            raise PolicyError(
+                f"policy.vision = {setting!r}: model {name!r} has no vision tower; leave it out, or"
+                f" choose a model of type {_types()}"
+            )
+        return None
+    if config is not None and setting:
+        check(config, setting)
+    try:
+        processor = AutoImageProcessor.from_pretrained(name, backend="pil")
+    except (OSError, ValueError, ImportError) as error:
+        raise PolicyError(
+            f"model {name!r}: its image processor cannot be loaded ({one_line(str(error))}); put "
+            "preprocessor_config.json of the model there, and pip install 'agentrl[vision]'"
+        ) from None
+    model, loading = AutoModelForImageTextToText.from_pretrained(name, **options)
+    sees = config is None or bool(setting)
+    attach(
+        model, ImageInputs(model, processor, kind(model), sees=sees, trained=setting == "trained")
+    )
+    return model, loading
+
+
+def check(config: RunConfig, setting: str) -> None:
+    """Raise ConfigError for settings with which images cannot be trained."""
+    learner, engine, policy = config.learner, config.engine, config.policy
+    where = f"policy.vision = {setting!r}"
+    if learner.kind != "torch":
+        raise ConfigError(f"learner.kind = {learner.kind!r}: {where} needs 'torch'")
+    if engine.kind != "embedded":
+        raise ConfigError(
+            f"engine.kind = {engine.kind!r}: {where} needs 'embedded', which alone can serve "
+            "images so far"
+        )
+    if getattr(learner, "liger_kernel", False):
+        raise ConfigError(
+            f"learner.liger_kernel: its kernels read no images; leave it out, {where}"
+        )
+    if config.critic.model:
+        raise ConfigError(f"critic.model: a critic reads no images; leave it out, {where}")
+    if policy.quantize:
+        raise ConfigError(
+            f"policy.quantize: a vision tower is not quantized; leave it out, {where}"
+        )
+    if setting == "trained" and config.initial_policy.lora.rank:
+        raise ConfigError(
+            f"{where}: an adapter (policy.lora) leaves the tower as it is; set it to 'frozen'"
+        )
+
+
+def _left_out(shape: Any) -> str:
+    """A sentence about a model of another class that reads more than text; else ""."""
+    senses = [word for key, word in SENSES.items() if getattr(shape, key, None) is not None]
+    if not senses:
+        return ""
+    reason = REASONS.get(shape.model_type, "")
+    return (
+        f"it reads {' and '.join(senses)}, and no policy here can look with a model of type "
+        f"{shape.model_type!r}{', ' if reason else ''}{reason}"
+    )
+
+
+def _cure() -> str:
+    return f"an agent that looks needs a model of type {_types()}"
+
+
+def _types() -> str:
+    *others, last = CLASSES
+    return f"{', '.join(others)} or {last}"

@@ -1,0 +1,12 @@
+from agentrl.base.parts import Part
+
+HERE = "agentrl.vision"
+
+PART = Part(
+    name="vision",
+    summary="Policies that see the images in an agent's messages.",
+    tables={"images": f"{HERE}.table:ImagesConfig", "policy.vision": f"{HERE}.table:Vision"},
+    loaders={"vision": f"{HERE}.loading:load"},
+    training={"vision": f"{HERE}.training:join"},
+    gateway={"vision": f"{HERE}.gateway:StoredImages"},
+)
