@@ -59,6 +59,7 @@ def test_images_are_in_the_conversation_at_their_place(client: httpx.Client) -> 
     assert places == sorted(places)
     assert len(re.findall("<img", page)) == len(SHOWN) + 1  # of the text: the agent's own
     assert f'alt="{LABEL}"' in page
+    assert len(re.findall('width="112" height="112" decoding="async" class="small">', page)) == 1
     for image in SHOWN:
         answer = client.get(f"/image/{image.digest}?run=look")
         assert (answer.content, answer.headers["content-type"]) == (image.body, image.media_type)

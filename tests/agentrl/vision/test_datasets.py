@@ -87,10 +87,14 @@ def tiny_policy(folder: Path, kind: Any = "llava") -> Any:
 def sampled(model: Any, tokenizer: Any, number: int, said: list[str], shown: list[bytes]) -> Any:
     """A call with exact tokens, in the tiny model's template."""
     ids = tokenizer.convert_tokens_to_ids
-    prompt: list[int | bytes] = [*ids(["<user>", "look"]), *shown, *ids(["<assistant>"])]
+    prompt: list[int | bytes] = [*ids(["<user>", "look"])]
+    for body in shown:
+        prompt += [body, *ids(["a"])]
+    prompt += ids(["<assistant>"])
     call = looked(f"{number}{said}", prompt, [*ids(said), tokenizer.eos_token_id], model)
-    parts = [{"type": "text", "text": "look"}, *(part_of(body) for body in shown)]
-    messages = [{"role": "user", "content": parts}]
+    after = {"type": "text", "text": "a"}
+    seen = [part for body in shown for part in (part_of(body), after)]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "look"}, *seen]}]
     answer = {"role": "assistant", "content": " ".join(said)}
     return structs.replace(call, messages=messages, answer=answer)
 
