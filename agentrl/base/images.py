@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from agentrl.types import Image, Json
 
 SCHEME = "image:"  # of the URL of a stored image, before its digest
 KIND = "image_url"  # type of a part that is an image
-PRUNED = "[image that is no longer stored: a prune has removed it]"
+LOST = "[image that is no longer stored: a prune has removed it]"
 LONGEST_URL = 60  # characters of an address that is shown
+Messages = Iterable[dict[str, Json]]
 
 
 def data_url(image: Image) -> str:
@@ -21,14 +22,11 @@ def data_url(image: Image) -> str:
 def describe(image: Image | None) -> str:
     """An image in words: [image 1280x800 png 243 kB]. None: it is no longer stored."""
     if image is None:
-        return PRUNED
-    size, unit = float(len(image.body)), "B"
-    for larger in ("kB", "MB"):
-        if size >= 999.5:
-            size, unit = size / 1000, larger
-    kind = image.media_type.removeprefix("image/")
-    size_shown = f"{size:.1f}" if unit == "MB" and size < 10 else f"{size:.0f}"
-    return f"[image {image.width}x{image.height} {kind} {size_shown} {unit}]"
+        return LOST
+    size, kind = len(image.body), image.media_type.removeprefix("image/")
+    words = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
+    shown = words if size >= 1e3 else f"{size} B"
+    return f"[image {image.width}x{image.height} {kind} {shown}]"
 
 
 def url_of(part: Json) -> str | None:
@@ -40,46 +38,54 @@ def url_of(part: Json) -> str | None:
     return url if isinstance(url, str) else ""
 
 
-def in_words(part: Json, images: Mapping[str, Image]) -> str | None:
-    """A part of a message as text; None for one that is neither text nor an image."""
-    if isinstance(part, str):
-        return part
-    url = url_of(part)
-    if url is None:
-        text = part.get("text") if isinstance(part, dict) else None
-        return text if isinstance(text, str) else None
-    if url.startswith(SCHEME):
-        return describe(images.get(url.removeprefix(SCHEME)))
-    return f"[image, not stored: {url[:LONGEST_URL]}{'...' if len(url) > LONGEST_URL else ''}]"
+def digest_of(part: Json) -> str:
+    """The digest of the stored image that a part of a message is; empty for other parts."""
+    url = url_of(part) or ""
+    return url.removeprefix(SCHEME) if url.startswith(SCHEME) else ""
 
 
-def digests(messages: Iterable[Mapping[str, Json]]) -> tuple[str, ...]:
-    """Return the digests of the images that messages show, in order."""
+def digests(messages: Messages) -> tuple[str, ...]:
+    """The digests of the images that messages show, in order."""
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    urls = (url_of(part) or "" for part in parts)
-    return tuple(url.removeprefix(SCHEME) for url in urls if url.startswith(SCHEME))
+    return tuple(digest for part in parts if (digest := digest_of(part)))
 
 
-def with_data_urls(
-    messages: Sequence[dict[str, Json]], images: Mapping[str, Image]
-) -> list[dict[str, Json]]:
-    """Return messages with the files of images instead of their digests, as an agent sends them;
-    images that are not given keep their names."""
-    return [_with_data_urls(message, images) for message in messages]
+def in_words(part: Json, images: Mapping[str, Image]) -> Json:
+    """A part of a message as text, if it is text or an image."""
+    if digest := digest_of(part):
+        return describe(images.get(digest))
+    if url := url_of(part):
+        return f"[image, not stored: {url[:LONGEST_URL]}{'...' if len(url) > LONGEST_URL else ''}]"
+    text = part.get("text") if isinstance(part, dict) else None
+    return part if text is None else text
 
 
-def _with_data_urls(message: dict[str, Json], images: Mapping[str, Image]) -> dict[str, Json]:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [_with_data_url(part, images) for part in content]}
+def described(messages: Messages, images: Mapping[str, Image]) -> list[dict[str, Json]]:
+    """Messages for a person, where text and images are one text."""
+
+    def content(parts: list[Json]) -> Json:
+        words = [in_words(part, images) for part in parts]
+        return " ".join(words) if all(isinstance(one, str) for one in words) else words
+
+    return _changed(messages, content)
 
 
-def _with_data_url(part: Json, images: Mapping[str, Image]) -> Json:
-    url = url_of(part) or ""
-    image = images.get(url.removeprefix(SCHEME)) if url.startswith(SCHEME) else None
-    if image is None:
-        return part
-    about = part[KIND] if isinstance(part[KIND], dict) else {}
-    return {**part, KIND: {**about, "url": data_url(image)}}
+def with_data_urls(messages: Messages, images: Mapping[str, Image]) -> list[dict[str, Json]]:
+    """Messages with the files of images instead of their digests, as an agent sends them; images
+    that are not given keep their names."""
+
+    def part(given: Json) -> Json:
+        image = images.get(digest_of(given))
+        if image is None:
+            return given
+        about = given[KIND] if isinstance(given[KIND], dict) else {}
+        return {**given, KIND: {**about, "url": data_url(image)}}
+
+    return _changed(messages, lambda parts: [part(one) for one in parts])
+
+
+def _changed(messages: Messages, change: Callable[[list[Json]], Json]) -> list[dict[str, Json]]:
+    """Messages whose content is a list of parts with another content."""
+    found = ((message, message.get("content")) for message in messages)
+    return [{**one, "content": change(x)} if isinstance(x, list) else one for one, x in found]

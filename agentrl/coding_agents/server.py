@@ -19,7 +19,7 @@ from agentrl.coding_agents import control
 from agentrl.coding_agents.runs import Runs, printed_by
 from agentrl.coding_agents.text import hidden, page
 from agentrl.errors import AgentRLError, NotFound
-from agentrl.telemetry.show import images_of, render_trace
+from agentrl.telemetry.show import in_words, render_trace
 from agentrl.types import RolloutState
 
 INSTRUCTIONS = """\
@@ -101,7 +101,7 @@ class Tools:
             trace = await store.trace(rollout)
             if trace is None:
                 raise NotFound(f"there is no rollout {rollout!r}; search_rollouts finds their ids")
-            shown = render_trace(trace, images=await images_of(store, trace))
+            shown = render_trace(await in_words(store, trace))
         out = io.StringIO()
         Console(file=out, width=100, color_system=None).print(shown)
         return page(out.getvalue(), cursor, recorded=True)

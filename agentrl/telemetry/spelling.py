@@ -37,17 +37,14 @@ class Spelling:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def prompt(self, ids: Sequence[int], images: Sequence[str]) -> str:
-        """The text of a prompt with these images, where each is described in place of its
-        placeholders."""
-        if self._image is None or not images or self._tokenizer is None:
+        """The text of a prompt, with these descriptions of its images in place of placeholders."""
+        runs = [(image, [*run]) for image, run in groupby(ids, self._image.__eq__)]
+        sizes = [len(run) for image, run in runs if image is True]
+        if not sizes or not images or self._tokenizer is None:
             return self.text(ids)
-        short, sizes = list[int](), list[int]()
-        for image, run in groupby(ids, self._image.__eq__):
-            some = list(run)
-            short += some[:1] if image else some
-            sizes += [len(some)] if image else []
-        texts = self.text(short).split(self._tokenizer.id_to_token(self._image))
-        if len(texts) != len(sizes) + 1:  # it is also part of a text
+        once = [id for image, run in runs for id in (run[:1] if image is True else run)]
+        texts = self.text(once).split(self._tokenizer.id_to_token(self._image))
+        if len(texts) != len(sizes) + 1:  # its text is also that of other tokens
             return self.text(ids)
         # Images side by side are one run, and the policy may have sampled a placeholder itself.
         named = images if len(images) == len(sizes) else ["[image]"] * len(sizes)

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import NamedTuple
 from urllib.parse import quote
 
-from agentrl.base.images import PRUNED, describe
+from agentrl.base import images
+from agentrl.base.images import describe
 from agentrl.errors import NotFound
 from agentrl.store.base import Store
 from agentrl.types import Image, Transition
@@ -37,7 +38,7 @@ class Picture(NamedTuple):
         return min(fits, max(1, min(LARGEST_SCALE, SMALL // max(self.width, self.height, 1))))
 
 
-LOST = Picture(PRUNED)
+LOST = Picture(images.LOST)
 
 
 class Album:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from agentrl.base.images import SCHEME, in_words, url_of
+from agentrl.base.images import digest_of, in_words, url_of
 from agentrl.errors import Invalid
 from agentrl.store.records import Item
 from agentrl.telemetry.spelling import Spelling
@@ -76,12 +76,10 @@ def _parts(content: Json, pictures: Mapping[str, Picture]) -> Iterable[str | Pic
         return
     left = LONGEST_TEXT
     for part in content:
-        url = url_of(part) or ""
-        if url.startswith(SCHEME):
-            yield pictures.get(url.removeprefix(SCHEME), LOST)
+        if digest := digest_of(part):
+            yield pictures.get(digest, LOST)
             continue
-        text = in_words(part, {})
-        text = text_of(part) if text is None else text
+        text = text_of(in_words(part, {}))
         if text and left > 0:
             yield text[:left]
         left -= len(text)

@@ -15,9 +15,10 @@ import click
 import msgspec
 
 from agentrl.algorithms.preferences.draft import Draft
-from agentrl.algorithms.preferences.files import alike, described, export_rows
+from agentrl.algorithms.preferences.files import alike, export_rows
 from agentrl.algorithms.preferences.formats import add_row
 from agentrl.algorithms.preferences.mining import MineSpec, mine
+from agentrl.base.images import described
 from agentrl.base.row_files import read_rows, write_rows
 from agentrl.errors import ConfigError
 from agentrl.store import Store, open_store

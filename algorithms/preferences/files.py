@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from agentrl.base.images import in_words, with_data_urls
+from agentrl.base.images import with_data_urls
 from agentrl.store.base import Store
 from agentrl.store.records import Item
 from agentrl.types import Image, Json
@@ -37,21 +37,6 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, str):
         return message
     return message | {"content": [{"type": "text", "text": content}]}
-
-
-def described(
-    messages: Sequence[dict[str, Json]], images: Mapping[str, Image]
-) -> list[dict[str, Json]]:
-    """Messages with images in words, for a person."""
-    return [_described(message, images) for message in messages]
-
-
-def _described(message: dict[str, Json], images: Mapping[str, Image]) -> dict[str, Json]:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    words = [in_words(part, images) for part in content]
-    return message | {"content": [w or part for w, part in zip(words, content, strict=True)]}
 
 
 async def export_rows(

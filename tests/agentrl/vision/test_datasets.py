@@ -13,10 +13,10 @@ from PIL import Image as Pillow
 
 from agentrl.algorithms.preferences.completions import mismatched_rollout
 from agentrl.algorithms.preferences.draft import Draft
-from agentrl.algorithms.preferences.files import alike, described, export_rows
+from agentrl.algorithms.preferences.files import alike, export_rows
 from agentrl.algorithms.preferences.formats import add_row
 from agentrl.algorithms.train import main
-from agentrl.base.images import url_of
+from agentrl.base.images import described, url_of
 from agentrl.base.row_files import read_rows, write_rows
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
@@ -73,7 +73,7 @@ async def test_an_exported_item_has_its_images_as_files(store: Any) -> None:
     assert row["prompt_ids"] == [1, 9, 9, 2]
     (row,) = await export_rows(store, [item], described)
     size = len(RED)
-    assert row["prompt"] == [user(f"[image 8x6 png {size} B]", TEXT["text"])]
+    assert row["prompt"] == [{"role": "user", "content": f"[image 8x6 png {size} B] what is this?"}]
 
 
 # -- runs on a data set ----------------------------------------------------------------------------
