@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.base.images import describe
 from agentrl.telemetry.spelling import Spelling
-from agentrl.types import Credit, Trace, Transition, float32, int32
+from agentrl.types import Credit, Image, Trace, Transition, float32, int32
 from agentrl.view import records
 from tests import factories
 
@@ -99,6 +101,37 @@ def test_ids_are_shown_without_a_tokenizer(tmp_path: Path) -> None:
     spelling = Spelling(broken)
     assert "cannot be read" in spelling.missing
     assert "".join(spelling.pieces([5, 7])) == "5 7"
+
+
+@pytest.mark.parametrize(
+    ("ids", "images", "shown"),
+    [
+        ([71, *[70] * 4, 72, *[70] * 6], ["[image a]", "[image b]"],
+         'e[image a, 4 tokens]f[image b, 6 tokens]'),
+        ([*[70] * 8], ["[image a]", "[image b]"], "[image, 8 tokens]"),  # side by side
+        ([*[70] * 4, 71, 70], ["[image a]"], '[image, 4 tokens]e[image, 1 tokens]'),  # one sampled
+        ([70, 71], [], 'de'),  # a text model's own word
+        ([71, 72], ["[image a]"], "ef"),  # a template that drops images
+    ],
+)  # fmt: skip
+def test_images_of_a_prompt_are_described(
+    ids: list[int], images: list[str], shown: str, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    shutil.copy(tiny_model_dir / "tokenizer.json", tmp_path)
+    text = Spelling(tmp_path / "tokenizer.json")
+    assert text.prompt(ids, images) == text.text(ids)  # of a model that reads no images
+    (tmp_path / "config.json").write_text('{"image_token_id": 70}')
+    assert Spelling(tmp_path / "tokenizer.json").prompt(ids, images) == shown
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(97, "97 B"), (1000, "1 kB"), (243_400, "243 kB"), (1_300_000, "1.3 MB")],
+)
+def test_an_image_in_words(size: int, words: str) -> None:
+    assert (
+        describe(Image("0", "image/png", 1280, 800, bytes(size))) == f"[image 1280x800 png {words}]"
+    )
 
 
 def test_a_comparison_is_by_tokens() -> None:
