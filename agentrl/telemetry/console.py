@@ -90,8 +90,9 @@ async def _print_lines(
         warnings.console.print(RESUMED.format(done, progress.config.steps), highlight=False)
     if not (quiet or progress.ready):
         warnings.console.print(PREPARING, highlight=False)
-    while True:
-        await _update(store, progress, warnings)
+
+    def print_new() -> None:
+        nonlocal printed, scored
         printed = min(printed, len(progress.committed) - 1)
         for row in [] if quiet else progress.rows:
             if row.step > scored and (line := progress.scores_line(row)):
@@ -102,7 +103,15 @@ async def _print_lines(
                 if row.step % every == 0 or row.step + 1 == progress.config.steps:
                     line = progress.line(row)
                     warnings.console.print(line, highlight=False, soft_wrap=True)
-        await _next_change(store)
+
+    try:
+        while True:
+            await _update(store, progress, warnings)
+            print_new()
+            await _next_change(store)
+    finally:  # the last steps since the last look
+        await progress.update(store)
+        print_new()
 
 
 async def _next_change(store: Store) -> None:
