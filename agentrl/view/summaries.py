@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from agentrl.types import Json, RunState
 SCORE, REWARD, FUNCTIONS = "eval/score", "reward/mean", "eval/function/"
 BOUNDS = tuple(f"{SCORE}_{bound}" for bound in ("low", "high"))
 POINTS = 60  # of a curve in a list
+PLAIN_NAMES = {"model", "checkpoint", "best", "final"}  # of folders, which say little alone
 ROUNDING = 1e-9
 # Settings that differ without making a run another one: where it is, and how it is watched.
 PLACES = {"name", "root", "output", "store", "seed", "keep_checkpoints", "metrics", "runner"}
@@ -171,9 +173,7 @@ def facts(config: Mapping[str, Any]) -> dict[str, str]:
             value = value.get(key) if isinstance(value, dict) else None
         return value or ""
 
-    model = str(read("policy", "model") or read("policy", "build"))
-    if Path(model).is_absolute():
-        model = Path(model).name
+    model = _called(str(read("policy", "model") or read("policy", "build")), str(read("root")))
     lr, steps, heldout = read("algorithm", "lr"), read("steps"), read("tasks", "heldout")
     policies = ", ".join(read("policies") or ())
     found = {
@@ -187,6 +187,15 @@ def facts(config: Mapping[str, Any]) -> dict[str, str]:
     if not steps:  # nothing is trained, as by `agentrl eval`
         found |= {"preset": "", "learning rate": "", "planned steps": ""}
     return {key: text for key, text in found.items() if text}
+
+
+def _called(model: str, root: str) -> str:
+    """A model as people call it: its name, or that of its folder, which may be called `model`."""
+    folder = Path(root, model)
+    if not (model.startswith((".", "/")) or (model and folder.is_dir())):
+        return model
+    folder = Path(os.path.normpath(folder))
+    return "/".join(folder.parts[-2:]) if folder.name in PLAIN_NAMES else folder.name
 
 
 def differing(rows: Sequence[Summary]) -> list[dict[str, Json]]:

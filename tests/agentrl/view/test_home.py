@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import shutil
 import sqlite3
 import time
 from pathlib import Path
@@ -65,6 +66,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "runs" / name).mkdir()
     with sqlite3.connect(root / "runs/foreign/music.db") as conn:
         conn.execute("create table albums (title text)")
+    for other in (root / "mlflow.db", root / "deep/Thumbs.db"):
+        shutil.copy(root / "runs/foreign/music.db", other)
+    (root / "deep/notes.db").write_text("of another program")
     with sqlite3.connect(root / "runs/old/store.db") as conn:
         conn.execute("create table runs (id text)")
         conn.execute("pragma user_version = 3")
@@ -227,6 +231,11 @@ def test_the_verdict_of_a_run(curves: dict, expected: tuple[str, str, bool]) -> 
 def test_facts_of_settings_of_any_version() -> None:
     assert facts({}) == {}
     found = facts({"policy": {"model": "/a/b/model"}, "steps": 3, "algorithm": {"lr": 1e-6}})
-    assert found == {"model": "model", "planned steps": "3", "learning rate": "1e-06"}
+    assert found == {"model": "b/model", "planned steps": "3", "learning rate": "1e-06"}
+    assert facts({"policy": {"model": "../tiny"}, "root": "/a/b"}) == {"model": "tiny"}
+    assert facts({"policy": {"model": "Qwen/Qwen2.5-0.5B"}, "root": "/a"}) == {
+        "model": "Qwen/Qwen2.5-0.5B"
+    }
+    assert facts({"policy": {"model": "gpt2"}}) == {"model": "gpt2"}
     assert not in_unit([[(0, 1.5)]])
     assert in_unit([[(0, 1.0)], [(0, 0.0)]])
