@@ -176,7 +176,7 @@ class Store(Protocol):
 
     # -- images: put by the gateway, read by the algorithm ----------------------------------------
     async def put_images(self, run: str, images: Sequence[types.Image]) -> None:
-        """Store images, each once, before the calls that refer to them.
+        """Store images, each once, before the calls that refer to them; for a data set without run.
 
         An image is kept as long as a call or a data set refers to it. A prune removes those to
         which nothing refers, an hour after they were last put. Raises NotFound for an unknown run;
@@ -244,6 +244,7 @@ class Store(Protocol):
         version: int | None = None,
         steps: tuple[int | None, int | None] | None = None,
         text: str | None = None,
+        images: bool = False,
         before: str | None = None,
         limit: int = 50,
         budget: float = 0.3,
@@ -251,11 +252,11 @@ class Store(Protocol):
         """Find up to `limit` rollouts that meet all conditions, newest step first.
 
         `rewards`: name -> (minimum, maximum) of one of the rollout's rewards, of any scope; None:
-        no bound. `role`, `policy`, `version`: of one of its calls. `steps`: first and last step
-        that requested it. `text`: substring of a message, an answer or the failure's message, case
-        sensitive. A search that has not filled its page after about `budget` seconds returns a
-        partial page; pass its `cursor` as `before` to continue. Raises Invalid unless `limit` > 0
-        and 0 < `budget` <= 10, and for an invalid `before`."""
+        no bound. `role`, `policy`, `version`, `images` (that it has some): of one of its calls.
+        `steps`: first and last step that requested it. `text`: substring of a message, an answer or
+        the failure's message, case sensitive. A search that has not filled its page after about
+        `budget` seconds returns a partial page; pass its `cursor` as `before` to continue. Raises
+        Invalid unless `limit` > 0 and 0 < `budget` <= 10, and for an invalid `before`."""
 
     async def trace(self, rollout: str) -> types.Trace | None:
         """Return the last attempt of a rollout with its calls, rewards and spans (late spans

@@ -37,6 +37,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     starts: Objects = {}  # before `agentrl train`: config -> warnings; raises ConfigError
     settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError
     estimates: Objects = {}  # of a run, before it starts: (a policy's view, its model) -> lines
+    memory: Objects = {}  # of a run: (a policy's view, its model) -> (frozen weights, bytes by use)
     beside: Objects = {}  # beside a run: (config, its file, console) -> its process, or None
     follows: Objects = {}  # (store, run, a `Trainer`'s callbacks) -> context of what calls them
     presets: Objects = {}
@@ -68,6 +69,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     finders: Objects = {}  # of a run's store: the name of a run or rollout -> URL
     stores: Objects = {}  # by the scheme of their URLs
     row_files: Objects = {}  # of tasks and items, by suffix or scheme: source -> (place, row)s
+    media: Objects = {}  # of rows of items: row -> (the row that names its images, `Image`s)
     references: Objects = {}  # of settings, by their scheme: (reference, root, key) -> object
     environments: Objects = {}  # `environments.Environment`
     libraries: Objects = {}  # by the name of a module that users import: an object in it

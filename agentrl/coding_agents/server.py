@@ -19,7 +19,7 @@ from agentrl.coding_agents import control
 from agentrl.coding_agents.runs import Runs, printed_by
 from agentrl.coding_agents.text import hidden, page
 from agentrl.errors import AgentRLError, NotFound
-from agentrl.telemetry.show import render_trace
+from agentrl.telemetry.show import images_of, render_trace
 from agentrl.types import RolloutState
 
 INSTRUCTIONS = """\
@@ -76,15 +76,16 @@ class Tools:
         state: RolloutState | None = None,
         least_reward: float | None = None,
         most_reward: float | None = None,
+        images: bool = False,
         cursor: str = "",
     ) -> str:
-        """Find rollouts of a run, newest first: by text in them, state or outcome."""
+        """Find rollouts of a run, newest first: by text in them, state, outcome or images."""
         bounded = least_reward is not None or most_reward is not None
         rewards = {"outcome": (least_reward, most_reward)} if bounded else None
         async with self._runs.opened(run) as (store, _):
             found = await store.search(
-                run, rewards=rewards, state=state, text=text or None, before=cursor or None,
-                limit=20, budget=2.0,
+                run, rewards=rewards, state=state, text=text or None, images=images,
+                before=cursor or None, limit=20, budget=2.0,
             )  # fmt: skip
         lines = [
             f"{row.id}: {row.purpose}, step {row.step}, {row.error or row.state}, "
@@ -98,10 +99,11 @@ class Tools:
         """Show every message, tool call, reward and failure of a rollout."""
         async with self._runs.opened(rollout.split("/")[0]) as (store, _):
             trace = await store.trace(rollout)
-        if trace is None:
-            raise NotFound(f"there is no rollout {rollout!r}; search_rollouts finds their ids")
+            if trace is None:
+                raise NotFound(f"there is no rollout {rollout!r}; search_rollouts finds their ids")
+            shown = render_trace(trace, await images_of(store, trace))
         out = io.StringIO()
-        Console(file=out, width=100, color_system=None).print(render_trace(trace))
+        Console(file=out, width=100, color_system=None).print(shown)
         return page(out.getvalue(), cursor, recorded=True)
 
     async def check_run_file(

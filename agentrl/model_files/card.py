@@ -18,6 +18,7 @@ LICENCE = re.compile(r"^license:\s*(\S+)", re.M)
 UNKNOWN = "unknown; that of the base model applies"
 MADE = "made by "  # before the name of a run's own function, instead of a base model
 ROWS = 12  # evaluations in the table
+PROCESSOR = "preprocessor_config.json"  # of a model that reads images
 
 
 def card(directory: Path, chosen: Chosen | None, policy: str | None) -> str:
@@ -108,14 +109,18 @@ def _thinned(rows: Sequence[StepRow], steps: int) -> list[StepRow]:
 
 
 def _loading(directory: Path, kind: str, base: str) -> Iterator[str]:
+    looks = (directory / PROCESSOR).is_file()
+    auto = "AutoModelForImageTextToText" if looks else "AutoModelForCausalLM"
     yield "\n## Load it\n\n```python"
-    yield "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+    yield f"from transformers import {'AutoImageProcessor, ' * looks}{auto}, AutoTokenizer\n"
     if kind == "peft":
         yield "from peft import PeftModel\n"
-        yield f"base = AutoModelForCausalLM.from_pretrained({base!r})"
+        yield f"base = {auto}.from_pretrained({base!r})"
         yield f"model = PeftModel.from_pretrained(base, {directory.name!r})"
     else:
-        yield f"model = AutoModelForCausalLM.from_pretrained({directory.name!r})"
+        yield f"model = {auto}.from_pretrained({directory.name!r})"
+    if looks:
+        yield f"images = AutoImageProcessor.from_pretrained({directory.name!r})"
     yield f"tokenizer = AutoTokenizer.from_pretrained({directory.name!r})\n```\n"
     adapter = f"{base} --enable-lora --lora-modules mine={directory.name}"
     yield f"or `vllm serve {adapter if kind == 'peft' else directory.name}`."

@@ -80,7 +80,12 @@ def _check_target(file: GgufFile, target: Path, size: int) -> None:
 
 
 def _unread(file: GgufFile) -> Iterator[str]:
-    """Warnings about tensors that transformers leaves out."""
+    """Warnings about what transformers leaves out."""
+    if eyes := sorted(file.path.parent.glob("*mmproj*.gguf")):
+        yield (
+            f"{eyes[0].name} is the vision tower of the model, which is left out: what is made "
+            "reads text only; take its Hugging Face folder for a policy that sees images"
+        )
     if any(name.startswith("rope_") for name in file.shapes):
         yield (
             "the file scales its positions (rope_freqs), which transformers does not read: long "

@@ -16,7 +16,7 @@ from agentrl.base.parts import has, installed_plugins
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
 from agentrl.store.base import Store
-from agentrl.telemetry.show import render_trace
+from agentrl.telemetry.show import images_of, render_trace
 from agentrl.types import Purpose, Rollout, RolloutState, StepRow
 
 LOOK_BACK = 3  # last evaluations to search for examples
@@ -44,7 +44,7 @@ async def print_report(
         trace = await store.trace(rollout.id)
         if trace:
             console.print(f"[bold]{title}[/]")
-            console.print(render_trace(trace, longest=400))
+            console.print(render_trace(trace, await images_of(store, trace), longest=400))
     rows = [times(config, steps, seconds), await _failures(store, config)]
     rows.append("; ".join(untrained_sentences(steps)))
     verdicts = [point.load()(config, steps) for point in installed_plugins("verdicts")]

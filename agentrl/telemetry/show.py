@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -10,11 +11,12 @@ from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.text import Text
 
+from agentrl.base.images import describe, in_words
 from agentrl.base.span_names import DIFF
 from agentrl.errors import StoreError
-from agentrl.store import open_store
+from agentrl.store import Store, open_store
 from agentrl.telemetry.spelling import spelling
-from agentrl.types import POLICY, Json, Trace, Transition
+from agentrl.types import POLICY, Image, Json, Trace, Transition
 
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -30,11 +32,23 @@ async def show_rollout(store_url: str, rollout: str, *, prompts: bool = False) -
                 "run/train/0000000/0000"
             )
         state = await store.run(trace.rollout.run)
-    shown = render_prompts(trace, state.config if state else {}) if prompts else render_trace(trace)
+        images = await images_of(store, trace)
+    if prompts:
+        shown = render_prompts(trace, state.config if state else {}, images)
+    else:
+        shown = render_trace(trace, images)
     Console().print(shown, soft_wrap=prompts)  # a prompt has its own lines only
 
 
-def render_prompts(trace: Trace, config: dict[str, Json]) -> RenderableType:
+async def images_of(store: Store, trace: Trace) -> dict[str, Image]:
+    """The images of a rollout's calls that are stored, by digest."""
+    digests = sorted({digest for call in trace.transitions for digest in call.images})
+    return await store.images(trace.rollout.run, digests) if digests else {}
+
+
+def render_prompts(
+    trace: Trace, config: dict[str, Json], images: Mapping[str, Image]
+) -> RenderableType:
     """What the policy read and wrote in each call, with the special tokens. config: the stored
     settings of the run, which name the tokenizers."""
     parts: list[RenderableType] = []
@@ -47,15 +61,18 @@ def render_prompts(trace: Trace, config: dict[str, Json]) -> RenderableType:
         note = f": token ids, because {own.missing}" if own.missing else ""
         size = f"{len(call.prompt)} + {len(call.completion)} tokens"
         parts.append(Text(f"call {at}, {call.role}, {size}{note}", style="bold"))
-        prompt = Text(own.text(call.prompt.tolist()) + " " * bool(own.missing), style="cyan")
+        shown = own.prompt(call.prompt.tolist(), [describe(images.get(d)) for d in call.images])
+        prompt = Text(shown + " " * bool(own.missing), style="cyan")
         parts.append(prompt.append(own.text(call.completion.tolist()), style="green"))
     return Group(*parts or [Text("no model call")])
 
 
-def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:
+def render_trace(
+    trace: Trace, images: Mapping[str, Image] = {}, longest: int | None = None
+) -> RenderableType:
     """A rollout as a rich panel: its seats, the rollout that it repeats, every message once (its
-    first `longest` characters), and the diff of its workspace. Model calls show role, policy,
-    version, numbers of tokens and options without effect."""
+    first `longest` characters, with `images_of` it in words), and the diff of its workspace. Model
+    calls show role, policy, version, numbers of tokens and options without effect."""
     parts: list[RenderableType] = []
     shown: list[dict[str, Any]] = []
     if trace.rollout.seats:
@@ -69,7 +86,7 @@ def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:
         known = len(shown) if messages[: len(shown)] == shown else 0
         if known and len(messages) > known and messages[known].get("role") == "assistant":
             known += 1  # the previous answer, in the agent's form
-        parts += [_message(message, longest=longest) for message in messages[known:]]
+        parts += [_message(message, images, longest=longest) for message in messages[known:]]
         parts.append(_answer(call))
         shown = messages
     if trace.rollout.failure:
@@ -86,10 +103,18 @@ def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:
     return Panel(Group(*parts), title=Text(title), title_align="left")
 
 
-def _message(message: dict[str, Any], note: str = "", longest: int | None = None) -> Text:
+def _message(
+    message: dict[str, Any],
+    images: Mapping[str, Image] = {},
+    note: str = "",
+    longest: int | None = None,
+) -> Text:
     role = str(message.get("role", "?"))
     text = Text(f"{role:<10}", style=f"bold {STYLES.get(role, '')}")
     content = message.get("content") or ""
+    if isinstance(content, list):
+        said = [in_words(part, images) for part in content]
+        content = " ".join(words for words in said if words) if None not in said else content
     if not isinstance(content, str):
         content = msgspec.json.encode(content).decode()
     if longest is not None and len(content) > longest:
@@ -114,4 +139,4 @@ def _answer(call: Transition) -> Text:
         note += f"\n          processors: {', '.join(told)}"
     if call.ignored:
         note += f"\n          ignored: {', '.join(call.ignored)}"
-    return _message({"role": "assistant"} | (call.answer or {}), note)
+    return _message({"role": "assistant"} | (call.answer or {}), note=note)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from agentrl.config import from_store
@@ -18,11 +20,13 @@ class Spelling:
 
     def __init__(self, file: Path | None, missing: str = "") -> None:
         self._tokenizer, self.missing = None, missing
+        self._image: int | None = None  # the token that stands for images
         if file is not None:
             try:
                 from tokenizers import Tokenizer
 
                 self._tokenizer = Tokenizer.from_buffer(file.read_bytes())
+                self._image = _image_token(file.parent)
             except (ImportError, OSError, ValueError) as error:
                 self.missing = f"{file} cannot be read ({error})"
 
@@ -31,6 +35,24 @@ class Spelling:
         if self._tokenizer is None:
             return " ".join(map(str, ids))
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def prompt(self, ids: Sequence[int], images: Sequence[str]) -> str:
+        """The text of a prompt with these images, where each is described in place of its
+        placeholders."""
+        if self._image is None or not images or self._tokenizer is None:
+            return self.text(ids)
+        short, sizes = list[int](), list[int]()
+        for image, run in groupby(ids, self._image.__eq__):
+            some = list(run)
+            short += some[:1] if image else some
+            sizes += [len(some)] if image else []
+        texts = self.text(short).split(self._tokenizer.id_to_token(self._image))
+        if len(texts) != len(sizes) + 1:  # it is also part of a text
+            return self.text(ids)
+        # Images side by side are one run, and the policy may have sampled a placeholder itself.
+        named = images if len(images) == len(sizes) else ["[image]"] * len(sizes)
+        shown = (f"{one[:-1]}, {n} tokens]" for one, n in zip(named, sizes, strict=True))
+        return "".join(text + next(shown, "") for text in texts)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token; joined they are `text(ids)`. Tokens that end inside a character
@@ -49,6 +71,14 @@ class Spelling:
             found.append(text[len(known) :])
             start, read = read, end
         return found
+
+
+def _image_token(folder: Path) -> int | None:
+    """The token for images of the model in a folder, if it reads images."""
+    file = folder / "config.json"
+    shape = json.loads(file.read_bytes()) if file.is_file() else {}
+    found = shape.get("image_token_id", shape.get("image_token_index"))
+    return found if isinstance(found, int) else None
 
 
 def spelling(config: dict[str, Json], policy: str) -> Spelling:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import click
@@ -37,6 +38,9 @@ from agentrl.view.summaries import Score, Summary, Verdict, matrix, summary, who
     "--rollouts", default="all", show_default=True, help="To export: all, failures or sample:N."
 )
 @click.option("--redact", default="", metavar="REGEX", help="Hide matches in the export.")
+@click.option(
+    "--image-mb", default=100, show_default=True, help="To export: images up to this size in all."
+)
 def view(
     stores: tuple[str, ...],
     run: str | None,
@@ -46,6 +50,7 @@ def view(
     file: Path | None,
     rollouts: str,
     redact: str,
+    image_mb: int,
 ) -> None:
     """Show all runs in the browser, also during training.
 
@@ -81,7 +86,8 @@ def view(
             if run is None and len(names) != 1:
                 raise ConfigError(f"choose one with --run: the store has {', '.join(names)}")
             chosen = run or names[0]
-            return await export.export(opened, chosen, file, rollouts=rollouts, redact=redact)
+            given: Any = {"rollouts": rollouts, "redact": redact, "image_bytes": image_mb * 10**6}
+            return await export.export(opened, chosen, file, **given)
 
     if len(stores) > 1:
         raise click.UsageError("--export writes one run: give its store, or --run alone")

@@ -13,19 +13,22 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import msgspec
 from msgspec.structs import asdict
 
+from agentrl.base.images import data_url
 from agentrl.errors import ConfigError, NotFound
 from agentrl.store.base import Store
-from agentrl.types import RolloutState
+from agentrl.types import Image, RolloutState
 from agentrl.view.pages import Pages
-from agentrl.view.templates import STATIC, environment, island, render
+from agentrl.view.templates import EXPORTED, STATIC, environment, island, render
 
 PAGES_PER_CHUNK = 100  # pages per compressed chunk
 GROUPS_PER_READ = 200  # groups per read
+IMAGE_BYTES = 100_000_000  # of the images' files, which are a third larger in the exported file
+REDACTED = "--redact cannot read images, so all are left out"
 HIDDEN = "█"
 TEXTS = {"task", "result", "messages", "answer", "failure", "message", "traceback", "transitions"}
 TEXTS |= {"rewards", "note", "texts", "text", "seed", "question"}
@@ -78,10 +81,17 @@ class RedactedStore:
 
 
 async def export(
-    store: Store, run: str, file: Path, *, rollouts: str = "all", redact: str = ""
+    store: Store,
+    run: str,
+    file: Path,
+    *,
+    rollouts: str = "all",
+    redact: str = "",
+    image_bytes: int = IMAGE_BYTES,
 ) -> str:
     """Write a run to `file`; returns a sentence about its content. `rollouts`: all, failures or
-    sample:N; `redact`: a regular expression whose matches are hidden in texts and tokens.
+    sample:N; `redact`: a regular expression whose matches are hidden in texts and tokens, without
+    images then; `image_bytes`: of all images' files, of which later ones are left out.
 
     Raises ConfigError for an invalid `rollouts` or `redact`, NotFound for an unknown run."""
     try:
@@ -101,17 +111,42 @@ async def export(
         out.write(head.render(run=run, style=style, hashes=hashes, note=note))
         index: dict[str, int] = {}
         chunk: dict[str, str] = {}
+        shown: dict[str, None] = {}  # digests, in the order of the pages
         async for url, html in _pages(pages, redacted, run, chosen):
             chunk[url], index[url] = html, len(index) // PAGES_PER_CHUNK
+            shown |= dict.fromkeys(EXPORTED.findall(html))
             if len(chunk) == PAGES_PER_CHUNK:
                 out.write(_packed(index[url], chunk))
                 chunk = {}
         out.write(_packed(len(index) // PAGES_PER_CHUNK, chunk))
         out.write(f'<script type="application/json" id="index">{island(index)}</script>')
+        why = (
+            REDACTED if redact else f"the images of this file are limited to {image_bytes:,} bytes"
+        )
+        out.write(f'<script type="application/json" id="no-image">{island(why)}</script>')
+        wanted = [] if redact else list(shown)
+        written = await _write_images(out, pages.album.files(run, wanted), image_bytes)
+        if shown:
+            note += f", {written:,} of {len(shown):,} images"
+            note += "" if written == len(shown) else f" ({why})"
         out.write(f"<script>{script}</script></body></html>\n")
         size = out.tell()
     partial.replace(file)
     return f"{note} in {file}, {size / 1e6:.2f} MB"
+
+
+async def _write_images(out: TextIO, images: AsyncIterator[Image], limit: int) -> int:
+    """Write images until their files have `limit` bytes; returns how many there are."""
+    written, size = 0, 0
+    async for image in images:
+        size += len(image.body)
+        if size > limit:
+            break
+        written += 1
+        out.write(
+            f'<script type="text/plain" id="image-{image.digest}">{data_url(image)}</script>\n'
+        )
+    return written
 
 
 async def _pages(

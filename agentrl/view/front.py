@@ -14,6 +14,7 @@ from agentrl.store.base import Store
 from agentrl.store.records import GroupRow, RolloutRow
 from agentrl.types import Json, Purpose, RolloutState, RunState, Scope
 from agentrl.view import records
+from agentrl.view.pictures import Album, Picture
 
 READING_PATIENCE = 3.0  # seconds that a page waits for reasons; they are there at the next visit
 REASONS_PAUSE = 30.0  # seconds between two readings of a run that goes on, which cost it time
@@ -104,13 +105,13 @@ async def evaluations(store: Store, run: str) -> list[GroupRow]:
 
 
 async def examples(
-    store: Store, run: str, held_out: Sequence[GroupRow], *, game: bool
+    store: Store, album: Album, run: str, held_out: Sequence[GroupRow], *, game: bool
 ) -> list[ShownRollout]:
     """A success and a failure: of the last evaluation, else on the same task in an earlier one,
     else of the last training steps. Of a game, where both happen in each, two rollouts."""
     trained = await store.groups(run, purpose=Purpose.TRAIN, limit=RECENT_GROUPS)
     groups = [*held_out, *trained]
-    if game and (seats := await _games(store, run, groups)):
+    if game and (seats := await _games(store, album, run, groups)):
         return seats
     good = next((one for row in groups if (one := _pick(row, good=True))), None)
     bad, same = None, ""
@@ -123,14 +124,16 @@ async def examples(
     bad = bad or next((one for row in groups if (one := _pick(row, good=False))), None)
     found = [("A success", good, ""), ("A failure", bad, same)]
     made = [
-        await _example(store, title, *one, good=title == "A success", note=note)
+        await _example(store, album, title, *one, good=title == "A success", note=note)
         for title, one, note in found
         if one
     ]
     return [one for one in made if one is not None]
 
 
-async def _games(store: Store, run: str, groups: Sequence[GroupRow]) -> list[ShownRollout]:
+async def _games(
+    store: Store, album: Album, run: str, groups: Sequence[GroupRow]
+) -> list[ShownRollout]:
     """A game that the first seat won, and one that it lost; [] without rewards of seats."""
     row = next((row for row in groups if row.rollouts), None)
     if row is None:
@@ -148,7 +151,8 @@ async def _games(store: Store, run: str, groups: Sequence[GroupRow]) -> list[Sho
     made = []
     for (value, id), word in ((own[-1], "won"), (own[0], "lost")):
         good = value > 0
-        made.append(await _example(store, f"{seat} {word}", row, id, good=good, outcome=value))
+        title = f"{seat} {word}"
+        made.append(await _example(store, album, title, row, id, good=good, outcome=value))
     return [one for one in made if one is not None]
 
 
@@ -169,6 +173,7 @@ def _pick(row: GroupRow, *, good: bool) -> tuple[GroupRow, str] | None:
 
 async def _example(
     store: Store,
+    album: Album,
     title: str,
     row: GroupRow,
     id: str,
@@ -180,13 +185,15 @@ async def _example(
     trace = await store.trace(id)
     if trace is None:
         return None
+    pictures = await album.of(trace.rollout.run, trace.transitions)
     talk = [
         one
-        for one in records.talk(trace.transitions)
+        for one in records.talk(trace.transitions, pictures)
         if (one["text"] or one["tools"]) and one["role"] not in ("system", "developer")
     ]
     for one in talk:
         one["text"] = one["text"][:LONGEST]
+        one["parts"] = [x if isinstance(x, Picture) else x[:LONGEST] for x in one["parts"]]
         one["tools"] = [(name, words[:LONGEST], cut) for name, words, cut in one["tools"]]
     outcome = row.outcomes[row.rollouts.index(id)] if outcome is None else outcome
     failure = trace.rollout.failure

@@ -7,10 +7,13 @@ import html
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from agentrl.base.images import data_url
 from agentrl.config import store_with
 from agentrl.store import open_store
 from agentrl.view.pages import Page, Pages
-from agentrl.view.templates import STATIC, render
+from agentrl.view.templates import EXPORTED, STATIC, render
+
+LARGEST_IMAGES = 8_000_000  # bytes of all images of a page, which the notebook's file has inside
 
 
 class Shown:
@@ -38,16 +41,25 @@ def show(name: str, *, store: str | None = None) -> Shown:
     Raises StoreError if the store has neither."""
     with ThreadPoolExecutor(1) as pool:  # a notebook's own event loop is running in this thread
         url = store or pool.submit(store_with, name).result()
-        page, values = pool.submit(asyncio.run, _read(url, name)).result()
+        page, values, images = pool.submit(asyncio.run, _read(url, name)).result()
     style = (STATIC / "view.css").read_text()
-    document = render(page, layout="notebook.html", export=True, style=style, values_of=values)
+    given: Any = {"style": style, "values_of": values, "image_urls": images}
+    document = render(page, layout="notebook.html", export=True, **given)
     return Shown(page.title, document, 620)
 
 
-async def _read(url: str, name: str) -> tuple[Page, dict[str, Any]]:
+async def _read(url: str, name: str) -> tuple[Page, dict[str, Any], dict[str, str]]:
+    """A page, the values of its tokens, and its images as data URLs."""
     async with open_store(url, readonly=True) as store:
-        pages = Pages(store)
+        pages, values = Pages(store), dict[str, Any]()
         if await store.run(name) is not None:
-            return await pages.run(name, {}), {}
-        page = await pages.rollout(name)
-        return page, await pages.tokens(name, range(len(page.values["calls"])))
+            page = await pages.run(name, {})
+        else:
+            page = await pages.rollout(name)
+            values = await pages.tokens(name, range(len(page.values["calls"])))
+        run, images, left = page.values["run"], dict[str, str](), LARGEST_IMAGES
+        shown = EXPORTED.findall(render(page, layout="bare.html", export=True))
+        async for image in pages.album.files(run, list(dict.fromkeys(shown))):
+            if (left := left - len(image.body)) >= 0:
+                images[image.digest] = data_url(image)
+        return page, values, images

@@ -15,8 +15,19 @@ from agentrl.store.base import Store
 from agentrl.store.records import Dataset, GroupRow
 from agentrl.telemetry.report import policies_without_calls, untrained_sentences
 from agentrl.telemetry.spelling import Spelling, spelling
-from agentrl.types import Credit, ErrorKind, Json, Purpose, RolloutState, RunState, StepRow, Trace
+from agentrl.types import (
+    Credit,
+    ErrorKind,
+    Image,
+    Json,
+    Purpose,
+    RolloutState,
+    RunState,
+    StepRow,
+    Trace,
+)
 from agentrl.view import charts, front, records, settings, summaries
+from agentrl.view.pictures import LOST, Album
 from agentrl.view.summaries import REWARD, SCORE, condition, facts
 
 SHOWN = [SCORE, REWARD, *charts.TRAINING]  # curves of a comparison
@@ -74,6 +85,7 @@ class Pages:
         self._kept: dict[tuple[str, int], Loaded] = {}
         self._spellings: dict[tuple[str, int, str], Spelling] = {}
         self._reasons = front.Reasons(store)
+        self.album = Album(store)
 
     async def run(self, run: str, query: Query) -> Page:
         """The page of a run; with `live` in the query only the parts that change."""
@@ -95,7 +107,8 @@ class Pages:
         values["origin"] = list((await self.store.documents(run, "origin")).items())[-1:]
         values["reasons"] = await self._reasons.of(state, at)
         held_out = await front.evaluations(self.store, run)
-        values["examples"] = await front.examples(self.store, run, held_out, game=values["game"])
+        given: Any = self.store, self.album, run, held_out
+        values["examples"] = await front.examples(*given, game=values["game"])
         values |= await self._tasks(run, held_out, [])
         values["task_rows"] = values["task_rows"][: front.TASKS_ON_FRONT]
         values["settings"] = settings.tables(state.config)
@@ -182,7 +195,9 @@ class Pages:
         sources = {id for item in items for id in item.source.split()}
         traces = await asyncio.gather(*map(self.store.trace, sources))
         values: Values = {"dataset": versions[version], "versions": versions, "query": query}
-        values["rows"] = [(item, *records.item_talks(item, sides)) for item in items]
+        calls = [call for side in sides.values() for call in side]
+        pictures = await self.album.of(str(versions[version].spec.get("run") or ""), calls)
+        values["rows"] = [(item, *records.item_talks(item, sides, pictures)) for item in items]
         values["rollouts"] = {trace.rollout.id: trace.rollout for trace in traces if trace}
         values["more"] = items[-1].position if len(items) == ITEMS_PER_PAGE else None
         return Page("data.html", name, values | {"run": versions[version].spec.get("run")})
@@ -245,6 +260,7 @@ class Pages:
             error=_choice(query, "error", ErrorKind),
             version=records.read_number(query, "version"),
             steps=None if steps == (None, None) else steps,
+            images=bool(query.get("images")),
             limit=FOUND_PER_PAGE,
             **texts,
         )
@@ -259,7 +275,8 @@ class Pages:
         values = {"run": row.run, "o": row, "spans": loaded.trace.spans, "parts": self.parts}
         values["roles"] = sorted({call.role for call in calls})
         values["rewards"] = sorted(row.rewards, key=lambda one: one.target or "")
-        values["calls"] = records.call_rows(loaded.trace, loaded.credits, self._speller(loaded))
+        given = loaded.trace, loaded.credits, self._speller(loaded)
+        values["calls"] = records.call_rows(*given, await self.album.of(row.run, calls))
         values["siblings"] = await self.store.rollouts(row.run, group=row.group)
         return Page("rollout.html", id, values)
 
@@ -297,11 +314,17 @@ class Pages:
         try:
             call = trace.transitions[at]
             if what == "prompt":
-                return self._speller(loaded)(call.policy).text(call.prompt.tolist())
+                known = await self.album.of(trace.rollout.run, [call])
+                images = [known.get(digest, LOST).label for digest in call.images]
+                return self._speller(loaded)(call.policy).prompt(call.prompt.tolist(), images)
             return records.text_of(call.answer if index == -1 else call.messages[index])
         except (IndexError, TypeError):
             missing = "" if what == "prompt" else f" message {index} of"
             raise NotFound(f"rollout {id!r} has no{missing} call {at}") from None
+
+    async def image(self, digest: str, query: Query) -> Image:
+        """The file of an image of a run's calls."""
+        return await self.album.file(query["run"], digest)
 
     async def lanes(self, id: str) -> Page:
         trace = (await self.load(id)).trace

@@ -11,10 +11,12 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from agentrl.base.images import SCHEME, in_words, url_of
 from agentrl.errors import Invalid
 from agentrl.store.records import Item
 from agentrl.telemetry.spelling import Spelling
 from agentrl.types import Credit, Json, Trace, Transition
+from agentrl.view.pictures import LOST, Picture
 
 # Characters of a message, task or result on a page; another page has all of it.
 LONGEST_TEXT = 2000
@@ -49,8 +51,11 @@ def text_of(value: Json) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
 
 
-def message(row: dict[str, Json], index: int) -> dict[str, Any]:
-    """One chat message, cut at CAP characters. `index`: position in its call, -1: the answer."""
+def message(
+    row: dict[str, Json], index: int, pictures: Mapping[str, Picture] = {}
+) -> dict[str, Any]:
+    """One chat message, cut at `LONGEST_TEXT` characters. `index`: position in its call, -1: the
+    answer. If it shows images, its `parts` are texts and pictures, in their order."""
     calls = []
     for call in row.get("tool_calls") or []:
         function = call.get("function") or {}
@@ -58,9 +63,28 @@ def message(row: dict[str, Json], index: int) -> dict[str, Any]:
         calls.append(
             (function.get("name"), arguments[:LONGEST_TEXT], len(arguments) > LONGEST_TEXT)
         )
-    text = text_of(row.get("content"))
+    parts = list(_parts(row.get("content"), pictures))
+    words = [one.label if isinstance(one, Picture) else one for one in parts]
+    text = "\n".join(words) if parts else text_of(row.get("content"))
     found = {"role": str(row.get("role", "?")), "text": text[:LONGEST_TEXT], "size": len(text)}
-    return found | {"tools": calls, "index": index}
+    return found | {"tools": calls, "index": index, "parts": parts}
+
+
+def _parts(content: Json, pictures: Mapping[str, Picture]) -> Iterable[str | Picture]:
+    """The texts and pictures of a message's content; nothing if it has no image."""
+    if not isinstance(content, list) or all(url_of(part) is None for part in content):
+        return
+    left = LONGEST_TEXT
+    for part in content:
+        url = url_of(part) or ""
+        if url.startswith(SCHEME):
+            yield pictures.get(url.removeprefix(SCHEME), LOST)
+            continue
+        text = in_words(part, {})
+        text = text_of(part) if text is None else text
+        if text and left > 0:
+            yield text[:left]
+        left -= len(text)
 
 
 def continues(calls: Sequence[Transition], at: int) -> tuple[int | None, int]:
@@ -110,7 +134,9 @@ def token_values(
     return found
 
 
-def call_rows(trace: Trace, credits: Sequence[Credit], spell: Spell) -> list[dict[str, Any]]:
+def call_rows(
+    trace: Trace, credits: Sequence[Credit], spell: Spell, pictures: Mapping[str, Picture] = {}
+) -> list[dict[str, Any]]:
     """The calls of a rollout in order, each with its new messages, text, rewards and credit."""
     calls, by_call = trace.transitions, credit_by_call(trace, credits)
     rows: list[dict[str, Any]] = []
@@ -120,7 +146,8 @@ def call_rows(trace: Trace, credits: Sequence[Credit], spell: Spell) -> list[dic
         row: dict[str, Any] = {"call": call, "at": at, "parent": parent, "credit": credit}
         row["fresh"], row["forked"] = parent is None and at > 0, parent not in (None, at - 1)
         row["depth"] = 0 if parent is None else rows[parent]["depth"] + row["forked"]
-        row["new"] = [message(call.messages[i], i) for i in range(known, len(call.messages))]
+        new = range(known, len(call.messages))
+        row["new"] = [message(call.messages[i], i, pictures) for i in new]
         row["exact"] = call.exact and len(call.completion) > 0
         row["answer"] = message({"role": "assistant"} | (call.answer or {}), -1)
         row["missing"] = spelling.missing
@@ -173,19 +200,26 @@ def compared(a: Trace, b: Trace, spell_a: Spell, spell_b: Spell) -> list[dict[st
     return rows
 
 
-def item_talks(item: Item, sides: Mapping[str, Sequence[Transition]]) -> tuple[Any, Any]:
+def item_talks(
+    item: Item, sides: Mapping[str, Sequence[Transition]], pictures: Mapping[str, Picture] = {}
+) -> tuple[Any, Any]:
     """The common first messages of an item's completions, and the remaining messages of each."""
-    talks = [talk(sides.get(name, []), item.steps) for name in item.sides]
+    talks = [talk(sides.get(name, []), pictures, item.steps) for name in item.sides]
     both = zip(*(one[:-1] for one in talks), strict=False) if item.rejected else ()
     alike = len(list(takewhile(lambda two: two[0] == two[1], both)))
     return talks[0][:alike], [one[alike:] for one in talks]
 
 
-def talk(calls: Sequence[Transition], steps: Sequence[float | None] = ()) -> list[dict[str, Any]]:
+def talk(
+    calls: Sequence[Transition],
+    pictures: Mapping[str, Picture] = {},
+    steps: Sequence[float | None] = (),
+) -> list[dict[str, Any]]:
     """Each message of the calls once; answers have their `label` from `steps`."""
     rows: list[dict[str, Any]] = []
     for at, call in enumerate(calls):
-        rows += [message(row, 0) for row in call.messages[continues(calls, at)[1] :]]
+        new = call.messages[continues(calls, at)[1] :]
+        rows += [message(row, 0, pictures) for row in new]
         label = steps[at] if at < len(steps) else None
         rows.append(message({"role": "assistant"} | (call.answer or {}), -1) | {"label": label})
     return rows

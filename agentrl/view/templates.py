@@ -22,7 +22,9 @@ HERE = Path(__file__).parent
 STATIC = HERE / "static"
 # An address of the store; not of the list of runs (`/`, `/runs`) or of styles. Texts of agents have
 # no quotation mark here, because all are escaped.
-OWN_ADDRESS = re.compile(r'\b(href|action)="/(?=[a-z])(?!static/|at/|runs[?"])')
+OWN_ADDRESS = re.compile(r'\b(href|action|src)="/(?=[a-z])(?!static/|at/|runs[?"])')
+# Digests of the images of a page that is rendered for export; agents' texts have no quotation mark.
+EXPORTED = re.compile(r'<img data-image="([0-9a-f]{64})"')
 
 
 def shown(value: float | None, form: str = ".4g") -> str:
@@ -93,6 +95,6 @@ def render(page: Page, *, layout: str = "base.html", base: str = "", **more: Any
     """A page as HTML. `layout`: base.html, or bare.html for the content only; `base`: where the
     addresses of its store begin, which templates write without it."""
     values: dict[str, Any] = {"title": page.title, "run": None, "layout": layout, "base": base}
-    values |= {"export": False, "tokens_of": None, "values_of": None}
+    values |= {"export": False, "tokens_of": None, "values_of": None, "image_urls": None}
     text = environment().get_template(page.template).render(values | page.values | more)
     return OWN_ADDRESS.sub(rf'\1="{base}/', text) if base else text

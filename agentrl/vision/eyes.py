@@ -8,10 +8,12 @@ and the head are those of text.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,13 +24,17 @@ from torch import Tensor
 from torch.nn import Module
 
 from agentrl.algorithms.model.chat import Chat
+from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.packing import Pack
 from agentrl.algorithms.model.text import Codec
 from agentrl.vision.classes import Llava, Qwen
-from agentrl.vision.images import Catalogue, Ids, Pixels, Seen, positions, rows_of
+from agentrl.vision.images import Catalogue, Ids, ImageError, Pixels, Seen, positions, rows_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from agentrl.store.base import Store
+    from agentrl.types import Transition
 
 NAMES = ("_processor_class", "processor_class", "image_processor_type", "_name_or_path")
 EMBEDDING_BYTES = 2**30  # of visual embeddings that are kept
@@ -156,6 +162,26 @@ class ImageInputs:
         if not self.sees:
             return Chat(tokenizer, codec)
         return SeeingChat(tokenizer, codec, self)
+
+    async def fetch(self, store: Store, run: str, calls: Iterable[Transition]) -> None:
+        named = dict.fromkeys(digest for call in calls for digest in call.images)
+        wanted = [digest for digest in named if not self.keeps(digest)]
+        found = await store.images(run, wanted) if wanted else {}
+        files = {digest: image.body for digest, image in found.items()}
+        self.catalogue.need(files)
+        for digest, body in files.items():
+            if self.catalogue.find(digest) is None:
+                with suppress(ImageError):  # what names it is not trained, and says why
+                    await asyncio.to_thread(self.catalogue.add, body, digest)
+
+    def check(self, other: Module) -> str:
+        theirs = inputs_of(other)
+        if isinstance(theirs, ImageInputs) and theirs.catalogue is self.catalogue:
+            return ""
+        return (
+            "it does not read images as the policy does; choose a model of the same class with the "
+            "same preprocessor_config.json"
+        )
 
     def _embedded(
         self, ids: Ids, images: Sequence[Seen], features: Sequence[Tensor]

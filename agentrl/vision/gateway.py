@@ -68,12 +68,25 @@ class StoredImages(Feature):
 
     def join(self, active: ActiveAttempt) -> None:
         if not self._needed:
+            active.sight = Unseeing()
             return
         active.changes.append(self._sight.read)
         active.sight = self._sight
 
 
-class ImageSight(Sight):
+class Unseeing(Sight):
+    """How the calls of a run are seen without `policy.vision`: as text, and images are refused."""
+
+    def why_not(self, call: ReceivedCall, policy: str) -> str:
+        why, request = super().why_not(call, policy), call.request
+        if why and not (
+            media_field(request.fields) or not_text(request.messages, frozenset({KIND}))
+        ):
+            why += "; a policy sees images with policy.vision, which takes an image-text model"
+        return why
+
+
+class ImageSight(Unseeing):
     """How the calls of a run are seen. digests: the policy server reads images from the store."""
 
     def __init__(

@@ -33,13 +33,6 @@ class SeeingLearner(TorchLearner):
         assert isinstance(eyes, ImageInputs)
         if self.critic is not None:
             raise PolicyError("critic.model: a critic cannot read images; leave it out")
-        for stream, frozen in self.frozen.items():
-            theirs = inputs_of(frozen.model)
-            if not isinstance(theirs, ImageInputs) or theirs.catalogue is not eyes.catalogue:
-                raise PolicyError(
-                    f"{stream}.model: it does not read images as the policy does; choose a model "
-                    "of the same class with the same preprocessor_config.json"
-                )
         self.eyes = eyes
 
     def step(self, batch: Batch, *given: Any, **options: Any) -> StepReport:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.model.inputs import inputs_of
+from agentrl.algorithms.objective.prepare import KEEPS_PROMPTS
 from agentrl.algorithms.train.hooks import Hooks, LoadedRun
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.step import Updater
@@ -75,7 +76,7 @@ class Looking(Hooks):
 def check(updater: Updater) -> None:
     """Raise ConfigError for an algorithm with which images cannot be trained."""
     algo = updater.algo
-    if algo.prepare:
+    if not KEEPS_PROMPTS.issuperset(algo.prepare):
         raise ConfigError(
             f"algorithm.preset = {algo.name!r}: it writes prompts anew, without the images that "
             f"policy {updater.policy!r} reads; choose another"

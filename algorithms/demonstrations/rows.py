@@ -10,13 +10,17 @@ with the tokens before it, which a template that drops earlier thinking ends.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import torch
 
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.model.chat import Chat, RequestError
+from agentrl.algorithms.model.inputs import Inputs
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
 from agentrl.errors import TrainingError
@@ -28,11 +32,15 @@ Answer = tuple[list[int], list[int]]  # the tokens of a prompt, and those to sam
 
 
 class ConversationReader:
-    """Renders conversations with a policy's chat template. ends: token ids that end a turn."""
+    """Renders conversations with a policy's chat template. ends: token ids that end a turn.
+    inputs: of a model that reads more than text."""
 
-    def __init__(self, tokenizer: Tokenizer, ends: Iterable[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, ends: Iterable[int], inputs: Inputs | None = None
+    ) -> None:
         self._tokenizer, self._codec = tokenizer, Codec(tokenizer)
-        self._chat, self._ends = Chat(tokenizer, self._codec), set(ends)
+        self._chat = (inputs.chat if inputs else Chat)(tokenizer, self._codec)
+        self._ends, self._reads_more = set(ends), inputs is not None
         self._end = min(self._ends)
         if tokenizer.eos_token_id in self._ends:
             self._end = tokenizer.eos_token_id
@@ -58,6 +66,8 @@ class ConversationReader:
         if not isinstance(options, dict):
             raise TrainingError("chat_template_kwargs is not an object")
         found = []
+        if self._reads_more:
+            self._fetch(messages)
         for index in _imitated(messages, conversation.get("imitate")):
             if index:
                 try:
@@ -69,6 +79,15 @@ class ConversationReader:
         self._check_shown(messages, tools, options)
         return found
 
+    def _fetch(self, messages: Json) -> None:
+        """Read what the messages show beside text. In a thread, as a loop may run in this one."""
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                fetched = self._chat.fetch(msgspec.json.encode(messages))
+                pool.submit(asyncio.run, fetched).result()
+            except RequestError as error:
+                raise TrainingError(str(error)) from None
+
     def _answer(
         self, messages: list[Message], index: int, tools: Json, options: dict[str, Json]
     ) -> Answer:
@@ -79,18 +98,19 @@ class ConversationReader:
         for text in (self._text([end]) for end in self._ends):
             if text.strip() and text in written:
                 raise TrainingError(f"the text has {text!r}, which ends a turn; leave it out")
-        prompt = [*self._chat.encode(messages[:index], tools, **options)]
+        asked = self._chat.encode(messages[:index], tools, **options)
+        prompt, read = [*asked], [int(id) for id in getattr(asked, "read", asked)]
         ended = options | {"add_generation_prompt": False}
         whole = [*self._chat.encode(messages[: index + 1], tools, **ended)]
         begins = whole[: len(prompt)] == prompt
         said = whole[len(prompt) :] if begins else self._after(prompt, whole)
         end = next((n for n, token in enumerate(said) if token in self._ends), None)
         if end is not None:
-            return prompt, said[: end + 1]
+            return read, said[: end + 1]
         while said and not self._text(said[-1:]).strip():  # between turns
             said.pop()
         self._say_endless()
-        return prompt, [*said, self._end]  # otherwise a policy would never learn to end
+        return read, [*said, self._end]  # otherwise a policy would never learn to end
 
     def _after(self, prompt: list[int], whole: list[int]) -> list[int]:
         """The tokens of the text that `whole` has after `prompt`, if a token spans both."""

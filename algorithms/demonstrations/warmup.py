@@ -27,6 +27,7 @@ from agentrl.algorithms.demonstrations.table import WarmupConfig, warmed, warmup
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.model.attention import context_length
+from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import end_tokens
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.ratios import GivenLogProbs
@@ -85,7 +86,8 @@ def warm_up(config: RunConfig, start: str) -> bool:
 
 def _read(data: Sequence[dict[str, object]], loaded: LoadedModel) -> Conversations:
     """The rows of each conversation that fits the model's context."""
-    reader = ConversationReader(loaded.tokenizer, end_tokens(loaded.model, loaded.tokenizer))
+    ends, inputs = end_tokens(loaded.model, loaded.tokenizer), inputs_of(loaded.model)
+    reader = ConversationReader(loaded.tokenizer, ends, inputs)
     limit, found = context_length(loaded.model) or inf, []
     for number, one in enumerate(data, start=1):
         try:

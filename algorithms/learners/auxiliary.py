@@ -22,6 +22,7 @@ from torch.nn import Linear, ModuleDict
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.learners.optimizer import Optimizer, read_trained, save_trained
+from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import (
     Tokenizer,
     copy_weights,
@@ -149,6 +150,8 @@ def load_auxiliary(
     except PolicyError as error:
         raise PolicyError(f"{key}: {error}") from None
     check_vocabulary(key, name, own, tokenizer)
+    if (inputs := inputs_of(policy)) and (why := inputs.check(model)):
+        raise PolicyError(f"{key} = {name!r}: {why}")
     return model.to(device=policy.device, dtype=policy.dtype)
 
 

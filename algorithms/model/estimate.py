@@ -42,7 +42,9 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
     shape, learner, engine = network.config.get_text_config(), config.learner, config.engine
     width, bits = bytes_of_weight(config), config.policy.quantize
     weights, vocabulary = network.num_parameters(), shape.vocab_size
-    trained = adapter_weights(config, network) or weights
+    trained, added = trained_weights(config, network), dict[str, float]()
+    for point in installed_plugins("memory"):
+        added |= point.load()(config, network)[1]
     auxiliary = sum(bool(own.model) for own in (config.reference, config.teacher, config.critic))
     copies = auxiliary + (
         config.algorithm.async_sampling == "in_flight" and not config.policy.lora.rank
@@ -66,6 +68,7 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
         # A chunk of logits, its softmax and gradient; the sampler's rows.
         "logits": WIDE * logits + head,
         "activations": tokens * kept,
+        **added,
     }
 
 
@@ -88,9 +91,18 @@ def packs_weights() -> bool:
 
 def checkpoint_bytes(config: RunConfig, network: Any) -> float:
     """Bytes of a checkpoint: weights, two moments and, for bfloat16, master weights."""
-    if adapter := adapter_weights(config, network):
-        return 12 * adapter
-    return float((12 if bytes_of_weight(config) == WIDE else 14) * network.num_parameters())
+    trained, width = trained_weights(config, network), bytes_of_weight(config)
+    if config.policy.lora.rank:
+        return 12 * trained
+    return float(width * network.num_parameters() + (8 if width == WIDE else 12) * trained)
+
+
+def trained_weights(config: RunConfig, network: Any) -> int:
+    """The number of weights that an optimizer has: of the adapter, or of all that is not frozen."""
+    if config.policy.lora.rank:
+        return adapter_weights(config, network)
+    frozen = sum(point.load()(config, network)[0] for point in installed_plugins("memory"))
+    return int(network.num_parameters() - frozen)
 
 
 def adapter_weights(config: RunConfig, network: Any) -> int:
@@ -100,9 +112,9 @@ def adapter_weights(config: RunConfig, network: Any) -> int:
 
 
 def _linear(network: Any) -> Iterator[Any]:
-    """The linear layers of a model, without its head and its adapters."""
+    """The linear layers of a model's text decoder, without its head and its adapters."""
     head = network.get_output_embeddings()
-    for name, module in network.named_modules():
+    for name, module in network.get_decoder().named_modules():
         if isinstance(module, torch.nn.Linear) and module is not head and ".lora_" not in name:
             yield module
 
@@ -119,16 +131,19 @@ def layer_bytes(config: RunConfig, shape: Any) -> int:
 
 
 def tokens_of_pack(config: RunConfig, shape: Any) -> int:
-    """Tokens of the largest forward pass of an update, if rollouts of full contexts are one call.
-    A row is never split."""
+    """Tokens of the largest forward pass of an update. A row is never split."""
+    budget = max(config.learner.token_budget, _context(config, shape))
+    return min(budget, tokens_of_step(config, shape)) if config.plays_rollouts else budget
+
+
+def tokens_of_step(config: RunConfig, shape: Any) -> int:
+    """Tokens that an update reads, if rollouts of full contexts are one call."""
     algorithm, context = config.algorithm, _context(config, shape)
     answer = min(config.sampling.max_tokens or context, context)
     group = algorithm.group_size * context
     if config.learner.packed == "trie":  # the prompt is computed once
         group = context + (algorithm.group_size - 1) * answer
-    batch = algorithm.groups * group / algorithm.minibatches
-    budget = max(config.learner.token_budget, context)
-    return int(min(budget, batch)) if config.plays_rollouts else budget
+    return int(algorithm.groups * group / algorithm.minibatches)
 
 
 def _context(config: RunConfig, shape: Any) -> int:

@@ -6,7 +6,7 @@ part that has put them there knows what each is. Everything between compares and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from agentrl.algorithms.model.chat import Chat
     from agentrl.algorithms.model.packing import Pack
     from agentrl.algorithms.model.text import Codec
+    from agentrl.store.base import Store
+    from agentrl.types import Transition
 
 ATTRIBUTE = "agentrl_inputs"
 
@@ -58,6 +60,14 @@ class Inputs(Protocol):
 
     def chat(self, tokenizer: Any, codec: Codec) -> Chat:
         """Renders requests to `ReadPrompt`s."""
+        ...
+
+    async def fetch(self, store: Store, run: str, calls: Iterable[Transition]) -> None:
+        """Read from the store what calls name, and keep it until the next time."""
+        ...
+
+    def check(self, other: Module) -> str:
+        """Why another model does not read the same ids; empty if it does."""
         ...
 
 

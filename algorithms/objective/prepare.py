@@ -40,3 +40,5 @@ class TrainedPolicy:
 Prepare = Callable[[list[Group], TrainedPolicy], list[Group]]
 """Returns the groups with further rewards, or rollouts that are in no store. Does not change its
 argument. Rewards of stored rollouts are committed with the step."""
+KEEPS_PROMPTS: set[Prepare] = set()
+"""Those that write no prompt anew, so what a prompt has beside text is not lost."""

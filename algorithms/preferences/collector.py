@@ -25,6 +25,7 @@ from agentrl.algorithms.learners.auxiliary import load_auxiliary
 from agentrl.algorithms.learners.base import Learner, ReferenceElsewhere, Scored
 from agentrl.algorithms.learners.factory import caches_reference
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.model.inputs import Inputs, inputs_of
 from agentrl.algorithms.model.load import vocabulary_size
 from agentrl.algorithms.objective.core import Algo, loss_terms
 from agentrl.algorithms.preferences.completions import WEIGHT, CompletionLoss, mismatched_rollout
@@ -112,10 +113,12 @@ class DatasetCollector:
     items: dict[str, list[Item]] = field(default_factory=dict)  # usable ones, by split
     logprobs: dict[str, Float32] = field(default_factory=dict)  # of the reference, by rollout
     tokenizer: Retokenizer = field(init=False)
+    inputs: Inputs | None = field(init=False)  # what the model reads beside text
 
     def __post_init__(self) -> None:
         limit, learner = self.updater.preprocessor.context, self.updater.learner
-        self.tokenizer = Retokenizer(self.loaded.tokenizer, learner, limit)
+        self.inputs = inputs_of(self.loaded.model)
+        self.tokenizer = Retokenizer(self.loaded.tokenizer, learner, limit, inputs=self.inputs)
 
     async def prepare(self) -> None:
         """Read every item once, while the policy is still the initial one: drop unusable items, and
@@ -169,7 +172,7 @@ class DatasetCollector:
             return
         groups = await self._groups(data_of(self.config).heldout, range(len(items)), step)
         await self._read_reference(groups)
-        batch, given = updater.score(updater.algo, updater.batch(groups))
+        batch, given = updater.score(updater.algo, updater.batch(await self._seen(groups)))
         terms = loss_terms(updater.algo, batch, given, fresh=True)
         assert terms.added is not None
         p = updater.learner.logprobs(batch).double()
@@ -212,7 +215,7 @@ class DatasetCollector:
         missing = [replace(row, group=id) for id, row in rows.items() if id not in known]
         if missing:
             alone = [Group(id=row.id, run="", step=0, rollouts=[row]) for row in missing]
-            batch = self.updater.batch(alone, 0)
+            batch = self.updater.batch(await self._seen(alone), 0)
             q = scorer(batch)
             logprobs = {
                 id: float32(q[batch.token_rollout == u].tolist())
@@ -225,6 +228,8 @@ class DatasetCollector:
         counts of the reasons for dropped items, which are added to."""
         sides = await self._sides(items)
         wrong = {name: self._defect(name, calls) for name, calls in sides.items()}
+        for name in await self._unseen({name: sides[name] for name in sides if not wrong[name]}):
+            wrong[name] = "with images, which the policy cannot read: see policy.vision"
         good = []
         for item in items:
             if why := next(filter(None, (wrong[side] for side in item.sides)), ""):
@@ -249,11 +254,35 @@ class DatasetCollector:
         sizes = {POLICY: vocabulary_size(self.loaded.model)}
         return "with tokens of another tokenizer" if unreadable_reason(group, sizes) else ""
 
+    async def _seen(self, groups: list[Group]) -> list[Group]:
+        """The groups with what the model reads of the images that their calls name."""
+        calls = [call for group in groups for one in group.rollouts for call in one.transitions]
+        if not any(call.images for call in calls):
+            return groups
+        if self.inputs:
+            await self.inputs.fetch(self.store, self.config.name, calls)
+        return self.updater.preprocessor.process(groups)[0]
+
+    async def _unseen(self, sides: Mapping[str, Sequence[Transition | None]]) -> list[str]:
+        """The completions with images that the model does not read."""
+        shown = {name: [call for call in calls if call] for name, calls in sides.items()}
+        shown = {name: own for name, own in shown.items() if any(call.images for call in own)}
+        if self.inputs is None:
+            return list(shown)
+        alone = [
+            Group(id=name, run="", step=0, rollouts=[_rollout(name, name, calls, {})])
+            for name, calls in shown.items()
+        ]
+        found = [group.rollouts[0] for group in await self._seen(alone)]
+        return [one.id for one in found if not all(call.exact for call in one.transitions)]
+
     async def _sides(self, items: Sequence[Item]) -> dict[str, list[Transition | None]]:
         """The calls of each completion with token ids, at temperature 1, at which the losses are
         defined; None for a call that the chat template cannot render."""
         names = [side for item in items for side in item.sides]
         sides = await self.store.sides(names)
+        if self.inputs and (text := [c for own in sides.values() for c in own if not c.exact]):
+            await self.inputs.fetch(self.store, self.config.name, text)
 
         def with_tokens(call: Transition) -> Transition | None:
             exact = call if call.exact else self.tokenizer.tokenized(call)

@@ -21,7 +21,7 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import rollout_rewards
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import reduce_by
-from agentrl.algorithms.objective.prepare import TrainedPolicy
+from agentrl.algorithms.objective.prepare import KEEPS_PROMPTS, TrainedPolicy
 from agentrl.algorithms.preferences.pairing import How, choose_pairs
 from agentrl.errors import TrainingError
 from agentrl.types import Group, Reward, Rollout
@@ -208,14 +208,22 @@ def with_mismatched(groups: list[Group], _: TrainedPolicy | None = None) -> list
     return [replace(g, rollouts=[*g.rollouts, *added.get(g.id, [])]) for g in groups]
 
 
+KEEPS_PROMPTS.add(with_mismatched)
+
+
 def mismatched_rollout(row: Rollout, other: Rollout) -> Rollout:
     """The first prompt of `row` with the completions of `other`. Drops calls that do not continue
     their rollout's first prompt."""
-    prompt, start = row.transitions[0].prompt, other.transitions[0].prompt
+    own, first = row.transitions[0], other.transitions[0]
     moved = [
-        replace(call, prompt=prompt + call.prompt[len(start) :])
+        replace(
+            call,
+            prompt=own.prompt + call.prompt[len(first.prompt) :],
+            images=own.images + call.images[len(first.images) :],
+        )
         for call in other.transitions
-        if call.prompt[: len(start)] == start
+        if call.prompt[: len(first.prompt)] == first.prompt
+        and call.images[: len(first.images)] == first.images
     ]
     mark = [Reward(value=1.0, name=MISMATCHED)]
     return replace(row, id=f"{row.id}~{other.id}", rewards=mark, transitions=moved)

@@ -12,9 +12,10 @@ from msgspec.structs import replace
 
 from agentrl.store.base import Store
 from agentrl.store.records import Dataset, Item, Kind, Side, digest_of
-from agentrl.types import Transition
+from agentrl.types import Image, Transition
 
 ROWS_PER_CALL = 500  # completions or items per call to the store
+IMAGE_BYTES = 2**24  # of images that are sent to the store at once, beside one that is larger
 Conflicts = Literal["drop", "keep"]
 
 
@@ -31,6 +32,7 @@ class Draft:
     items: dict[str, Item] = field(default_factory=dict)  # by id
     sides: list[Side] = field(default_factory=list)  # not stored yet
     known: set[str] = field(default_factory=set)
+    images: dict[str, Image] = field(default_factory=dict)  # not stored yet, by digest
 
     def side(self, made: Sequence[Transition], rollout: str | None = None, **part: Any) -> str:
         """Add a completion and return its digest. Its calls are copied, or are `part` of a
@@ -54,12 +56,17 @@ class Draft:
         self.items.setdefault(item.id, item)
 
     async def flush(self, *, least: int = ROWS_PER_CALL) -> None:
-        """Store the collected completions if there are at least `least`."""
-        if len(self.sides) >= least:
+        """Store the collected completions if there are at least `least`, or large images."""
+        if len(self.sides) >= least or self._large():
+            await self.store.put_images("", list(self.images.values()))
+            self.images.clear()
             for first in range(0, len(self.sides), ROWS_PER_CALL):
                 part = self.sides[first : first + ROWS_PER_CALL]
                 await self.store.add_items(self.name, self.version, [], part)
             self.sides.clear()
+
+    def _large(self) -> bool:
+        return sum(len(image.body) for image in self.images.values()) >= IMAGE_BYTES
 
     async def commit(self) -> Dataset:
         """Store the items, without contradictory ones, and complete the version."""

@@ -6,12 +6,33 @@ the tokens that the template adds for each answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agentrl.base.images import with_data_urls
 from agentrl.store.base import Store
 from agentrl.store.records import Item
+
+
+def alike(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows for a file of typed columns, where contents are all text or all lists of parts."""
+    talks = [value for row in rows for value in row.values() if _is_talk(value)]
+    if not any(isinstance(one.get("content"), list) for talk in talks for one in talk):
+        return list(rows)
+    return [
+        {key: [*map(_in_parts, x)] if _is_talk(x) else x for key, x in row.items()} for row in rows
+    ]
+
+
+def _is_talk(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}]}
 
 
 async def export_rows(store: Store, items: Iterable[Item]) -> list[dict[str, Any]]:

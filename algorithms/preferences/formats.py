@@ -13,6 +13,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from agentrl.algorithms.preferences.draft import Draft
+from agentrl.base.images import digests
+from agentrl.base.parts import installed_plugins
 from agentrl.errors import ConfigError
 from agentrl.store.records import Kind
 from agentrl.types import Json, Transition, float32, int32
@@ -69,6 +71,9 @@ def add_row(draft: Draft, place: str, row: Row) -> None:
 
     Raises ConfigError for columns of an unknown format, or of other types than the format's."""
     try:
+        for point in installed_plugins("media"):
+            row, images = point.load()(row)
+            draft.images |= {image.digest: image for image in images}
         plain = msgspec.json.decode(msgspec.json.encode(row))  # a parquet file has more than JSON
         msgspec.msgpack.encode(plain)  # as the store does, which has integers of 64 bits only
         _add(draft, {key: value for key, value in plain.items() if value is not None})
@@ -293,8 +298,9 @@ def _calls(
         Transition(
             id=f"{index}", attempt="import", index=index, exact=False, tools=tools,
             prompt=int32(), completion=int32(), logprobs=float32(),
-            messages=[*prompt, *([] if alone else said[:index])], answer=message,
+            messages=before, answer=message, images=digests(before),
         )
         for index, message in enumerate(said)
+        for before in [[*prompt, *([] if alone else said[:index])]]
         if message["role"] == "assistant"
     ]  # fmt: skip

@@ -20,6 +20,7 @@ from agentrl.algorithms.data.merge import (
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.model.chat import Chat, RequestError, tool_names
+from agentrl.algorithms.model.inputs import Inputs
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.objective.core import Algo
@@ -198,10 +199,12 @@ class Retokenizer:
     context: int | None = None
     policy: str = POLICY
     reward_names: Sequence[str] = ("outcome",)
+    inputs: Inputs | None = None  # of a model that reads more than text
     _chat: Chat = field(init=False)
 
     def __post_init__(self) -> None:
-        self._chat = Chat(self.tokenizer, Codec(self.tokenizer))
+        codec = Codec(self.tokenizer)
+        self._chat = (self.inputs.chat if self.inputs else Chat)(self.tokenizer, codec)
 
     def complete(self, groups: list[Group]) -> list[Group]:
         """Add ids and the learner's log-probs to every inexact call that the template can render,

@@ -111,6 +111,7 @@ def search(
     version: int | None = None,
     steps: Range | None = None,
     text: str | None = None,
+    images: bool = False,
     before: str | None = None,
     limit: int = 50,
     budget: float = 0.3,
@@ -126,7 +127,7 @@ def search(
         "state": None if state is None else state.value,
         "error": None if error is None else error.value,
     }
-    calls = {"role": role, "policy": policy, "version": version}
+    calls = {"role": role, "policy": policy, "version": version, "images": images or None}
     wanted = [SQL[f"with_{name}"] for name, value in filters.items() if value is not None]
     columns = {**filters, **calls, **_end(steps, before), "run": run, "limit": limit}
     for i, (name, (low, high)) in enumerate((rewards or {}).items()):

@@ -130,6 +130,9 @@ and t.policy = :policy
 -- name: call_version
 and t.version = :version
 
+-- name: call_images
+and t.images is not null
+
 -- name: call_end
 )
 

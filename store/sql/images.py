@@ -35,7 +35,8 @@ def prepare(images: Sequence[types.Image]) -> list[rows.Columns]:
 
 
 def put_images(tx: Transaction, run: str, columns: Sequence[rows.Columns]) -> None:
-    runs.find_run(tx.conn, run)
+    if run:
+        runs.find_run(tx.conn, run)
     # Sorted, as two transactions that lock the same rows in another order block each other.
     for row in sorted(columns, key=lambda row: str(row["digest"])):
         tx.conn.execute(SQL["put_image"], row | {"now": tx.now})

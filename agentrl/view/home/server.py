@@ -27,6 +27,7 @@ from agentrl.base.access import Access, is_for_this_machine, is_loopback_host
 from agentrl.base.parts import installed_plugins
 from agentrl.errors import ConfigError, Forbidden, Invalid, NotFound, StoreError, Unavailable
 from agentrl.store.urls import split_secret
+from agentrl.types import Image
 from agentrl.view import explanation
 from agentrl.view.home.home import Home
 from agentrl.view.live import ChangeFeed
@@ -45,8 +46,14 @@ SECURITY = {
     b"referrer-policy": b"no-referrer",
     b"cross-origin-resource-policy": b"same-origin",
 }
+IMAGE = {
+    "cache-control": "private, max-age=3600, immutable",
+    # Of an address that is opened by itself: browsers add a style to the image.
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox",
+}
 
-# Path of a store -> function for its answer: a page, plain text, or any other value as JSON.
+# Path of a store -> function for its answer: a page, an image, plain text, or any other value as
+# JSON.
 Shown = Callable[[Pages, str, Request], Awaitable[Any]]
 PATHS: dict[str, Shown] = {
     "/run/{id:path}": lambda pages, id, asked: pages.run(id, asked.query_params),
@@ -68,6 +75,7 @@ PATHS: dict[str, Shown] = {
     "/series/{id:path}": lambda pages, id, asked: pages.series(
         id, asked.query_params, asked.query_params.getlist("name")
     ),
+    "/image/{id:path}": lambda pages, id, asked: pages.image(id, asked.query_params),
     "/tokens/{id:path}": lambda pages, id, asked: pages.tokens(
         id, [int(at) for at in asked.query_params.getlist("call") if at.isdecimal()]
     ),
@@ -109,7 +117,7 @@ class ViewApp:
 
         async def secured(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *headers.items()]
+                message["headers"] = [*(headers | dict(message["headers"])).items()]
             await send(message)
 
         refused = self._refused(Request(scope))
@@ -149,6 +157,8 @@ class ViewApp:
             found = await shown(pages, id, request)
             if isinstance(found, Page):
                 return responses.HTMLResponse(render(found, base=self._home.base(key)))
+            if isinstance(found, Image):  # another file has another digest
+                return responses.Response(found.body, 200, IMAGE, found.media_type)
             if isinstance(found, str):
                 return responses.PlainTextResponse(found)
             return responses.Response(encode(found), media_type="application/json")

@@ -279,6 +279,48 @@ document.addEventListener("click", event => {
 });
 document.addEventListener("change", event => { if (event.target.name === "by") shadeBy(event.target.value); });
 
+// -- images: a click shows one in full size; without this file its link opens it -------------------
+function enlarge(image) {
+  const place = make("dialog", undefined, "picture"), shown = make("img"), bar = make("div", undefined, "bar");
+  const whole = make("button", "Actual size", "whole"), close = make("button", "Close");
+  place.setAttribute("aria-label", image.alt);
+  shown.alt = image.alt;
+  shown.className = image.className;
+  shown.width = image.naturalWidth * (image.className ? Math.max(1, Math.floor(480 / Math.max(image.naturalWidth, image.naturalHeight))) : 1);
+  shown.src = image.src;
+  whole.setAttribute("aria-pressed", "false");
+  whole.onclick = () => whole.setAttribute("aria-pressed", String(place.classList.toggle("all")));
+  close.onclick = () => place.close();
+  place.onclick = event => { if (event.target === place) place.close(); };
+  place.onclose = () => place.remove();
+  bar.append(make("span", image.alt), whole, close);
+  place.append(bar, shown);
+  document.body.append(place);
+  place.showModal();
+  whole.hidden = shown.width <= shown.clientWidth + 1;
+  close.focus();
+}
+document.addEventListener("click", event => {
+  const image = $("img", event.target.closest?.(".shot") ?? make("i"));
+  if (!image || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  enlarge(image);
+});
+const lost = (shot, why) => shot.replaceWith(make("p", `${$("img", shot).alt}: ${why}`, "cut"));
+document.addEventListener("error", event => {
+  const shot = event.target.closest?.(".shot");
+  if (shot) lost(shot, "the file is not stored, or this browser cannot decode it");
+}, true);
+
+/** Give the images of an exported page their files. */
+function showImages() {
+  for (const image of $$("img[data-image]")) {
+    const file = $(`#image-${image.dataset.image}`);
+    if (file) image.src = file.textContent;
+    else lost(image.parentElement, `not in this file: ${json($("#no-image"))}`);
+  }
+}
+
 // -- keys -----------------------------------------------------------------------------------------
 function move(steps) {
   const block = document.activeElement, span = held?.parentElement === block ? held : null;
@@ -394,6 +436,7 @@ async function openPage() {
     const page = new DOMParser().parseFromString((await unpack(index[bare]))[bare], "text/html");
     for (const child of [...page.body.childNodes]) main.append(document.adoptNode(child));
   }
+  showImages();
   drawAll();
   watchTokens();
   if (hash) document.getElementById(hash)?.scrollIntoView();
