@@ -97,6 +97,7 @@ class Pages:
         held_out = await front.evaluations(self.store, run)
         values["examples"] = await front.examples(self.store, run, held_out, game=values["game"])
         values |= await self._tasks(run, held_out, [])
+        values["solved"] = values["unit"] and all(row.last == 1.0 for row in values["task_rows"])
         values["task_rows"] = values["task_rows"][: front.TASKS_ON_FRONT]
         values["settings"] = settings.tables(state.config)
         return Page("run.html", run, values | await self._groups(run, {}, 12))

@@ -59,7 +59,7 @@ def wait(page: Any, expression: str) -> None:
 
 
 def boxes(page: Any, selector: str) -> Any:
-    """Where the elements lie, all at one moment: pages scroll smoothly and charts push them down."""
+    """Where the elements lie, all at one moment: pages scroll smoothly, charts push them down."""
     return page.eval_on_selector_all(selector, "all => all.map(a => a.getBoundingClientRect())")
 
 
