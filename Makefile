@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-demo: $(STAMP) ## Train the example agent (about three minutes)
+demo: $(STAMP) ## Train the example agent (about a minute, after the installation)
 	$(BIN)/agentrl train examples/staff/run.toml
 	$(BIN)/agentrl view --run staff --export runs/staff/staff.html
 	@echo "Open runs/staff/staff.html in a browser, or look at the store itself: $(BIN)/agentrl view --run staff --open"

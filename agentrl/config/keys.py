@@ -10,6 +10,7 @@ import msgspec
 
 from agentrl.base.parts import installed_plugins, missing
 from agentrl.config.base import EXTERNAL, field_types, say_renamed, structs_of
+from agentrl.config.other_names import setting_hint
 from agentrl.config.policies import TABLES
 from agentrl.config.schema import LoraConfig, MemberConfig, RunConfig
 from agentrl.errors import ConfigError, nearest
@@ -116,7 +117,8 @@ class _Reader:
             if kind and self.stored:
                 return
             table = re.sub(r"^policies\.[^.]+", "policy", path) + key
-            hint = missing("tables", table) or kind or nearest(key, field_types(section))
+            hint = missing("tables", table) or kind
+            hint = hint or setting_hint(key, data[key], [*field_types(section)], RunConfig)
             raise ConfigError(f"{self.source}: unknown key {path + key!r}{where}; {hint}")
         default = flatten({key: _default_of(others[0], key)})
         given = flatten({key: data[key]})

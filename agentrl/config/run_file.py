@@ -23,17 +23,31 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a run file and apply `key.sub=value` overrides.
 
     Raises ConfigError naming the file, the key and the nearest valid name."""
+    text = ""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(text := path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file; give the path of a TOML file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: not a readable TOML file: {error}") from None
+        place = f"{error}{_shown_place(text, str(error))}"
+        raise ConfigError(f"{path}: not a readable TOML file: {place}") from None
     data.setdefault("root", str(path.parent.resolve()))
     overrides = list(overrides)
     if "name" not in data and not any(each.startswith("name=") for each in overrides):
         data |= {"name": path.parent.resolve().name, "file": str(path.resolve())}
     return resolve(data, source=str(path), overrides=overrides)
+
+
+def _shown_place(text: str, message: str) -> str:
+    """The line of a syntax error with a caret below its column; empty if the message has none."""
+    place = re.search(r"\(at line (\d+), column (\d+)\)", message)
+    if place is None:
+        return ""
+    row, column = map(int, place.groups())
+    start = f"  {row} | "
+    line = text.split("\n")[row - 1].rstrip("\r")
+    blank = "".join(char if char == "\t" else " " for char in line[: column - 1])
+    return f"\n{start}{line}\n{' ' * len(start)}{blank}^"
 
 
 def resolve(data: Mapping[str, Any], *, source: str, overrides: Iterable[str] = ()) -> RunConfig:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 import os
-import re
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -20,18 +17,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from agentrl.base.failures import one_line
-from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.store.base import Store
 from agentrl.telemetry import report
 from agentrl.types import EMPTY, Counts, ErrorKind, FailureCount, Purpose, StepRow
 
+WIDE = 0.35  # of an interval, which fewer than about 25 tasks have
 REDRAW_INTERVAL = 0.5  # seconds between redraws
 PLAIN_LINES = 20  # step lines of a whole run without a terminal to redraw
-LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # the format of `log_to_stderr`
-IDS = re.compile(r"\S*\d\S*")  # what differs between messages of one kind
-LOG_POLL = 0.5  # seconds between reads of log files
 PREPARING = "preparing the policy and starting the agents ..."
 RESUMED = "{} of {} steps are done already; --fresh would start over"
 UNSEEN_TOOLS = (
@@ -53,11 +47,17 @@ TAKEN_BACK = (
 
 
 async def show_progress(
-    store: Store, config: RunConfig, console: Console | None = None, *, quiet: bool = False
+    store: Store,
+    config: RunConfig,
+    console: Console | None = None,
+    *,
+    quiet: bool = False,
+    first: Callable[[], object] = lambda: None,
 ) -> None:
-    """Show a run until cancelled: live on a terminal, else in lines; quiet: warnings only."""
+    """Show a run until cancelled: live on a terminal, else in lines; quiet: warnings only. first:
+    prints what processes have logged, which comes before what the store has of it."""
     console = console or Console()
-    progress, warnings = Progress(config), RunWarnings(config, console)
+    progress, warnings = Progress(config, look=first), RunWarnings(config, console)
     if not quiet:
         where = escape(config.output)
         steps = f"{config.steps} steps, " if config.steps else ""
@@ -132,6 +132,7 @@ class Progress:
     counts: Counts = field(default_factory=Counts)
     ready: bool = False
     fractions: bool = True  # whether all rewards so far are: then they are percentages
+    look: Callable[[], object] = lambda: None  # called after each read
 
     async def update(self, store: Store) -> None:
         """Read new steps only: a committed step changes only if it is taken back."""
@@ -141,6 +142,7 @@ class Progress:
         self.counts = await store.counts(self.config.name)
         self.judge()
         self.ready = has_no_own_policy(self.config) or bool(await store.policies(self.config.name))
+        self.look()
 
     def judge(self) -> None:
         self.fractions &= report.has_fractions(self.rows)
@@ -209,12 +211,21 @@ class Progress:
     def scores_line(self, row: StepRow) -> str:
         """A line about the evaluation of the policy after `row.step` steps; empty without one."""
         score = row.metrics.get("eval/score")
-        parts = [f"held-out {self.number(score)}"] if score is not None else []
+        parts = [f"held-out {self.number(score)}{self._of(row)}"] if score is not None else []
         functions = report.function_names([row]).items()
         parts += [f"{label} {row.metrics[name]:.3g}" for name, label in functions]
         when = f"after step {row.step}" if row.step else "untrained"
         when = f"{when}:" if self.config.steps else ""  # `agentrl eval` scores any checkpoint
         return "  ".join(filter(None, [when, *parts])) if parts else ""
+
+    def _of(self, row: StepRow) -> str:
+        """Of how many tasks a held-out score is, and its interval if they are few."""
+        count = row.metrics.get("eval/tasks")
+        tasks = f" of {count:.0f} task{'s' * (count != 1)}" if count else ""
+        bounds = [row.metrics.get(f"eval/score_{end}", math.nan) for end in ("low", "high")]
+        if self.fractions and bounds[1] - bounds[0] > WIDE:
+            tasks += f" (95 % interval {' to '.join(map(self.number, bounds))})"
+        return tasks
 
     def number(self, value: float) -> str:
         return "-" if math.isnan(value) else f"{value:.1%}" if self.fractions else f"{value:.3f}"
@@ -263,8 +274,10 @@ def _idle(metrics: dict[str, float]) -> list[str]:
 
 
 def _rate(metrics: dict[str, float], key: str) -> str:
-    seconds = metrics.get("time/rollouts", 0.0)
-    return f"{metrics.get(key, 0.0) / seconds:.0f}" if seconds else "-"
+    """Of the groups for which the step has waited; others were there, as after a resume."""
+    seconds, groups = metrics.get("time/rollouts", 0.0), metrics.get("groups", 0.0)
+    waited = max(0.0, 1.0 - metrics.get("groups/ready", 0.0) / max(groups, 1.0))
+    return f"{metrics.get(key, 0.0) * waited / seconds:.0f}" if seconds and waited else "-"
 
 
 @dataclass(slots=True)
@@ -342,67 +355,3 @@ def failure_sentence(config: RunConfig, failed: FailureCount) -> str:
         f"{failed.kind}: {times} failed so far: {one_line(failed.message)}\n"
         f"  see it: agentrl show {failed.rollout}{report.store_option(config)}"
     )
-
-
-def console_level(*, quiet: bool, verbose: bool) -> int:
-    """The lowest log level that the console shows."""
-    return logging.WARNING if quiet else logging.INFO if verbose else PHASE
-
-
-@dataclass(slots=True)
-class LogFollower:
-    """Prints new lines of the log files of a run's processes.
-
-    Lines at PHASE, between INFO and WARNING, describe the run's current phase. Other messages that
-    differ in numbers and ids only are printed once, and counted at the end."""
-
-    console: Console
-    level: int
-    files: Sequence[Path]
-    _read: dict[Path, int] = field(default_factory=dict)  # bytes read
-    _alike: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)  # and the last
-
-    def __post_init__(self) -> None:
-        self._read = {file: file.stat().st_size for file in self.files if file.is_file()}
-
-    async def follow(self) -> None:
-        """Print new lines until cancelled, and then once more: the last lines matter most."""
-        try:
-            while True:
-                self.look()
-                await asyncio.sleep(LOG_POLL)
-        finally:
-            self.look()
-            for (level, _), (count, last) in self._alike.items():
-                if count > len(self.files) and level != "info":  # one of each process is no news
-                    self._say(f"{level}: {count - 1} more like it, the last one: {last}")
-
-    def look(self) -> None:
-        for file in self.files:
-            if not file.is_file():
-                continue
-            with file.open("rb") as log:
-                log.seek(self._read.get(file, 0))
-                added = log.read()
-            whole, _, _ = added.rpartition(b"\n")
-            self._read[file] = self._read.get(file, 0) + len(whole) + bool(whole)
-            for line in whole.decode("utf-8", "replace").split("\n"):
-                self._print(file, line)
-
-    def _print(self, file: Path, line: str) -> None:
-        found = LINE.fullmatch(line)
-        levels = logging.getLevelNamesMapping() | {"PHASE": PHASE}
-        if found is None or levels.get(found[1], 0) < self.level:
-            return
-        level, sentence = found[1].lower(), found[3]
-        if level != "phase":
-            kind = sentence if level == "info" else IDS.sub("#", sentence)
-            count, _ = self._alike.get((level, kind), (0, ""))
-            self._alike[level, kind] = count + 1, sentence
-            if count:
-                return
-            sentence = f"{level}: {sentence} ({file.name})"
-        self._say(sentence)
-
-    def _say(self, sentence: str) -> None:
-        self.console.print(sentence, highlight=False, markup=False, soft_wrap=True)
