@@ -16,11 +16,7 @@ from agentrl.base.span_names import DIFF
 from agentrl.errors import StoreError
 from agentrl.store import Store, open_store
 from agentrl.telemetry.spelling import spelling
-<<<<<<< HEAD
-from agentrl.types import POLICY, Image, Json, Trace, Transition
-=======
-from agentrl.types import POLICY, Json, Rollout, RolloutState, Trace, Transition
->>>>>>> home3
+from agentrl.types import POLICY, Image, Json, Rollout, RolloutState, Trace, Transition
 
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -107,22 +103,18 @@ def render_trace(
     return Panel(Group(*parts), title=Text(title), title_align="left")
 
 
-<<<<<<< HEAD
-def _message(
-    message: dict[str, Any],
-    images: Mapping[str, Image] = {},
-    note: str = "",
-    longest: int | None = None,
-) -> Text:
-=======
 def state_in_words(rollout: Rollout) -> str:
     """How a rollout ended: one that nothing stopped has succeeded only if its outcome says so."""
     ended = rollout.state is RolloutState.SUCCEEDED and not rollout.reward() > 0
     return "completed" if ended else rollout.state.value
 
 
-def _message(message: dict[str, Any], note: str = "", longest: int | None = None) -> Text:
->>>>>>> home3
+def _message(
+    message: dict[str, Any],
+    images: Mapping[str, Image] = {},
+    note: str = "",
+    longest: int | None = None,
+) -> Text:
     role = str(message.get("role", "?"))
     text = Text(f"{role:<10}", style=f"bold {STYLES.get(role, '')}")
     content = message.get("content") or ""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-<<<<<<< HEAD
 import os
-=======
 import re
->>>>>>> home3
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
