@@ -222,7 +222,8 @@ class Progress:
         """Of how many tasks a held-out score is, and its interval if they are few."""
         count = row.metrics.get("eval/tasks")
         tasks = f" of {count:.0f} task{'s' * (count != 1)}" if count else ""
-        bounds = [row.metrics.get(f"eval/score_{end}", math.nan) for end in ("low", "high")]
+        ends = ("eval/score_low", "eval/score_high")
+        bounds = [row.metrics.get(end, math.nan) for end in ends]
         if self.fractions and bounds[1] - bounds[0] > WIDE:
             tasks += f" (95 % interval {' to '.join(map(self.number, bounds))})"
         return tasks
