@@ -101,7 +101,7 @@ class Tools:
             trace = await store.trace(rollout)
             if trace is None:
                 raise NotFound(f"there is no rollout {rollout!r}; search_rollouts finds their ids")
-            shown = render_trace(trace, await images_of(store, trace))
+            shown = render_trace(trace, images=await images_of(store, trace))
         out = io.StringIO()
         Console(file=out, width=100, color_system=None).print(shown)
         return page(out.getvalue(), cursor, recorded=True)

@@ -113,7 +113,9 @@ def _loading(directory: Path, kind: str, base: str) -> Iterator[str]:
     looks = (directory / PROCESSOR).is_file()
     auto = "AutoModelForImageTextToText" if looks else "AutoModelForCausalLM"
     yield "\n## Load it\n\n```python"
-    yield f"from transformers import {'AutoImageProcessor, ' * looks}{auto}, AutoTokenizer\n"
+    yield f"from transformers import {auto}, AutoTokenizer" + "\n" * (not looks)
+    if looks:  # from its module, because transformers has it only with torchvision
+        yield "from transformers.models.auto.image_processing_auto import AutoImageProcessor\n"
     if kind == "peft":
         yield "from peft import PeftModel\n"
         yield f"base = {auto}.from_pretrained({base!r})"
@@ -121,7 +123,8 @@ def _loading(directory: Path, kind: str, base: str) -> Iterator[str]:
     else:
         yield f"model = {auto}.from_pretrained({directory.name!r})"
     if looks:
-        yield f"images = AutoImageProcessor.from_pretrained({directory.name!r})"
+        of_training = 'backend="pil")  # as in training'
+        yield f"images = AutoImageProcessor.from_pretrained({directory.name!r}, {of_training}"
     yield f"tokenizer = AutoTokenizer.from_pretrained({directory.name!r})\n```\n"
     adapter = f"{base} --enable-lora --lora-modules mine={directory.name}"
     served = adapter if kind == "peft" else directory.name

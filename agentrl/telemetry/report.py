@@ -44,7 +44,7 @@ async def print_report(
         trace = await store.trace(rollout.id)
         if trace:
             console.print(f"[bold]{title}[/]")
-            console.print(render_trace(trace, await images_of(store, trace), longest=400))
+            console.print(render_trace(trace, 400, await images_of(store, trace)))
     rows = [times(config, steps, seconds), await _failures(store, config)]
     rows.append("; ".join(untrained_sentences(steps)))
     verdicts = [point.load()(config, steps) for point in installed_plugins("verdicts")]

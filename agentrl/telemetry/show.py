@@ -36,7 +36,7 @@ async def show_rollout(store_url: str, rollout: str, *, prompts: bool = False) -
     if prompts:
         shown = render_prompts(trace, state.config if state else {}, images)
     else:
-        shown = render_trace(trace, images)
+        shown = render_trace(trace, images=images)
     Console().print(shown, soft_wrap=prompts)  # a prompt has its own lines only
 
 
@@ -68,7 +68,7 @@ def render_prompts(
 
 
 def render_trace(
-    trace: Trace, images: Mapping[str, Image] = {}, longest: int | None = None
+    trace: Trace, longest: int | None = None, images: Mapping[str, Image] = {}
 ) -> RenderableType:
     """A rollout as a rich panel: its seats, the rollout that it repeats, every message once (its
     first `longest` characters, with `images_of` it in words), and the diff of its workspace. Model

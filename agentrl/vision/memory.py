@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from agentrl.algorithms.model.estimate import WIDE, bytes_of_weight, tokens_of_step
 from agentrl.config import RunConfig
 from agentrl.vision.classes import CLASSES
@@ -37,7 +39,8 @@ def needed(config: RunConfig, network: Any) -> tuple[int, dict[str, float]]:
     deep = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
     embeddings = min(EMBEDDING_BYTES, tokens * text.hidden_size * deep * width)
     patch = 3 * vision.patch_size**2 * getattr(vision, "temporal_patch_size", 1)
-    pixels = min(PIXEL_BYTES, tokens * merged * patch * WIDE)
+    gpu = config.policy.device != "cpu" and torch.cuda.is_available()
+    pixels = 0 if gpu else min(PIXEL_BYTES, tokens * merged * patch * WIDE)
     size = getattr(vision, "image_size", None)  # LLaVA's, whatever the size of the image
     screen = (size * size if isinstance(size, int) else SCREEN) // vision.patch_size**2
     patches = min(max(config.learner.token_budget, screen), tokens * merged)

@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from agentrl.algorithms.preferences.draft import Draft
-from agentrl.algorithms.preferences.files import alike, export_rows
+from agentrl.algorithms.preferences.files import alike, described, export_rows
 from agentrl.algorithms.preferences.formats import add_row
 from agentrl.algorithms.preferences.mining import MineSpec, mine
 from agentrl.base.row_files import read_rows, write_rows
@@ -154,7 +154,7 @@ async def show(store: Store, name: str | None, version: int, examples: int) -> N
     if pairs := [item for item in items[:ITEMS_PER_READ] if item.rejected]:
         fraction = await _longer(store, pairs)
         click.echo(f"the better completion is the longer one in {fraction:.0%} of pairs")
-    for row in await export_rows(store, items[:examples]):
+    for row in await export_rows(store, items[:examples], described):
         shown = {key: value for key, value in row.items() if not key.endswith("_ids")}
         click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
 

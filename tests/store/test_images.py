@@ -55,10 +55,29 @@ async def test_an_image_is_stored_once_and_read_as_it_was_put(store):
     assert await store.images("run", []) == {}
 
 
-async def test_an_image_is_put_for_a_run(store):
+async def test_an_image_is_put_for_a_run_or_a_data_set(store):
     with pytest.raises(NotFound):
         await store.put_images("nobody", [RED])
     assert await store.images("run", [RED.digest]) == {}
+    await store.put_images("", [RED])
+    assert await store.images("", [RED.digest]) == {RED.digest: RED}
+
+
+async def test_a_search_finds_what_has_images(store, kit, attempt):
+    await store.put_images("run", [RED])
+    shown = kit.call(attempt, [1, 9, 9], [2], role="eyes", images=(RED.digest,))
+    await store.add_transitions([shown])
+    await store.enqueue(kit.group("h"))
+    (other,) = await store.claim(1, runner="test", lease=10.0)
+    await store.add_transitions([kit.call(other, [1], [2], role="eyes")])
+
+    async def found(**wanted: Any) -> set[str]:
+        return {row.id for row in (await store.search("run", **wanted)).rows}
+
+    first, second = attempt.rollout.id, other.rollout.id
+    assert await found(images=True) == await found(images=True, role="eyes") == {first}
+    assert await found() == await found(role="eyes") == {first, second}
+    assert await found(images=True, role="other") == set()
 
 
 @pytest.mark.parametrize(

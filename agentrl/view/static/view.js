@@ -290,7 +290,9 @@ function enlarge(image) {
   place.setAttribute("aria-label", image.alt);
   shown.alt = image.alt;
   shown.className = image.className;
-  shown.width = image.naturalWidth * (image.className ? Math.max(1, Math.floor(480 / Math.max(image.naturalWidth, image.naturalHeight))) : 1);
+  const {naturalWidth, naturalHeight} = image, times = Math.floor(Math.min(480, innerWidth - 80) / Math.max(naturalWidth, naturalHeight));
+  const wide = naturalWidth * (image.className ? Math.max(1, times) : 1); // a small one is enlarged
+  shown.width = wide;
   shown.src = image.src;
   whole.setAttribute("aria-pressed", "false");
   whole.onclick = () => whole.setAttribute("aria-pressed", String(place.classList.toggle("all")));
@@ -301,7 +303,7 @@ function enlarge(image) {
   place.append(bar, shown);
   document.body.append(place);
   place.showModal();
-  whole.hidden = shown.width <= shown.clientWidth + 1;
+  whole.hidden = wide <= shown.clientWidth + 1;
   close.focus();
 }
 document.addEventListener("click", event => {

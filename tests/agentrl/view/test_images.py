@@ -218,6 +218,9 @@ def test_an_image_is_seen_in_full_by_keyboard_and_by_phone(
     assert page.evaluate(wide) <= 390
     page.click("text=Actual size")
     assert page.evaluate(wide) == SCREEN.width
+    page.keyboard.press("Escape")
+    page.click(f'.shot[href*="{TINY.digest}"]')  # which is shown larger than it is
+    assert not page.locator("text=Actual size").is_visible()
     assert page.title() != "owned"
 
 

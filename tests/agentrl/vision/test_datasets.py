@@ -13,7 +13,7 @@ from PIL import Image as Pillow
 
 from agentrl.algorithms.preferences.completions import mismatched_rollout
 from agentrl.algorithms.preferences.draft import Draft
-from agentrl.algorithms.preferences.files import alike, export_rows
+from agentrl.algorithms.preferences.files import alike, described, export_rows
 from agentrl.algorithms.preferences.formats import add_row
 from agentrl.algorithms.train import main
 from agentrl.base.images import url_of
@@ -71,6 +71,9 @@ async def test_an_exported_item_has_its_images_as_files(store: Any) -> None:
     assert row["chosen"] == [first.answer, user(blue), later.answer]
     assert row["rejected"] == [worse.answer]
     assert row["prompt_ids"] == [1, 9, 9, 2]
+    (row,) = await export_rows(store, [item], described)
+    size = len(RED)
+    assert row["prompt"] == [user(f"[image 8x6 png {size} B]", TEXT["text"])]
 
 
 # -- runs on a data set ----------------------------------------------------------------------------

@@ -115,3 +115,4 @@ def test_without_the_setting_a_call_with_an_image_is_refused(tmp_path: Path) -> 
     failures = [row.failure for row in stored(folder).rollouts]
     assert failures
     assert all(failure and "training would not see" in failure.message for failure in failures)
+    assert all(failure and "policy.vision" in failure.message for failure in failures)
