@@ -63,10 +63,10 @@ def check(config: RunConfig, setting: str) -> None:
     where = f"policy.vision = {setting!r}"
     if learner.kind != "torch":
         raise ConfigError(f"learner.kind = {learner.kind!r}: {where} needs 'torch'")
-    if engine.kind != "embedded":
+    if not engine.serves_images:
         raise ConfigError(
-            f"engine.kind = {engine.kind!r}: {where} needs 'embedded', which alone can serve "
-            "images so far"
+            f"engine.kind = {engine.kind!r}: {where} needs an engine that serves images, 'embedded'"
+            " or 'vllm'"
         )
     if getattr(learner, "liger_kernel", False):
         raise ConfigError(

@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 
 from torch import Tensor
 
+from agentrl.algorithms.model.inputs import Inputs
 from agentrl.types import POLICY, Json
 
 BASE = "base"  # the base model's name in requests to a child that serves adapters
@@ -18,6 +19,8 @@ RUNNING = "/agentrl/running"  # control request that lists the adapters of calls
 INIT, START = "/init_weight_transfer_engine", "/start_weight_update"
 UPDATE, FINISH = "/update_weights", "/finish_weight_update"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+# Makes vLLM read images by PIL, as the learner does; torchvision's resampling gives other pixels.
+PIXELS = ("--mm-processor-kwargs", '{"backend": "pil"}')
 MEMORY = "agentrl"  # name in vLLM of the weight-transfer backend in `worker_extension`
 
 
@@ -29,8 +32,10 @@ class TrainedModel:
     weights: Callable[[], Mapping[str, Tensor]]  # the same in memory, by checkpoint names
     save_tokenizer: Callable[[Path], None]
     score: Callable[[str, Sequence[int]], list[float]]
-    """(policy, token ids) -> the learner's log-prob of each token but the first, temperature 1."""
+    """(policy, token ids) -> the learner's log-prob of each token but the first, temperature 1;
+    0 for ids below 0, which are no text."""
     probe: Sequence[int]  # token ids whose log-probs are compared after each publish
+    inputs: Inputs | None = None  # what it reads beside text, whose probe is compared too
     gpu: int = -1  # index in this process of the weights' GPU; -1: none
     adapters: Sequence[str] = ()  # names; empty: all weights are trained
     save_base: Callable[[Path], None] | None = None  # writes the model without its adapters

@@ -188,13 +188,21 @@ def test_a_call_whose_images_are_not_found_is_not_trained(
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     shown = [{"role": "user", "content": [part]}]
     lost = structs.replace(good, id="5", images=(), messages=shown)
-    calls = (good, short, gone, broken, lost)
+    size = len(good.prompt) - 2
+    dropped = structs.replace(good, id="6", prompt=int32([4, 1]))
+    taken = structs.replace(good, id="7", prompt=int32([*good.prompt, 5, good.prompt[1], 1]))
+    calls = (good, short, gone, broken, lost, dropped, taken)
     rows = [factories.rollout(str(n), [call]) for n, call in enumerate(calls)]
     with caplog.at_level(logging.WARNING):
         found = finder.complete([factories.group(*rows)])
-    assert [call.exact for call in calls_of(found[0])] == [True, *[False] * 4]
-    assert finder.learn(found) == {"images/distinct": 1, "calls/images_unread": 4}
-    for words in ("preprocessor_config.json", "not in the store", "be read", "not kept"):
+    assert [call.exact for call in calls_of(found[0])] == [True, *[False] * 6]
+    assert finder.learn(found) == {"images/distinct": 1, "calls/images_unread": 6}
+    for words in (
+        f"has {size - 1} placeholders for 1 images, for which the model's image processor gives"
+        f" {size}; serve it with the policy's own preprocessor_config.json, and leave min_pixels",
+        "not in the store", "be read", "not kept", "no placeholders for 1 images: the server's",
+        f"has {size}, 1 placeholders for 1 images, so the text of a placeholder",
+    ):  # fmt: skip
         assert any(words in message for message in caplog.messages), words
 
 
