@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from agentrl.algorithms.engines.vllm.serving import (
     CLOSE,
     HOLD,
     OPEN,
-    PIXELS,
     RUNNING,
     LostError,
     ServedModel,
@@ -223,7 +221,8 @@ class ParityCheck:
             if differs := self._differs(policy, read, answer["prompt_logprobs"]):
                 raise PolicyError(
                     f"vLLM sees an image otherwise than the learner: {differs}; start it with the "
-                    f"policy's own preprocessor_config.json, and with {shlex.join(PIXELS)}"
+                    "policy's own preprocessor_config.json, without --mm-processor-kwargs, and "
+                    "install its versions of torchvision and transformers here"
                 )
 
     def _differs(self, policy: str, tokens: list[int], rows: list[Any]) -> str:

@@ -17,7 +17,7 @@ from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
 from agentrl.algorithms.engines.vllm.process import VllmProcess, gpus_taken
 from agentrl.algorithms.engines.vllm.server import VllmServer
-from agentrl.algorithms.engines.vllm.serving import PIXELS, TrainedModel, VllmHost
+from agentrl.algorithms.engines.vllm.serving import TrainedModel, VllmHost
 from agentrl.algorithms.engines.vllm.table import vllm_of
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.cpu_threads import computing_with
@@ -109,7 +109,7 @@ def _media(inputs: Inputs | None) -> tuple[str, ...]:
     if inputs is None:
         return ()
     limits = {"video": 0} if inputs.probe() else {"video": 0, "image": 0}
-    return (*PIXELS, "--limit-mm-per-prompt", json.dumps(limits))
+    return "--limit-mm-per-prompt", json.dumps(limits)
 
 
 def _gpu_memory(config: RunConfig, model: Any) -> float:

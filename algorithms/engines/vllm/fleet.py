@@ -8,8 +8,7 @@ servers. Nobody else may call the servers for the same policy. They must be star
 
 and, for token versions of calls that span an update (see `spans`), with
 `--middleware agentrl.algorithms.engines.vllm.spans.SpanMiddleware`; for adapters with
-VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK; for a policy that sees
-images with `serving.PIXELS`; to send weights without a
+VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK; to send weights without a
 disk, with --weight-transfer-config '{"backend": ...}' (see `weight_sync`); on a CPU, and for the
 backend "agentrl", with
 `--worker-extension-cls agentrl.algorithms.engines.vllm.worker_extension.Extension`.

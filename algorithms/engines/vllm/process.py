@@ -38,6 +38,7 @@ OURS |= {
     "--enable-sleep-mode",
     "--max-cpu-loras",
     "--weight-transfer-config",
+    "--mm-processor-kwargs",
     "--ssl-certfile",
     "--ssl-keyfile",
 }

@@ -19,8 +19,6 @@ RUNNING = "/agentrl/running"  # control request that lists the adapters of calls
 INIT, START = "/init_weight_transfer_engine", "/start_weight_update"
 UPDATE, FINISH = "/update_weights", "/finish_weight_update"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-# Makes vLLM read images by PIL, as the learner does; torchvision's resampling gives other pixels.
-PIXELS = ("--mm-processor-kwargs", '{"backend": "pil"}')
 MEMORY = "agentrl"  # name in vLLM of the weight-transfer backend in `worker_extension`
 
 

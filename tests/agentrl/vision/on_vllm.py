@@ -79,7 +79,7 @@ def settings(kind: str, folder: Path) -> dict[str, Any]:
     if WAYS[kind] == "adapter":
         policy |= {"vision": "frozen", "lora": {"rank": 4}}
     if WAYS[kind] == "in_flight":
-        found["algorithm"] = {"async_sampling": "in_flight"}
+        found["algorithm"] = {"async_sampling": "in_flight", "max_staleness": 2}
     return found
 
 

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec import structs
@@ -17,10 +18,13 @@ from agentrl.algorithms.learners.auxiliary import Reference
 from agentrl.algorithms.learners.base import LossCoefficients
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters, export_merged
+from agentrl.algorithms.model.proof import trie_gap
+from agentrl.config import PolicyConfig
 from agentrl.errors import PolicyError
 from agentrl.types import Group, Transition, int32
-from agentrl.vision import tiny
+from agentrl.vision import eyes, tiny
 from agentrl.vision.calls import Finder
+from agentrl.vision.images import positions
 from agentrl.vision.learner import SeeingLearner
 from tests import factories
 from tests.agentrl.vision.looks import (
@@ -173,6 +177,25 @@ def test_a_sampled_placeholder_is_text() -> None:
     assert len(batch.rows) == 1
     assert int((batch.rows[0].tokens == image).sum()) == 1
     assert SeeingLearner(model, tokenizer).logprobs(batch).isfinite().all()
+
+
+def test_the_proof_of_packing_shows_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = make("qwen2_5_vl")
+    sound = trie_gap(model, tokenizer)
+    assert sound is not None
+    assert sound.within(PolicyConfig())
+
+    def moved(ids: Any, images: Any, end: Any = None) -> Any:
+        """What follows a picture that a pack has only once, as tries do."""
+        found = positions(ids, images, end)
+        if images and (ids < 0).sum() == images[0].size:
+            found[:, np.flatnonzero(ids < 0)[-1] + 1 :] += 5
+        return found
+
+    monkeypatch.setattr(eyes, "positions", moved)
+    broken = trie_gap(model, tokenizer)
+    assert broken is not None
+    assert not broken.within(PolicyConfig())
 
 
 def test_a_call_whose_images_are_not_found_is_not_trained(

@@ -48,7 +48,7 @@ async def test_other_pixels_are_a_sentence_before_the_first_step(
     read, other = eyes.read, [user(text("What is this? "), image(png(3)))]
     monkeypatch.setattr(eyes, "probe", lambda: other)
     monkeypatch.setattr(eyes, "read", lambda prompt, messages: read(prompt, probe))
-    with pytest.raises(PolicyError, match=r"preprocessor_config\.json.*processor.kwargs"):
+    with pytest.raises(PolicyError, match=r"preprocessor_config\.json.*mm.processor.kwargs"):
         await served.change()
     monkeypatch.undo()
     await served.change()
