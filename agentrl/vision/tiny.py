@@ -117,6 +117,7 @@ def _qwen(
     if kind == "qwen3_vl":
         vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
         text["head_dim"] = hidden // 4
+        rope["mrope_interleaved"] = True  # as the class does anyway, and vLLM does if told
         config = hf.Qwen3VLConfig(text_config=text, vision_config=vision, **common)
         return hf.Qwen3VLForConditionalGeneration(config), processor
     vision |= {"window_size": 4 * patch, "fullatt_block_indexes": [1]}

@@ -47,7 +47,7 @@ class Served:
         self.version += 1
         await self.server.publish(self.version)
 
-    async def gaps(self, calls: int = 8) -> list[float]:
+    async def gaps(self, calls: int = 24) -> list[float]:
         """Largest differences of log-probs from the learner's, of calls with two images each; of
         those that sampled no placeholder, which the class would take for one of an image."""
         answers = await asyncio.gather(*map(self._look, range(calls)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ import pytest_asyncio
 
 from agentrl.errors import PolicyError
 from tests.agentrl.vision.looks import eyes_of, png
-from tests.agentrl.vision.on_vllm import WAYS, Served, serving
+from tests.agentrl.vision.on_vllm import WAYS, WIDE, Served, serving
+from tests.agentrl.vision.test_run import run_folder, stored
 from tests.agentrl.vision.test_serving import image, text, user
 
 pytestmark = [
@@ -19,7 +23,6 @@ pytestmark = [
         find_spec("vllm") is None, reason="vLLM is not installed: run `make test-engines`"
     ),
     pytest.mark.timeout(600),
-    pytest.mark.asyncio(loop_scope="module"),
 ]
 CLOSE = 1e-5  # nats
 
@@ -32,14 +35,16 @@ async def served(
         yield served
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_answers_have_the_log_probs_of_the_learner(served: Served) -> None:
     for _ in range(3):
         gaps = await served.gaps()
-        assert len(gaps) >= 4
+        assert len(gaps) >= 2
         assert max(gaps) <= CLOSE
         await served.change()
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_other_pixels_are_a_sentence_before_the_first_step(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +70,7 @@ async def test_other_pixels_are_a_sentence_before_the_first_step(
         (image(png(1)[:60]), "image"),
     ],
 )
+@pytest.mark.asyncio(loop_scope="module")
 async def test_what_it_cannot_see_is_an_error_of_one_call(
     served: Served, part: dict[str, Any], words: str
 ) -> None:
@@ -72,4 +78,19 @@ async def test_what_it_cannot_see_is_an_error_of_one_call(
     response = await served.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400, response.text
     assert words in response.json()["error"]["message"]
-    assert (await served.gaps(2)) is not None
+    await served.gaps(2)  # it goes on answering
+
+
+def test_an_agent_that_looks_is_trained_on_it(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, "llava", "trained", WIDE)
+    command = [sys.executable, "-m", "agentrl", "train", "run.toml", "engine.kind=vllm"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    found = stored(folder)
+    assert [row.step for row in found.steps] == [0, 1]
+    for row in found.steps:
+        assert row.metrics["logprob_difference/max"] <= CLOSE
+        assert row.metrics["calls/images_unread"] == 0
+        assert row.metrics["images/distinct"] == 4
+    assert all(call.exact for call in found.calls)
+    assert {digest for call in found.calls for digest in call.images} == found.images.keys()
