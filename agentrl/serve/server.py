@@ -95,7 +95,10 @@ class OpenCalls(Feature):
             sampling=replace(self._config.sampling, seed=None), timeout=CALL_TIMEOUT, step=0,
         )  # fmt: skip
         attempt = Attempt(id=id, rollout=rollout, fence=0, lease_until=time.time() + CALL_TIMEOUT)
-        return self.attempts.register(attempt, scoring=True)
+        active = self.attempts.register(attempt, scoring=True)
+        for feature in self.attempts.features:  # it is seen and changed as those of training
+            feature.join(active)
+        return active
 
 
 async def _healthy(request: web.Request) -> web.Response:
