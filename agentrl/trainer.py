@@ -42,8 +42,7 @@ from agentrl.results import TrainingResult
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
-from agentrl.telemetry.console import show_progress
-from agentrl.telemetry.log_lines import LogFollower
+from agentrl.telemetry.console import LogFollower, show_progress
 from agentrl.telemetry.report import print_report
 from agentrl.types import Json
 

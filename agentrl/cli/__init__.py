@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from agentrl.base.parts import installed_plugins, missing
 from agentrl.base.processes import LOG_LEVEL
 from agentrl.config import RunConfig
-from agentrl.telemetry.log_lines import console_level
+from agentrl.telemetry.console import console_level
 
 
 def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.base.parts import installed_plugins
+from agentrl.base.parts import hint, installed_plugins
 from agentrl.config import validate
 from agentrl.config.infrastructure import TorchLearnerConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
@@ -29,25 +29,13 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file; give the path of a TOML file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        place = f"{error}{_shown_place(text, str(error))}"
-        raise ConfigError(f"{path}: not a readable TOML file: {place}") from None
+        said = f"not a readable TOML file: {error}{hint('syntax', text, str(error))}"
+        raise ConfigError(f"{path}: {said}") from None
     data.setdefault("root", str(path.parent.resolve()))
     overrides = list(overrides)
     if "name" not in data and not any(each.startswith("name=") for each in overrides):
         data |= {"name": path.parent.resolve().name, "file": str(path.resolve())}
     return resolve(data, source=str(path), overrides=overrides)
-
-
-def _shown_place(text: str, message: str) -> str:
-    """The line of a syntax error with a caret below its column; empty if the message has none."""
-    place = re.search(r"\(at line (\d+), column (\d+)\)", message)
-    if place is None:
-        return ""
-    row, column = map(int, place.groups())
-    start = f"  {row} | "
-    line = text.split("\n")[row - 1].rstrip("\r")
-    blank = "".join(char if char == "\t" else " " for char in line[: column - 1])
-    return f"\n{start}{line}\n{' ' * len(start)}{blank}^"
 
 
 def resolve(data: Mapping[str, Any], *, source: str, overrides: Iterable[str] = ()) -> RunConfig:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -16,16 +19,20 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from agentrl.base.failures import one_line
+from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
-from agentrl.config.policies import has_no_own_policy, policy_by_role
+from agentrl.config.policies import has_no_own_policy
 from agentrl.store.base import Store
 from agentrl.telemetry import report
-from agentrl.types import EMPTY, Counts, ErrorKind, FailureCount, Purpose, StepRow
+from agentrl.telemetry.report import failure_sentence, roles_without_calls
+from agentrl.types import EMPTY, Counts, ErrorKind, StepRow
 
 WIDE = 0.35  # of an interval, which fewer than about 25 tasks have
 REDRAW_INTERVAL = 0.5  # seconds between redraws
 PLAIN_LINES = 20  # step lines of a whole run without a terminal to redraw
+LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # the format of `log_to_stderr`
+IDS = re.compile(r"\S*\d\S*")  # what differs between messages of one kind
+LOG_POLL = 0.5  # seconds between reads of log files
 PREPARING = "preparing the policy and starting the agents ..."
 RESUMED = "{} of {} steps are done already; --fresh would start over"
 UNSEEN_TOOLS = (
@@ -329,30 +336,65 @@ class RunWarnings:
         self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
-async def roles_without_calls(store: Store, config: RunConfig) -> str:
-    """A sentence about the run file's roles without a call in the first trained step, or empty."""
-    named = policy_by_role(config)
-    if not (named and config.steps):
-        return ""
-    seen: set[str] = set()
-    for rollout in await store.rollouts(config.name, purpose=Purpose.TRAIN, trained=0):
-        trace = await store.trace(rollout.id)
-        seen.update(call.role for call in (trace.transitions if trace else ()))
-        if seen >= named.keys():
-            return ""
-    silent = [repr(role) for role in named if role not in seen]
-    spoke = ", ".join(map(repr, sorted(seen))) or "none"
-    return (
-        f"no call was made in the first step in the role {', '.join(silent)}, which the run file "
-        f"names; the roles with calls are {spoke}. Roles are graph nodes, agent names, model names "
-        "or those of `with agentrl.role(...)`"
-    )
+def console_level(*, quiet: bool, verbose: bool) -> int:
+    """The lowest log level that the console shows."""
+    return logging.WARNING if quiet else logging.INFO if verbose else PHASE
 
 
-def failure_sentence(config: RunConfig, failed: FailureCount) -> str:
-    """The kind of a failure, how often it occurred, its message, and the command that shows it."""
-    times = f"{failed.attempts} attempts" if failed.attempts > 1 else "an attempt"
-    return (
-        f"{failed.kind}: {times} failed so far: {one_line(failed.message)}\n"
-        f"  see it: agentrl show {failed.rollout}{report.store_option(config)}"
-    )
+@dataclass(slots=True)
+class LogFollower:
+    """Prints new lines of the log files of a run's processes.
+
+    Lines at PHASE, between INFO and WARNING, describe the run's current phase. Other messages that
+    differ in numbers and ids only are printed once, and counted at the end."""
+
+    console: Console
+    level: int
+    files: Sequence[Path]
+    _read: dict[Path, int] = field(default_factory=dict)  # bytes read
+    _alike: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)  # and the last
+
+    def __post_init__(self) -> None:
+        self._read = {file: file.stat().st_size for file in self.files if file.is_file()}
+
+    async def follow(self) -> None:
+        """Print new lines until cancelled, and then once more: the last lines matter most."""
+        try:
+            while True:
+                self.look()
+                await asyncio.sleep(LOG_POLL)
+        finally:
+            self.look()
+            for (level, _), (count, last) in self._alike.items():
+                if count > len(self.files) and level != "info":  # one of each process is no news
+                    self._say(f"{level}: {count - 1} more like it, the last one: {last}")
+
+    def look(self) -> None:
+        for file in self.files:
+            if not file.is_file():
+                continue
+            with file.open("rb") as log:
+                log.seek(self._read.get(file, 0))
+                added = log.read()
+            whole, _, _ = added.rpartition(b"\n")
+            self._read[file] = self._read.get(file, 0) + len(whole) + bool(whole)
+            for line in whole.decode("utf-8", "replace").split("\n"):
+                self._print(file, line)
+
+    def _print(self, file: Path, line: str) -> None:
+        found = LINE.fullmatch(line)
+        levels = logging.getLevelNamesMapping() | {"PHASE": PHASE}
+        if found is None or levels.get(found[1], 0) < self.level:
+            return
+        level, sentence = found[1].lower(), found[3]
+        if level != "phase":
+            kind = sentence if level == "info" else IDS.sub("#", sentence)
+            count, _ = self._alike.get((level, kind), (0, ""))
+            self._alike[level, kind] = count + 1, sentence
+            if count:
+                return
+            sentence = f"{level}: {sentence} ({file.name})"
+        self._say(sentence)
+
+    def _say(self, sentence: str) -> None:
+        self.console.print(sentence, highlight=False, markup=False, soft_wrap=True)

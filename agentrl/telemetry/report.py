@@ -12,12 +12,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from agentrl.base.failures import one_line
 from agentrl.base.parts import has, installed_plugins
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
 from agentrl.store.base import Store
 from agentrl.telemetry.show import images_of, render_trace
-from agentrl.types import Purpose, Rollout, RolloutState, StepRow
+from agentrl.types import FailureCount, Purpose, Rollout, RolloutState, StepRow
 
 LOOK_BACK = 3  # last evaluations to search for examples
 MOST_COUNTED_FAILURES = 1000  # most failed rollouts whose kinds are counted
@@ -276,6 +277,35 @@ def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str,
                 f"({', '.join(map(repr, own))}); the roles with calls are {heard}"
             )
     return found
+
+
+async def roles_without_calls(store: Store, config: RunConfig) -> str:
+    """A sentence about the run file's roles without a call in the first trained step, or empty."""
+    named = team.policy_by_role(config)
+    if not (named and config.steps):
+        return ""
+    seen: set[str] = set()
+    for rollout in await store.rollouts(config.name, purpose=Purpose.TRAIN, trained=0):
+        trace = await store.trace(rollout.id)
+        seen.update(call.role for call in (trace.transitions if trace else ()))
+        if seen >= named.keys():
+            return ""
+    silent = [repr(role) for role in named if role not in seen]
+    spoke = ", ".join(map(repr, sorted(seen))) or "none"
+    return (
+        f"no call was made in the first step in the role {', '.join(silent)}, which the run file "
+        f"names; the roles with calls are {spoke}. Roles are graph nodes, agent names, model names "
+        "or those of `with agentrl.role(...)`"
+    )
+
+
+def failure_sentence(config: RunConfig, failed: FailureCount) -> str:
+    """The kind of a failure, how often it occurred, its message, and the command that shows it."""
+    times = f"{failed.attempts} attempts" if failed.attempts > 1 else "an attempt"
+    return (
+        f"{failed.kind}: {times} failed so far: {one_line(failed.message)}\n"
+        f"  see it: agentrl show {failed.rollout}{store_option(config)}"
+    )
 
 
 def lasting(seconds: float) -> str:

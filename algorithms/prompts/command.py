@@ -30,7 +30,7 @@ def prompts(
 
     `agentrl prompts find RUN` prints the prompt texts in the calls of a run, by role."""
     from agentrl.algorithms.prompts.find import find
-    from agentrl.telemetry.log_lines import console_level
+    from agentrl.telemetry.console import console_level
 
     if run_file == "find" and not Path("find").is_file():
         if len(overrides) != 1:

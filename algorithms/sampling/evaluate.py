@@ -118,7 +118,7 @@ async def failed_trials(store: Store, run: str) -> int:
 
 def all_failed(group: GroupRow) -> bool:
     """Whether every rollout failed, without a reward."""
-    return group.failed == group.n and all(outcome is None for outcome in group.outcomes)
+    return 0 < group.n == group.failed and all(outcome is None for outcome in group.outcomes)
 
 
 async def play(

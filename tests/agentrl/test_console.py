@@ -18,8 +18,7 @@ from rich.console import Console
 from agentrl.base.processes import LOG_LEVEL, PHASE, log_phase
 from agentrl.config import resolve
 from agentrl.store import open_store
-from agentrl.telemetry.console import Progress, show_progress
-from agentrl.telemetry.log_lines import LogFollower, console_level
+from agentrl.telemetry.console import LogFollower, Progress, console_level, show_progress
 from agentrl.telemetry.report import lasting, print_report
 from agentrl.types import NewRollout, Outcome, Purpose, StepCommit, StepRow
 

@@ -67,8 +67,8 @@ function draw(figure, lines, labels) {
   plot.over.addEventListener("click", () => {
     const i = plot.cursor.idx, offsets = JSON.parse(figure.dataset.offsets || "[]");
     if (i != null && document.body.dataset.run) {
-      const line = Math.max(0, plot.data.slice(1).findIndex(values => values[i] != null));
-      visit(`${base}/step/${plot.data[0][i] - (offsets[line] || 0)}/${path(document.body.dataset.run)}`);
+      const known = offsets.filter((_, line) => plot.data[line + 1][i] != null); // a step before its evaluation
+      visit(`${base}/step/${plot.data[0][i] - Math.max(0, ...known)}/${path(document.body.dataset.run)}`);
     }
   });
   charts.set(figure, {plot, lines, labels});

@@ -1,8 +1,10 @@
-"""What a name of another library, of another table or of an earlier version is called here."""
+"""Hints at what was meant by a mistake in a run file: names of other libraries or of another table,
+and the place of a syntax error. An empty one: nothing is known."""
 
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
@@ -11,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from agentrl.config import RunConfig
 from agentrl.config.base import field_types, structs_of
-from agentrl.errors import nearest
 
 TABLE = Path(__file__).with_name("other_names.toml")
 VERY_CLOSE = 0.8  # a typo of a valid name
@@ -24,25 +26,37 @@ def other_names() -> dict[str, dict[str, list[str]]]:
     return tomllib.loads(TABLE.read_text(encoding="utf-8"))
 
 
-def preset_hint(name: str, valid: Collection[str]) -> str:
-    """ "did you mean 'x'?" for the name of a preset, else the list of valid ones."""
+def preset(name: str, valid: Collection[str]) -> str:
+    """The preset that is meant by a name, of those that are valid."""
     plain = name.lower().replace("_", "-")
     known = [plain, *other_names()["presets"].get(_plain(name), ())]
-    return _mean([one for one in known if one in valid][:1]) or nearest(plain, valid)
+    return _mean([one for one in known if one in valid][:1])
 
 
-def setting_hint(key: str, value: Any, valid: Collection[str], root: type[msgspec.Struct]) -> str:
-    """The same for a key of the run file or an option of a preset. value: of an unknown table,
-    whose keys may be known; valid: keys of its table; root: of the run file."""
+def setting(key: str, value: Any, valid: Collection[str]) -> str:
+    """The settings that are meant by a key of the run file or an option of a preset. value: of an
+    unknown table, whose keys may be known; valid: keys of its table."""
     if difflib.get_close_matches(key, valid, n=1, cutoff=VERY_CLOSE):
-        return nearest(key, valid)
-    paths = list(dict.fromkeys(_paths(root)))
+        return ""
+    paths = list(dict.fromkeys(_paths(RunConfig)))
     for name in (key, *_leaves(value)):
         listed = other_names()["settings"].get(_plain(name), [])
         same = [path for path in paths if path.rpartition(".")[2] == name]
         if found := listed or (same if len(same) <= MOST_PLACES else []):
             return _mean(found, "" if name == key else f" for its {name}")
-    return nearest(key, valid)
+    return ""
+
+
+def syntax(text: str, message: str) -> str:
+    """The line of a syntax error in TOML, with a caret below its column."""
+    place = re.search(r"\(at line (\d+), column (\d+)\)", message)
+    if place is None:
+        return ""
+    row, column = map(int, place.groups())
+    start = f"  {row} | "
+    line = text.split("\n")[row - 1].rstrip("\r")
+    blank = "".join(char if char == "\t" else " " for char in line[: column - 1])
+    return f"\n{start}{line}\n{' ' * len(start)}{blank}^"
 
 
 def _plain(name: str) -> str:
