@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.learners.auxiliary import Reference
+from agentrl.algorithms.learners.auxiliary import Reference, load_auxiliary
 from agentrl.algorithms.learners.base import LossCoefficients
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters, export_merged
@@ -282,7 +282,7 @@ def test_a_merged_adapter_can_look(tmp_path: Path) -> None:
     assert (found - learner.logprobs(batch)).abs().max() <= 1e-5
 
 
-def test_a_reference_looks_with_its_own_tower() -> None:
+def test_a_reference_looks_with_its_own_tower(tmp_path: Path) -> None:
     model, tokenizer = make("llava", trained=True)
     group = rollouts(model)
     batch = batch_of(model, group)
@@ -291,6 +291,9 @@ def test_a_reference_looks_with_its_own_tower() -> None:
     before = learner.logprobs(batch)
     learner.step(batch, uniform(batch), lr=1e-2)
     assert torch.equal(learner.logprobs(batch, "reference"), before)
-    blind, _ = make("qwen2_5_vl")
-    with pytest.raises(PolicyError, match=r"reference.model: it does not read images as"):
-        SeeingLearner(model, tokenizer, frozen={"reference": Reference(blind, model)})
+    same, different = tmp_path / "same", tmp_path / "different"
+    tiny.save(other, tokenizer, same)
+    tiny.save(make("qwen2_5_vl")[0], tokenizer, different)
+    assert load_auxiliary("reference.model", str(same), model, tokenizer)
+    with pytest.raises(PolicyError, match=r"reference.model = .*: it does not read images as"):
+        load_auxiliary("reference.model", str(different), model, tokenizer)
