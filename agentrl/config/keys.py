@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from agentrl.base.parts import installed_plugins, missing
+from agentrl.base.parts import hint, installed_plugins, missing
 from agentrl.config.base import EXTERNAL, field_types, say_renamed, structs_of
 from agentrl.config.policies import TABLES
 from agentrl.config.schema import LoraConfig, MemberConfig, RunConfig
@@ -96,8 +96,8 @@ class _Reader:
             if EXTERNAL in by_tag:
                 names |= installed_plugins(PLUGINS[path[:-1]]).names
             if tag not in names and (EXTERNAL not in by_tag or ":" not in tag):
-                hint = missing("kinds", path + tag) or nearest(tag, names)
-                raise ConfigError(f"{self.source}: {path}{field} = {tag!r}; {hint}")
+                known = missing("kinds", path + tag) or nearest(tag, names)
+                raise ConfigError(f"{self.source}: {path}{field} = {tag!r}; {known}")
             data |= {field: EXTERNAL, "factory": tag}
         section = by_tag[data[field]]
         if structs_of(field_types(section).get(tag)):
@@ -116,8 +116,10 @@ class _Reader:
             if kind and self.stored:
                 return
             table = re.sub(r"^policies\.[^.]+", "policy", path) + key
-            hint = missing("tables", table) or kind or nearest(key, field_types(section))
-            raise ConfigError(f"{self.source}: unknown key {path + key!r}{where}; {hint}")
+            known = field_types(section)
+            told = missing("tables", table) or kind or hint("setting", key, data[key], known)
+            told = told or nearest(key, known)
+            raise ConfigError(f"{self.source}: unknown key {path + key!r}{where}; {told}")
         default = flatten({key: _default_of(others[0], key)})
         given = flatten({key: data[key]})
         changed = [name for name, value in given.items() if value != default.get(name)]

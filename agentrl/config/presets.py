@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.base.parts import installed_plugins, missing
+from agentrl.base.parts import hint, installed_plugins, missing
 from agentrl.config.base import say_renamed
 from agentrl.config.policies import trained_policies, view
 from agentrl.config.schema import AlgorithmConfig, RunConfig
@@ -66,8 +66,8 @@ def _check(algorithm: AlgorithmConfig) -> None:
     options = [*known.presets[host], *(o for word in modifiers for o in known.modifiers[word])]
     for option in current_options(algorithm.options):
         if option not in options:
-            hint = nearest(option, options)
-            raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {hint}")
+            said = hint("setting", option, None, options) or nearest(option, options)
+            raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {said}")
 
 
 def current_name(name: str) -> str:
@@ -105,7 +105,8 @@ def find_preset(
     hosts = [host for host in own if f"{name}+".startswith(f"{host}+")]
     host = max(hosts, key=len, default=source + colon + rest.split("+")[0])
     if ":" not in name and host not in own:
-        raise ConfigError(f"algorithm.preset: no preset {host!r}; {nearest(host, own)}")
+        meant = hint("preset", host, own) or nearest(host, own)
+        raise ConfigError(f"algorithm.preset: no preset {host!r}; {meant}")
     added = name.removeprefix(host).split("+")[1:]
     for word in added:
         if word not in words:

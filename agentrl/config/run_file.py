@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.base.parts import installed_plugins
+from agentrl.base.parts import hint, installed_plugins
 from agentrl.config import validate
 from agentrl.config.infrastructure import TorchLearnerConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
@@ -23,12 +23,14 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a run file and apply `key.sub=value` overrides.
 
     Raises ConfigError naming the file, the key and the nearest valid name."""
+    text = ""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(text := path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file; give the path of a TOML file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: not a readable TOML file: {error}") from None
+        said = f"not a readable TOML file: {error}{hint('syntax', text, str(error))}"
+        raise ConfigError(f"{path}: {said}") from None
     data.setdefault("root", str(path.parent.resolve()))
     overrides = list(overrides)
     if "name" not in data and not any(each.startswith("name=") for each in overrides):

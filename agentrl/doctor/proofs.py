@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from agentrl import trainer
 from agentrl.algorithms.engines.base import VERSION_HEADER
+from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.algorithms.model.proof import one_row, tolerance, trie_gap
 from agentrl.algorithms.train.load_policies import LoadedModel
@@ -47,12 +49,14 @@ async def sampler(model: LoadedModel, config: RunConfig) -> tuple[Status, str]:
     new weights. Raises PolicyError if the server does not start or vLLM's own checks fail."""
     server = policy_server(config, model.model, model.tokenizer, model.adapters, model.policies[0])
     await server.start()
-    body = {"model": server.model, "messages": [QUESTION], "max_tokens": ANSWER_TOKENS}
+    inputs = inputs_of(model.model)
+    messages = (inputs and inputs.probe()) or [QUESTION]
+    body = {"model": server.model, "messages": messages, "max_tokens": ANSWER_TOKENS}
     body |= {"logprobs": True, "return_token_ids": True}
     try:
         async with _client(config) as http:
             url = f"{server.base_url}/chat/completions"
-            gap = _gap(model, (await http.post(url, json=body)).raise_for_status().json())
+            gap = _gap(model, messages, (await http.post(url, json=body)).raise_for_status().json())
             async with server.updating():
                 waiting = asyncio.create_task(http.post(url, json=body))
                 ended, _ = await asyncio.wait([waiting], timeout=UNHELD_SECONDS)
@@ -79,9 +83,11 @@ def _client(config: RunConfig) -> httpx.AsyncClient:
     return httpx.AsyncClient(headers=headers, verify=tls, trust_env=False, timeout=CALL_TIMEOUT)
 
 
-def _gap(model: LoadedModel, answer: Any) -> float:
+def _gap(model: LoadedModel, messages: Sequence[dict[str, Json]], answer: Any) -> float:
     """The largest difference of the sampled tokens' log-probs from the learner's."""
     (choice,), prompt = answer["choices"], answer["prompt_token_ids"]
+    if inputs := inputs_of(model.model):
+        prompt = inputs.read(prompt, messages)
     row = one_row([*prompt, *choice["token_ids"]], len(prompt))
     told = torch.tensor([each["logprob"] for each in choice["logprobs"]["content"]])
     applied = model.adapters.using(model.policies[0]) if model.adapters else nullcontext()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from agentrl import __version__
+from agentrl.algorithms.model.tool_parser import TOOL_FORMAT
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.model_files.chosen import Chosen
@@ -126,4 +127,15 @@ def _loading(directory: Path, kind: str, base: str) -> Iterator[str]:
         yield f"images = AutoImageProcessor.from_pretrained({directory.name!r}, {of_training}"
     yield f"tokenizer = AutoTokenizer.from_pretrained({directory.name!r})\n```\n"
     adapter = f"{base} --enable-lora --lora-modules mine={directory.name}"
-    yield f"or `vllm serve {adapter if kind == 'peft' else directory.name}`."
+    served = adapter if kind == "peft" else directory.name
+    yield f"or, for agents with tools:\n\n```bash\nvllm serve {served}{tool_flags(directory)}\n```"
+
+
+def tool_flags(directory: Path) -> str:
+    """vLLM's options for tool calls, with the parser of the format in which the model writes them;
+    none if that is a user's own."""
+    file = directory / "tokenizer_config.json"
+    settings = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    parser = settings.get(TOOL_FORMAT, "hermes")
+    known = ":" not in parser
+    return f" --enable-auto-tool-choice --tool-call-parser {parser}" if known else ""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from agentrl import trainer
 from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, StoreError
@@ -14,9 +15,11 @@ from agentrl.store import open_store
 
 def check(config: RunConfig) -> Iterator[str]:
     """Raises ConfigError if the run of this name is that of another run file, which still exists:
-    one that was moved or renamed goes on with its run."""
+    one that was moved or renamed goes on with its run. Other mistakes of a copy come first."""
     other = run_blocking(_stored(config)) if config.file else ""
     if other not in ("", config.file) and Path(other).is_file():
+        if config.tasks.train:  # else there is little that could be mistyped
+            trainer.check(config)
         raise ConfigError(
             f"run {config.name!r} in {config.output} is that of {other}: give name=NAME for a run"
             f" of its own, or name={config.name} to go on with that one"

@@ -95,7 +95,10 @@ class OpenCalls(Feature):
             sampling=replace(self._config.sampling, seed=None), timeout=CALL_TIMEOUT, step=0,
         )  # fmt: skip
         attempt = Attempt(id=id, rollout=rollout, fence=0, lease_until=time.time() + CALL_TIMEOUT)
-        return self.attempts.register(attempt, scoring=True)
+        active = self.attempts.register(attempt, scoring=True)
+        for feature in self.attempts.features:  # it is seen and changed as those of training
+            feature.join(active)
+        return active
 
 
 async def _healthy(request: web.Request) -> web.Response:
@@ -181,6 +184,19 @@ def _routes(serving: PolicyServers, key: str) -> dict[str, Route]:
     }
 
 
+def measured(chosen: Chosen) -> str:
+    """The temperature of answers, and the score that they had at theirs."""
+    own, at = chosen.config.sampling, chosen.config.eval.temperature
+    given = "whatever they ask for" if own.override_agent else "unless they set one"
+    said = f"temperature of calls: {own.temperature:g}, {given}"
+    metrics = next((row.metrics for row in chosen.steps if row.step == chosen.saved.steps), {})
+    if (score := metrics.get("eval/score")) is None:
+        return f"{said}. No held-out score was measured of this checkpoint"
+    bounds = [metrics[key] for key in ("eval/score_low", "eval/score_high") if key in metrics]
+    between = f" (95 % interval {' to '.join(f'{x:.3g}' for x in bounds)})" if bounds else ""
+    return f"{said}. Held-out score at temperature {at:g}: {score:.3g}{between}"
+
+
 def told(served: Served, base_url: str, routes: Mapping[str, Route]) -> str:
     """What to set in an agent's environment."""
     chosen, root = served.chosen, base_url.removesuffix("/v1")
@@ -193,5 +209,6 @@ def told(served: Served, base_url: str, routes: Mapping[str, Route]) -> str:
         f"  ANTHROPIC_BASE_URL={root}     messages",
         f"  GOOGLE_GEMINI_BASE_URL={root}     generateContent",
     ]
+    lines.append(f"  {measured(chosen)}")
     key = "one of the keys" if served.access.keys else "any word"
     return "\n".join([*lines, f"  API key: {key}. Ctrl-C stops it."])

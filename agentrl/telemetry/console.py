@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -19,14 +19,15 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from agentrl.base.failures import one_line
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
-from agentrl.config.policies import has_no_own_policy, policy_by_role
+from agentrl.config.policies import has_no_own_policy
 from agentrl.store.base import Store
 from agentrl.telemetry import report
-from agentrl.types import EMPTY, Counts, ErrorKind, FailureCount, Purpose, StepRow
+from agentrl.telemetry.report import failure_sentence, roles_without_calls
+from agentrl.types import EMPTY, Counts, ErrorKind, StepRow
 
+WIDE = 0.35  # of an interval, which fewer than about 25 tasks have
 REDRAW_INTERVAL = 0.5  # seconds between redraws
 PLAIN_LINES = 20  # step lines of a whole run without a terminal to redraw
 LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # the format of `log_to_stderr`
@@ -53,11 +54,17 @@ TAKEN_BACK = (
 
 
 async def show_progress(
-    store: Store, config: RunConfig, console: Console | None = None, *, quiet: bool = False
+    store: Store,
+    config: RunConfig,
+    console: Console | None = None,
+    *,
+    quiet: bool = False,
+    first: Callable[[], object] = lambda: None,
 ) -> None:
-    """Show a run until cancelled: live on a terminal, else in lines; quiet: warnings only."""
+    """Show a run until cancelled: live on a terminal, else in lines; quiet: warnings only. first:
+    prints what processes have logged, which comes before what the store has of it."""
     console = console or Console()
-    progress, warnings = Progress(config), RunWarnings(config, console)
+    progress, warnings = Progress(config, look=first), RunWarnings(config, console)
     if not quiet:
         where = escape(config.output)
         steps = f"{config.steps} steps, " if config.steps else ""
@@ -90,8 +97,9 @@ async def _print_lines(
         warnings.console.print(RESUMED.format(done, progress.config.steps), highlight=False)
     if not (quiet or progress.ready):
         warnings.console.print(PREPARING, highlight=False)
-    while True:
-        await _update(store, progress, warnings)
+
+    def print_new() -> None:
+        nonlocal printed, scored
         printed = min(printed, len(progress.committed) - 1)
         for row in [] if quiet else progress.rows:
             if row.step > scored and (line := progress.scores_line(row)):
@@ -102,7 +110,15 @@ async def _print_lines(
                 if row.step % every == 0 or row.step + 1 == progress.config.steps:
                     line = progress.line(row)
                     warnings.console.print(line, highlight=False, soft_wrap=True)
-        await _next_change(store)
+
+    try:
+        while True:
+            await _update(store, progress, warnings)
+            print_new()
+            await _next_change(store)
+    finally:  # the last steps since the last look
+        await progress.update(store)
+        print_new()
 
 
 async def _next_change(store: Store) -> None:
@@ -123,6 +139,7 @@ class Progress:
     counts: Counts = field(default_factory=Counts)
     ready: bool = False
     fractions: bool = True  # whether all rewards so far are: then they are percentages
+    look: Callable[[], object] = lambda: None  # called after each read
 
     async def update(self, store: Store) -> None:
         """Read new steps only: a committed step changes only if it is taken back."""
@@ -132,6 +149,7 @@ class Progress:
         self.counts = await store.counts(self.config.name)
         self.judge()
         self.ready = has_no_own_policy(self.config) or bool(await store.policies(self.config.name))
+        self.look()
 
     def judge(self) -> None:
         self.fractions &= report.has_fractions(self.rows)
@@ -200,12 +218,22 @@ class Progress:
     def scores_line(self, row: StepRow) -> str:
         """A line about the evaluation of the policy after `row.step` steps; empty without one."""
         score = row.metrics.get("eval/score")
-        parts = [f"held-out {self.number(score)}"] if score is not None else []
+        parts = [f"held-out {self.number(score)}{self._of(row)}"] if score is not None else []
         functions = report.function_names([row]).items()
         parts += [f"{label} {row.metrics[name]:.3g}" for name, label in functions]
         when = f"after step {row.step}" if row.step else "untrained"
         when = f"{when}:" if self.config.steps else ""  # `agentrl eval` scores any checkpoint
         return "  ".join(filter(None, [when, *parts])) if parts else ""
+
+    def _of(self, row: StepRow) -> str:
+        """Of how many tasks a held-out score is, and its interval if they are few."""
+        count = row.metrics.get("eval/tasks")
+        tasks = f" of {count:.0f} task{'s' * (count != 1)}" if count else ""
+        ends = ("eval/score_low", "eval/score_high")
+        bounds = [row.metrics.get(end, math.nan) for end in ends]
+        if self.fractions and bounds[1] - bounds[0] > WIDE:
+            tasks += f" (95 % interval {' to '.join(map(self.number, bounds))})"
+        return tasks
 
     def number(self, value: float) -> str:
         return "-" if math.isnan(value) else f"{value:.1%}" if self.fractions else f"{value:.3f}"
@@ -254,8 +282,10 @@ def _idle(metrics: dict[str, float]) -> list[str]:
 
 
 def _rate(metrics: dict[str, float], key: str) -> str:
-    seconds = metrics.get("time/rollouts", 0.0)
-    return f"{metrics.get(key, 0.0) / seconds:.0f}" if seconds else "-"
+    """Of the groups for which the step has waited; others were there, as after a resume."""
+    seconds, groups = metrics.get("time/rollouts", 0.0), metrics.get("groups", 0.0)
+    waited = max(0.0, 1.0 - metrics.get("groups/ready", 0.0) / max(groups, 1.0))
+    return f"{metrics.get(key, 0.0) * waited / seconds:.0f}" if seconds and waited else "-"
 
 
 @dataclass(slots=True)
@@ -304,35 +334,6 @@ class RunWarnings:
 
     def _print(self, sentence: str) -> None:
         self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-
-
-async def roles_without_calls(store: Store, config: RunConfig) -> str:
-    """A sentence about the run file's roles without a call in the first trained step, or empty."""
-    named = policy_by_role(config)
-    if not (named and config.steps):
-        return ""
-    seen: set[str] = set()
-    for rollout in await store.rollouts(config.name, purpose=Purpose.TRAIN, trained=0):
-        trace = await store.trace(rollout.id)
-        seen.update(call.role for call in (trace.transitions if trace else ()))
-        if seen >= named.keys():
-            return ""
-    silent = [repr(role) for role in named if role not in seen]
-    spoke = ", ".join(map(repr, sorted(seen))) or "none"
-    return (
-        f"no call was made in the first step in the role {', '.join(silent)}, which the run file "
-        f"names; the roles with calls are {spoke}. Roles are graph nodes, agent names, model names "
-        "or those of `with agentrl.role(...)`"
-    )
-
-
-def failure_sentence(config: RunConfig, failed: FailureCount) -> str:
-    """The kind of a failure, how often it occurred, its message, and the command that shows it."""
-    times = f"{failed.attempts} attempts" if failed.attempts > 1 else "an attempt"
-    return (
-        f"{failed.kind}: {times} failed so far: {one_line(failed.message)}\n"
-        f"  see it: agentrl show {failed.rollout}{report.store_option(config)}"
-    )
 
 
 def console_level(*, quiet: bool, verbose: bool) -> int:

@@ -12,12 +12,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from agentrl.base.failures import one_line
 from agentrl.base.parts import has, installed_plugins
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
 from agentrl.store.base import Store
 from agentrl.telemetry.show import in_words, render_trace
-from agentrl.types import Purpose, Rollout, RolloutState, StepRow
+from agentrl.types import FailureCount, Purpose, Rollout, RolloutState, StepRow
 
 LOOK_BACK = 3  # last evaluations to search for examples
 MOST_COUNTED_FAILURES = 1000  # most failed rollouts whose kinds are counted
@@ -72,7 +73,8 @@ def store_option(config: RunConfig) -> str:
 
 def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     """Save reward per step (also per role, if there are several) and held-out scores as
-    `curve.png`; None if nothing was trained."""
+    `curve.png`; None if nothing was trained. The first step's reward is at 1, and the score of the
+    untrained policy at 0."""
     committed = [row for row in steps if row.committed and "reward/mean" in row.metrics]
     if not committed:
         return None
@@ -84,24 +86,34 @@ def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     means = [row.metrics["reward/mean"] for row in committed]
     spread = [row.metrics.get("reward/std", 0.0) for row in committed]
-    x = [row.step for row in committed]
+    x = [row.step + 1 for row in committed]
     low = [mean - std / 2 for mean, std in zip(means, spread, strict=True)]
     high = [mean + std / 2 for mean, std in zip(means, spread, strict=True)]
     axes.fill_between(x, low, high, alpha=0.15, linewidth=0)
     axes.plot(x, means, label="training reward (mean ± half a standard deviation)")
     for role, points in reward_curves(committed).items():
-        axes.plot(*zip(*points, strict=True), "--", linewidth=1, label=f"{role} (training)")
-    how = "" if config.eval.temperature else ", greedy"
-    for name, label in {"eval/score": f"held-out{how}", **function_names(steps)}.items():
+        curve = [(step + 1, reward) for step, reward in points]
+        axes.plot(*zip(*curve, strict=True), "--", linewidth=1, label=f"{role} (training)")
+    held_out = ", ".join(["held-out", *measured_how(config, steps)])
+    for name, label in {"eval/score": held_out, **function_names(steps)}.items():
         if held := [(row.step, row.metrics[name]) for row in steps if name in row.metrics]:
             axes.plot(*zip(*held, strict=True), "o-", label=label)
-    axes.set(xlabel="step", ylabel="reward", title=config.name)
+    axes.set(xlabel="steps", ylabel="reward", title=config.name)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     path = Path(config.output, "curve.png")
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
+
+
+def measured_how(config: RunConfig, steps: Sequence[StepRow]) -> list[str]:
+    """How held-out scores are measured: greedy or sampled, and on how many tasks."""
+    at = config.eval.temperature
+    counted = {row.metrics["eval/tasks"] for row in steps if "eval/tasks" in row.metrics}
+    how = f"sampled at temperature {at:g}" if at else "greedy"
+    tasks = " or ".join(f"{n:.0f}" for n in sorted(counted))
+    return [how, f"{tasks} tasks"] if tasks else [how]
 
 
 def function_names(steps: Sequence[StepRow]) -> dict[str, str]:
@@ -201,12 +213,15 @@ async def _outcomes(store: Store, config: RunConfig, steps: list[StepRow]) -> li
 
 
 async def _examples(store: Store, config: RunConfig, steps: list[StepRow]) -> dict[str, Rollout]:
-    """Title -> a successful and an unsuccessful rollout from the last evaluations."""
+    """Title -> a successful and an unsuccessful rollout from the last evaluations; one that failed
+    only if no other was unsuccessful, because `_failures` tells of it."""
     found: dict[str, Rollout] = {}
     evaluated = [row.step for row in steps if any(name.startswith("eval/") for name in row.metrics)]
     for step in evaluated[: -LOOK_BACK - 1 : -1]:
-        for row in await store.rollouts(config.name, purpose=Purpose.EVAL, step=step):
-            found.setdefault("A success" if row.reward() > 0 else "A failure", row)
+        rows = await store.rollouts(config.name, purpose=Purpose.EVAL, step=step)
+        for row in sorted(rows, key=lambda row: row.state is RolloutState.FAILED):
+            good = row.state is RolloutState.SUCCEEDED and row.reward() > 0
+            found.setdefault("A success" if good else "A failure", row)
         if len(found) == 2:
             break
     after = ", after {} steps" if config.steps else ""
@@ -262,6 +277,35 @@ def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str,
                 f"({', '.join(map(repr, own))}); the roles with calls are {heard}"
             )
     return found
+
+
+async def roles_without_calls(store: Store, config: RunConfig) -> str:
+    """A sentence about the run file's roles without a call in the first trained step, or empty."""
+    named = team.policy_by_role(config)
+    if not (named and config.steps):
+        return ""
+    seen: set[str] = set()
+    for rollout in await store.rollouts(config.name, purpose=Purpose.TRAIN, trained=0):
+        trace = await store.trace(rollout.id)
+        seen.update(call.role for call in (trace.transitions if trace else ()))
+        if seen >= named.keys():
+            return ""
+    silent = [repr(role) for role in named if role not in seen]
+    spoke = ", ".join(map(repr, sorted(seen))) or "none"
+    return (
+        f"no call was made in the first step in the role {', '.join(silent)}, which the run file "
+        f"names; the roles with calls are {spoke}. Roles are graph nodes, agent names, model names "
+        "or those of `with agentrl.role(...)`"
+    )
+
+
+def failure_sentence(config: RunConfig, failed: FailureCount) -> str:
+    """The kind of a failure, how often it occurred, its message, and the command that shows it."""
+    times = f"{failed.attempts} attempts" if failed.attempts > 1 else "an attempt"
+    return (
+        f"{failed.kind}: {times} failed so far: {one_line(failed.message)}\n"
+        f"  see it: agentrl show {failed.rollout}{store_option(config)}"
+    )
 
 
 def lasting(seconds: float) -> str:

@@ -16,7 +16,7 @@ from agentrl.base.span_names import DIFF
 from agentrl.errors import StoreError
 from agentrl.store import Store, open_store
 from agentrl.telemetry.spelling import spelling
-from agentrl.types import POLICY, Json, Trace, Transition
+from agentrl.types import POLICY, Json, Rollout, RolloutState, Trace, Transition
 
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -100,8 +100,14 @@ def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:
     rollout = trace.rollout
     rewards = ", ".join(f"{row.name} {row.value:g}" for row in rollout.rewards) or "no reward"
     tries = f", attempt {rollout.attempts}" if rollout.attempts > 1 else ""
-    title = f"{rollout.id}: {rollout.state}, {rewards}, {rollout.seconds:.2f} s{tries}"
+    title = f"{rollout.id}: {state_in_words(rollout)}, {rewards}, {rollout.seconds:.2f} s{tries}"
     return Panel(Group(*parts), title=Text(title), title_align="left")
+
+
+def state_in_words(rollout: Rollout) -> str:
+    """How a rollout ended: one that nothing stopped has succeeded only if its outcome says so."""
+    ended = rollout.state is RolloutState.SUCCEEDED and not rollout.reward() > 0
+    return "completed" if ended else rollout.state.value
 
 
 def _message(message: dict[str, Any], note: str = "", longest: int | None = None) -> Text:

@@ -11,7 +11,16 @@ from typing import Any
 from agentrl.store.base import Store
 from agentrl.types import RunState
 from agentrl.view import records
-from agentrl.view.summaries import BOUNDS, FUNCTIONS, REWARD, SCORE, Points, in_unit, verdict
+from agentrl.view.summaries import (
+    BOUNDS,
+    FUNCTIONS,
+    REWARD,
+    SCORE,
+    Points,
+    in_unit,
+    offset,
+    verdict,
+)
 
 POINTS = 400  # per curve
 
@@ -95,7 +104,10 @@ def training(names: Sequence[str], policies: Sequence[str]) -> list[Chart]:
 
 def drawn(chart: Chart, series: Mapping[str, Points]) -> dict[str, Any] | None:
     """What the template and the script need to draw a chart; None without a value."""
-    lines = [(label, metric, series.get(metric) or []) for label, metric in chart.lines]
+    lines = [
+        (label, metric, [(step + offset(metric), y) for step, y in series.get(metric) or []])
+        for label, metric in chart.lines
+    ]
     known: list[tuple[str, str, Points]] = []
     for label, metric, points in lines:
         same = next((at for at, one in enumerate(known) if one[2] == points), None)
@@ -115,6 +127,7 @@ def drawn(chart: Chart, series: Mapping[str, Points]) -> dict[str, Any] | None:
         "title": chart.title,
         "unit": unit,
         "lines": [[label, metric] for label, metric, _ in known],
+        "offsets": [offset(metric) for _, metric, _ in known],
         "paths": [records.curve(points, span=span, bounds=bounds) for *_, points in known],
         "quiet": _says_nothing([points for *_, points in known]),
         "low": min(flat),

@@ -104,7 +104,8 @@ def view(
 @click.option("--store", help="Store URL; default: those that have the runs, below this folder.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object per run.")
 def compare(runs: tuple[str, ...], store: str | None, as_json: bool) -> None:
-    """Compare each RUN: before and after training, its state, and the settings that differ."""
+    """Compare each RUN: scores before and after training, its state, and the settings that
+    differ."""
     rows = [asyncio.run(_read(store or store_with(run), run)) for run in runs]
     settings = matrix([whole_settings(row) for row in rows])
     print_result(_lines(rows, settings) if as_json else _table(rows, settings))
@@ -118,23 +119,28 @@ async def _read(url: str, run: str) -> Summary:
 
 
 def _table(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> RenderableType:
+    """Of runs that are measured alike the scores are named once, before them."""
     table = Table("", *(row.run for row in rows))
-    for end in ("first", "last"):
-        scores = [_score(row.verdict, getattr(row.verdict, end)) for row in rows]
-        table.add_row({"first": "before", "last": "after"}[end], *scores)
-    table.add_row("of", *(row.verdict.name for row in rows))
+    for found in ([row.verdict for row in rows], [row.sampled for row in rows]):
+        names = list(dict.fromkeys(one.name for one in found if one.last))
+        for end in ("first", "last") if names else ():
+            word = {"first": "before", "last": "after"}[end]
+            own = len(names) > 1  # then each has its name with it
+            scores = [_score(one, getattr(one, end), named=own) for one in found]
+            table.add_row(word if own else f"{names[0]}, {word}", *scores)
     table.add_row("state", *(f"{row.condition()}, {row.state.step} steps" for row in rows))
     for key, values in settings.items():
         table.add_row(key, *("-" if value is None else str(value) for value in values))
     return table
 
 
-def _score(verdict: Verdict, score: Score | None) -> str:
+def _score(verdict: Verdict, score: Score | None, *, named: bool) -> str:
     if score is None:
         return "-"
+    what = f"{verdict.name} " if named else ""
     form = ".1%" if verdict.percent else ".3g"
     between = "" if score.low is None else f" ({score.low:{form}} to {score.high:{form}})"
-    return f"{score.value:{form}}{between}"
+    return f"{what}{score.value:{form}}{between}"
 
 
 def _lines(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> str:
@@ -144,6 +150,8 @@ def _lines(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> str:
             "metric": row.verdict.metric,
             "before": row.verdict.first,
             "after": row.verdict.last,
+            "sampled_before": row.sampled.first,
+            "sampled_after": row.sampled.last,
             "state": row.condition(),
             "steps": row.state.step,
             "settings": {key: values[at] for key, values in settings.items()},

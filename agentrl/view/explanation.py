@@ -45,8 +45,7 @@ def read(text: str, calls: Sequence[Transition] = ()) -> dict[str, Any]:
             _of_call(found[-1], line)
         elif line.strip():
             notes.append(line.strip())
-    if notes and re.fullmatch(r"\S.*, step \d+, .+", notes[0]):
-        notes.pop(0)  # the heading says it
+    notes = [note for note in notes if not re.fullmatch(r"\S.*, step \d+, .+", note)]  # the heading
     return {"rewards": rewards, "calls": found, "notes": notes, "text": text}
 
 

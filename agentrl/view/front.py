@@ -65,8 +65,8 @@ class Reasons:
         self._known: dict[str, tuple[float, float, asyncio.Task[list[dict[str, Any]]]]] = {}
 
     async def of(self, state: RunState, at: float) -> list[dict[str, Any]] | None:
-        """For each policy its `name`, number of `steps`, whether it `improved`, and `reasons`
-        (text, change); None: they are still being read."""
+        """For each policy its `name`, number of `steps`, whether it `improved`, what is `said` of
+        that, and `reasons` (text, change); None: they are still being read."""
         if not state.config:
             return []
         now = time.monotonic()
@@ -92,13 +92,13 @@ class Reasons:
 async def evaluations(store: Store, run: str) -> list[GroupRow]:
     """The last evaluations of the held-out tasks, newest first; greedy where both exist."""
     rows = await store.groups(run, purpose=Purpose.EVAL, limit=2 * EVALUATIONS)
-    rows.sort(key=lambda row: (-row.step, row.id.endswith("/sampled")))
+    rows.sort(key=lambda row: (-row.step, "/sampled" in row.id))
     by_step: dict[int, GroupRow] = {}
     for row in rows:
         if row.rollouts:
             by_step.setdefault(row.step, row)
     first = await store.groups(run, purpose=Purpose.EVAL, step=0, limit=2)
-    for row in sorted(first, key=lambda row: row.id.endswith("/sampled")):
+    for row in sorted(first, key=lambda row: "/sampled" in row.id):
         if row.rollouts:
             by_step.setdefault(row.step, row)
     return list(by_step.values())
@@ -165,7 +165,8 @@ def _fails(row: GroupRow, at: int) -> bool:
 def _pick(row: GroupRow, *, good: bool) -> tuple[GroupRow, str] | None:
     """The best rollout with an outcome above 0, or the first that failed."""
     if good:
-        known = [(value, -at) for at, value in enumerate(row.outcomes) if value and value > 0]
+        known = [(row.outcomes[at] or 0.0, -at) for at in range(row.n) if not _fails(row, at)]
+        known = [(value, at) for value, at in known if value > 0]
         return (row, row.rollouts[-max(known)[1]]) if known else None
     bad = next((at for at in range(row.n) if _fails(row, at)), None)
     return None if bad is None else (row, row.rollouts[bad])

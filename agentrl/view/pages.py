@@ -110,6 +110,7 @@ class Pages:
         given: Any = self.store, self.album, run, held_out
         values["examples"] = await front.examples(*given, game=values["game"])
         values |= await self._tasks(run, held_out, [])
+        values["solved"] = values["unit"] and all(row.last == 1.0 for row in values["task_rows"])
         values["task_rows"] = values["task_rows"][: front.TASKS_ON_FRONT]
         values["settings"] = settings.tables(state.config)
         return Page("run.html", run, values | await self._groups(run, {}, 12))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,17 @@ from agentrl.store.base import Store
 from agentrl.types import Json, RunState
 
 SCORE, REWARD, FUNCTIONS = "eval/score", "reward/mean", "eval/function/"
+SAMPLED = "eval/sampled"
 BOUNDS = tuple(f"{SCORE}_{bound}" for bound in ("low", "high"))
 POINTS = 60  # of a curve in a list
+PLAIN_NAMES = {"model", "checkpoint", "best", "final"}  # of folders, which say little alone
 ROUNDING = 1e-9
 # Settings that differ without making a run another one: where it is, and how it is watched.
-PLACES = {"name", "root", "output", "store", "seed", "keep_checkpoints", "metrics", "runner"}
+PLACES = {
+    "name", "root", "output", "store", "file", "seed", "keep_checkpoints", "metrics", "runner",
+}  # fmt: skip
 LESS_IS_BETTER = ("exploitability", "loss", "regret", "illegal", "error", "perplexity", "cost")
+AFTERWARDS = re.compile(r"(.+/)?eval/|time/(eval|build)|run/")  # measured between steps
 Points = Sequence[tuple[int, float]]
 
 
@@ -50,7 +57,7 @@ class Verdict:
 
     @property
     def name(self) -> str:
-        known = {SCORE: "held-out", REWARD: "training reward"}
+        known = {SCORE: "held-out", SAMPLED: "sampled held-out", REWARD: "training reward"}
         return known.get(self.metric, self.metric.removeprefix(FUNCTIONS))
 
     @property
@@ -68,9 +75,16 @@ class Verdict:
         below, above = (self.first, self.last) if self.gain > 0 else (self.last, self.first)
         if self.less:
             below, above = above, below
-        apart = None in (below.high, above.low) or (below.high or 0.0) < (above.low or 0.0)
+        known = below.high is not None and above.low is not None  # not of a single task
+        apart = (below.high or 0.0) < (above.low or 0.0) if known else not self.percent
         word = "better" if self.gain > 0 else "worse"
         return word if apart and abs(self.gain) > ROUNDING and self.metric != REWARD else "same"
+
+
+def offset(metric: str) -> int:
+    """Steps from the number of a metric's row to the place where a curve has it: what the first
+    step measured, in row 0, is at 1, and the score of the untrained policy at 0."""
+    return 0 if AFTERWARDS.match(metric) else 1
 
 
 def in_unit(curves: Iterable[Points]) -> bool:
@@ -89,20 +103,27 @@ def verdict(curves: Mapping[str, Points]) -> Verdict:
     known = {name: _finite(curves.get(name, ())) for name in wanted}
     chosen = next((name for name in wanted if len(known[name]) > 1), None)
     chosen = chosen or next((name for name in wanted if known[name]), SCORE)
-    points = known[chosen]
+    return verdict_on(chosen, curves)
+
+
+def verdict_on(metric: str, curves: Mapping[str, Points]) -> Verdict:
+    """How one metric changed."""
+    points, reward = _finite(curves.get(metric, ())), _finite(curves.get(REWARD, ()))
     if not points:
-        return Verdict(chosen)
-    low, high = (dict(curves.get(name, ())) if chosen == SCORE else {} for name in BOUNDS)
+        return Verdict(metric)
+    bounds = (curves.get(f"{metric}_{end}", ()) for end in ("low", "high"))
+    low, high = map(dict, bounds)
     first, last = (
         Score(step, value, low.get(step), high.get(step)) for step, value in (points[0], points[-1])
     )
-    if chosen == REWARD and len(points) >= 10:  # single steps are noisy
+    if metric == REWARD and len(points) >= 10:  # single steps are noisy
         fifth = len(points) // 5
         ends = points[:fifth], points[-fifth:]
         first, last = (Score(end[-1][0], sum(y for _, y in end) / fifth) for end in ends)
-    percent = chosen in (SCORE, REWARD) and in_unit([points, known[REWARD]])
-    less = any(word in chosen for word in LESS_IS_BETTER)
-    return Verdict(chosen, first, last, percent, less)
+    first, last = (replace(one, step=one.step + offset(metric)) for one in (first, last))
+    percent = metric in (SCORE, SAMPLED, REWARD) and in_unit([points, reward])
+    less = any(word in metric for word in LESS_IS_BETTER)
+    return Verdict(metric, first, last, percent, less)
 
 
 def _finite(points: Points) -> list[tuple[int, float]]:
@@ -123,6 +144,7 @@ class Summary:
     run: str
     state: RunState
     verdict: Verdict
+    sampled: Verdict  # of the answers at temperature 1, if there are any
     curve: Points
     ended: bool
     at: float  # of its last step, in unix seconds
@@ -134,7 +156,8 @@ class Summary:
 
 
 async def summary(store: Store, state: RunState) -> Summary:
-    names = [SCORE, *BOUNDS, REWARD, "run/ended"]
+    scores = (f"{name}{end}" for name in (SCORE, SAMPLED) for end in ("", "_low", "_high"))
+    names = [*scores, REWARD, "run/ended"]
     curves: dict[str, Points] = dict(await store.series(state.run, names, points=POINTS))
     if len(curves[SCORE]) < 2:
         own = [n for n in await store.metric_names(state.run) if n.startswith(FUNCTIONS)]
@@ -145,6 +168,7 @@ async def summary(store: Store, state: RunState) -> Summary:
         run=state.run,
         state=state,
         verdict=found,
+        sampled=verdict_on(SAMPLED, curves),
         curve=curves[found.metric],
         ended=bool(curves["run/ended"]),
         at=rows[-1].at if rows else state.created,
@@ -171,9 +195,7 @@ def facts(config: Mapping[str, Any]) -> dict[str, str]:
             value = value.get(key) if isinstance(value, dict) else None
         return value or ""
 
-    model = str(read("policy", "model") or read("policy", "build"))
-    if Path(model).is_absolute():
-        model = Path(model).name
+    model = _called(str(read("policy", "model") or read("policy", "build")), str(read("root")))
     lr, steps, heldout = read("algorithm", "lr"), read("steps"), read("tasks", "heldout")
     policies = ", ".join(read("policies") or ())
     found = {
@@ -187,6 +209,15 @@ def facts(config: Mapping[str, Any]) -> dict[str, str]:
     if not steps:  # nothing is trained, as by `agentrl eval`
         found |= {"preset": "", "learning rate": "", "planned steps": ""}
     return {key: text for key, text in found.items() if text}
+
+
+def _called(model: str, root: str) -> str:
+    """A model as people call it: its name, or that of its folder, which may be called `model`."""
+    folder = Path(root, model)
+    if not (model.startswith((".", "/")) or (model and folder.is_dir())):
+        return model
+    folder = Path(os.path.normpath(folder))
+    return "/".join(folder.parts[-2:]) if folder.name in PLAIN_NAMES else folder.name
 
 
 def differing(rows: Sequence[Summary]) -> list[dict[str, Json]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from msgspec import structs
@@ -18,10 +18,9 @@ from agentrl.algorithms.data.merge import trainable
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.types import Group, Json, Rollout, Transition, int32
 from agentrl.vision.eyes import ImageInputs
-from agentrl.vision.images import ImageError, Seen, ids_of
+from agentrl.vision.images import ImageError, Seen, Tokens, placed
 
 log = logging.getLogger("agentrl.algorithm")
-Tokens = NDArray[np.int32]
 
 
 class Finder:
@@ -95,23 +94,6 @@ def _has_image(message: dict[str, Json]) -> bool:
     return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
 
 
-def placed(prompt: Tokens, at: NDArray[np.int64], images: Sequence[Seen]) -> Tokens:
-    """The prompt with the ids of images in place of its placeholders `at`. Raises ImageError if
-    they are not those of the images, one after the other."""
-    sizes = [seen.size for seen in images]
-    if len(at) != sum(sizes) or any(np.ptp(part) >= len(part) for part in _split(at, sizes)):
-        runs = _runs(at)
-        raise ImageError(
-            f"its prompt has {_list(runs)} placeholders for {len(images)} images, for which the "
-            f"model's image processor gives {_list(sizes)}; serve it with the policy's own "
-            "preprocessor_config.json and without mm_processor_kwargs"
-        )
-    ids = prompt.copy()
-    if len(at):
-        ids[at] = np.concatenate([ids_of(seen) for seen in images])
-    return ids
-
-
 def _sampled(prompt: Tokens, earlier: Sequence[Transition]) -> NDArray[np.bool_]:
     """Which tokens of a prompt earlier calls have sampled."""
     found = np.zeros(len(prompt), np.bool_)
@@ -123,17 +105,3 @@ def _sampled(prompt: Tokens, earlier: Sequence[Transition]) -> NDArray[np.bool_]
                 start = len(call.prompt)
                 found[start : start + len(call.completion)] = True
     return found
-
-
-def _split(at: NDArray[np.int64], sizes: Sequence[int]) -> Iterator[NDArray[np.int64]]:
-    yield from (part for part in np.split(at, np.cumsum(sizes)[:-1]) if len(part))
-
-
-def _runs(at: NDArray[np.int64]) -> list[int]:
-    """Lengths of the runs of adjacent places."""
-    return [len(run) for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1) if len(run)]
-
-
-def _list(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:4])) or "no"
-    return f"{shown} ..." if len(numbers) > 4 else shown

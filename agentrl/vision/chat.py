@@ -193,6 +193,11 @@ def image_urls(messages: Any) -> list[str]:
     return found
 
 
+def image_files(messages: Any) -> list[bytes]:
+    """The files of the images that messages have as data URLs."""
+    return [body for body in map(_decoded, image_urls(messages)) if body]
+
+
 def _decoded(url: str) -> bytes:
     """The file in a data URL; empty for other URLs."""
     if not url.startswith(DATA):

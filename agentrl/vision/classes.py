@@ -36,6 +36,18 @@ class Llava:
         return (clip.post_layernorm, *clip.encoder.layers[last:])
 
     @property
+    def processor(self) -> dict[str, object]:
+        """The content of processor_config.json, without the image processor's own file: other
+        libraries expand placeholders by it."""
+        config = self.network.config
+        return {
+            "processor_class": "LlavaProcessor",
+            "patch_size": config.vision_config.patch_size,
+            "vision_feature_select_strategy": config.vision_feature_select_strategy,
+            "num_additional_image_tokens": 1,  # CLIP's first
+        }
+
+    @property
     def counts(self) -> tuple[object, ...]:
         """What `shape` depends on beside the pixels."""
         config = self.network.config
@@ -78,6 +90,10 @@ class Qwen:
         return ()
 
     @property
+    def processor(self) -> dict[str, object]:
+        return {"processor_class": PROCESSORS[self.network.config.model_type]}
+
+    @property
     def counts(self) -> tuple[object, ...]:
         return "qwen", self.network.config.vision_config.spatial_merge_size
 
@@ -102,6 +118,7 @@ class Qwen:
         return found
 
 
+PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 CLASSES: dict[str, type[Llava] | type[Qwen]] = {
     "llava": Llava,
     "qwen2_5_vl": Qwen,

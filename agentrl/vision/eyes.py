@@ -14,6 +14,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,13 +24,28 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange
 
-from agentrl.algorithms.model.chat import Chat
+from agentrl.algorithms.model.chat import Chat, RequestError
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.packing import Pack
 from agentrl.algorithms.model.text import Codec
+from agentrl.base.images import KIND, data_url
+from agentrl.errors import PolicyError
+from agentrl.types import Image as StoredImage
+from agentrl.types import Json
 from agentrl.vision.classes import Llava, Qwen
-from agentrl.vision.images import Catalogue, Ids, ImageError, Pixels, Seen, positions, rows_of
+from agentrl.vision.images import (
+    Catalogue,
+    Ids,
+    ImageError,
+    Pixels,
+    Seen,
+    placed,
+    positions,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,6 +54,7 @@ if TYPE_CHECKING:
     from agentrl.types import Transition
 
 NAMES = ("_processor_class", "processor_class", "image_processor_type", "_name_or_path")
+QUESTION, PROBE_SIZE = "What is this? ", (60, 44)
 EMBEDDING_BYTES = 2**30  # of visual embeddings that are kept
 
 
@@ -108,6 +126,7 @@ class ImageInputs:
         self.leaves: dict[str, Tensor] = {}
         for part in kind.unused if trained else kind.towers:
             part.requires_grad_(False)
+        name_as_hub(model)
 
     @property
     def learner(self) -> Any:
@@ -155,6 +174,7 @@ class ImageInputs:
 
     def save(self, directory: Path) -> None:
         self.processor.save_pretrained(directory)
+        (directory / "processor_config.json").write_text(json.dumps(self.kind.processor))
 
     def chat(self, tokenizer: Any, codec: Codec) -> Chat:
         from agentrl.vision.chat import SeeingChat
@@ -183,6 +203,39 @@ class ImageInputs:
             "same preprocessor_config.json"
         )
 
+    def probe(self) -> list[dict[str, Json]]:
+        if not self.sees:
+            return []
+        picture = _picture()
+        self.catalogue.add(picture.body)
+        shown: Json = {"type": KIND, KIND: {"url": data_url(picture)}}
+        parts: Json = [{"type": "text", "text": QUESTION}, shown]
+        return [{"role": "user", "content": parts}]
+
+    def prompt(self, tokenizer: Any) -> list[int]:
+        from agentrl.vision.chat import SeeingChat
+
+        if not self.sees:
+            return []
+        messages = self.probe()
+        try:
+            rendered = SeeingChat(tokenizer, Codec(tokenizer), self).encode(messages)
+            return self.read(rendered, messages)
+        except RequestError as error:
+            raise PolicyError(f"policy.vision: {error}") from None
+
+    def read(self, prompt: Sequence[int], messages: Sequence[dict[str, Json]]) -> list[int]:
+        from agentrl.vision.chat import image_files
+
+        tokens = np.array(prompt, np.int32)
+        own = np.flatnonzero(tokens == int(self.model.config.image_token_id))
+        try:
+            images = [self.catalogue.add(body) for body in image_files(messages)]
+            found: list[int] = placed(tokens, own, images).tolist()
+        except ImageError as error:
+            raise PolicyError(f"the policy server sees images otherwise: {error}") from None
+        return found
+
     def _embedded(
         self, ids: Ids, images: Sequence[Seen], features: Sequence[Tensor]
     ) -> dict[str, Any]:
@@ -199,6 +252,32 @@ class ImageInputs:
         if deep:
             inputs |= {"visual_pos_masks": visual, "deepstack_visual_embeds": deep}
         return inputs
+
+
+def name_as_hub(model: Any) -> None:
+    """Let a model be saved with the names that checkpoints of the hub have, which vLLM reads: else
+    transformers leaves out the prefixes of towers that its own file did not have."""
+    every = get_model_conversion_mapping(model, add_legacy=False)
+    own = getattr(model, "_weight_conversions", None)
+    if own is None:  # built here: as transformers would choose
+        own = [each for each in every if not isinstance(each, PrefixChange)]
+    of_towers = [each for each in every if isinstance(each, PrefixChange) and each.scope_prefix]
+    known = {each.scope_prefix for each in own if isinstance(each, PrefixChange)}
+    model._weight_conversions = own + [each for each in of_towers if each.scope_prefix not in known]
+
+
+def _picture() -> StoredImage:
+    """A picture with which other sizes, channels, directions or resampling give other values."""
+    from PIL import Image
+
+    wide, high = PROBE_SIZE
+    red, green = np.meshgrid(np.linspace(0, 255, wide), np.linspace(255, 0, high))
+    blue = 255 * (np.add.outer(np.arange(high), np.arange(wide)) % 7 < 3)
+    file = BytesIO()
+    pixels = np.stack([red, green, blue], -1).astype(np.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
+    body = file.getvalue()
+    return StoredImage(sha256(body).hexdigest(), "image/png", wide, high, body)
 
 
 _catalogues: dict[str, Catalogue] = {}

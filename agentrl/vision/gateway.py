@@ -144,13 +144,14 @@ class ImageSight(Unseeing):
         request = call.request
         if route.frozen or not request.images:
             return await super().sent(call, messages, route)
-        tasks = self._begin(call)  # while the model answers, unless it has to read them
-        if self._digests:
-            try:
-                await _all(tasks)
-            except StoreError as error:
-                raise UpstreamError(f"an image was not stored: {error}", final=True) from error
-            return request.fields | {"messages": messages}
+        if not call.active.scoring:  # else nothing is recorded
+            tasks = self._begin(call)  # while the model answers, unless it has to read them
+            if self._digests:
+                try:
+                    await _all(tasks)
+                except StoreError as error:
+                    raise UpstreamError(f"an image was not stored: {error}", final=True) from error
+                return request.fields | {"messages": messages}
         if messages is request.messages:
             return request.fields
         return request.fields | {"messages": with_data_urls(messages, request.files)}

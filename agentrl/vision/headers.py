@@ -2,7 +2,7 @@
 
 A file of a few kilobytes may be an image of gigabytes, so what it claims is known before anybody
 decodes it. Refused is also what decoders show differently: animations (which frame?), a rotation
-that only EXIF tells, CMYK and greyscale of 16 bits.
+that only EXIF tells, CMYK, greyscale of 16 bits, and RGB of which one colour is transparent.
 
 Sources: https://www.w3.org/TR/png-3, https://www.w3.org/Graphics/GIF/spec-gif89a.txt,
 https://www.w3.org/Graphics/JPEG/itu-t81.pdf, https://www.rfc-editor.org/rfc/rfc9649
@@ -22,7 +22,7 @@ ORIENTATION, UPRIGHT = 0x0112, (0, 1)  # EXIF tag and its values without a rotat
 ANIMATED = "it is animated; send one frame as PNG"
 CUT_OFF = "its file is cut off"
 FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers of JPEG with a size
-CMYK = 4  # components
+CMYK, RGB = 4, 2  # a JPEG's components, a PNG's type of colours
 FILL = re.compile(b"\xff+")  # before the marker of a JPEG's segment
 
 
@@ -60,7 +60,7 @@ def _read(body: bytes) -> Header:
 
 
 def _png(body: bytes) -> tuple[int, int]:
-    at, size = len(PNG), (0, 0)
+    at, size, colour = len(PNG), (0, 0), 0
     for _ in range(MOST_CHUNKS):
         length, kind = unpack_from(">I4s", body, at)
         data, at = at + 8, at + 12 + length
@@ -71,6 +71,8 @@ def _png(body: bytes) -> tuple[int, int]:
             size = width, height
             if (depth, colour) == (16, 0):
                 raise ImageRefusedError("it is greyscale of 16 bits; send 8 bits")
+        elif kind == b"tRNS" and colour == RGB:
+            raise ImageRefusedError("one of its colours stands for transparency; send RGBA")
         elif kind == b"acTL" and unpack_from(">I", body, data)[0] > 1:
             raise ImageRefusedError(ANIMATED)
         elif kind == b"eXIf":

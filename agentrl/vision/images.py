@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from io import BytesIO
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Ids = NDArray[np.int64]
+Tokens = NDArray[np.int32]
 Pixels = Mapping[str, Tensor]  # what an image processor makes of one image
 MOST_PIXELS = 64 * 2**20  # of an image; a larger one is not decoded
 PIXEL_BYTES = 512 * 2**20  # of pixel values that are kept; others are made again
@@ -156,9 +157,9 @@ def decode(body: bytes) -> Image:
             )
         image = ImageOps.exif_transpose(file)
         if image.has_transparency_data:
-            over = Image.new("RGBA", image.size, "white")
-            over.alpha_composite(image.convert("RGBA"))
-            image = over
+            seen = image.convert("RGBA")
+            image = Image.new("RGB", image.size, "white")
+            image.paste(seen, mask=seen.getchannel("A"))  # as vLLM does, to the last bit
         return image.convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
         raise ImageError(f"an image cannot be read ({error}); send a whole PNG or JPEG") from None
@@ -169,6 +170,52 @@ def decode(body: bytes) -> Image:
 def ids_of(seen: Seen) -> Ids:
     """The token ids of an image."""
     return -1 - np.arange(seen.first, seen.first + seen.size)
+
+
+def placed(prompt: Tokens, at: Ids, images: Sequence[Seen]) -> Tokens:
+    """The prompt with the ids of images in place of its placeholders `at`. Raises ImageError if
+    they are not those of the images, one after the other."""
+    sizes = [seen.size for seen in images]
+    if len(at) != sum(sizes) or any(np.ptp(part) >= len(part) for part in _split(at, sizes)):
+        raise ImageError(_mismatch([len(run) for run in _runs(at)], sizes))
+    ids = prompt.copy()
+    if len(at):
+        ids[at] = np.concatenate([ids_of(seen) for seen in images])
+    return ids
+
+
+def _split(at: Ids, sizes: Sequence[int]) -> Iterator[Ids]:
+    yield from (part for part in np.split(at, np.cumsum(sizes)[:-1]) if len(part))
+
+
+def _runs(at: Ids) -> list[Ids]:
+    """The runs of adjacent places."""
+    return [run for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1) if len(run)]
+
+
+def _mismatch(runs: Sequence[int], sizes: Sequence[int]) -> str:
+    """What is wrong with a prompt with these runs of placeholders for images of these sizes."""
+    found = f"its prompt has {_list(runs)} placeholders for {len(sizes)} images"
+    if not runs:
+        return (
+            f"{found}: the server's chat template drops the images of such messages; send them in"
+            " messages of users, or replace the template"
+        )
+    if len(runs) > len(sizes):
+        return (
+            f"{found}, so the text of a placeholder, which a message has or the policy sampled, was"
+            " taken for an image"
+        )
+    return (
+        f"{found}, for which the model's image processor gives {_list(sizes)}; serve it with the"
+        " policy's own preprocessor_config.json, and leave min_pixels, max_pixels and size out of"
+        " mm_processor_kwargs"
+    )
+
+
+def _list(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:4])) or "no"
+    return f"{shown} ..." if len(numbers) > 4 else shown
 
 
 def rotary_steps(ids: Ids, images: Sequence[Seen]) -> tuple[Ids, Ids]:

@@ -8,10 +8,12 @@ from typing import Any
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.import_utils import is_torchvision_available
 
 from agentrl.algorithms.model.inputs import attach
 from agentrl.base.failures import one_line
 from agentrl.config import RunConfig
+from agentrl.config.infrastructure import EmbeddedEngineConfig
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.vision.classes import CLASSES, REASONS
 from agentrl.vision.eyes import ImageInputs
@@ -43,7 +45,7 @@ def load(
     if config is not None and setting:
         check(config, setting)
     try:
-        processor = AutoImageProcessor.from_pretrained(name, backend="pil")
+        processor = AutoImageProcessor.from_pretrained(name)
     except (OSError, ValueError, ImportError) as error:
         raise PolicyError(
             f"model {name!r}: its image processor cannot be loaded ({one_line(str(error))}); put "
@@ -63,10 +65,15 @@ def check(config: RunConfig, setting: str) -> None:
     where = f"policy.vision = {setting!r}"
     if learner.kind != "torch":
         raise ConfigError(f"learner.kind = {learner.kind!r}: {where} needs 'torch'")
-    if engine.kind != "embedded":
+    if not engine.serves_images:
         raise ConfigError(
-            f"engine.kind = {engine.kind!r}: {where} needs 'embedded', which alone can serve "
-            "images so far"
+            f"engine.kind = {engine.kind!r}: {where} needs an engine that serves images, 'embedded'"
+            " or 'vllm'"
+        )
+    if not (isinstance(engine, EmbeddedEngineConfig) or is_torchvision_available()):
+        log.warning(
+            "Servers resize images with torchvision, which is not installed here, so the learner's "
+            "pixels may differ a little; pip install the version that they have."
         )
     if getattr(learner, "liger_kernel", False):
         raise ConfigError(

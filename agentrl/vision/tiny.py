@@ -16,7 +16,7 @@ from agentrl.vision.eyes import ImageInputs
 
 TinyKind = Literal["llava", "qwen2_5_vl", "qwen3_vl"]
 SIDE = 28  # pixels of the images that LLaVA's copies see
-IMAGE = "<image>"  # the placeholder
+IMAGE, VIDEO = "<image>", "<video>"  # placeholders
 TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<' + message.role + '> ' }}
@@ -46,15 +46,17 @@ def make(
 ) -> tuple[Any, Any]:
     """A model of 0.2 M parameters that can look, and its tokenizer with a token for each word.
 
-    trained: whether its tower learns. patch: pixels of a patch's side, default 14 (LLaVA) or 7.
-    most: pixels of an image that Qwen's copies see; larger ones are made smaller."""
+    trained: whether its tower learns. hidden: 64, or 128 for vLLM on a CPU. patch: pixels of a
+    patch's side, default 14 (LLaVA) or 7. most: pixels of an image that Qwen's copies
+    see; larger ones are made smaller."""
     torch.manual_seed(seed)
-    tokenizer = word_tokenizer([*words, IMAGE], ("user", "assistant", "system", "tool"))
-    tokenizer.chat_template = TEMPLATE
-    # A token of its own, also where it touches other text.
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": [IMAGE]}, replace_extra_special_tokens=False
+    # Tokens of their own, also where they touch other text.
+    marks = (
+        {"image_token": IMAGE} if kind == "llava" else {"image_token": IMAGE, "video_token": VIDEO}
     )
+    roles = ("user", "assistant", "system", "tool")
+    tokenizer = word_tokenizer([*words, *marks.values()], roles, **marks)
+    tokenizer.chat_template = TEMPLATE
     image = tokenizer.convert_tokens_to_ids(IMAGE)
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer), "hidden_size": hidden, "intermediate_size": 2 * hidden,
@@ -100,7 +102,9 @@ def _llava(
 def _qwen(
     kind: str, text: dict[str, Any], image: int, hidden: int, patch: int, most: int
 ) -> tuple[Any, Any]:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    eighth = hidden // 64  # of half a head
+    sections = [2 * eighth, 3 * eighth, 3 * eighth]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
     text |= {"rope_parameters": rope, "tie_word_embeddings": True}
     vision: dict[str, Any] = {
         "depth": 2, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": 4,
@@ -113,6 +117,7 @@ def _qwen(
     if kind == "qwen3_vl":
         vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
         text["head_dim"] = hidden // 4
+        rope["mrope_interleaved"] = True  # as the class does anyway, and vLLM does if told
         config = hf.Qwen3VLConfig(text_config=text, vision_config=vision, **common)
         return hf.Qwen3VLForConditionalGeneration(config), processor
     vision |= {"window_size": 4 * patch, "fullatt_block_indexes": [1]}

@@ -9,8 +9,10 @@ equals the sampler.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from types import MappingProxyType
 
 import torch
@@ -105,6 +107,41 @@ def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Itera
         label = text + format_record(credit, leave_out=tuple(inside))
     if callable(credit):
         yield Link(depth, label, {"advantage": credit(batch)})
+
+
+def compared(rollout: str, groups: list[Group]) -> str:
+    """A sentence about a rollout's outcome and those of its group."""
+    own_group = (each for each in groups if any(row.id == rollout for row in each.rollouts))
+    outcomes = {row.id: row.reward() for group in own_group for row in group.rollouts}
+    known = [x for x in outcomes.values() if math.isfinite(x)]
+    if not math.isfinite(own := outcomes.get(rollout, math.nan)):
+        return "It has no outcome."
+    if len(known) < 2:
+        return f"Its outcome is {own:g}, with no other of its task to compare it with."
+    if min(known) == max(known):
+        return f"Its outcome is {own:g}, as that of all {len(known)} rollouts of its task."
+    mean = fmean(known)
+    than = "above" if own > mean else "below" if own < mean else "equal to"
+    return f"Its outcome {own:g} is {than} {mean:.3g}, the mean of the {len(known)} of its task."
+
+
+def pushed(explanation: Explanation, rollout: str) -> str:
+    """A sentence about what the step did to the calls of a rollout in its batch."""
+    batch, stored = explanation.batch, explanation.stored
+    psi = stored.columns["psi"] if stored.known.any() else explanation.psi
+    mine = batch.token_rollout == batch.rollouts.index(rollout)
+    calls = [
+        float(psi[batch.token_transition == call].nansum())
+        for call in sorted(set(batch.token_transition[mine].tolist()))
+    ]
+    ways = {
+        "likelier": sum(x > 0 for x in calls),
+        "less likely": sum(x < 0 for x in calls),
+        "neither": sum(x == 0 for x in calls),
+    }
+    said = [f"{n} {way}" for way, n in ways.items() if n]
+    which = f"{len(calls)} calls" if len(calls) > 1 else "one call"
+    return f"Of its {which} the step made {', '.join(said)}."
 
 
 def report(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from agentrl.algorithms.explain.explain import explain, report
+from agentrl.algorithms.explain.explain import compared, explain, pushed, report
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import ALL_STREAMS
 from agentrl.config import RunConfig, from_store
@@ -20,7 +20,8 @@ from agentrl.types import Group, Purpose, Rollout
 
 
 async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list[str]:
-    """Lines that explain the credit of a rollout's tokens, from the stored data of its step.
+    """Lines that explain the credit of a rollout's tokens, from the stored data of its step; the
+    first in plain words.
 
     Raises StoreError for an unknown rollout."""
     async with open_store(store_url, readonly=True) as store:
@@ -36,7 +37,7 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
         credits = [row for id in members for row in await store.credits(id)]
     config = from_store(state.config)
     step = trace.rollout.trained
-    lines = []
+    lines = [compared(rollout, groups)]
     for policy in team.trained_policies(config):
         settings = team.view(config, policy).algorithm
         algo = catalogue.make(
@@ -56,6 +57,8 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
                 lines.append("  it has no trained call in this rollout")
                 continue
         spelt = _spelling(config, policy) if tokens else None
+        if rollout in explanation.batch.rollouts:
+            lines[-1] += f"{':' if config.policies else ''} {pushed(explanation, rollout)}"
         lines += report(explanation, rollout, groups, tokens, spelt)
     if step is None:
         return [*lines, "this rollout is not trained yet, or was discarded"]

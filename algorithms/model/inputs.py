@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module
 
+from agentrl.types import Json
+
 if TYPE_CHECKING:
     from agentrl.algorithms.model.chat import Chat
     from agentrl.algorithms.model.packing import Pack
@@ -68,6 +70,21 @@ class Inputs(Protocol):
 
     def check(self, other: Module) -> str:
         """Why another model does not read the same ids; empty if it does."""
+        ...
+
+    def probe(self) -> list[dict[str, Json]]:
+        """Messages with what it reads, to compare a policy server's log-probs with the learner's;
+        empty: only text is trained."""
+        ...
+
+    def prompt(self, tokenizer: Any) -> list[int]:
+        """What the learner reads for `probe`, as the chat template renders it. Raises PolicyError
+        if it cannot."""
+        ...
+
+    def read(self, prompt: Sequence[int], messages: Sequence[dict[str, Json]]) -> list[int]:
+        """What the learner reads for a prompt that a server has rendered from messages. Raises
+        PolicyError for a prompt that is not that of the messages."""
         ...
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.data.batch import TokenRow
+from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.packing import (
     Packing,
@@ -104,11 +105,14 @@ def _rows(model: PreTrainedModel, tokenizer: Tokenizer) -> list[TokenRow]:
     """The answers to the prompt, in tokens of the model."""
     size = len(model.get_input_embeddings().weight)
     chat: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
-    try:
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], **chat)
-    except (TemplateError, ValueError):  # no template, or one for other conversations
-        prompt = tokenizer(QUESTION)["input_ids"]
-    prompt = [token % size for token in prompt[-PROMPT_TOKENS:]]
+    inputs = inputs_of(model)
+    prompt = inputs.prompt(tokenizer) if inputs else []
+    if not prompt:
+        try:
+            prompt = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], **chat)
+        except (TemplateError, ValueError):  # no template, or one for other conversations
+            prompt = tokenizer(QUESTION)["input_ids"]
+        prompt = [token % size for token in prompt[-PROMPT_TOKENS:]]
     answers = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ANSWERS)
     answers = ([token % size for token in answer[:ANSWER_TOKENS]] for answer in answers)
     return [one_row(prompt + answer, len(prompt)) for answer in answers]

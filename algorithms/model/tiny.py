@@ -220,10 +220,10 @@ def make_tokenizer(texts: Iterable[str], template: str = TEMPLATE) -> PreTrained
 
 
 def word_tokenizer(
-    words: Sequence[str], roles: Sequence[str] = ("user", "assistant")
+    words: Sequence[str], roles: Sequence[str] = ("user", "assistant"), **named: str
 ) -> PreTrainedTokenizerFast:
     """A tokenizer for a small vocabulary separated by spaces, one token per word; unknown words
-    become padding. roles: of the messages."""
+    become padding. roles: of the messages. named: special tokens by attribute."""
     marks = [f"<{role}>" for role in roles]
     vocabulary = {word: n for n, word in enumerate([*marks, "<end>", "<pad>", *words])}
     tokenizer = FastTokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -234,6 +234,7 @@ def word_tokenizer(
         pad_token="<pad>",
         additional_special_tokens=marks,
         chat_template=WORDS_TEMPLATE,
+        **named,
     )
 
 

@@ -169,7 +169,7 @@ class Search:
             why = next((row.failure for row in rows if row.failure), "the verifier returned none")
             raise AgentRLError(
                 f"no rollout with the seed texts has an outcome: {why}; correct that, and repeat "
-                "the command with --fresh"
+                "the command"
             )
         for text in self.seed:
             if not any(text.component in row.examples for row in rows):

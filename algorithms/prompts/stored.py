@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from itertools import count
+from itertools import count, takewhile
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from agentrl.algorithms.prompts.records import (
 )
 from agentrl.algorithms.prompts.search import Search, SearchEnd, TaskResult, answers, candidate_id
 from agentrl.algorithms.prompts.table import prompt_texts, prompts_of
-from agentrl.algorithms.sampling.evaluate import play
+from agentrl.algorithms.sampling.evaluate import MOST_TRIALS, all_failed, play
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
 from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
@@ -76,10 +76,14 @@ class StoredBackend:
         self._scored = False  # whether there has been a rollout with a reward
 
     async def load(self) -> None:
-        """Read the reflections and the time used before a restart."""
+        """Read the reflections and the time used before a restart, and leave out evaluations of the
+        seed texts that ended the run, because every rollout failed."""
+        rows = await self.store.groups(self.config.name, step=self.step, limit=MOST_TRIALS)
+        own = sorted((row for row in rows if row.id.startswith(self.name)), key=lambda row: row.id)
+        self._evaluations = count(len([*takewhile(all_failed, own)]))
         self._known = {one.id: one for one in await reflections_of(self.store, self.config.name)}
-        rows = await self.store.steps(self.config.name) if self.commits else []
-        before = sum(row.metrics.get("time/step", 0.0) for row in rows if row.committed)
+        steps = await self.store.steps(self.config.name) if self.commits else []
+        before = sum(row.metrics.get("time/step", 0.0) for row in steps if row.committed)
         self._ends += (self.settings.max_seconds or math.inf) - before
 
     def play(

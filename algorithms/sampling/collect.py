@@ -88,9 +88,10 @@ class Collector:
 
         With `resample`, groups without a signal are discarded and replaced, in at most
         `algorithm.max_rounds` rounds; after that the step trains fewer groups."""
+        ready = (await self.store.counts(self.config.name)).groups_settled
         work = self.claim_rounds(step)
         claimed, replaced = await close_groups_during(work, self.store, self.config)
-        played = cancelled_metrics(self.config, claimed, step)
+        played = {"groups/ready": float(ready), **cancelled_metrics(self.config, claimed, step)}
         claimed, unreadable = split_unreadable(claimed, self.vocabulary)
         if self.observer is not None:
             played |= self.observer(claimed)

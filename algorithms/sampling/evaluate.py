@@ -10,17 +10,24 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
-from agentrl.algorithms.sampling.scores import common_score, score_metrics, spread_metrics
+from agentrl.algorithms.sampling.scores import (
+    common_score,
+    few_tasks,
+    score_metrics,
+    spread_metrics,
+)
 from agentrl.base.failures import CURES, commonest_message
 from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import TrainingError
 from agentrl.store.base import Store
-from agentrl.types import ErrorKind, Json, NewRollout, Rollout
+from agentrl.store.records import GroupRow
+from agentrl.types import ErrorKind, Json, NewRollout, Purpose, Rollout
 
 NO_NUMBER = "VerifierError: the verifier returned"  # start of the message of such a failure
 FEWEST = 4  # rollouts that fail alike by more than chance
+MOST_TRIALS = 1000  # groups of evaluations before the first step
 log = logging.getLogger("agentrl.algorithm")
 
 
@@ -43,7 +50,8 @@ async def evaluate_heldout(
     """Log the scores on `tasks` after `step` steps, as `eval/<name>` for each of `temperatures`,
     unless the store has them already. Each task is rolled out once; before and after training
     `eval.samples` times at the last temperature. seats: role or policy -> policy that plays it.
-    Raises TrainingError, before the first step, if all rollouts fail for one cause."""
+    Raises TrainingError, before the first step, if all rollouts fail for one cause; they are played
+    again by the next start, to which the cause may be mended."""
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return
@@ -51,15 +59,19 @@ async def evaluate_heldout(
     if outer:
         after = f" after {step} steps" if config.steps else ""
         log_phase(log, f"scoring {len(tasks)} held-out tasks{after}")
+        if step == 0 and (said := few_tasks(len(tasks))):
+            log_phase(log, said)
+    trial = await failed_trials(store, config.name) if step == 0 else 0
     started = time.monotonic()
     requested, named = {}, temperatures(config, step)
     for name, temperature in named.items():
         sampling = replace(config.sampling, temperature=temperature)
         repeated = tasks * (config.eval.samples if outer and name == [*named][-1] else 1)
         requested[name] = evaluation_rollouts(
-            config, step, name, repeated, sampling, seats, candidate
-        )
-    metrics: dict[str, float] = {}
+            config, step, f"{name}.{trial:02d}" if trial else name, repeated, sampling, seats,
+            candidate,
+        )  # fmt: skip
+    metrics = {"eval/tasks": float(len(tasks))}
     played = await play(store, requested)
     if step == 0 and config.steps:
         check_first(config, [row for rollouts in played.values() for row in rollouts])
@@ -91,8 +103,22 @@ def check_first(
         why = f", because of {name}: {message}" if name else f", because of {message}"
     raise TrainingError(
         f"all {len(rollouts)} rollouts failed{why}. Example: agentrl show {rollouts[0].id}."
-        f" {CURES[kind]}, and repeat the command with --fresh"
+        f" {CURES[kind]}, and repeat the command"
     )
+
+
+async def failed_trials(store: Store, run: str) -> int:
+    """How many evaluations before the first step ended the run, because every rollout failed."""
+    rows = await store.groups(run, purpose=Purpose.EVAL, step=0, limit=MOST_TRIALS)
+    trials: dict[str, list[GroupRow]] = {}
+    for row in rows:
+        trials.setdefault(row.id.rpartition("/")[2].partition(".")[2], []).append(row)
+    return sum(all(map(all_failed, groups)) for groups in trials.values())
+
+
+def all_failed(group: GroupRow) -> bool:
+    """Whether every rollout failed, without a reward."""
+    return 0 < group.n == group.failed and all(outcome is None for outcome in group.outcomes)
 
 
 async def play(

@@ -16,6 +16,7 @@ from agentrl.types import Rollout, Scope
 log = logging.getLogger("agentrl.algorithm")
 
 Z = 1.96  # quantile of the normal distribution for a two-sided 95 % interval
+FEW_TASKS, ENOUGH_TASKS = 20, 40  # held-out tasks; below the first a run says what they are worth
 
 
 def score_metrics(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -75,6 +76,18 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     middle, scale = (mean + Z * Z / (2 * n)) / (1 + Z * Z / n), Z / (1 + Z * Z / n)
     half = scale * math.sqrt(mean * (1 - mean) / n + Z * Z / (4 * n * n))
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def few_tasks(n: int) -> str:
+    """How little a score on so few tasks says, by Wilson's interval; empty for enough."""
+    if not 0 < n < FEW_TASKS:
+        return ""
+    known, enough = (50 * Z / math.sqrt(tasks + Z * Z) for tasks in (n, ENOUGH_TASKS))
+    return (
+        f"{n} held-out task{'s' if n > 1 else ''}: with rewards of 0 and 1 a score moves in steps"
+        f" of {100 / n:.0f} points, and is known to ±{known:.0f} points; {ENOUGH_TASKS} tasks give"
+        f" ±{enough:.0f}"
+    )
 
 
 def common_score(config: RunConfig, rollouts: Sequence[Rollout], tasks: int) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from statistics import fmean, stdev
 
 from agentrl.config import RunConfig
@@ -51,9 +52,9 @@ class Change:
 
 
 def changes_text(changes: Mapping[str, Change]) -> str:
-    """What was measured, as the start of a sentence; empty if nothing was."""
-    said = [f"{name} {change.text}, " for name, change in changes.items()]
-    return f"means of the first and last fifth: {''.join(said)}" if said else ""
+    """What was measured; empty if nothing was."""
+    said = [f"{name} {change.text}" for name, change in changes.items()]
+    return f"means of the first and last fifth: {', '.join(said)}" if said else ""
 
 
 def changes_of(rows: Sequence[Mapping[str, float]], config: RunConfig) -> dict[str, Change]:
@@ -81,8 +82,12 @@ def not_improved(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
     known = {name: change for name, change in changes.items() if name != TRAINING}
     if any(x.last > x.first or x.first == x.last == 1.0 for x in known.values()):
         return ""
-    found = [f"{name} {x.first:.3f} to {x.last:.3f}" for name, x in known.items()]
+    found = [f"{name} {x.first:.3f} to {x.last:.3f}{_by_luck(x)}" for name, x in known.items()]
     return f"no improvement was measured ({', '.join(found)})" if found else ""
+
+
+def _by_luck(change: Change) -> str:
+    return f", where chance makes up to {change.noise:.2g}" if change.noise < math.inf else ""
 
 
 def change_of(measured: Sequence[tuple[float, float]], *, same_tasks: bool) -> Change:
@@ -99,6 +104,18 @@ def change_of(measured: Sequence[tuple[float, float]], *, same_tasks: bool) -> C
     return Change(means[0], fmean(x for x, _ in last), max(means), noise)
 
 
+async def evaluation(store: Store, run: str, step: int, name: str) -> list[Rollout]:
+    """The rollouts of an evaluation; before the first step those of the last start that played it,
+    because the earlier ones all failed."""
+    group, found = f"{run}/eval/{step:06d}/{name}", list[Rollout]()
+    for trial in count():
+        rows = await store.rollouts(run, group=f"{group}.{trial:02d}" if trial else group)
+        if not rows or step:
+            return rows or found
+        found = rows
+    raise AssertionError
+
+
 async def paired(
     store: Store, run: str, changes: Mapping[str, Change], steps: Mapping[str, Sequence[int]]
 ) -> dict[str, Change]:
@@ -109,10 +126,7 @@ async def paired(
         size = math.ceil(len(steps[name]) / 5)
         group = EVALUATIONS[name]
         ends = [
-            [
-                _by_task(await store.rollouts(run, group=f"{run}/eval/{step:06d}/{group}"))
-                for step in some
-            ]
+            [_by_task(await evaluation(store, run, step, group)) for step in some]
             for some in (steps[name][:size], steps[name][-size:])
         ]
         every = [one for end in ends for one in end]

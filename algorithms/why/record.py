@@ -19,6 +19,7 @@ from agentrl.algorithms.why.changes import (
     Change,
     change_of,
     changes_of,
+    evaluation,
     paired,
 )
 from agentrl.config import RunConfig
@@ -30,6 +31,7 @@ from agentrl.types import FailureCount, Purpose, Rollout, RolloutState
 
 ROLLOUTS_READ, SEARCH_SECONDS = 32, 5.0  # rollouts to read with calls; seconds to search for a role
 ROLLOUTS_LISTED = 2048  # rollouts whose tasks, results and rewards are read
+EARLY = 20  # steps until which a run that does not get better may only need time
 ALIKE_READ, ALIKE_EACH = 24, 4  # sets of equal rollouts whose calls are read, and of each so many
 
 
@@ -57,6 +59,11 @@ class PolicyRun:
     listed: Sequence[Rollout] = ()  # training rollouts from the first on, without calls
     heldout: Sequence[Rollout] = ()  # of an evaluation
     alike: Alike | None = None
+
+    @property
+    def early(self) -> bool:
+        """Whether steps are missing that may still change something."""
+        return len(self.steps) < min(self.config.steps, EARLY)
 
     @property
     def risen(self) -> bool:
@@ -118,8 +125,7 @@ async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
 
     failure = max(await store.failures(run), key=weight, default=None)
     listed = await store.rollouts(run, purpose=Purpose.TRAIN, limit=ROLLOUTS_LISTED)
-    scored = f"{run}/eval/{next(iter(steps[HELD_OUT]), 0):06d}/score"
-    heldout = await store.rollouts(run, group=scored)
+    heldout = await evaluation(store, run, next(iter(steps[HELD_OUT]), 0), "score")
     alike = await _alike(store, listed)
     policies = team.trained_policies(config)
     records = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
@@ -75,6 +76,23 @@ def learned(run: PolicyRun) -> str:
     if not held_out and repeated_tasks(run).share >= RANKED_SHARE:
         return ""
     return f"it learned: {', '.join(risen)}"
+
+
+def opening(run: PolicyRun, found: Sequence[Reason]) -> str:
+    """The first sentence about a run: whether it learned. What chance explains is neither."""
+    more = "; the likeliest reasons:" if found else "."
+    if learned(run):
+        return "It learned, but:" if found else "It learned."
+    if run.improved:
+        return f"The scores rose, but they are no evidence{more}"
+    if not (run.steps or run.changes):
+        return "No step is trained yet."
+    if any(change.fallen for change in run.changes.values()):
+        return f"It got worse{more}"
+    if run.early:
+        few = "It is too early to say: no difference is larger than chance"
+        return f"It has not learned so far{more}" if found else f"{few}."
+    return f"It did not learn{more}" if found else "No difference is larger than chance."
 
 
 def long_prompts(run: PolicyRun) -> Reason:

@@ -156,14 +156,18 @@ def collapsed(run: PolicyRun) -> Reason:
 def not_better(run: PolicyRun) -> Reason:
     """What is left where rewards differ and weights move, for long enough."""
     updates = sum(step.get("update/steps", 0.0) > 0 for step in run.steps)
-    if updates < FEWEST_UPDATES or not run.changes or any(x.risen for x in run.changes.values()):
+    risen = any(change.risen for change in run.changes.values())
+    if updates < FEWEST_UPDATES or not run.changes or risen:
         return NO_REASON
     name, change = next(iter(run.changes.items()))
     kl = sum(run.values("update/kl"))
     text = f"the model does not get better: {name} {change.text} in {updates} updates, although "
     text += f"groups have differences and the policy moved ({kl:.2g} nats per token in all)"
     cure = "policy.model: a larger one, or warmup.data: demonstrations; if it may only need time, "
-    return Reason(REPORTED_SHARE, text, cure + "steps: more")
+    cure += "steps: more"
+    if run.early:
+        cure = f"nothing yet: these are {len(run.steps)} of {run.config.steps} steps. Later, {cure}"
+    return Reason(REPORTED_SHARE, text, cure)
 
 
 def lowest(run: PolicyRun) -> str:

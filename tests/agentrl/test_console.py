@@ -163,6 +163,68 @@ def test_rewards_are_percentages_until_one_is_no_fraction(tmp_path: Path) -> Non
     assert progress.scores_line(progress.rows[0]) == "untrained:  held-out 0.500"
 
 
+def test_a_score_of_few_tasks_is_said_with_its_interval(tmp_path: Path) -> None:
+    config = resolve({"name": "r", "output": str(tmp_path), "steps": 9}, source="test")
+    bounds = {"eval_score_low": 0.3, "eval_score_high": 0.95}
+    rows = [
+        stepped(0, eval_score=0.75, eval_tasks=4.0, **bounds),
+        stepped(5, committed=False, eval_score=0.421875, eval_tasks=64.0),
+    ]
+    progress = Progress(config, rows)
+    assert [progress.scores_line(row) for row in rows] == [
+        "untrained:  held-out 75.0% of 4 tasks (95 % interval 30.0% to 95.0%)",
+        "after step 5:  held-out 42.2% of 64 tasks",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ready", "rates"),
+    [
+        (0, "8 rollouts/s  160 tokens/s"),
+        (2, "6 rollouts/s  120 tokens/s"),
+        (8, "- rollouts/s  - tokens/s"),
+        (9, "- rollouts/s  - tokens/s"),
+    ],
+)
+def test_rollouts_from_before_a_resume_count_in_no_rate(
+    tmp_path: Path, ready: float, rates: str
+) -> None:
+    """Nor those that were sampled ahead of the step."""
+    config = resolve({"name": "r", "output": str(tmp_path), "steps": 9}, source="test")
+    row = stepped(4, rollouts=64.0, groups=8.0, groups_ready=ready, tokens_completion=1280.0)
+    row.metrics["time/rollouts"] = 8.0 if ready < 8 else 0.004
+    line = Progress(config, [row]).line(row)
+    assert f"  {rates}  " in line
+
+
+async def test_what_a_process_says_comes_before_what_the_store_has_of_it(tmp_path: Path) -> None:
+    """The log says "scoring", the store the score: both are there at the next look."""
+    config = resolve({"name": "r", "output": str(tmp_path), "steps": 2}, source="test")
+    done, file = asyncio.Event(), tmp_path / "algorithm.log"
+
+    class Said(io.StringIO):
+        def write(self, text: str) -> int:
+            if "held-out" in text:
+                done.set()
+            return super().write(text)
+
+    console = Console(file=Said(), width=100)
+    follower = LogFollower(console, PHASE, [file])
+    async with open_store(config.store) as store:
+        await store.open_run("r", {})
+        file.write_text("2026-01-01 00:00:00,000 PHASE agentrl.algorithm: scoring\n")
+        await store.log("r", 0, {"eval/score": 0.5})
+        showing = asyncio.create_task(show_progress(store, config, console, first=follower.look))
+        async with asyncio.timeout(60):
+            await done.wait()
+        showing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await showing
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    assert said.index("scoring") < said.index("held-out")
+
+
 def test_the_time_left_counts_each_step_and_each_evaluation_that_is_due(tmp_path: Path) -> None:
     tables = {"steps": 10, "eval": {"every": 5}}
     config = resolve({"name": "r", "output": str(tmp_path)} | tables, source="test")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,27 @@ from rich.console import Console
 
 from agentrl.config import resolve
 from agentrl.store import open_store
+from agentrl.telemetry import report
 from agentrl.telemetry.report import (
     policies_without_calls,
     print_report,
     reward_curves,
+    save_curve,
     score_table,
     times,
 )
-from agentrl.types import Reward, Rollout, StepRow
+from agentrl.telemetry.show import state_in_words
+from agentrl.types import (
+    ErrorKind,
+    Failure,
+    NewRollout,
+    Outcome,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    StepRow,
+)
 from tests.factories import rollout
 
 
@@ -145,3 +158,64 @@ def test_a_policy_whose_roles_never_speak_is_named() -> None:
         "('planer'); the roles with calls are 'planner', 'solver'"
     }
     assert policies_without_calls(resolve({}, source="test"), [row(0, calls=0.0)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("temperature", "tasks", "label"),
+    [(0.0, 200.0, "held-out, greedy, 200 tasks"),
+     (0.7, None, "held-out, sampled at temperature 0.7")],
+)  # fmt: skip
+def test_the_curve_says_how_it_was_measured_and_begins_at_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, tasks: float, label: str
+) -> None:
+    from matplotlib import pyplot as plt
+
+    kept: list[Any] = []
+    monkeypatch.setattr(plt, "close", kept.append)
+    how = {"eval": {"temperature": temperature}}
+    config = resolve({"name": "run", "output": str(tmp_path)} | how, source="test")
+    known = {} if tasks is None else {"eval/tasks": tasks}
+    steps = [
+        row(0, **{"reward/mean": 0.25, "role/a/reward": 0.2, "eval/score": 0.1} | known),
+        row(1, **{"reward/mean": 0.5, "role/a/reward": 0.4}),
+        row(2, **{"eval/score": 0.6}),
+    ]
+    save_curve(config, steps)
+    lines = {line.get_label(): list(line.get_xdata()) for line in kept[0].axes[0].lines}
+    assert lines[label] == [0, 2]
+    assert [xs for name, xs in lines.items() if name != label] == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("state", "outcome", "words"),
+    [("succeeded", 1.0, "succeeded"), ("succeeded", 0.0, "completed"),
+     ("succeeded", nan, "completed"), ("failed", nan, "failed"), ("failed", 0.5, "failed")],
+)  # fmt: skip
+def test_the_words_for_a_state_do_not_contradict_the_outcome(
+    state: str, outcome: float, words: str
+) -> None:
+    rewards = [] if isnan(outcome) else [Reward(value=outcome)]
+    given: Any = {"attempt": "a", "rewards": rewards, "state": RolloutState(state)}
+    assert state_in_words(rollout("g/0", **given)) == words
+
+
+async def test_an_example_of_success_has_not_failed(tmp_path: Path) -> None:
+    """By `agent.error_reward` it has an outcome all the same."""
+    config = resolve({"name": "r", "output": str(tmp_path)}, source="test")
+    steps = [row(0, **{"eval/score": 0.5})]
+    async with open_store(config.store) as store:
+        await store.open_run("r", {})
+        for index, (failure, value) in enumerate(((True, 1.0), (False, 0.0), (False, 0.5))):
+            one = NewRollout(
+                id=f"r/eval/000000/score/{index:04d}", run="r", group="r/eval/000000/score",
+                index=index, task={}, purpose=Purpose.EVAL,
+            )  # fmt: skip
+            await store.enqueue([one])
+            (attempt,) = await store.claim(1, runner="w", lease=60.0, run="r")
+            why = Failure(kind=ErrorKind.AGENT, message="no") if failure else None
+            rewards = [Reward(value=value)]
+            done = Outcome(attempt=attempt.id, fence=attempt.fence, failure=why, rewards=rewards)
+            await store.finish([done])
+        found = await report._examples(store, config, steps)
+    ids = {title.partition(",")[0]: one.id[-1] for title, one in found.items()}
+    assert ids == {"A success": "2", "A failure": "1"}

@@ -8,7 +8,9 @@ ten turns that shows all its screenshots in every call, without the images' own 
 `full_bytes_per_call`: with data URLs in the messages. `capture_ms`: median milliseconds that a
 screenshot adds to a call through the gateway, less those that it adds to the same call sent
 directly to the upstream; `capture_cpu_ms`: CPU of the gateway's process that it adds. Calls with
-and without a screenshot alternate.
+and without a screenshot alternate. `vllm_logprob_error_<class>`: largest difference in nats between
+the log-probs of a real vLLM on the CPU, after two updates of the weights, and those of the class's
+forward pass with pixel values; left out where vLLM is not installed.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ import random
 import sqlite3
 import statistics
 import struct
+import sys
 import tempfile
 from base64 import b64encode
 from collections.abc import Iterator
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +172,41 @@ def gateway_figures() -> Figures:
     }
 
 
+# -- vLLM ------------------------------------------------------------------------------------------
+
+
+def vllm_figures() -> Figures:
+    if find_spec("vllm") is None:
+        print(
+            "vllm_logprob_error: skipped, because vLLM is not installed here; run `make "
+            "test-engines`, and this with .venv-engines/bin/python",
+            file=sys.stderr,
+        )
+        return {}
+    from tests.agentrl.vision.on_vllm import WAYS
+
+    found = {f"vllm_logprob_error_{kind}": asyncio.run(_vllm_error(kind)) for kind in WAYS}
+    return found | {"vllm_logprob_error": max(found.values())}
+
+
+async def _vllm_error(kind: str) -> float:
+    from tests.agentrl.vision.on_vllm import serving
+
+    with tempfile.TemporaryDirectory() as folder:
+        async with serving(kind, Path(folder)) as served:
+            gaps = await served.gaps()
+            for _ in range(2):
+                await served.change()
+                gaps += await served.gaps()
+    return max(gaps)
+
+
 def figures() -> Figures:
     return {
         "bytes_per_call": bytes_per_call(full=False),
         "full_bytes_per_call": bytes_per_call(full=True),
         **gateway_figures(),
+        **vllm_figures(),
     }
 
 
@@ -181,10 +215,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     found = figures()
     if parser.parse_args().json:
-        print(json.dumps({name: round(value, 3) for name, value in found.items()}))
+        print(json.dumps({name: float(f"{value:.4g}") for name, value in found.items()}))
         return
     for name, value in found.items():
-        print(f"{name:<24} {value:>14,.2f}")
+        print(f"{name:<32} {value:>12.4g}")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ async def ends(named: Named) -> dict[str, dict[str, Any]]:
 
             began = time.monotonic()
             done = await on.play(task, reply)
-            ended = {"problem": done.problem[-1500:], "outcome": done.outcome}
+            ended = {"problem": done.problem[:1500], "outcome": done.outcome}
             found[what] = ended | {"calls": len(done.calls), "s": time.monotonic() - began}
             print(what, found[what], file=sys.stderr, flush=True)
     return found

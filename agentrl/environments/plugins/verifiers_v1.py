@@ -18,13 +18,18 @@ from agentrl.types import Json
 class VerifiersV1(Environment):
     requires = ("verifiers==0.4.0", "uv==0.13.9")
 
-    def __init__(self, what: str, take: int = 500, harness: str = "null", **config: Any) -> None:
-        """`take`: most tasks, of a taskset that may have no end. `config`: of the taskset."""
+    def __init__(
+        self, what: str, take: int = 500, harness: str = "null", max_turns: int = 50, **config: Any
+    ) -> None:
+        """`take`: most tasks, of a taskset that may have no end. `max_turns`: most calls of a
+        rollout, since a harness repeats a tool call that it cannot read. `config`: of the
+        taskset."""
         os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it calls uv
         sys.path.insert(0, str(self.root))
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-        agent = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
+        agent = {"harness": {"id": harness}, "max_turns": max_turns}
+        agent |= {"runtime": {"type": "subprocess"}}
         known = resolve_env_config({"taskset": {"id": what, **config}, "agent": agent})
         self.env, self.what = load_environment(known), what
         self.known = {task.key: task for task in self.env.taskset.take(take)}

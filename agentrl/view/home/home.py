@@ -27,6 +27,7 @@ from agentrl.view.summaries import (
     differing,
     in_unit,
     matrix,
+    offset,
     summary,
     whole_settings,
 )
@@ -257,6 +258,7 @@ class Home:
         values |= {
             "series": series,
             "titles": TITLES,
+            "offsets": {name: [offset(name)] * len(rows) for name in names},
             "shares": [n for n in (SCORE, REWARD) if in_unit(one[n] for one in curves)],
             "labels": labels,
             "settings": matrix(list(map(whole_settings, rows))),

@@ -1,6 +1,6 @@
 """Find the stores of runs: below `runs/` and the working directory, and a shared one.
 
-Nothing is opened here, so that a damaged, locked or foreign file is found like any other.
+No database is opened here, so that a damaged or locked store is found like any other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from agentrl.config import store_of
 from agentrl.errors import AgentRLError, NotFound, StoreError
 from agentrl.store import open_store
+from agentrl.store.sqlite.migrations import APPLICATION_ID
 
 VARIABLE = "AGENTRL_STORE_URL"  # of a shared store, which everybody of a team may name
 DEEPEST, MOST_FOLDERS = 4, 4000  # folders below the first, and in all, that are searched
@@ -84,8 +85,19 @@ def _label(file: Path) -> str:
     return str(named.relative_to(Path.cwd()) if here else named).removesuffix(".db")
 
 
+def _is_another(file: Path) -> bool:
+    """Whether a file that was not named by anybody is a database of another program."""
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(72)
+    except OSError:
+        return False  # said where it is opened
+    mine = head.startswith(b"SQLite format 3\0") and head[68:] == APPLICATION_ID.to_bytes(4)
+    return not (mine or not head or file.name == "store.db")
+
+
 def _files(folder: Path) -> Iterator[Path]:
-    """The database files of a folder and those below, in breadth and by name."""
+    """The stores of a folder and those below, in breadth and by name."""
     folders, left = [folder], MOST_FOLDERS
     for _ in range(DEEPEST + 1):
         below: list[Path] = []
@@ -94,7 +106,9 @@ def _files(folder: Path) -> Iterator[Path]:
                 entries = sorted(os.scandir(one), key=lambda entry: entry.name)
             except OSError:
                 continue
-            yield from (Path(x.path) for x in entries if x.name.endswith(".db") and x.is_file())
+            files = (Path(x.path) for x in entries if x.name.endswith(".db") and x.is_file())
+            mine = "runs" in one.absolute().parts  # elsewhere others have databases too
+            yield from (file for file in files if mine or not _is_another(file))
             below += [
                 Path(x.path)
                 for x in entries

@@ -18,14 +18,16 @@ document.body.classList.add("scripted");
 const charts = new Map(); // figure -> {plot, data}
 const COLOURS = ["--k0", "--k1", "--k2", "--k3", "--k4", "--k5"];
 
-/** Columns for uPlot from one list of [step, value] for each line. */
-function columns(lines) {
+/** Columns for uPlot from one list of [step, value] for each line; the first step ends at 1. */
+function columns(figure, rows) {
+  const offsets = JSON.parse(figure.dataset.offsets || "[]");
+  const lines = rows.map((points, i) => points.map(([step, value]) => [step + (offsets[i] || 0), value]));
   const steps = [...new Set(lines.flatMap(points => points.map(p => p[0])))].sort((a, b) => a - b);
-  const rows = lines.map(points => {
+  const values = lines.map(points => {
     const known = new Map(points);
     return steps.map(step => known.get(step) ?? null);
   });
-  return [steps, ...rows];
+  return [steps, ...values];
 }
 
 const short = value => (value == null ? "" : String(+value.toPrecision(3)));
@@ -40,7 +42,7 @@ function colour(name) {
 }
 
 function draw(figure, lines, labels) {
-  const place = $(".plot", figure), data = columns(lines), stroke = colour("--dim"), grid = colour("--line");
+  const place = $(".plot", figure), data = columns(figure, lines), stroke = colour("--dim"), grid = colour("--line");
   const unit = figure.dataset.unit !== undefined, main = figure.classList.contains("main");
   const axis = {stroke, grid: {stroke: grid, width: 1}, ticks: {show: false}, font: "12px system-ui", gap: 8};
   const percent = all => all.map(value => `${+(value * 100).toPrecision(3)} %`);
@@ -63,8 +65,10 @@ function draw(figure, lines, labels) {
     hooks: {setCursor: [u => say(figure, u, u.cursor.idx)]},
   }, data, place);
   plot.over.addEventListener("click", () => {
-    if (plot.cursor.idx != null && document.body.dataset.run) {
-      visit(`${base}/step/${plot.data[0][plot.cursor.idx]}/${path(document.body.dataset.run)}`);
+    const i = plot.cursor.idx, offsets = JSON.parse(figure.dataset.offsets || "[]");
+    if (i != null && document.body.dataset.run) {
+      const known = offsets.filter((_, line) => plot.data[line + 1][i] != null); // a step before its evaluation
+      visit(`${base}/step/${plot.data[0][i] - Math.max(0, ...known)}/${path(document.body.dataset.run)}`);
     }
   });
   charts.set(figure, {plot, lines, labels});
@@ -109,7 +113,7 @@ async function extendCharts() {
       grown ||= fresh.length > 0;
     });
     if (!grown) continue;
-    chart.plot.setData(columns(chart.lines));
+    chart.plot.setData(columns(figure, chart.lines));
     say(figure, chart.plot, null);
   }
 }

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, isnan
+from typing import Any
 
 from agentrl.algorithms.engines.vllm.client import VllmClient
 from agentrl.algorithms.engines.vllm.serving import (
@@ -23,12 +24,12 @@ from agentrl.algorithms.engines.vllm.serving import (
 from agentrl.algorithms.engines.vllm.spans import SPANS
 from agentrl.algorithms.engines.vllm.weights import NewestWeights
 from agentrl.errors import PolicyError
-from agentrl.types import POLICY
+from agentrl.types import POLICY, Json
 
 # vLLM documents clear_cache as without effect here, but it does make calls recompute their keys.
 PAUSE_ROUTE, RESUME_ROUTE = "/pause?mode=keep&clear_cache=true", "/resume"
 WEIGHTS, KEYS = "weights", "kv_cache"  # vLLM's tags of wake_up
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class WeightDelivery:
@@ -93,6 +94,8 @@ class WeightDelivery:
             resets = await servers.post("/reset_prefix_cache")
         if not all(reset["success"] for reset in resets):
             raise PolicyError("vLLM did not clear its prefix cache after a weight update")
+        if self.parity.learned.inputs is not None:
+            await servers.post("/reset_encoder_cache")
         if self._host.spans:
             await servers.post(f"{SPANS}?{serving.query()}")
         if self.in_flight and not serving.adapters:
@@ -196,23 +199,49 @@ class ParityCheck:
     tolerance: float
 
     async def check_logprobs(self, policy: str, servers: VllmClient) -> None:
-        """Raise PolicyError if vLLM's log-probs of the probe text differ from the learner's."""
-        probe = list(self.learned.probe)
-        body = {"model": self.serving.name(policy), "prompt": probe, "max_tokens": 1}
+        """Raise PolicyError if vLLM's log-probs of the probe text differ from the learner's, or
+        those of messages with what else the model reads."""
+        body: dict[str, Json] = {"model": self.serving.name(policy), "max_tokens": 1}
         body |= {"prompt_logprobs": 0, "temperature": 1.0}
-        answers = await servers.post(COMPLETIONS, body)
-        scored = self._scored(policy, probe)
-        for answer in answers:
-            rows = answer["choices"][0]["prompt_logprobs"][1:]
-            served = [next(iter(row.values()))["logprob"] for row in rows]
-            gaps = [abs(a - b) for a, b in zip(served, scored, strict=True)]
-            worst = max(range(len(gaps)), key=lambda i: inf if isnan(gaps[i]) else gaps[i])
-            if not gaps[worst] <= self.tolerance:
+        probe = list(self.learned.probe)
+        for answer in await servers.post(COMPLETIONS, body | {"prompt": probe}):
+            rows = answer["choices"][0]["prompt_logprobs"]
+            if differs := self._differs(policy, probe, rows):
+                version = self.serving.versions[policy]
                 raise PolicyError(
-                    f"vLLM serves other weights than the learner's after publishing version "
-                    f"{self.serving.versions[policy]}: log-prob {served[worst]:.6f} against "
-                    f"{scored[worst]:.6f}, tolerance {self.tolerance:g} (engine.vllm.tolerance)"
+                    "vLLM serves other weights than the learner's after publishing version "
+                    f"{version}: {differs}"
                 )
+        inputs = self.learned.inputs
+        if inputs is None or not (messages := inputs.probe()):
+            return
+        body |= {"messages": messages, "return_token_ids": True}
+        for answer in await servers.post(CHAT, body):
+            read = inputs.read(answer["prompt_token_ids"], messages)
+            if differs := self._differs(policy, read, answer["prompt_logprobs"]):
+                raise PolicyError(
+                    f"vLLM sees an image otherwise than the learner: {differs}; start it with the "
+                    "policy's own preprocessor_config.json, without --mm-processor-kwargs, and "
+                    "install its versions of torchvision and transformers here"
+                )
+
+    def _differs(self, policy: str, tokens: list[int], rows: list[Any]) -> str:
+        """How vLLM's log-probs of a prompt differ from the learner's; empty: they do not.
+
+        rows: `prompt_logprobs`, whose first is None. What is no text has none to compare."""
+        scored = self._scored(policy, tokens)
+        served = [
+            next(iter(row.values()))["logprob"] if token >= 0 else own
+            for row, token, own in zip(rows[1:], tokens[1:], scored, strict=True)
+        ]
+        gaps = [abs(a - b) for a, b in zip(served, scored, strict=True)]
+        worst = max(range(len(gaps)), key=lambda i: inf if isnan(gaps[i]) else gaps[i])
+        if gaps[worst] <= self.tolerance:
+            return ""
+        return (
+            f"log-prob {served[worst]:.6f} against {scored[worst]:.6f}, tolerance "
+            f"{self.tolerance:g} (engine.vllm.tolerance)"
+        )
 
     async def check_temperature(self, policy: str, servers: VllmClient) -> None:
         """Raise PolicyError if vLLM's log-probs ignore the temperature that it samples at."""

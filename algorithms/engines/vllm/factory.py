@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
 from agentrl.algorithms.engines.vllm.process import VllmProcess, gpus_taken
 from agentrl.algorithms.engines.vllm.server import VllmServer
@@ -27,8 +29,10 @@ from agentrl.algorithms.model.estimate import (
     bytes_of_token,
     bytes_of_weight,
 )
+from agentrl.algorithms.model.inputs import Inputs, inputs_of
 from agentrl.algorithms.model.load import Tokenizer, checkpoint_weights
 from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.algorithms.model.proof import tolerance
 from agentrl.algorithms.model.tool_parser import TOOL_FORMAT
 from agentrl.base.access import read_sent_key
@@ -86,6 +90,7 @@ def vllm_server(
             rank=learned.rank,
             side_by_side=in_flight,
             memory=_gpu_memory(config, model),
+            media=_media(learned.inputs),
         )
     return VllmServer(
         learned,
@@ -97,6 +102,14 @@ def vllm_server(
         in_flight=in_flight,
         sleep=engine.vllm.sleep,
     )
+
+
+def _media(inputs: Inputs | None) -> tuple[str, ...]:
+    """Arguments of a child whose model reads more than text."""
+    if inputs is None:
+        return ()
+    limits = {"video": 0} if inputs.probe() else {"video": 0, "image": 0}
+    return "--limit-mm-per-prompt", json.dumps(limits)
 
 
 def _gpu_memory(config: RunConfig, model: Any) -> float:
@@ -144,22 +157,33 @@ def vllm_share(config: RunConfig, network: Any, total: int) -> float:
 def _trained_model(
     model: Any, tokenizer: Tokenizer, adapters: Adapters | None, threads: int
 ) -> TrainedModel:
+    inputs = inputs_of(model)
+
     @torch.no_grad()
     def score(policy: str, tokens: Sequence[int]) -> list[float]:
-        row = torch.tensor(tokens, device=model.device)
         applied = nullcontext() if adapters is None else adapters.using(policy)
         # vLLM computes at the same time, and more threads than cores are a hundred times slower.
         with computing_with(threads), applied:
-            logprobs = model(row[None]).logits[0, :-1].float().log_softmax(-1)
-        scores: list[float] = logprobs.gather(1, row[1:, None])[:, 0].tolist()
-        return scores
+            return _logprobs(model, tokens) if inputs is None else _logprobs_of_text(model, tokens)
+
+    def complete(save: Callable[[Path], None]) -> Callable[[Path], None]:
+        """Write what vLLM reads images with beside the weights, as in a checkpoint of the hub."""
+
+        def saved(directory: Path) -> None:
+            save(directory)
+            if inputs is not None:
+                inputs.save(directory)
+                tokenizer.save_pretrained(directory)
+
+        return saved
 
     whole = TrainedModel(
-        save=model.save_pretrained,
+        save=complete(model.save_pretrained),
         weights=lambda: checkpoint_weights(model, model.state_dict()),
         save_tokenizer=tokenizer.save_pretrained,
         score=score,
         probe=tokenizer(PROBE)["input_ids"],
+        inputs=inputs,
         gpu=(model.device.index or 0) if model.device.type == "cuda" else -1,
     )
     if adapters is None:
@@ -167,10 +191,30 @@ def _trained_model(
     first = adapters.names[0]
     return dataclasses.replace(
         whole,
-        save=lambda directory: adapters.merge(first, directory),
+        save=complete(lambda directory: adapters.merge(first, directory)),
         weights=lambda: checkpoint_weights(model, adapters.merged(first)),
         adapters=adapters.names,
-        save_base=adapters.save_base,
+        save_base=complete(adapters.save_base),
         save_adapter=adapters.save,
         rank=max(map(adapters.rank, adapters.names)),
     )
+
+
+def _logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
+    row = torch.tensor(tokens, device=model.device)
+    logprobs = model(row[None]).logits[0, :-1].float().log_softmax(-1)
+    scores: list[float] = logprobs.gather(1, row[1:, None])[:, 0].tolist()
+    return scores
+
+
+def _logprobs_of_text(model: Any, tokens: Sequence[int]) -> list[float]:
+    """As `TrainedModel.score`, of ids of which some are no text."""
+    row = torch.tensor(tokens)
+    text = (row[1:] >= 0).nonzero().flatten() + 1
+    ones = torch.ones(len(text))
+    actions = TokenRow(row, text, ones, ones, torch.zeros_like(text))
+    (pack,) = pack_rows([actions], "rows", len(tokens))
+    scores = torch.zeros(len(tokens) - 1)
+    scores[text - 1] = forward_logprobs(model, pack).float().cpu()
+    found: list[float] = scores.tolist()
+    return found

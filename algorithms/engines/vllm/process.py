@@ -38,6 +38,7 @@ OURS |= {
     "--enable-sleep-mode",
     "--max-cpu-loras",
     "--weight-transfer-config",
+    "--mm-processor-kwargs",
     "--ssl-certfile",
     "--ssl-keyfile",
 }
@@ -66,10 +67,11 @@ class VllmProcess:
         rank: int = 0,
         side_by_side: bool = False,
         memory: float = 0.0,
+        media: Sequence[str] = (),
     ) -> None:
         """adapters: number of LoRA adapters that fit; rank: the largest; side_by_side: two versions
-        of each may run at once; memory: fraction of the GPU's, 0: vLLM's default. Raises
-        PolicyError if vLLM is missing or too old."""
+        of each may run at once; memory: fraction of the GPU's, 0: vLLM's default; media: arguments
+        for what the model reads beside text. Raises PolicyError if vLLM is missing or too old."""
         check_installed()
         self.log, self.key, self.url, self.name = log, key, "", POLICY
         self.backend: str | None = None
@@ -80,7 +82,7 @@ class VllmProcess:
             self.refuses_adapters = f"vLLM takes a rank of {RANKS[-1]} at most"
         self.gpus = gpus_taken(engine.vllm.arguments) if gpu else 0
         self._engine, self._dtype, self._rank = engine, dtype, rank
-        self._access, self._memory = engine.access, memory
+        self._access, self._memory, self._media = engine.access, memory, media
         self._child: asyncio.subprocess.Process | None = None
 
     @property
@@ -231,6 +233,7 @@ class VllmProcess:
             *(("--gpu-memory-utilization", f"{self._memory:.3f}") if self._memory else ()),
             *(("--enable-sleep-mode",) if engine.vllm.sleep else ()),
             "--disable-uvicorn-access-log",
+            *self._media,
             *(self._lora() if serving.adapters else ()),
             *(("--weight-transfer-config", transfer) if serving.backend else ()),
             *(("--ssl-certfile", engine.ssl_certfile) if engine.ssl_certfile else ()),

@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 
 from torch import Tensor
 
+from agentrl.algorithms.model.inputs import Inputs
 from agentrl.types import POLICY, Json
 
 BASE = "base"  # the base model's name in requests to a child that serves adapters
@@ -29,8 +30,10 @@ class TrainedModel:
     weights: Callable[[], Mapping[str, Tensor]]  # the same in memory, by checkpoint names
     save_tokenizer: Callable[[Path], None]
     score: Callable[[str, Sequence[int]], list[float]]
-    """(policy, token ids) -> the learner's log-prob of each token but the first, temperature 1."""
+    """(policy, token ids) -> the learner's log-prob of each token but the first, temperature 1;
+    0 for ids below 0, which are no text."""
     probe: Sequence[int]  # token ids whose log-probs are compared after each publish
+    inputs: Inputs | None = None  # what it reads beside text, whose probe is compared too
     gpu: int = -1  # index in this process of the weights' GPU; -1: none
     adapters: Sequence[str] = ()  # names; empty: all weights are trained
     save_base: Callable[[Path], None] | None = None  # writes the model without its adapters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -53,6 +53,7 @@ class VllmEngineConfig(EngineConfig, frozen=True, tag="vllm"):
     """A vLLM policy server."""
 
     packages = ("vllm",)
+    serves_images: ClassVar[bool] = True
 
     vllm: VllmConfig = VllmConfig()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,8 @@ def test_the_card_has_data_settings_curve_licence_and_how_to_load_it(
     assert "| rollouts | 128 |" in body
     assert "| 0 | 0.200 | 0.100 to 0.300 |\n| 2 (this model) | 0.900 | 0.800 to 1.000 |" in body
     assert "AutoModelForCausalLM.from_pretrained('out')" in body
+    flags = "--enable-auto-tool-choice --tool-call-parser hermes"
+    assert f"vllm serve out {flags}\n" in body
 
 
 def test_a_model_that_was_made_from_nothing_has_no_base(
@@ -85,6 +88,17 @@ def test_a_model_that_was_made_from_nothing_has_no_base(
 def test_a_checkpoint_by_its_path_has_the_same_card(root: Path) -> None:
     export("runs/mine/checkpoints/000004")
     assert "| 4 (this model) | 0.700 | 0.600 to 0.800 |" in (root / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("format", "parser"), [("llama3_json", "--tool-call-parser llama3_json"), ("mine.py:Own", "")]
+)
+def test_the_parser_of_tool_calls_is_that_of_the_models_format(
+    tmp_path: Path, format: str, parser: str
+) -> None:
+    """vLLM has none for a format of the user's own."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tool_format": format}))
+    assert card.tool_flags(tmp_path).rpartition("choice ")[2] == parser
 
 
 def test_the_licence_is_that_of_the_bases_own_card(tmp_path: Path) -> None:

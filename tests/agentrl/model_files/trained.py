@@ -28,11 +28,12 @@ class Files:
     def load(self, directory: Path) -> None: ...
 
 
-def make(root: Path, model: Path, name: str = "mine") -> str:
-    """A run in root/runs/<name>; returns the URL of its store."""
+def make(root: Path, model: Path, name: str = "mine", **policy: str) -> str:
+    """A run in root/runs/<name>; returns the URL of its store. policy: more of its settings."""
     output = root / "runs" / name
     settings = {
-        "name": name, "output": str(output), "root": str(root), "policy": {"model": str(model)},
+        "name": name, "output": str(output), "root": str(root),
+        "policy": {"model": str(model)} | policy,
         "steps": 6, "tasks": {"train": "train.jsonl", "heldout": "heldout.jsonl"},
         "verifier": {"path": "verifier.py:verify"}, "sampling": {"max_tokens": 8},
         "algorithm": {"preset": "rloo", "lr": 1e-5},

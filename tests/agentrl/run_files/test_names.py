@@ -57,3 +57,20 @@ def test_run_files_of_one_folder_name_share_no_run(
     first.rename(first.with_name("renamed.toml"))
     start(first.with_name("renamed.toml"))
     start(copied)
+
+
+def test_a_typo_of_a_copy_is_said_before_the_clash_of_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = '[policy]\nmodel = "m"\n[tasks]\ntrain = "t.jsonl"\n[algorithm]\npreset = "{}"\n'
+    first, copied = tmp_path / "run.toml", tmp_path / "copy.toml"
+    (tmp_path / "t.jsonl").write_text('{"input": "a"}\n')
+    first.write_text(text.format("grpo"))
+    config = load(first)
+    Path(config.output).mkdir(parents=True)
+    asyncio.run(opened(config))
+    for preset, said in (("gropo", "did you mean 'grpo'"), ("grpo", "is that of")):
+        copied.write_text(text.format(preset))
+        with pytest.raises(ConfigError, match=said):
+            start(copied)

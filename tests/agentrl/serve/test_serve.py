@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,10 @@ def url(root: Path) -> Iterator[str]:
         found = re.search(r"OPENAI_BASE_URL=(\S+)", said)
         assert found, said
         assert "after step 2 (the best by held-out score, 0.900)" in said
+        assert (
+            "temperature of calls: 1, unless they set one. Held-out score at temperature 0: 0.9"
+            " (95 % interval 0.8 to 1)"
+        ) in said
         yield found[1]
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
@@ -130,6 +135,21 @@ def test_an_agent_of_langchain_runs_on_it(url: str, http: httpx.Client) -> None:
     )
     done = create_agent(model, tools=[team]).invoke({"messages": QUESTION})
     assert [message.type for message in done["messages"]] == ["human", "ai"]
+
+
+def test_the_example_with_tools_in_the_documents_runs(
+    url: str, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[3] / "docs/how-to/use-the-model.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    code = next(block for block in blocks if "tools=" in block)
+    for old, new in (("http://127.0.0.1:8000/v1", url), ('"any")', '"first")')):
+        assert old in code
+        code = code.replace(old, new)
+    monkeypatch.setattr(openai, "OpenAI", partial(openai.OpenAI, http_client=http))
+    names: dict[str, Any] = {}
+    exec(compile(code, str(page), "exec"), names)
+    assert isinstance(names["ask"]("What is the price?", lambda **what: "7"), str)
 
 
 def test_who_has_no_key_is_refused_in_every_api(

@@ -59,7 +59,7 @@ def wait(page: Any, expression: str) -> None:
 
 
 def boxes(page: Any, selector: str) -> Any:
-    """Where the elements lie, all at one moment: pages scroll smoothly and charts push them down."""
+    """Where elements lie at one moment: pages scroll smoothly, and charts push them down."""
     return page.eval_on_selector_all(selector, "all => all.map(a => a.getBoundingClientRect())")
 
 
@@ -68,9 +68,9 @@ def test_from_the_curve_to_the_token(viewed: str, new_page: NewPage) -> None:
     page.goto(f"{viewed}/run/run")
     plot = page.locator('.chart[data-name="reward/mean"] .u-over')
     box = plot.bounding_box()
-    plot.hover(position={"x": box["width"] * 0.6, "y": 40})  # step 3 of 0 to 5
-    assert "at 3" in page.locator('.chart[data-name="reward/mean"] .now').inner_text()
-    assert "at 3" in page.locator('.chart[data-name="grad_norm"] .now').inner_text()  # one cursor
+    plot.hover(position={"x": box["width"] * 0.6, "y": 40})  # after 4 steps, of 1 to 6
+    assert "at 4" in page.locator('.chart[data-name="reward/mean"] .now').inner_text()
+    assert "at 4" in page.locator('.chart[data-name="grad_norm"] .now').inner_text()  # one cursor
     plot.click(position={"x": box["width"] * 0.6, "y": 40})
     page.wait_for_url("**/step/3/run")
     page.click('a[title="run/train/0000003"]')
@@ -266,9 +266,14 @@ def test_axe_finds_nothing(viewed: str, new_page: NewPage, scheme: str) -> None:
     found = {}
     for path in PAGES[:-1]:
         page.goto(viewed + path)
+        page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
         page.wait_for_timeout(150)
         options = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
         broken = axe.Axe().run(page, options=options).response["violations"]
+        page.emulate_media(color_scheme="dark" if scheme == "light" else "light")
+        contrast = {"runOnly": {"type": "rule", "values": ["color-contrast"]}}
+        broken += axe.Axe().run(page, options=contrast).response["violations"]
+        page.emulate_media(color_scheme=scheme)
         found |= {f"{path} {one['id']}": one["nodes"][0]["html"][:200] for one in broken}
     assert not found
 

@@ -139,6 +139,22 @@ async def test_lines_where_there_is_no_terminal(
     assert "step 1/4  reward 50.0%  30 rollouts/s" in console.file.getvalue()
 
 
+async def test_the_last_steps_of_a_run_have_their_lines(config: RunConfig) -> None:
+    """Also when it ends before the console looks again."""
+    console = Console(file=io.StringIO(), width=120)
+    assert isinstance(console.file, io.StringIO)
+    async with open_store(config.store) as store:
+        await store.open_run("r", {})
+        following = asyncio.create_task(view.show_progress(store, config, console))
+        while "preparing" not in console.file.getvalue():
+            await store.wait(2**62, timeout=0.05)
+        await short_run(store)
+        following.cancel()
+        await asyncio.wait((following,))
+    assert "step 1/4  reward 50.0%" in console.file.getvalue()
+    assert "step 2/4" in console.file.getvalue()
+
+
 async def test_a_line_says_that_the_policy_is_prepared(config: RunConfig) -> None:
     """Without a terminal too, and not where it is ready already."""
     console = Console(file=io.StringIO(), width=120)

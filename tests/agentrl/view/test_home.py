@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import html
+import json
 import re
+import shutil
 import sqlite3
 import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from msgspec import to_builtins
 
+from agentrl.cli.main import cli
 from agentrl.config import store_with
 from agentrl.config.run_file import resolve
 from agentrl.errors import Invalid, NotFound, StoreError
 from agentrl.store import open_store
 from agentrl.types import RunState, StepCommit
+from agentrl.view import charts
 from agentrl.view.home.home import Home
 from agentrl.view.home.stores import VARIABLE, find, places
 from agentrl.view.pages import Page
-from agentrl.view.summaries import Verdict, facts, in_unit, verdict
+from agentrl.view.summaries import Verdict, facts, in_unit, offset, verdict
 from agentrl.view.templates import render
 from tests.agentrl.view.filled import finish
 
@@ -28,8 +34,6 @@ def scores(value: float) -> dict[str, float]:
 
 
 async def add_run(file: Path, name: str, *, first: float, last: float, lr: float = 1e-4) -> None:
-    from msgspec import to_builtins
-
     config = resolve(
         {"name": name, "root": "/agents", "policy": {"model": "tiny"}, "algorithm": {"lr": lr}},
         source="test",
@@ -65,6 +69,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "runs" / name).mkdir()
     with sqlite3.connect(root / "runs/foreign/music.db") as conn:
         conn.execute("create table albums (title text)")
+    for other in (root / "mlflow.db", root / "deep/Thumbs.db"):
+        shutil.copy(root / "runs/foreign/music.db", other)
+    (root / "deep/notes.db").write_text("of another program")
     with sqlite3.connect(root / "runs/old/store.db") as conn:
         conn.execute("create table runs (id text)")
         conn.execute("pragma user_version = 3")
@@ -227,6 +234,62 @@ def test_the_verdict_of_a_run(curves: dict, expected: tuple[str, str, bool]) -> 
 def test_facts_of_settings_of_any_version() -> None:
     assert facts({}) == {}
     found = facts({"policy": {"model": "/a/b/model"}, "steps": 3, "algorithm": {"lr": 1e-6}})
-    assert found == {"model": "model", "planned steps": "3", "learning rate": "1e-06"}
+    assert found == {"model": "b/model", "planned steps": "3", "learning rate": "1e-06"}
+    assert facts({"policy": {"model": "../tiny"}, "root": "/a/b"}) == {"model": "tiny"}
+    assert facts({"policy": {"model": "Qwen/Qwen2.5-0.5B"}, "root": "/a"}) == {
+        "model": "Qwen/Qwen2.5-0.5B"
+    }
+    assert facts({"policy": {"model": "gpt2"}}) == {"model": "gpt2"}
     assert not in_unit([[(0, 1.5)]])
     assert in_unit([[(0, 1.0)], [(0, 0.0)]])
+
+
+def test_compare_says_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampled scores too, and neither where a run is nor what its metric is called twice."""
+    monkeypatch.chdir(tmp_path)
+
+    async def fill() -> None:
+        for name, lr in (("a", 1e-4), ("b", 2e-4)):
+            config = resolve({"name": name, "file": f"/x/{name}.toml", "algorithm": {"lr": lr}},
+                             source="test")  # fmt: skip
+            async with open_store(config.store) as store:
+                await store.open_run(name, to_builtins(config))
+                for step, score in ((0, 0.2), (2, 0.9)):
+                    sampled = {key.replace("score", "sampled", 1): x / 2
+                               for key, x in scores(score).items()}  # fmt: skip
+                    await store.log(name, step, scores(score) | sampled)
+
+    finish(fill())
+    said = CliRunner().invoke(cli, ["compare", "a", "b"]).output
+    rows = [line.split("│")[1].strip() for line in said.splitlines() if "│" in line]
+    assert rows == [
+        "held-out, before", "held-out, after", "sampled held-out, before",
+        "sampled held-out, after", "state", "algorithm.lr",
+    ]  # fmt: skip
+    assert "45.0% (40.0% to 50.0%)" in said
+    line = json.loads(CliRunner().invoke(cli, ["compare", "a", "--json"]).output)
+    assert (line["sampled_before"]["value"], line["after"]["value"]) == (0.1, 0.9)
+
+
+def test_a_score_of_one_task_is_neither_better_nor_worse() -> None:
+    """It has no interval; a measure of the user's own has none either."""
+    assert verdict({"eval/score": [(0, 0.0), (9, 1.0)]}).outcome == "same"
+    assert verdict({"eval/function/f": [(0, 0.0), (9, 1.0)]}).outcome == "better"
+
+
+def test_the_reward_of_the_first_step_is_at_one() -> None:
+    curve = [(0, 0.25), (1, 0.5)]
+    found = verdict({"reward/mean": curve})
+    assert found.first is not None
+    assert found.last is not None
+    assert (found.first.step, found.last.step) == (1, 2)
+    series = {"reward/mean": curve, "eval/score": [(0, 0.1), (2, 0.6)]}
+    chart = charts.main(list(series))
+    assert chart is not None
+    drawn = charts.drawn(chart, series)
+    assert drawn is not None
+    assert drawn["offsets"] == [0, 1]
+    starts = [one["path"].split(" ")[0] for one in drawn["paths"]]
+    assert starts == ["M0.0", "M150.0"]  # of 300 for steps 0 to 2
+    measured = ("eval/score", "eval/function/f", "time/eval", "run/ended", "a/eval/score")
+    assert [offset(name) for name in (*measured, "grad_norm", "time/update")] == [0] * 5 + [1] * 2

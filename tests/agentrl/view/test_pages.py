@@ -360,6 +360,8 @@ async def test_the_first_screen_is_the_verdict(tmp_path: Path) -> None:
     lr = next(row for row in page.values["settings"]["algorithm"] if row.name == "lr")
     assert (lr.value, lr.changed) == (0.25, True)
     assert {one["name"] for one in page.values["played"]} >= {"eval/function/depth"}
+    assert "Hardest held-out tasks" not in text  # all are solved
+    assert "Held-out tasks, all solved" in text
 
 
 async def test_secrets_are_not_among_the_settings(tmp_path: Path) -> None:
@@ -395,6 +397,8 @@ def test_an_explanation_is_a_table_and_loses_nothing() -> None:
     assert first["factors"][-1] == ("share", "0.4")
     assert first["notes"][0].startswith("the step used")
     assert (second["notes"], found["notes"]) == (["not in the loss"], ["Gate(Clip(0.2))"])
+    plain = "Its outcome 1 is above 0.5, the mean of the 2 of its task."
+    assert explanation.read(f"{plain}\n{text}")["notes"] == [plain, "Gate(Clip(0.2))"]
     refused = explanation.read("r/0 is not trained: it is an evaluation")
     assert refused["notes"] == ["r/0 is not trained: it is an evaluation"]
     shown = {"run": "r", "id": "r/0", "o": factories.rollout(), **found}

@@ -81,6 +81,7 @@ def test_a_rotation_that_only_exif_tells_is_refused(form: str, orientation: int)
     [
         (picture("JPEG", mode="CMYK"), "CMYK"),
         (picture(mode="I;16"), "16 bits"),
+        (picture(transparency=(0, 0, 90)), "transparency; send RGBA"),
         (b'<svg xmlns="http://www.w3.org/2000/svg"/>', "SVG"),
         (b'\n<?xml version="1.0"?><svg/>', "SVG"),
         (picture("BMP"), "no PNG"),

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec import structs
@@ -13,14 +14,17 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.learners.auxiliary import Reference
+from agentrl.algorithms.learners.auxiliary import Reference, load_auxiliary
 from agentrl.algorithms.learners.base import LossCoefficients
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters, export_merged
+from agentrl.algorithms.model.proof import trie_gap
+from agentrl.config import PolicyConfig
 from agentrl.errors import PolicyError
 from agentrl.types import Group, Transition, int32
-from agentrl.vision import tiny
+from agentrl.vision import eyes, tiny
 from agentrl.vision.calls import Finder
+from agentrl.vision.images import positions
 from agentrl.vision.learner import SeeingLearner
 from tests import factories
 from tests.agentrl.vision.looks import (
@@ -175,6 +179,25 @@ def test_a_sampled_placeholder_is_text() -> None:
     assert SeeingLearner(model, tokenizer).logprobs(batch).isfinite().all()
 
 
+def test_the_proof_of_packing_shows_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = make("qwen2_5_vl")
+    sound = trie_gap(model, tokenizer)
+    assert sound is not None
+    assert sound.within(PolicyConfig())
+
+    def moved(ids: Any, images: Any, end: Any = None) -> Any:
+        """What follows a picture that a pack has only once, as tries do."""
+        found = positions(ids, images, end)
+        if images and (ids < 0).sum() == images[0].size:
+            found[:, np.flatnonzero(ids < 0)[-1] + 1 :] += 5
+        return found
+
+    monkeypatch.setattr(eyes, "positions", moved)
+    broken = trie_gap(model, tokenizer)
+    assert broken is not None
+    assert not broken.within(PolicyConfig())
+
+
 def test_a_call_whose_images_are_not_found_is_not_trained(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -188,13 +211,21 @@ def test_a_call_whose_images_are_not_found_is_not_trained(
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     shown = [{"role": "user", "content": [part]}]
     lost = structs.replace(good, id="5", images=(), messages=shown)
-    calls = (good, short, gone, broken, lost)
+    size = len(good.prompt) - 2
+    dropped = structs.replace(good, id="6", prompt=int32([4, 1]))
+    taken = structs.replace(good, id="7", prompt=int32([*good.prompt, 5, good.prompt[1], 1]))
+    calls = (good, short, gone, broken, lost, dropped, taken)
     rows = [factories.rollout(str(n), [call]) for n, call in enumerate(calls)]
     with caplog.at_level(logging.WARNING):
         found = finder.complete([factories.group(*rows)])
-    assert [call.exact for call in calls_of(found[0])] == [True, *[False] * 4]
-    assert finder.learn(found) == {"images/distinct": 1, "calls/images_unread": 4}
-    for words in ("preprocessor_config.json", "not in the store", "be read", "not kept"):
+    assert [call.exact for call in calls_of(found[0])] == [True, *[False] * 6]
+    assert finder.learn(found) == {"images/distinct": 1, "calls/images_unread": 6}
+    for words in (
+        f"has {size - 1} placeholders for 1 images, for which the model's image processor gives"
+        f" {size}; serve it with the policy's own preprocessor_config.json, and leave min_pixels",
+        "not in the store", "be read", "not kept", "no placeholders for 1 images: the server's",
+        f"has {size}, 1 placeholders for 1 images, so the text of a placeholder",
+    ):  # fmt: skip
         assert any(words in message for message in caplog.messages), words
 
 
@@ -251,7 +282,7 @@ def test_a_merged_adapter_can_look(tmp_path: Path) -> None:
     assert (found - learner.logprobs(batch)).abs().max() <= 1e-5
 
 
-def test_a_reference_looks_with_its_own_tower() -> None:
+def test_a_reference_looks_with_its_own_tower(tmp_path: Path) -> None:
     model, tokenizer = make("llava", trained=True)
     group = rollouts(model)
     batch = batch_of(model, group)
@@ -260,6 +291,9 @@ def test_a_reference_looks_with_its_own_tower() -> None:
     before = learner.logprobs(batch)
     learner.step(batch, uniform(batch), lr=1e-2)
     assert torch.equal(learner.logprobs(batch, "reference"), before)
-    blind, _ = make("qwen2_5_vl")
-    with pytest.raises(PolicyError, match=r"reference.model: it does not read images as"):
-        SeeingLearner(model, tokenizer, frozen={"reference": Reference(blind, model)})
+    same, different = tmp_path / "same", tmp_path / "different"
+    tiny.save(other, tokenizer, same)
+    tiny.save(make("qwen2_5_vl")[0], tokenizer, different)
+    assert load_auxiliary("reference.model", str(same), model, tokenizer)
+    with pytest.raises(PolicyError, match=r"reference.model = .*: it does not read images as"):
+        load_auxiliary("reference.model", str(different), model, tokenizer)

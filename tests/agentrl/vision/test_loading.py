@@ -51,7 +51,7 @@ def test_memory_is_estimated_before_it_is_loaded(saved: Path) -> None:
     [
         ("policy.vision = 'trained': an adapter", {"policy": {"lora": {"rank": 2}}}),
         ("learner.kind = 'verl'", {"learner": {"kind": "verl"}}),
-        ("engine.kind = 'vllm'", {"engine": {"kind": "vllm"}}),
+        ("engine.kind = 'mine.py:serve'", {"engine": {"kind": "mine.py:serve"}}),
         ("learner.liger_kernel", {"learner": {"liger_kernel": True}}),
         ("critic.model", {"critic": {"model": "shared"}}),
         ("policy.quantize", {"policy": {"quantize": "4bit", "lora": {"rank": 2}}}),

@@ -31,7 +31,7 @@ from agentrl.vision import tiny
 
 def build(directory, seed):
     words = "look what is this see red".split()
-    tiny.save(*tiny.make("KIND", words, seed=seed), directory)
+    tiny.save(*tiny.make("KIND", words, seed=seed, hidden=WIDTH), directory)
 """
 AGENT = """\
 import base64, io, random
@@ -58,13 +58,13 @@ async def agent(seed):
 VERIFIER = "def verify(task, result): return len(result or '') % 5 / 4\n"
 
 
-def run_folder(folder: Path, kind: str, vision: str) -> Path:
+def run_folder(folder: Path, kind: str, vision: str, width: int = 64) -> Path:
     tasks = "".join(f'{{"input": {n}}}\n' for n in range(4))
     factories.run_folder(folder, AGENT, VERIFIER, tasks, RUN)
     file = folder / "run.toml"
     policy = f'build = "model.py:build"\nvision = "{vision}"'
     file.write_text(file.read_text().replace('model = "model"', policy))
-    (folder / "model.py").write_text(MODEL.replace("KIND", kind))
+    (folder / "model.py").write_text(MODEL.replace("KIND", kind).replace("WIDTH", str(width)))
     return folder
 
 

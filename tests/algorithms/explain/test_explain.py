@@ -20,7 +20,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.explain.credit_records import CreditRecorder
-from agentrl.algorithms.explain.explain import explain, links, report
+from agentrl.algorithms.explain.explain import compared, explain, links, report
 from agentrl.algorithms.kl_target.training import AdaptiveControl, KlController
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.ratios import GivenLogProbs
@@ -241,6 +241,10 @@ async def test_a_trained_rollout_is_explained_from_the_store(
     await trained(url, tiny_model_dir)
     lines = await explain_rollout(url, "r/g/0", tokens=True)
     text = "\n".join(lines)
+    assert lines[0] == (
+        "Its outcome 1 is above 0.5, the mean of the 2 of its task. Of its 2 calls the step made"
+        " 2 likelier."
+    )
     assert "  outcome = 1 (verifier)" in lines
     assert "advantage 0.707106" in text
     assert "it was trained" not in text
@@ -248,6 +252,24 @@ async def test_a_trained_rollout_is_explained_from_the_store(
     assert any(line.startswith(f"    token 0 {spelt!r}: ") for line in lines)
     with pytest.raises(StoreError, match="there is no rollout 'r/g/7'"):
         await explain_rollout(url, "r/g/7", tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [
+        ((1.0, 1.0), "Its outcome is 1, as that of all 2 rollouts of its task."),
+        ((0.0, 1.0), "Its outcome 0 is below 0.5, the mean of the 2 of its task."),
+        ((1.0,), "Its outcome is 1, with no other of its task to compare it with."),
+        ((1.0, None), "Its outcome is 1, with no other of its task to compare it with."),
+        ((None, 1.0), "It has no outcome."),
+    ],
+)
+def test_an_outcome_in_plain_words(outcomes: tuple[float | None, ...], said: str) -> None:
+    rows = [
+        factories.rollout(f"g/{i}", rewards=[] if x is None else [Reward(value=x)])
+        for i, x in enumerate(outcomes)
+    ]
+    assert compared("g/0", [factories.group(*rows)]) == said
 
 
 # -- from what was stored --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from itertools import combinations
 from math import nan
@@ -12,11 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from agentrl import trainer
 from agentrl.algorithms.sampling import evaluate
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.algorithms.sampling.scores import (
     common_score,
     confidence_interval,
+    few_tasks,
     has_stalled,
     heldout_scores,
     pass_at,
@@ -24,11 +27,12 @@ from agentrl.algorithms.sampling.scores import (
     spread_metrics,
 )
 from agentrl.algorithms.train.checkpoint import mark_best, prune
+from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.runners.scoring.results import failure_of
 from agentrl.runners.scoring.verifiers import VerifierError, as_rewards
 from agentrl.store import Store, open_store
-from agentrl.types import ErrorKind, Failure, Purpose, Reward, Rollout, RolloutState, Scope
+from agentrl.types import ErrorKind, Failure, Outcome, Purpose, Reward, Rollout, RolloutState, Scope
 from tests import factories
 
 
@@ -140,7 +144,6 @@ async def test_a_verifier_that_returns_no_number_ends_the_run_before_its_first_s
     assert str(error.value) == (
         "all 4 rollouts failed, because of v.py:verify: the verifier returned None as 'outcome';"
         f" return a number. Example: agentrl show {failed.id}. Correct it, and repeat the command"
-        " with --fresh"
     )
     rows[1] = played(0.0)
     await evaluate_heldout(store, config, 1, 0, [{"input": "a"}])
@@ -186,9 +189,56 @@ async def test_a_first_evaluation_that_fails_in_one_way_ends_the_run_with_its_cu
     if cure:
         with pytest.raises(TrainingError, match=f"^all 4 rollouts failed {cure}") as error:
             await evaluate_heldout(store, config, 1, 0, [{"input": "a"}])
-        assert str(error.value).endswith("and repeat the command with --fresh")
+        assert str(error.value).endswith("and repeat the command")
         monkeypatch.setattr(evaluate, "FEWEST", 5)  # so few may fail alike by chance
     await evaluate_heldout(store, config, 1, 0, [{"input": "a"}])
+
+
+async def evaluated(store: Store, config: RunConfig, *, broken: bool) -> None:
+    """An evaluation before the first step, whose agent is broken or always right."""
+    tasks = [{"input": word} for word in "abcd"]
+    work = asyncio.create_task(evaluate_heldout(store, config, 2, 0, tasks))
+    while not work.done():
+        claimed = await store.claim(99, runner="w", run="r", lease=60.0, timeout=0.05)
+        failure = Failure(kind=ErrorKind.AGENT, message="no module named 'x'") if broken else None
+        rewards = [] if broken else [Reward(value=1.0)]
+        for one in claimed:
+            done = Outcome(attempt=one.id, fence=one.fence, failure=failure, rewards=rewards)
+            await store.finish([done])
+    await work
+
+
+async def test_a_repaired_agent_is_evaluated_anew_without_fresh(
+    store: Store, tmp_path: Path
+) -> None:
+    """Twice: the first repair was none. Settings may change, as the cause may be one of them."""
+    tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
+    config = factories.config(tmp_path, steps=9, **tasks)
+    other = factories.config(tmp_path, steps=9, sampling={"max_tokens": 7}, **tasks)
+    await store.open_run("r", msgspec.to_builtins(config))
+    for trial in ("score", "score.01"):
+        with pytest.raises(TrainingError, match=rf"agentrl show r/eval/000000/{trial}/0000"):
+            await evaluated(store, config, broken=True)
+        await trainer.refuse_changes(store, other)
+    await evaluated(store, config, broken=False)
+    (row,) = await store.steps("r")
+    assert (row.metrics["eval/score"], row.metrics["eval/score_missing"]) == (1.0, 0.0)
+    with pytest.raises(ConfigError, match=r"other settings \(sampling.max_tokens"):
+        await trainer.refuse_changes(store, other)
+    before = (await store.counts("r")).succeeded
+    await evaluated(store, config, broken=True)  # what is scored is not played again
+    assert (await store.counts("r")).succeeded == before
+
+
+def test_few_held_out_tasks_say_what_a_score_of_them_is_worth() -> None:
+    assert few_tasks(4) == (
+        "4 held-out tasks: with rewards of 0 and 1 a score moves in steps of 25 points, and is"
+        " known to ±35 points; 40 tasks give ±15"
+    )
+    low, high = confidence_interval([0.0, 1.0] * 20)
+    assert round(50 * (high - low)) == 15
+    assert few_tasks(1).startswith("1 held-out task: ")
+    assert (few_tasks(0), few_tasks(20)) == ("", "")
 
 
 async def scored(store: Store, *scores: float) -> None:

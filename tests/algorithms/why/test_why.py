@@ -21,6 +21,7 @@ from agentrl.algorithms.why import changes
 from agentrl.algorithms.why import record as records
 from agentrl.algorithms.why import rules as why
 from agentrl.algorithms.why.changes import HELD_OUT, TRAINING, Change
+from agentrl.algorithms.why.reason import Reason
 from agentrl.algorithms.why.record import PolicyRun
 from agentrl.cli.main import cli
 from agentrl.config import resolve
@@ -29,7 +30,7 @@ from agentrl.runners.gateway import response
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
 from agentrl.store.records import Found
-from agentrl.types import EMPTY, ErrorKind, FailureCount, Reward
+from agentrl.types import EMPTY, ErrorKind, FailureCount, NewRollout, Purpose, Reward
 from tests import factories
 from tests.factories import rollout
 from tests.spine import of_part
@@ -210,10 +211,51 @@ def test_the_command_says_that_a_run_improved(tmp_path: Path) -> None:
     said = CliRunner().invoke(cli, ["why", "r", "--store", url]).output
     expected = (
         "held-out 0.500 to 0.500 (+0.00), sampled held-out 0.200 to 0.760 (+0.56, of which chance"
-        " explains 0.18), it learned"
+        " explains 0.18)"
     )
-    expected = f"means of the first and last fifth: {expected}"
-    assert said == f"policy: 0 steps, {expected}\n"
+    expected = f"(0 steps; means of the first and last fifth: {expected})"
+    assert said == f"It learned.\n{expected}\n"
+
+
+def changed(first: float, last: float, noise: float) -> dict[str, Change]:
+    return {HELD_OUT: Change(first, last, max(first, last), noise)}
+
+
+@pytest.mark.parametrize(
+    ("steps", "measured", "reasons", "said"),
+    [
+        (5, changed(0.3, 0.1, 0.4), 0, "It is too early to say: no difference is larger than"),
+        (5, changed(0.3, 0.5, 0.4), 1, "It has not learned so far; the likeliest reasons:"),
+        (100, changed(0.3, 0.5, 0.4), 0, "No difference is larger than chance."),
+        (100, changed(0.3, 0.5, 0.4), 1, "It did not learn; the likeliest reasons:"),
+        (100, changed(0.7, 0.1, 0.2), 1, "It got worse; the likeliest reasons:"),
+        (9, changed(0.1, 0.7, 0.2), 0, "It learned."),
+        (9, changed(0.1, 0.7, 0.2), 1, "It learned, but:"),
+        (0, {}, 0, "No step is trained yet."),
+    ],
+)
+def test_the_first_sentence_is_the_verdict(
+    steps: int, measured: dict[str, Change], reasons: int, said: str
+) -> None:
+    """What chance explains is neither learning nor decay."""
+    step = {"update/steps": 1.0, "reward/std": 0.5, "lr": 1e-3}
+    run = record([step] * steps, measured)
+    assert why.opening(run, [Reason(1.0, "x", "y")] * reasons).startswith(said)
+    if steps == 5:  # a larger model is for later
+        assert all(one.change.startswith("nothing yet: ") for one in why.reasons(run))
+
+
+async def test_why_reads_the_evaluation_of_the_last_start(tmp_path: Path) -> None:
+    """Before the first step there may be some of which every rollout failed."""
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        await store.open_run("r", {})
+        for name in ("score", "score.01", "score.02"):
+            one = {"group": f"r/eval/000000/{name}", "run": "r", "purpose": Purpose.EVAL}
+            new = NewRollout(id=f"r/{name}", index=0, task={}, **one)
+            await store.enqueue([new])
+        found = await changes.evaluation(store, "r", 0, "score")
+        assert [row.id for row in found] == ["r/score.02"]
+        assert await changes.evaluation(store, "r", 5, "score") == []
 
 
 @pytest.mark.parametrize(("cursor", "silent"), [("3.7", []), (None, ["planer"])])
