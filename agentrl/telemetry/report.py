@@ -90,14 +90,18 @@ def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     low = [mean - std / 2 for mean, std in zip(means, spread, strict=True)]
     high = [mean + std / 2 for mean, std in zip(means, spread, strict=True)]
     axes.fill_between(x, low, high, alpha=0.15, linewidth=0)
-    axes.plot(x, means, label="training reward (mean ± half a standard deviation)")
+    at = f"at temperature {config.sampling.temperature:g}"
+    axes.plot(x, means, label=f"training reward, {at} (mean ± half a deviation)")
     for role, points in reward_curves(committed).items():
         curve = [(step + 1, reward) for step, reward in points]
         axes.plot(*zip(*curve, strict=True), "--", linewidth=1, label=f"{role} (training)")
-    held_out = ", ".join(["held-out", *measured_how(config, steps)])
-    for name, label in {"eval/score": held_out, **function_names(steps)}.items():
+    held_out = {"eval/score": measured_how(config, steps), "eval/sampled": "at temperature 1"}
+    labels = {name: f"held-out, {how}" for name, how in held_out.items()}
+    for name, label in {**labels, **function_names(steps)}.items():
         if held := [(row.step, row.metrics[name]) for row in steps if name in row.metrics]:
-            axes.plot(*zip(*held, strict=True), "o-", label=label)
+            axes.plot(
+                *zip(*held, strict=True), "o:" if name == "eval/sampled" else "o-", label=label
+            )
     axes.set(xlabel="steps", ylabel="reward", title=config.name)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
@@ -107,13 +111,12 @@ def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     return path
 
 
-def measured_how(config: RunConfig, steps: Sequence[StepRow]) -> list[str]:
+def measured_how(config: RunConfig, steps: Sequence[StepRow]) -> str:
     """How held-out scores are measured: greedy or sampled, and on how many tasks."""
     at = config.eval.temperature
     counted = {row.metrics["eval/tasks"] for row in steps if "eval/tasks" in row.metrics}
-    how = f"sampled at temperature {at:g}" if at else "greedy"
-    tasks = " or ".join(f"{n:.0f}" for n in sorted(counted))
-    return [how, f"{tasks} tasks"] if tasks else [how]
+    how = f"at temperature {at:g}" if at else "greedy"
+    return f"{how}, {' or '.join(f'{n:.0f}' for n in sorted(counted))} tasks" if counted else how
 
 
 def function_names(steps: Sequence[StepRow]) -> dict[str, str]:

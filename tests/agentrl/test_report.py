@@ -163,7 +163,7 @@ def test_a_policy_whose_roles_never_speak_is_named() -> None:
 @pytest.mark.parametrize(
     ("temperature", "tasks", "label"),
     [(0.0, 200.0, "held-out, greedy, 200 tasks"),
-     (0.7, None, "held-out, sampled at temperature 0.7")],
+     (0.7, None, "held-out, at temperature 0.7")],
 )  # fmt: skip
 def test_the_curve_says_how_it_was_measured_and_begins_at_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, tasks: float, label: str
