@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 from pathlib import Path
 
 from rich.console import Console
@@ -309,6 +309,36 @@ def failure_sentence(config: RunConfig, failed: FailureCount) -> str:
         f"{failed.kind}: {times} failed so far: {one_line(failed.message)}\n"
         f"  see it: agentrl show {failed.rollout}{store_option(config)}"
     )
+
+
+def figure(metrics: dict[str, float], key: str) -> str:
+    value = metrics.get(key, nan)
+    return "-" if isnan(value) else f"{value:.3f}"
+
+
+def health(metrics: dict[str, float], policy: str = "") -> list[str]:
+    """The metrics of a step that show problems first. policy: the policy, if there are several."""
+    prefix = f"{policy}/" if policy else ""
+    names = {"entropy": "policy/entropy", "KL": "old/kl", "clipped": "policy/clip_fraction"}
+    if metrics.get(f"{prefix}staleness/version_max"):
+        names |= {"lag": "staleness/version_mean", "ESS": "sampler/ess"}
+    keys = {word: prefix + key for word, key in names.items() if prefix + key in metrics}
+    found = [f"{word} {figure(metrics, key)}" for word, key in keys.items()]
+    return [policy, *found] if policy and found else found
+
+
+def idle_sides(metrics: dict[str, float]) -> list[str]:
+    """The fractions of a step during which sampler and learner waited for each other."""
+    whole = metrics.get("time/learner_idle", 0.0) + metrics.get("time/update", 0.0)
+    sides = {side: metrics.get(f"time/{side}_idle", 0.0) for side in ("sampler", "learner")}
+    return [f"{side} idle {idle / whole:.0%}" for side, idle in sides.items()] if whole else []
+
+
+def rate(metrics: dict[str, float], key: str) -> str:
+    """Of the groups for which the step has waited; others were there, as after a resume."""
+    seconds, groups = metrics.get("time/rollouts", 0.0), metrics.get("groups", 0.0)
+    waited = max(0.0, 1.0 - metrics.get("groups/ready", 0.0) / max(groups, 1.0))
+    return f"{metrics.get(key, 0.0) * waited / seconds:.0f}" if seconds and waited else "-"
 
 
 def lasting(seconds: float) -> str:
