@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from agentrl.algorithms.sampling.evaluate import MOST_TRIALS
 from agentrl.base.failures import one_line
 from agentrl.base.parts import has, installed_plugins
 from agentrl.config import RunConfig, store_of
@@ -233,15 +234,20 @@ async def _examples(store: Store, config: RunConfig, steps: list[StepRow]) -> di
 
 
 async def _failures(store: Store, config: RunConfig) -> str:
-    """A sentence with the number of failed rollouts, by kind, and the last message."""
+    """A sentence with the number of failed rollouts, by kind, and the last message; without those
+    for which an earlier start ended, before it was mended."""
     found = await store.search(
         config.name, state=RolloutState.FAILED, limit=MOST_COUNTED_FAILURES, budget=5.0
     )
-    if not found.rows:
+    first = await store.groups(config.name, purpose=Purpose.EVAL, step=0, limit=MOST_TRIALS)
+    last = {re.sub(r"\.\d+$", "", id): id for id in sorted(group.id for group in first)}
+    ended = {group.id for group in first} - {*last.values()}
+    rows = [row for row in found.rows if row.group not in ended]
+    if not rows:
         return ""
-    kinds = Counter(row.error for row in found.rows if row.error is not None)
+    kinds = Counter(row.error for row in rows if row.error is not None)
     counts = ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds))
-    number, rows = len(found.rows), found.rows
+    number = len(rows)
     if number == MOST_COUNTED_FAILURES:
         number, counts = (
             (await store.counts(config.name)).failed,
