@@ -240,8 +240,8 @@ async def _failures(store: Store, config: RunConfig) -> str:
         config.name, state=RolloutState.FAILED, limit=MOST_COUNTED_FAILURES, budget=5.0
     )
     first = await store.groups(config.name, purpose=Purpose.EVAL, step=0, limit=MOST_TRIALS)
-    last = {re.sub(r"\.\d+$", "", id): id for id in sorted(group.id for group in first)}
-    ended = {group.id for group in first} - {*last.values()}
+    trials = {re.sub(r"\.\d+$", "", id): id for id in sorted(group.id for group in first)}
+    ended = {group.id for group in first} - {*trials.values()}
     rows = [row for row in found.rows if row.group not in ended]
     if not rows:
         return ""
