@@ -158,7 +158,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 ENGINE_TESTS := tests/parity tests/engines tests/agentrl/data_files tests/algorithms/engines/test_contract.py \
 	tests/algorithms/learners/verl tests/algorithms/engines/vllm/test_run.py \
-	tests/agentrl/vision/test_vllm.py tests/agentrl/vision/test_serve.py
+	tests/agentrl/vision/test_vllm.py tests/agentrl/vision/test_serve.py tests/agentrl/serve
 
 # vLLM for the CPU asks for packages that exist as CUDA builds only and break its own imports.
 UNUSABLE := torchaudio torchcodec triton
