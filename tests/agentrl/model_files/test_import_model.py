@@ -306,3 +306,13 @@ def test_a_run_on_a_gguf_file_names_the_command(write: Write, named: str, settin
     run_file.with_name("config.json").write_text("{}")  # a checkpoint that has the file as well
     result = CliRunner().invoke(cli, ["train", str(run_file), "--dry-run"])
     assert ("model import" in str(result.exception)) == ("tiny" in settings)
+
+
+def test_a_vision_tower_beside_the_file_is_said_to_be_left_out(
+    write: Write, tmp_path: Path
+) -> None:
+    file = GgufFile(write())
+    (file.path.parent / "mmproj-tiny-f16.gguf").write_bytes(b"GGUF")
+    said = import_gguf(file, tmp_path / "out").warnings
+    (own,) = [one for one in said if "mmproj-tiny-f16.gguf is the vision tower" in one]
+    assert "reads text only" in own
