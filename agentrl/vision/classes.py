@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from agentrl.vision.images import Ids, Pixels
+
+
+@lru_cache(256)  # screenshots have one size, and a process sees millions
+def _places(*grid: int) -> Ids:
+    """The places of a grid's cells, int64 [axes, cells], which nobody changes."""
+    places = np.indices(grid).reshape(len(grid), -1)
+    places.flags.writeable = False
+    return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,7 @@ class Llava:
             width // config.vision_config.patch_size
         )
         size = patches + (config.vision_feature_select_strategy != "default")
-        return size, patches, np.arange(size)[None], size
+        return size, patches, _places(size), size
 
     def features(self, pixels: list[Pixels]) -> list[Tensor]:
         """Visual embeddings [size, H] of each image; [size, H * (1 + layers)] with DeepStack."""
@@ -101,7 +110,7 @@ class Qwen:
         time, height, width = pixels["image_grid_thw"][0].tolist()
         merge = self.network.config.vision_config.spatial_merge_size
         rows, columns = height // merge, width // merge
-        places = np.indices((time, rows, columns)).reshape(3, -1)
+        places = _places(time, rows, columns)
         return places.shape[1], time * height * width, places, max(rows, columns)
 
     def features(self, pixels: list[Pixels]) -> list[Tensor]:

@@ -28,6 +28,7 @@ Ids = NDArray[np.int64]
 Tokens = NDArray[np.int32]
 Pixels = Mapping[str, Tensor]  # what an image processor makes of one image
 T = TypeVar("T")
+MOST_EMBEDDINGS = 2**31  # ids of tokens have 32 bits
 MOST_PIXELS = 64 * 2**20  # of an image; a larger one is not decoded
 PIXEL_BYTES = 512 * 2**20  # of pixel values that are kept; others are made again
 FILE_BYTES = 2**30  # of files that are kept, beside those of the training step
@@ -138,6 +139,11 @@ class Catalogue:
             self._files.shrink(FILE_BYTES, self._needed | {digest})
             if digest not in self._seen:
                 size, patches, places, extent = self._shape(self._read(digest, body))
+                if len(self) + size > MOST_EMBEDDINGS:
+                    raise ImageError(
+                        f"this process has seen images with {len(self)} visual embeddings, and can "
+                        "tell no more apart; start it again, which goes on from its checkpoint"
+                    )
                 self._seen[digest] = seen = Seen(digest, len(self), size, patches, places, extent)
                 self._order.append(seen)
                 self._firsts.append(seen.first)

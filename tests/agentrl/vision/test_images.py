@@ -117,6 +117,18 @@ def test_images_are_numbered_without_gaps_and_decoded_once() -> None:
     assert found.of(np.array([6, 4, 0])) == [a, b]
 
 
+def test_images_of_one_size_share_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process sees millions, as long as their ids last."""
+    catalogue = eyes_of(tiny.make("qwen2_5_vl", WORDS, most=28 * 56)[0]).catalogue
+    first, second, wide = (catalogue.add(png(70 + i, 28 + 28 * (i > 1), 28)) for i in range(3))
+    assert first.places is second.places
+    assert first.places is not wide.places
+    monkeypatch.setattr(images, "MOST_EMBEDDINGS", len(catalogue))
+    with pytest.raises(ImageError, match="start it again"):
+        catalogue.add(png(73))
+    assert catalogue.add(png(70, 28, 28)) is first
+
+
 def test_pixels_and_files_are_dropped_beyond_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "PIXEL_BYTES", 30_000)
     found = catalogue()
