@@ -17,7 +17,18 @@ from agentrl.algorithms.prompts.stored import StoredBackend
 from agentrl.config import resolve
 from agentrl.errors import AgentRLError
 from agentrl.store import open_store
-from agentrl.types import PromptText, Trace, Transition, float32, int32
+from agentrl.types import (
+    ErrorKind,
+    Failure,
+    NewRollout,
+    Outcome,
+    PromptText,
+    Reward,
+    Trace,
+    Transition,
+    float32,
+    int32,
+)
 from tests import factories
 
 TEXT = PromptText(component="solver", role="solver", seed="Be brief.", text="Be brief.")
@@ -51,6 +62,27 @@ async def search(store: Any, config: Any) -> Search:
     backend = StoredBackend(store, config, state, [], None)
     await backend.load()
     return Search(config.prompts, [TEXT], backend, 28)
+
+
+@pytest.mark.parametrize(("failed", "start"), [(0, 0), (1, 1), (2, 2)])
+async def test_seed_texts_with_which_every_rollout_failed_are_played_again(
+    tmp_path: Path, failed: int, start: int
+) -> None:
+    """By the next start, to which the agent may be mended; what it finds then stays."""
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        state = await store.open_run("run", {})
+        for number in range(failed + 1):
+            group = f"run/prompts/000000/{number:05d}.seed"
+            await store.enqueue([NewRollout(id=group, run="run", group=group, index=0, task={})])
+            (one,) = await store.claim(1, runner="w", lease=60.0, run="run")
+            why = Failure(kind=ErrorKind.AGENT, message="no") if number < failed else None
+            rewards = [] if why else [Reward(value=0.0)]
+            done = Outcome(attempt=one.id, fence=one.fence, failure=why, rewards=rewards)
+            await store.finish([done])
+        config = resolve({"name": "run", "output": str(tmp_path)}, source="test")
+        backend = StoredBackend(store, config, state, [], None)
+        await backend.load()
+    assert next(backend._evaluations) == start
 
 
 async def test_a_reflector_that_is_busy_says_nothing_or_nonsense_is_asked_once_each(
