@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import transformers as hf
@@ -17,7 +17,7 @@ from agentrl.algorithms.model.inputs import attach, inputs_of
 from agentrl.types import Json
 from agentrl.vision.chat import data_of, image_urls
 from agentrl.vision.classes import CLASSES
-from agentrl.vision.eyes import ImageInputs
+from agentrl.vision.eyes import Embeddings, ImageInputs
 from agentrl.vision.images import Seen, ids_of
 
 TinyKind = Literal["llava", "qwen2_5_vl", "qwen3_vl"]
@@ -118,8 +118,7 @@ def imitator(
     kind: TinyKind = "llava",
     patch: int = 0,
     steps: int = 300,
-    batch: int = 16,
-    lr: float = 3e-3,
+    lr: float = 1e-3,
 ) -> float:
     """Train a model, its tower too, to imitate the assistant of conversations with images; write it
     as `save` does. Returns the final loss in nats per assistant token.
@@ -134,19 +133,19 @@ def imitator(
     model = make_model(kind, tokenizer, trained=True, patch=patch)
     eyes = inputs_of(model)
     assert isinstance(eyes, ImageInputs)
-    kept, eyes.learned = eyes.learned, cast(Any, _Encoded())
+    kept, eyes.learned = eyes.learned, _Encoded(shared=False)
     rows = [
         _with_images(row, messages, eyes)
         for row, messages in zip(text.rows_of(tokenizer, plain, tools), conversations, strict=True)
     ]
-    loss = text.imitate(model, rows, steps=steps, batch=batch, lr=lr, seed=seed)
+    loss = text.imitate(model, rows, steps=steps, batch=16, lr=lr, seed=seed)
     eyes.learned = kept
     save(model, tokenizer, directory)
     return loss
 
 
-class _Encoded:
-    """In place of `Embeddings`: those that gradients go through."""
+class _Encoded(Embeddings):
+    """Those that gradients go through: nothing is kept."""
 
     def of(self, eyes: ImageInputs, images: Sequence[Seen]) -> list[torch.Tensor]:
         return eyes.encode(images)
@@ -165,6 +164,8 @@ def _with_images(row: TokenRow, messages: text.Conversation, eyes: ImageInputs) 
     """A row with the ids of the messages' images in place of one placeholder for each."""
     images = [eyes.catalogue.add(data_of(url)) for url in image_urls(messages)]
     own = row.tokens == eyes.model.config.image_token_id
+    if not images:
+        return row
     sizes = torch.ones_like(row.tokens)
     sizes[own] = torch.tensor([seen.size for seen in images])
     tokens = row.tokens.repeat_interleave(sizes)

