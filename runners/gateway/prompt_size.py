@@ -16,7 +16,7 @@ from agentrl.types import Json
 RENDERED = {"messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"}
 RENDERED |= {"continue_final_message", "add_special_tokens"}
 REASONING = ("reasoning", "reasoning_content")  # names of one field of a message
-PROBE = {"x-agentrl-probe": "1"}
+PROBE = {"x-agentrl-probe": "1", "content-type": "application/json"}  # vLLM reads no other
 
 
 class PromptSize(msgspec.Struct):

@@ -23,7 +23,7 @@ from agentrl.runners.executors import Executor
 from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
 from agentrl.runners.features import run_features
-from agentrl.runners.gateway import prompt_size, upstream
+from agentrl.runners.gateway import upstream
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.hooks import WorkspaceSource
 from agentrl.runners.scoring.verifiers import Verifier
@@ -91,7 +91,11 @@ class FakeModel:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if prompt_size.PROBE.items() <= {k.lower(): v for k, v in request.headers.items()}.items():
+        if "x-agentrl-probe" in request.headers:
+            if request.content_type != "application/json":  # vLLM reads no other
+                return web.json_response(
+                    {"error": {"message": "Unsupported Media Type"}}, status=400
+                )
             return self.tokenize(body)
         self.requests.append(body)
         self.headers.append(request.headers)
