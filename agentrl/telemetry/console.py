@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 
@@ -24,7 +25,14 @@ from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
 from agentrl.store.base import Store
 from agentrl.telemetry import report
-from agentrl.telemetry.report import failure_sentence, roles_without_calls
+from agentrl.telemetry.report import (
+    failure_sentence,
+    figure,
+    health,
+    idle_sides,
+    rate,
+    roles_without_calls,
+)
 from agentrl.types import EMPTY, Counts, ErrorKind, StepRow
 
 WIDE = 0.35  # of an interval, which fewer than about 25 tasks have
@@ -33,6 +41,7 @@ PLAIN_LINES = 20  # step lines of a whole run without a terminal to redraw
 LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # the format of `log_to_stderr`
 IDS = re.compile(r"\S*\d\S*")  # what differs between messages of one kind
 LOG_POLL = 0.5  # seconds between reads of log files
+LOG_DELAY = 1.0  # seconds that a logged line waits, so that steps that ended before come first
 PREPARING = "preparing the policy and starting the agents ..."
 RESUMED = "{} of {} steps are done already; --fresh would start over"
 UNSEEN_TOOLS = (
@@ -59,12 +68,12 @@ async def show_progress(
     console: Console | None = None,
     *,
     quiet: bool = False,
-    first: Callable[[], object] = lambda: None,
+    first: Callable[[float], object] = lambda at: None,
 ) -> None:
     """Show a run until cancelled: live on a terminal, else in lines; quiet: warnings only. first:
-    prints what processes have logged, which comes before what the store has of it."""
+    prints what processes had logged at a time, which comes before what the store has since then."""
     console = console or Console()
-    progress, warnings = Progress(config, look=first), RunWarnings(config, console)
+    progress, warnings = Progress(config), RunWarnings(config, console, first=first)
     if not quiet:
         where = escape(config.output)
         steps = f"{config.steps} steps, " if config.steps else ""
@@ -92,11 +101,10 @@ async def _print_lines(
 ) -> None:
     printed, scored = -1, -1
     every = max(1, progress.config.steps // PLAIN_LINES)
-    await _update(store, progress, warnings)
+    await progress.update(store)
     if not quiet and (done := len(progress.committed)):
         warnings.console.print(RESUMED.format(done, progress.config.steps), highlight=False)
-    if not (quiet or progress.ready):
-        warnings.console.print(PREPARING, highlight=False)
+    preparing = not (quiet or progress.ready)
 
     def print_new() -> None:
         nonlocal printed, scored
@@ -104,18 +112,24 @@ async def _print_lines(
         for row in [] if quiet else progress.rows:
             if row.step > scored and (line := progress.scores_line(row)):
                 scored = row.step
+                warnings.first(row.at)
                 warnings.console.print(line, highlight=False, soft_wrap=True)
             if row.step > printed and row.committed:
                 printed = row.step
                 if row.step % every == 0 or row.step + 1 == progress.config.steps:
                     line = progress.line(row)
+                    warnings.first(row.at)
                     warnings.console.print(line, highlight=False, soft_wrap=True)
 
     try:
         while True:
-            await _update(store, progress, warnings)
             print_new()
+            if preparing:
+                warnings.console.print(PREPARING, highlight=False)
+            preparing = False
+            await warnings.print_new(store, progress.rows)  # after the steps that ended before
             await _next_change(store)
+            await progress.update(store)
     finally:  # the last steps since the last look
         await progress.update(store)
         print_new()
@@ -139,7 +153,6 @@ class Progress:
     counts: Counts = field(default_factory=Counts)
     ready: bool = False
     fractions: bool = True  # whether all rewards so far are: then they are percentages
-    look: Callable[[], object] = lambda: None  # called after each read
 
     async def update(self, store: Store) -> None:
         """Read new steps only: a committed step changes only if it is taken back."""
@@ -149,7 +162,6 @@ class Progress:
         self.counts = await store.counts(self.config.name)
         self.judge()
         self.ready = has_no_own_policy(self.config) or bool(await store.policies(self.config.name))
-        self.look()
 
     def judge(self) -> None:
         self.fractions &= report.has_fractions(self.rows)
@@ -194,11 +206,11 @@ class Progress:
             heldout = f"{now} (from {first})" if scores else "-"
             reward, *rates = self._reward_and_rates(last)
             grid.add_row(reward, f"held-out {heldout}", *rates)
-            if idle := _idle(last):
+            if idle := idle_sides(last):
                 grid.add_row(*idle)
             for policy in self.config.policies or [""]:
-                if health := _health(last, policy):
-                    grid.add_row(*health)
+                if figures := health(last, policy):
+                    grid.add_row(*figures)
         if self.counts.failed:
             grid.add_row(f"{self.counts.failed} rollouts failed")
         return grid
@@ -241,51 +253,21 @@ class Progress:
     def _reward_and_rates(self, metrics: dict[str, float]) -> tuple[str, str, str]:
         if "data/epochs" in metrics:  # a run on a data set has no rollouts
             names = {"loss": "preferences/loss", "accuracy": "rewards/accuracies"}
-            loss, accuracy = (f"{word} {_number(metrics, name)}" for word, name in names.items())
+            loss, accuracy = (f"{word} {figure(metrics, name)}" for word, name in names.items())
             return (
                 loss,
                 accuracy,
-                f"chosen log-prob down by {_number(metrics, 'logps/chosen_drop')}",
+                f"chosen log-prob down by {figure(metrics, 'logps/chosen_drop')}",
             )
         outcome = f"reward {self.number(metrics.get('reward/mean', math.nan))}"
         if not self.fractions:
-            outcome += f" ± {_number(metrics, 'reward/std')}"
+            outcome += f" ± {figure(metrics, 'reward/std')}"
         seats = "  ".join(f"{name} {value}" for name, value in report.step_figures(metrics).items())
         return (
             seats or outcome,
-            f"{_rate(metrics, 'rollouts')} rollouts/s",
-            f"{_rate(metrics, 'tokens/completion')} tokens/s",
+            f"{rate(metrics, 'rollouts')} rollouts/s",
+            f"{rate(metrics, 'tokens/completion')} tokens/s",
         )
-
-
-def _number(metrics: dict[str, float], key: str) -> str:
-    value = metrics.get(key, math.nan)
-    return "-" if math.isnan(value) else f"{value:.3f}"
-
-
-def _health(metrics: dict[str, float], policy: str = "") -> list[str]:
-    """The metrics of a step that show problems first. policy: the policy, if there are several."""
-    prefix = f"{policy}/" if policy else ""
-    names = {"entropy": "policy/entropy", "KL": "old/kl", "clipped": "policy/clip_fraction"}
-    if metrics.get(f"{prefix}staleness/version_max"):
-        names |= {"lag": "staleness/version_mean", "ESS": "sampler/ess"}
-    keys = {word: prefix + key for word, key in names.items() if prefix + key in metrics}
-    found = [f"{word} {_number(metrics, key)}" for word, key in keys.items()]
-    return [policy, *found] if policy and found else found
-
-
-def _idle(metrics: dict[str, float]) -> list[str]:
-    """The fractions of a step during which sampler and learner waited for each other."""
-    whole = metrics.get("time/learner_idle", 0.0) + metrics.get("time/update", 0.0)
-    sides = {side: metrics.get(f"time/{side}_idle", 0.0) for side in ("sampler", "learner")}
-    return [f"{side} idle {idle / whole:.0%}" for side, idle in sides.items()] if whole else []
-
-
-def _rate(metrics: dict[str, float], key: str) -> str:
-    """Of the groups for which the step has waited; others were there, as after a resume."""
-    seconds, groups = metrics.get("time/rollouts", 0.0), metrics.get("groups", 0.0)
-    waited = max(0.0, 1.0 - metrics.get("groups/ready", 0.0) / max(groups, 1.0))
-    return f"{metrics.get(key, 0.0) * waited / seconds:.0f}" if seconds and waited else "-"
 
 
 @dataclass(slots=True)
@@ -296,6 +278,7 @@ class RunWarnings:
     config: RunConfig
     console: Console
     earlier_failures: dict[ErrorKind, int] | None = None  # attempts by kind, before this start
+    first: Callable[[float], object] = lambda at: None  # as of `show_progress`
     roles_checked: bool = False
     discarded: int = 0  # number of groups at the last warning
     printed: set[Hashable] = field(default_factory=set)
@@ -333,6 +316,7 @@ class RunWarnings:
             self._print(sentence)
 
     def _print(self, sentence: str) -> None:
+        self.first(time.time())
         self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -361,7 +345,7 @@ class LogFollower:
         """Print new lines until cancelled, and then once more: the last lines matter most."""
         try:
             while True:
-                self.look()
+                self.look(time.time() - LOG_DELAY)
                 await asyncio.sleep(LOG_POLL)
         finally:
             self.look()
@@ -369,17 +353,16 @@ class LogFollower:
                 if count > len(self.files) and level != "info":  # one of each process is no news
                     self._say(f"{level}: {count - 1} more like it, the last one: {last}")
 
-    def look(self) -> None:
-        for file in self.files:
-            if not file.is_file():
-                continue
+    def look(self, until: float = math.inf) -> None:
+        """Print what was logged until then."""
+        for file in filter(Path.is_file, self.files):
             with file.open("rb") as log:
-                log.seek(self._read.get(file, 0))
-                added = log.read()
-            whole, _, _ = added.rpartition(b"\n")
-            self._read[file] = self._read.get(file, 0) + len(whole) + bool(whole)
-            for line in whole.decode("utf-8", "replace").split("\n"):
-                self._print(file, line)
+                log.seek(self._read.setdefault(file, 0))
+                for line in log:
+                    if not line.endswith(b"\n") or until < _logged_at(line) <= time.time():
+                        break
+                    self._read[file] += len(line)
+                    self._print(file, line.decode("utf-8", "replace").rstrip("\n"))
 
     def _print(self, file: Path, line: str) -> None:
         found = LINE.fullmatch(line)
@@ -398,3 +381,11 @@ class LogFollower:
 
     def _say(self, sentence: str) -> None:
         self.console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+
+
+def _logged_at(line: bytes) -> float:
+    """In unix seconds, the end of its millisecond; 0 for a line that goes on with another."""
+    try:
+        return datetime.fromisoformat(line[:23].decode().replace(",", ".")).timestamp() + 1e-3
+    except ValueError:
+        return 0.0

@@ -1,4 +1,4 @@
-"""The report of a finished run: scores, two rollouts, learning curve, paths."""
+"""The report of a finished run: scores, two rollouts, paths."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from agentrl.algorithms.sampling.evaluate import MOST_TRIALS
 from agentrl.base.failures import one_line
 from agentrl.base.parts import has, installed_plugins
 from agentrl.config import RunConfig, store_of
@@ -33,7 +34,7 @@ async def print_report(
     seconds: float,
     console: Console | None = None,
 ) -> None:
-    """Print the report of a run and save its learning curve."""
+    """Print the report of a run, for which parts write files, such as its learning curve."""
     console = console or Console()
     table = score_table(steps, await _outcomes(store, config, steps))
     if table.row_count:
@@ -53,7 +54,8 @@ async def print_report(
     for row in (*rows, *policies_without_calls(config, steps).values()):
         if row:
             console.print(row, highlight=False, markup=False)
-    paths = {"store": config.store, "checkpoint": checkpoint, "curve": save_curve(config, steps)}
+    paths = {"store": config.store, "checkpoint": checkpoint}
+    paths |= {point.name: point.load()(config, steps) for point in installed_plugins("files")}
     if any("eval/score" in row.metrics for row in steps if row.step):
         paths["best"] = str(Path(config.output, "checkpoints", "best"))
     for name, path in paths.items():
@@ -69,51 +71,6 @@ def store_option(config: RunConfig) -> str:
     """The --store option of a command about the run; empty for the default store, which commands
     find from the working directory."""
     return "" if config.store == store_of(config.name) else f" --store {config.store}"
-
-
-def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
-    """Save reward per step (also per role, if there are several) and held-out scores as
-    `curve.png`; None if nothing was trained. The first step's reward is at 1, and the score of the
-    untrained policy at 0."""
-    committed = [row for row in steps if row.committed and "reward/mean" in row.metrics]
-    if not committed:
-        return None
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    means = [row.metrics["reward/mean"] for row in committed]
-    spread = [row.metrics.get("reward/std", 0.0) for row in committed]
-    x = [row.step + 1 for row in committed]
-    low = [mean - std / 2 for mean, std in zip(means, spread, strict=True)]
-    high = [mean + std / 2 for mean, std in zip(means, spread, strict=True)]
-    axes.fill_between(x, low, high, alpha=0.15, linewidth=0)
-    axes.plot(x, means, label="training reward (mean ± half a standard deviation)")
-    for role, points in reward_curves(committed).items():
-        curve = [(step + 1, reward) for step, reward in points]
-        axes.plot(*zip(*curve, strict=True), "--", linewidth=1, label=f"{role} (training)")
-    held_out = ", ".join(["held-out", *measured_how(config, steps)])
-    for name, label in {"eval/score": held_out, **function_names(steps)}.items():
-        if held := [(row.step, row.metrics[name]) for row in steps if name in row.metrics]:
-            axes.plot(*zip(*held, strict=True), "o-", label=label)
-    axes.set(xlabel="steps", ylabel="reward", title=config.name)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    path = Path(config.output, "curve.png")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
-
-
-def measured_how(config: RunConfig, steps: Sequence[StepRow]) -> list[str]:
-    """How held-out scores are measured: greedy or sampled, and on how many tasks."""
-    at = config.eval.temperature
-    counted = {row.metrics["eval/tasks"] for row in steps if "eval/tasks" in row.metrics}
-    how = f"sampled at temperature {at:g}" if at else "greedy"
-    tasks = " or ".join(f"{n:.0f}" for n in sorted(counted))
-    return [how, f"{tasks} tasks"] if tasks else [how]
 
 
 def function_names(steps: Sequence[StepRow]) -> dict[str, str]:
@@ -230,15 +187,20 @@ async def _examples(store: Store, config: RunConfig, steps: list[StepRow]) -> di
 
 
 async def _failures(store: Store, config: RunConfig) -> str:
-    """A sentence with the number of failed rollouts, by kind, and the last message."""
+    """A sentence with the number of failed rollouts, by kind, and the last message; without those
+    for which an earlier start ended, before it was mended."""
     found = await store.search(
         config.name, state=RolloutState.FAILED, limit=MOST_COUNTED_FAILURES, budget=5.0
     )
-    if not found.rows:
+    first = await store.groups(config.name, purpose=Purpose.EVAL, step=0, limit=MOST_TRIALS)
+    trials = {re.sub(r"\.\d+$", "", id): id for id in sorted(group.id for group in first)}
+    ended = {group.id for group in first} - {*trials.values()}
+    rows = [row for row in found.rows if row.group not in ended]
+    if not rows:
         return ""
-    kinds = Counter(row.error for row in found.rows if row.error is not None)
+    kinds = Counter(row.error for row in rows if row.error is not None)
     counts = ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds))
-    number, rows = len(found.rows), found.rows
+    number = len(rows)
     if number == MOST_COUNTED_FAILURES:
         number, counts = (
             (await store.counts(config.name)).failed,
@@ -306,6 +268,36 @@ def failure_sentence(config: RunConfig, failed: FailureCount) -> str:
         f"{failed.kind}: {times} failed so far: {one_line(failed.message)}\n"
         f"  see it: agentrl show {failed.rollout}{store_option(config)}"
     )
+
+
+def figure(metrics: dict[str, float], key: str) -> str:
+    value = metrics.get(key, nan)
+    return "-" if isnan(value) else f"{value:.3f}"
+
+
+def health(metrics: dict[str, float], policy: str = "") -> list[str]:
+    """The metrics of a step that show problems first. policy: the policy, if there are several."""
+    prefix = f"{policy}/" if policy else ""
+    names = {"entropy": "policy/entropy", "KL": "old/kl", "clipped": "policy/clip_fraction"}
+    if metrics.get(f"{prefix}staleness/version_max"):
+        names |= {"lag": "staleness/version_mean", "ESS": "sampler/ess"}
+    keys = {word: prefix + key for word, key in names.items() if prefix + key in metrics}
+    found = [f"{word} {figure(metrics, key)}" for word, key in keys.items()]
+    return [policy, *found] if policy and found else found
+
+
+def idle_sides(metrics: dict[str, float]) -> list[str]:
+    """The fractions of a step during which sampler and learner waited for each other."""
+    whole = metrics.get("time/learner_idle", 0.0) + metrics.get("time/update", 0.0)
+    sides = {side: metrics.get(f"time/{side}_idle", 0.0) for side in ("sampler", "learner")}
+    return [f"{side} idle {idle / whole:.0%}" for side, idle in sides.items()] if whole else []
+
+
+def rate(metrics: dict[str, float], key: str) -> str:
+    """Of the groups for which the step has waited; others were there, as after a resume."""
+    seconds, groups = metrics.get("time/rollouts", 0.0), metrics.get("groups", 0.0)
+    waited = max(0.0, 1.0 - metrics.get("groups/ready", 0.0) / max(groups, 1.0))
+    return f"{metrics.get(key, 0.0) * waited / seconds:.0f}" if seconds and waited else "-"
 
 
 def lasting(seconds: float) -> str:

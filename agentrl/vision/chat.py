@@ -55,7 +55,7 @@ class SeeingChat(Chat):
         gone = [d for d in named if d not in self._eyes.served and catalogue.file(d) is None]
         wanted = list(dict.fromkeys([*missing, *gone]))
         files = dict(await self._eyes.source(wanted)) if wanted and self._eyes.source else {}
-        files |= {sha256(body).hexdigest(): body for body in map(_decoded, urls) if body}
+        files |= {sha256(body).hexdigest(): body for body in map(data_of, urls) if body}
         if lost := [digest for digest in wanted if digest not in files]:
             raise RequestError(
                 f"image {lost[0][:12]} is not in the store of this run; send it as a data URL",
@@ -156,7 +156,7 @@ class SeeingChat(Chat):
 
     def _seen(self, url: str) -> Seen:
         digest = url.removeprefix(NAMED)
-        if body := _decoded(url):
+        if body := data_of(url):
             digest = sha256(body).hexdigest()
         seen = self._eyes.catalogue.find(digest)
         if seen is None:
@@ -195,10 +195,10 @@ def image_urls(messages: Any) -> list[str]:
 
 def image_files(messages: Any) -> list[bytes]:
     """The files of the images that messages have as data URLs."""
-    return [body for body in map(_decoded, image_urls(messages)) if body]
+    return [body for body in map(data_of, image_urls(messages)) if body]
 
 
-def _decoded(url: str) -> bytes:
+def data_of(url: str) -> bytes:
     """The file in a data URL; empty for other URLs."""
     if not url.startswith(DATA):
         return b""

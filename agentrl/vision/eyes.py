@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
@@ -41,6 +40,7 @@ from agentrl.vision.images import (
     Ids,
     ImageError,
     Pixels,
+    Recent,
     Seen,
     placed,
     positions,
@@ -68,7 +68,7 @@ class Embeddings:
 
     def __init__(self, *, shared: bool) -> None:
         self._shared = shared
-        self._found: OrderedDict[str, Tensor] = OrderedDict()
+        self._found = Recent(_bytes)
         self._lock = threading.RLock()
         self.encoded = 0  # images encoded so far
 
@@ -81,16 +81,11 @@ class Embeddings:
             # Not in the engine's inference mode, whose tensors a graph may not use.
             with torch.inference_mode(False), torch.no_grad():
                 for some in chunks(missing, eyes.budget):
-                    self._found |= zip(
-                        (seen.digest for seen in some), eyes.encode(some), strict=True
-                    )
+                    for seen, embeddings in zip(some, eyes.encode(some), strict=True):
+                        self._found.put(seen.digest, embeddings)
             self.encoded += len(missing)
-            found = [self._found[seen.digest] for seen in images]
-            for seen in images:
-                self._found.move_to_end(seen.digest)
-            held = sum(map(_bytes, self._found.values()))
-            while held > EMBEDDING_BYTES and len(self._found) > len(images):
-                held -= _bytes(self._found.popitem(last=False)[1])
+            found = [self._found.use(seen.digest) for seen in images]
+            self._found.shrink(EMBEDDING_BYTES, {seen.digest for seen in images})
             return found
 
     def __contains__(self, digest: str) -> bool:

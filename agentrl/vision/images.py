@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Ids = NDArray[np.int64]
 Tokens = NDArray[np.int32]
 Pixels = Mapping[str, Tensor]  # what an image processor makes of one image
+T = TypeVar("T")
 MOST_PIXELS = 64 * 2**20  # of an image; a larger one is not decoded
 PIXEL_BYTES = 512 * 2**20  # of pixel values that are kept; others are made again
 FILE_BYTES = 2**30  # of files that are kept, beside those of the training step
@@ -48,6 +49,45 @@ class Seen:
     extent: int  # rotary positions that it takes
 
 
+class Recent(Generic[T]):
+    """Values by digest, and their bytes. Always true: what was used last is at the end."""
+
+    def __init__(self, size: Callable[[T], int]) -> None:
+        self._values, self._size = OrderedDict[str, T](), size
+        self._bytes = 0
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._values
+
+    def get(self, digest: str) -> T | None:
+        return self._values.get(digest)
+
+    def use(self, digest: str) -> T:
+        self._values.move_to_end(digest)
+        return self._values[digest]
+
+    def put(self, digest: str, value: T) -> None:
+        self._drop(digest)
+        self._values[digest] = value
+        self._bytes += self._size(value)
+
+    def shrink(self, limit: int, keep: Collection[str]) -> None:
+        """Drop what was used first, without `keep`, until at most `limit` bytes are left."""
+        while self._bytes > limit:
+            first = next((each for each in self._values if each not in keep), None)
+            if first is None:
+                return
+            self._drop(first)
+
+    def clear(self) -> None:
+        self._values.clear()
+        self._bytes = 0
+
+    def _drop(self, digest: str) -> None:
+        if digest in self._values:
+            self._bytes -= self._size(self._values.pop(digest))
+
+
 class Catalogue:
     """All images that a process has seen through one image processor. Thread-safe.
 
@@ -59,9 +99,9 @@ class Catalogue:
         self._seen: dict[str, Seen] = {}
         self._order: list[Seen] = []
         self._firsts: list[int] = []
-        self._files: OrderedDict[str, bytes] = OrderedDict()
+        self._files = Recent[bytes](len)
         self._needed: frozenset[str] = frozenset()  # images of the training step
-        self._pixels: OrderedDict[str, Pixels] = OrderedDict()
+        self._pixels = Recent[Pixels](_bytes)
         self._lock = threading.RLock()
         self.decoded = 0  # images decoded so far
 
@@ -77,7 +117,8 @@ class Catalogue:
         """Keep these files until the next call."""
         with self._lock:
             self._needed = frozenset(files)
-            self._files |= files
+            for digest, body in files.items():
+                self._files.put(digest, body)
 
     def find(self, digest: str) -> Seen | None:
         return self._seen.get(digest)
@@ -93,9 +134,8 @@ class Catalogue:
         """Number an image. Raises ImageError for a file that cannot be read."""
         digest = digest or sha256(body).hexdigest()
         with self._lock:
-            self._files[digest] = body
-            self._files.move_to_end(digest)
-            self._drop_files()
+            self._files.put(digest, body)
+            self._files.shrink(FILE_BYTES, self._needed | {digest})
             if digest not in self._seen:
                 size, patches, places, extent = self._shape(self._read(digest, body))
                 self._seen[digest] = seen = Seen(digest, len(self), size, patches, places, extent)
@@ -107,25 +147,16 @@ class Catalogue:
         """Pixel values of an image whose file or pixels are kept. Raises ImageError otherwise."""
         with self._lock:
             if digest in self._pixels:
-                self._pixels.move_to_end(digest)
-                return self._pixels[digest]
-            if digest not in self._files:
+                return self._pixels.use(digest)
+            if (body := self._files.get(digest)) is None:
                 raise ImageError(f"image {digest[:12]} is no longer in memory; send it again")
-            return self._read(digest, self._files[digest])
+            return self._read(digest, body)
 
     def of(self, indices: Ids) -> list[Seen]:
         """The images that have these visual embeddings, in ascending order, each once."""
         with self._lock:
             found = sorted({bisect_right(self._firsts, j) - 1 for j in np.unique(indices).tolist()})
             return [self._order[number] for number in found]
-
-    def _drop_files(self) -> None:
-        held = sum(map(len, self._files.values()))
-        for digest in list(self._files)[:-1]:
-            if held <= FILE_BYTES:
-                break
-            if digest not in self._needed:
-                held -= len(self._files.pop(digest))
 
     def _read(self, digest: str, body: bytes) -> Pixels:
         image = decode(body)
@@ -137,10 +168,8 @@ class Catalogue:
                 f"{image.height} pixels ({error}); send it in other proportions"
             ) from None
         self.decoded += 1
-        self._pixels[digest] = pixels
-        held = sum(map(_bytes, self._pixels.values()))
-        while held > PIXEL_BYTES and len(self._pixels) > 1:
-            held -= _bytes(self._pixels.popitem(last=False)[1])
+        self._pixels.put(digest, pixels)
+        self._pixels.shrink(PIXEL_BYTES, {digest})
         return pixels
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import transformers as hf
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from agentrl.algorithms.data.batch import TokenRow
+from agentrl.algorithms.model import tiny as text
 from agentrl.algorithms.model.inputs import attach, inputs_of
-from agentrl.algorithms.model.tiny import word_tokenizer
+from agentrl.types import Json
+from agentrl.vision.chat import data_of, image_urls
 from agentrl.vision.classes import CLASSES
 from agentrl.vision.eyes import ImageInputs
+from agentrl.vision.images import Seen, ids_of
 
 TinyKind = Literal["llava", "qwen2_5_vl", "qwen3_vl"]
 SIDE = 28  # pixels of the images that LLaVA's copies see
@@ -32,6 +38,16 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<assistant> ' }}{% endif -%}
 """
 """As `model.tiny.WORDS_TEMPLATE`, with images."""
+ROLES = ("user", "assistant", "system", "tool")
+PARTS = """\
+{%- if message.content is string -%}{{ message.content }}{%- else -%}
+{%- for part in message.content -%}
+{{ '<image>' if part.type == 'image' else part.text }}
+{%- endfor -%}
+{%- endif -%}
+"""
+TOOLS_TEMPLATE = text.TEMPLATE.replace("{{- message.content }}\n", PARTS)
+"""As `model.tiny.TEMPLATE`, with images in the messages of users and tools."""
 
 
 def make(
@@ -50,15 +66,34 @@ def make(
     patch's side, default 14 (LLaVA) or 7. most: pixels of an image that Qwen's copies
     see; larger ones are made smaller."""
     torch.manual_seed(seed)
-    # Tokens of their own, also where they touch other text.
-    marks = (
-        {"image_token": IMAGE} if kind == "llava" else {"image_token": IMAGE, "video_token": VIDEO}
-    )
-    roles = ("user", "assistant", "system", "tool")
-    tokenizer = word_tokenizer([*words, *marks.values()], roles, **marks)
+    marks = _marks(kind)
+    tokenizer = text.word_tokenizer([*words, *marks.values()], ROLES, **marks)
     tokenizer.chat_template = TEMPLATE
+    model = make_model(kind, tokenizer, hidden=hidden, trained=trained, patch=patch, most=most)
+    return model, tokenizer
+
+
+def _marks(kind: TinyKind) -> dict[str, str]:
+    """The placeholders of a class, as its tokenizer calls them."""
+    return {"image_token": IMAGE} | ({} if kind == "llava" else {"video_token": VIDEO})
+
+
+def make_model(
+    kind: TinyKind,
+    tokenizer: Any,
+    *,
+    hidden: int = 64,
+    trained: bool = False,
+    patch: int = 0,
+    most: int = SIDE * SIDE,
+) -> Any:
+    """A model as `make` makes it, for a tokenizer, which gets a token for images."""
+    if IMAGE not in tokenizer.all_special_tokens:  # also where it touches other text
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": [IMAGE]}, replace_extra_special_tokens=False
+        )
     image = tokenizer.convert_tokens_to_ids(IMAGE)
-    text: dict[str, Any] = {
+    shape: dict[str, Any] = {
         "vocab_size": len(tokenizer), "hidden_size": hidden, "intermediate_size": 2 * hidden,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 2048, "initializer_range": 0.1, "bos_token_id": None,
@@ -66,11 +101,76 @@ def make(
     }  # fmt: skip
     build = _llava if kind == "llava" else _qwen
     model, processor = build(
-        kind, text, image, hidden, patch or (14 if kind == "llava" else 7), most
+        kind, shape, image, hidden, patch or (14 if kind == "llava" else 7), most
     )
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     attach(model, ImageInputs(model, processor, CLASSES[kind](model), trained=trained))
-    return model.eval(), tokenizer
+    return model.eval()
+
+
+def imitator(
+    directory: Path,
+    conversations: Sequence[text.Conversation],
+    *,
+    seed: int,
+    tools: list[dict[str, Json]] | None = None,
+    tokens: Sequence[str] = (),
+    kind: TinyKind = "llava",
+    patch: int = 0,
+    steps: int = 300,
+    batch: int = 16,
+    lr: float = 3e-3,
+) -> float:
+    """Train a model, its tower too, to imitate the assistant of conversations with images; write it
+    as `save` does. Returns the final loss in nats per assistant token.
+
+    conversations: as they are sent to the API, images as data URLs. tokens: texts that become one
+    token each. Others as in `agentrl.tiny.imitator`."""
+    torch.manual_seed(seed)
+    plain = [[_plain(message) for message in each] for each in conversations]
+    texts, _ = render_jinja_template(plain, tools=tools, chat_template=TOOLS_TEMPLATE)
+    tokenizer = text.make_tokenizer(texts, TOOLS_TEMPLATE)
+    tokenizer.add_tokens(list(tokens))
+    model = make_model(kind, tokenizer, trained=True, patch=patch)
+    eyes = inputs_of(model)
+    assert isinstance(eyes, ImageInputs)
+    kept, eyes.learned = eyes.learned, cast(Any, _Encoded())
+    rows = [
+        _with_images(row, messages, eyes)
+        for row, messages in zip(text.rows_of(tokenizer, plain, tools), conversations, strict=True)
+    ]
+    loss = text.imitate(model, rows, steps=steps, batch=batch, lr=lr, seed=seed)
+    eyes.learned = kept
+    save(model, tokenizer, directory)
+    return loss
+
+
+class _Encoded:
+    """In place of `Embeddings`: those that gradients go through."""
+
+    def of(self, eyes: ImageInputs, images: Sequence[Seen]) -> list[torch.Tensor]:
+        return eyes.encode(images)
+
+
+def _plain(message: dict[str, Json]) -> dict[str, Json]:
+    """A message for the template."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    kinds = [{"type": "image"} if part.get("type") == "image_url" else part for part in content]
+    return message | {"content": kinds}
+
+
+def _with_images(row: TokenRow, messages: text.Conversation, eyes: ImageInputs) -> TokenRow:
+    """A row with the ids of the messages' images in place of one placeholder for each."""
+    images = [eyes.catalogue.add(data_of(url)) for url in image_urls(messages)]
+    own = row.tokens == eyes.model.config.image_token_id
+    sizes = torch.ones_like(row.tokens)
+    sizes[own] = torch.tensor([seen.size for seen in images])
+    tokens = row.tokens.repeat_interleave(sizes)
+    ids = [torch.from_numpy(ids_of(seen)) for seen in images]
+    tokens[own.repeat_interleave(sizes)] = torch.cat(ids)
+    return replace(row, tokens=tokens, actions=(sizes.cumsum(0) - sizes)[row.actions])
 
 
 def save(model: Any, tokenizer: Any, directory: Any) -> None:
@@ -83,14 +183,14 @@ def save(model: Any, tokenizer: Any, directory: Any) -> None:
 
 
 def _llava(
-    kind: str, text: dict[str, Any], image: int, hidden: int, patch: int, most: int
+    kind: str, shape: dict[str, Any], image: int, hidden: int, patch: int, most: int
 ) -> tuple[Any, Any]:
     vision = hf.CLIPVisionConfig(
         hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2,
         num_attention_heads=4, image_size=SIDE, patch_size=patch, initializer_range=0.1,
     )  # fmt: skip
     config = hf.LlavaConfig(
-        text_config=hf.LlamaConfig(**text), vision_config=vision, image_token_id=image,
+        text_config=hf.LlamaConfig(**shape), vision_config=vision, image_token_id=image,
         vision_feature_layer=-1, tie_word_embeddings=True,
     )  # fmt: skip
     processor = hf.LlavaImageProcessorPil(
@@ -100,12 +200,12 @@ def _llava(
 
 
 def _qwen(
-    kind: str, text: dict[str, Any], image: int, hidden: int, patch: int, most: int
+    kind: str, shape: dict[str, Any], image: int, hidden: int, patch: int, most: int
 ) -> tuple[Any, Any]:
     eighth = hidden // 64  # of half a head
     sections = [2 * eighth, 3 * eighth, 3 * eighth]
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
-    text |= {"rope_parameters": rope, "tie_word_embeddings": True}
+    shape |= {"rope_parameters": rope, "tie_word_embeddings": True}
     vision: dict[str, Any] = {
         "depth": 2, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": 4,
         "out_hidden_size": hidden, "patch_size": patch, "initializer_range": 0.1,
@@ -116,10 +216,10 @@ def _qwen(
     )
     if kind == "qwen3_vl":
         vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-        text["head_dim"] = hidden // 4
+        shape["head_dim"] = hidden // 4
         rope["mrope_interleaved"] = True  # as the class does anyway, and vLLM does if told
-        config = hf.Qwen3VLConfig(text_config=text, vision_config=vision, **common)
+        config = hf.Qwen3VLConfig(text_config=shape, vision_config=vision, **common)
         return hf.Qwen3VLForConditionalGeneration(config), processor
     vision |= {"window_size": 4 * patch, "fullatt_block_indexes": [1]}
-    config = hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **common)
+    config = hf.Qwen2_5_VLConfig(text_config=shape, vision_config=vision, **common)
     return hf.Qwen2_5_VLForConditionalGeneration(config), processor

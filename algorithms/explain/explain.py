@@ -134,14 +134,12 @@ def pushed(explanation: Explanation, rollout: str) -> str:
         float(psi[batch.token_transition == call].nansum())
         for call in sorted(set(batch.token_transition[mine].tolist()))
     ]
-    ways = {
-        "likelier": sum(x > 0 for x in calls),
-        "less likely": sum(x < 0 for x in calls),
-        "neither": sum(x == 0 for x in calls),
-    }
-    said = [f"{n} {way}" for way, n in ways.items() if n]
+    up, down = sum(x > 0 for x in calls), sum(x < 0 for x in calls)
     which = f"{len(calls)} calls" if len(calls) > 1 else "one call"
-    return f"Of its {which} the step made {', '.join(said)}."
+    if not (up or down):
+        return f"The step changed nothing about its {which}."
+    changed = [f"{n} {how}" for n, how in ((up, "likelier"), (down, "less likely")) if n]
+    return f"Of its {which} the step made {' and '.join(changed)}."
 
 
 def report(

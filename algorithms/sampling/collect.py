@@ -49,6 +49,7 @@ class Collected:
     discarded: list[Group]  # not trained; the step's commit removes them from the queue
     metrics: dict[str, float]
     stored: bool = True  # whether they are in the store, so that the step's commit names them
+    ready: int = 0  # groups that had ended before the step asked for its own
 
 
 class GroupSource(Protocol):
@@ -91,18 +92,18 @@ class Collector:
         ready = (await self.store.counts(self.config.name)).groups_settled
         work = self.claim_rounds(step)
         claimed, replaced = await close_groups_during(work, self.store, self.config)
-        played = {"groups/ready": float(ready), **cancelled_metrics(self.config, claimed, step)}
+        played = cancelled_metrics(self.config, claimed, step)
         claimed, unreadable = split_unreadable(claimed, self.vocabulary)
         if self.observer is not None:
             played |= self.observer(claimed)
         if unreadable:
             played["groups/unreadable"] = len(unreadable)
         if not self.replaces:
-            return Collected(claimed, unreadable, played)
+            return Collected(claimed, unreadable, played, ready=ready)
         kept = [group for group in claimed if self.is_kept(group, step)]
         idle = [group for group in claimed if not self.is_kept(group, step)]
         metrics = resampling_metrics(claimed, idle, replaced) | played
-        return Collected(kept, idle + unreadable, metrics)
+        return Collected(kept, idle + unreadable, metrics, ready=ready)
 
     @property
     def replaces(self) -> bool:

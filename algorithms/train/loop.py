@@ -58,7 +58,7 @@ class TrainingLoop:
                 metrics["time/sampler_idle"] = live.serving.idle_seconds()
                 updated = time.monotonic()
                 metrics |= {"time/rollouts": claimed - started, "time/update": updated - claimed}
-                metrics |= throughput(metrics)
+                metrics |= throughput(metrics) | {"groups/ready": float(collected.ready)}
                 if empty := is_empty(live.policies, step, metrics, collected):
                     # What no checkpoint has, a restarted process would not know.
                     live.policies.restore(json.loads(before))

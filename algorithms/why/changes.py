@@ -135,7 +135,9 @@ async def paired(
         if len(common) > 1:
             differences = [b - a for a, b in zip(first, last, strict=True)]
             values = [value for one in every for value in one.values()]
-            noise = _noise_of_mean(differences, max(values) - min(values))
+            most = max(values) - min(values)
+            # Where all are equal they do not tell how far apart others could be.
+            noise = _noise_of_mean(differences, most) if most else changes[name].noise
             own = replace(changes[name], noise=min(changes[name].noise, noise))
             if any(len(one) > len(common) for one in every):  # some have no outcome
                 own = replace(own, first=fmean(first), last=fmean(last), noise=noise)

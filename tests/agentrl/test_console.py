@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -197,18 +198,51 @@ def test_rollouts_from_before_a_resume_count_in_no_rate(
     assert f"  {rates}  " in line
 
 
+def said_until(word: str, done: asyncio.Event) -> io.StringIO:
+    """A console's file that tells when the word is printed."""
+
+    class Said(io.StringIO):
+        def write(self, text: str) -> int:
+            if word in text:
+                done.set()
+            return super().write(text)
+
+    return Said()
+
+
+async def test_lines_are_in_the_order_of_their_times(tmp_path: Path) -> None:
+    """ "scoring" is logged after the last step has ended, and before the score: whichever is read
+    first, it stands between them."""
+    config = resolve({"name": "r", "output": str(tmp_path), "steps": 1}, source="test")
+    done, file = asyncio.Event(), tmp_path / "algorithm.log"
+    console = Console(file=said_until("after step 1", done), width=100)
+    follower = LogFollower(console, PHASE, [file])
+    async with open_store(config.store) as store:
+        await store.open_run("r", {})
+        base: Any = {"run": "r", "epoch": 1, "groups": [], "versions": {}, "checkpoint": None}
+        await store.commit_step(StepCommit(**base, step=0, metrics={"reward/mean": 0.5}))
+        logged = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
+        file.write_text(f"{logged} PHASE agentrl.algorithm: scoring\n")
+        await asyncio.sleep(0.01)  # an evaluation takes longer
+        await store.log("r", 1, {"eval/score": 0.5})
+        followers = [show_progress(store, config, console, first=follower.look), follower.follow()]
+        tasks = [asyncio.create_task(work) for work in followers]
+        async with asyncio.timeout(60):
+            await done.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    assert said.index("step 1/1") < said.index("scoring") < said.index("after step 1")
+
+
 async def test_what_a_process_says_comes_before_what_the_store_has_of_it(tmp_path: Path) -> None:
     """The log says "scoring", the store the score: both are there at the next look."""
     config = resolve({"name": "r", "output": str(tmp_path), "steps": 2}, source="test")
     done, file = asyncio.Event(), tmp_path / "algorithm.log"
 
-    class Said(io.StringIO):
-        def write(self, text: str) -> int:
-            if "held-out" in text:
-                done.set()
-            return super().write(text)
-
-    console = Console(file=Said(), width=100)
+    console = Console(file=said_until("held-out", done), width=100)
     follower = LogFollower(console, PHASE, [file])
     async with open_store(config.store) as store:
         await store.open_run("r", {})

@@ -19,7 +19,6 @@ from agentrl.telemetry.report import (
     policies_without_calls,
     print_report,
     reward_curves,
-    save_curve,
     score_table,
     times,
 )
@@ -161,32 +160,6 @@ def test_a_policy_whose_roles_never_speak_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "tasks", "label"),
-    [(0.0, 200.0, "held-out, greedy, 200 tasks"),
-     (0.7, None, "held-out, sampled at temperature 0.7")],
-)  # fmt: skip
-def test_the_curve_says_how_it_was_measured_and_begins_at_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, tasks: float, label: str
-) -> None:
-    from matplotlib import pyplot as plt
-
-    kept: list[Any] = []
-    monkeypatch.setattr(plt, "close", kept.append)
-    how = {"eval": {"temperature": temperature}}
-    config = resolve({"name": "run", "output": str(tmp_path)} | how, source="test")
-    known = {} if tasks is None else {"eval/tasks": tasks}
-    steps = [
-        row(0, **{"reward/mean": 0.25, "role/a/reward": 0.2, "eval/score": 0.1} | known),
-        row(1, **{"reward/mean": 0.5, "role/a/reward": 0.4}),
-        row(2, **{"eval/score": 0.6}),
-    ]
-    save_curve(config, steps)
-    lines = {line.get_label(): list(line.get_xdata()) for line in kept[0].axes[0].lines}
-    assert lines[label] == [0, 2]
-    assert [xs for name, xs in lines.items() if name != label] == [[1, 2], [1, 2]]
-
-
-@pytest.mark.parametrize(
     ("state", "outcome", "words"),
     [("succeeded", 1.0, "succeeded"), ("succeeded", 0.0, "completed"),
      ("succeeded", nan, "completed"), ("failed", nan, "failed"), ("failed", 0.5, "failed")],
@@ -219,3 +192,22 @@ async def test_an_example_of_success_has_not_failed(tmp_path: Path) -> None:
         found = await report._examples(store, config, steps)
     ids = {title.partition(",")[0]: one.id[-1] for title, one in found.items()}
     assert ids == {"A success": "2", "A failure": "1"}
+
+
+async def test_failures_of_a_start_that_ended_with_them_are_not_counted_later(
+    tmp_path: Path,
+) -> None:
+    config = resolve({"name": "a.1", "output": str(tmp_path)}, source="test")
+    async with open_store(config.store) as store:
+        await store.open_run("a.1", {})
+        for trial, failures in (("score", 2), ("score.01", 2), ("score.02", 1)):
+            group = f"a.1/eval/000000/{trial}"
+            new: Any = {"run": "a.1", "group": group, "task": {}, "purpose": Purpose.EVAL}
+            await store.enqueue([NewRollout(id=f"{group}/{i}", index=i, **new) for i in range(2)])
+            for one in await store.claim(2, runner="w", lease=60.0, run="a.1"):
+                failed = one.rollout.index < failures
+                why = Failure(kind=ErrorKind.AGENT, message=trial) if failed else None
+                done = Outcome(attempt=one.id, fence=one.fence, failure=why)
+                await store.finish([done])
+        said = await report._failures(store, config)
+    assert said == "1 rollouts failed (1 agent_error); the last one: score.02"

@@ -23,13 +23,15 @@ RUN_FILE = Path(__file__).parents[2] / "examples" / "staff" / "run.toml"
 PARTS = ("build", "rollouts", "update", "eval")
 
 
-def run(seed: int, folder: Path, run_file: Path = RUN_FILE) -> dict[str, float]:
+def run(seed: int, folder: Path, run_file: Path = RUN_FILE, *overrides: str) -> dict[str, float]:
     """Train from nothing with one seed; seconds cover the whole command, warm start included."""
     output = folder / f"seed-{seed}"
     command = [sys.executable, "-m", "agentrl", "train", str(run_file)]
     started, before = time.monotonic(), os.times()
     subprocess.run(
-        [*command, f"output={output}", "--seed", str(seed)], check=True, stdout=sys.stderr
+        [*command, f"output={output}", "--seed", str(seed), *overrides],
+        check=True,
+        stdout=sys.stderr,
     )
     seconds, now = time.monotonic() - started, os.times()
     used = sum(now[2:4]) - sum(before[2:4])  # of ended children, and of theirs

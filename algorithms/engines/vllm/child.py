@@ -42,6 +42,11 @@ from agentrl.base.processes import die_with_parent, seal
 KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests
 CALLERS_VARIABLE = "AGENTRL_VLLM_CALLERS"  # environment variable with the keys of callers, if any
 KEY_HEADER = "x-agentrl-key"  # header of control requests with the secret
+UNPLACED = b"Failed to apply prompt replacement"  # vLLM's words
+DROPPED = (
+    "the model's chat template drops an image of the request, so the model would not see it; send "
+    "images in the messages of users, or replace its chat_template.jinja"
+)
 KEYS: dict[str, str] = {}  # both variables' values, hidden from the processes that vLLM starts
 
 
@@ -109,9 +114,20 @@ class HoldMiddleware:
             async def again() -> AsgiMessage:
                 return sent.pop() if sent else await receive()
 
+            failed: AsgiMessage = {}  # the start of a response that may be the agent's mistake
+
             async def stamped(message: AsgiMessage) -> None:
                 if message["type"] == "http.response.start":
                     message["headers"] = [*message.get("headers", ()), *stamp]
+                    if message["status"] == 500:
+                        failed.update(message)
+                        return
+                elif failed:
+                    failed["status"], message["body"] = told(500, message.get("body", b""))
+                    if failed["status"] != 500:
+                        failed["headers"] = stamp
+                    await send(dict(failed))
+                    failed.clear()
                 await send(message)
 
             await self._app({**scope, "headers": headers}, again, stamped)
@@ -121,6 +137,15 @@ def is_public_path(path: str) -> bool:
     """Whether requests without the secret may use this path."""
     open = path in ("/health", "/tokenize")
     return open or (path.startswith("/v1/") and path not in (LOAD, UNLOAD))
+
+
+def told(status: int, body: bytes) -> tuple[int, bytes]:
+    """Status and body of vLLM's response to a call. An image for which the chat template wrote no
+    placeholder is an error of vLLM's own there, which calls would be repeated for."""
+    if status != 500 or UNPLACED not in body:
+        return status, body
+    error = {"message": DROPPED, "type": "BadRequestError", "param": "messages", "code": 400}
+    return 400, msgspec.json.encode({"error": error})
 
 
 def to_version(body: bytes, versions: Mapping[str, int]) -> tuple[bytes, str, int | None]:

@@ -39,7 +39,7 @@ from agentrl.algorithms.engines.base import (
     parse_versions,
     port_taken,
 )
-from agentrl.algorithms.engines.vllm.child import is_public_path, to_version
+from agentrl.algorithms.engines.vllm.child import is_public_path, to_version, told
 from agentrl.algorithms.engines.vllm.client import probe
 from agentrl.algorithms.engines.vllm.process import START_POLL
 from agentrl.algorithms.engines.vllm.serving import (
@@ -317,6 +317,11 @@ class VllmFleet:
             async with self._session.request(
                 request.method, url + request.path_qs, data=body, headers=sent | stamp
             ) as reply:
+                if reply.status == 500:
+                    status, words = told(500, await reply.read())
+                    return web.Response(
+                        status=status, body=words, content_type="application/json", headers=stamp
+                    )
                 answer = web.StreamResponse(status=reply.status)
                 answer.content_type = reply.content_type
                 answer.headers.update(stamp)

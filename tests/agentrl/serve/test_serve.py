@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,18 @@ from agentrl.model_files.chosen import choose
 from agentrl.serve.server import Served, settings_of
 from tests.agentrl.model_files import trained
 
+NEEDS_VLLM = pytest.mark.skipif(
+    find_spec("vllm") is None, reason="vLLM is not installed: run `make test-engines`"
+)
+pytestmark = pytest.mark.timeout(600)
 SUBJECT = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
 QUESTION: Any = [{"role": "user", "content": "What is the team of Ada?"}]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory, wide_model_dir: Path) -> Path:
     folder = tmp_path_factory.mktemp("served")
-    trained.make(folder, tiny_model_dir)
+    trained.make(folder, wide_model_dir)
     files = ["-out", "cert.pem", "-keyout", "key.pem"]
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
     subprocess.run([*make, *SUBJECT, *files], check=True, capture_output=True, cwd=folder)
@@ -49,10 +54,11 @@ def content(root: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if path.suffix not in (".db-shm", ".db-wal")}
 
 
-@pytest.fixture(scope="module")
-def url(root: Path) -> Iterator[str]:
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=NEEDS_VLLM)])
+def url(root: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     """Of the server, which has TLS and two keys, and ends by Ctrl-C."""
     command = [sys.executable, "-m", "agentrl", "serve", "mine", "--port", "0"]
+    command += ["--engine", request.param]
     command += ["--key-env", "MY_KEYS", "--certfile", "cert.pem", "--keyfile", "key.pem"]
     env = {**os.environ, "MY_KEYS": "first second", "OMP_NUM_THREADS": "1"}
     before = content(root)
@@ -75,7 +81,7 @@ def url(root: Path) -> Iterator[str]:
         yield found[1]
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
-        assert (process.wait(timeout=30), rest) == (0, "Stopped.\n")
+        assert (process.wait(timeout=60), rest) == (0, "Stopped.\n")
     assert content(root) == before
 
 

@@ -30,7 +30,7 @@ from agentrl.runners.gateway import response
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
 from agentrl.store.records import Found
-from agentrl.types import EMPTY, ErrorKind, FailureCount, NewRollout, Purpose, Reward
+from agentrl.types import EMPTY, ErrorKind, FailureCount, NewRollout, Outcome, Purpose, Reward
 from tests import factories
 from tests.factories import rollout
 from tests.spine import of_part
@@ -243,6 +243,23 @@ def test_the_first_sentence_is_the_verdict(
     assert why.opening(run, [Reason(1.0, "x", "y")] * reasons).startswith(said)
     if steps == 5:  # a larger model is for later
         assert all(one.change.startswith("nothing yet: ") for one in why.reasons(run))
+
+
+async def test_equal_outcomes_of_few_tasks_are_no_certainty(tmp_path: Path) -> None:
+    """Paired they have no scatter; what chance explains is then that of their interval."""
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        await store.open_run("r", {})
+        for step in (0, 5):
+            group = f"r/eval/{step:06d}/score"
+            new: Any = {"run": "r", "group": group, "purpose": Purpose.EVAL}
+            tasks = [NewRollout(id=f"{group}/{i}", index=i, task={"i": i}, **new) for i in range(4)]
+            await store.enqueue(tasks)
+            for one in await store.claim(4, runner="w", lease=60.0, run="r"):
+                rewards = [Reward(value=0.0)]
+                await store.finish([Outcome(attempt=one.id, fence=one.fence, rewards=rewards)])
+        measured = changed(0.0, 0.0, 0.43)
+        found = await changes.paired(store, "r", measured, {HELD_OUT: [0, 5]})
+    assert found == measured
 
 
 async def test_why_reads_the_evaluation_of_the_last_start(tmp_path: Path) -> None:

@@ -339,6 +339,27 @@ async def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Client, asyncio.Event
     return client, finish, seen
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (b"Failed to apply prompt replacement for mm_items['image'][0]", 400, b"template drops"),
+        (b"Internal server error", 500, b"Internal server error"),
+    ],
+)
+async def test_an_image_that_the_template_drops_is_no_failure_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, words: bytes, status: int, said: bytes
+) -> None:
+    monkeypatch.setitem(KEYS, KEY_VARIABLE, "secret")
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        await answer(send, 500, words)
+
+    client = Client(HoldMiddleware(vllm))
+    await client.get(OPEN, query=b"policy=7&=7", key=b"secret")
+    assert await client.get("/v1/chat/completions") == (status, b"7")
+    assert said in await client.get("/v1/chat/completions", whole=True)
+
+
 async def settle() -> None:
     """Everything that can run has run."""
     for _ in range(10):
