@@ -39,8 +39,9 @@ from agentrl.view.summaries import Score, Summary, Verdict, matrix, summary, who
 )
 @click.option("--redact", default="", metavar="REGEX", help="Hide matches in the export.")
 @click.option(
-    "--image-mb", default=100, show_default=True, help="To export: images up to this size in all."
-)
+    "--image-mb", type=click.IntRange(0), default=100, show_default=True,
+    help="To export: images up to this size in all.",
+)  # fmt: skip
 def view(
     stores: tuple[str, ...],
     run: str | None,

@@ -20,6 +20,7 @@ from agentrl.algorithms.demonstrations.scripted import load_script, served
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.upstreams import candidate_of
 from agentrl.base.access import read_sent_key
+from agentrl.base.images import digests, with_data_urls
 from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig, UpstreamConfig
 from agentrl.config.tasks import tasks_of
@@ -92,6 +93,9 @@ async def kept_conversations(
                 continue
             for one in conversations_of(own):
                 about = [*map(what_is_said, one["messages"])], one["tools"], one["imitate"]
+                if names := digests(one["messages"]):
+                    images = await store.images(row.run, names)
+                    one["messages"] = with_data_urls(one["messages"], images)
                 of = {"rollout": row.id, "reward": row.reward()}
                 found.setdefault(msgspec.json.encode(about, order="sorted"), one | of)
     return [*found.values()], _summary(rows, len(good), len(found), cut, least)

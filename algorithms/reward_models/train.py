@@ -62,6 +62,11 @@ class Reader:
         data = data_of(await pin_dataset(self.store, config))
         items = await self.store.items(data.name, data.version, split=split)
         sides = await self.store.sides([side for item in items for side in item.sides])
+        if any(call.images for calls in sides.values() for call in calls):
+            raise ConfigError(
+                f"data.name = {data.name!r}: its calls show images, and reward models read text "
+                "only; train on a data set without images"
+            )
         every = [example for item in items for example in self._of(item, sides)]
         kept = [e for e in every if all(0 < len(t) <= (self.context or len(t)) for t in e.texts)]
         if not kept:

@@ -9,13 +9,16 @@ import msgspec
 import pytest
 import torch
 
+from agentrl.algorithms.demonstrations.demonstrator import NAME, kept_conversations
 from agentrl.algorithms.demonstrations.rows import ConversationReader
 from agentrl.algorithms.model.load import end_tokens, load_model
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
+from agentrl.algorithms.reward_models.train import Reader
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import resolve
-from agentrl.errors import TrainingError
-from agentrl.types import float32, int32
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.store.records import Item, Side, digest_of
+from agentrl.types import Image, Reward, RolloutState, float32, int32
 from agentrl.vision import tiny
 from tests import factories
 from tests.agentrl.vision.looks import WORDS, digest, eyes_of, own_logprobs, png
@@ -97,3 +100,38 @@ def test_what_cannot_be_seen_is_not_imitated(
     messages = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "red"}]
     with pytest.raises(TrainingError, match=sentence):
         reader.rows({"messages": messages})
+
+
+async def test_kept_demonstrations_have_their_images_as_files() -> None:
+    class Shelf:
+        async def calls(self, ids: list[str]) -> dict[str, Any]:
+            shown = {"type": "image_url", "image_url": {"url": f"image:{digest(FIRST)}"}}
+            messages = [{"role": "user", "content": [shown]}]
+            answer = {"role": "assistant", "content": "red"}
+            about: Any = {"messages": messages, "answer": answer, "policy": NAME}
+            return {id: [factories.call(id, images=(digest(FIRST),), **about)] for id in ids}
+
+        async def images(self, run: str, names: Any) -> dict[str, Image]:
+            assert (run, names) == ("r", (digest(FIRST),))
+            return {name: Image(name, "image/png", 30, 40, FIRST) for name in names}
+
+    row = factories.rollout("a", [], [Reward(value=1.0)], run="r", state=RolloutState.SUCCEEDED)
+    shelf: Any = Shelf()
+    ((kept,), _) = await kept_conversations(shelf, [row], 1.0)
+    assert kept["messages"][0] == {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": url(FIRST)}}],
+    }
+
+
+async def test_a_reward_model_reads_no_image(store: Any) -> None:
+    call = factories.call("a", [1, 9], [2], images=(digest(FIRST),))
+    side = Side(digest=digest_of([call]), own=[call])
+    await store.put_images("", [Image(digest(FIRST), "image/png", 30, 40, FIRST)])
+    version = await store.draft_dataset("d", {})
+    item = Item(position=0, kind="label", chosen=side.digest, label=1.0)
+    await store.add_items("d", version, [item], [side])
+    await store.commit_dataset("d", version)
+    reader = Reader(store, None, None)
+    with pytest.raises(ConfigError, match="its calls show images, and reward models read text"):
+        await reader.examples(resolve({"data": {"name": "d"}}, source="test"), "train")
