@@ -136,11 +136,9 @@ class Sessions(Feature):
         for session in held:
             if session.active.id not in live:
                 self._forget(session)  # this process was suspended; the next call begins a new one
-        async with self._claiming:  # another runner name: sessions that ended together are distinct
-            lost = await self._store.claim(
-                100, runner="recovery", lease=SESSION_LEASE, run=self._run
-            )
-            await self._finish(lost)
+        async with self._claiming:
+            while lost := await self._claim():
+                await self._finish(lost)
 
     async def _find(self, request: web.Request, key: str) -> OpenSession:
         try:
@@ -179,10 +177,7 @@ class Sessions(Feature):
                 return self._open[name]
             if sampled := bool(name) and drawn < self._settings.sample:
                 await self._store.enqueue([rollout])
-                claim = partial(
-                    self._store.claim, 1, runner="gateway", lease=SESSION_LEASE, run=self._run
-                )
-                while (found := await claim()) and found[0].rollout.id != rollout.id:
+                while (found := await self._claim()) and found[0].rollout.id != rollout.id:
                     await self._finish(found)  # of a process that was killed
                 if not found:
                     raise Conflict(f"Another process serves run {self._run!r}: end it.")
@@ -194,6 +189,13 @@ class Sessions(Feature):
             self._open[name] = session = OpenSession(name, active)
             active.records.append(partial(self._record, session))
         return session
+
+    async def _claim(self) -> list[Attempt]:
+        """Claim one session, that of this process or of a killed one. Each has a runner of its own:
+        the store gives a runner few of those that were lost together, and then none to others."""
+        return await self._store.claim(
+            1, runner=f"gateway {uuid.uuid4().hex}", lease=SESSION_LEASE, run=self._run
+        )
 
     def _record(self, session: OpenSession, call: ReceivedCall, row: Transition) -> Transition:
         """Return the row with redactions; a redacted call loses its tokens."""

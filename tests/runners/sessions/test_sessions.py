@@ -354,6 +354,33 @@ async def test_what_a_killed_process_had_recorded_is_in_nobodys_way(
     assert [len(row.transitions) for row in ended] == [1, 1]
 
 
+async def test_sessions_that_were_lost_together_block_no_new_ones(
+    start, settings, shop, kept, monkeypatch: pytest.MonkeyPatch
+):
+    """Also when their leases end while the next process has sessions of its own."""
+
+    async def die(self: Sessions, idle: float = 0.0) -> None:
+        return None
+
+    async def say(*names: str) -> None:
+        said = [served.say("hi", x_session_id=name) for name in names]
+        assert await asyncio.gather(*said) == [("echo hi", name) for name in names]
+
+    passed = 0.0
+    clock = partial(open_store, clock=lambda: time.time() + passed)
+    monkeypatch.setattr(module, "open_store", clock)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sessions, "end", die)
+        served = await start(settings())
+        await say(*"abcdefgh")
+        await start.stop()
+    passed = module.SESSION_LEASE / 2
+    served = await start(settings())
+    await say(*"ijklmnop")
+    passed = module.SESSION_LEASE + 1
+    await say(*"qrst")
+
+
 async def test_equal_conversations_end_apart(start, settings, kept):
     served = await start(settings())
     (said, first), (_, other) = [await served.say("hi") for _ in range(2)]
