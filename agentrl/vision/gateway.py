@@ -45,6 +45,7 @@ from agentrl.types import Image, Json, Transition
 from agentrl.vision.headers import ImageRefusedError, read_header
 from agentrl.vision.table import ImagesConfig, images_of, seeing_policies
 
+ADVICE = "; a policy sees images with policy.vision, which takes an image-text model"
 PIXELS = ("media_io_kwargs", "mm_processor_kwargs")  # fields that change what a policy sees
 PUT_AGAIN = 1200.0  # seconds after which a prune may have removed what nothing refers to
 MOST_REMEMBERED = 100_000  # digests
@@ -68,30 +69,19 @@ class StoredImages(Feature):
 
     def join(self, active: ActiveAttempt) -> None:
         if not self._needed:
-            active.sight = Unseeing()
+            active.sight = Sight(ADVICE)
             return
         active.changes.append(self._sight.read)
         active.sight = self._sight
 
 
-class Unseeing(Sight):
-    """How the calls of a run are seen without `policy.vision`: as text, and images are refused."""
-
-    def why_not(self, call: ReceivedCall, policy: str) -> str:
-        why, request = super().why_not(call, policy), call.request
-        if why and not (
-            media_field(request.fields) or not_text(request.messages, frozenset({KIND}))
-        ):
-            why += "; a policy sees images with policy.vision, which takes an image-text model"
-        return why
-
-
-class ImageSight(Unseeing):
+class ImageSight(Sight):
     """How the calls of a run are seen. digests: the policy server reads images from the store."""
 
     def __init__(
         self, store: Store, limits: ImagesConfig, seeing: Collection[str], *, digests: bool
     ) -> None:
+        super().__init__(ADVICE)
         self._store, self._limits, self._seeing, self._digests = store, limits, seeing, digests
         self._put = OrderedDict[str, Put]()  # by digest
 

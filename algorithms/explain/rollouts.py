@@ -58,7 +58,8 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
                 continue
         spelt = _spelling(config, policy) if tokens else None
         if rollout in explanation.batch.rollouts:
-            lines[-1] += f"{':' if config.policies else ''} {pushed(explanation, rollout)}"
+            said = pushed(explanation, rollout)
+            lines[-1:] = [lines[-1], f"  {said}"] if config.policies else [f"{lines[-1]} {said}"]
         lines += report(explanation, rollout, groups, tokens, spelt)
     if step is None:
         return [*lines, "this rollout is not trained yet, or was discarded"]

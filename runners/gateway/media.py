@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from agentrl.base.images import KIND
 from agentrl.store.base import Store
 from agentrl.types import Json, Transition
 
@@ -28,9 +29,16 @@ EMPTY = {b"null", b"[]", b"{}", b'""', b"false"}
 class Sight:
     """How the calls of an attempt are seen: here, as text only."""
 
+    def __init__(self, advice: str = "") -> None:
+        """advice: the end of a refusal of what is text but for images."""
+        self._advice = advice
+
     def why_not(self, call: ReceivedCall, policy: str) -> str:
         """Explain why `policy` cannot be trained on a call; empty if it can."""
-        return why_not_text(call.request.fields, call.request.messages, policy, call.role)
+        fields, messages = call.request.fields, call.request.messages
+        why = why_not_text(fields, messages, policy, call.role)
+        images = why and not (media_field(fields) or not_text(messages, frozenset({KIND})))
+        return why + self._advice if images else why
 
     async def sent(self, call: ReceivedCall, messages: Messages, route: Route) -> Fields:
         """Return the fields of a call for the route's server, with these messages: the call's own,
