@@ -68,8 +68,11 @@ def offspring() -> list[int]:
 
 
 def workers() -> list[int]:
-    """The processes that compute."""
-    pids = [pid for pid in offspring() if "Worker" in psutil.Process(pid).name()]
+    """The processes that compute: those that the engine of a child has started. Their names do not
+    tell, as they cannot always set them."""
+    engines = [each for child in psutil.Process().children() for each in child.children()]
+    started = [each for engine in engines for each in engine.children()]
+    pids = [each.pid for each in started if "resource_tracker" not in " ".join(each.cmdline())]
     assert pids
     return pids
 
