@@ -101,6 +101,8 @@ build = policy.build
 """
 
 
+@pytest.mark.slow  # it builds the policy
+@pytest.mark.timeout(600)
 async def test_two_steps(tmp_path: Path) -> None:
     """Every call is trained with its pictures, exactly as they were sampled."""
     pytest.importorskip("langchain")
@@ -127,10 +129,12 @@ async def test_two_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_it_learns_and_its_blind_twin_does_not() -> None:
     pytest.importorskip("langchain")
-    blind = {"blind_": ("agent.path=agent.py:blind",)}
-    found = figures([0], {"": ()} | blind)
+    few = ("eval.tasks=80", "eval.every=40")
+    blind = {"blind_": ("agent.path=agent.py:blind", "steps=15", *few)}
+    found = figures([0], {"": few} | blind)
     assert set(found) == {prefix + key for prefix in ("", "blind_") for key in KEYS}
     assert found["before"][0] < 0.3
     assert found["before_sampled"][0] < 0.3
