@@ -373,12 +373,13 @@ async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
 async def refuse_changes(store: Store, config: RunConfig) -> None:
     """Raises ConfigError if a started run would resume with settings that change what it learns, or
     with fewer steps than it has committed."""
-    state, counts = await store.run(config.name), await store.counts(config.name)
-    scored = any("eval/score" in row.metrics for row in await store.steps(config.name))
-    if state is None or not (
-        state.step or scored or counts.queued or counts.running or counts.succeeded
-    ):
-        return  # every rollout failed before the first step, perhaps because of a setting
+    if (state := await store.run(config.name)) is None:
+        return
+    if not state.step:
+        counts = await store.counts(config.name)
+        begun = counts.queued or counts.running or counts.succeeded
+        if not begun and not any("eval/score" in r.metrics for r in await store.steps(config.name)):
+            return  # every rollout failed before the first step, perhaps because of a setting
     if config.steps < state.step:
         raise ConfigError(
             f"steps = {config.steps}: run {config.name!r} has {state.step} steps already; set at"

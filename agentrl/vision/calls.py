@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from agentrl.algorithms.data.merge import trainable
 from agentrl.algorithms.diagnostics.metrics import Metrics
+from agentrl.base.images import url_of
 from agentrl.types import Group, Json, Rollout, Transition, int32
 from agentrl.vision.eyes import ImageInputs
 from agentrl.vision.images import ImageError, Seen, Tokens, placed
@@ -91,7 +92,7 @@ def _seen(eyes: ImageInputs, digest: str) -> Seen:
 def _has_image(message: dict[str, Json]) -> bool:
     content = message.get("content")
     parts = content if isinstance(content, list) else []
-    return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
+    return any(url_of(part) is not None for part in parts)
 
 
 def _sampled(prompt: Tokens, earlier: Sequence[Transition]) -> NDArray[np.bool_]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import re
 from hashlib import sha256
 from typing import Any
 
@@ -27,11 +28,12 @@ from agentrl.algorithms.model.chat import (
 from agentrl.algorithms.model.inputs import ReadPrompt
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
+from agentrl.base.images import SCHEME, url_of
 from agentrl.types import Json
 from agentrl.vision.eyes import ImageInputs
 from agentrl.vision.images import ImageError, Seen, ids_of, positions
 
-NAMED, DATA = "image:", "data:"  # how the URL of an image begins
+DATA = "data:"  # how the URL of an image begins that is there itself
 MARK = "\ufdd0"  # no character of any text
 OTHERS = ("input_audio", "audio_url", "video_url", "video", "file")
 
@@ -49,7 +51,7 @@ class SeeingChat(Chat):
     async def fetch(self, messages: bytes) -> None:
         """Number the images of a request. Raises RequestError for one that cannot be seen."""
         catalogue, urls = self._eyes.catalogue, image_urls(msgspec.json.decode(messages))
-        named = [url.removeprefix(NAMED) for url in urls if url.startswith(NAMED)]
+        named = [url.removeprefix(SCHEME) for url in urls if url.startswith(SCHEME)]
         missing = [digest for digest in named if catalogue.find(digest) is None]
         # A known image may have to be encoded again, once its embeddings are dropped.
         gone = [d for d in named if d not in self._eyes.served and catalogue.file(d) is None]
@@ -102,15 +104,8 @@ class SeeingChat(Chat):
 
     def _marked(self, text: str) -> tuple[list[int], list[bool]]:
         """Token ids of a rendered text, and of each placeholder whether it is the template's."""
-        own: list[bool] = []
-        rest = text
-        while rest:
-            hidden, shown = rest.find(MARK), rest.find(self._placeholder)
-            if hidden < 0 and shown < 0:
-                break
-            own.append(hidden < 0 or 0 <= shown < hidden)
-            at = shown if own[-1] else hidden
-            rest = rest[at + len(self._placeholder if own[-1] else MARK) :]
+        found = re.findall(f"{MARK}|{re.escape(self._placeholder)}", text)
+        own = [each != MARK for each in found]
         ids = list(self._codec.encode(text.replace(MARK, self._placeholder)))
         if ids.count(self._id) != len(own):
             raise RequestError(
@@ -155,7 +150,7 @@ class SeeingChat(Chat):
         return found
 
     def _seen(self, url: str) -> Seen:
-        digest = url.removeprefix(NAMED)
+        digest = url.removeprefix(SCHEME)
         if body := data_of(url):
             digest = sha256(body).hexdigest()
         seen = self._eyes.catalogue.find(digest)
@@ -180,16 +175,15 @@ def image_urls(messages: Any) -> list[str]:
     for index, message in enumerate(messages if isinstance(messages, list) else []):
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else []:
-            if isinstance(part, dict) and part.get("type") == "image_url":
-                about = part.get("image_url")
-                url = about.get("url") if isinstance(about, dict) else about
-                if not isinstance(url, str) or not url.startswith((NAMED, DATA)):
-                    raise RequestError(
-                        f"messages[{index}] has an image by its address, which is not fetched; "
-                        "send it as a data URL",
-                        param="messages",
-                    )
-                found.append(url)
+            if (url := url_of(part)) is None:
+                continue
+            if not url.startswith((SCHEME, DATA)):
+                raise RequestError(
+                    f"messages[{index}] has an image by its address, which is not fetched; "
+                    "send it as a data URL",
+                    param="messages",
+                )
+            found.append(url)
     return found
 
 

@@ -13,6 +13,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
@@ -181,8 +182,7 @@ class ImageInputs:
     async def fetch(self, store: Store, run: str, calls: Iterable[Transition]) -> None:
         named = dict.fromkeys(digest for call in calls for digest in call.images)
         wanted = [digest for digest in named if not self.keeps(digest)]
-        found = await store.images(run, wanted) if wanted else {}
-        files = {digest: image.body for digest, image in found.items()}
+        files = await files_of(store, run, wanted)
         self.catalogue.need(files)
         for digest, body in files.items():
             if self.catalogue.find(digest) is None:
@@ -249,6 +249,12 @@ class ImageInputs:
         return inputs
 
 
+async def files_of(store: Store, run: str, digests: Sequence[str]) -> dict[str, bytes]:
+    """The files of stored images by digest."""
+    found = await store.images(run, digests) if digests else {}
+    return {digest: image.body for digest, image in found.items()}
+
+
 def name_as_hub(model: Any) -> None:
     """Let a model be saved with the names that checkpoints of the hub have, which vLLM reads: else
     transformers leaves out the prefixes of towers that its own file did not have."""
@@ -261,6 +267,7 @@ def name_as_hub(model: Any) -> None:
     model._weight_conversions = own + [each for each in of_towers if each.scope_prefix not in known]
 
 
+@cache
 def _picture() -> StoredImage:
     """A picture with which other sizes, channels, directions or resampling give other values."""
     from PIL import Image

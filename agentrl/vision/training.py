@@ -16,7 +16,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.types import Group
 from agentrl.vision.calls import Finder
-from agentrl.vision.eyes import ImageInputs
+from agentrl.vision.eyes import ImageInputs, files_of
 from agentrl.vision.images import Catalogue
 
 
@@ -54,7 +54,7 @@ class Looking(Hooks):
 
         async def source(digests: Sequence[str]) -> Mapping[str, bytes]:
             """Called on a policy server's loop; the store belongs to this one."""
-            found = _files(run, digests)
+            found = files_of(run.store, run.config.name, digests)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(found, loop))
 
         for model in run.models:
@@ -68,8 +68,9 @@ class Looking(Hooks):
         for policy, eyes in self._eyes.items():
             digests = (digest for digest in _digests(groups, policy) if not eyes.keeps(digest))
             wanted.setdefault(eyes.catalogue, []).extend(digests)
+        store, run = self._run.store, self._run.config.name
         for catalogue, names in wanted.items():
-            catalogue.need(await _files(self._run, list(dict.fromkeys(names))))
+            catalogue.need(await files_of(store, run, list(dict.fromkeys(names))))
         return groups, {}
 
 
@@ -86,9 +87,3 @@ def check(updater: Updater) -> None:
 def _digests(groups: Sequence[Group], policy: str) -> list[str]:
     calls = (call for group in groups for rollout in group.rollouts for call in rollout.transitions)
     return list(dict.fromkeys(d for call in calls if call.policy == policy for d in call.images))
-
-
-async def _files(run: LoadedRun, digests: Sequence[str]) -> dict[str, bytes]:
-    """The files of stored images by digest."""
-    found = await run.store.images(run.config.name, digests) if digests else {}
-    return {digest: image.body for digest, image in found.items()}

@@ -68,9 +68,8 @@ async def evaluate_heldout(
         sampling = replace(config.sampling, temperature=temperature)
         repeated = tasks * (config.eval.samples if outer and name == [*named][-1] else 1)
         requested[name] = evaluation_rollouts(
-            config, step, f"{name}.{trial:02d}" if trial else name, repeated, sampling, seats,
-            candidate,
-        )  # fmt: skip
+            config, step, trial_name(name, trial), repeated, sampling, seats, candidate
+        )
     metrics = {"eval/tasks": float(len(tasks))}
     played = await play(store, requested)
     if step == 0 and config.steps:
@@ -105,6 +104,11 @@ def check_first(
         f"all {len(rollouts)} rollouts failed{why}. Example: agentrl show {rollouts[0].id}."
         f" {CURES[kind]}, and repeat the command"
     )
+
+
+def trial_name(name: str, trial: int) -> str:
+    """The name of an evaluation that is played again, after so many that failed."""
+    return f"{name}.{trial:02d}" if trial else name
 
 
 async def failed_trials(store: Store, run: str) -> int:

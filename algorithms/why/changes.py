@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from statistics import fmean, stdev
 
+from agentrl.algorithms.sampling.evaluate import trial_name
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
 from agentrl.types import Rollout
@@ -109,7 +110,7 @@ async def evaluation(store: Store, run: str, step: int, name: str) -> list[Rollo
     because the earlier ones all failed."""
     group, found = f"{run}/eval/{step:06d}/{name}", list[Rollout]()
     for trial in count():
-        rows = await store.rollouts(run, group=f"{group}.{trial:02d}" if trial else group)
+        rows = await store.rollouts(run, group=trial_name(group, trial))
         if not rows or step:
             return rows or found
         found = rows

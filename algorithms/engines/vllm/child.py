@@ -123,7 +123,7 @@ class HoldMiddleware:
                         failed.update(message)
                         return
                 elif failed:
-                    failed["status"], message["body"] = told(500, message.get("body", b""))
+                    failed["status"], message["body"] = told(message.get("body", b""))
                     if failed["status"] != 500:
                         failed["headers"] = stamp
                     await send(dict(failed))
@@ -139,11 +139,12 @@ def is_public_path(path: str) -> bool:
     return open or (path.startswith("/v1/") and path not in (LOAD, UNLOAD))
 
 
-def told(status: int, body: bytes) -> tuple[int, bytes]:
-    """Status and body of vLLM's response to a call. An image for which the chat template wrote no
-    placeholder is an error of vLLM's own there, which calls would be repeated for."""
-    if status != 500 or UNPLACED not in body:
-        return status, body
+def told(body: bytes) -> tuple[int, bytes]:
+    """Status and body in place of vLLM's response with status 500. An image for which the chat
+    template wrote no placeholder is an error of vLLM's own there, which calls would be repeated
+    for."""
+    if UNPLACED not in body:
+        return 500, body
     error = {"message": DROPPED, "type": "BadRequestError", "param": "messages", "code": 400}
     return 400, msgspec.json.encode({"error": error})
 

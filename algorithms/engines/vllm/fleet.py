@@ -318,7 +318,7 @@ class VllmFleet:
                 request.method, url + request.path_qs, data=body, headers=sent | stamp
             ) as reply:
                 if reply.status == 500:
-                    status, words = told(500, await reply.read())
+                    status, words = told(await reply.read())
                     return web.Response(
                         status=status, body=words, content_type="application/json", headers=stamp
                     )
