@@ -29,6 +29,7 @@ from agentrl.errors import ConfigError, NotFound
 from agentrl.model_files.chosen import choose
 from agentrl.serve.server import Served, settings_of
 from tests.agentrl.model_files import trained
+from tests.agentrl.serve.banner import read_banner
 
 NEEDS_VLLM = pytest.mark.skipif(
     find_spec("vllm") is None, reason="vLLM is not installed: run `make test-engines`"
@@ -65,20 +66,13 @@ def url(root: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     with subprocess.Popen(
         command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        assert process.stdout is not None
-        said = ""
-        for line in process.stdout:
-            said += line
-            if "Ctrl-C" in line:
-                break
-        found = re.search(r"OPENAI_BASE_URL=(\S+)", said)
-        assert found, said
+        url, said = read_banner(process)
         assert "after step 2 (the best by held-out score, 0.900)" in said
         assert (
             "temperature of calls: 1, unless they set one. Held-out score at temperature 0: 0.9"
             " (95 % interval 0.8 to 1)"
         ) in said
-        yield found[1]
+        yield url
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
         assert (process.wait(timeout=60), rest) == (0, "Stopped.\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 
 from agentrl.vision import tiny
 from tests.agentrl.model_files import trained
+from tests.agentrl.serve.banner import read_banner
 from tests.agentrl.vision.looks import WORDS, png
 from tests.agentrl.vision.on_vllm import WIDE
 from tests.agentrl.vision.test_serving import image, text, user
@@ -38,15 +38,8 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
-        assert process.stdout is not None
-        said = ""
-        for line in process.stdout:
-            said += line
-            if "Ctrl-C" in line:
-                break
-        found = re.search(r"OPENAI_BASE_URL=(\S+)", said)
-        assert found, said
-        yield found[1]
+        url, _ = read_banner(process)
+        yield url
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
         assert (process.wait(timeout=60), rest) == (0, "Stopped.\n")
