@@ -1,0 +1,47 @@
+"""`agentrl live`: serve, learn and promote; `agentrl live COMMAND`: look at it and steer it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from agentrl.base.processes import die_with_parent
+from agentrl.cli import CommandGroup, config_file
+from agentrl.config import RunConfig
+
+
+class RunsByDefault(CommandGroup):
+    """A group whose command `start` is meant if the first argument is none of its commands."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.list_commands(ctx), *ctx.help_option_names):
+            args = ["start", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=RunsByDefault, path="live")
+def live() -> None:
+    """Serve an agent's model and learn from its sessions: `agentrl live RUN_FILE`."""
+
+
+@live.command()
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option(
+    "--only", type=click.Choice(["gateway", "training"]), help="Run one half, on its own machine."
+)
+def start(run_file: Path, overrides: tuple[str, ...], only: str | None) -> None:
+    """Serve the policy of RUN_FILE, train it on its sessions and promote what is better, until
+    Ctrl-C. The same command goes on."""
+    raise NotImplementedError
+
+
+@live.command(hidden=True)
+@config_file
+def watch(config: RunConfig) -> None:
+    """The process that labels sessions and decides about versions."""
+    die_with_parent()
+    from agentrl.live.watch import main
+
+    main(config)

@@ -1,0 +1,15 @@
+from agentrl.base.parts import Part
+
+HERE = "agentrl.live"
+
+PART = Part(
+    name="live",
+    summary="Serve an agent's model, learn from its sessions, and move traffic to better versions.",
+    uses=("sessions",),
+    outputs=("versions",),
+    tables={"live": f"{HERE}.table:LiveConfig"},
+    commands={"live": f"{HERE}.command:live"},
+    derives={"live": f"{HERE}.table:derive"},
+    checks={"live": f"{HERE}.table:check"},
+    training={"live": f"{HERE}.training:join"},
+)

@@ -1,0 +1,122 @@
+"""The tables [live], [live.promotion], [live.guard], [live.signals] and [live.people]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from agentrl.config.base import Count, NonNegative, Positive, Seconds, Section
+from agentrl.errors import ConfigError
+from agentrl.types import POLICY
+
+UNBOUNDED = 10**9  # steps of a live run, which trains until it is stopped
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class PromotionConfig(Section, frozen=True):
+    """When a candidate becomes the serving version."""
+
+    # better: its sessions are shown to be better; not_worse: shown not to be worse by `margin`;
+    # always: as soon as it is offered; never: only by `agentrl live promote`.
+    rule: Literal["better", "not_worse", "always", "never"] = "better"
+    alpha: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.05  # error rate of a decision
+    margin: NonNegative = 0.05  # of the outcome: how much worse counts as not worse
+    least: Count = 20  # sessions of the candidate before a decision
+    most: Count = 400  # sessions of the candidate after which an undecided one is dropped
+
+
+class GuardConfig(Section, frozen=True):
+    """What takes a candidate back at once, measured over its last `sessions` sessions."""
+
+    sessions: Count = 10  # newest sessions of a version that are looked at
+    failures: Share | None = None  # largest share of sessions with a failed call; none: off
+    refusals: Share | None = None  # largest share of answers that refuse; none: off
+    length: Positive | None = None  # largest mean length of answers, as a multiple of serving's
+    kl: Positive | None = None  # largest KL in nats per token from the first version
+    drop: Positive | None = None  # largest fall of the mean outcome below that of serving
+
+
+class SignalsConfig(Section, frozen=True):
+    """What sessions are judged by. The verifier of the ended session is the run file's."""
+
+    # Weights of signals in the outcome, 1 if not named: feedback, verifier, next_message, or
+    # the name of a reward that is posted as feedback. 0: it is not read.
+    weights: dict[str, NonNegative] = {}
+    # Judge of an answer by the message or tool result that follows it: a function, as
+    # "file.py:name", or one of [judges]. Empty: none.
+    next_message: str = ""
+    timeout: Seconds = 30.0  # Seconds of a judge or verifier for one session, at most.
+
+
+class PeopleConfig(Section, frozen=True):
+    """Users' rights, and limits of what one user can do to the policy."""
+
+    user_header: str = "x-user-id"  # request header with the id of the user; stored as a hash
+    opt_out: str = "x-agentrl-opt-out"  # request header by which nothing of a session is kept
+    retention: Seconds | None = None  # Seconds after which sessions are deleted; none: never.
+    per_user: Count = 20  # sessions of one user that may be trained per day
+    token: bool = True  # Whether feedback needs the token that the session's responses carry.
+
+
+class LiveConfig(Section, frozen=True):
+    """How `agentrl live` trains a served policy on its sessions, and promotes new versions."""
+
+    running: bool = False  # Whether this is a live run; set by `agentrl live`.
+    sessions: Count = 32  # labelled sessions of a step
+    every: Seconds = 3600.0  # Seconds after which a step begins with fewer, but at least `least`.
+    least: Count = 8  # labelled sessions of a step that begins by time
+    # Seconds from a session's end in which explicit feedback is waited for. A session without any
+    # signal by then is not trained.
+    wait: NonNegative = 600.0
+    share: Share = 0.1  # fraction of new sessions that a candidate serves
+    promotion: PromotionConfig = PromotionConfig()
+    guard: GuardConfig = GuardConfig()
+    signals: SignalsConfig = SignalsConfig()
+    people: PeopleConfig = PeopleConfig()
+
+    @property
+    def replaces_rollouts(self) -> bool:
+        return self.running
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.least > self.sessions:
+            yield f"live.least = {self.least} is more than live.sessions = {self.sessions}"
+        if self.running and config.policies:
+            yield "[live] trains one policy, and [policies] has several; remove one of the tables"
+
+
+def live_of(config: Any) -> LiveConfig:
+    settings: LiveConfig = config.live
+    return settings
+
+
+def derive(config: Any) -> Any:
+    """The settings of a live run that follow from its sessions: each is a group of its own, calls
+    go on during updates, and every step has its checkpoint."""
+    live = live_of(config)
+    if not live.running:
+        return config
+    algorithm = replace(
+        config.algorithm,
+        groups=live.sessions,
+        group_size=1,
+        min_group=1,
+        max_staleness=config.algorithm.max_staleness or 4.0,
+        async_sampling="in_flight",
+    )
+    checkpoint = replace(config.checkpoint, every=1)
+    return replace(config, steps=UNBOUNDED, algorithm=algorithm, checkpoint=checkpoint)
+
+
+def check(config: Any) -> None:
+    """Raises ConfigError if another command reads a run file with the table."""
+    if not live_of(config).running and live_of(config) != LiveConfig():
+        raise ConfigError("[live] is read by `agentrl live` alone; remove it, or use that command")
+
+
+def policy_of(version: int) -> str:
+    """The name by which a version is served."""
+    return f"{POLICY}@{version}"
