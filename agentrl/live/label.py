@@ -20,9 +20,9 @@ from msgspec.structs import replace
 
 from agentrl.config import RunConfig
 from agentrl.errors import NotFound, StoreError
-from agentrl.live import weighing
+from agentrl.live import people, weighing
 from agentrl.live.asking import Asker
-from agentrl.live.marks import MARK, OUTCOME, SIGNAL, SOURCE, Mark, mark_of, outcome_of
+from agentrl.live.marks import MARK, OUTCOME, SIGNAL, SOURCE, Mark, ended_of, mark_of, outcome_of
 from agentrl.live.signals import NEXT_MESSAGE, digest_of_session, posted, replies
 from agentrl.live.table import live_of
 from agentrl.store.base import Store
@@ -33,7 +33,6 @@ AT_ONCE = 16  # sessions that are asked about at the same time
 PAUSE = 0.2  # seconds between two looks, however much is written
 POLL = 60.0  # seconds after which the store is looked at again
 OUTLIER = "its user is an outlier, see `agentrl live users`"
-PAGE = 1000  # sessions that are read at once
 
 
 class Labeller:
@@ -52,14 +51,9 @@ class Labeller:
 
     async def start(self) -> None:
         """Read what is known of the sessions so far."""
-        after = None
-        while page := await self._store.rollouts(
-            self._run, step=SESSION, after=after, limit=PAGE
-        ):
-            for row in page:
-                if mark := mark_of(row):
-                    self._ledger.remember(row.id, _user(row), mark)
-            after = page[-1].id
+        async for row in people.all_sessions(self._store, self._run):
+            if mark := mark_of(row):
+                self._ledger.remember(row.id, _user(row), mark)
 
     async def look(self) -> None:
         """Begin to label what has ended, and rewrite what got feedback."""
@@ -73,7 +67,7 @@ class Labeller:
         for row, mark in known:
             current = self._weighed(row, self._with_posted(row, mark), outliers)
             await self._write(row, current, {})
-        for row in sorted(sessions, key=_ended):
+        for row in sorted(sessions, key=ended_of):
             if mark_of(row) is None and row.id not in self._asking:
                 self._asking[row.id] = asyncio.create_task(self._label(row))
 
@@ -95,9 +89,9 @@ class Labeller:
             trace = await self._store.trace(row.id)
             if trace is None:  # deleted since
                 return
-            user, day = _user(row), datetime.fromtimestamp(_ended(row), UTC).date().isoformat()
+            user, day = _user(row), datetime.fromtimestamp(ended_of(row), UTC).date().isoformat()
             digest = digest_of_session(trace.transitions, row.task.get("version"))
-            mark = Mark(ended=_ended(row), day=day, digest=digest)
+            mark = Mark(ended=ended_of(row), day=day, digest=digest)
             mark = replace(mark, held=self._ledger.admit(row.id, user, day, digest))
             self._ledger.remember(row.id, user, mark)
             judged: dict[str, float] = {}
@@ -123,7 +117,7 @@ class Labeller:
         for name in given.keys() - self._weights.keys() - self._said:
             self._said.add(name)
             log.warning(
-                "feedback %r has no weight in live.signals.weights: it is kept and not learned from",
+                "feedback %r has no weight in live.signals.weights: it is kept, not learned from",
                 name,
             )
         explicit = any(self._weights.get(name) for name in given)
@@ -166,12 +160,6 @@ class Labeller:
 
 def _user(row: Rollout) -> str:
     return str(row.task.get("user") or "")
-
-
-def _ended(row: Rollout) -> float:
-    """When a session ended, as the gateway wrote it."""
-    ended = row.result.get("ended") if isinstance(row.result, dict) else None
-    return float(ended or 0.0)
 
 
 def _had_outcome(row: Rollout) -> bool:

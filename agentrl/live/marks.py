@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import msgspec
+from msgspec import field
 
 from agentrl.types import Record, Rollout
 
@@ -22,10 +23,12 @@ class Mark(Record, frozen=True):
     ended: float  # unix seconds of the store's clock
     day: str  # UTC date of its end, by which the cap of a user counts
     digest: str = ""  # of its version and what its user said
-    asked: dict[str, float] = {}  # signals of the verifier, by name, and of the next messages
-    posted: dict[str, float] = {}  # signals of feedback, by its name
+    # signals of the verifier, by name, and of the next messages
+    asked: dict[str, float] = field(default_factory=dict)
+    posted: dict[str, float] = field(default_factory=dict)  # signals of feedback, by its name
     explicit: bool = False  # whether a posted one has a weight
-    delays: dict[str, float] = {}  # signal -> seconds from the session's end until it was seen
+    # signal -> seconds from the session's end until it was seen
+    delays: dict[str, float] = field(default_factory=dict)
     ignored: str = ""  # why what its user posted is not in the outcome; empty: it is
     held: str = ""  # why the session does not count; empty: it counts
 
@@ -33,6 +36,12 @@ class Mark(Record, frozen=True):
     def signals(self) -> dict[str, float]:
         """Those that are in the outcome, as far as they have a weight."""
         return self.asked if self.ignored else self.asked | self.posted
+
+
+def ended_of(session: Rollout) -> float:
+    """When a session ended, in unix seconds, as its gateway wrote it; 0 if it has not."""
+    ended = session.result.get("ended") if isinstance(session.result, dict) else None
+    return float(ended or 0.0)
 
 
 def mark_of(session: Rollout) -> Mark | None:

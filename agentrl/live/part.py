@@ -8,7 +8,12 @@ PART = Part(
     uses=("sessions", "judges", "processes"),
     outputs=("versions",),
     tables={"live": f"{HERE}.table:LiveConfig"},
-    commands={"live": f"{HERE}.command:live"},
+    commands={
+        "live": f"{HERE}.command:live",
+        "live forget": f"{HERE}.people_command:forget",
+        "live export": f"{HERE}.people_command:export",
+        "live users": f"{HERE}.people_command:users",
+    },
     derives={"live": f"{HERE}.table:derive"},
     checks={"live": f"{HERE}.table:check"},
     training={"live": f"{HERE}.training:join"},

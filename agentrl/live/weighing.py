@@ -50,6 +50,10 @@ class User:
         known = self.distances.values()
         return fmean(known) if len(known) >= LEAST_VOTES else math.nan
 
+    @property
+    def mean_vote(self) -> float:
+        return fmean(self.votes.values()) if self.votes else math.nan
+
     def vote(self, session: str, mark: Mark) -> None:
         """Take the votes of a session into account, in place of its earlier ones."""
         votes = [mark.posted[name] for name in VOTES if name in mark.posted]
