@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
+from typing import Any
 
 from agentrl.base.access import read_key
 from agentrl.config import RunConfig
@@ -20,7 +21,7 @@ from agentrl.live.table import live_of
 from agentrl.runners.sessions.recorder import RENEWAL_INTERVAL
 from agentrl.store.base import Store
 from agentrl.store.records import Forgotten
-from agentrl.types import SESSION, Json, Rollout, RolloutState
+from agentrl.types import SESSION, Rollout
 
 log = logging.getLogger("agentrl.live")
 SECRETS, KEY = "live-secret", "secret"  # kind and key of the document
@@ -79,21 +80,18 @@ async def sessions_of_user(store: Store, config: RunConfig, user: str) -> list[R
     return [row async for row in all_sessions(store, config.name) if row.task.get("user") == known]
 
 
-async def export(store: Store, config: RunConfig, user: str) -> AsyncIterator[dict[str, Json]]:
+async def export(store: Store, config: RunConfig, user: str) -> AsyncIterator[dict[str, Any]]:
     """All that is known of a user: each session with calls and rewards, then the data sets that
     have items of them."""
     rows = await sessions_of_user(store, config, user)
     for row in rows:
         calls = (await store.calls([row.id])).get(row.id, [])
-        shown = ("role", "version", "started", "messages", "answer")
+        shown = ("id", "role", "version", "started", "messages", "answer")
         yield {
             "session": row.group, "task": row.task, "state": str(row.state), "trained": row.trained,
             "ended": ended_of(row),
             "calls": [{name: getattr(call, name) for name in shown} for call in calls],
-            "rewards": [
-                {"name": r.name, "value": r.value, "of": r.target, "source": r.source, "note": r.note}
-                for r in row.rewards
-            ],
+            "rewards": row.rewards,
         }  # fmt: skip
     made = await store.forget([row.id for row in rows], dry_run=True)
     yield {"user": user_id(await secret_of(store, config), user), "items": made.items}

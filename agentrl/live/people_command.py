@@ -32,7 +32,8 @@ of_user = click.option("--user", required=True, help="The user, as the agent's h
 def forget(run_file: Path, overrides: tuple[str, ...], user: str) -> None:
     """Delete a user's sessions, with what was mined from them into data sets.
 
-    Says which versions have learned from them. Sessions in progress are ended; the run may go on."""
+    Says which versions have learned from them. Sessions in progress are ended. The run may go
+    on meanwhile."""
 
     async def deleted(store: Store, config: RunConfig) -> None:
         rows = await people.sessions_of_user(store, config, user)
