@@ -23,10 +23,11 @@ from agentrl.errors import NotFound, StoreError
 from agentrl.live import people, weighing
 from agentrl.live.asking import Asker
 from agentrl.live.marks import MARK, OUTCOME, SIGNAL, SOURCE, Mark, ended_of, mark_of, outcome_of
+from agentrl.live.sessions import ended, oldest_first
 from agentrl.live.signals import NEXT_MESSAGE, digest_of_session, posted, replies
 from agentrl.live.table import live_of
 from agentrl.store.base import Store
-from agentrl.types import SESSION, Reward, Rollout, RolloutState, Scope, StepReward, Trace
+from agentrl.types import Reward, Rollout, RolloutState, Scope, StepReward, Trace
 
 log = logging.getLogger("agentrl.live")
 AT_ONCE = 16  # sessions that are asked about at the same time
@@ -57,8 +58,7 @@ class Labeller:
 
     async def look(self) -> None:
         """Begin to label what has ended, and rewrite what got feedback."""
-        rows = await self._store.rollouts(self._run, group_state="settled")
-        sessions = [row for row in rows if row.step == SESSION]
+        sessions = await ended(self._store, self._run)
         known = [(row, mark) for row in sessions if (mark := mark_of(row))]
         for row, mark in known:
             current = self._with_posted(row, mark)
@@ -67,7 +67,7 @@ class Labeller:
         for row, mark in known:
             current = self._weighed(row, self._with_posted(row, mark), outliers)
             await self._write(row, current, {})
-        for row in sorted(sessions, key=ended_of):
+        for row in oldest_first(sessions):
             if mark_of(row) is None and row.id not in self._asking:
                 self._asking[row.id] = asyncio.create_task(self._label(row))
 
@@ -142,9 +142,10 @@ class Labeller:
     async def _write(self, row: Rollout, mark: Mark, judged: dict[str, float]) -> None:
         """Write a label unless it is written already."""
         outcome = weighing.weighted(mark.signals, self._weights)
-        if math.isnan(outcome) and _had_outcome(row) and not mark.held:
-            mark = replace(mark, held=mark.ignored or "no signal of it has a weight")
-        if mark == mark_of(row) and (mark.held or _same(outcome, outcome_of(row))):
+        if math.isnan(outcome) and mark.ignored and _had_outcome(row):
+            mark = replace(mark, held=mark.ignored)  # no reward can be taken away
+        known = math.isnan(outcome) or outcome == outcome_of(row)
+        if mark == mark_of(row) and (mark.held or known):
             return
         note = msgspec.json.encode(mark).decode()
         rewards = [Reward(name=MARK, value=1.0, source=SOURCE, note=note)]
@@ -164,10 +165,6 @@ def _user(row: Rollout) -> str:
 
 def _had_outcome(row: Rollout) -> bool:
     return any(r.source == SOURCE and r.name == OUTCOME for r in row.rewards)
-
-
-def _same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 async def run(store: Store, config: RunConfig) -> None:

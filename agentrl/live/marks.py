@@ -14,6 +14,7 @@ from msgspec import field
 from agentrl.types import Record, Rollout
 
 SOURCE = "live"  # `Reward.source` of labels
+RESULT_ENDED = "ended"  # key of a session's result: unix seconds of its end
 MARK, SIGNAL, OUTCOME = "labelled", "signal", "outcome"  # names of rewards; SIGNAL is of a call
 
 
@@ -40,7 +41,7 @@ class Mark(Record, frozen=True):
 
 def ended_of(session: Rollout) -> float:
     """When a session ended, in unix seconds, as its gateway wrote it; 0 if it has not."""
-    ended = session.result.get("ended") if isinstance(session.result, dict) else None
+    ended = session.result.get(RESULT_ENDED) if isinstance(session.result, dict) else None
     return float(ended or 0.0)
 
 
