@@ -47,6 +47,7 @@ class Labeller:
         self._weights = self._settings.signals.weight
         self._ledger = weighing.Ledger(self._settings.people.per_user)
         self._asking: dict[str, asyncio.Task[None]] = {}  # by rollout
+        self._admitting = asyncio.Lock()
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._said: set[str] = set()
 
@@ -86,21 +87,28 @@ class Labeller:
 
     async def _label(self, row: Rollout) -> None:
         async with self._slots:
-            trace = await self._store.trace(row.id)
-            if trace is None:  # deleted since
-                return
-            user, day = _user(row), datetime.fromtimestamp(ended_of(row), UTC).date().isoformat()
-            digest = digest_of_session(trace.transitions, row.task.get("version"))
-            mark = Mark(ended=ended_of(row), day=day, digest=digest)
-            mark = replace(mark, held=self._ledger.admit(row.id, user, day, digest))
-            self._ledger.remember(row.id, user, mark)
+            async with self._admitting:  # in the order in which they ended
+                trace = await self._store.trace(row.id)
+                if trace is None:  # deleted since
+                    return
+                mark = self._admitted(trace)
             judged: dict[str, float] = {}
             if not mark.held and row.state is RolloutState.SUCCEEDED and trace.transitions:
                 mark, judged = await self._asked(mark, trace)
             mark = self._with_posted(trace.rollout, mark)
-            self._ledger.remember(row.id, user, mark)
+            self._ledger.remember(row.id, _user(row), mark)
             mark = self._weighed(row, mark, self._outliers())
             await self._write(trace.rollout, mark, judged)
+
+    def _admitted(self, trace: Trace) -> Mark:
+        """A mark that says whether the session counts."""
+        row, user = trace.rollout, _user(trace.rollout)
+        day = datetime.fromtimestamp(ended_of(row), UTC).date().isoformat()
+        digest = digest_of_session(trace.transitions, row.task.get("version"))
+        held = self._ledger.admit(row.id, user, day, digest)
+        mark = Mark(ended=ended_of(row), day=day, digest=digest, held=held)
+        self._ledger.remember(row.id, user, mark)
+        return mark
 
     async def _asked(self, mark: Mark, trace: Trace) -> tuple[Mark, dict[str, float]]:
         """The mark with the verifier's and the judge's signals, and those of calls."""
