@@ -156,3 +156,18 @@ async def label(store: Store, count: int, value: Callable[[Rollout], float]) -> 
         [StepReward(rollout=row.id, reward=Reward(value=value(row), source="live")) for row in rows]
     )
     return rows
+
+
+@asynccontextmanager
+async def running(folder: Path, model: Path) -> AsyncIterator[tuple[Shop, Store, AsyncOpenAI]]:
+    shop = Shop(folder, model)
+    await shop.start()
+    try:
+        async with shop.store() as store, shop.client() as client:
+            await first_lanes(store)
+            yield shop, store, client
+    finally:
+        await shop.stop()
+        print((folder / "front.log").read_text())
+        for log in (folder / "runs/shop/logs").glob("*.log"):
+            print(log.name, log.read_text())
