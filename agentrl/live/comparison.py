@@ -32,7 +32,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 EFFECTS = np.array([[0.05], [0.1], [0.2], [0.4]])  # differences that are bet on
 WEIGHTS = np.log([[0.2], [0.5], [0.2], [0.1]])  # of the capital; most on ten points
 BOLDEST = 0.5  # largest part of the capital that one session can lose
-VARIANCE, COUNTED = 0.25, 5.0  # an outcome's variance before it is known, and its weight in sessions
+VARIANCE, COUNTED = (
+    0.25,
+    5.0,
+)  # an outcome's variance before it is known, and its weight in sessions
 HALVINGS = 12  # of the range in which an end of the interval lies, to 0.0005
 FRACTIONS = np.array([[0.05], [0.15], [0.4], [0.8]])  # of the capital, bet on a rate above a limit
 
@@ -97,7 +100,9 @@ def exceeds(values: Sequence[float], limit: float, alpha: float) -> int | None:
     return int(reached[0]) + 1 if reached.size else None
 
 
-def refuted(candidate: Array, outcome: Array, share: Array, null: float, alpha: float) -> int | None:
+def refuted(
+    candidate: Array, outcome: Array, share: Array, null: float, alpha: float
+) -> int | None:
     """The number of sessions after which "the difference is at most `null`" is refuted, if ever."""
     up, _ = _bets(candidate, outcome, share)
     reached = np.flatnonzero(_capital(up, null) >= math.log(1 / alpha))
