@@ -136,5 +136,3 @@ def result_of(calls: Sequence[Transition]) -> str:
     """The result that a verifier sees: the text of the last answer that has one."""
     answers = (text_of(call.answer or {}) for call in reversed(calls))
     return next((text for text in answers if text), "")
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ UNBOUNDED = 10**9  # steps of a live run, which trains until it is stopped
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 REFUSAL = (
     r"^\W*(i'?m |i am )?(very |really )?(sorry|unable to)\b.{0,40}\b(but|can'?t|cannot|unable|help)"
-    r"|^\W*(i |we )(can'?t|cannot|can not|won'?t|will not) (help|assist|comply|answer|do that|provide)"
+    r"|^\W*(i |we )(can'?t|cannot|can not|won'?t|will not) (help|assist|comply|answer|provide)"
 )
 
 
@@ -93,6 +94,18 @@ class LiveConfig(Section, frozen=True):
     def problems(self, config: Any) -> Iterator[str]:
         if self.least > self.sessions:
             yield f"live.least = {self.least} is more than live.sessions = {self.sessions}"
+        if self.promotion.rule in ("better", "not_worse") and not 0 < self.share < 1:
+            yield (
+                f"live.promotion.rule = {self.promotion.rule!r} compares two versions that serve at "
+                f"the same time: live.share must be between 0 and 1, not {self.share:g}"
+            )
+        if self.promotion.least > self.promotion.most:
+            yield "live.promotion.least is more than live.promotion.most"
+        for pattern in self.guard.refusal:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"live.guard.refusal has {pattern!r}: {error}"
         if self.running and config.policies:
             yield "[live] trains one policy, and [policies] has several; remove one of the tables"
 
