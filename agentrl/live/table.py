@@ -96,8 +96,8 @@ class LiveConfig(Section, frozen=True):
             yield f"live.least = {self.least} is more than live.sessions = {self.sessions}"
         if self.promotion.rule in ("better", "not_worse") and not 0 < self.share < 1:
             yield (
-                f"live.promotion.rule = {self.promotion.rule!r} compares two versions that serve at "
-                f"the same time: live.share must be between 0 and 1, not {self.share:g}"
+                f"live.promotion.rule = {self.promotion.rule!r} compares two versions that serve "
+                f"at the same time: live.share must be between 0 and 1, not {self.share:g}"
             )
         if self.promotion.least > self.promotion.most:
             yield "live.promotion.least is more than live.promotion.most"

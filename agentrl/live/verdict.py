@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from agentrl.live.comparison import Difference
 from agentrl.live.documents import Compared, EventKind, Lanes
 from agentrl.live.served import ServedSession
 from agentrl.live.table import PromotionConfig
-from agentrl.types import Json
 
 SCORE = "eval/score"  # held-out metric
 
@@ -57,16 +55,6 @@ def in_points(found: Difference) -> str:
     )
 
 
-def evidence_of(found: Difference) -> dict[str, Json]:
-    """Of a difference, without what is not known."""
-    rows: dict[str, Any] = found._asdict()
-    return {
-        key: value
-        for key, value in rows.items()
-        if not (isinstance(value, float) and math.isnan(value))
-    }
-
-
 def compared(
     lanes: Lanes,
     found: Difference,
@@ -76,10 +64,8 @@ def compared(
 ) -> Compared:
     """What users see of a comparison. scores: held-out, of candidate and serving."""
     assert lanes.candidate is not None
-    ours, theirs = (
-        [one for one in sessions if (one.version == lanes.candidate) is own]
-        for own in (True, False)
-    )
+    ours = [one for one in sessions if one.version == lanes.candidate]
+    theirs = [one for one in sessions if one.version == lanes.serving]
     names = sorted({name for one in sessions for name in one.signals})
     return Compared(
         version=lanes.candidate, serving=lanes.serving, time=now, sessions=found.sessions,
