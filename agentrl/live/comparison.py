@@ -100,11 +100,10 @@ def exceeds(values: Sequence[float], limit: float, alpha: float) -> int | None:
     return int(reached[0]) + 1 if reached.size else None
 
 
-def refuted(
-    candidate: Array, outcome: Array, share: Array, null: float, alpha: float
-) -> int | None:
-    """The number of sessions after which "the difference is at most `null`" is refuted, if ever."""
-    up, _ = _bets(candidate, outcome, share)
+def refuted(sessions: tuple[Array, Array, Array], null: float, alpha: float) -> int | None:
+    """The number of sessions after which "the difference is at most `null`" is refuted, if ever.
+    sessions: the columns of `Counted`, [n] each, without missing outcomes."""
+    up, _ = _bets(*sessions)
     reached = np.flatnonzero(_capital(up, null) >= math.log(1 / alpha))
     return int(reached[0]) + 1 if reached.size else None
 

@@ -100,7 +100,7 @@ class Decider:
             if event := await self._back(known, version, lanes.serving, "candidate", back, now):
                 return event
         if lanes.previous is not None:
-            back = returned(lanes)
+            back = lanes.returned()
             return await self._back(known, lanes.serving, lanes.previous, "serving", back, now)
         return None
 
@@ -139,7 +139,7 @@ class Decider:
         if decided is None:
             return None
         kind, worse, why = decided
-        since = promoted(lanes) if kind == "promoted" else replace(lanes, candidate=None)
+        since = lanes.promoted() if kind == "promoted" else replace(lanes, candidate=None)
         return Event(
             time=now, kind=kind, version=lanes.candidate, lanes=since, why=why, worse=worse,
             evidence=to_builtins(shown),
@@ -172,13 +172,3 @@ def newest_offer(known: Told) -> Version | None:
     decided = {event.version for event in known.events}
     offers = [one for one in known.versions.values() if one.version not in decided]
     return max(offers, key=lambda one: (one.kind == "offered by hand", one.version), default=None)
-
-
-def promoted(lanes: Lanes) -> Lanes:
-    return replace(lanes, serving=lanes.candidate, candidate=None, previous=lanes.serving)
-
-
-def returned(lanes: Lanes) -> Lanes:
-    """The version before serves again. A candidate goes, too: it was made from what is replaced."""
-    assert lanes.previous is not None
-    return replace(lanes, serving=lanes.previous, candidate=None, previous=None)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import field
+from msgspec.structs import replace
 
 from agentrl.errors import Conflict, Invalid
 from agentrl.store.base import Store
@@ -37,6 +38,17 @@ class Lanes(Record, frozen=True):
     candidate: int | None = None
     previous: int | None = None  # served before the last promotion, and goes on with its sessions
     share: float = 0.1
+
+    def promoted(self) -> Lanes:
+        """The candidate serves."""
+        assert self.candidate is not None
+        given = {"serving": self.candidate, "candidate": None, "previous": self.serving}
+        return replace(self, **given)
+
+    def returned(self) -> Lanes:
+        """The version before serves again; a candidate goes, too: it was made from what goes."""
+        assert self.previous is not None
+        return replace(self, serving=self.previous, candidate=None, previous=None)
 
 
 class Version(Record, frozen=True):
@@ -109,6 +121,11 @@ def served(lanes: Lanes) -> set[int]:
     return {version for version in known if version is not None}
 
 
+def points(difference: float) -> str:
+    """A difference of outcomes for users: in hundredths."""
+    return f"{100 * difference:.1f}".removesuffix(".0")
+
+
 def resets(event: Event) -> bool:
     """Whether the policy must be learned further from the version that serves since then: what it
     learned after that was found to be worse, and it would be offered again."""
@@ -143,7 +160,7 @@ async def decide(store: Store, run: str, known: Told, event: Event) -> None:
     key = f"events/{len(known.events):06d}"
     await _put(store, run, key, event, replace=False)
     first = _read(key, (await store.documents(run, KIND))[key], Event)
-    if first != event:
+    if first != msgspec.json.decode(msgspec.json.encode(event), type=Event):
         raise Conflict(f"version {event.version}: {first.kind} meanwhile ({first.why})")
 
 

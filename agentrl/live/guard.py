@@ -88,8 +88,7 @@ class Guard:
 
     def __init__(self, store: Store, settings: GuardConfig) -> None:
         self._store, self._settings = store, settings
-        pattern = "|".join(f"(?:{one})" for one in settings.refusal) or r"(?!)"
-        self._refusal = re.compile(pattern, re.IGNORECASE | re.DOTALL)
+        self._refusal = re.compile(settings.refusal, re.IGNORECASE | re.DOTALL)
         self._calls: dict[tuple[int, str], Calls] = {}  # (version, lane) -> of its sessions
         self._usual: dict[int, Calls] = {}
 

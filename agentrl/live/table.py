@@ -40,9 +40,7 @@ class GuardConfig(Section, frozen=True):
     sessions: Count = 200  # sessions of a version that are watched, as candidate and afterwards
     failures: Share | None = 0.1  # share of calls that failed: no answer, or one that was cut off
     refusals: Share | None = 0.2  # share of answers that refuse, as `refusal` says
-    refusal: list[str] = [
-        REFUSAL
-    ]  # Regular expressions of an answer that refuses; case is ignored.
+    refusal: str = REFUSAL  # regular expression of an answer that refuses; case is ignored
     length: Positive | None = 3.0  # an answer of so many times the mean tokens counts as long
     long: Share = 0.2  # share of long answers
     drop: Share | None = 0.1  # how much lower the mean outcome may be
@@ -101,11 +99,10 @@ class LiveConfig(Section, frozen=True):
             )
         if self.promotion.least > self.promotion.most:
             yield "live.promotion.least is more than live.promotion.most"
-        for pattern in self.guard.refusal:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                yield f"live.guard.refusal has {pattern!r}: {error}"
+        try:
+            re.compile(self.guard.refusal)
+        except re.error as error:
+            yield f"live.guard.refusal is no regular expression: {error}"
         if self.running and config.policies:
             yield "[live] trains one policy, and [policies] has several; remove one of the tables"
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from agentrl.live.comparison import Difference
-from agentrl.live.documents import Compared, EventKind, Lanes
+from agentrl.live.documents import Compared, EventKind, Lanes, points
 from agentrl.live.served import ServedSession
 from agentrl.live.table import PromotionConfig
 
@@ -41,10 +41,6 @@ def held_out_worse(candidate: Mapping[str, float], serving: Mapping[str, float])
         return ""
     ours, theirs = candidate.get(SCORE, math.nan), serving.get(SCORE, math.nan)
     return f"it solves fewer held-out tasks: {ours:.0%} (at most {high:.0%}) against {theirs:.0%}"
-
-
-def points(value: float) -> str:
-    return f"{100 * value:.1f}".removesuffix(".0")
 
 
 def in_points(found: Difference) -> str:
