@@ -18,6 +18,8 @@ import msgspec
 from agentrl.types import FEEDBACK, Json, Record, Reward, Scope, Transition
 
 Message = dict[str, Json]
+VERIFIER, NEXT_MESSAGE = "verifier", "next_message"  # signals that nobody posts
+ASKED = (VERIFIER, NEXT_MESSAGE)
 ANSWERS, INSTRUCTIONS = ("assistant", "model"), ("system", "developer")  # roles
 
 
@@ -117,7 +119,7 @@ def posted(rewards: Iterable[Reward]) -> dict[str, float]:
     its calls'. A correction has the value 0: the answer should have been another."""
     whole, of_calls = dict[str, float](), dict[str, list[float]]()
     for row in rewards:
-        if row.source != FEEDBACK or not 0 <= row.value <= 1:
+        if row.source != FEEDBACK or row.name in ASKED or not 0 <= row.value <= 1:
             continue
         if row.scope is Scope.ROLLOUT:
             whole[row.name] = row.value

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.config.base import Count, NonNegative, Positive, Seconds, Section
-from agentrl.errors import ConfigError
-from agentrl.types import POLICY
+from agentrl.config.base import Count, Natural, NonNegative, Positive, Seconds, Section
+from agentrl.errors import ConfigError, nearest
+from agentrl.types import CORRECTION, FEEDBACK, POLICY
 
 UNBOUNDED = 10**9  # steps of a live run, which trains until it is stopped
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -50,13 +50,24 @@ class GuardConfig(Section, frozen=True):
 class SignalsConfig(Section, frozen=True):
     """What sessions are judged by. The verifier of the ended session is the run file's."""
 
-    # Weights of signals in the outcome, 1 if not named: feedback, verifier, next_message, or
-    # the name of a reward that is posted as feedback. 0: it is not read.
+    # Weights of signals in the outcome: 1 for feedback, correction (whose value is 0), verifier and
+    # next_message, 0 for other names that the verifier returns or feedback posts, unless named.
     weights: dict[str, NonNegative] = {}
     # Judge of an answer by the message or tool result that follows it: a function, as
-    # "file.py:name", or one of [judges]. Empty: none.
+    # "file.py:name", or the name of one of [upstreams]. Empty: none.
     next_message: str = ""
+    rubric: str = ""  # criterion for an upstream; default: whether the answer helped
     timeout: Seconds = 30.0  # Seconds of a judge or verifier for one session, at most.
+
+    @property
+    def weight(self) -> dict[str, float]:
+        """The weights of all signals that have one."""
+        return dict.fromkeys((FEEDBACK, CORRECTION, "verifier", "next_message"), 1.0) | self.weights
+
+    def problems(self, config: Any) -> Iterator[str]:
+        name = self.next_message
+        if name and ":" not in name and name not in config.upstreams:
+            yield f"live.signals.next_message = {name!r}; {nearest(name, config.upstreams)}"
 
 
 class PeopleConfig(Section, frozen=True):
@@ -65,7 +76,10 @@ class PeopleConfig(Section, frozen=True):
     user_header: str = "x-user-id"  # request header with the id of the user; stored as a hash
     opt_out: str = "x-agentrl-opt-out"  # request header by which nothing of a session is kept
     retention: Seconds | None = None  # Seconds after which sessions are deleted; none: never.
-    per_user: Count = 20  # sessions of one user that may be trained per day
+    per_user: Natural = 20  # sessions of a user and day that count, the first ones; 0: all
+    # Variable with the secret of the run, by which users are hashed and tokens made. Empty: one is
+    # made and kept in the store.
+    secret_env: str = ""
     token: bool = True  # Whether feedback needs the token that the session's responses carry.
 
 

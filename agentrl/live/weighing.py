@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from agentrl.live.marks import Mark
+from agentrl.live.signals import ASKED
 from agentrl.types import CORRECTION, FEEDBACK
 
 VOTES = (FEEDBACK, CORRECTION)  # signals of what the user thinks
-OTHERS = ("verifier", "next_message")  # signals that no user posts
+MEMORY = 200  # newest votes of a user that are looked at
 LEAST_VOTES = 5  # votes of a user before it can be an outlier
 CONTRADICTS = 0.5  # mean distance of votes from the other signals of the same sessions
 BEYOND = 0.25  # how much more than the median user's distance an outlier's is
-CONTRADICTION = "votes of its user contradict what else is known of its sessions"
 
 
 def weighted(signals: Mapping[str, float], weights: Mapping[str, float]) -> float:
@@ -50,6 +50,21 @@ class User:
         known = self.distances.values()
         return fmean(known) if len(known) >= LEAST_VOTES else math.nan
 
+    def vote(self, session: str, mark: Mark) -> None:
+        """Take the votes of a session into account, in place of its earlier ones."""
+        votes = [mark.posted[name] for name in VOTES if name in mark.posted]
+        others = [mark.asked[name] for name in ASKED if name in mark.asked]
+        if votes:
+            _keep(self.votes, session, fmean(votes))
+        if votes and others:
+            _keep(self.distances, session, abs(fmean(votes) - fmean(others)))
+
+
+def _keep(values: dict[str, float], session: str, value: float) -> None:
+    values[session] = value
+    if len(values) > MEMORY:
+        del values[next(iter(values))]
+
 
 class Ledger:
     """What counts, by user. Sessions without user have neither cap nor standing."""
@@ -57,14 +72,14 @@ class Ledger:
     def __init__(self, per_user: int) -> None:
         self.users: defaultdict[str, User] = defaultdict(User)
         self._per_user = per_user  # 0: no limit
-        self._marks: dict[str, Mark] = {}
+        self._known: dict[str, str] = {}  # session -> why it does not count
         self._first: dict[tuple[str, str, str], str] = {}  # user, day, digest -> session
 
     def admit(self, session: str, user: str, day: str, digest: str) -> str:
-        """Why a session that has just ended does not count; empty if it does."""
-        if not user:
-            return ""
-        if self._first.get((user, day, digest), session) != session:
+        """Why an ended session does not count; empty if it does."""
+        if not user or session in self._known:
+            return self._known.get(session, "")
+        if (user, day, digest) in self._first:
             return "it repeats another session of its user"
         if self._per_user and self.users[user].counted[day] >= self._per_user:
             return f"its user has {self._per_user} others of that day (live.people.per_user)"
@@ -72,38 +87,29 @@ class Ledger:
 
     def remember(self, session: str, user: str, mark: Mark) -> None:
         """Take the mark of a session into account, in place of an earlier one."""
-        known, self._marks[session] = self._marks.get(session), mark
         if not user:
             return
         one = self.users[user]
-        if known is None:
+        if session not in self._known:
+            self._known[session] = mark.held
             one.sessions += 1
             if mark.held:
                 one.held[mark.held] += 1
             else:
                 one.counted[mark.day] += 1
                 self._first.setdefault((user, mark.day, mark.digest), session)
-        votes = [mark.signals[name] for name in VOTES if name in mark.signals]
-        others = [mark.signals[name] for name in OTHERS if name in mark.signals]
-        if votes and not mark.held:
-            one.votes[session] = fmean(votes)
-            if others:
-                one.distances[session] = abs(fmean(votes) - fmean(others))
-
-    def forget(self, sessions: Iterable[str]) -> None:
-        """Drop sessions from memory that no longer exist; counts of their days stay."""
-        for session in sessions:
-            self._marks.pop(session, None)
+        if not mark.held:
+            one.vote(session, mark)
 
     def outliers(self) -> dict[str, str]:
-        """Users whose votes are held back -> why."""
+        """Users whose votes are held back -> what they are like."""
         found = {name: one.distance for name, one in self.users.items()}
         known = {name: far for name, far in found.items() if not math.isnan(far)}
         usual = median(known.values()) if len(known) > 1 else 0.0
         limit = max(CONTRADICTS, usual + BEYOND)
         return {
-            name: f"its votes are {far:.2f} from the other signals of its sessions, those of the "
-            f"median user {usual:.2f}"
+            name: f"its votes are {far:.2f} from the other signals of the same sessions, those of "
+            f"the median user {usual:.2f}"
             for name, far in known.items()
             if far > limit
         }
