@@ -72,9 +72,7 @@ class Asker:
         name = self._signals.next_message
         if name and not self._function:
             judge = PointwiseJudge(upstream=name, rubric=self._signals.rubric or RUBRIC)
-            self._judge = JudgeClient(
-                NEXT_MESSAGE, judge, self._config, self._store, self._session
-            )
+            self._judge = JudgeClient(NEXT_MESSAGE, judge, self._config, self._store, self._session)
         if self._verifies or self._function:
             await self._launcher.start()
             self._free.put_nowait(await Answering.start(self._launcher, self._settings))

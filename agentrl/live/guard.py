@@ -36,7 +36,7 @@ class Limit(NamedTuple):
     """A limit of a version's mean, with what it is about."""
 
     name: str  # of the setting
-    said: str  # of what there is a share
+    said: str  # what it is a share of
     values: Sequence[float]  # 0 to 1, in their order
     usual: float  # mean of the other version
     of: int  # values that it is the mean of
@@ -126,8 +126,8 @@ class Guard:
 def call_limits(settings: GuardConfig, calls: Calls, usual: Calls) -> list[Limit]:
     found = []
     for name, said, of in (
-        ("failures", "failed calls", "failed"),
-        ("refusals", "refusals", "refused"),
+        ("failures", "calls failed", "failed"),
+        ("refusals", "answers refuse", "refused"),
     ):
         if (more := getattr(settings, name)) is not None:
             base: list[float] = getattr(usual, of)
@@ -135,7 +135,7 @@ def call_limits(settings: GuardConfig, calls: Calls, usual: Calls) -> list[Limit
     if settings.length is not None and len(usual.tokens) >= FEW:
         longest = settings.length * _mean(usual.tokens)
         long, base = ([float(n > longest) for n in one.tokens] for one in (calls, usual))
-        said = f"answers of more than {longest:.0f} tokens"
+        said = f"answers have more than {longest:.0f} tokens"
         found.append(Limit("length", said, long, _mean(base), len(base), settings.long))
     return found
 
@@ -148,7 +148,9 @@ def outcome_limits(
     if settings.drop is None or len(base) < FEW:
         return []
     lost = [1 - one for one in outcomes]
-    return [Limit("drop", "outcomes lost", lost, _mean(base), len(base), settings.drop)]
+    return [
+        Limit("drop", "sessions' outcome is missing", lost, _mean(base), len(base), settings.drop)
+    ]
 
 
 def broken(limits: Iterable[Limit], other: int) -> Alarm | None:
@@ -157,8 +159,8 @@ def broken(limits: Iterable[Limit], other: int) -> Alarm | None:
         if at := exceeds(one.values, one.most, ALARM):
             share = _mean(one.values[:at])
             why = (
-                f"{share:.0%} {one.said} in {at}, {one.usual:.0%} with version {other}: more than "
-                f"live.guard.{one.name} allows"
+                f"{share:.0%} of its first {at} {one.said}, {one.usual:.0%} with version {other}: "
+                f"more than live.guard.{one.name} allows"
             )
             return Alarm(why, {"limit": one.name, "share": share, "usual": one.usual, "of": at})
     return None

@@ -53,9 +53,7 @@ class Labeller:
     async def start(self) -> None:
         """Read what is known of the sessions so far."""
         after = None
-        while page := await self._store.rollouts(
-            self._run, step=SESSION, after=after, limit=PAGE
-        ):
+        while page := await self._store.rollouts(self._run, step=SESSION, after=after, limit=PAGE):
             for row in page:
                 if mark := mark_of(row):
                     self._ledger.remember(row.id, _user(row), mark)

@@ -5,7 +5,7 @@ HERE = "agentrl.live"
 PART = Part(
     name="live",
     summary="Serve an agent's model, learn from its sessions, and move traffic to better versions.",
-    uses=("sessions", "judges", "processes"),
+    uses=("sessions", "judges", "processes", "view"),
     outputs=("versions",),
     tables={"live": f"{HERE}.table:LiveConfig"},
     commands={
@@ -18,4 +18,5 @@ PART = Part(
     derives={"live": f"{HERE}.table:derive"},
     checks={"live": f"{HERE}.table:check"},
     training={"live": f"{HERE}.training:join"},
+    pages={"versions": f"{HERE}.pages:VersionsPage"},
 )

@@ -78,7 +78,7 @@ class ServedSessions:
 
     def _add(self, row: Rollout) -> None:
         self._order[row.id] = len(self._order)
-        mark, task = mark_of(row.rewards), row.task
+        mark, task = mark_of(row), row.task
         if "version" not in task:
             return
         session = ServedSession(
@@ -87,7 +87,7 @@ class ServedSessions:
             lane=task.get("lane", "serving"),
             rival=task.get("candidate"),
             share=task.get("share", 0.0),
-            outcome=outcome_of(row.rewards),
+            outcome=outcome_of(row),
             signals=mark.signals if mark else {},
         )
         self.known[session.version].append(session)

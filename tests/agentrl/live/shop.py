@@ -123,7 +123,7 @@ class Shop:
 
     async def label(self, id: str, outcome: float | None, signals: dict[str, float]) -> None:
         day = time.strftime("%Y-%m-%d", time.gmtime(self.now))
-        mark = Mark(ended=self.now, day=day, explicit=True, signals=signals)
+        mark = Mark(ended=self.now, day=day, explicit=True, posted=signals)
         note = msgspec.json.encode(mark).decode()
         rows = [Reward(name=MARK, value=1.0, source=SOURCE, note=note)]
         if outcome is not None and not math.isnan(outcome):

@@ -145,7 +145,12 @@ async def test_late_feedback_rewrites_the_outcome_until_the_session_is_trained(s
     await store.claim_groups(RUN, state.epoch, 1)
     await store.commit_step(
         StepCommit(
-            run=RUN, epoch=state.epoch, step=0, groups=[row.group], versions={}, checkpoint=None,
+            run=RUN,
+            epoch=state.epoch,
+            step=0,
+            groups=[row.group],
+            versions={},
+            checkpoint=None,
             metrics={},
         )  # fmt: skip
     )

@@ -33,9 +33,7 @@ ANTHROPIC = (
     [
         {
             "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "t1", "content": "Error: no order"}
-            ],
+            "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "Error: no order"}],
         }
     ],
 )
