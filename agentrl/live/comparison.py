@@ -139,7 +139,8 @@ def _capital(bets: _Bets, null: float) -> Array:
 
 
 def _highest_refuted(bets: _Bets, line: float) -> float:
-    """The largest difference against which the capital has ever reached the line; -1: none."""
+    """The largest difference that is refuted: against which the capital ever reached the line; -1:
+    none. Zero is one of those that are tried."""
     low, high = -1.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2

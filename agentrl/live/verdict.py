@@ -22,12 +22,12 @@ def verdict(
     margin = settings.margin if settings.rule == "not_worse" else 0.0
     if held_out:
         return "dropped", True, held_out
-    if found.high < -margin:
+    if found.high <= -margin:
         return "dropped", True, f"its sessions are worse: {in_points(found)}"
     if settings.rule == "always":
         return "promoted", False, 'live.promotion.rule = "always"'
-    if settings.rule != "never" and found.low > -margin and ours >= least:
-        said = "are better" if found.low > 0 else f"are not worse by {points(margin)} points"
+    if settings.rule != "never" and found.low >= -margin and ours >= least:
+        said = "are better" if found.low >= 0 else f"are not worse by {points(margin)} points"
         return "promoted", False, f"its sessions {said}: {in_points(found)}"
     if ours >= settings.most:
         return "dropped", False, f"{ours} sessions did not decide: {in_points(found)}"

@@ -17,7 +17,7 @@ from agentrl.live.documents import KIND, Lanes
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import StepCommit
-from tests.agentrl.live.shop import RUN, Shop, config
+from tests.agentrl.live.played import RUN, Shop, config
 
 Open = Callable[..., AbstractAsyncContextManager[Shop]]
 

@@ -12,7 +12,7 @@ from agentrl.live.documents import Compared, Event, EventKind, Lanes, Told, Vers
 from agentrl.live.pages import Phase, VersionsPage, bar_of, phases, rows_of
 from agentrl.store import open_store
 from agentrl.view.templates import render
-from tests.agentrl.live.shop import RUN, Shop, config
+from tests.agentrl.live.played import RUN, Shop, config
 from tests.agentrl.view import filled
 from tests.agentrl.view.conftest import chromium as chromium
 from tests.agentrl.view.conftest import new_page as new_page

@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError, Conflict
 from agentrl.live import versions_command
 from agentrl.live.documents import Lanes
 from agentrl.store import open_store
-from tests.agentrl.live.shop import RUN, Shop, config
+from tests.agentrl.live.played import RUN, Shop, config
 
 Act = Callable[[Shop], Coroutine[Any, Any, Any]]
 
