@@ -90,14 +90,22 @@ class Store(Protocol):
         Invalid for a negative step."""
 
     async def claim_groups(
-        self, run: str, epoch: int, n: int, *, ordered: bool = False, timeout: float | None = None
+        self,
+        run: str,
+        epoch: int,
+        n: int,
+        *,
+        ordered: bool = False,
+        groups: Sequence[str] | None = None,
+        timeout: float | None = None,
     ) -> list[types.Group]:
         """Claim the first `n` settled, untrained training groups of the run, by id, with rollouts,
         rewards and the calls of each rollout's last attempt. Settled: every rollout has
         succeeded, failed or been cancelled. Waits until `n` groups are settled, with `ordered`
         until the first `n` untrained ones are; returns fewer only after `timeout` seconds. A repeat
-        first returns groups that this epoch has claimed and not committed. Raises Fenced, also
-        while waiting, if `epoch` is old; NotFound for an unknown run; Invalid unless `n` > 0."""
+        first returns groups that this epoch has claimed and not committed. `groups`: claims none
+        but these. Raises Fenced, also while waiting, if `epoch` is old; NotFound for an unknown
+        run; Invalid unless `n` > 0, and for `ordered` with `groups`."""
 
     async def publish(self, version: types.PolicyVersion, *, epoch: int | None = None) -> None:
         """Record the server of a policy version, to which gateways then send calls.

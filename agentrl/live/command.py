@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
 from agentrl.base.processes import die_with_parent
-from agentrl.cli import CommandGroup, config_file
-from agentrl.config import RunConfig
+from agentrl.cli import CommandGroup, config_file, level_of, log_level, quiet, verbose
+from agentrl.config import RunConfig, load
 
 
 class RunsByDefault(CommandGroup):
@@ -31,10 +32,34 @@ def live() -> None:
 @click.option(
     "--only", type=click.Choice(["gateway", "training"]), help="Run one half, on its own machine."
 )
-def start(run_file: Path, overrides: tuple[str, ...], only: str | None) -> None:
+@click.option("--take-over", is_flag=True, help="Stop a live process of this run, and go on here.")
+@quiet
+@verbose
+@log_level
+def start(
+    run_file: Path,
+    overrides: tuple[str, ...],
+    only: Literal["gateway", "training"] | None,
+    take_over: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
     """Serve the policy of RUN_FILE, train it on its sessions and promote what is better, until
     Ctrl-C. The same command goes on."""
-    raise NotImplementedError
+    from agentrl.live.supervisor import run_live
+
+    config = load(run_file, [*overrides, "live.running=true"])
+    level = level_of(quiet=quiet, verbose=verbose)
+    run_live(config, only, take_over=take_over, level=level)
+
+
+@live.command(hidden=True)
+@config_file
+def gateway(config: RunConfig) -> None:
+    """The process that answers the agent's calls. It outlives its supervisor for a while."""
+    from agentrl.live.gateway import main
+
+    main(config)
 
 
 @live.command(hidden=True)

@@ -80,7 +80,7 @@ class Decider:
             lanes = Lanes(serving=first, share=self._live.share)
             why = "the version that the run begins with"
             return Event(time=now, kind="first", version=first, lanes=lanes, why=why)
-        if (new := newest_offer(known)) is None:
+        if (new := documents.newest_offer(known)) is None:
             return None
         by_hand = new.kind == "offered by hand"
         if lanes.candidate is not None and not by_hand:
@@ -165,10 +165,3 @@ class Decider:
                 "the limit", version.version, " or ".join(KL),
             )  # fmt: skip
         return known[0] if known else math.nan
-
-
-def newest_offer(known: Told) -> Version | None:
-    """The newest version that nothing has been decided about."""
-    decided = {event.version for event in known.events}
-    offers = [one for one in known.versions.values() if one.version not in decided]
-    return max(offers, key=lambda one: (one.kind == "offered by hand", one.version), default=None)

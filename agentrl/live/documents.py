@@ -121,6 +121,13 @@ def served(lanes: Lanes) -> set[int]:
     return {version for version in known if version is not None}
 
 
+def newest_offer(known: Told) -> Version | None:
+    """The newest version that nothing has been decided about."""
+    decided = {event.version for event in known.events}
+    offers = [one for one in known.versions.values() if one.version not in decided]
+    return max(offers, key=lambda one: (one.kind == "offered by hand", one.version), default=None)
+
+
 def points(difference: float) -> str:
     """A difference of outcomes for users: in hundredths."""
     return f"{100 * difference:.1f}".removesuffix(".0")

@@ -93,6 +93,7 @@ class LiveConfig(Section, frozen=True):
     # Seconds from a session's end in which explicit feedback is waited for. A session without any
     # signal by then is not trained.
     wait: NonNegative = 600.0
+    idle: Seconds = 60.0  # Seconds without a call after which a session ends.
     share: Share = 0.1  # fraction of new sessions that a candidate serves
     promotion: PromotionConfig = PromotionConfig()
     guard: GuardConfig = GuardConfig()
@@ -117,8 +118,14 @@ class LiveConfig(Section, frozen=True):
             re.compile(self.guard.refusal)
         except re.error as error:
             yield f"live.guard.refusal is no regular expression: {error}"
-        if self.running and config.policies:
+        if not self.running:
+            return
+        if config.policies:
             yield "[live] trains one policy, and [policies] has several; remove one of the tables"
+        if config.tasks.train or config.tasks.heldout:
+            yield "tasks: a live run learns from its sessions, and plays no tasks; remove the table"
+        if config.sessions.by != "conversation":
+            yield "sessions.by = 'key' would make one session of all that a key does; remove it"
 
 
 def live_of(config: Any) -> LiveConfig:
@@ -140,8 +147,14 @@ def derive(config: Any) -> Any:
         max_staleness=config.algorithm.max_staleness or 4.0,
         async_sampling="in_flight",
     )
-    checkpoint = replace(config.checkpoint, every=1)
-    return replace(config, steps=UNBOUNDED, algorithm=algorithm, checkpoint=checkpoint)
+    return replace(
+        config,
+        steps=UNBOUNDED,
+        max_empty_steps=UNBOUNDED,
+        algorithm=algorithm,
+        checkpoint=replace(config.checkpoint, every=1),
+        sessions=replace(config.sessions, idle=live.idle),
+    )
 
 
 def check(config: Any) -> None:

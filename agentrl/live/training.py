@@ -2,9 +2,49 @@
 
 from __future__ import annotations
 
-from agentrl.algorithms.train.hooks import Hooks
+from collections.abc import Mapping
+
+from agentrl.algorithms.data.state import StatePart
+from agentrl.algorithms.sampling.collect import GroupSource
+from agentrl.algorithms.train.hooks import Hooks, LoadedRun, ServedRun
+from agentrl.algorithms.train.load_policies import vocabulary_sizes
 from agentrl.config import RunConfig
+from agentrl.live.source import SessionSource
+from agentrl.live.table import live_of
+from agentrl.live.versions import Lineage, Versions
+
+
+class Live(Hooks):
+    """Training on the sessions of a served policy."""
+
+    def __init__(self) -> None:
+        self.lineage, self.steps = Lineage(), 0
+        self.sessions: SessionSource | None = None
+
+    def state(self) -> Mapping[str, StatePart]:
+        return {"live": self.lineage}
+
+    def source(self, run: LoadedRun) -> GroupSource:
+        adapted = any(model.adapters is not None for model in run.models)
+        self.sessions = SessionSource(
+            run, self.lineage, vocabulary_sizes(run.models), serves=adapted
+        )
+        return self.sessions
+
+    async def start(self, run: ServedRun) -> None:
+        assert self.sessions is not None
+        self.sessions.versions = versions = Versions(run, self.lineage)
+        await versions.start()
+
+    async def before_step(self, step: int) -> None:
+        self.steps = step + 1  # once it is committed
+
+    async def published(self) -> None:
+        assert self.sessions is not None
+        assert self.sessions.versions is not None
+        await self.sessions.versions.tend(self.steps)
 
 
 def join(config: RunConfig) -> Hooks | None:
-    return None
+    """None for a run of another command."""
+    return Live() if live_of(config).running else None

@@ -132,12 +132,23 @@ class SqlStore:
     rewind = _writing(maintenance.rewind)
 
     async def claim_groups(
-        self, run: str, epoch: int, n: int, *, ordered: bool = False, timeout: float | None = None
+        self,
+        run: str,
+        epoch: int,
+        n: int,
+        *,
+        ordered: bool = False,
+        groups: Sequence[str] | None = None,
+        timeout: float | None = None,
     ) -> list[types.Group]:
         limits.check_positive("n", n)
+        if ordered and groups is not None:
+            raise Invalid("claim_groups takes groups in order, or those that are named: not both.")
 
         def claim(tx: Transaction, last: bool) -> list[str] | None:
-            return training.claim_groups(tx, run, epoch, n, ordered=ordered, last=last)
+            return training.claim_groups(
+                tx, run, epoch, n, ordered=ordered, groups=groups, last=last
+            )
 
         ids = await self._until(GROUPS, claim, timeout)
         return await self._readers.read(partial(traces.groups, run=run, ids=ids))
