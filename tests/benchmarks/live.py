@@ -1,8 +1,8 @@
-"""Live runs: does a candidate get the lane that it deserves, does a run survive, does it learn?
+"""A live run: what kills, updates and decisions do to those who use it meanwhile.
 
-python -m tests.benchmarks.live --json [--only promotion guard]
+python -m tests.benchmarks.live --json [--only kills latency ...]
 
-Each section is a module of its own, whose docstring defines what it measures.
+Each measurement is a module `live_NAME`, whose docstring defines it.
 """
 
 from __future__ import annotations
@@ -10,33 +10,23 @@ from __future__ import annotations
 import argparse
 import json
 from importlib import import_module
-from typing import Any
 
-SECTIONS = {
-    "promotion": "tests.benchmarks.live_promotion:promotion",
-    "guard": "tests.benchmarks.live_promotion:guard",
-}
-
-
-def measure(sections: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for section in sections:
-        module, name = SECTIONS[section].split(":")
-        found |= getattr(import_module(module), name)()
-    return found
+NAMES = ("kills", "latency", "promotion", "guard", "learning")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
-    options = parser.parse_args()
-    result = measure(options.only)
-    if options.json:
-        print(json.dumps(result))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    given = parser.parse_args()
+    figures = {}
+    for name in given.only:
+        figures |= import_module(f"tests.benchmarks.live_{name}").measure()
+    if given.json:
+        print(json.dumps(figures))
         return
-    for key, value in result.items():
-        print(f"{key:<44} {value}")
+    for key, value in figures.items():
+        print(f"{key:40} {value}")
 
 
 if __name__ == "__main__":

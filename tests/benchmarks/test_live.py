@@ -11,8 +11,7 @@ from agentrl.live.comparison import Counted, difference
 from agentrl.live.table import PromotionConfig
 from agentrl.live.verdict import verdict
 from tests.agentrl.live.drawn import drawn
-from tests.benchmarks import live_promotion
-from tests.benchmarks.live import SECTIONS
+from tests.benchmarks import live_guard, live_promotion
 
 
 @pytest.mark.parametrize("better", [0.3, -0.3, 0.0])
@@ -30,9 +29,5 @@ def test_a_simulated_candidate_is_decided_about_as_a_real_one(better: float) -> 
 
 
 def test_what_fails_always_is_back_after_three_calls() -> None:
-    assert live_promotion.back(0, 0.8, 0.0, 50, failing=1.0) == 3
-    assert live_promotion.back(0, 0.8, 0.8, 50) is None
-
-
-def test_sections_are_there() -> None:
-    assert {"promotion", "guard"} <= set(SECTIONS)
+    assert live_guard.back(0, 0.8, 0.0, 50, failing=1.0) == 3
+    assert live_guard.back(0, 0.8, 0.8, 50) is None
