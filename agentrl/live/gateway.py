@@ -123,6 +123,7 @@ class LiveSessions(Sessions):
         self._seated.set()
         for session in self._open.values():
             self._reseat(session)
+        self.gateway.router.look_again()
 
     def _reseat(self, session: OpenSession) -> None:
         """Let the serving version go on with a session whose own is no longer served, also with its
@@ -290,10 +291,10 @@ def chosen(lanes: Lanes, group: str) -> int:
 def main(config: RunConfig) -> None:
     """Serve with the socket that this process has inherited, until SIGTERM."""
     log_to_stderr()
-    asyncio.run(serve(config, handover.inherited()))
+    asyncio.run(_until_signal(config, handover.inherited()))
 
 
-async def serve(config: RunConfig, listener: socket.socket) -> None:
+async def _until_signal(config: RunConfig, listener: socket.socket) -> None:
     stop, orphaned, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
 
@@ -303,6 +304,14 @@ async def serve(config: RunConfig, listener: socket.socket) -> None:
 
     loop.add_signal_handler(signal.SIGHUP, lose_supervisor)
     die_with_parent(signal.SIGHUP)
+    await serve(config, listener, stop=stop, orphaned=orphaned)
+
+
+async def serve(
+    config: RunConfig, listener: socket.socket, *, stop: asyncio.Event, orphaned: threading.Event
+) -> None:
+    """Serve until `stop` is set. Sessions stay open for the next process."""
+    loop = asyncio.get_running_loop()
     async with open_store(config.store) as store:
         sessions = LiveSessions(store, config, listener)
         await sessions.take_over()
@@ -323,4 +332,4 @@ async def serve(config: RunConfig, listener: socket.socket) -> None:
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*waiting, return_exceptions=True)
-            await asyncio.to_thread(gateway.close)  # its sessions stay open for the next process
+            await asyncio.to_thread(gateway.close)

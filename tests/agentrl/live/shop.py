@@ -54,17 +54,17 @@ def free_port() -> int:
 class Shop:
     """The run. Its watch makes what is offered the candidate; the test labels and decides."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder, self.port = folder, free_port()
+    def __init__(self, folder: Path, model: Path, *settings: str) -> None:
+        self.folder, self.port, self.settings = folder, free_port(), settings
         self.file = folder / "shop.toml"
         self.file.write_text(SETTINGS.format(model=model, port=self.port))
         self.process: asyncio.subprocess.Process | None = None
         self.url = f"sqlite:///{folder}/runs/shop/store.db"
 
-    async def start(self, *settings: str) -> None:
+    async def start(self) -> None:
         with (self.folder / "front.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "agentrl", "live", str(self.file), *settings,
+                sys.executable, "-m", "agentrl", "live", str(self.file), *self.settings,
                 cwd=self.folder, stdout=log, stderr=log,
             )  # fmt: skip
 
@@ -160,15 +160,19 @@ async def label(store: Store, count: int, value: Callable[[Rollout], float]) -> 
 
 
 @asynccontextmanager
-async def running(folder: Path, model: Path) -> AsyncIterator[tuple[Shop, Store, AsyncOpenAI]]:
-    shop = Shop(folder, model)
+async def running(
+    folder: Path, model: Path, *settings: str
+) -> AsyncIterator[tuple[Shop, Store, AsyncOpenAI]]:
+    shop = Shop(folder, model, *settings)
     await shop.start()
     try:
         async with shop.store() as store, shop.client() as client:
             await first_lanes(store)
             yield shop, store, client
-    finally:
+    except BaseException:
         await shop.stop()
         print((folder / "front.log").read_text())
         for log in (folder / "runs/shop/logs").glob("*.log"):
             print(log.name, log.read_text())
+        raise
+    await shop.stop()
