@@ -33,7 +33,7 @@ from agentrl.config import RunConfig
 from agentrl.config.policies import policy_by_role
 from agentrl.errors import NotFound, StoreError
 from agentrl.live import handover
-from agentrl.live.documents import Lanes, told
+from agentrl.live.documents import Lanes, served, told
 from agentrl.live.sessions import RESULT_ENDED
 from agentrl.live.table import live_of, policy_of
 from agentrl.runners.features import run_features
@@ -126,12 +126,12 @@ class LiveSessions(Sessions):
         self.gateway.router.look_again()
 
     def _reseat(self, session: OpenSession) -> None:
-        """Let the serving version go on with a session whose own is retired, also with its calls
-        that wait: the router reads the same mapping again."""
+        """Let the serving version go on with a session whose own is no longer served, also with its
+        calls that wait: the router reads the same mapping again."""
         assert self._lanes is not None
         seats = session.active.seats
         assert isinstance(seats, dict)
-        if seats[POLICY] not in [policy_of(version) for version in lanes_of(self._lanes)]:
+        if seats[POLICY] not in [policy_of(version) for version in served(self._lanes)]:
             seats[POLICY] = policy_of(self._lanes.serving)
 
     # -- sessions ----------------------------------------------------------------------------------
@@ -157,6 +157,8 @@ class LiveSessions(Sessions):
         task: dict[str, Json] = {
             "lane": "serving" if version == lanes.serving else "candidate",
             "version": version,
+            "candidate": lanes.candidate,
+            "share": lanes.share,
             "user": user and blake2b(user.encode(), digest_size=12).hexdigest(),
         }
         if not request.headers.get(self._settings.header):
@@ -276,11 +278,6 @@ def groups_of(run: str, name: str) -> Iterator[str]:
 def group_base(run: str, group: str) -> str:
     """The first group of the session that a group is of."""
     return f"{run}/{group.removeprefix(f'{run}/').partition('-')[0]}"
-
-
-def lanes_of(lanes: Lanes) -> list[int]:
-    """The versions that answer sessions."""
-    return [lanes.serving] + ([] if lanes.candidate is None else [lanes.candidate])
 
 
 def chosen(lanes: Lanes, group: str) -> int:

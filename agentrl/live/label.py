@@ -1,13 +1,197 @@
-"""Labels ended sessions: their signals, and the outcome that follows from them."""
+"""Labels ended sessions: their signals, and the outcome that follows from them.
+
+Always true: a label is computed from the stored session, and written at once with its mark; so a
+killed watch loses nothing and asks at most again. Feedback that arrives before a session is trained
+rewrites its label; later it is stored as ever, and the label stays.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from statistics import fmean
+
+import msgspec
+from msgspec.structs import replace
 
 from agentrl.config import RunConfig
+from agentrl.errors import NotFound, StoreError
+from agentrl.live import weighing
+from agentrl.live.asking import Asker
+from agentrl.live.marks import MARK, OUTCOME, SIGNAL, SOURCE, Mark, mark_of, outcome_of
+from agentrl.live.signals import NEXT_MESSAGE, digest_of_session, posted, replies
+from agentrl.live.table import live_of
 from agentrl.store.base import Store
+from agentrl.types import SESSION, Reward, Rollout, RolloutState, Scope, StepReward, Trace
+
+log = logging.getLogger("agentrl.live")
+AT_ONCE = 16  # sessions that are asked about at the same time
+PAUSE = 0.2  # seconds between two looks, however much is written
+POLL = 60.0  # seconds after which the store is looked at again
+OUTLIER = "its user is an outlier, see `agentrl live users`"
+PAGE = 1000  # sessions that are read at once
+
+
+class Labeller:
+    """Labels the sessions of a run. Call `start` once, then `look` whenever the store changed."""
+
+    def __init__(
+        self, store: Store, config: RunConfig, asker: Asker, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store, self._run, self._asker, self._clock = store, config.name, asker, clock
+        self._settings = live_of(config)
+        self._weights = self._settings.signals.weight
+        self._ledger = weighing.Ledger(self._settings.people.per_user)
+        self._asking: dict[str, asyncio.Task[None]] = {}  # by rollout
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._said: set[str] = set()
+
+    async def start(self) -> None:
+        """Read what is known of the sessions so far."""
+        after = None
+        while page := await self._store.rollouts(self._run, step=SESSION, after=after, limit=PAGE):
+            for row in page:
+                if mark := mark_of(row):
+                    self._ledger.remember(row.id, _user(row), mark)
+            after = page[-1].id
+
+    async def look(self) -> None:
+        """Begin to label what has ended, and rewrite what got feedback."""
+        rows = await self._store.rollouts(self._run, group_state="settled")
+        sessions = [row for row in rows if row.step == SESSION]
+        known = [(row, mark) for row in sessions if (mark := mark_of(row))]
+        for row, mark in known:
+            current = self._with_posted(row, mark)
+            self._ledger.remember(row.id, _user(row), current)
+        outliers = self._outliers()
+        for row, mark in known:
+            current = self._weighed(row, self._with_posted(row, mark), outliers)
+            await self._write(row, current, {})
+        for row in sorted(sessions, key=_ended):
+            if mark_of(row) is None and row.id not in self._asking:
+                self._asking[row.id] = asyncio.create_task(self._label(row))
+
+    async def settle(self) -> None:
+        """Wait until all that `look` has begun is written. Raises the first error."""
+        tasks = [*self._asking.values()]
+        self._asking.clear()
+        await asyncio.gather(*tasks)
+
+    def failed(self) -> None:
+        """Forget what has been written; raises the first error."""
+        for id, task in [*self._asking.items()]:
+            if task.done():
+                del self._asking[id]
+                task.result()
+
+    async def _label(self, row: Rollout) -> None:
+        async with self._slots:
+            trace = await self._store.trace(row.id)
+            if trace is None:  # deleted since
+                return
+            user, day = _user(row), datetime.fromtimestamp(_ended(row), UTC).date().isoformat()
+            digest = digest_of_session(trace.transitions, row.task.get("version"))
+            mark = Mark(ended=_ended(row), day=day, digest=digest)
+            mark = replace(mark, held=self._ledger.admit(row.id, user, day, digest))
+            self._ledger.remember(row.id, user, mark)
+            judged: dict[str, float] = {}
+            if not mark.held and row.state is RolloutState.SUCCEEDED and trace.transitions:
+                mark, judged = await self._asked(mark, trace)
+            mark = self._with_posted(trace.rollout, mark)
+            self._ledger.remember(row.id, user, mark)
+            mark = self._weighed(row, mark, self._outliers())
+            await self._write(trace.rollout, mark, judged)
+
+    async def _asked(self, mark: Mark, trace: Trace) -> tuple[Mark, dict[str, float]]:
+        """The mark with the verifier's and the judge's signals, and those of calls."""
+        after = replies(trace.transitions)
+        signals, judged = await asyncio.gather(
+            self._asker.verify(trace), self._asker.judge(after, trace.rollout.id)
+        )
+        if judged:
+            signals = {**signals, NEXT_MESSAGE: fmean(judged.values())}
+        return replace(mark, asked=signals, delays=self._delays(mark, signals)), judged
+
+    def _with_posted(self, row: Rollout, mark: Mark) -> Mark:
+        given = posted(row.rewards)
+        for name in given.keys() - self._weights.keys() - self._said:
+            self._said.add(name)
+            log.warning(
+                "feedback %r has no weight in live.signals.weights: it is kept and not learned from",
+                name,
+            )
+        explicit = any(self._weights.get(name) for name in given)
+        return replace(mark, posted=given, explicit=explicit, delays=self._delays(mark, given))
+
+    def _delays(self, mark: Mark, signals: dict[str, float]) -> dict[str, float]:
+        late = round(max(0.0, self._clock() - mark.ended), 1)
+        return dict.fromkeys(signals, late) | mark.delays
+
+    def _weighed(self, row: Rollout, mark: Mark, outliers: dict[str, str]) -> Mark:
+        """The mark, without what was posted by an outlier."""
+        out = mark.posted and _user(row) in outliers
+        return replace(mark, ignored=OUTLIER if out else "")
+
+    def _outliers(self) -> dict[str, str]:
+        found = self._ledger.outliers()
+        for user in found.keys() - self._said:
+            self._said.add(user)
+            log.warning("user %s is an outlier, its votes are held back: %s", user, found[user])
+        return found
+
+    async def _write(self, row: Rollout, mark: Mark, judged: dict[str, float]) -> None:
+        """Write a label unless it is written already."""
+        outcome = weighing.weighted(mark.signals, self._weights)
+        if math.isnan(outcome) and _had_outcome(row) and not mark.held:
+            mark = replace(mark, held=mark.ignored or "no signal of it has a weight")
+        if mark == mark_of(row) and (mark.held or _same(outcome, outcome_of(row))):
+            return
+        note = msgspec.json.encode(mark).decode()
+        rewards = [Reward(name=MARK, value=1.0, source=SOURCE, note=note)]
+        if not (math.isnan(outcome) or mark.held):
+            rewards.append(Reward(name=OUTCOME, value=outcome, source=SOURCE))
+        about = {"scope": Scope.TRANSITION, "source": SOURCE}
+        rewards += [Reward(name=SIGNAL, value=v, target=c, **about) for c, v in judged.items()]  # type: ignore[arg-type]
+        try:
+            await self._store.add_rewards([StepReward(rollout=row.id, reward=r) for r in rewards])
+        except NotFound:  # deleted since
+            return
+
+
+def _user(row: Rollout) -> str:
+    return str(row.task.get("user") or "")
+
+
+def _ended(row: Rollout) -> float:
+    """When a session ended, as the gateway wrote it."""
+    ended = row.result.get("ended") if isinstance(row.result, dict) else None
+    return float(ended or 0.0)
+
+
+def _had_outcome(row: Rollout) -> bool:
+    return any(r.source == SOURCE and r.name == OUTCOME for r in row.rewards)
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 async def run(store: Store, config: RunConfig) -> None:
     """Label sessions of the run as they end, until cancelled."""
-    await asyncio.Event().wait()
+    async with Asker(store, config) as asker:
+        labeller, cursor, started = Labeller(store, config, asker), 0, False
+        while True:
+            try:
+                cursor = await store.wait(cursor, timeout=POLL)
+                if not started:
+                    await labeller.start()
+                    started = True
+                await labeller.look()
+                labeller.failed()
+            except StoreError as error:
+                log.warning("sessions are not labelled now: %s; tried again", error)
+            await asyncio.sleep(PAUSE)

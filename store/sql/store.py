@@ -17,6 +17,7 @@ from agentrl import types
 from agentrl.errors import Forbidden, Invalid
 from agentrl.store import limits, records, rows
 from agentrl.store.sql import browse, documents, maintenance, traces
+from agentrl.store.sql import forget as forgetting
 from agentrl.store.sql import datasets as data
 from agentrl.store.sql import images as pictures
 from agentrl.store.sql import rollouts as queue
@@ -284,6 +285,10 @@ class SqlStore:
         now = await self._writer.post(lambda tx: tx.now)
         limits = maintenance.limits(now, run, keep_last, older_than)
         return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)
+
+    async def forget(self, rollouts: Sequence[str]) -> records.Forgotten:
+        delete = partial(forgetting.forget, rollouts=rollouts)
+        return await self._writer.post(answer_once(delete, records.Forgotten))
 
     async def vacuum(self) -> None:
         await self._writer.post(lambda _: None)  # raises Forbidden in a read-only store

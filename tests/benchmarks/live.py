@@ -11,7 +11,7 @@ import argparse
 import json
 from importlib import import_module
 
-NAMES = ("kills", "latency", "promotion", "learning")
+NAMES = ("kills", "latency", "promotion", "guard", "learning")
 
 
 def main() -> None:
