@@ -22,7 +22,8 @@ from agentrl.algorithms.train.hooks import ServedRun
 from agentrl.base.files import delete_directory
 from agentrl.base.processes import log_phase
 from agentrl.errors import DamagedError, PolicyError
-from agentrl.live.documents import Event, Told, Version, VersionKind, put_version, put_wish, told
+from agentrl.live import documents
+from agentrl.live.documents import Told, Version, VersionKind, put_version, put_wish, told
 from agentrl.live.table import policy_of
 from agentrl.types import POLICY, Json, PolicyVersion
 
@@ -197,7 +198,7 @@ class Versions:
         new = known.events[self.lineage.decided :]
         self.lineage.decided = len(known.events)
         serving = known.lanes.serving
-        bad = [event.version for event in new if is_bad(event)]
+        bad = [event.version for event in new if documents.resets(event)]
         derived = [version for version in bad if self.lineage.lag(version, now) < inf]
         if not derived or serving in derived or self.lineage.lag(serving, now) == 0:
             return
@@ -213,7 +214,7 @@ class Versions:
     async def _offer_wished(self, known: Told, step: int) -> None:
         """Serve the weights that a user offers."""
         wish = known.wish
-        if wish is None or wish.kind != "offer" or known.lanes is None or pending(known):
+        if wish is None or known.lanes is None or pending(known):
             return
         path = Path(wish.path)
         given = [version for version in known.versions if version >= GIVEN]
@@ -224,28 +225,18 @@ class Versions:
         await put_wish(self.run.store, self.run.config.name, None)
 
 
-def is_bad(event: Event) -> bool:
-    """Whether a decision says that the learner is on a wrong way."""
-    worse = event.kind == "dropped" and bool(event.evidence.get("worse"))
-    return worse or event.kind in ("taken back", "rolled back")
-
-
 def pending(known: Told) -> set[int]:
-    """Versions that are offered, and of which nothing is decided."""
-    assert known.lanes is not None
-    newest = max((row.offered for row in known.versions.values()), default=0.0)
-    decided = {known.lanes.serving, known.lanes.candidate, *known.lanes.retired}
-    decided |= {event.version for event in known.events}
-    rows = known.versions.values()
-    return {row.version for row in rows if row.offered == newest and row.version not in decided}
+    """The version that is offered next, if nothing is decided about it."""
+    newest = documents.newest_offer(known)
+    return set() if newest is None else {newest.version}
 
 
 def wanted_of(known: Told) -> set[int]:
     """The versions to serve: of the lanes, and the one that is offered."""
     if known.lanes is None:
         return set(known.versions)
-    lanes = {known.lanes.serving} | ({known.lanes.candidate} - {None})
-    return {version for version in lanes | pending(known) if version in known.versions}
+    wanted = documents.served(known.lanes) | pending(known)
+    return {version for version in wanted if version in known.versions}
 
 
 def most_ahead(staleness: float) -> int:

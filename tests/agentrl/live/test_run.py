@@ -71,7 +71,7 @@ async def test_a_live_run_serves_learns_and_moves_traffic(
             return "policy@1" in seats
 
         await until(moved, what="new sessions go to the candidate")
-        await move(store, Lanes(serving=0, retired=[1]), kind="taken back", version=1)
+        await move(store, Lanes(serving=0), kind="taken back", version=1)
         for number in range(4):
             await talk(client, f"t{number}")
         await label(store, 4, half)
