@@ -16,9 +16,16 @@ class RunsByDefault(CommandGroup):
     """A group whose command `start` is meant if the first argument is none of its commands."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in (*self.list_commands(ctx), *ctx.help_option_names):
-            args = ["start", *args]
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, self._named(ctx, args))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        return super().resolve_command(ctx, self._named(ctx, args))
+
+    def _named(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = not args or args[0] in (*self.list_commands(ctx), *ctx.help_option_names)
+        return args if known else ["start", *args]
 
 
 @click.group(cls=RunsByDefault, path="live")

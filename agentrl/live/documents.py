@@ -2,10 +2,13 @@
 
 | key | content | writer |
 |---|---|---|
-| `lanes` | `Lanes`: which versions answer sessions | watch |
-| `versions/<n>` | `Version`: a version that is served, or was | algorithm |
-| `events/<nnnnnn>` | `Event`: what was decided, and why | watch and commands |
-| `wish` | `Wish`: what a user asked for | commands; watch carries it out |
+| `events/<nnnnnn>` | `Event`: what was decided, why, and the lanes since | watch and commands |
+| `versions/<nnnnnn>` | `Version`: a version that is served, or was | algorithm |
+| `compared/<nnnnnn>` | `Compared`: how a candidate is doing | watch |
+| `wish` | `Wish`: weights that a user offers | commands; the algorithm carries it out |
+
+Invariant: event n follows from the events before it. A writer who has not seen the last one cannot
+write the next, so several may decide, and one that was suspended overwrites nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import field
+from msgspec.structs import replace
 
+from agentrl.errors import Conflict, Invalid
 from agentrl.store.base import Store
 from agentrl.types import Json, Record
 
@@ -27,12 +32,23 @@ EventKind = Literal[
 
 class Lanes(Record, frozen=True):
     """The versions that answer sessions. New sessions go to the candidate with probability `share`
-    and stay there; sessions of a retired version go on with the serving one."""
+    and stay there; those of a version that is none of the three go on with the serving one."""
 
     serving: int
     candidate: int | None = None
+    previous: int | None = None  # served before the last promotion, and goes on with its sessions
     share: float = 0.1
-    retired: list[int] = []
+
+    def promoted(self) -> Lanes:
+        """The candidate serves."""
+        assert self.candidate is not None
+        given = {"serving": self.candidate, "candidate": None, "previous": self.serving}
+        return replace(self, **given)
+
+    def returned(self) -> Lanes:
+        """The version before serves again; a candidate goes, too: it was made from what goes."""
+        assert self.previous is not None
+        return replace(self, serving=self.previous, candidate=None, previous=None)
 
 
 class Version(Record, frozen=True):
@@ -52,60 +68,123 @@ class Event(Record, frozen=True):
     time: float  # unix seconds
     kind: EventKind
     version: int  # what it is about
-    serving: int  # the serving version afterwards
+    lanes: Lanes  # since then
     why: str  # a sentence
+    worse: bool = False  # whether the version was found to be worse
     evidence: dict[str, Json] = {}
+
+    @property
+    def serving(self) -> int:
+        return self.lanes.serving
+
+
+class Compared(Record, frozen=True):
+    """How a candidate is doing. The difference is candidate minus serving, its ends are those of
+    `comparison.Difference`; None: not known."""
+
+    version: int
+    serving: int
+    time: float  # unix seconds
+    sessions: tuple[int, int]  # with a known outcome, of candidate and serving
+    low: float
+    high: float
+    means: tuple[float | None, float | None]
+    clipped: int = 0
+    signals: dict[str, tuple[float | None, float | None]] = {}  # name -> means of the two
+    held_out: tuple[float | None, float | None] = (None, None)
 
 
 class Wish(Record, frozen=True):
-    """What a user asked for. path: of the weights to offer."""
+    """Weights in the folder `path` that a user offers as a candidate."""
 
-    kind: Literal["promote", "rollback", "offer"]
+    path: str
     asked: float  # unix seconds
-    version: int | None = None
-    path: str = ""
 
 
 class Told(Record, frozen=True):
     """All documents of a run."""
 
-    lanes: Lanes | None = None  # None: no version is served yet
     versions: dict[int, Version] = {}
     events: list[Event] = []
+    compared: dict[int, Compared] = {}
     wish: Wish | None = None
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """Those after the last event; None: no version is served yet."""
+        return self.events[-1].lanes if self.events else None
+
+
+def served(lanes: Lanes) -> set[int]:
+    """The versions that have to be served."""
+    known = (lanes.serving, lanes.candidate, lanes.previous)
+    return {version for version in known if version is not None}
+
+
+def newest_offer(known: Told) -> Version | None:
+    """The newest version that nothing has been decided about."""
+    decided = {event.version for event in known.events}
+    offers = [one for one in known.versions.values() if one.version not in decided]
+    return max(offers, key=lambda one: (one.kind == "offered by hand", one.version), default=None)
+
+
+def points(difference: float) -> str:
+    """A difference of outcomes for users: in hundredths."""
+    return f"{100 * difference:.1f}".removesuffix(".0")
+
+
+def resets(event: Event) -> bool:
+    """Whether the policy must be learned further from the version that serves since then: what it
+    learned after that was found to be worse, and it would be offered again."""
+    return event.worse or event.kind in ("taken back", "rolled back")
 
 
 async def told(store: Store, run: str) -> Told:
-    """Read the documents; empty ones for an unknown run."""
+    """Read the documents; empty ones for an unknown run. Raises Invalid for a damaged one."""
     found = await store.documents(run, KIND)
 
     def those(prefix: str, kind: Any) -> list[Any]:
-        keys = sorted(key for key in found if key.startswith(prefix))
-        return [msgspec.convert(found[key], kind) for key in keys]
+        return [_read(key, found[key], kind) for key in sorted(found) if key.startswith(prefix)]
 
     return Told(
-        lanes=next(iter(those("lanes", Lanes)), None),
         versions={one.version: one for one in those("versions/", Version)},
         events=those("events/", Event),
-        wish=msgspec.convert(found.get("wish"), Wish | None),
+        compared={one.version: one for one in those("compared/", Compared)},
+        wish=_read("wish", found.get("wish"), Wish | None),
     )
 
 
 async def put_version(store: Store, run: str, version: Version) -> None:
-    await _put(store, run, {f"versions/{version.version:06d}": version})
+    await _put(store, run, f"versions/{version.version:06d}", version, replace=True)
 
 
-async def decide(store: Store, run: str, lanes: Lanes, *events: Event) -> None:
-    """Write lanes and the events that explain them, all or none."""
-    keys = [key for key in await store.documents(run, KIND) if key.startswith("events/")]
-    named = {f"events/{len(keys) + i:06d}": event for i, event in enumerate(events)}
-    await _put(store, run, {"lanes": lanes} | named)
+async def put_compared(store: Store, run: str, compared: Compared) -> None:
+    await _put(store, run, f"compared/{compared.version:06d}", compared, replace=True)
+
+
+async def decide(store: Store, run: str, known: Told, event: Event) -> None:
+    """Write the event that follows those that are known. Raises Conflict if there is another."""
+    key = f"events/{len(known.events):06d}"
+    await _put(store, run, key, event, replace=False)
+    first = _read(key, (await store.documents(run, KIND))[key], Event)
+    if first != msgspec.json.decode(msgspec.json.encode(event), type=Event):
+        raise Conflict(f"version {event.version}: {first.kind} meanwhile ({first.why})")
 
 
 async def put_wish(store: Store, run: str, wish: Wish | None) -> None:
     """Leave a wish in place of an earlier one; None: it is carried out."""
-    await _put(store, run, {"wish": wish})
+    await _put(store, run, "wish", wish, replace=True)
 
 
-async def _put(store: Store, run: str, documents: dict[str, Any]) -> None:
-    await store.put_documents(run, KIND, msgspec.to_builtins(documents), replace=True)
+def _read(key: str, value: Json, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise Invalid(
+            f"the document {key!r} of a live run is damaged ({error}): another version of agentrl "
+            "wrote it, or it was changed by hand"
+        ) from None
+
+
+async def _put(store: Store, run: str, key: str, value: Any, *, replace: bool) -> None:
+    await store.put_documents(run, KIND, {key: msgspec.to_builtins(value)}, replace=replace)

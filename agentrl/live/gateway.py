@@ -34,7 +34,7 @@ from agentrl.config import RunConfig
 from agentrl.config.policies import policy_by_role
 from agentrl.errors import NotFound, StoreError
 from agentrl.live import handover, people, signals
-from agentrl.live.documents import Lanes, told
+from agentrl.live.documents import Lanes, served, told
 from agentrl.live.marks import RESULT_ENDED
 from agentrl.live.table import live_of, policy_of
 from agentrl.runners.features import run_features
@@ -131,14 +131,15 @@ class LiveSessions(Sessions):
         self._seated.set()
         for session in self._open.values():
             self._reseat(session)
+        self.gateway.router.look_again()
 
     def _reseat(self, session: OpenSession) -> None:
-        """Let the serving version go on with a session whose own is retired, also with its calls
-        that wait: the router reads the same mapping again."""
+        """Let the serving version go on with a session whose own is no longer served, also with its
+        calls that wait: the router reads the same mapping again."""
         assert self._lanes is not None
         seats = session.active.seats
         assert isinstance(seats, dict)
-        if seats[POLICY] not in [policy_of(version) for version in lanes_of(self._lanes)]:
+        if seats[POLICY] not in [policy_of(version) for version in served(self._lanes)]:
             seats[POLICY] = policy_of(self._lanes.serving)
 
     # -- people ------------------------------------------------------------------------------------
@@ -197,6 +198,8 @@ class LiveSessions(Sessions):
         task: dict[str, Json] = {
             "lane": "serving" if version == lanes.serving else "candidate",
             "version": version,
+            "candidate": lanes.candidate,
+            "share": lanes.share,
             "user": people.user_id(self._secret, user),
         }
         if not request.headers.get(self._settings.header):
@@ -323,11 +326,6 @@ def group_base(run: str, group: str) -> str:
     return f"{run}/{group.removeprefix(f'{run}/').partition('-')[0]}"
 
 
-def lanes_of(lanes: Lanes) -> list[int]:
-    """The versions that answer sessions."""
-    return [lanes.serving] + ([] if lanes.candidate is None else [lanes.candidate])
-
-
 def chosen(lanes: Lanes, group: str) -> int:
     """The version that answers a new session. Each candidate gets other sessions."""
     if lanes.candidate is None:
@@ -339,10 +337,10 @@ def chosen(lanes: Lanes, group: str) -> int:
 def main(config: RunConfig) -> None:
     """Serve with the socket that this process has inherited, until SIGTERM."""
     log_to_stderr()
-    asyncio.run(serve(config, handover.inherited()))
+    asyncio.run(_until_signal(config, handover.inherited()))
 
 
-async def serve(config: RunConfig, listener: socket.socket) -> None:
+async def _until_signal(config: RunConfig, listener: socket.socket) -> None:
     stop, orphaned, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
 
@@ -352,6 +350,14 @@ async def serve(config: RunConfig, listener: socket.socket) -> None:
 
     loop.add_signal_handler(signal.SIGHUP, lose_supervisor)
     die_with_parent(signal.SIGHUP)
+    await serve(config, listener, stop=stop, orphaned=orphaned)
+
+
+async def serve(
+    config: RunConfig, listener: socket.socket, *, stop: asyncio.Event, orphaned: threading.Event
+) -> None:
+    """Serve until `stop` is set. Sessions stay open for the next process."""
+    loop = asyncio.get_running_loop()
     async with open_store(config.store) as store:
         sessions = LiveSessions(store, config, listener)
         await sessions.take_over()
@@ -372,4 +378,4 @@ async def serve(config: RunConfig, listener: socket.socket) -> None:
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*waiting, return_exceptions=True)
-            await asyncio.to_thread(gateway.close)  # its sessions stay open for the next process
+            await asyncio.to_thread(gateway.close)

@@ -5,7 +5,7 @@ HERE = "agentrl.live"
 PART = Part(
     name="live",
     summary="Serve an agent's model, learn from its sessions, and move traffic to better versions.",
-    uses=("sessions", "judges", "processes"),
+    uses=("sessions", "judges", "processes", "view"),
     outputs=("versions",),
     tables={"live": f"{HERE}.table:LiveConfig"},
     commands={
@@ -13,8 +13,13 @@ PART = Part(
         "live forget": f"{HERE}.people_command:forget",
         "live export": f"{HERE}.people_command:export",
         "live users": f"{HERE}.people_command:users",
+        "live status": f"{HERE}.versions_command:status",
+        "live promote": f"{HERE}.versions_command:promote",
+        "live rollback": f"{HERE}.versions_command:rollback",
+        "live offer": f"{HERE}.versions_command:offer",
     },
     derives={"live": f"{HERE}.table:derive"},
     checks={"live": f"{HERE}.table:check"},
     training={"live": f"{HERE}.training:join"},
+    pages={"versions": f"{HERE}.pages:VersionsPage"},
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from math import isnan
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,8 @@ import msgspec
 from agentrl.config import RunConfig, load
 from agentrl.errors import AgentRLError, NotFound
 from agentrl.live import people, weighing
-from agentrl.live.marks import mark_of
+from agentrl.live.marks import mark_of, user_of
+from agentrl.live.sessions import oldest_first
 from agentrl.live.table import live_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -79,10 +81,12 @@ def users(run_file: Path, overrides: tuple[str, ...], user: str | None, as_json:
 
     async def listed(store: Store, config: RunConfig) -> None:
         only = None if user is None else people.user_id(await people.secret_of(store, config), user)
-        ledger = weighing.Ledger(live_of(config).people.per_user)
-        async for row in people.all_sessions(store, config.name):
+        live = live_of(config)
+        ledger = weighing.Ledger(live.people.per_user, live.signals.weight)
+        for row in oldest_first([row async for row in people.all_sessions(store, config.name)]):
             if mark := mark_of(row):
-                ledger.remember(row.id, str(row.task.get("user") or ""), mark)
+                ledger.admit(row.id, user_of(row), mark)
+                ledger.learn(row.id, user_of(row), mark)
         rows = _rows(ledger, only)
         if as_json:
             click.echo(msgspec.json.Encoder().encode_lines(rows), nl=False)
@@ -94,13 +98,14 @@ def users(run_file: Path, overrides: tuple[str, ...], user: str | None, as_json:
 
 def _rows(ledger: weighing.Ledger, only: str | None) -> list[dict[str, Any]]:
     """Users with most sessions first."""
-    today, outliers = datetime.now(UTC).date().isoformat(), ledger.outliers()
+    today, outliers = datetime.now(UTC).date().isoformat(), (ledger.contrary(), ledger.unlike())
     users = sorted(ledger.users.items(), key=lambda item: -item[1].sessions)
     return [
         {
             "user": name, "sessions": one.sessions, "counted": one.counted.total(),
-            "today": one.counted[today], "held": dict(one.held), "votes": len(one.votes),
-            "mean_vote": one.mean_vote, "distance": one.distance, "outlier": outliers.get(name, ""),
+            "today": one.counted[today], "votes": len(one.votes),
+            "mean_vote": weighing.mean(one.votes), "mean_outcome": weighing.mean(one.outcomes),
+            "held": dict(one.held), "outlier": [found[name] for found in outliers if name in found],
         }
         for name, one in users
         if only in (None, name)
@@ -111,14 +116,15 @@ def _print(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    names = ("user", "sessions", "counted", "today", "votes", "mean vote", "distance", "why")
+    names = ("user", "sessions", "counted", "today", "votes", "mean vote", "mean outcome", "why")
     table = Table(*names, box=None)
+    table.columns[0].no_wrap = True
     for row in rows:
-        held = [f"{n} held: {why}" for why, n in row["held"].items()]
-        why = "; ".join([*held, *([f"outlier: {row['outlier']}"] if row["outlier"] else [])])
+        why = [f"{n} not counted: {why}" for why, n in row["held"].items()]
+        why += [f"outlier: {found}" for found in row["outlier"]]
         numbers = [str(row[name]) for name in ("sessions", "counted", "today", "votes")]
-        means = ["" if x != x else f"{x:.2f}" for x in (row["mean_vote"], row["distance"])]
-        table.add_row(row["user"], *numbers, *means, why)
+        means = ["" if isnan(x) else f"{x:.2f}" for x in (row["mean_vote"], row["mean_outcome"])]
+        table.add_row(row["user"], *numbers, *means, "; ".join(why))
     Console().print(table)
 
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from agentrl.algorithms.sampling.collect import Collected, Vocabulary, split_unreadable
 from agentrl.algorithms.train.hooks import LoadedRun
 from agentrl.base.processes import log_phase
-from agentrl.live.marks import is_lost, is_ready
+from agentrl.live.marks import believed, is_lost, is_ready
 from agentrl.live.sessions import ended, oldest_first
 from agentrl.live.table import live_of, policy_of
 from agentrl.live.versions import Lineage, Versions, most_ahead
@@ -109,7 +109,7 @@ class SessionSource:
         """A group with the calls of its versions as older calls of the trained policy."""
         now = self.run.policies.versions(step)[POLICY]
         rollouts = [
-            replace(row, transitions=[self._own(call, now) for call in row.transitions])
+            replace(believed(row), transitions=[self._own(call, now) for call in row.transitions])
             for row in group.rollouts
         ]
         return replace(group, rollouts=rollouts, step=step)

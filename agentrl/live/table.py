@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,10 @@ from agentrl.types import CORRECTION, FEEDBACK, POLICY
 
 UNBOUNDED = 10**9  # steps of a live run, which trains until it is stopped
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+REFUSAL = (
+    r"^\W*(i'?m |i am )?(very |really )?(sorry|unable to)\b.{0,40}\b(but|can'?t|cannot|unable|help)"
+    r"|^\W*(i |we )(can'?t|cannot|can not|won'?t|will not) (help|assist|comply|answer|provide)"
+)
 
 
 class PromotionConfig(Section, frozen=True):
@@ -29,14 +34,17 @@ class PromotionConfig(Section, frozen=True):
 
 
 class GuardConfig(Section, frozen=True):
-    """What takes a candidate back at once, measured over its last `sessions` sessions."""
+    """What takes a version back at once, as a candidate and again after its promotion. Shares are
+    compared with those of the version that it replaces: 0.1 allows ten points more."""
 
-    sessions: Count = 10  # newest sessions of a version that are looked at
-    failures: Share | None = None  # largest share of sessions with a failed call; none: off
-    refusals: Share | None = None  # largest share of answers that refuse; none: off
-    length: Positive | None = None  # largest mean length of answers, as a multiple of serving's
-    kl: Positive | None = None  # largest KL in nats per token from the first version
-    drop: Positive | None = None  # largest fall of the mean outcome below that of serving
+    sessions: Count = 200  # sessions of a version that are watched, as candidate and afterwards
+    failures: Share | None = 0.1  # share of calls that failed: no answer, or one that was cut off
+    refusals: Share | None = 0.2  # share of answers that refuse, as `refusal` says
+    refusal: str = REFUSAL  # regular expression of an answer that refuses; case is ignored
+    length: Positive | None = 3.0  # an answer of so many times the mean tokens counts as long
+    long: Share = 0.2  # share of long answers
+    drop: Share | None = 0.1  # how much lower the mean outcome may be
+    kl: Positive | None = None  # nats per token from the first version, in the step that made it
 
 
 class SignalsConfig(Section, frozen=True):
@@ -68,7 +76,7 @@ class PeopleConfig(Section, frozen=True):
     user_header: str = "x-user-id"  # request header with the id of the user; stored as a hash
     opt_out: str = "x-agentrl-opt-out"  # request header by which nothing of a session is kept
     retention: Seconds | None = None  # Seconds after which sessions are deleted; none: never.
-    per_user: Natural = 20  # sessions of a user and day that count, the first ones; 0: all
+    per_user: Natural = 10  # sessions of a user and day that count, the first ones; 0: all
     # Variable with the secret of the run, by which users are hashed and tokens made. Empty: one is
     # made and kept in the store.
     secret_env: str = ""
@@ -99,6 +107,17 @@ class LiveConfig(Section, frozen=True):
     def problems(self, config: Any) -> Iterator[str]:
         if self.least > self.sessions:
             yield f"live.least = {self.least} is more than live.sessions = {self.sessions}"
+        if self.promotion.rule in ("better", "not_worse") and not 0 < self.share < 1:
+            yield (
+                f"live.promotion.rule = {self.promotion.rule!r} compares two versions that serve "
+                f"at the same time: live.share must be between 0 and 1, not {self.share:g}"
+            )
+        if self.promotion.least > self.promotion.most:
+            yield "live.promotion.least is more than live.promotion.most"
+        try:
+            re.compile(self.guard.refusal)
+        except re.error as error:
+            yield f"live.guard.refusal is no regular expression: {error}"
         if not self.running:
             return
         if config.policies:

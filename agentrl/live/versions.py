@@ -22,9 +22,10 @@ from agentrl.algorithms.train.hooks import ServedRun
 from agentrl.base.files import delete_directory
 from agentrl.base.processes import log_phase
 from agentrl.errors import DamagedError, PolicyError
-from agentrl.live.documents import Event, Told, Version, VersionKind, put_version, put_wish, told
+from agentrl.live import documents
+from agentrl.live.documents import Told, Version, VersionKind, put_version, put_wish, told
 from agentrl.live.table import policy_of
-from agentrl.types import POLICY, Json
+from agentrl.types import POLICY, Json, PolicyVersion
 
 log = logging.getLogger("agentrl.algorithm")
 FOLDER = "versions"
@@ -83,11 +84,12 @@ class Versions:
         """Serve the versions of the lanes, or the first one. Raises PolicyError if the weights of
         the serving one are missing."""
         known = await self._told()
+        await self._reserve()
         if not known.versions:
             await self.offer(self.run.state.step, "first")
         else:
             await self._serve(known)
-            await self._announce(known)
+            await self._announce()
 
     async def tend(self, step: int) -> None:
         """Do what was decided since the last call: serve what the lanes say, go on from the serving
@@ -103,7 +105,7 @@ class Versions:
             trained = self.lineage.lag(known.lanes.serving, now) > 0
             if trained and now not in known.versions:
                 await self.offer(step, "trained")
-        await self._announce(known)
+        await self._announce()
 
     async def ahead(self, step: int) -> float:
         """Updates of the learner since the serving version; 0 before there is one."""
@@ -135,7 +137,7 @@ class Versions:
             source=known.lanes.serving if known.lanes else None,
             kind=kind,
         )
-        await self._announce(known)
+        await self._announce()
         await put_version(self.run.store, self.run.config.name, row)
         log_phase(log, f"version {version} is offered")
 
@@ -177,18 +179,17 @@ class Versions:
     def _path(self, version: Version) -> Path:
         return Path(self.run.config.output, version.path)  # an absolute one stays as it is
 
-    async def _announce(self, known: Told) -> None:
-        """Publish the addresses, also that of the serving version as that of the policy: the
-        gateway replaces it by each session's own."""
-        run, serving = self.run, self.run.serving
-        await serving.announce(run.store, run.config.name, run.state.epoch)
-        rows = await run.store.policies(run.config.name)
-        newest = known.lanes.serving if known.lanes else max(self.served, default=-1)
-        found = rows.get(policy_of(newest))
-        if found is None or any(name == POLICY for name, *_ in serving.table()):
-            return  # or its adapter is served
-        row = msgspec.structs.replace(found, policy=POLICY)
-        if rows.get(POLICY) != row:
+    async def _announce(self) -> None:
+        run = self.run
+        await run.serving.announce(run.store, run.config.name, run.state.epoch)
+
+    async def _reserve(self) -> None:
+        """Announce the policy without an address, before any version: the gateway then waits for
+        the version of each session, which replaces it. An adapter is served itself."""
+        run = self.run
+        if all(name != POLICY for name, *_ in run.serving.table()):
+            name = run.config.name
+            row = PolicyVersion(run=name, policy=POLICY, version=0, base_url="", model="")
             await run.store.publish(row, epoch=run.state.epoch)
 
     async def _heed(self, known: Told, now: int) -> None:
@@ -197,7 +198,7 @@ class Versions:
         new = known.events[self.lineage.decided :]
         self.lineage.decided = len(known.events)
         serving = known.lanes.serving
-        bad = [event.version for event in new if is_bad(event)]
+        bad = [event.version for event in new if documents.resets(event)]
         derived = [version for version in bad if self.lineage.lag(version, now) < inf]
         if not derived or serving in derived or self.lineage.lag(serving, now) == 0:
             return
@@ -213,7 +214,7 @@ class Versions:
     async def _offer_wished(self, known: Told, step: int) -> None:
         """Serve the weights that a user offers."""
         wish = known.wish
-        if wish is None or wish.kind != "offer" or known.lanes is None or pending(known):
+        if wish is None or known.lanes is None or pending(known):
             return
         path = Path(wish.path)
         given = [version for version in known.versions if version >= GIVEN]
@@ -224,28 +225,18 @@ class Versions:
         await put_wish(self.run.store, self.run.config.name, None)
 
 
-def is_bad(event: Event) -> bool:
-    """Whether a decision says that the learner is on a wrong way."""
-    worse = event.kind == "dropped" and bool(event.evidence.get("worse"))
-    return worse or event.kind in ("taken back", "rolled back")
-
-
 def pending(known: Told) -> set[int]:
-    """Versions that are offered, and of which nothing is decided."""
-    assert known.lanes is not None
-    newest = max((row.offered for row in known.versions.values()), default=0.0)
-    decided = {known.lanes.serving, known.lanes.candidate, *known.lanes.retired}
-    decided |= {event.version for event in known.events}
-    rows = known.versions.values()
-    return {row.version for row in rows if row.offered == newest and row.version not in decided}
+    """The version that is offered next, if nothing is decided about it."""
+    newest = documents.newest_offer(known)
+    return set() if newest is None else {newest.version}
 
 
 def wanted_of(known: Told) -> set[int]:
     """The versions to serve: of the lanes, and the one that is offered."""
     if known.lanes is None:
         return set(known.versions)
-    lanes = {known.lanes.serving} | ({known.lanes.candidate} - {None})
-    return {version for version in lanes | pending(known) if version in known.versions}
+    wanted = documents.served(known.lanes) | pending(known)
+    return {version for version in wanted if version in known.versions}
 
 
 def most_ahead(staleness: float) -> int:

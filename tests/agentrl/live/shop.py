@@ -16,6 +16,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from agentrl.errors import Conflict
 from agentrl.live.documents import Event, Lanes, decide, told
 from agentrl.live.sessions import ended
 from agentrl.store import open_store
@@ -39,6 +40,8 @@ sessions = 4
 least = 2
 wait = 0.0
 idle = 60.0
+[live.promotion]
+rule = "never"
 """
 
 
@@ -49,19 +52,19 @@ def free_port() -> int:
 
 
 class Shop:
-    """The run. Its watch has nothing to look at, so the test labels and decides."""
+    """The run. Its watch makes what is offered the candidate; the test labels and decides."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder, self.port = folder, free_port()
+    def __init__(self, folder: Path, model: Path, *settings: str) -> None:
+        self.folder, self.port, self.settings = folder, free_port(), settings
         self.file = folder / "shop.toml"
         self.file.write_text(SETTINGS.format(model=model, port=self.port))
         self.process: asyncio.subprocess.Process | None = None
         self.url = f"sqlite:///{folder}/runs/shop/store.db"
 
-    async def start(self, *settings: str) -> None:
+    async def start(self) -> None:
         with (self.folder / "front.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "agentrl", "live", str(self.file), *settings,
+                sys.executable, "-m", "agentrl", "live", str(self.file), *self.settings,
                 cwd=self.folder, stdout=log, stderr=log,
             )  # fmt: skip
 
@@ -124,24 +127,22 @@ async def until(look: Callable[[], Awaitable[Any]], *, what: str, seconds: float
 
 
 async def first_lanes(store: Store) -> Lanes:
-    """Let the first version serve, as watch does."""
+    """Those of the run, once the first version serves."""
 
-    async def offered() -> bool:
-        return bool((await told(store, RUN)).versions)
+    async def served() -> Lanes | None:
+        return (await told(store, RUN)).lanes
 
-    await until(offered, what="a version is offered")
-    known = await told(store, RUN)
-    if known.lanes is not None:
-        return known.lanes
-    lanes = Lanes(serving=min(known.versions))
-    event = Event(time=time.time(), kind="first", version=lanes.serving, serving=0, why="the first")
-    await decide(store, RUN, lanes, event)
-    return lanes
+    found: Lanes = await until(served, what="a version serves")
+    return found
 
 
 async def move(store: Store, lanes: Lanes, **what: Any) -> None:
-    event = Event(time=time.time(), serving=lanes.serving, **({"why": "a test"} | what))
-    await decide(store, RUN, lanes, event)
+    """Decide about versions, as watch does, or before it does."""
+    event = Event(time=time.time(), lanes=lanes, **({"why": "a test"} | what))
+    try:
+        await decide(store, RUN, await told(store, RUN), event)
+    except Conflict:
+        await move(store, lanes, **what)
 
 
 async def label(store: Store, count: int, value: Callable[[Rollout], float]) -> list[Rollout]:
@@ -156,3 +157,22 @@ async def label(store: Store, count: int, value: Callable[[Rollout], float]) -> 
         [StepReward(rollout=row.id, reward=Reward(value=value(row), source="live")) for row in rows]
     )
     return rows
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, model: Path, *settings: str
+) -> AsyncIterator[tuple[Shop, Store, AsyncOpenAI]]:
+    shop = Shop(folder, model, *settings)
+    await shop.start()
+    try:
+        async with shop.store() as store, shop.client() as client:
+            await first_lanes(store)
+            yield shop, store, client
+    except BaseException:
+        await shop.stop()
+        print((folder / "front.log").read_text())
+        for log in (folder / "runs/shop/logs").glob("*.log"):
+            print(log.name, log.read_text())
+        raise
+    await shop.stop()

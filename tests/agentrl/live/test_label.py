@@ -209,4 +209,4 @@ async def test_votes_of_an_outlier_are_held_back_and_it_is_said(store, caplog):
         assert bool(mark_of(row).ignored) == (user == "bad")
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == 1
-    assert "user bad is an outlier" in said[0]
+    assert "votes of user bad are held back: its votes are 1.00 from" in said[0]

@@ -173,7 +173,7 @@ async def test_users_are_listed_by_hash_with_what_is_held_back(store, config, tm
     ann, bob = rows
     assert (ann["sessions"], ann["counted"]) == (3, 1)
     assert ann["held"] == {"it repeats another session of its user": 2}
-    assert (bob["votes"], bob["mean_vote"], bob["outlier"]) == (1, 0.0, "")
+    assert (bob["votes"], bob["mean_vote"], bob["outlier"]) == (1, 0.0, [])
     ran = await asyncio.to_thread(CliRunner().invoke, users, [file, "--user", "bob"])
     assert bob["user"] in ran.output
     assert ann["user"] not in ran.output
