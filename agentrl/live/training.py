@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.sampling.collect import GroupSource
@@ -12,6 +17,8 @@ from agentrl.config import RunConfig
 from agentrl.live.source import SessionSource
 from agentrl.live.table import live_of
 from agentrl.live.versions import Lineage, Versions
+
+NICENESS = 10  # by which the learner yields to the engine on shared cores
 
 
 class Live(Hooks):
@@ -34,6 +41,8 @@ class Live(Hooks):
     async def start(self, run: ServedRun) -> None:
         assert self.sessions is not None
         self.sessions.versions = versions = Versions(run, self.lineage)
+        learning = ThreadPoolExecutor(thread_name_prefix="learning", initializer=yield_to_answers)
+        asyncio.get_running_loop().set_default_executor(learning)
         await versions.start()
 
     async def before_step(self, step: int) -> None:
@@ -43,6 +52,15 @@ class Live(Hooks):
         assert self.sessions is not None
         assert self.sessions.versions is not None
         await self.sessions.versions.tend(self.steps)
+
+
+def yield_to_answers() -> None:
+    """Lower the priority of this thread, and of those that it starts, below that of the threads
+    that answer calls. A no-op on other kernels than Linux, where a thread has none of its own."""
+    if sys.platform.startswith("linux"):
+        thread = threading.get_native_id()
+        now = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(now + NICENESS, 19))
 
 
 def join(config: RunConfig) -> Hooks | None:

@@ -26,8 +26,9 @@ def port_of(held: socket.socket) -> int:
 
 def test_a_new_run_listens_at_its_port(tmp_path: Path) -> None:
     with handover.listening(config_of(tmp_path)) as first:
+        taken = config_of(tmp_path, port_of(first))
         with pytest.raises(ConfigError, match=f"runner.port = {port_of(first)}"):
-            handover.listening(config_of(tmp_path, port_of(first)))
+            handover.listening(taken)
 
 
 def test_an_orphan_hands_the_socket_over_with_its_waiting_connections(
