@@ -221,8 +221,8 @@ class Store(Protocol):
     ) -> list[types.Rollout]:
         """List rollouts with their rewards, without calls, in order of group and index; []
         for an unknown run. `step`: the step that requested them; `trained`: the step that trained
-        them; `group_state`: as in `groups`. At most `limit`, starting after the rollout `after`. Raises Invalid for a negative
-        limit; NotFound if the rollout `after` does not exist."""
+        them; `group_state`: as in `groups`. At most `limit`, starting after the rollout `after`.
+        Raises Invalid for a negative limit; NotFound if the rollout `after` does not exist."""
 
     async def groups(
         self,
@@ -403,13 +403,16 @@ class Store(Protocol):
         returns what would be removed. Raises Invalid if neither limit is given or one is invalid;
         NotFound for an unknown run."""
 
-    async def forget(self, rollouts: Sequence[str]) -> records.Forgotten:
+    async def forget(
+        self, rollouts: Sequence[str], *, dry_run: bool = False
+    ) -> records.Forgotten:
         """Delete rollouts and their branches, with attempts, calls, rewards and judgements, and the
         items of data sets that have a side of one; these data sets get a new digest. Atomic.
 
         Unlike a prune it deletes untrained ones too. Rollouts that are queued or running, or whose
         group is claimed by a step, stay and are listed as `left`: cancel them, or repeat this after
-        the step. Unknown ids are ignored. `vacuum` makes what was deleted unreadable."""
+        the step. Unknown ids are ignored. `vacuum` makes what was deleted unreadable.
+        `dry_run` changes nothing and returns what would be deleted."""
 
     async def vacuum(self) -> None:
         """Return the space of removed rows to the file system. Takes seconds per gigabyte, and free

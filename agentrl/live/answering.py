@@ -90,8 +90,8 @@ class Answerer:
             if question.trace is not None:
                 return Answer(signals=await self._verify(question.trace))
             return Answer(judged=[await self._judged(reply) for reply in question.replies])
-        except Nonsense as error:
-            return Answer(problem=str(error))
+        except (Nonsense, verifiers.VerifierError) as error:
+            return Answer(problem=str(error).removeprefix("the verifier "))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user's code
             return Answer(problem=f"raised {raised(error)}")
 

@@ -65,7 +65,8 @@ class Asker:
         self._launcher = ProcessLauncher(env=environment_without_secrets())
         self._free: asyncio.Queue[Answering | None] = asyncio.Queue()
         self._store, self._config, self._said = store, config, set[tuple[str, str]]()
-        self._session, self._judge = aiohttp.ClientSession(), None  # type: JudgeClient | None
+        self._session = aiohttp.ClientSession()
+        self._judge: JudgeClient | None = None
 
     async def __aenter__(self) -> Asker:
         """Start a process, so that a function that cannot be used is an error now."""
@@ -73,11 +74,15 @@ class Asker:
         if name and not self._function:
             judge = PointwiseJudge(upstream=name, rubric=self._signals.rubric or RUBRIC)
             self._judge = JudgeClient(NEXT_MESSAGE, judge, self._config, self._store, self._session)
-        if self._verifies or self._function:
-            await self._launcher.start()
-            self._free.put_nowait(await Answering.start(self._launcher, self._settings))
         for _ in range(PROCESSES - 1):
             self._free.put_nowait(None)
+        try:
+            if self._verifies or self._function:
+                await self._launcher.start()
+                self._free.put_nowait(await Answering.start(self._launcher, self._settings))
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -141,6 +146,8 @@ class Asker:
             self._say(NEXT_MESSAGE, "took too long", why)
         except (AgentRLError, KeyError) as error:
             self._say(NEXT_MESSAGE, "failed", f"gave no answer: {error}")
+        finally:
+            judge.forget_asked()  # else what was cancelled would be waited for
         return []
 
     def _say(self, what: str, kind: str, problem: str) -> None:

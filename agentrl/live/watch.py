@@ -6,7 +6,7 @@ import asyncio
 
 from agentrl.base.processes import log_to_stderr
 from agentrl.config import RunConfig
-from agentrl.live import decide, label
+from agentrl.live import decide, label, people
 from agentrl.store import open_store
 
 
@@ -16,7 +16,8 @@ def main(config: RunConfig) -> None:
 
 
 async def watch(config: RunConfig) -> None:
-    """Run until cancelled. Raises the error of the first half that fails."""
-    async with open_store(config.store) as store, asyncio.TaskGroup() as halves:
-        halves.create_task(label.run(store, config))
-        halves.create_task(decide.run(store, config))
+    """Run until cancelled. Raises the error of the first part that fails."""
+    async with open_store(config.store) as store, asyncio.TaskGroup() as parts:
+        parts.create_task(label.run(store, config))
+        parts.create_task(decide.run(store, config))
+        parts.create_task(people.keep(store, config))
