@@ -15,7 +15,7 @@ import pytest
 from agentrl.config import RunConfig, resolve
 from agentrl.live.documents import Lanes, decide
 from agentrl.live.gateway import chosen, serve
-from agentrl.live.marks import ended_of
+from agentrl.live.marks import RESULT_ENDED
 from agentrl.live.sessions import ended
 from agentrl.runners.sessions.feedback import session_group
 from agentrl.store import open_store
@@ -93,8 +93,7 @@ class Served:
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     (tmp_path / "runs").mkdir()
     given: dict[str, Any] = {"name": RUN, "store": f"sqlite:///{tmp_path}/shop.db"}
-    given |= {"output": str(tmp_path / "runs"), "policy": {"model": "x"}}
-    given |= {"live": {"running": True, "people": {"token": False}}}
+    given |= {"output": str(tmp_path / "runs"), "live": {"running": True}, "policy": {"model": "x"}}
     config, model = resolve(given, source="test"), FakeModel(version=None)
     await model.start()
     async with open_store(config.store) as store:
@@ -117,7 +116,7 @@ async def test_a_session_is_a_training_rollout_of_its_own(served: Served) -> Non
     assert row.seats == {"policy": "policy@0"}
     assert (row.task["lane"], row.task["version"]) == ("serving", 0)
     assert row.task["user"] not in ("", "u1")
-    assert ended_of(row) > 0
+    assert row.result[RESULT_ENDED] > 0
     assert {(call.policy, call.version) for call in await served.calls()} == {("policy@0", 0)}
 
 
