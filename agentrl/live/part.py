@@ -10,10 +10,10 @@ PART = Part(
     tables={"live": f"{HERE}.table:LiveConfig"},
     commands={
         "live": f"{HERE}.command:live",
-        "live status": f"{HERE}.versions_command:status",
-        "live promote": f"{HERE}.versions_command:promote",
-        "live rollback": f"{HERE}.versions_command:rollback",
-        "live offer": f"{HERE}.versions_command:offer",
+        "live status": f"{HERE}.lanes.command:status",
+        "live promote": f"{HERE}.lanes.command:promote",
+        "live rollback": f"{HERE}.lanes.command:rollback",
+        "live offer": f"{HERE}.lanes.command:offer",
         "live forget": f"{HERE}.people_command:forget",
         "live export": f"{HERE}.people_command:export",
         "live users": f"{HERE}.people_command:users",
@@ -21,5 +21,5 @@ PART = Part(
     derives={"live": f"{HERE}.table:derive"},
     checks={"live": f"{HERE}.table:check"},
     training={"live": f"{HERE}.training:join"},
-    pages={"versions": f"{HERE}.pages:VersionsPage"},
+    pages={"versions": f"{HERE}.lanes.pages:VersionsPage"},
 )

@@ -28,7 +28,7 @@ class PromotionConfig(Section, frozen=True):
     # always: as soon as it is offered; never: only by `agentrl live promote`.
     rule: Literal["better", "not_worse", "always", "never"] = "better"
     alpha: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.05  # error rate of a decision
-    margin: NonNegative = 0.05  # of the outcome: how much worse counts as not worse
+    margin: NonNegative = 0.05  # how much lower an outcome counts as not worse
     least: Count = 20  # sessions of the candidate before a decision
     most: Count = 400  # sessions of the candidate after which an undecided one is dropped
 

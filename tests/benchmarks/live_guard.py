@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.live.comparison import refuted
-from agentrl.live.decide import run as decide
-from agentrl.live.guard import Calls, broken, call_limits, outcome_limits
+from agentrl.live.lanes.comparison import refuted
+from agentrl.live.lanes.decide import run as decide
+from agentrl.live.lanes.guard import SeenCalls, broken, call_limits, outcome_limits
 from agentrl.live.table import GuardConfig, PromotionConfig, policy_of
 from agentrl.store import open_store
-from tests.agentrl.live.drawn import drawn
-from tests.agentrl.live.played import Shop, config
+from tests.agentrl.live.lanes.drawn import drawn
+from tests.agentrl.live.lanes.played import Shop, config
 from tests.factories import call
 
 CANDIDATES, SOON, USUAL = 200, 50, 200
@@ -83,12 +83,12 @@ def back(
     return None
 
 
-def _calls(version: int) -> Calls:
-    return Calls(policy_of(version), re.compile(GuardConfig().refusal, re.IGNORECASE))
+def _calls(version: int) -> SeenCalls:
+    return SeenCalls(policy_of(version), re.compile(GuardConfig().refusal, re.IGNORECASE))
 
 
 def _speak(
-    calls: Calls,
+    calls: SeenCalls,
     rng: np.random.Generator,
     n: int,
     *,

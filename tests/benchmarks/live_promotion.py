@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.live.comparison import refuted
+from agentrl.live.lanes.comparison import refuted
 from agentrl.live.table import PromotionConfig
-from tests.agentrl.live.drawn import Array, drawn
+from tests.agentrl.live.lanes.drawn import Array, drawn
 
 CANDIDATES, MOST = 200, 400
 ALPHA = PromotionConfig().alpha

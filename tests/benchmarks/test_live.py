@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.live.comparison import Counted, difference
+from agentrl.live.lanes.comparison import Counted, difference
+from agentrl.live.lanes.verdict import verdict
 from agentrl.live.table import PromotionConfig
-from agentrl.live.verdict import verdict
-from tests.agentrl.live.drawn import drawn
+from tests.agentrl.live.lanes.drawn import drawn
 from tests.benchmarks import live_guard, live_promotion
 
 

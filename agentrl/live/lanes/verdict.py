@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from agentrl.live.comparison import Difference
 from agentrl.live.documents import Compared, EventKind, Lanes, points
-from agentrl.live.served import ServedSession
+from agentrl.live.lanes.comparison import Difference
+from agentrl.live.lanes.served import ServedSession
 from agentrl.live.table import PromotionConfig
 
 SCORE = "eval/score"  # held-out metric

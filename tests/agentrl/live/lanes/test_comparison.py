@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.live import comparison
-from agentrl.live.comparison import Counted, difference, exceeds, refuted
-from tests.agentrl.live.drawn import drawn
+from agentrl.live.lanes import comparison
+from agentrl.live.lanes.comparison import Counted, difference, exceeds, refuted
+from tests.agentrl.live.lanes.drawn import drawn
 
 ALPHA = 0.05
 

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 
 from agentrl.cli.main import cli
 from agentrl.errors import ConfigError, Conflict
-from agentrl.live import versions_command
 from agentrl.live.documents import Lanes
+from agentrl.live.lanes import command as module
 from agentrl.store import open_store
-from tests.agentrl.live.played import RUN, Shop, config
+from tests.agentrl.live.lanes.played import RUN, Shop, config
 
 Act = Callable[[Shop], Coroutine[Any, Any, Any]]
 
@@ -120,7 +120,7 @@ def test_a_decision_that_meets_another_is_made_again(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(file, 0, 4)
-    real, met = versions_command.decide, []
+    real, met = module.decide, []
 
     async def decide(*given: Any) -> None:
         if not met:
@@ -128,5 +128,5 @@ def test_a_decision_that_meets_another_is_made_again(
             raise Conflict("somebody was faster")
         await real(*given)
 
-    monkeypatch.setattr(versions_command, "decide", decide)
+    monkeypatch.setattr(module, "decide", decide)
     assert say("promote", file) == "version 4 promoted; version 4 serves\n"

@@ -12,7 +12,7 @@ import pytest
 from agentrl.live.documents import Lanes
 from agentrl.live.table import REFUSAL, GuardConfig, LiveConfig
 from agentrl.store import open_store
-from tests.agentrl.live.played import RUN, Shop, config
+from tests.agentrl.live.lanes.played import RUN, Shop, config
 
 WORSE: dict[str, dict[str, Any]] = {
     "failures": {"said": ""},

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from agentrl.errors import Conflict
-from agentrl.live import decide
-from agentrl.live.decide import Decider
 from agentrl.live.documents import KIND, Lanes
+from agentrl.live.lanes import decide
+from agentrl.live.lanes.decide import Decider
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import StepCommit
-from tests.agentrl.live.played import RUN, Shop, config
+from tests.agentrl.live.lanes.played import RUN, Shop, config
 
 Open = Callable[..., AbstractAsyncContextManager[Shop]]
 

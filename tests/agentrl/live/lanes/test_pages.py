@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from agentrl.live.documents import Compared, Event, EventKind, Lanes, Told, Version
-from agentrl.live.pages import Phase, VersionsPage, bar_of, phases, rows_of
+from agentrl.live.lanes.pages import Phase, VersionsPage, bar_of, phases, rows_of
 from agentrl.store import open_store
 from agentrl.view.templates import render
-from tests.agentrl.live.played import RUN, Shop, config
+from tests.agentrl.live.lanes.played import RUN, Shop, config
 from tests.agentrl.view import filled
 from tests.agentrl.view.conftest import chromium as chromium
 from tests.agentrl.view.conftest import new_page as new_page

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from agentrl.config import RunConfig, resolve
-from agentrl.live.decide import Decider
 from agentrl.live.documents import (
     Event,
     Lanes,
@@ -22,9 +21,10 @@ from agentrl.live.documents import (
     put_version,
     told,
 )
-from agentrl.live.marks import MARK, OUTCOME, SOURCE, Mark
+from agentrl.live.labels.marks import MARK, OUTCOME, SOURCE, Mark
+from agentrl.live.lanes.command import by_hand
+from agentrl.live.lanes.decide import Decider
 from agentrl.live.table import policy_of
-from agentrl.live.versions_command import by_hand
 from agentrl.store.base import Store
 from agentrl.types import (
     SESSION,

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from agentrl.live.comparison import exceeds
-from agentrl.live.served import ServedSessions
+from agentrl.live.lanes.comparison import exceeds
+from agentrl.live.lanes.served import ServedSessions
 from agentrl.live.table import GuardConfig, policy_of
 from agentrl.store.base import Store
 from agentrl.types import Json, Rollout, Transition
@@ -49,7 +49,7 @@ class Limit(NamedTuple):
 
 
 @dataclass(slots=True)
-class Calls:
+class SeenCalls:
     """What the calls of a version show, in their order."""
 
     policy: str  # by which the version is served
@@ -89,8 +89,8 @@ class Guard:
     def __init__(self, store: Store, settings: GuardConfig) -> None:
         self._store, self._settings = store, settings
         self._refusal = re.compile(settings.refusal, re.IGNORECASE | re.DOTALL)
-        self._calls: dict[tuple[int, str], Calls] = {}  # (version, lane) -> of its sessions
-        self._usual: dict[int, Calls] = {}
+        self._calls: dict[tuple[int, str], SeenCalls] = {}  # (version, lane) -> of its sessions
+        self._usual: dict[int, SeenCalls] = {}
 
     async def alarm(
         self, served: ServedSessions, version: int, other: int, lane: str
@@ -109,7 +109,7 @@ class Guard:
             other,
         )
 
-    async def _usual_calls(self, served: ServedSessions, version: int) -> Calls:
+    async def _usual_calls(self, served: ServedSessions, version: int) -> SeenCalls:
         """Read once enough of its sessions have ended."""
         calls = self._usual.get(version)
         if calls is None or len(calls.failed) < FEW:
@@ -119,11 +119,11 @@ class Guard:
                 calls.add(rows)
         return calls
 
-    def _new(self, version: int) -> Calls:
-        return Calls(policy_of(version), self._refusal)
+    def _new(self, version: int) -> SeenCalls:
+        return SeenCalls(policy_of(version), self._refusal)
 
 
-def call_limits(settings: GuardConfig, calls: Calls, usual: Calls) -> list[Limit]:
+def call_limits(settings: GuardConfig, calls: SeenCalls, usual: SeenCalls) -> list[Limit]:
     found = []
     for name, said, of in (
         ("failures", "calls failed", "failed"),
