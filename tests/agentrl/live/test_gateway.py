@@ -15,7 +15,7 @@ import pytest
 from agentrl.config import RunConfig, resolve
 from agentrl.live.documents import Lanes
 from agentrl.live.gateway import chosen, serve
-from agentrl.live.marks import RESULT_ENDED
+from agentrl.live.labels.marks import RESULT_ENDED
 from agentrl.live.sessions import ended
 from agentrl.runners.sessions.feedback import session_group
 from agentrl.store import open_store

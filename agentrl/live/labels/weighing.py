@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from agentrl.live.marks import Mark
-from agentrl.live.signals import ASKED
+from agentrl.live.labels.marks import Mark
+from agentrl.live.labels.signals import ASKED
 from agentrl.types import CORRECTION, FEEDBACK
 
 VOTES = (FEEDBACK, CORRECTION)  # signals of what the user thinks
@@ -116,8 +116,7 @@ class Ledger:
 
     def contrary(self) -> dict[str, str]:
         """Users whose votes are held back -> what they are like."""
-        found = {name: mean(one.distances, LEAST) for name, one in self.users.items()}
-        known = {name: far for name, far in found.items() if not math.isnan(far)}
+        known = {name: mean(one.distances) for name, one in self.users.items() if one.distances}
         if len(known) < FEWEST:
             return {}
         usual = median(known.values())
@@ -127,7 +126,8 @@ class Ledger:
             name: f"its votes are {far:.2f} from the other signals of its sessions, those of the "
             f"median user {usual:.2f}"
             for name, far in known.items()
-            if far - usual > max(BEYOND, DEVIATIONS * math.sqrt(chance[name]))
+            if len(self.users[name].distances) >= LEAST
+            and far - usual > max(BEYOND, DEVIATIONS * math.sqrt(chance[name]))
         }
 
     def unlike(self) -> dict[str, str]:
