@@ -16,7 +16,7 @@ from agentrl.base.access import read_key
 from agentrl.config import RunConfig
 from agentrl.errors import StoreError
 from agentrl.live.documents import told
-from agentrl.live.marks import ended_of
+from agentrl.live.labels.marks import ended_of
 from agentrl.live.table import live_of
 from agentrl.runners.sessions.recorder import RENEWAL_INTERVAL
 from agentrl.store.base import Store

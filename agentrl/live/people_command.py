@@ -14,8 +14,9 @@ import msgspec
 
 from agentrl.config import RunConfig, load
 from agentrl.errors import AgentRLError, NotFound
-from agentrl.live import people, weighing
-from agentrl.live.marks import mark_of, user_of
+from agentrl.live import people
+from agentrl.live.labels import weighing
+from agentrl.live.labels.marks import mark_of, user_of
 from agentrl.live.sessions import oldest_first
 from agentrl.live.table import live_of
 from agentrl.store import open_store

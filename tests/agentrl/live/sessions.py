@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.live.asking import Asker
+from agentrl.live.labels.asking import Asker
 from agentrl.runners.sessions.feedback import session_group
 from agentrl.store.base import Store
 from agentrl.types import (

@@ -19,8 +19,8 @@ from agentrl.runners.sessions.feedback import Feedback, give_feedback
 from agentrl.store import open_store
 from agentrl.store.records import Item, Side, digest_of
 from agentrl.types import StepCommit
+from tests.agentrl.live.labels.test_label import label
 from tests.agentrl.live.sessions import NOW, RUN, ended
-from tests.agentrl.live.test_label import label
 
 CANARY = "CANARY-7131"
 

@@ -10,8 +10,8 @@ import pytest
 
 from agentrl.config import resolve
 from agentrl.errors import ConfigError
-from agentrl.live.asking import Asker
-from agentrl.live.signals import Reply
+from agentrl.live.labels.asking import Asker
+from agentrl.live.labels.signals import Reply
 from agentrl.store import open_store
 from tests.agentrl.live.sessions import RUN, ended
 

@@ -25,8 +25,8 @@ from agentrl.errors import AgentRLError, ConfigError
 # isort: split
 from agentrl.algorithms.judges.judge import JudgeClient
 from agentrl.algorithms.judges.table import PointwiseJudge
-from agentrl.live.answering import Answer, Question, Settings, pack, read
-from agentrl.live.signals import NEXT_MESSAGE, VERIFIER, Message, Reply
+from agentrl.live.labels.answering import Settings, SignalRequest, SignalResponse, pack, read
+from agentrl.live.labels.signals import NEXT_MESSAGE, VERIFIER, Message, Reply
 from agentrl.live.table import live_of
 from agentrl.runners.processes.launcher import (
     LogPipe,
@@ -39,7 +39,7 @@ from agentrl.store.base import Store
 from agentrl.types import Trace
 
 log = logging.getLogger("agentrl.live")
-CHILD = ("-m", "agentrl.live.answering")
+CHILD = ("-m", "agentrl.live.labels.answering")
 PROCESSES = 2  # questions that are answered at the same time
 LOADING = 120.0  # seconds for a user's file to be imported
 LARGEST_PRINT = 2**16  # bytes that the user's functions may print about one session
@@ -96,7 +96,7 @@ class Asker:
         """The verifier's signals of a session, by name; empty if it has none."""
         if not self._verifies:
             return {}
-        answer = await self._ask(VERIFIER, Question(trace=trace))
+        answer = await self._ask(VERIFIER, SignalRequest(trace=trace))
         return answer.signals
 
     async def judge(self, replies: Sequence[Reply], subject: str) -> dict[str, float]:
@@ -107,12 +107,12 @@ class Asker:
         if self._judge is not None:
             values = await self._ask_model(self._judge, replies, subject)
         else:
-            values = (await self._ask(NEXT_MESSAGE, Question(replies=[*replies]))).judged
+            values = (await self._ask(NEXT_MESSAGE, SignalRequest(replies=[*replies]))).judged
         return {r.call: v for r, v in zip(replies, values, strict=False) if v is not None}
 
-    async def _ask(self, what: str, question: Question) -> Answer:
+    async def _ask(self, what: str, question: SignalRequest) -> SignalResponse:
         process = await self._free.get()
-        answer: Answer | None = None
+        answer: SignalResponse | None = None
         try:
             if process is None:
                 process = await Answering.start(self._launcher, self._settings)
@@ -132,7 +132,7 @@ class Asker:
             self._free.put_nowait(process)
         if answer is not None and answer.problem:
             self._say(what, answer.problem.split(maxsplit=1)[0], answer.problem)
-        return answer or Answer()
+        return answer or SignalResponse()
 
     async def _ask_model(
         self, judge: JudgeClient, replies: Sequence[Reply], subject: str
@@ -192,7 +192,7 @@ class Answering:
         one = cls(supervised, printed, *await asyncio.open_unix_connection(sock=ours))
         try:
             async with asyncio.timeout(LOADING):
-                problem = (await read(one._reader, Answer)).problem
+                problem = (await read(one._reader, SignalResponse)).problem
         except TimeoutError:
             problem = f"importing the verifier or judge takes longer than {LOADING:g} s"
         except ENDED:
@@ -202,11 +202,11 @@ class Answering:
             raise ConfigError(problem)
         return one
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: SignalRequest) -> SignalResponse:
         self._printed.reset()
         self._writer.write(pack(question))
         await self._writer.drain()
-        return await read(self._reader, Answer)
+        return await read(self._reader, SignalResponse)
 
     async def end(self) -> None:
         """Kill the process and its descendants, and wait for their end."""

@@ -20,9 +20,10 @@ from msgspec.structs import replace
 
 from agentrl.config import RunConfig
 from agentrl.errors import NotFound, StoreError
-from agentrl.live import people, weighing
-from agentrl.live.asking import Asker
-from agentrl.live.marks import (
+from agentrl.live import people
+from agentrl.live.labels import weighing
+from agentrl.live.labels.asking import Asker
+from agentrl.live.labels.marks import (
     MARK,
     OUTCOME,
     SIGNAL,
@@ -33,8 +34,8 @@ from agentrl.live.marks import (
     outcome_of,
     user_of,
 )
+from agentrl.live.labels.signals import NEXT_MESSAGE, digest_of_session, posted, replies
 from agentrl.live.sessions import ended, oldest_first
-from agentrl.live.signals import NEXT_MESSAGE, digest_of_session, posted, replies
 from agentrl.live.table import live_of
 from agentrl.store.base import Store
 from agentrl.types import Reward, Rollout, RolloutState, Scope, StepReward, Trace

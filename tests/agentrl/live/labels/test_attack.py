@@ -14,8 +14,8 @@ from statistics import fmean
 import pytest
 
 from agentrl.config import resolve
-from agentrl.live.label import Labeller
-from agentrl.live.marks import believed, outcome_of, user_of
+from agentrl.live.labels.label import Labeller
+from agentrl.live.labels.marks import believed, outcome_of, user_of
 from agentrl.runners.sessions.feedback import Feedback, give_feedback
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -119,7 +119,7 @@ async def test_one_attacker_of_twenty_moves_no_mean_by_three_points(tmp_path, ho
 @pytest.mark.parametrize("how", ["votes", "game"])
 async def test_without_protection_the_same_attacker_moves_them(tmp_path, how, monkeypatch):
     """So the test above would see it."""
-    monkeypatch.setattr("agentrl.live.weighing.LEAST", 10_000)
+    monkeypatch.setattr("agentrl.live.labels.weighing.LEAST", 10_000)
     far, population = await moved(tmp_path, how, False, per_user=0)
     assert far > 2 * MOST
     assert population.counted == MANY

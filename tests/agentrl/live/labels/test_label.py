@@ -9,8 +9,8 @@ import math
 import pytest
 
 from agentrl.config import resolve
-from agentrl.live.label import Labeller
-from agentrl.live.marks import SOURCE, is_lost, is_ready, mark_of, outcome_of
+from agentrl.live.labels.label import Labeller
+from agentrl.live.labels.marks import SOURCE, is_lost, is_ready, mark_of, outcome_of
 from agentrl.runners.sessions.feedback import Feedback, give_feedback
 from agentrl.store import open_store
 from agentrl.types import StepCommit
