@@ -26,7 +26,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # in messages, such as "prompt search"
     summary: str  # what a user gets, in a sentence
-    uses: tuple[str, ...] = ()  # names of the other parts that it imports
+    uses: tuple[str, ...] = ()  # names of the other parts that it imports, at their first use
+    needs: tuple[str, ...] = ()  # those without which nothing of it can be imported
     outputs: tuple[str, ...] = ()  # names in the folder of a run, which `--fresh` deletes
     tables: Objects = {}  # of the run file, by path: `config.base.Section`, or type of a text
     kinds: Objects = {}  # of tables with several kinds, as "engine vllm": `config.base.KindSection`
@@ -77,14 +78,17 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     libraries: Objects = {}  # by the name of a module that users import: an object in it
 
 
-KINDS = Part.__struct_fields__[4:]  # of what parts contribute
+KINDS = Part.__struct_fields__[5:]  # of what parts contribute
 
 
 @cache
 def parts() -> tuple[Part, ...]:
-    """The installed parts, by name. A module of a part's record imports nothing but this one."""
-    found = (point.load() for point in _entry_points(GROUP, tuple(sys.path)))
-    return tuple(sorted(found, key=lambda part: part.name))
+    """The installed parts that have what they need, by name. A module of a part's record imports
+    nothing but this one."""
+    found: list[Part] = [point.load() for point in _entry_points(GROUP, tuple(sys.path))]
+    there = {part.name for part in found}
+    whole = (part for part in found if there.issuperset(part.needs))
+    return tuple(sorted(whole, key=lambda part: part.name))
 
 
 def installed_plugins(kind: str) -> EntryPoints:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import agentrl.algorithms
-from agentrl.algorithms.data.state import CountedMeans, StatePart
+from agentrl.algorithms.credit.peers import no_evidence
+from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.base import Learner, LearnerDefaults
 from agentrl.algorithms.learners.older import current_form
@@ -64,7 +65,7 @@ class Noted(Hooks):
         return Algo(algo.credit, rewards=(*algo.rewards, self.name))
 
     def state(self) -> Mapping[str, StatePart]:
-        return {self.name: CountedMeans()}
+        return {self.name: no_evidence()}
 
     async def before_step(self, step: int) -> None:
         self.note(f"before {step}")
