@@ -38,6 +38,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     starts: Objects = {}  # before `agentrl train`: config -> warnings; raises ConfigError
     settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError
     hints: Objects = {}  # at what a mistake in a run file means, by its kind: see `hint`
+    forecasts: Objects = {}  # of a run, for `train --dry-run`: config -> lines
     estimates: Objects = {}  # of a run, before it starts: (a policy's view, its model) -> lines
     memory: Objects = {}  # of a run: (a policy's view, its model) -> (frozen weights, bytes by use)
     beside: Objects = {}  # beside a run: (config, its file, console) -> its process, or None

@@ -13,7 +13,7 @@ import torch
 
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters, export_merged
-from agentrl.algorithms.model.proof import tolerance, trie_gap
+from agentrl.algorithms.preflight.proof import tolerance, trie_gap
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig
 from agentrl.config.run_file import resolve
