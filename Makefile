@@ -70,7 +70,7 @@ test-parts: $(STAMP) ## Run the other tests: of parts, documents and examples
 	$(PYTEST) -m "part and not slow"
 
 test-slow: $(STAMP) ## Run the tests that take minutes: long faults, whole recipes
-	$(BIN)/python -m pytest -rs -m slow -n 2 --dist loadfile || [ $$? = 5 ]
+	$(PYTEST) -m slow || [ $$? = 5 ]
 
 test-engines: $(ENGINES)/.installed ## Install verl and vLLM for the CPU and run the tests against them
 	$(ENGINES)/bin/python -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder $(ENGINE_TESTS)
