@@ -57,6 +57,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     runner: Objects = {}  # by setting: (config, root) -> `runners.hooks.RunnerHooks`, or None
     candidates: Objects = {}  # without policies: (store, config, state) -> id of its texts, or None
     figures: Objects = {}  # of a step, on the console: its metrics -> {label: text}
+    examples: Objects = {}  # of a finished run: (store, config, steps) -> titles, what rich prints
     reports: Objects = {}  # of a finished run: its `StepRow`s -> something rich prints, or None
     loaders: Objects = {}  # of models: (name, shape, config, options) -> (model, info), or None
     tokenizers: Objects = {}  # of a policy, once loaded: (tokenizer, the policy's view) -> None
