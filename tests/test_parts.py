@@ -84,6 +84,7 @@ def test_a_record_imports_nothing_of_its_part() -> None:
 
 TABLES = sorted({one for part in OWN for one in (*part.tables.values(), *part.kinds.values())})
 VALUES = {  # of settings that need another one than "x"
+    "runner.framework_spans": "true",
     "eval.functions": '["f.py:f"]', "reference.target_kl": "0.1", "tasks.order": "difficulty",
 }  # fmt: skip
 NAMES = {point.name: point.load() for point in entry_points(group="agentrl.parts")}

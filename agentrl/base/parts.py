@@ -55,6 +55,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     imitated: Objects = {}  # a tiny model, of its conversations: (model, rows) -> problem, or ""
     training: Objects = {}  # of a training run: config -> `algorithms.train.hooks.Hooks`, or None
     runner: Objects = {}  # by setting: (config, root) -> `runners.hooks.RunnerHooks`, or None
+    tracing: Objects = {}  # in processes of agents, before each attempt: () -> None
     candidates: Objects = {}  # without policies: (store, config, state) -> id of its texts, or None
     figures: Objects = {}  # of a step, on the console: its metrics -> {label: text}
     examples: Objects = {}  # of a finished run: (store, config, steps) -> titles, what rich prints
