@@ -160,6 +160,7 @@ def test_a_run_has_the_parts_that_its_settings_ask_for(
         base["upstreams"] = {"u": {"base_url": "http://u/v1", "model": "m"}}
     config = resolve(base | tables, source="test")
     found = [type(part).__name__ for part in hooks_of(config).each]
+    found.remove("Preflight")  # it says what any run needs
     found.remove("Records")  # it keeps what the steps of any run computed
     found.remove("RunOrigin")  # it keeps the commit that any run was started from
     found.remove("Looking")  # it watches for calls with images in any run
