@@ -24,6 +24,10 @@ CURES = {  # of rollouts that all fail in the same way
 }
 
 
+def how_many(failed: int) -> str:
+    return f"{failed} rollout{'s' * (failed != 1)} failed"
+
+
 def cure_of(kind: ErrorKind, message: str) -> str:
     """What to do about rollouts that all fail in this way."""
     if TOO_LONG.search(message):
