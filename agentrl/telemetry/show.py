@@ -15,8 +15,9 @@ from agentrl.base.images import describe, described
 from agentrl.base.span_names import DIFF
 from agentrl.errors import StoreError
 from agentrl.store import Store, open_store, unknown_rollout
+from agentrl.store.records import RolloutRow
 from agentrl.telemetry.spelling import spelling
-from agentrl.types import POLICY, Json, Rollout, RolloutState, Trace, Transition
+from agentrl.types import POLICY, Json, Rollout, RolloutState, Scope, Trace, Transition
 
 LONGEST_TITLE = 74  # of a panel of 80 columns
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -105,9 +106,11 @@ def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:
     return Panel(Group(*parts), title=Text(title), title_align="left")
 
 
-def state_in_words(rollout: Rollout) -> str:
+def state_in_words(rollout: Rollout | RolloutRow) -> str:
     """How a rollout ended: one that nothing stopped has succeeded only if its outcome says so."""
-    ended = rollout.state is RolloutState.SUCCEEDED and not rollout.reward() > 0
+    rows = (row for row in rollout.rewards if row.scope is Scope.ROLLOUT and row.name == "outcome")
+    won = next((row.value for row in rows), 0.0) > 0
+    ended = rollout.state is RolloutState.SUCCEEDED and not won
     return "completed" if ended else rollout.state.value
 
 

@@ -94,7 +94,9 @@ class PolicyRun:
     def counted(self) -> Sequence[Mapping[str, float]]:
         """The steps; before the first one the failures of the evaluation, which may have ended the
         run."""
-        failed = Counter(f"rollouts/failed/{row.failure.kind}" for row in self.heldout if row.failure)
+        failed = Counter(
+            f"rollouts/failed/{row.failure.kind}" for row in self.heldout if row.failure
+        )
         of = {"rollouts": float(len(self.heldout)), "rollouts/failed": float(failed.total())}
         return self.steps or [{**of, **failed}]
 

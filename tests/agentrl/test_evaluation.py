@@ -39,7 +39,7 @@ def test_an_adapter_is_evaluated_whatever_the_run_file_trains(tmp_path: Path) ->
 
 def test_a_checkpoint_is_found_by_its_name_and_others_are_listed(tmp_path: Path) -> None:
     config = resolve({"name": "r", "output": str(tmp_path)}, source="test")
-    with pytest.raises(ConfigError, match="^best: no such checkpoint directory$"):
+    with pytest.raises(ConfigError, match=r"^best: no such checkpoint directory$"):
         evaluation.named(config, Path("best"))
     for name in ("000025.2", "best"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)

@@ -120,7 +120,10 @@ def test_another_order_of_policies_is_another_run() -> None:
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        (["peft"], r"policies.planner.lora: 'peft' is not installed: pip install 'agentrl\[lora\]'"),
+        (
+            ["peft"],
+            r"policies.planner.lora: 'peft' is not installed: pip install 'agentrl\[lora\]'",
+        ),
         (["peft", "torch"], ""),  # a machine that only runs agents
     ],
 )
