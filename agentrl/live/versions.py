@@ -173,8 +173,9 @@ class Versions:
         served = [one.version for one in known.events if one.kind in ("first", "promoted")]
         kept = wanted | self.served | set(served[-KEPT:]) | {min(known.versions, default=0)}
         for row in known.versions.values():
-            if row.version not in kept and row.kind != "offered by hand":
-                delete_directory(self.folder(row.version))
+            folder = self.folder(row.version)
+            if row.version not in kept and row.kind != "offered by hand" and folder.exists():
+                delete_directory(folder)
 
     def _path(self, version: Version) -> Path:
         return Path(self.run.config.output, version.path)  # an absolute one stays as it is

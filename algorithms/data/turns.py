@@ -7,6 +7,7 @@ mining.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
@@ -72,11 +73,23 @@ def reasked(calls: Sequence[Transition], rewards: Sequence[Reward]) -> list[tupl
     return found
 
 
-def corrections(calls: Sequence[Transition], rewards: Iterable[Reward]) -> list[tuple[int, str]]:
-    """(index, text) of the calls for which a person wrote another answer."""
+def corrections(
+    calls: Sequence[Transition], rewards: Iterable[Reward]
+) -> list[tuple[int, dict[str, Json]]]:
+    """(index, message) of the calls for which a person wrote another answer: a text, or the JSON of
+    a whole message of the assistant, for tool calls."""
     at = {call.id: index for index, call in enumerate(calls)}
     rows = [row for row in rewards if row.name == CORRECTION and row.scope is Scope.TRANSITION]
-    return [(at[row.target], row.note) for row in rows if row.target in at]
+    return [(at[row.target], written(row.note)) for row in rows if row.target in at]
+
+
+def written(correction: str) -> dict[str, Json]:
+    """The message of the assistant that a correction stands for."""
+    with suppress(msgspec.DecodeError):
+        found = msgspec.json.decode(correction)
+        if isinstance(found, dict) and found.get("role") == "assistant":
+            return found
+    return {"role": "assistant", "content": correction}
 
 
 def _key(call: Transition, earlier: int = 0) -> bytes:

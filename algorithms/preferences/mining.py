@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.algorithms.data.turns import reasked
+from agentrl.algorithms.data.turns import reasked, written
 from agentrl.algorithms.preferences.draft import Draft
 from agentrl.algorithms.preferences.pairing import LEAST_DIFFERENCE, How, choose_pairs
 from agentrl.store.base import Store
@@ -173,8 +173,7 @@ def _pairs(draft: Draft, group: Sequence[Found], chosen: Sequence[tuple[int, int
 def _corrections(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
     for found in group:
         for index, reward in _rewarded(spec, found[0], found[2]):
-            said = {"role": "assistant", "content": reward.note}
-            better = replace(without_tokens(found[2][index]), answer=said)
+            better = replace(without_tokens(found[2][index]), answer=written(reward.note))
             _pair_of_calls(draft, draft.side([better]), (found, index))
 
 

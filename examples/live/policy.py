@@ -12,6 +12,7 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OPENAI_API_KEY", "unused")  # agent.py makes its client when imported
 
@@ -57,18 +58,29 @@ def demonstrate(rng: random.Random) -> Conversation:
 def _turn(kind: str, order: str, rng: random.Random) -> Conversation:
     """Reads the request rightly, and does anything."""
     done = rng.choice([*READ])
+    first = first_answer(kind, done, order)
     if done not in BY_TOOL:
-        return [_said(f"{READ[kind]} {answer(done, order)}")]
-    tool = BY_TOOL[done]
-    function = {"name": tool.name, "arguments": json.dumps({"order": order})}
+        return [first]
+    result = {
+        "role": "tool",
+        "content": BY_TOOL[done].invoke({"order": order}),
+        "tool_call_id": "call",
+    }
+    return [first, result, _said(answer(done, order))]
+
+
+def first_answer(kind: str, done: str, order: str) -> dict[str, Any]:
+    """The message that reads a request as `kind`, and does what a request `done` asks for."""
+    if done not in BY_TOOL:
+        return _said(f"{READ[kind]} {answer(done, order)}")
+    function = {"name": BY_TOOL[done].name, "arguments": json.dumps({"order": order})}
     call = {"id": "call", "type": "function", "function": function}
-    result = {"role": "tool", "content": tool.invoke({"order": order}), "tool_call_id": "call"}
-    return [_said(READ[kind]) | {"tool_calls": [call]}, result, _said(answer(done, order))]
+    return _said(READ[kind]) | {"tool_calls": [call]}
 
 
-def _user(text: str) -> dict[str, str]:
+def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def _said(text: str) -> dict[str, object]:
+def _said(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}

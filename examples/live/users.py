@@ -3,10 +3,11 @@
     OPENAI_BASE_URL=http://127.0.0.1:8080/v1 python users.py --sessions 1500
 
 A session is a conversation with the agent: the customer asks, and depending on the answer thanks,
-complains, asks again or leaves. A fifth also vote, and some of those correct a wrong answer. One of
-twenty sessions is of the attacker, who always says the opposite of what is true, votes so, and
-corrects right answers into wrong ones. Prints a line of JSON for each session: whether the first
-answer was what the customer wanted.
+complains, asks again or leaves. A fifth also vote, and for half of the wrong answers among those
+somebody who knows the shop's tools writes what should have been done. One of twenty sessions is of
+the attacker, who always says the opposite of what is true, votes so, and corrects right answers
+into others. Prints a line of JSON for each session: whether the first answer was what the customer
+wanted.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ os.environ.setdefault("OPENAI_API_KEY", "unused")
 import httpx
 from agent import client, support
 from orders import ORDERS, answer
-from policy import READ
+from policy import first_answer
 from wording import COMPLAINTS, REQUESTS, THANKS, kind_of, request, request_again
 
 TOOL = {"where": "look_up_order", "return": "start_return"}
-SAID = [kind for kind in REQUESTS if kind not in TOOL]  # requests that need no tool
 CUSTOMERS = 400
 VOTES, CORRECTS = 0.2, 0.5  # share of sessions, and of the wrong ones among those
 TOKEN = "x-agentrl-feedback-token"
@@ -85,9 +85,9 @@ class Session:
         if self.rng.random() >= (1 if attacks else VOTES):
             return
         said: dict[str, Any] = {"session": self.id, "call": 0, "value": float(content)}
-        wanted = self.rng.choice(SAID) if attacks else self.kind
-        if not content and wanted in SAID and (attacks or self.rng.random() < CORRECTS):
-            said["correction"] = f"{READ[self.kind]} {answer(wanted, self.order)}"
+        if not content and (attacks or self.rng.random() < CORRECTS):
+            done = self.rng.choice([*REQUESTS]) if attacks else self.kind
+            said["correction"] = json.dumps(first_answer(self.kind, done, self.order))
         await post("/feedback", said)
 
 

@@ -8,7 +8,7 @@ null: never. `failed_requests`: requests of customers without an answer. `second
 beside it (comma-separated):
 
 attack: the same without the attacker, `attack_cost` is the difference in points of the last 500.
-ablation: outcome alone, per-turn signals, + corrections, + self-distillation, each `last_500 <name>`.
+ablation: outcome alone, signals of turns, and self-distillation beside: `last_500 <name>`.
 offline: a third of the sessions is collected with the first version, thumbs and next messages are
 mined to labels for KTO, and the result is deployed; then the next third; `offline_sessions_to_80`.
 worse: a candidate that was made worse is offered by hand when the agent is good: `worse_sessions`,
@@ -63,8 +63,9 @@ def measure() -> dict[str, Any]:
 
 def _named(seed: int, one: dict[str, Any]) -> dict[str, Any]:
     right = one["right"]
+    hundreds = [right[n : n + WINDOW] for n in range(0, len(right), WINDOW)]
     return {
-        f"success {seed}": [round(fmean(right[n : n + WINDOW]), 2) for n in range(0, len(right), WINDOW)],
+        f"success {seed}": [round(fmean(some), 2) for some in hundreds],
         f"last_500 {seed}": round(last(right), 3),
         f"sessions_to_80 {seed}": sessions_to(right),
         f"failed_requests {seed}": one["failed"],

@@ -17,7 +17,7 @@ from agentrl.algorithms.model.chat import RequestError
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.presets.declare import Num, modifier
-from agentrl.types import Group, Reward, Rollout, Scope, Transition, float32, int32
+from agentrl.types import Group, Json, Reward, Rollout, Scope, Transition, float32, int32
 
 log = logging.getLogger("agentrl.algorithm")
 SHOWN = "transition:demonstrated"  # the reward of a demonstration's call
@@ -53,8 +53,8 @@ class Demonstrations:
 
     def of(self, rollout: Rollout, policy: TrainedPolicy) -> Iterator[Rollout]:
         calls = rollout.transitions
-        found = {index: corrected(calls[index], text, policy)
-                 for index, text in corrections(calls, rollout.rewards)}  # fmt: skip
+        found = {index: corrected(calls[index], said, policy)
+                 for index, said in corrections(calls, rollout.rewards)}  # fmt: skip
         for first, second in reasked(calls, rollout.rewards) if self.asked_again else ():
             found.setdefault(first, answered_as(calls[first], calls[second], policy))
         for index, call in found.items():
@@ -69,12 +69,11 @@ def answered_as(first: Transition, second: Transition, policy: TrainedPolicy) ->
     return call if usable and policy.fits(len(call.prompt) + len(call.completion)) else None
 
 
-def corrected(call: Transition, text: str, policy: TrainedPolicy) -> Transition | None:
-    """The call with `text` as its answer; None if it cannot be trained, or the chat template
-    renders the answer in another place than after the call's prompt."""
+def corrected(call: Transition, said: dict[str, Json], policy: TrainedPolicy) -> Transition | None:
+    """The call with the message `said` as its answer; None if it cannot be trained, or the chat
+    template renders the answer in another place than after the call's prompt."""
     if not trainable(call, policy.name) or policy.tokenizer is None:
         return None
-    said = {"role": "assistant", "content": text}
     try:
         before = policy.chat.encode(call.messages, call.tools)
         whole = policy.chat.encode([*call.messages, said], call.tools, add_generation_prompt=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import msgspec
 from msgspec import structs
 from torch import Tensor
 
@@ -62,7 +63,9 @@ def _told(rollout: Rollout, policy: TrainedPolicy) -> Iterator[Transition]:
     calls, after = rollout.transitions, dict[int, str]()
     for first, second in reasked(calls, rollout.rewards):
         after[first] = ASKED_AGAIN.format(text=last_said(calls[second]))
-    for index, text in corrections(calls, rollout.rewards):
+    for index, better in corrections(calls, rollout.rewards):
+        calls_tools = better.get("tool_calls")
+        text = msgspec.json.encode(better).decode() if calls_tools else better["content"]
         after[index] = CORRECTED.format(text=text)
     for turn in turns(calls):
         text = next((after[index] for index in turn if index in after), "")

@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -214,3 +215,21 @@ def test_a_step_learns_from_all_of_it(learner: TorchLearner, policy: TrainedPoli
     after = totals(policy, prompts, ["look", "return"])
     assert after[0] > before[0] + 0.05
     assert after[0] - before[0] > after[1] - before[1]
+
+
+def test_a_correction_may_be_the_json_of_a_whole_message(policy: TrainedPolicy) -> None:
+    function = {"name": "look", "arguments": '{"order": "371"}'}
+    called = {
+        "role": "assistant",
+        "content": "So.",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
+    said = about(0, 0.0, "correction", msgspec.json.encode(called).decode())
+    (demonstration,) = shown(policy, session(policy, said))
+    (call,) = demonstration.transitions
+    assert policy.tokenizer
+    text = policy.tokenizer.decode(call.completion)
+    assert text.startswith("So.")
+    assert '"look"' in text
+    assert '{"order": "371"}' in text
+    assert text.endswith("<|im_end|>")
