@@ -23,14 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from agentrl.algorithms.model import digests
 from agentrl.algorithms.model.fused import add_adapter
-from agentrl.algorithms.model.inputs import inputs_of
-from agentrl.algorithms.model.load import checkpoint_weights, load_model, shape_mismatch
+from agentrl.algorithms.model.load import checkpoint_weights, shape_mismatch
 from agentrl.algorithms.model.quantize import dense_state, is_quantized, save_dense
-from agentrl.base.files import atomic_directory
 from agentrl.errors import DamagedError, PolicyError, nearest
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -375,25 +373,3 @@ def _peft() -> Any:
             f"policy.lora: peft cannot be imported ({error}); pip install 'agentrl[lora]'"
         ) from None
     return peft
-
-
-def export_merged(adapter: Path, directory: Path, *, base: str = "") -> None:
-    """Write an adapter merged with its base, and the tokenizer, to a new Hugging Face directory in
-    float32.
-
-    base: model to use instead of the one that the adapter names. Raises PolicyError and writes
-    nothing if base and adapter do not match or `directory` exists."""
-    if directory.exists():
-        raise PolicyError(f"{directory} exists already; give the name of a new directory")
-    settings = _settings(adapter)
-    model, tokenizer = load_model(base or settings.base_model_name_or_path, device="cpu")
-    adapters = Adapters(model)
-    adapters.open("merged", adapter)
-    with atomic_directory(directory) as partial:
-        adapters.merge("merged", partial)
-        if inputs := inputs_of(model):
-            inputs.save(partial)
-        own = adapter / "tokenizer_config.json"  # a run may have given it another chat template
-        (AutoTokenizer.from_pretrained(adapter) if own.is_file() else tokenizer).save_pretrained(
-            partial
-        )

@@ -31,7 +31,7 @@ from agentrl.algorithms.model.lm_head import action_logprobs
 from agentrl.algorithms.model.load import load_model, no_progress_bars
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.packing import Packing, forward_logprobs, pack_rows
-from agentrl.algorithms.model.proof import trie_gap
+from agentrl.algorithms.preflight.proof import trie_gap
 from agentrl.algorithms.train.serving import policy_server
 from agentrl.config import resolve
 from agentrl.types import POLICY, StepRow
