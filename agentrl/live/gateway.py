@@ -27,26 +27,30 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from agentrl.base.access import read_key
 from agentrl.base.http_server import read_body
 from agentrl.base.processes import die_with_parent, log_phase, log_to_stderr
 from agentrl.config import RunConfig
 from agentrl.config.policies import policy_by_role
 from agentrl.errors import NotFound, StoreError
-from agentrl.live import handover
+from agentrl.live import handover, people
 from agentrl.live.documents import Lanes, served, told
-from agentrl.live.sessions import RESULT_ENDED
+from agentrl.live.labels import signals
+from agentrl.live.labels.marks import RESULT_ENDED
 from agentrl.live.table import live_of, policy_of
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.attribution import ReceivedCall
 from agentrl.runners.gateway.recorded import question, question_of
 from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.sessions.feedback import session_group
+from agentrl.runners.gateway.upstream import Upstream
+from agentrl.runners.sessions.feedback import Feedback, session_group
 from agentrl.runners.sessions.recorder import (
     SESSION_LEASE,
     Handler,
     OpenSession,
     Sessions,
     place,
+    refusal,
     said,
 )
 from agentrl.store import open_store
@@ -67,6 +71,7 @@ from agentrl.types import (
 
 log = logging.getLogger("agentrl.runner")
 END = "x-agentrl-end"  # request header of a session's last call
+GIVEN = web.RequestKey(people.TOKEN, str)  # the token of the request's session
 LOOK_PAUSE = 0.2  # seconds between two looks at the lanes
 ORPHANED = 120.0  # seconds for which a gateway goes on without a supervisor
 
@@ -87,6 +92,8 @@ class LiveSessions(Sessions):
         self._people = live_of(config).people
         self._lanes: Lanes | None = None
         self._seated = asyncio.Event()  # set once there are lanes
+        self._secret = b""  # set with the first lanes, as it is kept with the run
+        read_key(self._people.secret_env, "live.people.secret_env", "the run's")
         super().__init__(store, config)
 
     def _make_gateway(self, config: RunConfig) -> Gateway:
@@ -110,6 +117,8 @@ class LiveSessions(Sessions):
             try:
                 cursor = await self._store.wait(cursor)
                 lanes = (await told(self._store, self._run)).lanes
+                if lanes is not None and not self._secret:
+                    self._secret = await people.secret_of(self._store, self._config)
             except StoreError as error:
                 log.warning("the lanes of run %s cannot be read: %s", self._run, error)
             else:
@@ -134,6 +143,42 @@ class LiveSessions(Sessions):
         if seats[POLICY] not in [policy_of(version) for version in served(self._lanes)]:
             seats[POLICY] = policy_of(self._lanes.serving)
 
+    # -- people ------------------------------------------------------------------------------------
+
+    def add_to(self, app: web.Application, upstream: Upstream) -> None:
+        super().add_to(app, upstream)
+        app.on_response_prepare.append(_give_token)
+
+    async def _find(self, request: web.Request, key: str) -> OpenSession:
+        session = await super()._find(request, key)
+        if session.active.recorded and not self._may_record(request):
+            await self._end([session])
+            await self._store.forget([session.active.attempt.rollout.id])
+            session = await super()._find(request, key)
+        if session.active.recorded and self._people.token:
+            request[GIVEN] = people.token_of(self._secret, session.name)
+        return session
+
+    def _may_record(self, request: web.Request) -> bool:
+        return self._people.opt_out not in request.headers
+
+    async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
+        """Store feedback of somebody who has the session's token. Its session may have gone."""
+        await self._seated.wait()
+        feedback = msgspec.json.decode(await read_body(request), type=Feedback)
+        token, name = request.headers.get(people.TOKEN, ""), feedback.session
+        if self._people.token and not token:
+            return refusal(401, f"feedback needs {people.TOKEN}, a header of its session's answers")
+        if self._people.token and not people.is_token(self._secret, name, token):
+            return refusal(403, f"the {people.TOKEN} is not that of session {name!r:.80}")
+        if why := signals.unfit(feedback.name, feedback.value):
+            return refusal(400, why)
+        group = await self._group_of(name)
+        if not await self._store.rollouts(self._run, group=group, limit=1):
+            known = 410 if self._people.token else 404
+            return refusal(known, f"session {name!r:.80} is deleted, or was never recorded")
+        return await super()._take_feedback(request)
+
     # -- sessions ----------------------------------------------------------------------------------
 
     async def _begin(self, name: str, start: str, request: web.Request) -> OpenSession:
@@ -146,9 +191,6 @@ class LiveSessions(Sessions):
         await self._seated.wait()
         return await super()._begin(name, start, request)
 
-    def _may_record(self, request: web.Request) -> bool:
-        return self._people.opt_out not in request.headers
-
     async def _request(self, name: str, request: web.Request) -> NewRollout:
         assert self._lanes is not None
         lanes, group = self._lanes, await self._free_group(name)
@@ -159,7 +201,7 @@ class LiveSessions(Sessions):
             "version": version,
             "candidate": lanes.candidate,
             "share": lanes.share,
-            "user": user and blake2b(user.encode(), digest_size=12).hexdigest(),
+            "user": people.user_id(self._secret, user),
         }
         if not request.headers.get(self._settings.header):
             task["session"] = name  # made here, so it is nobody's secret
@@ -237,6 +279,11 @@ class LiveSessions(Sessions):
             digest, _, _ = place({"messages": call.messages})
             self._remember(session, (digest, said(call.answer)))
         active.answers.append(partial(answer_again, unread_of(calls)))
+
+
+async def _give_token(request: web.Request, response: web.StreamResponse) -> None:
+    if token := request.get(GIVEN):
+        response.headers[people.TOKEN] = token
 
 
 Unread = dict[bytes, list[Sequence[Transition]]]

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from agentrl.algorithms.sampling.collect import Collected, Vocabulary, split_unreadable
 from agentrl.algorithms.train.hooks import LoadedRun
 from agentrl.base.processes import log_phase
-from agentrl.live.sessions import ended, is_ready, is_void, oldest_first
+from agentrl.live.labels.marks import believed, is_lost, is_ready
+from agentrl.live.sessions import ended, oldest_first
 from agentrl.live.table import live_of, policy_of
 from agentrl.live.versions import Lineage, Versions, most_ahead
 from agentrl.types import POLICY, Group, Rollout, Transition
@@ -73,9 +74,9 @@ class SessionSource:
     ) -> tuple[list[Rollout], list[Rollout]]:
         """The sessions that may be trained, and those that never will be."""
         wait, now = live_of(self.run.config).wait, time.time()
-        ready = [row for row in sessions if is_ready(row, wait, now)]
+        ready = [row for row in sessions if is_ready(row, now, wait)]
         stale = [row for row in ready if self._age(row, step) > self._limit()]
-        void = [row for row in sessions if is_void(row, wait, now)]
+        void = [row for row in sessions if is_lost(row, now, wait)]
         return [row for row in ready if row not in stale], [*stale, *void]
 
     def _limit(self) -> float:
@@ -108,7 +109,7 @@ class SessionSource:
         """A group with the calls of its versions as older calls of the trained policy."""
         now = self.run.policies.versions(step)[POLICY]
         rollouts = [
-            replace(row, transitions=[self._own(call, now) for call in row.transitions])
+            replace(believed(row), transitions=[self._own(call, now) for call in row.transitions])
             for row in group.rollouts
         ]
         return replace(group, rollouts=rollouts, step=step)

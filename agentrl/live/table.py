@@ -76,7 +76,7 @@ class PeopleConfig(Section, frozen=True):
     user_header: str = "x-user-id"  # request header with the id of the user; stored as a hash
     opt_out: str = "x-agentrl-opt-out"  # request header by which nothing of a session is kept
     retention: Seconds | None = None  # Seconds after which sessions are deleted; none: never.
-    per_user: Natural = 20  # sessions of a user and day that count, the first ones; 0: all
+    per_user: Natural = 10  # sessions of a user and day that count, the first ones; 0: all
     # Variable with the secret of the run, by which users are hashed and tokens made. Empty: one is
     # made and kept in the store.
     secret_env: str = ""

@@ -6,7 +6,8 @@ import asyncio
 
 from agentrl.base.processes import log_to_stderr
 from agentrl.config import RunConfig
-from agentrl.live import label
+from agentrl.live import people
+from agentrl.live.labels import label
 from agentrl.live.lanes import decide
 from agentrl.store import open_store
 
@@ -17,7 +18,8 @@ def main(config: RunConfig) -> None:
 
 
 async def watch(config: RunConfig) -> None:
-    """Run until cancelled. Raises the error of the first half that fails."""
-    async with open_store(config.store) as store, asyncio.TaskGroup() as halves:
-        halves.create_task(label.run(store, config))
-        halves.create_task(decide.run(store, config))
+    """Run until cancelled. Raises the error of the first part that fails."""
+    async with open_store(config.store) as store, asyncio.TaskGroup() as parts:
+        parts.create_task(label.run(store, config))
+        parts.create_task(decide.run(store, config))
+        parts.create_task(people.keep(store, config))

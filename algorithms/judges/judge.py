@@ -68,9 +68,7 @@ class JudgeClient:
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.settings.concurrency)
 
-    async def score(
-        self, records: Sequence[Messages], subject: str = ""
-    ) -> list[float | None]:
+    async def score(self, records: Sequence[Messages], subject: str = "") -> list[float | None]:
         """The reward of each rollout of a group; None: no verdict. subject: what it is about, as
         the store keeps it; default: the run."""
         settings = self.settings
@@ -87,6 +85,10 @@ class JudgeClient:
         asked = [questions.pointwise(settings, r) for r in records]
         verdicts = await self._verdicts(asked, subject)
         return [_reward(settings, verdict, "score") for verdict in verdicts]
+
+    def forget_asked(self) -> None:
+        """Ask the same question again, or look in the store, the next time."""
+        self._pending.clear()
 
     async def _win_rates(
         self, settings: PairwiseJudge, records: Sequence[Messages]
@@ -110,9 +112,7 @@ class JudgeClient:
                 scores[b].append(1 - score)
         return [fmean(own) if own else None for own in scores.values()]
 
-    async def _verdicts(
-        self, batch: Sequence[Question], subject: str = ""
-    ) -> list[Verdict | None]:
+    async def _verdicts(self, batch: Sequence[Question], subject: str = "") -> list[Verdict | None]:
         endpoint = await find_endpoint(self.store, self.config, self.settings.upstream)
 
         def ask(question: Question) -> asyncio.Task[Verdict | None]:
@@ -208,7 +208,7 @@ class Judges:
             for key, count in judge.counts.items():
                 metrics[f"judges/{judge.name}/{key}"] = count
                 judge.spent[key] += count
-            judge._pending.clear()
+            judge.forget_asked()
         return groups, metrics
 
     async def _judged(self, judge: JudgeClient, group: Group) -> tuple[Group, list[StepReward]]:

@@ -94,7 +94,7 @@ class Sessions(Feature):
         session: OpenSession | None = None
         key = given_key(request.headers)
         if not self._access.allows(key):
-            return _refusal(401, "the API key is none of those in sessions.key_env")
+            return refusal(401, "the API key is none of those in sessions.key_env")
         try:
             if request.method == "POST":
                 if (answer := self._answers().get(request.path)) is not None:
@@ -102,7 +102,7 @@ class Sessions(Feature):
                 session = await self._find(request, key)
         except (StoreError, *UNREADABLE) as error:
             wrong = 404 if isinstance(error, NotFound) else 400
-            return _refusal(503 if isinstance(error, Unavailable) else wrong, str(error))
+            return refusal(503 if isinstance(error, Unavailable) else wrong, str(error))
         try:
             return await handler(request)
         finally:
@@ -115,10 +115,15 @@ class Sessions(Feature):
         return {"/v1/feedback": self._take_feedback}
 
     async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
-        feedback = msgspec.json.decode(await read_body(request), type=Feedback)
+        feedback = self._redacted(msgspec.json.decode(await read_body(request), type=Feedback))
         group = await self._group_of(feedback.session)
         rollout = await give_feedback(self._store, self._run, feedback, group)
         return web.json_response({"rollout": rollout})
+
+    def _redacted(self, feedback: Feedback) -> Feedback:
+        """Feedback as it may be stored; the session's name is not."""
+        texts = {n: getattr(feedback, n) for n in ("name", "note", "correction")}
+        return replace(feedback, **_redact(texts, self._patterns))
 
     async def _group_of(self, name: str) -> str:
         """The group of a session's last rollouts."""
@@ -287,7 +292,7 @@ async def _name_session(request: web.Request, response: web.StreamResponse) -> N
         response.headers[NAME] = name
 
 
-def _refusal(status: int, message: str) -> web.Response:
+def refusal(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "code": status}}, status=status)
 
 

@@ -1,8 +1,8 @@
 """Verbs for data sets, judgements and cached log-probs, called by the writer.
 
-Invariant: a committed version never changes, but that `forget` takes items away; an item is in a version only once, whatever its
-position; a side that refers to a rollout stays readable: `prune` keeps that rollout, and if it is
-removed otherwise, its calls are copied to the side before.
+Invariant: a committed version never changes, but that `forget` takes items away; an item is in a
+version only once, whatever its position; a side that refers to a rollout stays readable: `prune`
+keeps that rollout, and if it is removed otherwise, its calls are copied to the side before.
 """
 
 from __future__ import annotations

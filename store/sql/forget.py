@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from hashlib import blake2b
 
 from agentrl.store import rows
 from agentrl.store.records import Forgotten
@@ -21,14 +20,17 @@ from agentrl.types import RolloutState
 SQL = load_sql("forget")
 
 
-def forget(tx: Transaction, rollouts: Sequence[str]) -> Forgotten:
+def forget(tx: Transaction, rollouts: Sequence[str], *, dry_run: bool = False) -> Forgotten:
     """Delete rollouts, their branches, and the items, sides and judgements of them."""
     tx.conn.execute(maintenance.SQL["lock_payloads"])
     tx.conn.execute(datasets.SQL["lock_datasets"])
     family = tx.conn.execute(SQL["family"], _list("rollouts", rollouts)).fetchall()
     tx.conn.execute(maintenance.SQL["lock_groups"], _list("rollouts", [r["id"] for r in family]))
     free = [row for row in family if _is_free(row["state"], row["group_state"])]
-    gone = [row["id"] for row in free]
+    gone, left = [row["id"] for row in free], [row["id"] for row in family if row not in free]
+    if dry_run:
+        _, items = _items_of(tx, gone)
+        return Forgotten(rollouts=len(gone), left=left, items=items)
     items = _forget_items(tx, gone)
     tx.conn.execute(SQL["delete_judgements"], _list("rollouts", gone))
     maintenance.delete_rows(tx, gone)
@@ -36,7 +38,6 @@ def forget(tx: Transaction, rollouts: Sequence[str]) -> Forgotten:
     for run in sorted({row["run_id"] for row in free}):
         tx.add_event(run, "run", run, GROUPS)
     images.remove_unused(tx)
-    left = [row["id"] for row in family if row not in free]
     return Forgotten(rollouts=len(gone), left=left, items=items)
 
 
@@ -46,17 +47,23 @@ def _is_free(state: str, group_state: str) -> bool:
 
 def _forget_items(tx: Transaction, rollouts: Sequence[str]) -> dict[str, int]:
     """Delete the sides of rollouts, and items that have one; their versions get a new digest."""
-    found = tx.conn.execute(SQL["sides"], _list("rollouts", rollouts)).fetchall()
-    sides = _list("sides", [row["digest"] for row in found])
-    touched = tx.conn.execute(SQL["touched"], sides).fetchall()
+    sides, touched = _items_of(tx, rollouts)
     tx.conn.execute(SQL["delete_items"], sides)
     for statement in ("delete_sides", "delete_side_images"):
         tx.conn.execute(datasets.SQL[statement])
     tx.conn.execute(SQL["delete_logprobs"], sides)
-    for row in touched:
-        key = {"name": row["dataset"], "version": row["version"]}
-        datasets.seal(tx.conn, key)
-    return {f"{row['dataset']}@{row['version']}": row["n"] for row in touched}
+    for dataset in touched:
+        name, _, version = dataset.rpartition("@")
+        datasets.seal(tx.conn, {"name": name, "version": int(version)})
+    return touched
+
+
+def _items_of(tx: Transaction, rollouts: Sequence[str]) -> tuple[dict[str, str], dict[str, int]]:
+    """The sides of rollouts, as a list for SQL, and the number of items with one, by data set."""
+    found = tx.conn.execute(SQL["sides"], _list("rollouts", rollouts)).fetchall()
+    sides = _list("sides", [row["digest"] for row in found])
+    touched = tx.conn.execute(SQL["touched"], sides).fetchall()
+    return sides, {f"{row['dataset']}@{row['version']}": row["n"] for row in touched}
 
 
 def _drop_groups(tx: Transaction, groups: Sequence[str]) -> None:

@@ -17,8 +17,8 @@ from agentrl import types
 from agentrl.errors import Forbidden, Invalid
 from agentrl.store import limits, records, rows
 from agentrl.store.sql import browse, documents, maintenance, traces
-from agentrl.store.sql import forget as forgetting
 from agentrl.store.sql import datasets as data
+from agentrl.store.sql import forget as forgetting
 from agentrl.store.sql import images as pictures
 from agentrl.store.sql import rollouts as queue
 from agentrl.store.sql import runs as training
@@ -286,8 +286,10 @@ class SqlStore:
         limits = maintenance.limits(now, run, keep_last, older_than)
         return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)
 
-    async def forget(self, rollouts: Sequence[str]) -> records.Forgotten:
-        delete = partial(forgetting.forget, rollouts=rollouts)
+    async def forget(
+        self, rollouts: Sequence[str], *, dry_run: bool = False
+    ) -> records.Forgotten:
+        delete = partial(forgetting.forget, rollouts=rollouts, dry_run=dry_run)
         return await self._writer.post(answer_once(delete, records.Forgotten))
 
     async def vacuum(self) -> None:

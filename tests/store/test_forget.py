@@ -50,7 +50,8 @@ async def test_a_session_goes_with_its_items_judgements_and_branches(store, kit)
     assert (await store.forget([one])).left == [one, "c/0"]  # a step has it now
     await store.commit_step(kit.step(0, ["b", "c"], discarded=["a"]))
     assert [group.id for group in groups] == ["a", "b", "c"]
-    assert await store.forget([one, "unknown"]) == Forgotten(rollouts=2, items={"good@1": 1})
+    would = await store.forget([one, "unknown"], dry_run=True)
+    assert await store.forget([one, "unknown"]) == would == Forgotten(rollouts=2, items={"good@1": 1})
     assert [row.id for row in await store.rollouts("run")] == [two]
     assert list(await store.sides([digest, kept])) == [kept]
     assert list(await store.logprobs("model", [digest, kept])) == [kept]
@@ -72,7 +73,7 @@ async def test_a_session_that_no_step_has_leaves_no_group_behind(store, kit):
 
 
 async def test_what_runs_is_cancelled_before_it_is_deleted(store, kit):
-    attempt, call = await played(store, kit, "a")
+    await played(store, kit, "a")
     assert (await store.forget(["a/0"])).left == ["a/0"]
     await store.cancel(["a/0"])
     assert (await store.forget(["a/0"])).left == []

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.live.asking import Asker
+from agentrl.live.labels.asking import Asker
 from agentrl.runners.sessions.feedback import session_group
 from agentrl.store.base import Store
 from agentrl.types import (
@@ -32,9 +32,11 @@ async def ended(
     user: str = "",
     at: float = NOW,
     run: str = RUN,
+    running: bool = False,
     **task: Any,
 ) -> str:
-    """A session of a conversation that ended; texts: of user and agent in turn. Its rollout."""
+    """A session of a conversation that ended, or is `running`; texts: of user and agent in turn.
+    Returns its rollout."""
     group = session_group(run, name)
     rollout = NewRollout(
         id=f"{group}/{next(numbers)}", run=run, group=group, index=0, step=SESSION,
@@ -43,6 +45,8 @@ async def ended(
     await store.enqueue([rollout])
     (attempt,) = await store.claim(1, runner=uuid.uuid4().hex, lease=60.0, run=run)
     await store.add_transitions(calls_of(attempt.id, texts or ("hi", "echo hi")))
+    if running:
+        return rollout.id
     outcome = Outcome(attempt=attempt.id, fence=attempt.fence, result={"ended": at})
     await store.finish([outcome])
     return rollout.id

@@ -15,7 +15,8 @@ import pytest
 from agentrl.config import RunConfig, resolve
 from agentrl.live.documents import Lanes, decide
 from agentrl.live.gateway import chosen, serve
-from agentrl.live.sessions import ended, ended_at
+from agentrl.live.labels.marks import RESULT_ENDED
+from agentrl.live.sessions import ended
 from agentrl.runners.sessions.feedback import session_group
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -115,7 +116,7 @@ async def test_a_session_is_a_training_rollout_of_its_own(served: Served) -> Non
     assert row.seats == {"policy": "policy@0"}
     assert (row.task["lane"], row.task["version"]) == ("serving", 0)
     assert row.task["user"] not in ("", "u1")
-    assert ended_at(row) > 0
+    assert row.result[RESULT_ENDED] > 0
     assert {(call.policy, call.version) for call in await served.calls()} == {("policy@0", 0)}
 
 

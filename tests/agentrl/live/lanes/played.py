@@ -21,9 +21,9 @@ from agentrl.live.documents import (
     put_version,
     told,
 )
+from agentrl.live.labels.marks import MARK, OUTCOME, SOURCE, Mark
 from agentrl.live.lanes.command import by_hand
 from agentrl.live.lanes.decide import Decider
-from agentrl.live.marks import MARK, OUTCOME, SOURCE, Mark
 from agentrl.live.table import policy_of
 from agentrl.store.base import Store
 from agentrl.types import (

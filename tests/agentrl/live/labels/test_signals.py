@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.live.signals import digest_of_session, posted, replies, result_of, task_of
+from agentrl.live.labels.signals import digest_of_session, posted, replies, result_of, task_of
 from agentrl.types import CORRECTION, FEEDBACK, Reward, Scope
 from tests import factories
 

@@ -25,8 +25,8 @@ from agentrl.errors import AgentRLError, ConfigError
 # isort: split
 from agentrl.algorithms.judges.judge import JudgeClient
 from agentrl.algorithms.judges.table import PointwiseJudge
-from agentrl.live.answering import Answer, Question, Settings, pack, read
-from agentrl.live.signals import NEXT_MESSAGE, VERIFIER, Message, Reply
+from agentrl.live.labels.answering import Settings, SignalRequest, SignalResponse, pack, read
+from agentrl.live.labels.signals import NEXT_MESSAGE, VERIFIER, Message, Reply
 from agentrl.live.table import live_of
 from agentrl.runners.processes.launcher import (
     LogPipe,
@@ -39,7 +39,7 @@ from agentrl.store.base import Store
 from agentrl.types import Trace
 
 log = logging.getLogger("agentrl.live")
-CHILD = ("-m", "agentrl.live.answering")
+CHILD = ("-m", "agentrl.live.labels.answering")
 PROCESSES = 2  # questions that are answered at the same time
 LOADING = 120.0  # seconds for a user's file to be imported
 LARGEST_PRINT = 2**16  # bytes that the user's functions may print about one session
@@ -65,7 +65,8 @@ class Asker:
         self._launcher = ProcessLauncher(env=environment_without_secrets())
         self._free: asyncio.Queue[Answering | None] = asyncio.Queue()
         self._store, self._config, self._said = store, config, set[tuple[str, str]]()
-        self._session, self._judge = aiohttp.ClientSession(), None  # type: JudgeClient | None
+        self._session = aiohttp.ClientSession()
+        self._judge: JudgeClient | None = None
 
     async def __aenter__(self) -> Asker:
         """Start a process, so that a function that cannot be used is an error now."""
@@ -73,11 +74,15 @@ class Asker:
         if name and not self._function:
             judge = PointwiseJudge(upstream=name, rubric=self._signals.rubric or RUBRIC)
             self._judge = JudgeClient(NEXT_MESSAGE, judge, self._config, self._store, self._session)
-        if self._verifies or self._function:
-            await self._launcher.start()
-            self._free.put_nowait(await Answering.start(self._launcher, self._settings))
         for _ in range(PROCESSES - 1):
             self._free.put_nowait(None)
+        try:
+            if self._verifies or self._function:
+                await self._launcher.start()
+                self._free.put_nowait(await Answering.start(self._launcher, self._settings))
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -91,7 +96,7 @@ class Asker:
         """The verifier's signals of a session, by name; empty if it has none."""
         if not self._verifies:
             return {}
-        answer = await self._ask(VERIFIER, Question(trace=trace))
+        answer = await self._ask(VERIFIER, SignalRequest(trace=trace))
         return answer.signals
 
     async def judge(self, replies: Sequence[Reply], subject: str) -> dict[str, float]:
@@ -102,12 +107,12 @@ class Asker:
         if self._judge is not None:
             values = await self._ask_model(self._judge, replies, subject)
         else:
-            values = (await self._ask(NEXT_MESSAGE, Question(replies=[*replies]))).judged
+            values = (await self._ask(NEXT_MESSAGE, SignalRequest(replies=[*replies]))).judged
         return {r.call: v for r, v in zip(replies, values, strict=False) if v is not None}
 
-    async def _ask(self, what: str, question: Question) -> Answer:
+    async def _ask(self, what: str, question: SignalRequest) -> SignalResponse:
         process = await self._free.get()
-        answer: Answer | None = None
+        answer: SignalResponse | None = None
         try:
             if process is None:
                 process = await Answering.start(self._launcher, self._settings)
@@ -127,7 +132,7 @@ class Asker:
             self._free.put_nowait(process)
         if answer is not None and answer.problem:
             self._say(what, answer.problem.split(maxsplit=1)[0], answer.problem)
-        return answer or Answer()
+        return answer or SignalResponse()
 
     async def _ask_model(
         self, judge: JudgeClient, replies: Sequence[Reply], subject: str
@@ -141,6 +146,8 @@ class Asker:
             self._say(NEXT_MESSAGE, "took too long", why)
         except (AgentRLError, KeyError) as error:
             self._say(NEXT_MESSAGE, "failed", f"gave no answer: {error}")
+        finally:
+            judge.forget_asked()  # else what was cancelled would be waited for
         return []
 
     def _say(self, what: str, kind: str, problem: str) -> None:
@@ -185,7 +192,7 @@ class Answering:
         one = cls(supervised, printed, *await asyncio.open_unix_connection(sock=ours))
         try:
             async with asyncio.timeout(LOADING):
-                problem = (await read(one._reader, Answer)).problem
+                problem = (await read(one._reader, SignalResponse)).problem
         except TimeoutError:
             problem = f"importing the verifier or judge takes longer than {LOADING:g} s"
         except ENDED:
@@ -195,11 +202,11 @@ class Answering:
             raise ConfigError(problem)
         return one
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: SignalRequest) -> SignalResponse:
         self._printed.reset()
         self._writer.write(pack(question))
         await self._writer.drain()
-        return await read(self._reader, Answer)
+        return await read(self._reader, SignalResponse)
 
     async def end(self) -> None:
         """Kill the process and its descendants, and wait for their end."""

@@ -20,7 +20,7 @@ import msgspec
 from agentrl.base import threads
 from agentrl.base.loading import load_attribute, raised
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.live.signals import VERIFIER, Reply, result_of, task_of
+from agentrl.live.labels.signals import VERIFIER, Reply, result_of, task_of
 from agentrl.runners.processes.supervisor import HEADER
 from agentrl.runners.scoring import verifiers
 from agentrl.store.rows import array_from_bytes, array_to_bytes
@@ -40,14 +40,14 @@ class Settings(msgspec.Struct, frozen=True):
     next_message: str = ""
 
 
-class Question(msgspec.Struct, frozen=True):
+class SignalRequest(msgspec.Struct, frozen=True):
     """A session to verify, or replies to judge."""
 
     trace: Trace | None = None
     replies: list[Reply] = []
 
 
-class Answer(msgspec.Struct, frozen=True):
+class SignalResponse(msgspec.Struct, frozen=True):
     """Values in 0..1: `signals` of the verifier by name, or one for each reply (None: nothing).
     Or the `problem`, a sentence without its subject."""
 
@@ -85,15 +85,15 @@ class Answerer:
         if path:
             self._judge = _judge(load_attribute(path, root, key="live.signals.next_message"))
 
-    async def answer(self, question: Question) -> Answer:
+    async def answer(self, question: SignalRequest) -> SignalResponse:
         try:
             if question.trace is not None:
-                return Answer(signals=await self._verify(question.trace))
-            return Answer(judged=[await self._judged(reply) for reply in question.replies])
-        except Nonsense as error:
-            return Answer(problem=str(error))
+                return SignalResponse(signals=await self._verify(question.trace))
+            return SignalResponse(judged=[await self._judged(reply) for reply in question.replies])
+        except (Nonsense, verifiers.VerifierError) as error:
+            return SignalResponse(problem=str(error).removeprefix("the verifier "))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user's code
-            return Answer(problem=f"raised {raised(error)}")
+            return SignalResponse(problem=f"raised {raised(error)}")
 
     async def _verify(self, trace: Trace) -> dict[str, float]:
         assert self._verifier is not None
@@ -146,13 +146,13 @@ async def serve(settings: Settings, fd: int) -> None:
     try:
         answerer = Answerer(settings)
     except AgentRLError as error:
-        writer.write(pack(Answer(problem=str(error))))
+        writer.write(pack(SignalResponse(problem=str(error))))
         await writer.drain()
         return
-    writer.write(pack(Answer()))
+    writer.write(pack(SignalResponse()))
     while True:
         try:
-            question = await read(reader, Question)
+            question = await read(reader, SignalRequest)
         except asyncio.IncompleteReadError:
             return
         writer.write(pack(await answerer.answer(question)))

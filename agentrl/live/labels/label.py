@@ -20,20 +20,31 @@ from msgspec.structs import replace
 
 from agentrl.config import RunConfig
 from agentrl.errors import NotFound, StoreError
-from agentrl.live import weighing
-from agentrl.live.asking import Asker
-from agentrl.live.marks import MARK, OUTCOME, SIGNAL, SOURCE, Mark, mark_of, outcome_of
-from agentrl.live.signals import NEXT_MESSAGE, digest_of_session, posted, replies
+from agentrl.live import people
+from agentrl.live.labels import weighing
+from agentrl.live.labels.asking import Asker
+from agentrl.live.labels.marks import (
+    MARK,
+    OUTCOME,
+    SIGNAL,
+    SOURCE,
+    Mark,
+    ended_of,
+    mark_of,
+    outcome_of,
+    user_of,
+)
+from agentrl.live.labels.signals import NEXT_MESSAGE, digest_of_session, posted, replies
+from agentrl.live.sessions import ended, oldest_first
 from agentrl.live.table import live_of
 from agentrl.store.base import Store
-from agentrl.types import SESSION, Reward, Rollout, RolloutState, Scope, StepReward, Trace
+from agentrl.types import Reward, Rollout, RolloutState, Scope, StepReward, Trace
 
 log = logging.getLogger("agentrl.live")
+Outliers = tuple[dict[str, str], dict[str, str]]  # `Ledger.contrary` and `Ledger.unlike`
 AT_ONCE = 16  # sessions that are asked about at the same time
 PAUSE = 0.2  # seconds between two looks, however much is written
 POLL = 60.0  # seconds after which the store is looked at again
-OUTLIER = "its user is an outlier, see `agentrl live users`"
-PAGE = 1000  # sessions that are read at once
 
 
 class Labeller:
@@ -45,33 +56,28 @@ class Labeller:
         self._store, self._run, self._asker, self._clock = store, config.name, asker, clock
         self._settings = live_of(config)
         self._weights = self._settings.signals.weight
-        self._ledger = weighing.Ledger(self._settings.people.per_user)
+        self._ledger = weighing.Ledger(self._settings.people.per_user, self._weights)
         self._asking: dict[str, asyncio.Task[None]] = {}  # by rollout
+        self._admitting = asyncio.Lock()
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._said: set[str] = set()
 
     async def start(self) -> None:
         """Read what is known of the sessions so far."""
-        after = None
-        while page := await self._store.rollouts(self._run, step=SESSION, after=after, limit=PAGE):
-            for row in page:
-                if mark := mark_of(row):
-                    self._ledger.remember(row.id, _user(row), mark)
-            after = page[-1].id
+        rows = [row async for row in people.all_sessions(self._store, self._run) if mark_of(row)]
+        for row in oldest_first(rows):
+            self._learn(row, mark_of(row) or Mark(ended=0.0, day=""))
 
     async def look(self) -> None:
         """Begin to label what has ended, and rewrite what got feedback."""
-        rows = await self._store.rollouts(self._run, group_state="settled")
-        sessions = [row for row in rows if row.step == SESSION]
-        known = [(row, mark) for row in sessions if (mark := mark_of(row))]
+        sessions = await ended(self._store, self._run)
+        known = [(row, self._with_posted(row, mark)) for row in sessions if (mark := mark_of(row))]
         for row, mark in known:
-            current = self._with_posted(row, mark)
-            self._ledger.remember(row.id, _user(row), current)
+            self._learn(row, mark)
         outliers = self._outliers()
         for row, mark in known:
-            current = self._weighed(row, self._with_posted(row, mark), outliers)
-            await self._write(row, current, {})
-        for row in sorted(sessions, key=_ended):
+            await self._write(row, self._weighed(row, mark, outliers), {})
+        for row in oldest_first(sessions):
             if mark_of(row) is None and row.id not in self._asking:
                 self._asking[row.id] = asyncio.create_task(self._label(row))
 
@@ -90,21 +96,29 @@ class Labeller:
 
     async def _label(self, row: Rollout) -> None:
         async with self._slots:
-            trace = await self._store.trace(row.id)
-            if trace is None:  # deleted since
-                return
-            user, day = _user(row), datetime.fromtimestamp(_ended(row), UTC).date().isoformat()
-            digest = digest_of_session(trace.transitions, row.task.get("version"))
-            mark = Mark(ended=_ended(row), day=day, digest=digest)
-            mark = replace(mark, held=self._ledger.admit(row.id, user, day, digest))
-            self._ledger.remember(row.id, user, mark)
+            async with self._admitting:  # in the order in which they ended
+                trace = await self._store.trace(row.id)
+                if trace is None:  # deleted since
+                    return
+                mark = self._admitted(trace)
             judged: dict[str, float] = {}
             if not mark.held and row.state is RolloutState.SUCCEEDED and trace.transitions:
                 mark, judged = await self._asked(mark, trace)
             mark = self._with_posted(trace.rollout, mark)
-            self._ledger.remember(row.id, user, mark)
-            mark = self._weighed(row, mark, self._outliers())
-            await self._write(trace.rollout, mark, judged)
+            self._learn(row, mark)
+            await self._write(trace.rollout, self._weighed(row, mark, self._outliers()), judged)
+
+    def _admitted(self, trace: Trace) -> Mark:
+        """A mark that says whether the session counts."""
+        row = trace.rollout
+        day = datetime.fromtimestamp(ended_of(row), UTC).date().isoformat()
+        digest = digest_of_session(trace.transitions, row.task.get("version"))
+        mark = Mark(ended=ended_of(row), day=day, digest=digest)
+        return replace(mark, held=self._ledger.admit(row.id, user_of(row), mark))
+
+    def _learn(self, row: Rollout, mark: Mark) -> None:
+        self._ledger.admit(row.id, user_of(row), mark)
+        self._ledger.learn(row.id, user_of(row), mark)
 
     async def _asked(self, mark: Mark, trace: Trace) -> tuple[Mark, dict[str, float]]:
         """The mark with the verifier's and the judge's signals, and those of calls."""
@@ -121,7 +135,7 @@ class Labeller:
         for name in given.keys() - self._weights.keys() - self._said:
             self._said.add(name)
             log.warning(
-                "feedback %r has no weight in live.signals.weights: it is kept and not learned from",
+                "feedback %r has no weight in live.signals.weights: it is kept, not learned from",
                 name,
             )
         explicit = any(self._weights.get(name) for name in given)
@@ -131,24 +145,31 @@ class Labeller:
         late = round(max(0.0, self._clock() - mark.ended), 1)
         return dict.fromkeys(signals, late) | mark.delays
 
-    def _weighed(self, row: Rollout, mark: Mark, outliers: dict[str, str]) -> Mark:
-        """The mark, without what was posted by an outlier."""
-        out = mark.posted and _user(row) in outliers
-        return replace(mark, ignored=OUTLIER if out else "")
+    def _weighed(self, row: Rollout, mark: Mark, outliers: Outliers) -> Mark:
+        """The mark with why the session, or what was posted, does not count."""
+        user, (contrary, unlike) = user_of(row), outliers
+        held = self._ledger.admit(row.id, user, mark)
+        if not held and user in unlike and self._ledger.is_beyond(row.id, user, mark.day):
+            held = weighing.UNLIKE
+        ignored = weighing.CONTRARY if mark.posted and user in contrary else ""
+        return replace(mark, held=held, ignored=ignored)
 
-    def _outliers(self) -> dict[str, str]:
-        found = self._ledger.outliers()
-        for user in found.keys() - self._said:
-            self._said.add(user)
-            log.warning("user %s is an outlier, its votes are held back: %s", user, found[user])
+    def _outliers(self) -> Outliers:
+        found = self._ledger.contrary(), self._ledger.unlike()
+        for users, what in zip(found, ("votes", "most sessions"), strict=True):
+            for user, why in users.items():
+                if (about := f"{what} of user {user}") not in self._said:
+                    self._said.add(about)
+                    log.warning("%s are held back: %s", about, why)
         return found
 
     async def _write(self, row: Rollout, mark: Mark, judged: dict[str, float]) -> None:
         """Write a label unless it is written already."""
         outcome = weighing.weighted(mark.signals, self._weights)
-        if math.isnan(outcome) and _had_outcome(row) and not mark.held:
-            mark = replace(mark, held=mark.ignored or "no signal of it has a weight")
-        if mark == mark_of(row) and (mark.held or _same(outcome, outcome_of(row))):
+        if math.isnan(outcome) and mark.ignored and _had_outcome(row):
+            mark = replace(mark, held=mark.ignored)  # its reward cannot be taken away
+        known = math.isnan(outcome) or outcome == outcome_of(row)
+        if mark == mark_of(row) and (mark.held or known):
             return
         note = msgspec.json.encode(mark).decode()
         rewards = [Reward(name=MARK, value=1.0, source=SOURCE, note=note)]
@@ -162,22 +183,8 @@ class Labeller:
             return
 
 
-def _user(row: Rollout) -> str:
-    return str(row.task.get("user") or "")
-
-
-def _ended(row: Rollout) -> float:
-    """When a session ended, as the gateway wrote it."""
-    ended = row.result.get("ended") if isinstance(row.result, dict) else None
-    return float(ended or 0.0)
-
-
 def _had_outcome(row: Rollout) -> bool:
     return any(r.source == SOURCE and r.name == OUTCOME for r in row.rewards)
-
-
-def _same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 async def run(store: Store, config: RunConfig) -> None:

@@ -128,6 +128,15 @@ def posted(rewards: Iterable[Reward]) -> dict[str, float]:
     return {name: fmean(values) for name, values in of_calls.items()} | whole
 
 
+def unfit(name: str, value: float | None) -> str:
+    """Why feedback cannot be a signal; empty if it can."""
+    if name in ASKED:
+        return f"{name!r} is the name of a signal that is not posted; choose another"
+    if value is not None and not 0 <= value <= 1:
+        return f"the value {value:g} of {name!r:.80} is not between 0 and 1; scale it"
+    return ""
+
+
 def task_of(calls: Sequence[Transition]) -> Message:
     """The task that a verifier sees: the first thing that the user said."""
     users = (m for call in calls for m in call.messages if m.get("role") == "user")

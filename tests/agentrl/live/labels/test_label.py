@@ -9,8 +9,8 @@ import math
 import pytest
 
 from agentrl.config import resolve
-from agentrl.live.label import Labeller
-from agentrl.live.marks import SOURCE, is_lost, is_ready, mark_of, outcome_of
+from agentrl.live.labels.label import Labeller
+from agentrl.live.labels.marks import SOURCE, is_lost, is_ready, mark_of, outcome_of
 from agentrl.runners.sessions.feedback import Feedback, give_feedback
 from agentrl.store import open_store
 from agentrl.types import StepCommit
@@ -81,8 +81,12 @@ async def test_what_is_labelled_is_asked_about_once_and_written_once(store):
 class Cut(Scripted):
     """A watch that is killed while it asks."""
 
+    def __init__(self, **verified):
+        super().__init__(**verified)
+        self.begun = asyncio.Event()
+
     async def verify(self, trace):
-        await super().verify(trace)
+        self.begun.set()
         await asyncio.Event().wait()
 
 
@@ -91,8 +95,7 @@ async def test_a_watch_that_is_killed_while_it_asks_goes_on_with_the_next_start(
     one = labeller(store, asker := Cut(good=1.0))
     await one.start()
     await one.look()
-    while not asker.asked:
-        await asyncio.sleep(0)
+    await asker.begun.wait()
     for task in one._asking.values():
         task.cancel()
     assert mark_of(await row_of(store, id)) is None
@@ -143,17 +146,8 @@ async def test_late_feedback_rewrites_the_outcome_until_the_session_is_trained(s
     assert is_ready(row, NOW, 1e9)  # a user who has said something need not be waited for
     state = await store.run(RUN)
     await store.claim_groups(RUN, state.epoch, 1)
-    await store.commit_step(
-        StepCommit(
-            run=RUN,
-            epoch=state.epoch,
-            step=0,
-            groups=[row.group],
-            versions={},
-            checkpoint=None,
-            metrics={},
-        )  # fmt: skip
-    )
+    step = {"step": 0, "versions": {}, "checkpoint": None, "metrics": {}}
+    await store.commit_step(StepCommit(run=RUN, epoch=state.epoch, groups=[row.group], **step))
     await give_feedback(store, RUN, Feedback(session="a", value=1.0))
     await one.look()
     row = await row_of(store, id)
@@ -215,4 +209,4 @@ async def test_votes_of_an_outlier_are_held_back_and_it_is_said(store, caplog):
         assert bool(mark_of(row).ignored) == (user == "bad")
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == 1
-    assert "user bad is an outlier" in said[0]
+    assert "votes of user bad are held back: its votes are 1.00 from" in said[0]
