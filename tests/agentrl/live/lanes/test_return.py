@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from agentrl.live.documents import told
-from agentrl.live.marks import outcome_of
+from agentrl.live.labels.marks import outcome_of
 from agentrl.live.table import policy_of
 from agentrl.runners.sessions.feedback import session_group
 from agentrl.store.base import Store
