@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from agentrl.config import RunConfig, resolve
-from agentrl.live.documents import Lanes, decide
+from agentrl.live.documents import Lanes
 from agentrl.live.gateway import chosen, serve
 from agentrl.live.labels.marks import RESULT_ENDED
 from agentrl.live.sessions import ended
@@ -28,7 +28,7 @@ from agentrl.types import (
     RolloutState,
     Transition,
 )
-from tests.agentrl.live.shop import until
+from tests.agentrl.live.shop import move, until
 from tests.runners.conftest import FakeModel
 
 RUN = "shop"
@@ -93,14 +93,18 @@ class Served:
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     (tmp_path / "runs").mkdir()
     given: dict[str, Any] = {"name": RUN, "store": f"sqlite:///{tmp_path}/shop.db"}
-    given |= {"output": str(tmp_path / "runs"), "live": {"running": True}, "policy": {"model": "x"}}
+    given |= {
+        "output": str(tmp_path / "runs"),
+        "live": {"running": True, "people": {"token": False}},
+        "policy": {"model": "x"},
+    }
     config, model = resolve(given, source="test"), FakeModel(version=None)
     await model.start()
     async with open_store(config.store) as store:
         await store.open_run(RUN, {})
         served = Served(config, store, model)
         await served.publish(0)
-        await decide(store, RUN, FIRST)
+        await move(store, FIRST, kind="first", version=0)
         await served.start()
         yield served
         await served.end()
@@ -170,7 +174,7 @@ async def test_a_call_that_was_perhaps_not_read_is_answered_again_and_trained_on
 
 async def test_calls_of_a_retired_version_go_on_with_the_serving_one(served: Served) -> None:
     await served.publish(0, 1)
-    await decide(served.store, RUN, Lanes(serving=0, candidate=1, share=1.0))
+    await move(served.store, Lanes(serving=0, candidate=1, share=1.0), kind="candidate", version=1)
 
     async def seated() -> bool:
         await served.say("hi", x_session_id=f"s{len(await served.sessions())}")
@@ -188,7 +192,7 @@ async def test_calls_of_a_retired_version_go_on_with_the_serving_one(served: Ser
     (ours,) = await until(begun, what="the session has begun")
     assert (ours.task["lane"], ours.seats) == ("candidate", {"policy": "policy@1"})
     await served.publish(0)
-    await decide(served.store, RUN, Lanes(serving=0, retired=[1]))
+    await move(served.store, FIRST, kind="taken back", version=1)
     async with asyncio.timeout(20):
         await waiting
     ((call,),) = (await served.store.calls([ours.id])).values()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from math import inf
 
-from agentrl.live.documents import Event, Lanes, Told, Version
-from agentrl.live.versions import Lineage, Reset, is_bad, pending, wanted_of
+from agentrl.live.documents import Event, EventKind, Lanes, Told, Version
+from agentrl.live.versions import Lineage, Reset, pending, wanted_of
 
 
 def version(number: int) -> Version:
     return Version(version=number, step=number, path="", offered=float(number))
 
 
-def event(kind: str, number: int, **evidence: object) -> Event:
-    return Event(time=0.0, kind=kind, version=number, serving=0, why="", evidence=evidence)
+def event(kind: EventKind, number: int, lanes: Lanes) -> Event:
+    return Event(time=0.0, kind=kind, version=number, lanes=lanes, why="")
 
 
 def test_lag_counts_updates_on_the_way_to_the_learner() -> None:
@@ -40,19 +40,13 @@ def test_lineage_comes_back_from_a_checkpoint() -> None:
 
 
 def test_an_offered_version_is_served_until_something_is_decided_of_it() -> None:
-    known = Told(lanes=Lanes(serving=0), versions={0: version(0), 3: version(3)})
+    lanes, both = Lanes(serving=0), {0: version(0), 3: version(3)}
+    known = Told(versions=both, events=[event("first", 0, lanes)])
     assert pending(known) == {3}
     assert wanted_of(known) == {0, 3}
-    dropped = Told(lanes=known.lanes, versions=known.versions, events=[event("dropped", 3)])
+    dropped = Told(versions=both, events=[*known.events, event("dropped", 3, lanes)])
     assert pending(dropped) == set()
     assert wanted_of(dropped) == {0}
-    both = Told(lanes=Lanes(serving=3, candidate=0), versions=known.versions)
-    assert wanted_of(both) == {0, 3}
-
-
-def test_which_decisions_send_the_learner_back() -> None:
-    assert is_bad(event("taken back", 3))
-    assert is_bad(event("rolled back", 3))
-    assert is_bad(event("dropped", 3, worse=True))
-    assert not is_bad(event("dropped", 3))
-    assert not is_bad(event("promoted", 3))
+    before = Lanes(serving=3, previous=0)
+    promoted = Told(versions=both, events=[*known.events, event("promoted", 3, before)])
+    assert wanted_of(promoted) == {0, 3}
