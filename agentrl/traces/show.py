@@ -15,7 +15,7 @@ from agentrl.base.images import describe, described
 from agentrl.base.span_names import DIFF
 from agentrl.errors import StoreError
 from agentrl.store import Store, open_store
-from agentrl.telemetry.spelling import spelling
+from agentrl.traces.spelling import spelling
 from agentrl.types import POLICY, Json, Rollout, RolloutState, Trace, Transition
 
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
