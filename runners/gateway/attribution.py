@@ -76,6 +76,7 @@ class ActiveAttempt:
     sealed: bool = False  # only calls with its key are accepted
     scoring: bool = False  # a verifier's: reaches frozen endpoints only
     recorded: bool = True  # whether calls and spans are stored; a verifier's are not
+    lenient: bool = False  # whether it is answered if the store fails, and no longer recorded
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)  # its secret
     calls: int = 0  # requests so far
     stored: int = 0  # calls so far, also those not yet durable: the next one's `index`

@@ -348,6 +348,10 @@ class CallHandler:
         try:
             kept = await self._active.sight.add(self._store, self._call, rows)
         except StoreError as error:
+            if self._active.lenient:
+                self._active.recorded = False
+                self._upstream.warn_once("calls are answered and not recorded: %s", error)
+                return
             message = f"the call was not stored: {error}"
             self._call.fail(message)
             unknown = not isinstance(error, STORE_REFUSALS)
