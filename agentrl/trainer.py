@@ -245,8 +245,7 @@ async def supervise(
     also: more work, whose error ends the run; play: file of an evaluation plan to play instead;
     verb: of `agentrl algorithm`; alone: without what parts run beside it."""
     config, output = hide_secrets(config), Path(config.output)
-    logs = make_folder(output / "logs")
-    console = console or Console()
+    logs, console = make_folder(output / "logs"), console or Console()
     async with contextlib.AsyncExitStack() as stack:
         # Runners read the settings from the store; this also fences a leftover algorithm process.
         settings = msgspec.to_builtins(config)

@@ -54,6 +54,17 @@ def checkpoint_at(path: Path) -> SavedCheckpoint:
     return SavedCheckpoint(path.resolve(), int(named[1]))
 
 
+def named(config: RunConfig, checkpoint: Path) -> Path:
+    """A directory, or one of the run's checkpoints by its name, such as `best`. Raises ConfigError
+    if there is none."""
+    own = Path(config.output, "checkpoints")
+    if found := [path for path in (checkpoint, own / checkpoint) if path.is_dir()]:
+        return found[0]
+    names = ", ".join(sorted(path.name for path in own.glob("*") if path.is_dir()))
+    known = f"; in {own} are {names}" if names else ""
+    raise ConfigError(f"{checkpoint}: no such checkpoint directory{known}")
+
+
 def checkpoints_of(config: RunConfig) -> list[SavedCheckpoint]:
     """The checkpoints of a run on disk, oldest first."""
     folder = Path(config.output, "checkpoints")

@@ -13,15 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.algorithms.sampling.evaluate import MOST_TRIALS
-from agentrl.base.failures import one_line
+from agentrl.base.failures import how_many, one_line
 from agentrl.base.parts import has, installed_plugins
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
 from agentrl.store.base import Store
-from agentrl.telemetry.show import in_words, render_trace
-from agentrl.types import FailureCount, Purpose, Rollout, RolloutState, StepRow
+from agentrl.types import FailureCount, Purpose, RolloutState, StepRow
 
-LOOK_BACK = 3  # last evaluations to search for examples
 MOST_COUNTED_FAILURES = 1000  # most failed rollouts whose kinds are counted
 FUNCTIONS = "eval/function/"  # metrics of `eval.functions`
 
@@ -42,11 +40,10 @@ async def print_report(
     for point in installed_plugins("reports"):
         if (shown := point.load()(steps)) is not None:
             console.print(shown)
-    for title, rollout in (await _examples(store, config, steps)).items():
-        trace = await store.trace(rollout.id)
-        if trace:
+    for point in installed_plugins("examples"):
+        async for title, shown in point.load()(store, config, steps):
             console.print(f"[bold]{title}[/]")
-            console.print(render_trace(await in_words(store, trace), longest=400))
+            console.print(shown)
     rows = [times(config, steps, seconds), await _failures(store, config)]
     rows.append("; ".join(untrained_sentences(steps)))
     verdicts = [point.load()(config, steps) for point in installed_plugins("verdicts")]
@@ -169,23 +166,6 @@ async def _outcomes(store: Store, config: RunConfig, steps: list[StepRow]) -> li
     ]
 
 
-async def _examples(store: Store, config: RunConfig, steps: list[StepRow]) -> dict[str, Rollout]:
-    """Title -> a successful and an unsuccessful rollout from the last evaluations; one that failed
-    only if no other was unsuccessful, because `_failures` tells of it."""
-    found: dict[str, Rollout] = {}
-    evaluated = [row.step for row in steps if any(name.startswith("eval/") for name in row.metrics)]
-    for step in evaluated[: -LOOK_BACK - 1 : -1]:
-        rows = await store.rollouts(config.name, purpose=Purpose.EVAL, step=step)
-        for row in sorted(rows, key=lambda row: row.state is RolloutState.FAILED):
-            good = row.state is RolloutState.SUCCEEDED and row.reward() > 0
-            found.setdefault("A success" if good else "A failure", row)
-        if len(found) == 2:
-            break
-    after = ", after {} steps" if config.steps else ""
-    titles = sorted(found, reverse=True)
-    return {title + after.format(found[title].step): found[title] for title in titles}
-
-
 async def _failures(store: Store, config: RunConfig) -> str:
     """A sentence with the number of failed rollouts, by kind, and the last message; without those
     for which an earlier start ended, before it was mended."""
@@ -209,7 +189,7 @@ async def _failures(store: Store, config: RunConfig) -> str:
     last = await store.trace(rows[0].id)
     failure = last.rollout.failure if last is not None else None
     message = "" if failure is None else failure.message
-    return f"{number} rollouts failed ({counts}); the last one: {message}"
+    return f"{how_many(number)} ({counts}); the last one: {message}"
 
 
 def untrained_calls(steps: Iterable[StepRow]) -> tuple[int, int]:

@@ -286,9 +286,7 @@ class SqlStore:
         limits = maintenance.limits(now, run, keep_last, older_than)
         return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)
 
-    async def forget(
-        self, rollouts: Sequence[str], *, dry_run: bool = False
-    ) -> records.Forgotten:
+    async def forget(self, rollouts: Sequence[str], *, dry_run: bool = False) -> records.Forgotten:
         delete = partial(forgetting.forget, rollouts=rollouts, dry_run=dry_run)
         return await self._writer.post(answer_once(delete, records.Forgotten))
 

@@ -20,6 +20,13 @@ def agentrl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return warm.run("-m", "agentrl", *arguments, cwd=cwd, timeout=60)
 
 
+def test_the_list_of_commands_has_whole_sentences() -> None:
+    text = " ".join(CliRunner().invoke(cli, ["--help"]).output.split())
+    assert "..." not in text
+    assert "Print whether RUN learned and, if not, why: likeliest reasons first" in text
+    assert "The algorithm process" not in text  # which people do not start
+
+
 def test_dry_run_prints_a_run_file(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("seed = 1\n")
     arguments = [
@@ -93,6 +100,7 @@ def test_what_endpoints_answer_alone_has_no_checkpoint(folder: Path) -> None:
     assert "[upstreams] answer every call, so a checkpoint has no effect" in refused.stderr
 
 
+@pytest.mark.part
 def test_show_names_what_is_missing(folder: Path) -> None:
     arguments = ["show", "run/train/0000000/0000"]
     missing = agentrl(*arguments, cwd=folder)

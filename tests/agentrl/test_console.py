@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from agentrl.base.parts import has
 from agentrl.base.processes import LOG_LEVEL, PHASE, log_phase
 from agentrl.config import resolve
 from agentrl.store import open_store
@@ -164,6 +165,13 @@ def test_rewards_are_percentages_until_one_is_no_fraction(tmp_path: Path) -> Non
     assert progress.scores_line(progress.rows[0]) == "untrained:  held-out 0.500"
 
 
+def test_a_step_on_pairs_says_which_way_the_chosen_went(tmp_path: Path) -> None:
+    config = resolve({"name": "r", "output": str(tmp_path), "steps": 9}, source="test")
+    for drop, said in ((0.25, "chosen -0.250"), (-0.061, "chosen +0.061")):
+        row = stepped(0, data_epochs=1.0, logps_chosen_drop=drop)
+        assert f"log-prob of the {said}" in Progress(config, [row]).line(row)
+
+
 def test_a_score_of_few_tasks_is_said_with_its_interval(tmp_path: Path) -> None:
     config = resolve({"name": "r", "output": str(tmp_path), "steps": 9}, source="test")
     bounds = {"eval_score_low": 0.3, "eval_score_high": 0.95}
@@ -289,5 +297,5 @@ async def test_an_evaluation_alone_says_of_no_policy_that_it_is_untrained(tmp_pa
     assert isinstance(console.file, io.StringIO)
     said = console.file.getvalue()
     assert "\nheld-out 50.0%\n" in said
-    assert "A failure\n" in said
+    assert ("A failure\n" in said) == has("traces")
     assert not any(word in said for word in ("untrained", "0 steps"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,12 +11,13 @@ import aiohttp
 import pytest
 
 from agentrl.config import RunConfig, resolve
-from agentrl.live.documents import Event, Lanes, decide, told
+from agentrl.live.documents import Lanes, told
 from agentrl.live.gateway import LiveSessions
 from agentrl.live.people import TOKEN, secret_of, user_id
 from agentrl.store import open_store
 from agentrl.types import PolicyVersion
 from tests.agentrl.live.sessions import RUN
+from tests.agentrl.live.shop import move
 from tests.agentrl.live.test_people import on_disk
 from tests.runners.conftest import FakeModel
 
@@ -74,8 +74,7 @@ async def front(tmp_path, model, **tables: Any) -> AsyncIterator[Front]:
                 run=RUN, policy=policy, version=0, base_url=model.base_url, model="tiny"
             )
             await store.publish(row)
-        event = Event(time=time.time(), kind="first", version=0, serving=0, why="the first")
-        await decide(store, RUN, Lanes(serving=0), event)
+        await move(store, Lanes(serving=0), kind="first", version=0)
         sessions = LiveSessions(store, config)
         await asyncio.to_thread(sessions.gateway.start)
         tasks = [sessions.gateway.spawn(work) for work in (sessions.keep(), sessions.follow())]
