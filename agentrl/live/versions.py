@@ -173,7 +173,8 @@ class Versions:
         served = [one.version for one in known.events if one.kind in ("first", "promoted")]
         kept = wanted | self.served | set(served[-KEPT:]) | {min(known.versions, default=0)}
         for row in known.versions.values():
-            if row.version not in kept and row.kind != "offered by hand":
+            own = row.kind != "offered by hand" and row.version not in kept
+            if own and self.folder(row.version).is_dir():
                 delete_directory(self.folder(row.version))
 
     def _path(self, version: Version) -> Path:
