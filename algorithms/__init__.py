@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING
 from agentrl.base.late import late
 
 if TYPE_CHECKING:
-    from agentrl.algorithms.credit.baselines import Ema as Ema
-    from agentrl.algorithms.credit.call_credit import CallRewards as CallRewards
-    from agentrl.algorithms.credit.call_credit import PotentialShaping as PotentialShaping
     from agentrl.algorithms.credit.call_credit import Returns as Returns
-    from agentrl.algorithms.credit.call_credit import StepGae as StepGae
-    from agentrl.algorithms.credit.call_credit import TurnDiscount as TurnDiscount
     from agentrl.algorithms.credit.core import AllFilters as AllFilters
     from agentrl.algorithms.credit.core import Credit as Credit
     from agentrl.algorithms.credit.core import CriticValues as CriticValues
@@ -26,6 +21,11 @@ if TYPE_CHECKING:
     from agentrl.algorithms.credit.core import rewards as rewards
     from agentrl.algorithms.credit.core import standardise as standardise
     from agentrl.algorithms.credit.core import weighted_sum as weighted_sum
+    from agentrl.algorithms.credit_blocks.calls import CallRewards as CallRewards
+    from agentrl.algorithms.credit_blocks.calls import PotentialShaping as PotentialShaping
+    from agentrl.algorithms.credit_blocks.calls import StepGae as StepGae
+    from agentrl.algorithms.credit_blocks.calls import TurnDiscount as TurnDiscount
+    from agentrl.algorithms.credit_blocks.running_means import Ema as Ema
     from agentrl.algorithms.data.batch import Batch as Batch
     from agentrl.algorithms.objective.core import Algo as Algo
     from agentrl.algorithms.objective.core import Average as Average
@@ -45,10 +45,11 @@ if TYPE_CHECKING:
 
 # Imported lazily: torch takes seconds to import, and most commands do not need it.
 LATE = {
-    "credit.baselines": "Ema",
     "credit.core": "AllFilters Credit CriticValues Gae GroupRelative RewardToGo TokenKLPenalty "
     "Whiten ZeroAdvantage rewards standardise weighted_sum",
-    "credit.call_credit": "CallRewards PotentialShaping Returns StepGae TurnDiscount",
+    "credit.call_credit": "Returns",
+    "credit_blocks.calls": "CallRewards PotentialShaping StepGae TurnDiscount",
+    "credit_blocks.running_means": "Ema",
     "data.batch": "Batch",
     "objective.core": "Algo Average Gate KLPenalty",
     "objective.ratios": "Clip InRange Ratio RatioInRange Truncate TrustRegion",

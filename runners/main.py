@@ -29,7 +29,6 @@ from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.hooks import role_rules, runner_hooks
 from agentrl.runners.scoring import verifiers
-from agentrl.runners.tracing import core as tracing
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -140,8 +139,6 @@ async def attempt_runner(
         executor = make_executor(config, agent=agent, given=given, **place)
         scores = verifiers.load(verifier, config.verifier.rewards, root)
         asyncio.get_running_loop().set_default_executor(DaemonThreads())
-        if config.runner.framework_spans:
-            tracing.instrument_frameworks()
         workspaces = next(filter(None, (part.workspaces(url) for part in hooks)), None)
         if workspaces is not None:
             stack.push_async_callback(workspaces.close)

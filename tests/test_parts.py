@@ -13,7 +13,7 @@ from typing import Any
 import grimp
 import pytest
 
-from agentrl.base.parts import KNOWN, Part, index, parts
+from agentrl.base.parts import KINDS, KNOWN, Part, index, parts
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {  # the folder of each part, by its name
@@ -37,7 +37,7 @@ def part_of(module: str) -> str | None:
 def test_the_spine_imports_no_part_and_a_part_only_those_that_it_declares(
     graph: grimp.ImportGraph,
 ) -> None:
-    uses = {part.name: {part.name, *part.uses} for part in OWN}
+    uses = {part.name: {part.name, *part.uses, *part.needs} for part in OWN}
     wrong = [
         f"{importer} imports {imported} of the part {part_of(imported)!r}"
         for importer in sorted(graph.modules)
@@ -62,7 +62,7 @@ def test_the_spine_asks_for_no_kind_that_a_part_contributes(graph: grimp.ImportG
 
 def test_what_parts_contribute_is_in_their_folders() -> None:
     for part in OWN:
-        for kind in Part.__struct_fields__[4:]:
+        for kind in KINDS:
             for name, target in getattr(part, kind).items():
                 assert target.startswith(f"{FOLDERS[part.name]}."), (part.name, kind, name)
 
@@ -84,6 +84,7 @@ def test_a_record_imports_nothing_of_its_part() -> None:
 
 TABLES = sorted({one for part in OWN for one in (*part.tables.values(), *part.kinds.values())})
 VALUES = {  # of settings that need another one than "x"
+    "runner.framework_spans": "true",
     "eval.functions": '["f.py:f"]', "reference.target_kl": "0.1", "tasks.order": "difficulty",
 }  # fmt: skip
 NAMES = {point.name: point.load() for point in entry_points(group="agentrl.parts")}
@@ -130,7 +131,8 @@ def test_without_a_part_the_others_import_train_and_what_needs_it_says_so(
 ) -> None:
     there = found[name]
     assert "error" not in there, there["error"]
-    assert there["parts"] == (0 if name == "all" else len(parts()) - 1)
+    left = [part for other, part in NAMES.items() if name not in (other, "all")]
+    assert there["parts"] == sum(NAMES[name].name not in part.needs for part in left)
     for sentence in there["sentences"]:
         assert f"it belongs to the part {NAMES[name].name!r}" in sentence
     assert there["steps"] == 2

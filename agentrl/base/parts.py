@@ -26,7 +26,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # in messages, such as "prompt search"
     summary: str  # what a user gets, in a sentence
-    uses: tuple[str, ...] = ()  # names of the other parts that it imports
+    uses: tuple[str, ...] = ()  # names of the other parts that it imports, at their first use
+    needs: tuple[str, ...] = ()  # those without which nothing of it can be imported
     outputs: tuple[str, ...] = ()  # names in the folder of a run, which `--fresh` deletes
     tables: Objects = {}  # of the run file, by path: `config.base.Section`, or type of a text
     kinds: Objects = {}  # of tables with several kinds, as "engine vllm": `config.base.KindSection`
@@ -37,6 +38,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     starts: Objects = {}  # before `agentrl train`: config -> warnings; raises ConfigError
     settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError
     hints: Objects = {}  # at what a mistake in a run file means, by its kind: see `hint`
+    forecasts: Objects = {}  # of a run, for `train --dry-run`: config -> lines
     estimates: Objects = {}  # of a run, before it starts: (a policy's view, its model) -> lines
     memory: Objects = {}  # of a run: (a policy's view, its model) -> (frozen weights, bytes by use)
     beside: Objects = {}  # beside a run: (config, its file, console) -> its process, or None
@@ -53,8 +55,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     imitated: Objects = {}  # a tiny model, of its conversations: (model, rows) -> problem, or ""
     training: Objects = {}  # of a training run: config -> `algorithms.train.hooks.Hooks`, or None
     runner: Objects = {}  # by setting: (config, root) -> `runners.hooks.RunnerHooks`, or None
+    tracing: Objects = {}  # in processes of agents, before each attempt: () -> None
     candidates: Objects = {}  # without policies: (store, config, state) -> id of its texts, or None
     figures: Objects = {}  # of a step, on the console: its metrics -> {label: text}
+    examples: Objects = {}  # of a finished run: (store, config, steps) -> titles, what rich prints
     reports: Objects = {}  # of a finished run: its `StepRow`s -> something rich prints, or None
     loaders: Objects = {}  # of models: (name, shape, config, options) -> (model, info), or None
     tokenizers: Objects = {}  # of a policy, once loaded: (tokenizer, the policy's view) -> None
@@ -77,14 +81,17 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     libraries: Objects = {}  # by the name of a module that users import: an object in it
 
 
-KINDS = Part.__struct_fields__[4:]  # of what parts contribute
+KINDS = Part.__struct_fields__[5:]  # of what parts contribute
 
 
 @cache
 def parts() -> tuple[Part, ...]:
-    """The installed parts, by name. A module of a part's record imports nothing but this one."""
-    found = (point.load() for point in _entry_points(GROUP, tuple(sys.path)))
-    return tuple(sorted(found, key=lambda part: part.name))
+    """The installed parts that have what they need, by name. A module of a part's record imports
+    nothing but this one."""
+    found: list[Part] = [point.load() for point in _entry_points(GROUP, tuple(sys.path))]
+    there = {part.name for part in found}
+    whole = (part for part in found if there.issuperset(part.needs))
+    return tuple(sorted(whole, key=lambda part: part.name))
 
 
 def installed_plugins(kind: str) -> EntryPoints:

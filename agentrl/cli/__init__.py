@@ -63,7 +63,9 @@ class CommandGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """With whole sentences, which click cuts off at the end of a line."""
         found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
-        rows = [(name, one.get_short_help_str(WHOLE)) for name, one in found if one and not one.hidden]
+        rows = [
+            (name, one.get_short_help_str(WHOLE)) for name, one in found if one and not one.hidden
+        ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from pathlib import Path
@@ -30,7 +29,7 @@ from agentrl.cli import (
 )
 from agentrl.cli.settings import show_settings
 from agentrl.cli.store import store as store_group
-from agentrl.config import RunConfig, load, store_with
+from agentrl.config import RunConfig, load
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import AgentRLError, user_message
 
@@ -98,17 +97,6 @@ def train(
         trainer.check(config)
         go_back(config, start, take_over=take_over)
     trainer.run_training(config, fresh=fresh, take_over=take_over, level=level)
-
-
-@cli.command()
-@click.argument("rollout")
-@click.option("--store", help="Store URL; default: the store of the rollout's run.")
-@click.option("--prompt", is_flag=True, help="Print what the policy read, as its template renders.")
-def show(rollout: str, store: str | None, prompt: bool) -> None:
-    """Print the trace of ROLLOUT: every message, tool call, reward and failure."""
-    from agentrl.telemetry.show import show_rollout
-
-    asyncio.run(show_rollout(store or store_with(rollout), rollout, prompts=prompt))
 
 
 @cli.group(cls=CommandGroup, path="export")

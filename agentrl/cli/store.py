@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import click
 
 from agentrl.cli import CommandGroup
-from agentrl.errors import NotFound, StoreError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
@@ -26,17 +24,3 @@ def age(_: click.Context, __: click.Parameter, value: str | None) -> float | Non
     if parts is None:
         raise click.BadParameter(f"{value!r} is no age: write it like 90s, 30m, 12h, 7d or 2w.")
     return float(parts[1]) * UNITS[parts[2]]
-
-
-def only_store() -> str:
-    """URL of the store below runs/. Raises StoreError if there is none or more than one."""
-    folder = Path("runs")
-    found = sorted([*folder.glob("store.db"), *folder.glob("*/store.db")])
-    if not found:
-        raise NotFound(f"There is no store below {folder}/: name one with --store.")
-    if len(found) > 1:
-        raise StoreError(
-            f"There are {len(found)} stores below {folder}/ ({', '.join(map(str, found))}): "
-            "choose one with --store."
-        )
-    return f"sqlite:///{found[0]}"

@@ -19,7 +19,7 @@ from agentrl.coding_agents import control
 from agentrl.coding_agents.runs import Runs, printed_by
 from agentrl.coding_agents.text import hidden, page
 from agentrl.errors import AgentRLError, NotFound
-from agentrl.telemetry.show import in_words, render_trace, state_in_words
+from agentrl.traces.show import in_words, render_trace, state_in_words
 from agentrl.types import RolloutState
 
 INSTRUCTIONS = """\

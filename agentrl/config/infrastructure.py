@@ -7,10 +7,11 @@ kinds, which derive from it; `schema` has them all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from agentrl.base.access import Access, read_key
+from agentrl.base.parts import missing
 from agentrl.config.base import (
     EXTERNAL,
     Count,
@@ -202,6 +203,10 @@ class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
     @property
     def executor(self) -> str:
         return kind_of(self)
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.framework_spans and (why := missing("runner", "runner.framework_spans")):
+            yield f"runner.framework_spans: {why}"
 
     def enclosure(self, name: str, folder: str, env: Mapping[str, str]) -> Enclosure | None:
         """For a program in the agent's environment, with access to `folder`; None: it runs on this

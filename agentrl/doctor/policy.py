@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from agentrl.algorithms.model import estimate
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.load import vocabulary_gap, vocabulary_size
 from agentrl.algorithms.model.text import Codec
+from agentrl.algorithms.preflight import estimate
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.config import RunConfig
 from agentrl.doctor import Status

@@ -36,10 +36,10 @@ def model(
 ) -> None:
     """Save a trained model, that of CHECKPOINT or the best of a run, as a Hugging Face folder with
     a model card, for transformers, vLLM or Ollama."""
-    from agentrl.algorithms.model.lora import export_merged
     from agentrl.algorithms.train.checkpoint import export_checkpoint
     from agentrl.model_files.card import card
     from agentrl.model_files.chosen import BEST, Chosen, choose, of_its_run
+    from agentrl.model_files.merged import export_merged
 
     if base and not merge:
         raise click.UsageError("--base needs --merge")

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from agentrl.algorithms.model import estimate
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.cpu_threads import computing_with, sampling_threads
 from agentrl.algorithms.model.load import DTYPES, check_directory, load_model, no_progress_bars
+from agentrl.algorithms.preflight import estimate
 from agentrl.config import LoraConfig, RunConfig
 from agentrl.errors import PolicyError
 

@@ -18,10 +18,8 @@ from agentrl.base.parts import has, installed_plugins
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
 from agentrl.store.base import Store
-from agentrl.telemetry.show import in_words, render_trace
-from agentrl.types import FailureCount, Purpose, Rollout, RolloutState, StepRow
+from agentrl.types import FailureCount, Purpose, RolloutState, StepRow
 
-LOOK_BACK = 3  # last evaluations to search for examples
 MOST_COUNTED_FAILURES = 1000  # most failed rollouts whose kinds are counted
 FUNCTIONS = "eval/function/"  # metrics of `eval.functions`
 
@@ -42,11 +40,10 @@ async def print_report(
     for point in installed_plugins("reports"):
         if (shown := point.load()(steps)) is not None:
             console.print(shown)
-    for title, rollout in (await _examples(store, config, steps)).items():
-        trace = await store.trace(rollout.id)
-        if trace:
+    for point in installed_plugins("examples"):
+        async for title, shown in point.load()(store, config, steps):
             console.print(f"[bold]{title}[/]")
-            console.print(render_trace(await in_words(store, trace), longest=400))
+            console.print(shown)
     rows = [times(config, steps, seconds), await _failures(store, config)]
     rows.append("; ".join(untrained_sentences(steps)))
     verdicts = [point.load()(config, steps) for point in installed_plugins("verdicts")]
@@ -167,23 +164,6 @@ async def _outcomes(store: Store, config: RunConfig, steps: list[StepRow]) -> li
         for step in evaluated[-1:]
         for row in await store.rollouts(config.name, purpose=Purpose.EVAL, step=step)
     ]
-
-
-async def _examples(store: Store, config: RunConfig, steps: list[StepRow]) -> dict[str, Rollout]:
-    """Title -> a successful and an unsuccessful rollout from the last evaluations; one that failed
-    only if no other was unsuccessful, because `_failures` tells of it."""
-    found: dict[str, Rollout] = {}
-    evaluated = [row.step for row in steps if any(name.startswith("eval/") for name in row.metrics)]
-    for step in evaluated[: -LOOK_BACK - 1 : -1]:
-        rows = await store.rollouts(config.name, purpose=Purpose.EVAL, step=step)
-        for row in sorted(rows, key=lambda row: row.state is RolloutState.FAILED):
-            good = row.state is RolloutState.SUCCEEDED and row.reward() > 0
-            found.setdefault("A success" if good else "A failure", row)
-        if len(found) == 2:
-            break
-    after = ", after {} steps" if config.steps else ""
-    titles = sorted(found, reverse=True)
-    return {title + after.format(found[title].step): found[title] for title in titles}
 
 
 async def _failures(store: Store, config: RunConfig) -> str:

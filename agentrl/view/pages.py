@@ -14,7 +14,7 @@ from agentrl.errors import AgentRLError, Forbidden, Invalid, NotFound
 from agentrl.store.base import Store
 from agentrl.store.records import Dataset, GroupRow
 from agentrl.telemetry.report import policies_without_calls, untrained_sentences
-from agentrl.telemetry.spelling import Spelling, spelling
+from agentrl.traces.spelling import Spelling, spelling
 from agentrl.types import (
     Credit,
     ErrorKind,

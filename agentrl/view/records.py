@@ -14,7 +14,7 @@ import msgspec
 from agentrl.base.images import digest_of, in_words, url_of
 from agentrl.errors import Invalid
 from agentrl.store.records import Item
-from agentrl.telemetry.spelling import Spelling
+from agentrl.traces.spelling import Spelling
 from agentrl.types import Credit, Json, Trace, Transition
 from agentrl.view.pictures import LOST, Picture
 

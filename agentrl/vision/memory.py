@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from agentrl.algorithms.model.estimate import WIDE, bytes_of_weight, tokens_of_step
 from agentrl.config import RunConfig
 from agentrl.vision.classes import CLASSES
 from agentrl.vision.eyes import EMBEDDING_BYTES
@@ -21,6 +20,8 @@ SCREEN = 1280 * 800  # pixels
 
 def needed(config: RunConfig, network: Any) -> tuple[int, dict[str, float]]:
     """The weights of a tower that does not learn, and bytes by use; nothing for a text model."""
+    from agentrl.algorithms.preflight.estimate import WIDE, bytes_of_weight, tokens_of_step
+
     shape = network.config
     if shape.model_type not in CLASSES:
         return 0, {}
@@ -54,6 +55,8 @@ def needed(config: RunConfig, network: Any) -> tuple[int, dict[str, float]]:
 
 def tower_bytes(config: RunConfig, vision: Any, *, trained: bool) -> int:
     """Bytes that the tower needs per patch: of a layer, or of all that a backward pass reads."""
+    from agentrl.algorithms.preflight.estimate import WIDE, bytes_of_weight
+
     width, hidden = bytes_of_weight(config), int(vision.hidden_size)
     layers = int(getattr(vision, "num_hidden_layers", None) or vision.depth)
     inner = int(vision.intermediate_size)

@@ -5,6 +5,7 @@ HERE = "agentrl.vision"
 PART = Part(
     name="vision",
     summary="Policies that see the images in an agent's messages.",
+    uses=("preflight",),
     tables={"images": f"{HERE}.table:ImagesConfig", "policy.vision": f"{HERE}.table:Vision"},
     memory={"vision": f"{HERE}.memory:needed"},
     loaders={"vision": f"{HERE}.loading:load"},

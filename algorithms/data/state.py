@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
 import msgspec
-import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Level, next_same, reduce_by, scan
+from agentrl.algorithms.data.ids import Level
 from agentrl.errors import PolicyError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout
 
@@ -43,68 +42,6 @@ class Measured(Protocol):
     """A `StatePart` that says something of the last batch."""
 
     def metrics(self) -> Mapping[str, float]: ...
-
-
-@dataclass(slots=True)
-class EmaMeans:
-    """One running mean per name, b <- decay * b + (1 - decay) * x, starting at 0."""
-
-    decay: float
-    values: dict[str, float] = field(default_factory=dict)
-
-    def read(self, names: Sequence[str], x: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """Mean of each name before its x [U], float64 [U], and the means after all updates.
-        Missing x (NaN) are skipped."""
-        _, ids = _numbered(names)
-        start = torch.tensor([self.values.get(name, 0.0) for name in names], dtype=torch.float64)
-        known = (~x.isnan()).nonzero().squeeze(1)
-        previous = next_same(ids[known], torch.arange(known.numel() - 1, -1, -1))
-        first = torch.where(previous < 0, self.decay * start[known], 0.0)
-        after = scan((1 - self.decay) * x[known] + first, self.decay, previous)
-        before = start.clone()
-        before[known] = torch.where(previous < 0, start[known], after[previous])
-        newest = {names[at]: float(b) for at, b in zip(known.tolist(), after, strict=True)}
-        return before, self.values | newest
-
-    def dump(self) -> Json:
-        return self.values
-
-    def restore(self, data: Json) -> None:
-        self.values = msgspec.convert(data, dict[str, float])
-
-
-@dataclass(slots=True)
-class CountedMeans:
-    """Mean and count of all values of each name."""
-
-    values: dict[str, tuple[float, int]] = field(default_factory=dict)
-
-    def read(self, names: Sequence[str], x: Tensor) -> tuple[Tensor, dict[str, tuple[float, int]]]:
-        """Mean of each name, float64 [U], 0 for a new name, and the means including x [U].
-        Missing x (NaN) are skipped."""
-        index, ids = _numbered(names)
-        count = reduce_by(~x.isnan(), ids, len(index)).tolist()
-        total = reduce_by(x.nan_to_num(nan=0.0), ids, len(index)).tolist()
-        after = dict(self.values)
-        for name, number in index.items():
-            mean, seen = self.values.get(name, (0.0, 0))
-            if count[number]:
-                whole = seen + int(count[number])
-                after[name] = (mean + (total[number] - count[number] * mean) / whole, whole)
-        before = [self.values.get(name, (0.0, 0))[0] for name in names]
-        return torch.tensor(before, dtype=torch.float64), after
-
-    def dump(self) -> Json:
-        return self.values
-
-    def restore(self, data: Json) -> None:
-        self.values = msgspec.convert(data, dict[str, tuple[float, int]])
-
-
-def _numbered(names: Sequence[str]) -> tuple[dict[str, int], Tensor]:
-    """The index of each distinct name, and the indices of `names`, int64 [U]."""
-    index = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return index, torch.tensor([index[name] for name in names], dtype=torch.int64)
 
 
 class RememberedColumn:

@@ -31,7 +31,7 @@ from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import end_tokens
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.train.build import with_proven_packing
+from agentrl.algorithms.preflight.training import with_proven_packing
 from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.load_policies import LoadedModel, add_adapter, load_base_model
 from agentrl.algorithms.train.optimize import learning_rate

@@ -94,6 +94,12 @@ def _load(name: str, config: RunConfig | None, options: dict[str, Any]) -> tuple
     return cast("tuple[Any, Any]", AutoModelForCausalLM.from_pretrained(name, **options))
 
 
+def packs_weights() -> bool:
+    """Whether products in bfloat16 on this CPU read weights in a layout of their own."""
+    has_kernels: bool = torch._C._has_mkldnn
+    return has_kernels and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Hide transformers' progress bars, which would disturb the live view."""

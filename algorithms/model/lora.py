@@ -23,13 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from agentrl.algorithms.model import digests
-from agentrl.algorithms.model.inputs import inputs_of
-from agentrl.algorithms.model.load import checkpoint_weights, load_model, shape_mismatch
+from agentrl.algorithms.model.fused import add_adapter
+from agentrl.algorithms.model.load import checkpoint_weights, shape_mismatch
 from agentrl.algorithms.model.quantize import dense_state, is_quantized, save_dense
-from agentrl.base.files import atomic_directory
 from agentrl.errors import DamagedError, PolicyError, nearest
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -268,13 +267,13 @@ class Adapters:
             down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
             dtype = down.dtype if self._wide and not output.is_cuda else output.dtype
             down, up = down.to(dtype), up.to(dtype)
-            x = inputs[0] if tokens is None else inputs[0].index_select(-2, tokens)
-            narrow, scale = linear(x.to(dtype), down), layer.scaling[name]
-            if tokens is None and dtype == output.dtype:
-                # One product that rounds once, instead of another tensor as large as the output.
-                flat = torch.addmm(output.flatten(0, -2), narrow.flatten(0, -2), up.T, alpha=scale)
-                output = flat.view(output.shape)
+            base, scale = layer.base_layer, layer.scaling[name]
+            alone = tokens is None and len(self._selection) == 1
+            if alone and dtype == output.dtype and type(base) is Linear:
+                output = add_adapter(inputs[0], output, base.weight, down, up, scale)
                 continue
+            x = inputs[0] if tokens is None else inputs[0].index_select(-2, tokens)
+            narrow = linear(x.to(dtype), down)
             delta = linear(narrow, up).to(output.dtype)
             if tokens is None:
                 output = output.add(delta, alpha=scale)
@@ -374,25 +373,3 @@ def _peft() -> Any:
             f"policy.lora: peft cannot be imported ({error}); pip install 'agentrl[lora]'"
         ) from None
     return peft
-
-
-def export_merged(adapter: Path, directory: Path, *, base: str = "") -> None:
-    """Write an adapter merged with its base, and the tokenizer, to a new Hugging Face directory in
-    float32.
-
-    base: model to use instead of the one that the adapter names. Raises PolicyError and writes
-    nothing if base and adapter do not match or `directory` exists."""
-    if directory.exists():
-        raise PolicyError(f"{directory} exists already; give the name of a new directory")
-    settings = _settings(adapter)
-    model, tokenizer = load_model(base or settings.base_model_name_or_path, device="cpu")
-    adapters = Adapters(model)
-    adapters.open("merged", adapter)
-    with atomic_directory(directory) as partial:
-        adapters.merge("merged", partial)
-        if inputs := inputs_of(model):
-            inputs.save(partial)
-        own = adapter / "tokenizer_config.json"  # a run may have given it another chat template
-        (AutoTokenizer.from_pretrained(adapter) if own.is_file() else tokenizer).save_pretrained(
-            partial
-        )

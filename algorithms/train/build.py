@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-
-from msgspec.structs import replace
 
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.bad_steps import BadSteps
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.attention import context_length
-from agentrl.algorithms.model.proof import trie_gap
 from agentrl.algorithms.objective.core import Algo, ReferenceControl
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group, check_staleness
@@ -26,10 +22,8 @@ from agentrl.algorithms.train.prepare import Completer, Preprocessor, ProcessedS
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig
 from agentrl.config.policies import trained_policies, view
-from agentrl.errors import ConfigError, PolicyError
+from agentrl.errors import ConfigError
 from agentrl.types import POLICY
-
-log = logging.getLogger("agentrl.algorithm")
 
 
 def load_algorithms(config: RunConfig, hooks: Hooks | None = None) -> dict[str, Algo]:
@@ -102,24 +96,6 @@ def make_policies(
     state = AlgorithmState() if config.policies else updaters[POLICY].state
     state.parts |= hooks.state()
     return PolicySet(config, updaters, state)
-
-
-def with_proven_packing(config: RunConfig, models: Sequence[LoadedModel]) -> RunConfig:
-    """The settings, with packing = "rows" on hardware on which trie packing gives other log-probs.
-
-    Raises PolicyError there if the run file sets "trie"."""
-    if config.learner.kind != "torch" or config.learner.packed == "rows":
-        return config
-    trained = set(trained_policies(config))
-    for model in models:
-        gap = trie_gap(model.model, model.tokenizer) if set(model.policies) & trained else None
-        if gap is None or gap.within(config.policy):
-            continue
-        if config.learner.packing == "trie":
-            raise PolicyError(f"learner.packing = 'trie' differs here: {gap}; set it to 'rows'")
-        log.warning("Prefixes are not packed on this hardware (learner.packing = rows): %s.", gap)
-        return replace(config, learner=replace(config.learner, packing="rows"))
-    return config
 
 
 def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -> Updater:

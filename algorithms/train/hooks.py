@@ -60,7 +60,7 @@ class ServedRun(LoadedRun):
 class Hooks:
     """What is optional in a run. A part overrides the hooks that it needs.
 
-    The first three and `sampling` return what they are given, or a changed copy."""
+    The first three, `loaded` and `sampling` return what they are given, or a changed copy."""
 
     def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
         """The algorithm of one policy, before it is checked. config: the policy's view of the run.
@@ -79,6 +79,10 @@ class Hooks:
     def state(self) -> Mapping[str, StatePart]:
         """What the part keeps in checkpoints, by name."""
         return {}
+
+    def loaded(self, config: RunConfig, models: Sequence[LoadedModel]) -> RunConfig:
+        """The settings of a run whose models are in memory, before its learners are built."""
+        return config
 
     async def prepare(self, run: LoadedRun) -> None:
         """Called while the policies are the initial ones, before the checkpoint is loaded."""
@@ -146,6 +150,11 @@ class AllHooks(Hooks):
 
     def state(self) -> Mapping[str, StatePart]:
         return {name: kept for part in self.each for name, kept in part.state().items()}
+
+    def loaded(self, config: RunConfig, models: Sequence[LoadedModel]) -> RunConfig:
+        for part in self.each:
+            config = part.loaded(config, models)
+        return config
 
     async def prepare(self, run: LoadedRun) -> None:
         for part in self.each:

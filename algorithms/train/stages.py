@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl import run_owner
-from agentrl.algorithms.model import estimate
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.load import vocabulary_gap, vocabulary_size
 from agentrl.algorithms.objective.core import Algo
@@ -30,7 +29,7 @@ from agentrl.base import folder_lock
 from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
 from agentrl.config.infrastructure import EngineConfig
-from agentrl.config.policies import FrozenPolicy, trained_policies, view
+from agentrl.config.policies import FrozenPolicy, trained_policies
 from agentrl.errors import DamagedError, PolicyError
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -56,8 +55,8 @@ async def load_run(opened: OpenRun, algos: Mapping[str, Algo], hooks: Hooks) -> 
         await opened.store.log(config.name, 0, took)
     for model in models:
         check_vocabulary(model)
-    announce(config, models)
-    config = build.with_proven_packing(config, models)
+        check_context(model, config)
+    config = hooks.loaded(config, models)
     policies = build.make_policies(config, algos, models, opened.closing, hooks)
     now = {**vars(opened), "config": config}
     loaded = LoadedRun(**now, models=models, policies=policies)
@@ -66,23 +65,14 @@ async def load_run(opened: OpenRun, algos: Mapping[str, Algo], hooks: Hooks) -> 
     return dataclasses.replace(loaded, state=state)
 
 
-def announce(config: RunConfig, models: Sequence[LoadedModel]) -> None:
-    """Log the estimates of a run that is about to train, as a warning if memory is too small."""
-    learning = trained_policies(config) if config.steps and config.learner.kind == "torch" else []
-    for model in (each for each in models if set(each.policies).intersection(learning)):
-        own = view(config, next(name for name in model.policies if name in learning))
-        longest, asked = context_length(model.model), own.engine.max_context
-        if longest and asked > longest and asked != EngineConfig().max_context:
-            log.warning(
-                "engine.max_context = %d is more than the model's context: calls have at most %d "
-                "tokens, of prompt and answer", asked, longest,
-            )  # fmt: skip
-        fits, sentence = estimate.memory(own, model.model)
-        if fits:
-            log_phase(log, f"memory: about {sentence.partition(':')[0]}")
-        (log.info if fits else log.warning)("memory: about %s", sentence)
-        for line in estimate.others(own, model.model):
-            log_phase(log, line)
+def check_context(loaded: LoadedModel, config: RunConfig) -> None:
+    """Log that a model's context is shorter than the run file says."""
+    asked, longest = config.engine.max_context, context_length(loaded.model)
+    if longest and asked > longest and asked != EngineConfig().max_context:
+        log.warning(
+            "engine.max_context = %d is more than the model's context: calls have at most %d "
+            "tokens, of prompt and answer", asked, longest,
+        )  # fmt: skip
 
 
 def check_vocabulary(loaded: LoadedModel) -> None:

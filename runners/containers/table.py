@@ -48,6 +48,7 @@ class SandboxRunnerConfig(RunnerConfig, frozen=True):
     runs_commands: ClassVar[bool] = True
 
     def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
         if why := missing("executors", "command"):
             yield f"runner.executor = {self.executor!r} starts commands; {why}"
 

@@ -109,7 +109,9 @@ def _load(settings: WorkerSettings) -> object:
     loaded = load(settings.path, Path(settings.root))
     tracing.install()
     if settings.framework_spans:
-        tracing.instrument_frameworks()
+        from agentrl.runners.langchain_steps.steps import instrument_frameworks
+
+        instrument_frameworks()
     return loaded
 
 

@@ -1,7 +1,7 @@
 """Runs an attempt as an OpenTelemetry trace: its id is the trace id of its spans and model calls.
 
-Owns: the patches, applied once per process, of HTTP clients, servers, threads, frameworks and
-tracers; the logs belong to `attempt_log`.
+Owns: the patches, applied once per process, of HTTP clients, threads and tracers; the logs belong
+to `attempt_log`.
 Invariant: inside `attempt(id)` the current trace id is `id`, in its tasks and threads and in the
 W3C headers of every HTTP request.
 """
@@ -23,15 +23,14 @@ from opentelemetry.context import Context as TraceContext
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.trace import ProxyTracerProvider, StatusCode
 
+from agentrl.base.parts import installed_plugins
 from agentrl.base.span_names import DESCRIPTION, KIND, kind_of
-from agentrl.errors import ConfigError
-from agentrl.runners.tracing import attempt_log, http_clients, servers
-from agentrl.runners.tracing import langchain as steps
+from agentrl.runners.tracing import attempt_log, http_clients
 from agentrl.runners.tracing.attempt_log import AttemptLog
 from agentrl.runners.tracing.roles import role
 from agentrl.types import Span
 
-__all__ = ["KIND", "Tracing", "install", "instrument_frameworks", "records", "role"]
+__all__ = ["KIND", "Tracing", "install", "records", "role"]
 
 
 @cache
@@ -47,7 +46,7 @@ def install() -> Tracing:
         if unset:
             trace.set_tracer_provider(provider)
     http_clients.install()
-    servers.install()
+    _join()
     _inherit_in_threads()
     return Tracing(provider)
 
@@ -90,21 +89,15 @@ def _run(thread: threading.Thread, run: Callable[[], None], inherited: Context) 
         vars(thread).pop("run", None)  # breaks the reference cycle with the thread
 
 
-def instrument_frameworks() -> None:
-    """Record LangChain and LangGraph steps with inputs and outputs, as OpenInference spans.
+@cache
+def _joined() -> tuple[Callable[[], None], ...]:
+    return tuple(point.load() for point in installed_plugins("tracing"))
 
-    Raises ConfigError if the instrumentation package is missing."""
-    try:
-        from openinference.instrumentation.langchain import LangChainInstrumentor
-    except ImportError as error:
-        raise ConfigError(
-            "runner.framework_spans needs the package openinference-instrumentation-langchain;"
-            " install it, or remove the setting"
-        ) from error
-    instrumentor = LangChainInstrumentor()
-    if not instrumentor.is_instrumented_by_opentelemetry:
-        instrumentor.instrument()
-    steps.set_recorder(instrumentor.get_span)
+
+def _join() -> None:
+    """Let parts patch what they trace: each patches a module once, when it has been imported."""
+    for join in _joined():
+        join()
 
 
 class Tracing(SpanProcessor):
@@ -116,8 +109,7 @@ class Tracing(SpanProcessor):
     @contextmanager
     def attempt(self, attempt: str) -> Iterator[AttemptLog]:
         """Run the block in the trace of `attempt` (32 hex digits); yields its log."""
-        steps.install()  # at each attempt: an agent may import LangChain when it is called
-        servers.install_imported()
+        _join()  # at each attempt: an agent may import LangChain when it is called
         with attempt_log.open_log(attempt) as log:
             yield log
 

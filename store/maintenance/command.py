@@ -11,8 +11,8 @@ import click
 import msgspec
 from rich.filesize import decimal
 
-from agentrl.cli.store import age, only_store
-from agentrl.errors import StoreError
+from agentrl.cli.store import age
+from agentrl.errors import NotFound, StoreError
 from agentrl.store import Store, open_store
 from agentrl.store.records import Pruned
 from agentrl.store.urls import backend_of, split_secret
@@ -97,3 +97,17 @@ def prune(
 async def _with(url: str, use: Callable[[Store], Awaitable[T]]) -> T:
     async with open_store(url, create=False) as opened:
         return await use(opened)
+
+
+def only_store() -> str:
+    """URL of the store below runs/. Raises StoreError if there is none or more than one."""
+    folder = Path("runs")
+    found = sorted([*folder.glob("store.db"), *folder.glob("*/store.db")])
+    if not found:
+        raise NotFound(f"There is no store below {folder}/: name one with --store.")
+    if len(found) > 1:
+        raise StoreError(
+            f"There are {len(found)} stores below {folder}/ ({', '.join(map(str, found))}): "
+            "choose one with --store."
+        )
+    return f"sqlite:///{found[0]}"

@@ -101,6 +101,7 @@ def test_what_endpoints_answer_alone_has_no_checkpoint(folder: Path) -> None:
     assert "[upstreams] answer every call, so a checkpoint has no effect" in refused.stderr
 
 
+@pytest.mark.part
 def test_show_names_what_is_missing(folder: Path) -> None:
     arguments = ["show", "run/train/0000000/0000"]
     missing = agentrl(*arguments, cwd=folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from math import isnan, nan
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from agentrl.telemetry.report import (
     score_table,
     times,
 )
-from agentrl.telemetry.show import state_in_words
 from agentrl.types import (
     ErrorKind,
     Failure,
@@ -31,7 +30,6 @@ from agentrl.types import (
     Purpose,
     Reward,
     Rollout,
-    RolloutState,
     StepRow,
 )
 from tests.factories import rollout
@@ -157,41 +155,6 @@ def test_a_policy_whose_roles_never_speak_is_named() -> None:
         "('planer'); the roles with calls are 'planner', 'solver'"
     }
     assert policies_without_calls(resolve({}, source="test"), [row(0, calls=0.0)]) == {}
-
-
-@pytest.mark.parametrize(
-    ("state", "outcome", "words"),
-    [("succeeded", 1.0, "succeeded"), ("succeeded", 0.0, "completed"),
-     ("succeeded", nan, "completed"), ("failed", nan, "failed"), ("failed", 0.5, "failed")],
-)  # fmt: skip
-def test_the_words_for_a_state_do_not_contradict_the_outcome(
-    state: str, outcome: float, words: str
-) -> None:
-    rewards = [] if isnan(outcome) else [Reward(value=outcome)]
-    given: Any = {"attempt": "a", "rewards": rewards, "state": RolloutState(state)}
-    assert state_in_words(rollout("g/0", **given)) == words
-
-
-async def test_an_example_of_success_has_not_failed(tmp_path: Path) -> None:
-    """By `agent.error_reward` it has an outcome all the same."""
-    config = resolve({"name": "r", "output": str(tmp_path)}, source="test")
-    steps = [row(0, **{"eval/score": 0.5})]
-    async with open_store(config.store) as store:
-        await store.open_run("r", {})
-        for index, (failure, value) in enumerate(((True, 1.0), (False, 0.0), (False, 0.5))):
-            one = NewRollout(
-                id=f"r/eval/000000/score/{index:04d}", run="r", group="r/eval/000000/score",
-                index=index, task={}, purpose=Purpose.EVAL,
-            )  # fmt: skip
-            await store.enqueue([one])
-            (attempt,) = await store.claim(1, runner="w", lease=60.0, run="r")
-            why = Failure(kind=ErrorKind.AGENT, message="no") if failure else None
-            rewards = [Reward(value=value)]
-            done = Outcome(attempt=attempt.id, fence=attempt.fence, failure=why, rewards=rewards)
-            await store.finish([done])
-        found = await report._examples(store, config, steps)
-    ids = {title.partition(",")[0]: one.id[-1] for title, one in found.items()}
-    assert ids == {"A success": "2", "A failure": "1"}
 
 
 async def test_failures_of_a_start_that_ended_with_them_are_not_counted_later(

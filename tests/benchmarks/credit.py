@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from agentrl.algorithms.credit.call_credit import Returns, StepGae, ValuesFromReward
+from agentrl.algorithms.credit.call_credit import Returns
 from agentrl.algorithms.credit.core import Credit, GroupRelative
 from agentrl.algorithms.credit.peers import PeerAdvantages
+from agentrl.algorithms.credit_blocks.calls import StepGae, ValuesFromReward
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import compute_advantages, loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs

@@ -64,8 +64,8 @@ def measure(name: str, model: Path) -> dict[str, float]:
     """Estimate and peak of a configuration, in GB, in this process."""
     from agentrl.algorithms.engines.embedded.engine import Engine
     from agentrl.algorithms.learners.memory import process_peak
-    from agentrl.algorithms.model.estimate import process_bytes, shape_of
     from agentrl.algorithms.model.inputs import inputs_of
+    from agentrl.algorithms.preflight.estimate import process_bytes, shape_of
     from agentrl.algorithms.train.build import load_algorithm, make_updater
     from agentrl.algorithms.train.load_policies import load_policies
     from agentrl.config import resolve

@@ -5,14 +5,15 @@ python -m tests.benchmarks.look --json
 
 Before and after are success on 200 held-out reports, of which no page was seen in training; chance
 is 20 %. `blind_...`: the same run with an agent to whom every page is a grey picture (`--sighted`
-leaves it out). `seconds` and `cpu_seconds` cover the whole command, with building the policy and
-all evaluations, `cpu_seconds` all processes.
+leaves it out), from the policy that was built for the first. `seconds` and `cpu_seconds` cover the
+whole command, with building the policy and all evaluations, `cpu_seconds` all processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -32,7 +33,12 @@ def figures(seeds: list[int], ways: dict[str, tuple[str, ...]]) -> dict[str, lis
     with tempfile.TemporaryDirectory() as folder:
         for prefix, overrides in ways.items():
             for seed in seeds:
-                made = run(seed, Path(folder, prefix or "sighted"), RUN_FILE, *overrides)
+                own, built = Path(folder, prefix, f"seed-{seed}"), Path(folder, f"policy-{seed}")
+                if built.is_dir():
+                    shutil.copytree(built, own / "policy")
+                made = run(seed, own.parent, RUN_FILE, *overrides)
+                if not built.is_dir():
+                    shutil.copytree(own / "policy", built)
                 for key in KEYS:
                     found.setdefault(prefix + key, []).append(made[key])
     return found

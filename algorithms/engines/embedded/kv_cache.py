@@ -59,7 +59,7 @@ class KVPool(Cache):  # type: ignore[misc]
     """A transformers cache of [layers, rows, key heads, capacity, dim], allocated on first use.
 
     Always true: entries after a row's length are finite, so masking them is exact. It grows with
-    the longest row, to at most `largest` tokens per row (`model.estimate` counts these)."""
+    the longest row, to at most `largest` tokens per row (`preflight.estimate` counts these)."""
 
     def __init__(self, layers: int, rows: int, capacity: int, largest: int) -> None:
         """capacity: tokens per row, which doubles when more are needed."""

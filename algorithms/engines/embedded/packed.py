@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import Linear
 from torch.nn.functional import linear
 
-from agentrl.algorithms.model.estimate import packs_weights
-from agentrl.algorithms.model.load import Model
+from agentrl.algorithms.model.load import Model, packs_weights
 
 ROWS = 64  # for which weights are laid out; other numbers of rows read the same layout
 _operations: Any = torch.ops.mkldnn

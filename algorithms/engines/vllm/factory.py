@@ -21,7 +21,12 @@ from agentrl.algorithms.engines.vllm.serving import TrainedModel, VllmHost
 from agentrl.algorithms.engines.vllm.table import vllm_of
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.cpu_threads import computing_with
-from agentrl.algorithms.model.estimate import (
+from agentrl.algorithms.model.inputs import Inputs, inputs_of
+from agentrl.algorithms.model.load import Tokenizer, checkpoint_weights
+from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
+from agentrl.algorithms.model.tool_parser import TOOL_FORMAT
+from agentrl.algorithms.preflight.estimate import (
     GIB,
     SERVING,
     USABLE_MEMORY,
@@ -29,12 +34,7 @@ from agentrl.algorithms.model.estimate import (
     bytes_of_token,
     bytes_of_weight,
 )
-from agentrl.algorithms.model.inputs import Inputs, inputs_of
-from agentrl.algorithms.model.load import Tokenizer, checkpoint_weights
-from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
-from agentrl.algorithms.model.proof import tolerance
-from agentrl.algorithms.model.tool_parser import TOOL_FORMAT
+from agentrl.algorithms.preflight.proof import tolerance
 from agentrl.base.access import read_sent_key
 from agentrl.config import RunConfig, TorchLearnerConfig
 from agentrl.errors import PolicyError

@@ -5,6 +5,7 @@ HERE = "agentrl.algorithms.zoo.critics"
 PART = Part(
     name="zoo critics",
     summary="Other critics of calls.",
+    needs=("credit blocks",),
     presets={
         "+step-gae": f"{HERE}.presets:agent_r1",
         "+tabular": f"{HERE}.presets:with_tabular",

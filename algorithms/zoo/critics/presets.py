@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import core
-from agentrl.algorithms.credit.baselines import RunningMean
-from agentrl.algorithms.credit.call_credit import Returns, StepGae, value_of
+from agentrl.algorithms.credit.call_credit import Returns
 from agentrl.algorithms.credit.core import Column, CriticValues, GroupRelative, Whiten
+from agentrl.algorithms.credit_blocks.calls import StepGae, value_of
+from agentrl.algorithms.credit_blocks.running_means import CountedMeans, RunningMean
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, next_same
 from agentrl.algorithms.data.merge import last_observation
-from agentrl.algorithms.data.state import CountedMeans
 from agentrl.algorithms.objective.core import TOKENS, Algo
 from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, modifier, preset

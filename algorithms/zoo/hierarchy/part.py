@@ -5,6 +5,7 @@ HERE = "agentrl.algorithms.zoo.hierarchy"
 PART = Part(
     name="zoo hierarchy",
     summary="Credit of two levels: rollouts and calls, subgoals, main and sub-agents.",
+    needs=("credit blocks",),
     presets={
         "+hiper": f"{HERE}.presets:hiper",
         "archer": f"{HERE}.presets:archer",

@@ -16,6 +16,7 @@ from agentrl.algorithms.credit.core import (
     rewards,
     weighted_sum,
 )
+from agentrl.algorithms.credit_blocks import calls
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import (
     Level,
@@ -36,7 +37,7 @@ def archer(reward: str, *, advantage: str = "", gamma: Discount = 0.9) -> Algo:
     """REINFORCE with each call's temporal difference of a critic's values, r + gamma V' - V. Early
     calls learn only as fast as the critic, which in the paper is off-policy. `advantage`: a reward
     of calls, which needs no critic, `reward` or `gamma`. arXiv 2402.19446."""
-    credit = advantage or call_credit.StepGae(call_credit.value_of(""), reward, gamma, lam=0.0)
+    credit = advantage or calls.StepGae(calls.value_of(""), reward, gamma, lam=0.0)
     return Algo(GroupRelative(credit, base="none"), agg=ROW_SUMS)
 
 
@@ -102,7 +103,7 @@ class HiperGae:
 
     def returns(self, batch: Batch) -> Tensor:
         """The targets of `value` at the first token of each call, float64 [N]; NaN elsewhere."""
-        return call_credit.at_first_tokens(batch, self(batch) + self.value(batch))
+        return calls.at_first_tokens(batch, self(batch) + self.value(batch))
 
     def __call__(self, batch: Batch) -> Tensor:
         rollout, v_high, v_low = batch.transition_rollout, self.high(batch), self.low(batch)
@@ -139,8 +140,8 @@ class OfRole:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        call_credit.need_roles(batch, (self.role,))
-        chosen = call_credit.made_by(batch, (self.role,)) != self.others
+        calls.need_roles(batch, (self.role,))
+        chosen = calls.made_by(batch, (self.role,)) != self.others
         return torch.where(chosen, self.value(batch), torch.nan)
 
 
@@ -158,9 +159,9 @@ def hiper(
     """Calls of the role `planner`, which choose subgoals, and calls of other roles, which pursue
     them, each whitened over the batch, with the critic's values. high, low: rewards of calls that
     hold the values instead. arXiv 2602.16165."""
-    critic = call_credit.value_of("")
-    v_high = call_credit.CallRewards(high) if high else OfRole(critic, planner)
-    v_low = call_credit.CallRewards(low) if low else OfRole(critic, planner, others=True)
+    critic = calls.value_of("")
+    v_high = calls.CallRewards(high) if high else OfRole(critic, planner)
+    v_low = calls.CallRewards(low) if low else OfRole(critic, planner, others=True)
 
     def whitened(part: Literal["high", "low"]) -> Credit:
         column = HiperGae(v_high, v_low, part, reward, gamma, lam)
@@ -194,7 +195,7 @@ class MainAndSubCredit:
     others: Credit
 
     def __call__(self, batch: Batch) -> Tensor:
-        main = call_credit.made_by(batch, (self.role,))[batch.token_transition]
+        main = calls.made_by(batch, (self.role,))[batch.token_transition]
         return torch.where(main, self.credit(batch), self.others(batch))
 
 

@@ -12,8 +12,8 @@ from msgspec import structs
 from torch import Tensor
 
 from agentrl.algorithms.credit import call_credit
-from agentrl.algorithms.credit.call_credit import GatedByOutcome
 from agentrl.algorithms.credit.core import Column, GroupRelative, weighted_sum
+from agentrl.algorithms.credit_blocks.calls import CallRewards, GatedByOutcome
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, known_mean, reduce_by
 from agentrl.algorithms.data.merge import build_batch, map_calls, split_reference, trainable
@@ -108,7 +108,7 @@ def with_hcapo(
 ) -> Algo:
     """Adds HCAPO's hindsight credit of calls to the host's; negative only where the host's is
     negative. arXiv 2603.08754."""
-    returns = HindsightReturns(call_credit.CallRewards(reward), declare.outcome_of(algo), gamma)
+    returns = HindsightReturns(CallRewards(reward), declare.outcome_of(algo), gamma)
     calls = GatedByOutcome(GroupRelative(returns, norm="std"), algo.credit, "negative")
     credit = weighted_sum((algo.credit, 1.0), (calls, weight))
     return replace(algo, credit=credit, optional=(*algo.optional, HINDSIGHT))

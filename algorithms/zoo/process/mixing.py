@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import call_credit, core
-from agentrl.algorithms.credit.call_credit import Agreement, GatedByOutcome
 from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum
+from agentrl.algorithms.credit_blocks import calls
+from agentrl.algorithms.credit_blocks.calls import Agreement, GatedByOutcome
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, known_mean, lift, next_same, reduce_by
 from agentrl.algorithms.objective.core import Algo
@@ -47,7 +48,7 @@ class DiscountedAdvantages:
 
     def __call__(self, batch: Batch) -> Tensor:
         x = lift(batch, self.rel.unit_advantages(batch), self.rel.level, "transition")
-        return x * call_credit.call_discounts(batch, self.gamma)
+        return x * calls.call_discounts(batch, self.gamma)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ def stream_advantage(
     stream = streams[name]
     credit: Credit = _compared(name, stream)
     if stream.scope is not Scope.TRANSITION and stream.gamma != 1:
-        credit = call_credit.TurnDiscount(credit, stream.gamma)
+        credit = calls.TurnDiscount(credit, stream.gamma)
     if stream.clip < inf:
         credit = ClampedAdvantage(credit, stream.clip)
     if stream.gate == "none":
@@ -181,8 +182,8 @@ def _compared(name: str, stream: RewardStream) -> GroupRelative:
 def _rewards(name: str, stream: RewardStream) -> Column:
     reference = _reference(name, stream)
     if stream.potential:
-        return call_credit.PotentialShaping(reference, stream.gamma)
-    return call_credit.CallRewards(reference)
+        return calls.PotentialShaping(reference, stream.gamma)
+    return calls.CallRewards(reference)
 
 
 def _reference(name: str, stream: RewardStream) -> str:

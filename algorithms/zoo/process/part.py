@@ -5,6 +5,7 @@ HERE = "agentrl.algorithms.zoo.process"
 PART = Part(
     name="zoo process",
     summary="Process rewards beside outcomes.",
+    needs=("credit blocks",),
     presets={
         "+process": f"{HERE}.mixing:with_process",
         "istar": f"{HERE}.presets:istar",

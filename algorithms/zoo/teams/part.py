@@ -5,6 +5,7 @@ HERE = "agentrl.algorithms.zoo.teams"
 PART = Part(
     name="zoo teams",
     summary="Credit and averages for teams and self-play.",
+    needs=("credit blocks",),
     presets={
         "+ema": f"{HERE}.presets:with_ema",
         "+mean-by": f"{HERE}.presets:mean_by",

@@ -13,10 +13,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit import call_credit, core
-from agentrl.algorithms.credit.baselines import Ema
+from agentrl.algorithms.credit import core
 from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, Whiten, rewards
 from agentrl.algorithms.credit.parts import map_records, nested_records
+from agentrl.algorithms.credit_blocks import calls
+from agentrl.algorithms.credit_blocks.running_means import Ema
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, lift, reduce_by, units
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average
@@ -54,7 +55,7 @@ class SingleCallAdvantage:
 
     def returns(self, batch: Batch) -> Tensor:
         """The targets of `value` at the first token of each call, float64 [N]; NaN elsewhere."""
-        return call_credit.at_first_tokens(batch, self._rewards(batch))
+        return calls.at_first_tokens(batch, self._rewards(batch))
 
     def _rewards(self, batch: Batch) -> Tensor:
         x = rewards(batch, self.reward)
@@ -118,7 +119,7 @@ def maporl(reward: str, *, value: str = "") -> Algo:
     """PPO for each role of a debate, with every answer an episode of its own: its reward, which
     `agentrl.teams.rewards.maporl` computes from the verifier's scores, already includes the later
     rounds. `value`: a reward that holds V of each call; default: the critic. arXiv 2502.18439."""
-    advantage = SingleCallAdvantage(call_credit.value_of(value), reward)
+    advantage = SingleCallAdvantage(calls.value_of(value), reward)
     return Algo(GroupRelative(advantage, by=("role",), norm="std"), agg=TOKENS)
 
 
@@ -162,7 +163,7 @@ def spiral(
     """Each role compared with the running mean of its earlier rewards (one per value of the task
     field `key`), discounted by every later call; advantages of 0 are left out. arXiv 2506.24119.
     Without a penalty it ends at a pure strategy, also where it can be exploited (Kuhn poker)."""
-    credit = call_credit.TurnDiscount(GroupRelative(reward, base=Ema(reward, decay, key)), gamma)
+    credit = calls.TurnDiscount(GroupRelative(reward, base=Ema(reward, decay, key)), gamma)
     return Algo(credit, agg=Average(("row",), "const", length), keep=NonzeroAdvantage(credit))
 
 
@@ -193,7 +194,7 @@ def with_ema(algo: Algo, *, decay: Discount = 0.95, key: str = "") -> Algo:
 @modifier("call-discount", prefix="call_discount_")
 def call_discount(algo: Algo, *, gamma: Discount = 0.95) -> Algo:
     """Discounts credit by every later call of the rollout. arXiv 2506.24119."""
-    return replace(algo, credit=call_credit.TurnDiscount(algo.credit, gamma))
+    return replace(algo, credit=calls.TurnDiscount(algo.credit, gamma))
 
 
 @modifier("mean-by", prefix="mean_by_")

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from agentrl.algorithms.credit import call_credit, core
+from agentrl.algorithms.credit import core
 from agentrl.algorithms.credit.core import GroupRelative, Whiten
 from agentrl.algorithms.credit.parts import map_records
+from agentrl.algorithms.credit_blocks import calls
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets.declare import PPO_CLIP, Names, modifier, preset
@@ -52,8 +53,8 @@ class RoleFilter:
     roles: tuple[str, ...]
 
     def __call__(self, batch: Batch) -> Tensor:
-        call_credit.need_roles(batch, self.roles)
-        return call_credit.made_by(batch, self.roles)[batch.token_transition]
+        calls.need_roles(batch, self.roles)
+        return calls.made_by(batch, self.roles)[batch.token_transition]
 
 
 @modifier("only", usual=True, prefix="only_")

@@ -23,9 +23,9 @@ from msgspec.structs import replace
 from transformers import AutoTokenizer
 
 from agentrl.algorithms.engines.base import PolicyServer
-from agentrl.algorithms.model import estimate, proof
 from agentrl.algorithms.model.packing import Pack
-from agentrl.algorithms.train.build import with_proven_packing
+from agentrl.algorithms.preflight import estimate, proof
+from agentrl.algorithms.preflight.training import with_proven_packing
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve

@@ -14,9 +14,10 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.algorithms.engines.embedded import engine
-from agentrl.algorithms.model import estimate
+from agentrl.algorithms.preflight import estimate
+from agentrl.algorithms.preflight.training import announce
 from agentrl.algorithms.train.load_policies import load_policies
-from agentrl.algorithms.train.stages import announce, check_vocabulary
+from agentrl.algorithms.train.stages import check_context, check_vocabulary
 from agentrl.base.processes import PHASE
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve
@@ -102,7 +103,7 @@ def test_a_context_longer_than_the_models_is_said(
         longest = models[0].model.config.max_position_embeddings
         assert longest < 2048
         caplog.clear()
-        announce(config, models)
+        check_context(models[0], config)
         lines = [line for line in caplog.messages if f"calls have at most {longest}" in line]
         assert len(lines) == said
 

@@ -14,10 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 from agentrl import trainer
-from agentrl.algorithms.model import cpu_threads, estimate
+from agentrl.algorithms.model import cpu_threads
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.cpu_threads import sampling_threads
 from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.preflight import estimate
 from agentrl.cli.main import cli
 from agentrl.config import load, to_toml
 from agentrl.errors import ConfigError, PolicyError

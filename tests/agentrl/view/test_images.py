@@ -13,7 +13,7 @@ import pytest
 
 import agentrl
 from agentrl.store import open_store
-from agentrl.telemetry import show
+from agentrl.traces import show
 from agentrl.view.export import export
 from agentrl.view.pages import Pages
 from tests.agentrl.view import looking

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.base.images import describe
-from agentrl.telemetry.spelling import Spelling
+from agentrl.traces.spelling import Spelling
 from agentrl.types import Credit, Image, Trace, Transition, float32, int32
 from agentrl.view import records
 from tests import factories

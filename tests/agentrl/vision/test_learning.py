@@ -17,10 +17,11 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.auxiliary import Reference, load_auxiliary
 from agentrl.algorithms.learners.base import LossCoefficients
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters, export_merged
-from agentrl.algorithms.model.proof import trie_gap
+from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.preflight.proof import trie_gap
 from agentrl.config import PolicyConfig
 from agentrl.errors import PolicyError
+from agentrl.model_files.merged import export_merged
 from agentrl.types import Group, Transition, int32
 from agentrl.vision import eyes, tiny
 from agentrl.vision.calls import Finder

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import transformers as hf
 
-from agentrl.algorithms.model import estimate
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.tiny import make_model, word_tokenizer
+from agentrl.algorithms.preflight import estimate
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.vision import tiny
 from tests import factories

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 
-from agentrl.algorithms.model.estimate import (
+from agentrl.algorithms.preflight.estimate import (
     bytes_needed,
     checkpoint_bytes,
     layer_bytes,

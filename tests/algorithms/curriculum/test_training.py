@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from agentrl.algorithms.credit_blocks.running_means import CountedMeans
 from agentrl.algorithms.curriculum.training import DIFFICULTY, Curriculum, TaskDifficulty, task_name
-from agentrl.algorithms.data.state import AlgorithmState, CountedMeans
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import resolve

@@ -13,12 +13,13 @@ from transformers import AutoTokenizer
 from agentrl.algorithms.engines.vllm import factory, process
 from agentrl.algorithms.formats.templates import templates
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters, export_merged
+from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.tool_parser import TOOL_FORMAT, parser_of
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
+from agentrl.model_files.merged import export_merged
 
 
 def test_a_vllm_child_gets_the_parser_of_the_policys_format(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import WEIGHTS, Adapters, export_merged, fingerprint
+from agentrl.algorithms.model.lora import WEIGHTS, Adapters, fingerprint
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import resolve
@@ -226,26 +226,6 @@ def load_adapter(directory: Path) -> dict[str, Tensor]:
     return {
         k.removeprefix("base_model.model.").removesuffix(".weight"): tensors[k] for k in tensors
     }
-
-
-def test_export_merged_makes_a_directory_that_loads_without_peft(
-    base: Path, tmp_path: Path
-) -> None:
-    adapters = make(base)
-    adapters.save("solver", tmp_path / "adapter")
-    export_merged(tmp_path / "adapter", tmp_path / "merged")
-    model, tokenizer = load_model(tmp_path / "merged", device="cpu")
-    torch.testing.assert_close(logits(model), adapted(adapters, "solver"), rtol=0, atol=1e-5)
-    assert tokenizer.chat_template
-    assert fingerprint(model) != adapters.fingerprint
-    with pytest.raises(PolicyError, match="exists already"):
-        export_merged(tmp_path / "adapter", tmp_path / "merged")
-    moved = base.rename(tmp_path / "moved")
-    try:
-        export_merged(tmp_path / "adapter", tmp_path / "again", base=str(moved))
-    finally:
-        moved.rename(base)
-    assert fingerprint(load_model(tmp_path / "again", device="cpu")[0]) == fingerprint(model)
 
 
 def test_the_fingerprint_is_of_weights_not_of_their_precision(base: Path) -> None:

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters, export_merged
-from agentrl.algorithms.model.proof import tolerance, trie_gap
+from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig
 from agentrl.config.run_file import resolve
@@ -80,9 +79,12 @@ def test_the_adapter_learns_the_same_after_something_was_sampled(
         assert torch.allclose(before, after, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.part
 def test_what_is_served_elsewhere_is_the_policy_that_learned(
     packed: tuple[str, LoadedModel], tmp_path: Path
 ) -> None:
+    from agentrl.algorithms.preflight.proof import tolerance
+
     bits, loaded = packed
     assert loaded.adapters is not None
     with loaded.adapters.using("policy"):
@@ -102,9 +104,12 @@ def test_what_is_served_elsewhere_is_the_policy_that_learned(
     assert (logprobs(base) - logprobs(merged)).abs().max() > 0.01  # the adapter does something
 
 
+@pytest.mark.part
 def test_an_adapter_outlives_its_quantised_base(
     packed: tuple[str, LoadedModel], tmp_path: Path
 ) -> None:
+    from agentrl.model_files.merged import export_merged
+
     _, loaded = packed
     assert loaded.adapters is not None
     loaded.adapters.save("policy", tmp_path / "adapter")
@@ -118,6 +123,7 @@ def test_an_adapter_outlives_its_quantised_base(
 def test_learner_and_sampler_agree_as_far_as_the_doctor_allows(
     packed: tuple[str, LoadedModel], tmp_path: Path
 ) -> None:
+    from agentrl.algorithms.preflight.proof import tolerance, trie_gap
     from agentrl.doctor import proofs
 
     bits, loaded = packed

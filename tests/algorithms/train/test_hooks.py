@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import agentrl.algorithms
-from agentrl.algorithms.data.state import CountedMeans, StatePart
+from agentrl.algorithms.credit.peers import no_evidence
+from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.base import Learner, LearnerDefaults
 from agentrl.algorithms.learners.older import current_form
@@ -64,7 +65,7 @@ class Noted(Hooks):
         return Algo(algo.credit, rewards=(*algo.rewards, self.name))
 
     def state(self) -> Mapping[str, StatePart]:
-        return {self.name: CountedMeans()}
+        return {self.name: no_evidence()}
 
     async def before_step(self, step: int) -> None:
         self.note(f"before {step}")
@@ -159,6 +160,7 @@ def test_a_run_has_the_parts_that_its_settings_ask_for(
         base["upstreams"] = {"u": {"base_url": "http://u/v1", "model": "m"}}
     config = resolve(base | tables, source="test")
     found = [type(part).__name__ for part in hooks_of(config).each]
+    found.remove("Preflight")  # it says what any run needs
     found.remove("Records")  # it keeps what the steps of any run computed
     found.remove("RunOrigin")  # it keeps the commit that any run was started from
     found.remove("Looking")  # it watches for calls with images in any run

@@ -15,11 +15,12 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from agentrl.algorithms.credit.baselines import Ema
-from agentrl.algorithms.credit.call_credit import CallRewards, Returns
+from agentrl.algorithms.credit.call_credit import Returns
+from agentrl.algorithms.credit_blocks.calls import CallRewards
+from agentrl.algorithms.credit_blocks.running_means import CountedMeans, Ema, EmaMeans
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch, last_observation
-from agentrl.algorithms.data.state import AlgorithmState, CountedMeans, EmaMeans, Recalled
+from agentrl.algorithms.data.state import AlgorithmState, Recalled
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.ratios import GivenLogProbs

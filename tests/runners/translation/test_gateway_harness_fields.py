@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from agentrl.algorithms.data.merge import merge
-from agentrl.telemetry.show import render_trace
+from agentrl.traces.show import render_trace
 from tests.runners.conftest import ids
 
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}}

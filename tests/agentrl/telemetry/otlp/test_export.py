@@ -22,8 +22,8 @@ import agentrl
 from agentrl import Reward, Scope
 from agentrl.cli.main import cli
 from agentrl.errors import AgentRLError, NotFound, Unavailable
+from agentrl.runners.langchain_steps import steps
 from agentrl.runners.tracing import core as tracing
-from agentrl.runners.tracing import langchain as steps
 from agentrl.telemetry.otlp import export, genai
 from agentrl.types import Span, Trace, Transition
 from tests import factories
@@ -193,7 +193,7 @@ async def test_openinference_spans_are_not_doubled(
 ) -> None:
     instrumentation = pytest.importorskip("openinference.instrumentation.langchain")
     tracing.install()
-    tracing.instrument_frameworks()
+    steps.instrument_frameworks()
     try:
         await bench.run(agent, {"input": "x"})
     finally:

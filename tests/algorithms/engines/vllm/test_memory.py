@@ -9,8 +9,8 @@ import pytest
 
 from agentrl.algorithms.engines.vllm import process
 from agentrl.algorithms.engines.vllm.factory import vllm_server, vllm_share
-from agentrl.algorithms.model.estimate import USABLE_MEMORY, bytes_needed
 from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.preflight.estimate import USABLE_MEMORY, bytes_needed
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError
 

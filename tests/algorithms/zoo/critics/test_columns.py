@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.algorithms.credit.call_credit import CallRewards
 from agentrl.algorithms.credit.core import CriticValues
+from agentrl.algorithms.credit_blocks.calls import CallRewards
 from agentrl.algorithms.zoo.critics.presets import BiLevelGae
 from agentrl.algorithms.zoo.hierarchy.presets import HiperGae
-from tests.algorithms.credit.test_call_credit import SEEDS, agree, near, steps
+from tests.algorithms.credit_blocks.test_calls import SEEDS, agree, near, steps
 from tests.algorithms.naive import naive_bi_level, naive_hiper
 from tests.algorithms.worlds import NAN, Call, Play, calls_without_tokens, random_plays, world
 

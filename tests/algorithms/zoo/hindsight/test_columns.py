@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from agentrl.algorithms.credit.call_credit import CallRewards
+from agentrl.algorithms.credit_blocks.calls import CallRewards
 from agentrl.algorithms.zoo.hindsight.presets import HindsightReturns
-from tests.algorithms.credit.test_call_credit import near
+from tests.algorithms.credit_blocks.test_calls import near
 from tests.algorithms.worlds import Call, Play, world
 
 

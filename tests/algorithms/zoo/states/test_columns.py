@@ -7,11 +7,12 @@ from itertools import product
 import pytest
 from torch import Tensor
 
-from agentrl.algorithms.credit.call_credit import Returns, StepGae
+from agentrl.algorithms.credit.call_credit import Returns
 from agentrl.algorithms.credit.core import GroupRelative, weighted_sum
+from agentrl.algorithms.credit_blocks.calls import StepGae
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.zoo.states.presets import PeerValues, SameStateRelative
-from tests.algorithms.credit.test_call_credit import (
+from tests.algorithms.credit_blocks.test_calls import (
     SEEDS,
     a_missing_reward_is_not_zero,
     agree,

@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.algorithms.zoo.teams.roles import RoleFilter
 from agentrl.errors import TrainingError
-from tests.algorithms.credit.test_call_credit import steps
+from tests.algorithms.credit_blocks.test_calls import steps
 from tests.algorithms.worlds import Call, Play, world
 
 

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from agentrl.algorithms.engines.embedded import packed
 from agentrl.algorithms.engines.embedded.engine import Engine
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.model import estimate
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.packing import hidden_states, pack_rows
-from agentrl.algorithms.model.proof import one_row
+from agentrl.algorithms.preflight import estimate
+from agentrl.algorithms.preflight.proof import one_row
 from agentrl.config import RunConfig, resolve
 from tests.benchmarks.estimate import estimate_over_peak
 from tests.benchmarks.learner import tokenizer

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from agentrl.algorithms.model.attention import whole_blocks
 from agentrl.algorithms.model.lm_head import MAX_LOGITS
-from agentrl.algorithms.model.load import DTYPES
+from agentrl.algorithms.model.load import DTYPES, packs_weights
 from agentrl.base import memory as host
 from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
@@ -81,12 +81,6 @@ def packed_bytes(config: RunConfig, network: Any) -> int:
     head = network.get_output_embeddings()
     layers = () if policy.quantize else _linear(network)
     return sum(2 * layer.in_features * layer.out_features for layer in (*layers, head))
-
-
-def packs_weights() -> bool:
-    """Whether products in bfloat16 on this CPU read weights in a layout of their own."""
-    has_kernels: bool = torch._C._has_mkldnn
-    return has_kernels and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def checkpoint_bytes(config: RunConfig, network: Any) -> float:

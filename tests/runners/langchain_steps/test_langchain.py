@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import agentrl
+from agentrl.runners.langchain_steps import steps
 from agentrl.runners.tracing import core as tracing
-from agentrl.runners.tracing import langchain as steps
 from agentrl.types import RolloutState
 
 
@@ -92,7 +92,7 @@ async def test_openinference_records_the_rest_on_request(bench: Any, build: Any)
     instrumentation = pytest.importorskip("openinference.instrumentation.langchain")
     agent = build()
     tracing.install()
-    tracing.instrument_frameworks()
+    steps.instrument_frameworks()
     try:
         (rollout,) = await bench.run(agent, {"input": "x"})
     finally:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.algorithms.model import proof
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import Pack
+from agentrl.algorithms.preflight import proof
 from agentrl.config import PolicyConfig
 
 BF16 = PolicyConfig(dtype="bfloat16")

@@ -1,5 +1,6 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ from rich.console import Console
 
 from agentrl.base.span_names import DIFF
 from agentrl.store import open_store, unknown_rollout
-from agentrl.telemetry import show
-from agentrl.telemetry.show import render_trace
+from agentrl.traces import show
+from agentrl.traces.show import render_trace, state_in_words
 from agentrl.types import (
     Branch,
     ErrorKind,
@@ -194,3 +195,16 @@ async def test_a_prompt_has_its_own_lines_and_tokens_only(
     assert "100 + 2 tokens: token ids, because " in first
     assert ids.split() == [*map(str, range(100)), "4", "5"]
     assert second.startswith("call 1, agent: its tokens are not known")
+
+
+@pytest.mark.parametrize(
+    ("state", "outcome", "words"),
+    [("succeeded", 1.0, "succeeded"), ("succeeded", 0.0, "completed"),
+     ("succeeded", nan, "completed"), ("failed", nan, "failed"), ("failed", 0.5, "failed")],
+)  # fmt: skip
+def test_the_words_for_a_state_do_not_contradict_the_outcome(
+    state: str, outcome: float, words: str
+) -> None:
+    rewards = [] if isnan(outcome) else [Reward(value=outcome)]
+    given: Any = {"attempt": "a", "rewards": rewards, "state": RolloutState(state)}
+    assert state_in_words(factories.rollout("g/0", **given)) == words

@@ -11,9 +11,12 @@ import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import cache
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing.attempt_log import AttemptLog, step_id
 
@@ -25,6 +28,29 @@ def install() -> None:
     """Register the handler, if the process has imported LangChain."""
     if "langchain_core" in sys.modules:
         _register()
+
+
+def join(config: RunConfig, root: Path) -> None:
+    """Trace with inputs and outputs, if a run asks for it."""
+    if config.runner.framework_spans:
+        instrument_frameworks()
+
+
+def instrument_frameworks() -> None:
+    """Record LangChain and LangGraph steps with inputs and outputs, as OpenInference spans.
+
+    Raises ConfigError if the instrumentation package is missing."""
+    try:
+        from openinference.instrumentation.langchain import LangChainInstrumentor
+    except ImportError as error:
+        raise ConfigError(
+            "runner.framework_spans needs the package openinference-instrumentation-langchain;"
+            " install it, or remove the setting"
+        ) from error
+    instrumentor = LangChainInstrumentor()
+    if not instrumentor.is_instrumented_by_opentelemetry:
+        instrumentor.instrument()
+    set_recorder(instrumentor.get_span)
 
 
 def set_recorder(recorder: Callable[[UUID], Any] | None) -> None:

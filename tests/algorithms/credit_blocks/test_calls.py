@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.call_credit import (
+from agentrl.algorithms.credit.call_credit import Returns, call_rewards
+from agentrl.algorithms.credit.core import CriticValues, GroupRelative, Whiten, weighted_sum
+from agentrl.algorithms.credit_blocks.calls import (
     FirstTokenValues,
     PotentialShaping,
-    Returns,
     StepGae,
     TurnDiscount,
     ValuesFromReward,
-    call_rewards,
 )
-from agentrl.algorithms.credit.core import CriticValues, GroupRelative, Whiten, weighted_sum
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.presets.catalogue import make

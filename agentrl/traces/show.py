@@ -16,7 +16,7 @@ from agentrl.base.span_names import DIFF
 from agentrl.errors import StoreError
 from agentrl.store import Store, open_store, unknown_rollout
 from agentrl.store.records import RolloutRow
-from agentrl.telemetry.spelling import spelling
+from agentrl.traces.spelling import spelling
 from agentrl.types import POLICY, Json, Rollout, RolloutState, Scope, Trace, Transition
 
 LONGEST_TITLE = 74  # of a panel of 80 columns

@@ -1,0 +1,1 @@
+"""What a rollout said, for people: its messages, its prompts, the text of its tokens."""

@@ -1,0 +1,1 @@
+"""Building blocks of credit that families of presets share."""

@@ -1,0 +1,1 @@
+"""Servers and queues that an agent shares with others belong to no attempt."""
