@@ -51,9 +51,9 @@ def read(text: str, calls: Sequence[Transition] = ()) -> dict[str, Any]:
             _of_call(found[-1], line)
         elif line.strip():
             place.append(line.strip())
-    for one in found:  # each step goes on with what the one before it found
-        depths = [step["depth"] for step in one["steps"]]
-        one["chain"] = len({*depths}) == len(depths)
+    for each in found:  # each step goes on with what the one before it found
+        depths = [step["depth"] for step in each["steps"]]
+        each["chain"] = len({*depths}) == len(depths)
     shown = {"verdict": verdict, "rewards": rewards, "calls": found, "gates": gates}
     return {**shown, "notes": notes, "text": text}
 
