@@ -245,13 +245,12 @@ async def supervise(
     also: more work, whose error ends the run; play: file of an evaluation plan to play instead;
     verb: of `agentrl algorithm`; alone: without what parts run beside it."""
     config, output = hide_secrets(config), Path(config.output)
-    logs = make_folder(output / "logs")
-    console = console or Console()
+    logs, console = make_folder(output / "logs"), console or Console()
     async with contextlib.AsyncExitStack() as stack:
         # Runners read the settings from the store; this also fences a leftover algorithm process.
         settings = msgspec.to_builtins(config)
         held = await stack.enter_async_context(run_owner.hold(store, config.name, settings))
-        run_file = _write_settings(output / "run.json", config)
+        run_file = write_settings(output / "run.json", config)
         order = [verb, str(run_file)] if play is None else ["play", str(run_file), str(play)]
         algorithm = Child("algorithm", ["algorithm", *order], logs / "algorithm.log")
         algorithm.variables[run_owner.VARIABLE] = held.owner
@@ -292,7 +291,8 @@ async def supervise(
     return time.monotonic() - started
 
 
-def _write_settings(path: Path, config: RunConfig) -> Path:
+def write_settings(path: Path, config: RunConfig) -> Path:
+    """Write the settings for the processes of a run, readable by this user alone."""
     path.touch(mode=0o600)
     path.chmod(0o600)  # the file may be from an earlier start
     path.write_bytes(msgspec.json.format(msgspec.json.encode(config)))

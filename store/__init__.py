@@ -8,7 +8,7 @@ from agentrl.errors import Fenced, StoreError
 from agentrl.store.base import Store
 from agentrl.store.urls import backend_of
 
-__all__ = ["Fenced", "Store", "StoreError", "open_store"]
+__all__ = ["Fenced", "Store", "StoreError", "open_store", "unknown_rollout"]
 
 
 def open_store(
@@ -29,3 +29,15 @@ def open_store(
     the server's; tests pass another `clock` of unix seconds. Raises StoreError if the URL is
     invalid or the store cannot be opened."""
     return backend_of(url).open(url, create=create, readonly=readonly, clock=clock)
+
+
+async def unknown_rollout(store: Store, id: str) -> str:
+    """A sentence for who asked for a rollout that is not there: perhaps it is the name of a run."""
+    run = id.partition("/")[0]
+    found = await store.search(run, limit=1) if await store.run(run) else None
+    if found is None or not found.rows:
+        return f"there is no rollout {id!r} in {store.url}; ids look like run/train/0000000/0000"
+    what = f"{id!r} is a run, not a rollout" if id == run else f"there is no rollout {id!r}"
+    return (
+        f"{what}: its newest one is {found.rows[0].id}, and agentrl view --run {run} has them all"
+    )

@@ -90,14 +90,16 @@ class Store(Protocol):
         Invalid for a negative step."""
 
     async def claim_groups(
-        self, run: str, epoch: int, n: int, *, ordered: bool = False, timeout: float | None = None
-    ) -> list[types.Group]:
+        self, run: str, epoch: int, n: int, *, ordered: bool = False,
+        groups: Sequence[str] | None = None, timeout: float | None = None,
+    ) -> list[types.Group]:  # fmt: skip
         """Claim the first `n` settled, untrained training groups of the run, by id, with rollouts,
         rewards and the calls of each rollout's last attempt. Settled: every rollout has
         succeeded, failed or been cancelled. Waits until `n` groups are settled, with `ordered`
         until the first `n` untrained ones are; returns fewer only after `timeout` seconds. A repeat
-        first returns groups that this epoch has claimed and not committed. Raises Fenced, also
-        while waiting, if `epoch` is old; NotFound for an unknown run; Invalid unless `n` > 0."""
+        first returns groups that this epoch has claimed and not committed. `groups`: only these.
+        Raises Fenced, also while waiting, if `epoch` is old; NotFound for an unknown run; Invalid
+        unless `n` > 0, and for `ordered` with `groups`."""
 
     async def publish(self, version: types.PolicyVersion, *, epoch: int | None = None) -> None:
         """Record the server of a policy version, to which gateways then send calls.
@@ -199,33 +201,21 @@ class Store(Protocol):
         """List the names of all runs, oldest first."""
 
     async def rollouts(
-        self,
-        run: str,
-        *,
-        purpose: types.Purpose | None = None,
-        step: int | None = None,
-        group: str | None = None,
-        state: types.RolloutState | None = None,
-        trained: int | None = None,
-        after: str | None = None,
+        self, run: str, *, purpose: types.Purpose | None = None, step: int | None = None,
+        group: str | None = None, state: types.RolloutState | None = None,
+        trained: int | None = None, group_state: str | None = None, after: str | None = None,
         limit: int | None = None,
-    ) -> list[types.Rollout]:
-        """List rollouts with their rewards, without calls, in order of group and index; []
-        for an unknown run. `step`: the step that requested them; `trained`: the step that trained
-        them. At most `limit`, starting after the rollout `after`. Raises Invalid for a negative
+    ) -> list[types.Rollout]:  # fmt: skip
+        """List rollouts with their rewards, without calls, in order of group and index; [] for an
+        unknown run. `step`: that requested them; `trained`: that trained them; `group_state`: as in
+        `groups`. At most `limit`, starting after the rollout `after`. Raises Invalid for a negative
         limit; NotFound if the rollout `after` does not exist."""
 
     async def groups(
-        self,
-        run: str,
-        *,
-        purpose: types.Purpose | None = None,
-        step: int | None = None,
-        trained: int | None = None,
-        state: str | None = None,
-        before: str | None = None,
+        self, run: str, *, purpose: types.Purpose | None = None, step: int | None = None,
+        trained: int | None = None, state: str | None = None, before: str | None = None,
         limit: int = 50,
-    ) -> list[records.GroupRow]:
+    ) -> list[records.GroupRow]:  # fmt: skip
         """List up to `limit` groups with the outcomes of their rollouts, in descending order of id;
         [] for an unknown run. `step`: the step that requested them; `trained`: the step that
         trained or discarded them; `before`: id of the previous page's last group. Raises Invalid
@@ -393,6 +383,12 @@ class Store(Protocol):
         keep growing. Later writes to a pruned attempt raise NotFound. `dry_run` changes nothing and
         returns what would be removed. Raises Invalid if neither limit is given or one is invalid;
         NotFound for an unknown run."""
+
+    async def forget(self, rollouts: Sequence[str], *, dry_run: bool = False) -> records.Forgotten:
+        """Delete rollouts and their branches, trained or not, with calls, rewards, judgements and
+        items of data sets, which get a new digest; unknown ids are ignored. Atomic. `left`: those
+        that are queued, running or claimed by a step, which stay: cancel them, or repeat this after
+        the step. `vacuum` makes what was deleted unreadable; `dry_run` as in `prune`."""
 
     async def vacuum(self) -> None:
         """Return the space of removed rows to the file system. Takes seconds per gigabyte, and free

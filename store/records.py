@@ -121,6 +121,15 @@ class Pruned(Record, frozen=True):
     bytes: int = 0  # of tokens, log-probs, messages, spans and images
 
 
+class Forgotten(Record, frozen=True):
+    """What `forget` has deleted: rollouts, and `items` of data sets, by `NAME@VERSION`. `left`: ids
+    of rollouts that it could not delete yet."""
+
+    rollouts: int = 0
+    left: list[str] = []
+    items: dict[str, int] = {}
+
+
 # -- data sets -------------------------------------------------------------------------------------
 
 

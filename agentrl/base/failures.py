@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
 from agentrl.types import ErrorKind, Failure
 
 LONGEST_MESSAGE = 400  # characters of a message
+# What the embedded server, vLLM, SGLang, OpenAI and Anthropic say of a prompt that is too long.
+TOO_LONG = re.compile(r"context[ _-](length|window|size)|model's context|prompt is too long", re.I)
 CURES = {  # of rollouts that all fail in the same way
     ErrorKind.AGENT: "Correct the agent (agent.path, agent.command or agent.harness)",
     ErrorKind.NO_CALL: "Let the agent call the policy",
@@ -19,6 +22,17 @@ CURES = {  # of rollouts that all fail in the same way
     ErrorKind.LOST_RUNNER: "See to the runner's machine and sandbox",
     ErrorKind.CANCELLED: "Let the rollouts end",
 }
+
+
+def how_many(failed: int) -> str:
+    return f"{failed} rollout{'s' * (failed != 1)} failed"
+
+
+def cure_of(kind: ErrorKind, message: str) -> str:
+    """What to do about rollouts that all fail in this way."""
+    if TOO_LONG.search(message):
+        return "Raise engine.max_context, or let the agent and its environment send less"
+    return CURES[kind]
 
 
 def commonest_failure(failures: Sequence[Failure], total: int) -> str:

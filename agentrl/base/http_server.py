@@ -7,6 +7,7 @@ default), but not the time until its body is complete.
 from __future__ import annotations
 
 import asyncio
+import socket
 from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -39,12 +40,14 @@ async def listen(
     timeout: float = REQUEST_TIMEOUT,
     shutdown: float = 1.0,
     access: Access = ANYBODY,
+    socket: socket.socket | None = None,
 ) -> tuple[web.AppRunner, str]:
     """Serve an application. Returns its runner, which the caller must clean up, and its URL.
 
     access: the certificate, if there is one; `app` checks keys itself, with `ask_for_key`.
     timeout: seconds until a connection without a complete request is closed. shutdown: seconds that
-    requests in progress have when the server stops. Raises OSError if the port is in use, and
+    requests in progress have when the server stops. socket: one that listens already, in place of
+    `host` and `port`. Raises OSError if the port is in use, and
     ConfigError for a certificate that cannot be read."""
     tls = access.server_tls()
     runner = web.AppRunner(
@@ -57,7 +60,10 @@ async def listen(
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, backlog=4096, ssl_context=tls).start()
+        if socket is None:
+            await web.TCPSite(runner, host, port, backlog=4096, ssl_context=tls).start()
+        else:
+            await web.SockSite(runner, socket, backlog=4096, ssl_context=tls).start()
     except OSError:
         await runner.cleanup()
         raise

@@ -125,6 +125,7 @@ class Child:
     log: Path
     piped: bool = False  # it stops at the end of its standard input, not on SIGTERM
     variables: dict[str, str] = field(default_factory=dict)  # added to its environment
+    files: tuple[int, ...] = ()  # file descriptors that it inherits
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -139,6 +140,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=environment() | self.variables,
+                pass_fds=self.files,
                 start_new_session=True,  # Ctrl-C reaches only the front, which stops its children
             )
 

@@ -46,6 +46,9 @@ def how_to_continue(group: click.Group, arguments: list[str]) -> str:
     return f" The same command{without} continues {where}." if where else ""
 
 
+WHOLE = 1000  # characters of a sentence
+
+
 class CommandGroup(click.Group):
     """A group that also has the commands of installed parts, whose names begin with `path`."""
 
@@ -56,6 +59,15 @@ class CommandGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         named = (point.name.rpartition(" ") for point in installed_plugins("commands"))
         return sorted({*self.commands, *(name for path, _, name in named if path == self.path)})
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """With whole sentences, which click cuts off at the end of a line."""
+        found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [
+            (name, one.get_short_help_str(WHOLE)) for name, one in found if one and not one.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if own := super().get_command(ctx, cmd_name):

@@ -123,7 +123,7 @@ async def summary(store: Store, state: RunState) -> dict[str, Any]:
         "state": activity(state),
         "steps": state.step,
         "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(state.created)),
-        "rollouts": {"succeeded": counts.succeeded, "failed": counts.failed},
+        "rollouts": {"completed": counts.succeeded, "failed": counts.failed},
     }
     try:
         config = from_store(state.config)

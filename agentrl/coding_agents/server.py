@@ -19,7 +19,7 @@ from agentrl.coding_agents import control
 from agentrl.coding_agents.runs import Runs, printed_by
 from agentrl.coding_agents.text import hidden, page
 from agentrl.errors import AgentRLError, NotFound
-from agentrl.traces.show import in_words, render_trace
+from agentrl.traces.show import in_words, render_trace, state_in_words
 from agentrl.types import RolloutState
 
 INSTRUCTIONS = """\
@@ -88,7 +88,7 @@ class Tools:
                 before=cursor or None, limit=20, budget=2.0,
             )  # fmt: skip
         lines = [
-            f"{row.id}: {row.purpose}, step {row.step}, {row.error or row.state}, "
+            f"{row.id}: {row.purpose}, step {row.step}, {row.error or state_in_words(row)}, "
             + ", ".join(f"{reward.name} {reward.value:g}" for reward in row.rewards[:5])
             for row in found.rows
         ]

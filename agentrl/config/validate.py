@@ -41,6 +41,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _roles(config)
     yield from _models(config)
     yield from _lora(config.policy.lora)
+    yield from _peft(config)
     yield from _schedule(config.algorithm)
     yield from _staleness(config)
     if config.eval.concurrent and not (config.eval.every and config.tasks.heldout):
@@ -215,6 +216,15 @@ def _lora(settings: LoraConfig) -> Iterator[str]:
     for key, default in msgspec.structs.asdict(LoraConfig()).items():
         if not settings.rank and getattr(settings, key) != default:
             yield f"policy.lora.{key} has no effect while policy.lora.rank is 0; set both"
+
+
+def _peft(config: RunConfig) -> Iterator[str]:
+    """Where models are loaded; a machine that only runs agents needs none."""
+    tables = {"policy.lora": msgspec.structs.asdict(config.policy.lora)}
+    tables |= {f"policies.{name}.lora": one.lora for name, one in config.policies.items()}
+    used = [key for key, lora in tables.items() if lora.get("rank") or lora.get("adapter")]
+    if used and is_installed("torch") and not is_installed("peft"):
+        yield f"{used[0]}: 'peft' is not installed: pip install 'agentrl[lora]'"
 
 
 def _schedule(algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -68,9 +68,11 @@ def _examine_policy(config: RunConfig, folder: str) -> Iterator[Finding]:
     config = without_making(config)  # what parts make has the same shapes
     if config.policy.build and not Path(config.model_path() or "?").is_dir():
         config = replace(config, output=f"{folder}/run")
-    for name in trained_policies(config):
+    names = trained_policies(config)
+    for name in names:
         sizes = list(run_check(policy.memory, config, policy_directory(view(config, name))[0]))
-        yield from sizes
+        said = f"memory of {name}" if len(names) > 1 else "memory"
+        yield from (one._replace(name=said) for one in sizes)
         if sizes[0].status == "fail":
             return
     own = replace(config.policy, model=config.model_path())

@@ -33,6 +33,7 @@ def context(model: LoadedModel, config: RunConfig, task: Mapping[str, Json]) -> 
     limit, asked = context_length(model.model), config.engine.max_context
     longest, answer = min(asked, limit or asked), config.sampling.max_tokens or 0
     size = len(Codec(model.tokenizer).encode(str(task.get("input", ""))))
-    sentence = f"{longest} tokens, of which a task takes {size} and sampling.max_tokens {answer}"
+    rest = f"sampling.max_tokens {answer}" if answer else f"an answer at most {longest - size}"
+    sentence = f"{longest} tokens, of which a task takes {size} and {rest}"
     cure = f"lower sampling.max_tokens or raise engine.max_context (the model: {limit or 'any'})"
     return ("ok", sentence) if size + answer < longest else ("fail", f"{sentence}; {cure}")

@@ -111,13 +111,21 @@ def _client() -> httpx.Client:
 
 def _read(answer: httpx.Response) -> dict[str, Any]:
     if answer.status_code != 200:
-        raise PolicyError(f"a model call failed: {answer.status_code} {answer.text:.300}")
+        raise PolicyError(f"a model call failed: {answer.status_code}, {_words(answer)}")
     try:
         message = msgspec.json.decode(answer.content)["choices"][0]["message"]
         said = {key: value for key, value in message.items() if value is not None}
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
         raise PolicyError(f"a model call had no message as answer: {answer.text:.300}") from None
     return {"role": "assistant", "content": "", **said}
+
+
+def _words(answer: httpx.Response) -> str:
+    """What an error says: its message, if it is one of OpenAI's API."""
+    try:
+        return str(msgspec.json.decode(answer.content)["error"]["message"])
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return f"{answer.text:.300}"
 
 
 def _unreachable(error: httpx.HTTPError) -> PolicyError:

@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from agentrl.base.failures import how_many
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
@@ -212,7 +213,7 @@ class Progress:
                 if figures := health(last, policy):
                     grid.add_row(*figures)
         if self.counts.failed:
-            grid.add_row(f"{self.counts.failed} rollouts failed")
+            grid.add_row(how_many(self.counts.failed))
         return grid
 
     def line(self, row: StepRow) -> str:
@@ -254,11 +255,8 @@ class Progress:
         if "data/epochs" in metrics:  # a run on a data set has no rollouts
             names = {"loss": "preferences/loss", "accuracy": "rewards/accuracies"}
             loss, accuracy = (f"{word} {figure(metrics, name)}" for word, name in names.items())
-            return (
-                loss,
-                accuracy,
-                f"chosen log-prob down by {figure(metrics, 'logps/chosen_drop')}",
-            )
+            change = -metrics.get("logps/chosen_drop", math.nan)
+            return loss, accuracy, f"log-prob of the chosen {change:+.3f}"
         outcome = f"reward {self.number(metrics.get('reward/mean', math.nan))}"
         if not self.fractions:
             outcome += f" ± {figure(metrics, 'reward/std')}"

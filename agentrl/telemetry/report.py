@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.algorithms.sampling.evaluate import MOST_TRIALS
-from agentrl.base.failures import one_line
+from agentrl.base.failures import how_many, one_line
 from agentrl.base.parts import has, installed_plugins
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
@@ -189,7 +189,7 @@ async def _failures(store: Store, config: RunConfig) -> str:
     last = await store.trace(rows[0].id)
     failure = last.rollout.failure if last is not None else None
     message = "" if failure is None else failure.message
-    return f"{number} rollouts failed ({counts}); the last one: {message}"
+    return f"{how_many(number)} ({counts}); the last one: {message}"
 
 
 def untrained_calls(steps: Iterable[StepRow]) -> tuple[int, int]:

@@ -14,10 +14,12 @@ from rich.text import Text
 from agentrl.base.images import describe, described
 from agentrl.base.span_names import DIFF
 from agentrl.errors import StoreError
-from agentrl.store import Store, open_store
+from agentrl.store import Store, open_store, unknown_rollout
+from agentrl.store.records import RolloutRow
 from agentrl.traces.spelling import spelling
-from agentrl.types import POLICY, Json, Rollout, RolloutState, Trace, Transition
+from agentrl.types import POLICY, Json, Rollout, RolloutState, Scope, Trace, Transition
 
+LONGEST_TITLE = 74  # of a panel of 80 columns
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
@@ -27,10 +29,7 @@ async def show_rollout(store_url: str, rollout: str, *, prompts: bool = False) -
     async with open_store(store_url, readonly=True) as store:
         trace = await store.trace(rollout)
         if trace is None:
-            raise StoreError(
-                f"there is no rollout {rollout!r} in {store.url}; ids look like "
-                "run/train/0000000/0000"
-            )
+            raise StoreError(await unknown_rollout(store, rollout))
         trace, state = await in_words(store, trace), await store.run(trace.rollout.run)
     shown = render_prompts(trace, state.config if state else {}) if prompts else render_trace(trace)
     Console().print(shown, soft_wrap=prompts)  # a prompt has its own lines only
@@ -101,12 +100,17 @@ def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:
     rewards = ", ".join(f"{row.name} {row.value:g}" for row in rollout.rewards) or "no reward"
     tries = f", attempt {rollout.attempts}" if rollout.attempts > 1 else ""
     title = f"{rollout.id}: {state_in_words(rollout)}, {rewards}, {rollout.seconds:.2f} s{tries}"
+    if len(title) > LONGEST_TITLE:  # a border would cut it off
+        parts.insert(0, Text(title.removeprefix(f"{rollout.id}: "), style="bold"))
+        title = rollout.id
     return Panel(Group(*parts), title=Text(title), title_align="left")
 
 
-def state_in_words(rollout: Rollout) -> str:
+def state_in_words(rollout: Rollout | RolloutRow) -> str:
     """How a rollout ended: one that nothing stopped has succeeded only if its outcome says so."""
-    ended = rollout.state is RolloutState.SUCCEEDED and not rollout.reward() > 0
+    rows = (row for row in rollout.rewards if row.scope is Scope.ROLLOUT and row.name == "outcome")
+    won = next((row.value for row in rows), 0.0) > 0
+    ended = rollout.state is RolloutState.SUCCEEDED and not won
     return "completed" if ended else rollout.state.value
 
 

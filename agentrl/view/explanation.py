@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.types import Transition
 
+HEADING = re.compile(r"\S.*, step \d+, .+")
 REWARD = re.compile(r"  (?P<name>.+?) = (?P<value>\S+) \((?P<source>.*)\)")
 CALL = re.compile(r"call (?P<id>\S+), (?P<role>.+), (?P<tokens>\d+) tokens(?: by (?P<by>.+))?")
 LINK = re.compile(r"  (?P<depth> *)(?P<text>.+): (?P<numbers>(?:[a-z]+ [-\d. e+]+(?:, )?)+)")
@@ -26,27 +27,35 @@ WORDS = {  # of parts of a credit
 
 
 def read(text: str, calls: Sequence[Transition] = ()) -> dict[str, Any]:
-    """Values of the template: `rewards`, `calls` with their steps and weight, `notes`, `text`."""
+    """Values of the template: what is said first (`verdict`), `rewards`, `calls` with their steps
+    and weight, `gates`, `notes`, `text`."""
     rewards: list[dict[str, str]] = []
     found: list[dict[str, Any]] = []
+    verdict: list[str] = []
+    gates: list[str] = []
     notes: list[str] = []
-    order, gates = {call.id: at for at, call in enumerate(calls)}, False
+    order, place = {call.id: at for at, call in enumerate(calls)}, verdict
     for line in text.splitlines():
         if call := CALL.fullmatch(line):
             found.append(call.groupdict() | {"at": order.get(call["id"]), "steps": []})
             found[-1] |= {"weight": None, "notes": []}
         elif line.strip() in ("rewards", "none"):
             continue
+        elif HEADING.fullmatch(line):
+            place = notes
         elif line == "gates and penalties":
-            gates = True
+            place = gates
         elif not found and (row := REWARD.fullmatch(line)):
             rewards.append(row.groupdict())
-        elif found and not gates and line.startswith(" "):
+        elif found and place is not gates and line.startswith(" "):
             _of_call(found[-1], line)
         elif line.strip():
-            notes.append(line.strip())
-    notes = [note for note in notes if not re.fullmatch(r"\S.*, step \d+, .+", note)]  # the heading
-    return {"rewards": rewards, "calls": found, "notes": notes, "text": text}
+            place.append(line.strip())
+    for each in found:  # each step goes on with what the one before it found
+        depths = [step["depth"] for step in each["steps"]]
+        each["chain"] = len({*depths}) == len(depths)
+    shown = {"verdict": verdict, "rewards": rewards, "calls": found, "gates": gates}
+    return {**shown, "notes": notes, "text": text}
 
 
 def _of_call(call: dict[str, Any], line: str) -> None:

@@ -28,7 +28,7 @@ from agentrl.types import (
 )
 from agentrl.view import charts, front, records, settings, summaries
 from agentrl.view.pictures import LOST, Album
-from agentrl.view.summaries import REWARD, SCORE, condition, facts
+from agentrl.view.summaries import BY_STATE, REWARD, SCORE, condition, facts
 
 SHOWN = [SCORE, REWARD, *charts.TRAINING]  # curves of a comparison
 GROUPS_PER_PAGE, FOUND_PER_PAGE, ITEMS_PER_PAGE = 30, 50, 10  # rows per page
@@ -95,7 +95,8 @@ class Pages:
         values: Values = {"run": run, "state": state, "notes": _notes(state, recent), "live": live}
         names = await self.store.metric_names(run)
         last = {name: value for row in recent for name, value in row.metrics.items()}
-        values |= {"names": names, "at": at, "last": last, "facts": facts(state.config)}
+        values |= {"names": names, "at": at, "last": last}
+        values["facts"] = facts(state.config, last.get(BY_STATE))
         values["condition"] = condition(state, ended="run/ended" in names, now=time.time())
         values["counts"] = await self.store.counts(run)
         values["failures"] = await self.store.failures(run)

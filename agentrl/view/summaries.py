@@ -24,7 +24,8 @@ SCORE, REWARD, FUNCTIONS = "eval/score", "reward/mean", "eval/function/"
 SAMPLED = "eval/sampled"
 BOUNDS = tuple(f"{SCORE}_{bound}" for bound in ("low", "high"))
 POINTS = 60  # of a curve in a list
-PLAIN_NAMES = {"model", "checkpoint", "best", "final"}  # of folders, which say little alone
+PLAIN_NAMES = {"model", "policy", "checkpoint", "best", "final"}  # of folders, which say little
+BY_STATE = "credit/by_state"  # how far the preset `auto` trusts values of states
 ROUNDING = 1e-9
 # Settings that differ without making a run another one: where it is, and how it is watched.
 PLACES = {
@@ -186,7 +187,7 @@ def whole_settings(row: Summary) -> Mapping[str, Json]:
     return whole
 
 
-def facts(config: Mapping[str, Any]) -> dict[str, str]:
+def facts(config: Mapping[str, Any], by_state: float | None = None) -> dict[str, str]:
     """What people call a run by: its model, preset and learning rate. Of any version's settings."""
 
     def read(*path: str) -> Any:
@@ -200,7 +201,7 @@ def facts(config: Mapping[str, Any]) -> dict[str, str]:
     policies = ", ".join(read("policies") or ())
     found = {
         "model": model or ", ".join(read("upstreams") or ()),
-        "preset": str(read("algorithm", "preset")),
+        "preset": preset_in_words(str(read("algorithm", "preset")), by_state),
         "learning rate": f"{lr:.3g}" if isinstance(lr, float | int) else "",
         "policies": policies,
         "tasks": f"{read('tasks', 'train')}" + (f", held-out {heldout}" if heldout else ""),
@@ -217,7 +218,18 @@ def _called(model: str, root: str) -> str:
     if not (model.startswith((".", "/")) or (model and folder.is_dir())):
         return model
     folder = Path(os.path.normpath(folder))
+    if folder.parent.name == "checkpoints":
+        return f"{folder.parts[-3]}, {folder.name}"
     return "/".join(folder.parts[-2:]) if folder.name in PLAIN_NAMES else folder.name
+
+
+def preset_in_words(preset: str, by_state: float | None = None) -> str:
+    """A preset with what `auto` amounts to: the share of credit by state, if it was measured."""
+    auto, plus, rest = preset.partition("+")
+    if auto != "auto":
+        return preset
+    share = "" if by_state is None else f", {by_state:.0%} by state"
+    return f"auto: grpo{plus}{rest}{share}"
 
 
 def differing(rows: Sequence[Summary]) -> list[dict[str, Json]]:

@@ -20,6 +20,7 @@ from agentrl.view.records import LONGEST_TEXT, gist, text_of
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
+LONGEST_LINE = 400  # characters
 # An address of the store; not of the list of runs (`/`, `/runs`) or of styles. Texts of agents have
 # no quotation mark here, because all are escaped.
 OWN_ADDRESS = re.compile(r'\b(href|action|src)="/(?=[a-z])(?!static/|at/|runs[?"])')
@@ -61,6 +62,11 @@ def quoted(text: str) -> str:
     return encode(text).decode()
 
 
+def clipped(text: str) -> str:
+    """A text of any length in a line or two."""
+    return text if len(text) <= LONGEST_LINE else f"{text[: LONGEST_LINE - 1]}…"
+
+
 def heat(logp: float | None) -> str:
     """The CSS class of a token coloured by its probability, as in `view.js`."""
     bin = 0 if logp is None else round((1 - math.exp(logp)) * 8)
@@ -86,7 +92,7 @@ def environment() -> Environment:
     found = Environment(loader=loader, undefined=StrictUndefined, **options)
     found.filters |= {"shown": shown, "ago": ago, "text": text_of, "heat": heat, "score": score}
     found.filters |= {"duration": duration, "gist": gist}
-    found.filters |= {"island": island, "quoted": quoted}
+    found.filters |= {"island": island, "quoted": quoted, "clipped": clipped}
     found.globals["cap"] = LONGEST_TEXT
     return found
 

@@ -155,6 +155,7 @@ class Evidence:
     effects: Tensor  # [contexts, 2, stages], see `effect_sums`
     gains: Tensor  # [contexts, 3, 2], see `gain_sums`
     batches: float = 1.0
+    trusted: float = 0.0  # mean `trust` in the last batch, which is not saved
 
     def then(self, now: Evidence) -> Evidence:
         """Of this and the next batch."""
@@ -167,6 +168,9 @@ class Evidence:
             NOISY_DECAY * self.gains + now.gains,
             NOISY_DECAY * self.batches + now.batches,
         )
+
+    def metrics(self) -> dict[str, float]:
+        return {"credit/by_state": self.trusted}
 
     def dump(self) -> Json:
         sums = (self.time, self.ends, self.effects, self.gains)
@@ -288,7 +292,9 @@ class PeerAdvantages(JudgedColumn):
             return advantage, part
         missed, now = evidence(calls, self.lam, SCALE_DECAY * part.time)
         judged = part.then(now)
-        x = calls.returns - trust(calls, judged, part) * missed
+        trusted = trust(calls, judged, part)
+        judged.trusted = float(trusted.mean())
+        x = calls.returns - trusted * missed
         base = baselines(calls, x, SCALE_DECAY * part.time)
         advantage[index] = core.standardise(x, calls.group, base=base).advantage
         return advantage, judged

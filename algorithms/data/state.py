@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import msgspec
 from torch import Tensor
@@ -35,6 +35,13 @@ class StatePart(Protocol):
 
     def restore(self, data: Json) -> None:
         """Load the output of `dump`. Raises msgspec.ValidationError for anything else."""
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A `StatePart` that says something of the last batch."""
+
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 class RememberedColumn:
@@ -129,6 +136,10 @@ class AlgorithmState:
     def adopt(self, recall: Recalled) -> None:
         """Replace the state after the batch is trained."""
         self.parts |= recall.after
+
+    def metrics(self) -> dict[str, float]:
+        parts = [part for part in self.parts.values() if isinstance(part, Measured)]
+        return {name: value for part in parts for name, value in part.metrics().items()}
 
     def dump(self) -> dict[str, Json]:
         return {name: part.dump() for name, part in self.parts.items()}

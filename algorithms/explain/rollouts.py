@@ -14,7 +14,7 @@ from agentrl.algorithms.presets.registry import ALL_STREAMS
 from agentrl.config import RunConfig, from_store
 from agentrl.config import policies as team
 from agentrl.errors import StoreError
-from agentrl.store import open_store
+from agentrl.store import open_store, unknown_rollout
 from agentrl.store.base import Store
 from agentrl.types import Group, Purpose, Rollout
 
@@ -28,10 +28,7 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
         trace = await store.trace(rollout)
         state = await store.run(trace.rollout.run) if trace else None
         if trace is None or state is None:
-            raise StoreError(
-                f"there is no rollout {rollout!r} in {store_url}; ids look like "
-                "run/train/0000000/0000"
-            )
+            raise StoreError(await unknown_rollout(store, rollout))
         groups = await _groups(store, trace.rollout)
         members = [member.id for group in groups for member in group.rollouts]
         credits = [row for id in members for row in await store.credits(id)]

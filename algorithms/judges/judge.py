@@ -68,8 +68,9 @@ class JudgeClient:
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.settings.concurrency)
 
-    async def score(self, records: Sequence[Messages]) -> list[float | None]:
-        """The reward of each rollout of a group; None: no verdict."""
+    async def score(self, records: Sequence[Messages], subject: str = "") -> list[float | None]:
+        """The reward of each rollout of a group; None: no verdict. subject: what it is about, as
+        the store keeps it; default: the run."""
         settings = self.settings
         if isinstance(settings, PairwiseJudge):
             return await self._win_rates(settings, records)
@@ -81,8 +82,13 @@ class JudgeClient:
             question, ids = questions.group(settings, records)
             (verdict,) = await self._verdicts([question])
             return [_reward(settings, verdict, id) for id in ids]
-        verdicts = await self._verdicts([questions.pointwise(settings, r) for r in records])
+        asked = [questions.pointwise(settings, r) for r in records]
+        verdicts = await self._verdicts(asked, subject)
         return [_reward(settings, verdict, "score") for verdict in verdicts]
+
+    def forget_asked(self) -> None:
+        """Ask the same question again, or look in the store, the next time."""
+        self._pending.clear()
 
     async def _win_rates(
         self, settings: PairwiseJudge, records: Sequence[Messages]
@@ -106,19 +112,21 @@ class JudgeClient:
                 scores[b].append(1 - score)
         return [fmean(own) if own else None for own in scores.values()]
 
-    async def _verdicts(self, batch: Sequence[Question]) -> list[Verdict | None]:
+    async def _verdicts(self, batch: Sequence[Question], subject: str = "") -> list[Verdict | None]:
         endpoint = await find_endpoint(self.store, self.config, self.settings.upstream)
 
         def ask(question: Question) -> asyncio.Task[Verdict | None]:
             about = (endpoint.identity, self.settings.max_tokens, question.text)
             id = blake2b(msgspec.json.encode(about), digest_size=16).hexdigest()
             if id not in self._pending:
-                self._pending[id] = asyncio.create_task(self._ask(id, question, endpoint))
+                self._pending[id] = asyncio.create_task(self._ask(id, question, endpoint, subject))
             return self._pending[id]
 
         return await asyncio.gather(*map(ask, batch))
 
-    async def _ask(self, id: str, question: Question, endpoint: ModelServer) -> Verdict | None:
+    async def _ask(
+        self, id: str, question: Question, endpoint: ModelServer, subject: str
+    ) -> Verdict | None:
         cached = await self.store.judgement(id)
         if cached is not None:
             self.counts["cached"] += 1
@@ -137,8 +145,8 @@ class JudgeClient:
                     why = str(error)
                     continue
                 judgement = Judgement(
-                    id=id, subject=self.config.name, judge=self.name, verdict=verdict, raw=raw,
-                    cost=cost, seconds=time.monotonic() - started,
+                    id=id, subject=subject or self.config.name, judge=self.name, verdict=verdict,
+                    raw=raw, cost=cost, seconds=time.monotonic() - started,
                 )  # fmt: skip
                 await self.store.add_judgements([judgement])
                 return verdict
@@ -200,7 +208,7 @@ class Judges:
             for key, count in judge.counts.items():
                 metrics[f"judges/{judge.name}/{key}"] = count
                 judge.spent[key] += count
-            judge._pending.clear()
+            judge.forget_asked()
         return groups, metrics
 
     async def _judged(self, judge: JudgeClient, group: Group) -> tuple[Group, list[StepReward]]:

@@ -9,7 +9,8 @@ one kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -124,10 +125,9 @@ class _Head(torch.autograd.Function):
         ctx.most, ctx.fp32 = most, fp32
         ctx.set_materialize_grads(False)
         weight, bias = _operands(weight_VH, bias_V, fp32)
+        scored = _fused(_scored) if weight.is_cuda else _scored
         scores = [
-            _score(
-                _divided(linear(hidden_CH.to(weight.dtype), weight, bias), temperature_C), tokens_C
-            )
+            scored(linear(hidden_CH.to(weight.dtype), weight, bias), temperature_C, tokens_C)
             for hidden_CH, tokens_C, temperature_C in _chunks(
                 chunk, hidden_NH, tokens_N, temperature_N
             )
@@ -159,6 +159,7 @@ class _Head(torch.autograd.Function):
         grad_weight = torch.empty_like(weight_VH) if wants_weight else None
         grad_bias = torch.empty_like(bias_V) if wants_bias else None
         narrow_NH = hidden_NH.to(weight.dtype)
+        gradient = _fused(_gradient) if weight.is_cuda else _gradient
         # Summed over blocks of the vocabulary: the weight's gradient needs no sum, which would have
         # to be as large as the weight and wider.
         grad_hidden = torch.zeros_like(hidden_NH, dtype=normaliser_N.dtype)
@@ -167,20 +168,58 @@ class _Head(torch.autograd.Function):
         for first in range(0, len(weight_VH), width):
             part = slice(first, first + width)
             logits_NC = linear(narrow_NH, weight[part], None if bias is None else bias[part])
-            logp_NC = _divided(logits_NC, temperature_N).sub_(normaliser_N[:, None])
-            grad_NC = _pulled(logp_NC, scale_N1, pull_N1, entropy_N[:, None])
-            at_N1 = tokens_N[:, None] - first
-            inside = at_N1.clamp(0, grad_NC.shape[1] - 1)
-            grad_NC.scatter_add_(1, inside, scale_N1 * (inside == at_N1))
-            narrow_NC = grad_NC.to(weight.dtype)
+            given = temperature_N, normaliser_N, entropy_N, scale_N1, pull_N1
+            narrow_NC = gradient(logits_NC, tokens_N - first, *given)
             if wants_hidden:
                 grad_hidden += narrow_NC @ weight[part]
             if grad_weight is not None:
                 grad_weight[part] = narrow_NC.T @ narrow_NH
             if grad_bias is not None:
-                grad_bias[part] = grad_NC.sum(0)
+                grad_bias[part] = narrow_NC.sum(0, dtype=grad_hidden.dtype)
         found = grad_hidden.to(hidden_NH.dtype) if wants_hidden else None
         return found, grad_weight, grad_bias, None, None, None, None
+
+
+@cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as few kernels, which read and write each logit once or twice."""
+    return torch.compile(function, dynamic=True)
+
+
+def _scored(
+    logits_CV: Tensor, temperature_C: Tensor, tokens_C: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _score(_divided(logits_CV, temperature_C), tokens_C)
+
+
+def _gradient(
+    logits_NC: Tensor,
+    at_N: Tensor,
+    temperature_N: Tensor,
+    normaliser_N: Tensor,
+    entropy_N: Tensor,
+    scale_N1: Tensor,
+    pull_N1: Tensor | None,
+) -> Tensor:
+    """Gradient of a block of logits, in their dtype. at_N: columns of the tokens, of which some
+    are not in the block."""
+    logp_NC = _divided(logits_NC, temperature_N).sub_(normaliser_N[:, None])
+    grad_NC = _pulled(logp_NC, scale_N1, pull_N1, entropy_N[:, None])
+    add = add_at_columns if grad_NC.is_cuda else scatter_columns
+    return add(grad_NC, at_N[:, None], scale_N1).to(logits_NC.dtype)
+
+
+def add_at_columns(grad_NC: Tensor, at_N1: Tensor, scale_N1: Tensor) -> Tensor:
+    """Add each row's scale at its column, if there is one: part of the kernel of what precedes and
+    follows, which a scatter cannot be."""
+    columns_C = torch.arange(grad_NC.shape[1], device=grad_NC.device)
+    return grad_NC + scale_N1 * (columns_C == at_N1)
+
+
+def scatter_columns(grad_NC: Tensor, at_N1: Tensor, scale_N1: Tensor) -> Tensor:
+    """`add_at_columns` in place, in no time on a CPU."""
+    inside = at_N1.clamp(0, grad_NC.shape[1] - 1)
+    return grad_NC.scatter_add_(1, inside, scale_N1 * (inside == at_N1))
 
 
 def _pulled(

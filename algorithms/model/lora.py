@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.model import digests
+from agentrl.algorithms.model.fused import add_adapter
 from agentrl.algorithms.model.load import checkpoint_weights, shape_mismatch
 from agentrl.algorithms.model.quantize import dense_state, is_quantized, save_dense
 from agentrl.errors import DamagedError, PolicyError, nearest
@@ -266,13 +267,13 @@ class Adapters:
             down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
             dtype = down.dtype if self._wide and not output.is_cuda else output.dtype
             down, up = down.to(dtype), up.to(dtype)
-            x = inputs[0] if tokens is None else inputs[0].index_select(-2, tokens)
-            narrow, scale = linear(x.to(dtype), down), layer.scaling[name]
-            if tokens is None and dtype == output.dtype:
-                # One product that rounds once, instead of another tensor as large as the output.
-                flat = torch.addmm(output.flatten(0, -2), narrow.flatten(0, -2), up.T, alpha=scale)
-                output = flat.view(output.shape)
+            base, scale = layer.base_layer, layer.scaling[name]
+            alone = tokens is None and len(self._selection) == 1
+            if alone and dtype == output.dtype and type(base) is Linear:
+                output = add_adapter(inputs[0], output, base.weight, down, up, scale)
                 continue
+            x = inputs[0] if tokens is None else inputs[0].index_select(-2, tokens)
+            narrow = linear(x.to(dtype), down)
             delta = linear(narrow, up).to(output.dtype)
             if tokens is None:
                 output = output.add(delta, alpha=scale)

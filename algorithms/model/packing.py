@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,6 +114,8 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
     if incompatibility(model):
         return _padded_hidden_states(model, pack)
     attention.install(model)
+    if model.device.type == "cuda":
+        pack = whole_blocks(pack)
     decoder, read = _inputs(model, pack)
     hidden_TH: Tensor = decoder(
         **read,
@@ -122,6 +124,20 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
         plan=attention.TreePlan(pack.end, pack.positions),
     ).last_hidden_state[0]
     return hidden_TH[pack.states.to(model.device)]
+
+
+def whole_blocks(pack: Pack) -> Pack:
+    """The pack with branches of one unused token each, up to whole blocks of a GPU's kernel: see
+    `attention.kernel_options`."""
+    size, block = len(pack.end), attention.FLEX_BLOCK
+    new = torch.arange(size, -(-size // block) * block)
+    unused = torch.zeros_like(new)
+    return replace(
+        pack,
+        tokens=torch.cat((pack.tokens, unused)),
+        positions=torch.cat((pack.positions, unused)),
+        end=torch.cat((pack.end, new + 1)),
+    )
 
 
 def _inputs(model: PreTrainedModel, pack: Pack) -> tuple[Module, dict[str, Any]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from typing import ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -114,6 +115,7 @@ class DatasetCollector:
     logprobs: dict[str, Float32] = field(default_factory=dict)  # of the reference, by rollout
     tokenizer: Retokenizer = field(init=False)
     inputs: Inputs | None = field(init=False)  # what the model reads beside text
+    serves: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         limit, learner = self.updater.preprocessor.context, self.updater.learner

@@ -145,7 +145,9 @@ async def show(store: Store, name: str | None, version: int, examples: int) -> N
             click.echo(f"{one.name} version {one.version}: {one.items} items, {state}")
         return
     found, items = await _items(store, name, version)
-    click.echo(f"{name} version {found.version}, digest {found.digest}, made by {found.spec}")
+    click.echo(f"{name} version {found.version}, digest {found.digest}")
+    made = (f"{key} {value}" for key, value in found.spec.items() if value not in (None, "", 0))
+    click.echo(f"made with {', '.join(made)}")
     for (kind, split), n in sorted(Counter((i.kind, i.split) for i in items).items()):
         click.echo(f"{n:8} {kind} ({split})")
     margins = [item.margin for item in items if item.margin is not None]

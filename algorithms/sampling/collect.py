@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, isfinite, isnan
 from statistics import fmean
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from agentrl.algorithms.credit.core import ROUNDING_SPREAD
 from agentrl.algorithms.data.merge import counterfactual, reward_reference, valid_for_any
@@ -55,6 +55,10 @@ class Collected:
 class GroupSource(Protocol):
     """Where the groups of a step come from."""
 
+    @property
+    def serves(self) -> bool:
+        """Whether the run's policies are served meanwhile."""
+
     async def collect(self, step: int) -> Collected:
         """The groups of a step; the same ones if the step is repeated."""
 
@@ -83,6 +87,7 @@ class Collector:
     vocabulary: Vocabulary = field(default_factory=dict)
     observer: Observer | None = None
     requested: Requested = nothing_more
+    serves: ClassVar[bool] = True
 
     async def collect(self, step: int) -> Collected:
         """Collect the `algorithm.groups` groups of a step.

@@ -16,7 +16,7 @@ from agentrl.algorithms.sampling.scores import (
     score_metrics,
     spread_metrics,
 )
-from agentrl.base.failures import CURES, commonest_message
+from agentrl.base.failures import commonest_message, cure_of
 from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
@@ -102,7 +102,7 @@ def check_first(
         why = f", because of {name}: {message}" if name else f", because of {message}"
     raise TrainingError(
         f"all {len(rollouts)} rollouts failed{why}. Example: agentrl show {rollouts[0].id}."
-        f" {CURES[kind]}, and repeat the command"
+        f" {cure_of(kind, message)}, and repeat the command"
     )
 
 

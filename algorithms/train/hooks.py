@@ -88,8 +88,8 @@ class Hooks:
         """Called while the policies are the initial ones, before the checkpoint is loaded."""
 
     def source(self, run: LoadedRun) -> GroupSource | None:
-        """Where groups come from, if not from rollouts of the agent. At most one part has such a
-        source; with it no policy is served."""
+        """Where groups come from, if not from rollouts that the run requests. At most one part has
+        such a source, which says whether policies are served."""
         return None
 
     def sampling(self, tasks: TaskSampler) -> TaskSampler:

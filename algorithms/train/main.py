@@ -61,7 +61,8 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
         config, state = loaded.config, loaded.state
         tasks = hooks.sampling(TaskSampler(config, train, greedy, prompts=loaded.candidate))
         source, models = hooks.source(loaded), loaded.models
-        live = await serve_run(loaded, models if source is None else [])
+        serves = source is None or source.serves
+        live = await serve_run(loaded, models if serves else [])
         await hooks.start(live)
         if source is None:
             source = Collector(

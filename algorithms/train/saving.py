@@ -59,7 +59,8 @@ class Checkpoints:
         self.trained = steps if trained else self.trained
         if self._is_due(steps) and not (trained and self._may_wait(steps)):
             self.started, path = time.monotonic(), self._path()
-            save_checkpoint(path, *self._content())
+            # In a thread: calls may be in flight.
+            await asyncio.to_thread(save_checkpoint, path, *self._content())
             self._is_whole(path, time.monotonic())
             self.waited += self.seconds
         waited, self.waited = self.waited, 0.0
@@ -75,7 +76,7 @@ class Checkpoints:
         if self._is_due(steps):
             self.live.lock.check()
             self.started, path = time.monotonic(), self._path()
-            finish = begin_checkpoint(path, *self._content())
+            finish = await asyncio.to_thread(begin_checkpoint, path, *self._content())
             self.waited += time.monotonic() - self.started
             self.writing = path, asyncio.create_task(asyncio.to_thread(_ended, finish))
             self.saved = self.trained

@@ -7,6 +7,7 @@ there, unless `algorithm.samples_during_update`; a policy that did not learn kee
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -128,7 +129,7 @@ class PolicyServers:
                 )
             config, policy = self._config, name.partition("@")[0]
             own = view(config, policy) if policy in config.policies else config
-            base = load_base_model(str(directory), own, adapted=False)
+            base = await asyncio.to_thread(load_base_model, str(directory), own, adapted=False)
             base.policies.append(name)
             # These weights never change.
             settings = replace(self._config.algorithm, async_sampling=None)

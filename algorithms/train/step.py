@@ -134,6 +134,7 @@ class Updater:
             **staleness_metrics(step, prepared.groups, self.policy, version=version),
             **(value_metrics(values) if values else {}),
             "staleness/withheld": float(built.withheld),
+            **self.state.metrics(),
             **optimized,
             **self.reference_control.observe(reference, rollouts),
         }

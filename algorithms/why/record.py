@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -90,8 +90,18 @@ class PolicyRun:
         """The reference of the reward that the algorithm maximises."""
         return str(self.config.algorithm.options.get("reward", "outcome"))
 
+    @property
+    def counted(self) -> Sequence[Mapping[str, float]]:
+        """The steps; before the first one the failures of the evaluation, which may have ended the
+        run."""
+        failed = Counter(
+            f"rollouts/failed/{row.failure.kind}" for row in self.heldout if row.failure
+        )
+        of = {"rollouts": float(len(self.heldout)), "rollouts/failed": float(failed.total())}
+        return self.steps or [{**of, **failed}]
+
     def values(self, name: str) -> list[float]:
-        return [x for step in self.steps if math.isfinite(x := step.get(name, math.nan))]
+        return [x for step in self.counted if math.isfinite(x := step.get(name, math.nan))]
 
     def mean(self, name: str) -> float:
         """Mean of a metric over the steps that have it; 0 if none has."""

@@ -8,7 +8,6 @@ clearly improved. Does not import torch.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -29,15 +28,13 @@ from agentrl.algorithms.why.task_rules import (
     other_sampler,
     repeated_tasks,
 )
-from agentrl.base.failures import one_line
+from agentrl.base.failures import TOO_LONG, one_line
 from agentrl.types import EMPTY, ErrorKind, RolloutState
 
 DETERMINISTIC_ENTROPY = 0.02  # nats per token, entropy of a deterministic policy
 # Least sum of learning rates that moves weights; ten times that for an adapter.
 LEAST_RATE_SUM = 2e-5
 RARE_SUCCESS = 0.1  # share of rollouts below which most groups of eight have no success
-# What the embedded server, vLLM, SGLang, OpenAI and Anthropic say of a prompt that is too long.
-TOO_LONG = re.compile(r"context[ _-](length|window|size)|model's context|prompt is too long", re.I)
 AGENT_CURE = "agent.path, agent.command or agent.harness: correct the agent"
 TEACH = (
     "warmup.data: demonstrations of success (agentrl demonstrate); tasks.train: easier ones, then "
@@ -86,7 +83,7 @@ def opening(run: PolicyRun, found: Sequence[Reason]) -> str:
     if run.improved:
         return f"The scores rose, but they are no evidence{more}"
     if not (run.steps or run.changes):
-        return "No step is trained yet."
+        return f"No step is trained yet{more}"
     if any(change.fallen for change in run.changes.values()):
         return f"It got worse{more}"
     if run.early:

@@ -74,7 +74,8 @@ class ActiveAttempt:
     attempt: Attempt
     deadline: float  # time.monotonic() of its time-out
     sealed: bool = False  # only calls with its key are accepted
-    scoring: bool = False  # a verifier's: reaches frozen endpoints only, calls are not recorded
+    scoring: bool = False  # a verifier's: reaches frozen endpoints only
+    recorded: bool = True  # whether calls and spans are stored; a verifier's are not
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)  # its secret
     calls: int = 0  # requests so far
     stored: int = 0  # calls so far, also those not yet durable: the next one's `index`
@@ -253,11 +254,17 @@ class AttemptRegistry:
         self._ended: OrderedDict[str, str] = OrderedDict()  # keys and ids -> id
 
     def register(
-        self, attempt: Attempt, *, sealed: bool = False, scoring: bool = False
+        self,
+        attempt: Attempt,
+        *,
+        sealed: bool = False,
+        scoring: bool = False,
+        recorded: bool = True,
     ) -> ActiveAttempt:
         deadline = time.monotonic() + attempt.rollout.timeout
         roles = self.roles.union(attempt.rollout.seats)
-        active = ActiveAttempt(attempt, deadline, sealed, scoring, roles=roles)
+        recorded = recorded and not scoring
+        active = ActiveAttempt(attempt, deadline, sealed, scoring, recorded, roles=roles)
         for feature in () if scoring else self.features:
             feature.join(active)
         self._active[attempt.id] = self._keys[active.key] = active

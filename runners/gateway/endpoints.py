@@ -71,7 +71,7 @@ class Endpoints:
         active = caller.active
 
         async def add(spans: list[Span]) -> tuple[int, str]:
-            own = [span for span in spans if span.attempt == active.id and not active.scoring]
+            own = [span for span in spans if span.attempt == active.id and active.recorded]
             if own:
                 await self._store.add_spans(own)
             foreign = len(spans) - len(own)

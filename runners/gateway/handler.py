@@ -181,7 +181,7 @@ class CallHandler:
                 sent = SentCall(call, route, route.policy, time.time(), time.monotonic())
                 rows = recorded.fixed_answer(route.text, call.request)
                 return await self._deliver_recorded(sent, rows)
-            gives_ids = False if self._active.scoring else self._upstream.gives_token_ids(route)
+            gives_ids = self._upstream.gives_token_ids(route) if self._active.recorded else False
             sent = await self._prepare(call, route, capture=gives_ids is not False)
             while isinstance(answer := await self._post(sent), ServerRefusal):
                 again = await self._without_refused(sent, answer, gives_ids)
@@ -221,7 +221,7 @@ class CallHandler:
         if limit and len(body) + (sampling.max_tokens or 0) > limit and not fitting:
             fitting = await find_fitting(self._upstream, route, request.fields, sampling.max_tokens)
             body, sampling = request.encode(route, call.defaults, capture=capture, fitting=fitting)
-        if not (route.frozen or fitting or self._active.scoring):
+        if self._active.recorded and not (route.frozen or fitting):
             warn_of_sampling(self._upstream, route, sampling, call.defaults)
         # A role outside the agent's work is excluded from training by the name of its policy.
         untrained = auxiliary and not route.frozen
@@ -314,9 +314,9 @@ class CallHandler:
 
     def _make_rows(self, answered: AnsweredCall) -> list[Transition]:
         """Make the rows of a response, which takes numbers of the attempt; say on the console what
-        is odd about them. None for a verifier's call, which is not recorded."""
+        is odd about them. None for calls that are not recorded."""
         sent, active, upstream = answered.sent, self._active, self._upstream
-        if active.scoring:
+        if not active.recorded:
             return []
         choices = [choice for _, choice in sorted(answered.response.choices.items())]
         for choice in choices:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import socket
 import threading
 from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -54,9 +55,11 @@ class Gateway:
         models: Collection[str] = (),
         features: Sequence[Feature] = (),
         access: Access = ANYBODY,
+        socket: socket.socket | None = None,
     ) -> None:
         """`upstreams` to `models`: see `Router`. `features`: in the order in which they see a call.
-        `access`: the certificate; a feature checks keys.
+        `access`: the certificate; a feature checks keys. `socket`: listens already, in place of
+        `host` and `port`.
         If other machines can connect to `host`, only sealed attempts accept calls.
 
         Raises ConfigError if the API key of an upstream is missing."""
@@ -69,7 +72,7 @@ class Gateway:
             store, run, upstreams, roles, policies, remote=remote, key=key, models=models
         )
         self._store, self._host, self._features = store, host, features
-        self._access = access
+        self._access, self._socket = access, socket
         self._loop = server_loop()
         self._thread = threading.Thread(target=self._serve, name="agentrl-gateway", daemon=True)
         self._listening: Future[int] = Future()
@@ -144,7 +147,12 @@ class Gateway:
         try:
             try:
                 runner, _ = await listen(
-                    app, self._host, self.port, shutdown=0.0, access=self._access
+                    app,
+                    self._host,
+                    self.port,
+                    shutdown=0.0,
+                    access=self._access,
+                    socket=self._socket,
                 )
             except OSError as error:
                 self._listening.set_exception(error)

@@ -130,9 +130,13 @@ class Router:
             except StoreError as error:  # the last copy may still be valid
                 log.warning("the routes of run %s cannot be read: %s", self.run, error)
                 cursor = 0
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self.look_again()
             await asyncio.sleep(MIN_READ_INTERVAL)
+
+    def look_again(self) -> None:
+        """Let waiting calls look for their servers again: policies or seats have changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def route(self, model: str, role: str, seats: Seats = NO_SEATS) -> Route:
         """Return the server of one call; wait while its policy is not served."""

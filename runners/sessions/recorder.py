@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -70,16 +71,18 @@ class Sessions(Feature):
         keys = read_key(self._settings.key_env, "sessions.key_env", "the callers'")
         self._access = Access(tuple(keys.split()))
         self._open: dict[str, OpenSession] = {}  # by name
-        self._exchanges: dict[Exchange, str] = {}  # exchange -> name of its session
+        self._exchanges: dict[Exchange, OpenSession] = {}
         self._claiming = asyncio.Lock()  # the claimed rollout must be the one just enqueued
-        # The registry needs no keys: `_attribute` checks the callers'.
+        self.gateway = self._make_gateway(config)
+        self.gateway.attempts.open = True  # it needs no keys: `_attribute` checks the callers'
+
+    def _make_gateway(self, config: RunConfig) -> Gateway:
         roles = config.roles or {"agent": next(iter(config.upstreams))}
-        self.gateway = Gateway(
-            store, self._run, host=config.runner.host, port=config.runner.port, roles=roles,
+        return Gateway(
+            self._store, self._run, host=config.runner.host, port=config.runner.port, roles=roles,
             upstreams=config.upstreams, remote=True,
             features=[RoleRules(config.role_rules), self],
         )  # fmt: skip
-        self.gateway.attempts.open = True
 
     def add_to(self, app: web.Application, upstream: Upstream) -> None:
         app.middlewares.append(self._attribute)
@@ -87,26 +90,47 @@ class Sessions(Feature):
 
     @web.middleware
     async def _attribute(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Find or begin the session of a request, or store feedback."""
+        """Find or begin the session of a request, or answer what is no model call."""
         session: OpenSession | None = None
         key = given_key(request.headers)
         if not self._access.allows(key):
-            return _refusal(401, "the API key is none of those in sessions.key_env")
+            return refusal(401, "the API key is none of those in sessions.key_env")
         try:
-            if request.method == "POST" and request.path == "/v1/feedback":
-                feedback = msgspec.json.decode(await read_body(request), type=Feedback)
-                rollout = await give_feedback(self._store, self._run, feedback)
-                return web.json_response({"rollout": rollout})
             if request.method == "POST":
+                if (answer := self._answers().get(request.path)) is not None:
+                    return await answer(request)
                 session = await self._find(request, key)
         except (StoreError, *UNREADABLE) as error:
             wrong = 404 if isinstance(error, NotFound) else 400
-            return _refusal(503 if isinstance(error, Unavailable) else wrong, str(error))
+            return refusal(503 if isinstance(error, Unavailable) else wrong, str(error))
         try:
             return await handler(request)
         finally:
             if session is not None:
                 session.used = time.monotonic()
+                await self._after_call(request, session)
+
+    def _answers(self) -> dict[str, Handler]:
+        """What it answers itself, by path."""
+        return {"/v1/feedback": self._take_feedback}
+
+    async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
+        feedback = self._redacted(msgspec.json.decode(await read_body(request), type=Feedback))
+        group = await self._group_of(feedback.session)
+        rollout = await give_feedback(self._store, self._run, feedback, group)
+        return web.json_response({"rollout": rollout})
+
+    def _redacted(self, feedback: Feedback) -> Feedback:
+        """Feedback as it may be stored; the session's name is not."""
+        texts = {n: getattr(feedback, n) for n in ("name", "note", "correction")}
+        return replace(feedback, **_redact(texts, self._patterns))
+
+    async def _group_of(self, name: str) -> str:
+        """The group of a session's last rollouts."""
+        return session_group(self._run, name)
+
+    async def _after_call(self, request: web.Request, session: OpenSession) -> None:
+        """Called when a call of a session has been answered."""
 
     async def keep(self) -> None:
         """Renew leases, end idle sessions and those of a killed process, until cancelled."""
@@ -122,16 +146,18 @@ class Sessions(Feature):
         have sent so far."""
         before = time.monotonic() - idle
         over = [one for one in self._open.values() if one.used <= before]
-        over = [one for one in over if not (idle and one.active.tasks)]
+        await self._end([one for one in over if not (idle and one.active.tasks)])
+
+    async def _end(self, over: Sequence[OpenSession]) -> None:
         for session in over:
             self._forget(session)
         cut = [self.gateway.unregister(one.active) for one in over]
         await asyncio.gather(*map(asyncio.wrap_future, cut))
-        await self._finish([one.active.attempt for one in over if not one.active.scoring])
+        await self._finish([one.active.attempt for one in over if one.active.recorded])
 
     async def _sweep(self) -> None:
         await self.end(self._settings.idle)
-        held = [one for one in self._open.values() if not one.active.scoring]
+        held = [one for one in self._open.values() if one.active.recorded]
         live = await self._store.heartbeat([one.active.id for one in held], lease=SESSION_LEASE)
         for session in held:
             if session.active.id not in live:
@@ -145,49 +171,64 @@ class Sessions(Feature):
             body = msgspec.json.decode(await read_body(request), type=dict[str, Any])
         except UNREADABLE:  # the handler refuses the call
             body = {}
-        request[MESSAGES], known, start = _place(body, self._exchanges)
+        request[MESSAGES], known, start = place(body, self._exchanges)
         if _previous(body):
-            known = ""
+            known = None
         if ids := _references(body):
             sessions = self._open.values()
-            known = next((s.name for s in sessions if s.active.memory.has_any(ids)), known)
+            known = next((one for one in sessions if one.active.memory.has_any(ids)), known)
         key = key if self._settings.by == "key" else ""
         given = request.headers.get(self._settings.header, "") or key
-        name = given or known or uuid.uuid4().hex
+        name = given or (known.name if known else uuid.uuid4().hex)
         name = "" if request.path.endswith(BESIDE) else name
         session = self._open.get(name)
         if session is None:  # whole, also for a caller who leaves: what is enqueued is claimed
-            session = await asyncio.shield(self._begin(name, given or start))
+            session = await asyncio.shield(self._begin(name, given or start, request))
         session.used = time.monotonic()
         session.active.extend(self._settings.timeout)
         request.match_info["attempt"], request[NAMED] = session.active.id, name
         return session
 
-    async def _begin(self, name: str, start: str) -> OpenSession:
+    async def _begin(self, name: str, start: str, request: web.Request) -> OpenSession:
         """Begin a session; store it if it has a name and the hash of its start is in the sample."""
-        group = session_group(self._run, name)
-        rollout = NewRollout(
-            id=f"{group}/{uuid.uuid4().hex[:12]}", run=self._run, group=group, index=0, task={},
-            purpose=Purpose.EVAL, step=SESSION, priority=1, timeout=self._settings.timeout,
-        )  # fmt: skip
-        attempt = Attempt(id=uuid.uuid4().hex, rollout=rollout, fence=0, lease_until=math.inf)
         drawn = int.from_bytes(blake2b(start.encode(), digest_size=4).digest()) / 2**32
         async with self._claiming:
             if name in self._open:
                 return self._open[name]
-            if sampled := bool(name) and drawn < self._settings.sample:
-                await self._store.enqueue([rollout])
-                while (found := await self._claim()) and found[0].rollout.id != rollout.id:
-                    await self._finish(found)  # of a process that was killed
-                if not found:
-                    raise Conflict(f"Another process serves run {self._run!r}: end it.")
-                # If this process is killed, the next claim then keeps the recorded calls.
-                (attempt,) = found
-                ran = Outcome(attempt=attempt.id, fence=attempt.fence, ran=True)
-                await self._store.finish([ran])
-            active = self.gateway.attempts.register(attempt, scoring=not sampled)
-            self._open[name] = session = OpenSession(name, active)
-            active.records.append(partial(self._record, session))
+            recorded = bool(name) and drawn < self._settings.sample and self._may_record(request)
+            rollout = await self._request(name, request)
+            attempt = Attempt(id=uuid.uuid4().hex, rollout=rollout, fence=0, lease_until=math.inf)
+            if recorded:
+                attempt = await self._take(rollout)
+            return self._add(name, attempt, recorded=recorded)
+
+    def _may_record(self, request: web.Request) -> bool:
+        return True
+
+    async def _request(self, name: str, request: web.Request) -> NewRollout:
+        """The rollout that a new session is."""
+        group = session_group(self._run, name)
+        return NewRollout(
+            id=f"{group}/{uuid.uuid4().hex[:12]}", run=self._run, group=group, index=0, task={},
+            purpose=Purpose.EVAL, step=SESSION, priority=1, timeout=self._settings.timeout,
+        )  # fmt: skip
+
+    async def _take(self, rollout: NewRollout) -> Attempt:
+        """Store a session and claim it."""
+        await self._store.enqueue([rollout])
+        while (found := await self._claim()) and found[0].rollout.id != rollout.id:
+            await self._finish(found)  # of a process that was killed
+        if not found:
+            raise Conflict(f"Another process serves run {self._run!r}: end it.")
+        # If this process is killed, the next claim then keeps the recorded calls.
+        (attempt,) = found
+        await self._store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, ran=True)])
+        return attempt
+
+    def _add(self, name: str, attempt: Attempt, *, recorded: bool = True) -> OpenSession:
+        active = self.gateway.attempts.register(attempt, recorded=recorded)
+        self._open[name] = session = OpenSession(name, active)
+        active.records.append(partial(self._record, session))
         return session
 
     async def _claim(self) -> list[Attempt]:
@@ -199,20 +240,22 @@ class Sessions(Feature):
 
     def _record(self, session: OpenSession, call: ReceivedCall, row: Transition) -> Transition:
         """Return the row with redactions; a redacted call loses its tokens."""
-        exchange = call.http[MESSAGES], _said(row.answer)
-        self._exchanges[exchange] = session.name
-        session.exchanges.append(exchange)
+        self._remember(session, (call.http[MESSAGES], said(row.answer)))
         messages, answer = (_redact(part, self._patterns) for part in (row.messages, row.answer))
         if (messages, answer) == (row.messages, row.answer):
             return row
         return replace(without_tokens(row), messages=messages, answer=answer)
+
+    def _remember(self, session: OpenSession, exchange: Exchange) -> None:
+        self._exchanges[exchange] = session
+        session.exchanges.append(exchange)
 
     def _forget(self, session: OpenSession) -> None:
         del self._open[session.name]
         self.gateway.attempts.unregister(session.active.id)
         for exchange in session.exchanges:
             # Another session may have said the same since.
-            if self._exchanges.get(exchange) == session.name:
+            if self._exchanges.get(exchange) is session:
                 del self._exchanges[exchange]
 
     async def _finish(self, attempts: Sequence[Attempt]) -> None:
@@ -249,22 +292,24 @@ async def _name_session(request: web.Request, response: web.StreamResponse) -> N
         response.headers[NAME] = name
 
 
-def _refusal(status: int, message: str) -> web.Response:
+def refusal(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "code": status}}, status=status)
 
 
-def _place(body: Mapping[str, Any], known: Mapping[Exchange, str]) -> tuple[str, str, str]:
+def place(
+    body: Mapping[str, Any], known: Mapping[Exchange, OpenSession] = MappingProxyType({})
+) -> tuple[str, OpenSession | None, str]:
     """Return the digest of a request's messages, the session of the latest known answer among them,
     and the digest of the messages before the first answer."""
-    said: Json = next((body[key] for key in ("messages", "input", "contents") if key in body), [])
+    read: Json = next((body[key] for key in ("messages", "input", "contents") if key in body), [])
     head = [body.get(key) for key in ("system", "systemInstruction", "instructions", "prompt")]
-    state, name, start = blake2b(msgspec.json.encode(head), digest_size=16), "", ""
-    for message in said if isinstance(said, list) else [said]:
+    state, session, start = blake2b(msgspec.json.encode(head), digest_size=16), None, ""
+    for message in read if isinstance(read, list) else [read]:
         if isinstance(message, dict) and message.get("role") in ("assistant", "model"):
             start = start or state.hexdigest()
-            name = known.get((state.hexdigest(), _said(message)), name)
+            session = known.get((state.hexdigest(), said(message)), session)
         state.update(msgspec.json.encode(message))
-    return state.hexdigest(), name, start or state.hexdigest()
+    return state.hexdigest(), session, start or state.hexdigest()
 
 
 def _previous(body: Mapping[str, Any]) -> str:
@@ -283,7 +328,7 @@ def _references(body: Mapping[str, Any]) -> list[str]:
     return [id for id in ids if id and isinstance(id, str)]
 
 
-def _said(message: Json) -> str:
+def said(message: Json) -> str:
     """Return the text of a message of any API."""
     content = (message or {}).get("content", (message or {}).get("parts"))
     parts = content if isinstance(content, list) else [{"text": content}]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from agentrl.config.base import Seconds, Section
+from agentrl.config.base import Seconds, Section, optional
 from agentrl.errors import ConfigError
 
 
@@ -41,5 +41,7 @@ def sessions_of(config: Any) -> SessionsConfig:
 
 def check_unread(config: Any) -> None:
     """Raises ConfigError if the run file of a training has the table."""
-    if config.sessions != SessionsConfig():
-        raise ConfigError("[sessions] is read by `agentrl gateway serve` alone; remove it")
+    if config.sessions != SessionsConfig() and not optional(config, "live.running"):
+        raise ConfigError(
+            "[sessions] is read by `agentrl gateway serve` and `agentrl live` alone; remove it"
+        )

@@ -52,7 +52,7 @@ READERS |= {"cursor", "wait", "settled", "stats", "documents", "images"}
 READERS |= {"datasets", "items", "sides", "calls", "judgement", "logprobs"}
 SCOPES = {KeyScope.RUNNER: RUNNERS, KeyScope.READER: READERS}
 """Scope -> verbs that its keys may call; an admin key may call all."""
-ONCE = {"open_run", "enqueue", "cancel", "prune", "vacuum"}
+ONCE = {"open_run", "enqueue", "cancel", "prune", "forget", "vacuum"}
 """Verbs whose repeat would have another result, or take as long again: the client sends an
 idempotency key with each call, and the server returns the same result for a known key."""
 

@@ -1,8 +1,8 @@
 """Verbs for data sets, judgements and cached log-probs, called by the writer.
 
-Invariant: a committed version never changes; an item is in a version only once, whatever its
-position; a side that refers to a rollout stays readable: `prune` keeps that rollout, and if it is
-removed otherwise, its calls are copied to the side before.
+Invariant: a committed version never changes, but that `forget` takes items away; an item is in a
+version only once, whatever its position; a side that refers to a rollout stays readable: `prune`
+keeps that rollout, and if it is removed otherwise, its calls are copied to the side before.
 """
 
 from __future__ import annotations
@@ -102,10 +102,15 @@ def commit_dataset(tx: Transaction, name: str, version: int) -> Dataset:
     if _dataset(tx.conn, name, version).digest is None:
         if lost := tx.conn.execute(SQL["lost_side"], key).fetchone():
             raise NotFound(f"Item {lost['id']} of data set {name!r} has a side that was not added.")
-        ids = "".join(row["id"] for row in tx.conn.execute(SQL["ids"], key))
-        digest = blake2b(ids.encode(), digest_size=16).hexdigest()
-        tx.conn.execute(SQL["commit_dataset"], {**key, "digest": digest})
+        seal(tx.conn, key)
     return _dataset(tx.conn, name, version)
+
+
+def seal(conn: WritingConnection, key: Mapping[str, Any]) -> None:
+    """Write the digest of a version's items. key: its name and version."""
+    ids = "".join(row["id"] for row in conn.execute(SQL["ids"], key))
+    digest = blake2b(ids.encode(), digest_size=16).hexdigest()
+    conn.execute(SQL["commit_dataset"], {**key, "digest": digest})
 
 
 def add_judgements(tx: Transaction, judgements: Sequence[Judgement]) -> None:

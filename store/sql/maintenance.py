@@ -122,12 +122,7 @@ def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
     tx.conn.execute(SQL["lock_groups"], _ids(rollouts))
     found = [row for row in _evidence(tx.conn, rollouts) if row["state"] in AT_REST]
     datasets.copy_sides(tx.conn, [row["id"] for row in found])
-    columns = _ids([row["id"] for row in found])
-    hashes = [row["hash"] for row in tx.conn.execute(SQL["tools"], columns)]
-    for table in TABLES:
-        tx.conn.execute(SQL[f"delete_{table}"], columns)
-    for digest in hashes:
-        tx.conn.execute(SQL["delete_payload"], {"hash": digest})
+    delete_rows(tx, [row["id"] for row in found])
     # The group of a training rollout stays, which prevents enqueuing it again.
     for run, group in sorted(
         {(r["run_id"], r["group_id"]) for r in found if r["purpose"] == "eval"}
@@ -136,6 +131,16 @@ def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
     for run in sorted({row["run_id"] for row in found}):
         tx.add_event(run, "run", run)
     return _pruned(found)
+
+
+def delete_rows(tx: Transaction, rollouts: Sequence[str]) -> None:
+    """Delete rollouts with all rows of their attempts."""
+    columns = _ids(rollouts)
+    hashes = [row["hash"] for row in tx.conn.execute(SQL["tools"], columns)]
+    for table in TABLES:
+        tx.conn.execute(SQL[f"delete_{table}"], columns)
+    for digest in hashes:
+        tx.conn.execute(SQL["delete_payload"], {"hash": digest})
 
 
 def _pruned(found: Sequence[Any]) -> Pruned:

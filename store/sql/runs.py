@@ -103,17 +103,30 @@ def commit_step(
 
 
 def claim_groups(
-    tx: Transaction, run: str, epoch: int, n: int, *, ordered: bool, last: bool
+    tx: Transaction,
+    run: str,
+    epoch: int,
+    n: int,
+    *,
+    ordered: bool,
+    groups: Sequence[str] | None,
+    last: bool,
 ) -> list[str] | None:
     """Claim groups and return their ids; None if fewer than `n` are settled, unless it is the
     `last` try."""
     find_run(tx.conn, run, epoch)
-    held = [row["id"] for row in tx.conn.execute(SQL["claimed_groups"], (run, n))]
-    columns = {"run": run, "n": n, "until": None}
+    columns: dict[str, Any] = {"run": run, "n": n}
+    if groups is None:
+        claimed, settled, columns["until"] = "claimed_groups", "settled_groups", None
+    else:
+        claimed, settled = "claimed_of", "settled_of"
+        columns["groups"] = rows.to_json(groups, "Groups")
+    held = [row["id"] for row in tx.conn.execute(SQL[claimed], columns)]
     if ordered:  # ignores groups after an open one
-        columns["until"] = tx.conn.execute(SQL["last_of_first_groups"], columns).fetchone()["id"]
+        first = tx.conn.execute(SQL["last_of_first_groups"], columns)
+        columns["until"] = first.fetchone()["id"]
     columns["n"] = n - len(held)
-    more = tx.conn.execute(SQL["settled_groups"], columns).fetchall()
+    more = tx.conn.execute(SQL[settled], columns).fetchall()
     if len(held) + len(more) < n and not last:
         return None
     for row in more:

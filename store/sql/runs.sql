@@ -29,8 +29,8 @@ select id from runs order by created_at, id;
 
 -- name: claimed_groups
 select id from groups
-where run_id = ? and purpose = 'train' and state = 'claimed'
-order by id limit ?;
+where run_id = :run and purpose = 'train' and state = 'claimed'
+order by id limit :n;
 
 -- name: last_of_first_groups
 select max(id) as id from (
@@ -42,6 +42,18 @@ select max(id) as id from (
 -- name: settled_groups
 select id from groups
 where run_id = :run and purpose = 'train' and state = 'settled' and id <= coalesce(:until, id)
+order by id limit :n;
+
+-- name: claimed_of
+select id from groups
+where run_id = :run and purpose = 'train' and state = 'claimed'
+    and id in (select value from json_each(:groups))
+order by id limit :n;
+
+-- name: settled_of
+select id from groups
+where run_id = :run and purpose = 'train' and state = 'settled'
+    and id in (select value from json_each(:groups))
 order by id limit :n;
 
 -- name: claim_group

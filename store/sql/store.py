@@ -18,6 +18,7 @@ from agentrl.errors import Forbidden, Invalid
 from agentrl.store import limits, records, rows
 from agentrl.store.sql import browse, documents, maintenance, traces
 from agentrl.store.sql import datasets as data
+from agentrl.store.sql import forget as forgetting
 from agentrl.store.sql import images as pictures
 from agentrl.store.sql import rollouts as queue
 from agentrl.store.sql import runs as training
@@ -131,12 +132,23 @@ class SqlStore:
     rewind = _writing(maintenance.rewind)
 
     async def claim_groups(
-        self, run: str, epoch: int, n: int, *, ordered: bool = False, timeout: float | None = None
+        self,
+        run: str,
+        epoch: int,
+        n: int,
+        *,
+        ordered: bool = False,
+        groups: Sequence[str] | None = None,
+        timeout: float | None = None,
     ) -> list[types.Group]:
         limits.check_positive("n", n)
+        if ordered and groups is not None:
+            raise Invalid("claim_groups takes groups in order, or those that are named: not both.")
 
         def claim(tx: Transaction, last: bool) -> list[str] | None:
-            return training.claim_groups(tx, run, epoch, n, ordered=ordered, last=last)
+            return training.claim_groups(
+                tx, run, epoch, n, ordered=ordered, groups=groups, last=last
+            )
 
         ids = await self._until(GROUPS, claim, timeout)
         return await self._readers.read(partial(traces.groups, run=run, ids=ids))
@@ -273,6 +285,10 @@ class SqlStore:
         now = await self._writer.post(lambda tx: tx.now)
         limits = maintenance.limits(now, run, keep_last, older_than)
         return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)
+
+    async def forget(self, rollouts: Sequence[str], *, dry_run: bool = False) -> records.Forgotten:
+        delete = partial(forgetting.forget, rollouts=rollouts, dry_run=dry_run)
+        return await self._writer.post(answer_once(delete, records.Forgotten))
 
     async def vacuum(self) -> None:
         await self._writer.post(lambda _: None)  # raises Forbidden in a read-only store

@@ -160,6 +160,7 @@ def rollouts(
     group: str | None = None,
     state: types.RolloutState | None = None,
     trained: int | None = None,
+    group_state: str | None = None,
     after: str | None = None,
     limit: int | None = None,
 ) -> list[types.Rollout]:
@@ -171,13 +172,14 @@ def rollouts(
         "group": group,
         "state": None if state is None else state.value,
         "trained": trained,
+        "group_state": group_state,
         "after": after,
     }
     given = [SQL[f"rollouts_{name}"] for name, value in filters.items() if value is not None]
     unsuccessful = state not in (None, types.RolloutState.SUCCEEDED)
     if unsuccessful:
         given.append(SQL["rollouts_unsuccessful"])
-    few = group is None and (step is not None or trained is not None or unsuccessful)
+    few = group is None and (step, trained, group_state, unsuccessful) != (None, None, None, False)
     if after is not None and conn.execute(SQL["rollout"], (after,)).fetchone() is None:
         raise NotFound(f"Rollout {after!r} no longer exists: start again with the first page.")
     query = joined(

@@ -88,6 +88,10 @@ and r.state <> 'succeeded'
 -- name: rollouts_trained
 and g.run_id = :run and g.state = 'trained' and g.trained_step = :trained
 
+-- The purposes are all that there are: an index begins with them.
+-- name: rollouts_group_state
+and g.run_id = :run and g.purpose in ('train', 'eval') and g.state = :group_state
+
 -- name: rollouts_after
 and (r.group_id, r.position, r.seq) > (
     select a.group_id, a.position, a.seq from rollouts a where a.id = :after

@@ -20,6 +20,13 @@ def agentrl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return warm.run("-m", "agentrl", *arguments, cwd=cwd, timeout=60)
 
 
+def test_the_list_of_commands_has_whole_sentences() -> None:
+    text = " ".join(CliRunner().invoke(cli, ["--help"]).output.split())
+    assert "..." not in text
+    assert "Print whether RUN learned and, if not, why: likeliest reasons first" in text
+    assert "The algorithm process" not in text  # which people do not start
+
+
 def test_dry_run_prints_a_run_file(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("seed = 1\n")
     arguments = [

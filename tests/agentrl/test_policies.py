@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tomllib
+from contextlib import nullcontext
 from math import inf
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from agentrl.config import LoraConfig, differences, resolve, to_toml
+from agentrl.config import LoraConfig, differences, resolve, to_toml, validate
 from agentrl.config.policies import policy_by_role, view
 from agentrl.errors import ConfigError
 from tests.spine import of_part
@@ -114,3 +115,21 @@ def test_another_order_of_policies_is_another_run() -> None:
         "policies: ['planner', 'solver'] -> ['solver', 'planner']"
     ]
     assert differences(config, config) == []
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (
+            ["peft"],
+            r"policies.planner.lora: 'peft' is not installed: pip install 'agentrl\[lora\]'",
+        ),
+        (["peft", "torch"], ""),  # a machine that only runs agents
+    ],
+)
+def test_adapters_need_their_package_where_models_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, missing: list[str], said: str
+) -> None:
+    monkeypatch.setattr(validate, "is_installed", lambda name: name not in missing)
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        resolve(team(), source="test")

@@ -173,4 +173,4 @@ async def test_failures_of_a_start_that_ended_with_them_are_not_counted_later(
                 done = Outcome(attempt=one.id, fence=one.fence, failure=why)
                 await store.finish([done])
         said = await report._failures(store, config)
-    assert said == "1 rollouts failed (1 agent_error); the last one: score.02"
+    assert said == "1 rollout failed (1 agent_error); the last one: score.02"

@@ -123,19 +123,19 @@ def speeds(steps: list[StepRow]) -> Figures:
 
 def updates(case: Case, say: Say) -> None:
     """An update of a model of Qwen2.5's shapes: "1.5B lora" trains an adapter, "1.5B" all."""
-    name, _, kind = case.name.partition(" ")
-    if kind == "liger" and find_spec("liger_kernel") is None:
+    name, *kinds = case.name.split()
+    if "liger" in kinds and find_spec("liger_kernel") is None:
         raise AbsentError("liger-kernel is not installed")
-    rank = RANK if kind == "lora" else 0
+    rank = RANK if "lora" in kinds else 0
     if case.tiny:
         given: Figures = {"groups": 1, "repeats": 1, "turns": (24, 4, 4, 3), "device": case.device}
         say(utilisation("tiny", rank=rank, **given))
         return
-    groups, repeats = (2, 2) if name == "7B" else (4, 3)
+    groups, repeats = (4, 3) if name == "0.5B" else (2, 2)
     say(
         utilisation(
             name, rank=rank, groups=groups, repeats=repeats, tflops=case.tflops,
-            liger=kind == "liger",
+            liger="liger" in kinds,
         )
     )  # fmt: skip
 

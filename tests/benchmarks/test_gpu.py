@@ -263,10 +263,10 @@ def test_cases_are_measured_in_order_until_no_time_is_left(
     kept = json.loads((tmp_path / "gpu.json").read_text())
     assert kept == results.figures
     assert kept["device"] == "H100"
-    done = ["prices", "calculator", "0.5B lora", "1.5B lora"]
+    done = ["prices", "calculator", "7B lora liger", "1.5B lora liger"]
     assert written == [done[:number] for number in range(4)]
     assert [*kept["agents"], *kept["update"]] == done
-    assert limits == [170, 150, 90, 540 - 480 - gpu.END]
+    assert limits == [170, 150, 120, 540 - 480 - gpu.END]
     assert [*kept["agents"].values()] == [{"a": 1}] * 2
     every = [f"{section} {name}" for section, name, _ in gpu.order(gpu.SECTIONS)]
     assert kept["left_out"] == every[4:]

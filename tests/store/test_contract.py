@@ -669,6 +669,22 @@ async def test_claim_groups_takes_what_there_is_at_the_timeout(store, kit):
     assert len(await store.claim_groups("run", 1, 2, timeout=0.01)) == 1
 
 
+async def test_groups_are_claimed_by_name(store, kit):
+    for name in ("a", "b", "c"):
+        await settle(store, kit, name)
+    await store.enqueue(kit.group("open", 1))
+    some = ["c", "open", "a", "none"]
+    first = await store.claim_groups("run", 1, 4, groups=some, timeout=0)
+    assert [group.id for group in first] == ["a", "c"]
+    assert await store.claim_groups("run", 1, 2, groups=some) == first  # again until committed
+    assert await store.claim_groups("run", 1, 1, groups=[], timeout=0) == []
+    await store.commit_step(kit.step(0, ["a"], discarded=["c"]))
+    assert await store.claim_groups("run", 1, 4, groups=some, timeout=0) == []
+    assert [g.id for g in await store.claim_groups("run", 1, 9, timeout=0)] == ["b"]
+    with pytest.raises(Invalid, match="not both"):
+        await store.claim_groups("run", 1, 1, groups=["a"], ordered=True)
+
+
 async def test_commit_makes_a_step_true_once(store, kit):
     await settle(store, kit, "a")
     await store.claim_groups("run", 1, 1)

@@ -32,6 +32,17 @@ def check_any_succeeded(rows: Sequence[Rollout], name: str, option: str = "") ->
         )
 
 
+def named(config: RunConfig, checkpoint: Path) -> Path:
+    """A directory, or one of the run's checkpoints by its name, such as `best`. Raises ConfigError
+    if there is none."""
+    own = Path(config.output, "checkpoints")
+    if found := [path for path in (checkpoint, own / checkpoint) if path.is_dir()]:
+        return found[0]
+    names = ", ".join(sorted(path.name for path in own.glob("*") if path.is_dir()))
+    known = f"; in {own} are {names}" if names else ""
+    raise ConfigError(f"{checkpoint}: no such checkpoint directory{known}")
+
+
 def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> RunConfig:
     """A run without steps, with this name and in a sibling folder, with a checkpoint's policies."""
     own = policies_at(config, checkpoint) if checkpoint else {}

@@ -15,7 +15,12 @@ from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.config.base import tables, without_making
 from agentrl.errors import ConfigError
-from agentrl.evaluation.checkpoint.runs import check_any_succeeded, evaluation_run, find_checkpoint
+from agentrl.evaluation.checkpoint.runs import (
+    check_any_succeeded,
+    evaluation_run,
+    find_checkpoint,
+    named,
+)
 from agentrl.evaluation.core import STEPS
 from agentrl.results import TrainingResult
 from agentrl.store import open_store
@@ -40,9 +45,7 @@ def evaluate(
                 "remove it, or set policy.model"
             )
     else:
-        checkpoint = checkpoint or find_checkpoint(config)
-        if checkpoint and not checkpoint.is_dir():
-            raise ConfigError(f"{checkpoint}: no such checkpoint directory")
+        checkpoint = named(config, checkpoint) if checkpoint else find_checkpoint(config)
     replace = msgspec.structs.replace
     name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks

@@ -38,6 +38,7 @@ KEY, COOKIE = "AGENTRL_VIEW_KEY", "agentrl-view"
 AT = "/at/"  # then the key of a store, before the addresses of its pages
 SHORTEST_KEY = 8  # characters
 EXPLAIN_TIMEOUT = 120.0  # timeout of a rollout's explanation in seconds
+MOST_EXPLAINED = 100  # explanations that are kept
 STATUS = {NotFound: 404, Invalid: 400, KeyError: 400, Forbidden: 403, Unavailable: 503}
 SECURITY = {
     b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self'; img-src"
@@ -93,6 +94,7 @@ class ViewApp:
     def __init__(self, home: Home, access: Access) -> None:
         self._access, self._home = access, home
         self._feed, self._explaining = ChangeFeed(home), asyncio.Semaphore(1)
+        self._explained: dict[tuple[str, str], str] = {}  # of trained rollouts, which do not change
         routes: list[Any] = [
             Route("/", self._list),
             Route("/runs", self._compare),
@@ -173,10 +175,18 @@ class ViewApp:
         return responses.HTMLResponse(render(page))
 
     async def _explain(self, pages: Pages, id: str, asked: Request) -> Page:
-        """The output of `agentrl explain`, which needs torch, from a separate process."""
         place = self._home.places[asked.scope["place"] or self._home.only().key]
-        url, secret = split_secret(place.url)
         loaded = await pages.load(id)
+        text = self._explained.get((place.key, id)) or await self._explanation(place.url, id)
+        if loaded.trace.rollout.trained is not None and len(self._explained) < MOST_EXPLAINED:
+            self._explained[place.key, id] = text
+        values = {"run": loaded.state.run, "o": loaded.trace.rollout, "id": id}
+        values |= explanation.read(text, loaded.trace.transitions)
+        return Page("explain.html", f"{id} explained", values)
+
+    async def _explanation(self, store: str, id: str) -> str:
+        """The output of `agentrl explain`, which needs torch, from a separate process."""
+        url, secret = split_secret(store)
         command = [sys.executable, "-m", "agentrl", "explain", "--store", url, "--", id]
         pipes: Any = {"stdin": -3, "stdout": -1, "stderr": -2, "env": os.environ | secret}
         async with self._explaining:
@@ -191,9 +201,7 @@ class ViewApp:
                 if process.returncode is None:
                     process.kill()
                     await process.wait()
-        values = {"run": loaded.state.run, "o": loaded.trace.rollout, "id": id}
-        values |= explanation.read(out.decode(errors="replace"), loaded.trace.transitions)
-        return Page("explain.html", f"{id} explained", values)
+        return out.decode(errors="replace")
 
     async def _events(self, request: Request) -> responses.Response:
         last = request.headers.get("last-event-id", "")

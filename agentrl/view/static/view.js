@@ -30,6 +30,8 @@ function columns(figure, rows) {
   return [steps, ...values];
 }
 
+/** Room for the longest of the numbers beside an axis. */
+const beside = (_, numbers) => Math.max(50, 18 + 7 * Math.max(0, ...(numbers ?? []).map(text => text.length)));
 const short = value => (value == null ? "" : String(+value.toPrecision(3)));
 /** A colour of the page as one that a canvas understands. */
 function colour(name) {
@@ -56,7 +58,7 @@ function draw(figure, lines, labels) {
     scales: {x: {time: false}, y: unit ? {range: [0, 1]} : {}},
     axes: [
       {...axis, grid: {show: false}, space: 60, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5]},
-      {...axis, size: 50, space: main ? 44 : 30, values: (_, all) => (unit ? percent(all) : all.map(short))},
+      {...axis, size: beside, space: main ? 44 : 30, values: (_, all) => (unit ? percent(all) : all.map(short))},
     ],
     series: [{label: "step"}, ...labels.map((label, i) => ({
       label, stroke: colour(COLOURS[i % 6]), width: main && i === 0 ? 2.5 : 1.75, spanGaps: true,
@@ -282,6 +284,16 @@ document.addEventListener("click", event => {
   }
 });
 document.addEventListener("change", event => { if (event.target.name === "by") shadeBy(event.target.value); });
+
+// -- a page that takes seconds: its link says so ---------------------------------------------------
+addEventListener("pageshow", () => $$("a[data-wait][aria-busy]").forEach(link => { link.textContent = link.dataset.text; link.ariaBusy = null; }));
+document.addEventListener("click", event => {
+  const link = event.target.closest?.("a[data-wait]");
+  if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  Object.assign(link.dataset, {text: link.textContent});
+  link.textContent = link.dataset.wait;
+  link.ariaBusy = "true";
+});
 
 // -- images: a click shows one in full size; without this file its link opens it -------------------
 function enlarge(image) {

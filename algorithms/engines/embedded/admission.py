@@ -20,6 +20,7 @@ import numpy as np
 from agentrl.algorithms.engines.base import RequestHold
 from agentrl.algorithms.engines.embedded.engine import CLOSED, Engine, TokenUpdates
 from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, TokenUpdate
+from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.chat import RequestError
 from agentrl.algorithms.model.inputs import ReadPrompt
 from agentrl.algorithms.model.text import Codec, TextStream
@@ -199,11 +200,12 @@ class Admission:
             raise RequestError(
                 f"token {token} is not one of the model's {size} tokens", param="prompt"
             )
-        if len(prompt) >= self.engine.max_context:
+        if len(prompt) >= (longest := self.engine.max_context):
+            own = longest == context_length(self.engine.model)
             raise RequestError(
-                f"the model's context is {self.engine.max_context} tokens, and the prompt of "
-                f"{len(prompt)} tokens leaves no room to answer; shorten the messages or raise "
-                "engine.max_context",
+                f"the model's context is {longest} tokens, and the prompt of {len(prompt)} tokens "
+                "leaves no room to answer; shorten the messages or "
+                + ("take a model with a longer one" if own else "raise engine.max_context"),
                 param="messages",
                 code="context_length_exceeded",
             )

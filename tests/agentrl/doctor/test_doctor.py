@@ -29,7 +29,7 @@ from agentrl.algorithms.preflight.training import with_proven_packing
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve
-from agentrl.doctor import machine, proofs
+from agentrl.doctor import command, machine, policy, proofs
 from agentrl.doctor.command import examine
 from agentrl.errors import PolicyError
 from agentrl.store import open_store
@@ -65,6 +65,19 @@ def examined(folder: Path, *overrides: str) -> tuple[int, dict[str, Any]]:
     command = ["-m", "agentrl", "doctor", str(folder / "run.toml"), *overrides, "--json"]
     done = warm.run(*command, cwd=folder)
     return done.returncode, json.loads(done.stdout)
+
+
+def test_the_memory_of_each_policy_has_its_name(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = {"roles": ["one"], "lora": {"rank": 2}}
+    data = {
+        "policy": {"model": str(tiny_model_dir)},
+        "policies": {"one": one, "two": one | {"roles": ["two"]}},
+    }
+    monkeypatch.setattr(policy, "memory", lambda config, source: ("fail", "9 GiB"))
+    found = command._examine_policy(resolve(data, source="test"), str(tmp_path))
+    assert [each.name for each in found] == ["memory of one"]
 
 
 def test_a_run_that_lacks_nothing(folder: Path) -> None:

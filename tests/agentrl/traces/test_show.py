@@ -1,6 +1,7 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from math import isnan, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,12 +9,15 @@ from msgspec import structs
 from rich.console import Console
 
 from agentrl.base.span_names import DIFF
+from agentrl.store import open_store, unknown_rollout
 from agentrl.traces import show
 from agentrl.traces.show import render_trace, state_in_words
 from agentrl.types import (
     Branch,
     ErrorKind,
     Failure,
+    NewRollout,
+    Outcome,
     Reward,
     RolloutState,
     Span,
@@ -41,11 +45,12 @@ def printed(
     echoed: dict[str, Any] = CALL,
     spans: Sequence[Span] = (),
     longest: int | None = None,
+    id: str = "staff/train/0000001/0002",
     **more: Any,
 ) -> str:
     second = [*OPENING, echoed, {"role": "tool", "content": "1", "tool_call_id": "c1"}]
     rollout = factories.rollout(
-        "staff/train/0000001/0002",
+        id,
         run="staff",
         group="staff/train/0000001",
         index=2,
@@ -68,6 +73,28 @@ def printed(
     console.print(render_trace(trace, longest))
     console.file.close()
     return console.export_text()
+
+
+def test_a_long_id_cuts_off_nothing_of_what_became_of_it() -> None:
+    id = "mine-eval-20261126-192522-of-another-day/eval/000000/sampled/0000"
+    text = printed(id=id)
+    first, second, *_ = text.splitlines()
+    assert f" {id} " in first
+    assert "succeeded, outcome 1, [/b] 0.5, 0.25 s, attempt 2" in second
+
+
+async def test_who_names_a_run_for_a_rollout_is_told_one(tmp_path: Path) -> None:
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        await store.open_run("mine", {})
+        assert "ids look like run/train/" in await unknown_rollout(store, "mine")
+        new = NewRollout(id="mine/train/0000000/0000", run="mine", group="g", index=0, task={})
+        await store.enqueue([new])
+        (attempt,) = await store.claim(1, runner="w", run="mine", lease=9.0, timeout=1.0)
+        await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, result="1")])
+        said = await unknown_rollout(store, "mine")
+        assert said.startswith("'mine' is a run, not a rollout: its newest one is mine/train/0000")
+        assert (await unknown_rollout(store, "mine/9")).startswith("there is no rollout 'mine/9': ")
+        assert "ids look like" in await unknown_rollout(store, "other/train/0000000/0000")
 
 
 def test_an_answer_that_the_agent_wrote_down_differently_is_shown_once() -> None:

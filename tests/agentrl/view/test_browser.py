@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from agentrl.store import open_store
+from agentrl.types import ErrorKind, Failure, NewRollout, Outcome, Purpose
 from agentrl.view.export import export
 from tests.agentrl.view import filled
 from tests.agentrl.view.filled import finish, start, stop
@@ -361,4 +362,37 @@ def test_screenshots_of_the_readme(new_page: NewPage) -> None:
             page.goto(address + path)
             page.wait_for_timeout(1000)
             page.screenshot(path=folder / f"view-{name}-{scheme}.png")
+    stop(process)
+
+
+async def fail_all(folder: Path) -> str:
+    """A run that its first evaluation ended: the URL of its store."""
+    url, group = f"sqlite:///{folder / 'store.db'}", "run/eval/000000/score"
+    async with open_store(url) as store:
+        await store.open_run("run", filled.config(folder, None))
+        new = [
+            NewRollout(
+                id=f"{group}/{i:04}", run="run", group=group, index=i, task={}, purpose=Purpose.EVAL
+            )
+            for i in range(4)
+        ]
+        await store.enqueue(new)
+        attempts = await store.claim(4, runner="w", run="run", lease=9.0, timeout=1.0)
+        failure = Failure(kind=ErrorKind.NO_CALL, message=f"no call {'_' * 300}, and so on")
+        await store.finish([
+            Outcome(attempt=one.id, fence=one.fence, failure=failure) for one in attempts
+        ])  # fmt: skip
+    return url
+
+
+def test_a_run_that_never_began_says_why_and_fits(tmp_path: Path, new_page: NewPage) -> None:
+    process, address = start(finish(fail_all(tmp_path)))
+    page = new_page()
+    page.set_viewport_size(PHONE)
+    page.goto(f"{address}run/run")
+    says = page.inner_text(".says")
+    assert "No step is trained yet; the likeliest reasons" in says
+    assert "the agent makes no call at the gateway in 100% of the rollouts" in says
+    assert page.locator("text=All 0 metrics").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     stop(process)

@@ -108,7 +108,7 @@ async def test_progress_of_a_run(config: RunConfig) -> None:
     assert "held-out 75.0% (from 25.0%)" in text
     assert "30 rollouts/s" in text
     assert "600 tokens/s" in text
-    assert "1 rollouts failed" in text
+    assert "1 rollout failed" in text
     assert "entropy 1.500" in text
     assert "lag 0.500" in text
     assert "ESS 0.750" in text
@@ -232,7 +232,7 @@ async def test_report(config: RunConfig) -> None:
     assert "75.0%" in row
     assert "r/eval/000000/0/0000: succeeded, outcome 1" in text
     assert "A failure, after 0 steps" in text
-    assert "1 rollouts failed (1 agent_error); the last one: it broke at [/INST]" in text
+    assert "1 rollout failed (1 agent_error); the last one: it broke at [/INST]" in text
     assert "9 s: 3 start-up, 4 rollouts, 2 updates; 14 tokens of cancelled rollouts" in text
     assert "4 model calls without token ids were not trained; 2 model calls longer than" in text
     assert Path(config.output, "curve.png").stat().st_size > 1000
@@ -259,7 +259,7 @@ async def test_the_report_reads_what_it_shows_and_not_the_run(
         steps = await store.steps("r")
         await report.print_report(store, config, steps, None, 9.0, console)
     assert isinstance(console.file, io.StringIO)
-    assert "1 rollouts failed (1 agent_error); the last" in console.file.getvalue()
+    assert "1 rollout failed (1 agent_error); the last" in console.file.getvalue()
     assert {row.purpose for row in read} == {Purpose.EVAL}
 
 

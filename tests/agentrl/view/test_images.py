@@ -206,7 +206,7 @@ def test_an_image_is_seen_in_full_by_keyboard_and_by_phone(
     assert page.evaluate("document.querySelector('.picture img').naturalWidth") == SCREEN.width
     assert page.evaluate("document.activeElement.textContent") == "Close"
     page.keyboard.press("Escape")
-    assert page.locator("dialog.picture").count() == 0
+    page.wait_for_selector("dialog.picture", state="detached")
     assert page.evaluate("document.activeElement.className") == "shot"
     page.set_viewport_size({"width": 390, "height": 844})
     for path in PAGES:

@@ -20,14 +20,16 @@ import httpx
 import pytest
 
 import agentrl
+from agentrl.base.access import ANYBODY
 from agentrl.cli.main import cli
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.types import Credit, Trace, float32
-from agentrl.view import charts, explanation, records, settings, training
+from agentrl.view import charts, explanation, records, settings, summaries, training
 from agentrl.view.home import server
+from agentrl.view.home.home import Home
 from agentrl.view.pages import Page, Pages
-from agentrl.view.templates import STATIC, environment, render
+from agentrl.view.templates import STATIC, clipped, environment, render
 from tests import factories, warm
 from tests.agentrl.view import filled
 from tests.agentrl.view.filled import start, stop
@@ -313,6 +315,8 @@ def test_without_a_tokenizer_ids_are_shown_and_why(tmp_path: Path) -> None:
     stop(process)
     assert "Token ids, because the tokenizer of not/there is not on this machine" in page
     assert " ".join(map(str, filled.WORDS)) in page
+    answer = "answer 0 of run/train/0000000/0000"  # what is known comes first
+    assert page.index(answer) < page.index("Token ids, because")
 
 
 def test_vendored_files_are_those_that_are_listed() -> None:
@@ -396,14 +400,57 @@ def test_an_explanation_is_a_table_and_loses_nothing() -> None:
     assert first["steps"][0]["numbers"]["scale"] == "missing"
     assert first["factors"][-1] == ("share", "0.4")
     assert first["notes"][0].startswith("the step used")
-    assert (second["notes"], found["notes"]) == (["not in the loss"], ["Gate(Clip(0.2))"])
+    assert (second["notes"], found["gates"]) == (["not in the loss"], ["Gate(Clip(0.2))"])
+    assert (first["chain"], second["chain"]) == (True, True)  # no indents
     plain = "Its outcome 1 is above 0.5, the mean of the 2 of its task."
-    assert explanation.read(f"{plain}\n{text}")["notes"] == [plain, "Gate(Clip(0.2))"]
+    found = explanation.read(f"{plain}\n{text}", [factories.call(id="c-0")])
+    assert (found["verdict"], found["notes"]) == ([plain], [])
     refused = explanation.read("r/0 is not trained: it is an evaluation")
-    assert refused["notes"] == ["r/0 is not trained: it is an evaluation"]
+    assert refused["verdict"] == ["r/0 is not trained: it is an evaluation"]
     shown = {"run": "r", "id": "r/0", "o": factories.rollout(), **found}
     page = render(Page("explain.html", "r/0 explained", shown))
-    assert "Weight in the loss, per token" in page
+    assert page.index(plain) < page.index("Weight in the loss, per token")  # the sentence first
+    assert page.index("Weight in the loss, per token") < page.index("Gates and penalties")
+
+
+async def test_the_explanation_of_a_trained_rollout_is_computed_once(
+    filled_store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def computed(self: object, store: str, id: str) -> str:
+        asked.append(id)
+        return "Its outcome 1 is the best."
+
+    monkeypatch.setattr(server.ViewApp, "_explanation", computed)
+    home = Home([filled_store])
+    await home.search()
+    transport: Any = httpx.ASGITransport(server.ViewApp(home, ANYBODY))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for _ in range(2):
+            said = (await client.get("/explain/run/train/0000003/0000")).text
+            assert "Its outcome 1 is the best." in said
+    assert asked == ["run/train/0000003/0000"]
+    await home.close()
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_long_message_is_clipped_where_it_is_said(many: bool) -> None:
+    text = clipped("why " * (150 if many else 3))
+    assert (len(text), text.endswith("…")) == ((400, True) if many else (12, False))
+
+
+def test_the_default_preset_is_told_by_what_it_amounts_to() -> None:
+    words = summaries.preset_in_words
+    assert [words("dapo"), words("auto+tis"), words("auto", 0.25)] == [
+        "dapo", "auto: grpo+tis", "auto: grpo, 25% by state",
+    ]  # fmt: skip
+    given = {"algorithm": {"preset": "auto"}, "steps": 3, "root": "/x"}
+    for model, called in (
+        ("/x/runs/mine/policy", "mine/policy"),
+        ("/x/runs/mine/checkpoints/000025.2", "mine, 000025.2"),
+    ):
+        assert summaries.facts(given | {"policy": {"model": model}})["model"] == called
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,18 @@ def remembered(name: str, batches: Sequence[Plays], **options: object) -> Tensor
     return found
 
 
+@pytest.mark.parametrize(("world_of", "trusted"), [(corridor, True), (unique, False)])
+def test_a_step_says_how_far_values_of_states_were_trusted(
+    world_of: Callable[..., Plays], trusted: bool
+) -> None:
+    batch, state = world(*several(world_of, 1)), AlgorithmState((peers.PeerAdvantages(),))
+    assert state.metrics() == {"credit/by_state": 0.0}  # nothing was seen
+    groups = [factories.group(*[factories.rollout(x) for x in dict.fromkeys(batch.rollouts)])]
+    state.adopt(state.recall(batch, groups))
+    share = state.metrics()["credit/by_state"]
+    assert (0.5 < share <= 1.0) if trusted else share == 0.0
+
+
 def earlier(world_of: Callable[..., Plays], count: int = 6) -> list[Plays]:
     return [several(world_of, 100 + seed) for seed in range(count)]
 

@@ -342,6 +342,7 @@ async def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(
     assert error["code"] == "context_length_exceeded"
     assert "512" in error["message"]
     assert "600" in error["message"]
+    assert "take a model with a longer one" in error["message"]  # max_context is more than its own
     assert (await http.post("/v1/completions", json={"prompt": [5] * 511})).status_code == 200
 
 

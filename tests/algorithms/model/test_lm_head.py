@@ -158,3 +158,14 @@ def test_no_tokens_are_no_error() -> None:
     module, (hidden, tokens, temperature) = make_head(), make_inputs()
     ours, entropy = action_logprobs(module, hidden[:0], tokens[:0], temperature[:0])
     assert ours.shape == entropy.shape == (0,)
+
+
+def test_each_row_gets_its_scale_at_its_column_if_there_is_one() -> None:
+    """As one part of a kernel, and in place."""
+    grad, scale = torch.randn(5, 7), torch.randn(5, 1)
+    at = torch.tensor([[0], [6], [-1], [7], [3]])
+    expected = grad.clone()
+    for row, column in ((0, 0), (1, 6), (4, 3)):
+        expected[row, column] += scale[row, 0]
+    assert torch.equal(lm_head.add_at_columns(grad, at, scale), expected)
+    assert torch.equal(lm_head.scatter_columns(grad, at, scale), expected)

@@ -37,6 +37,7 @@ from agentrl.algorithms.model.packing import (
     hidden_states,
     pack_rows,
     supported_packing,
+    whole_blocks,
 )
 from agentrl.errors import PolicyError
 from agentrl.types import Sampling, Transition
@@ -341,6 +342,18 @@ def test_states_are_those_before_each_action() -> None:
     (pack,) = pack_rows([row([5, 6, 7, 8, 9], [1, 3])], "trie", 100)
     hidden = model.base_model(input_ids=torch.tensor([[5, 6, 7]])).last_hidden_state[0, [0, 2]]
     torch.testing.assert_close(hidden_states(model, pack), hidden, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral, window"])
+def test_whole_blocks_change_no_state(name: str) -> None:
+    rows = [row([5, 6, 7, 8, 9], [1, 3]), row([5, 6, 4, 3], [2, 3]), row([1, 2, 3], [1])]
+    (pack,) = pack_rows(rows, "trie", 100)
+    whole = whole_blocks(pack)
+    assert (len(whole.tokens), len(whole.positions), len(whole.end)) == (128, 128, 128)
+    assert whole_blocks(whole).tokens.shape == whole.tokens.shape
+    model = model_of(name)
+    expected = hidden_states(model, pack)
+    torch.testing.assert_close(hidden_states(model, whole), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_row_longer_than_the_context_is_refused() -> None:

@@ -177,3 +177,10 @@ def test_the_kernel_for_gpus_is_the_same_attention(
     tensors = [tensor.detach() for tensor in inputs(len(plan.end), torch.float32)]
     ours = plan.attend(*tensors, 0.3, window)
     torch.testing.assert_close(plan.flex(*tensors, 0.3, window), ours, atol=1e-5, rtol=0)
+
+
+def test_the_kernel_for_gpus_is_told_of_whole_blocks_alone() -> None:
+    """With a last block that is not full it would read beyond the keys."""
+    whole, uneven = (torch.empty(1, 2, size, 64) for size in (256, 255))
+    assert attention.kernel_options(whole) == {"IS_DIVISIBLE": True}
+    assert attention.kernel_options(uneven) == {}

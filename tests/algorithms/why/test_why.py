@@ -30,7 +30,16 @@ from agentrl.runners.gateway import response
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
 from agentrl.store.records import Found
-from agentrl.types import EMPTY, ErrorKind, FailureCount, NewRollout, Outcome, Purpose, Reward
+from agentrl.types import (
+    EMPTY,
+    ErrorKind,
+    Failure,
+    FailureCount,
+    NewRollout,
+    Outcome,
+    Purpose,
+    Reward,
+)
 from tests import factories
 from tests.factories import rollout
 from tests.spine import of_part
@@ -232,6 +241,7 @@ def changed(first: float, last: float, noise: float) -> dict[str, Change]:
         (9, changed(0.1, 0.7, 0.2), 0, "It learned."),
         (9, changed(0.1, 0.7, 0.2), 1, "It learned, but:"),
         (0, {}, 0, "No step is trained yet."),
+        (0, {}, 1, "No step is trained yet; the likeliest reasons:"),
     ],
 )
 def test_the_first_sentence_is_the_verdict(
@@ -422,6 +432,24 @@ def test_failures_name_the_settings_of_their_own_kind(kind: ErrorKind) -> None:
     assert ("agent.timeout" in reason.change) == (kind is ErrorKind.TIMEOUT)
     assert ("agent.max_calls" in reason.change) == (kind is ErrorKind.LIMIT)
     assert ("verifier.path" in reason.change) == (kind is ErrorKind.VERIFIER)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "said"),
+    [
+        (ErrorKind.NO_CALL, "no call", "the agent makes no call at the gateway in 75%"),
+        (ErrorKind.AGENT, "KeyError: 'x'", "rollouts fail: 75%, as r/1: agent_error, KeyError"),
+        (ErrorKind.MODEL, "the model's context is 9 tokens", "the prompt is too long: 75%"),
+    ],
+)
+def test_a_run_that_its_first_evaluation_ended_has_a_reason(
+    kind: ErrorKind, message: str, said: str
+) -> None:
+    failed = Failure(kind=kind, message=message)
+    heldout = [rollout(f"r/{i}", failure=failed if i else None) for i in range(4)]
+    failure = FailureCount(kind=kind, attempts=3, rollout="r/1", message=message)
+    reason, *_ = why.reasons(record([], failure=failure, heldout=heldout))
+    assert reason.text.startswith(said)
 
 
 def test_a_missing_outcome_is_counted_and_shown() -> None:

@@ -37,6 +37,18 @@ def test_an_adapter_is_evaluated_whatever_the_run_file_trains(tmp_path: Path) ->
     assert policy.lora == lora
 
 
+def test_a_checkpoint_is_found_by_its_name_and_others_are_listed(tmp_path: Path) -> None:
+    config = resolve({"name": "r", "output": str(tmp_path)}, source="test")
+    with pytest.raises(ConfigError, match=r"^best: no such checkpoint directory$"):
+        evaluation.named(config, Path("best"))
+    for name in ("000025.2", "best"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert evaluation.named(config, Path("best")) == tmp_path / "checkpoints/best"
+    assert evaluation.named(config, tmp_path) == tmp_path  # any other model
+    with pytest.raises(ConfigError, match=r"^9: no such .* are 000025\.2, best$"):
+        evaluation.named(config, Path("9"))
+
+
 def test_of_several_policies_those_that_learned_are_the_checkpoints(tmp_path: Path) -> None:
     members: dict[str, Any] = {"solver": {"roles": ["solver"], "lora": {"rank": 2}}}
     members["judge"] = {"roles": ["judge"], "frozen": True, "model": "m"}

@@ -1,0 +1,130 @@
+"""How the listening socket of a run outlives the processes that hold it.
+
+The supervisor owns it and its gateways inherit it, so a restarted gateway finds the connections
+that came meanwhile. If the supervisor is killed, its gateway goes on for a while, and hands the
+socket to the next supervisor, which asks for it at a Unix socket in the run's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+
+FILE = "gateway.sock"
+VARIABLE = "AGENTRL_LISTENER"  # environment variable: the inherited file descriptor
+ORPHANED, OWNED = b"O", b"L"  # whether the supervisor of the gateway that answers is gone
+PATIENCE = 5.0  # seconds in which a gateway notices the end of its supervisor
+BACKLOG = 4096  # connections that wait while no gateway runs
+DELIVERY = 60.0  # seconds in which an orphaned gateway ends after it has given the socket
+
+
+def listening(config: RunConfig) -> socket.socket:
+    """The socket of a run: that of an orphaned gateway, which ends, or a new one. Raises
+    ConfigError if another process serves the run, and if the port is taken."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            asked = _connect(Path(config.output, FILE))
+        except OSError:  # nobody serves
+            return _listen(config.runner.host, config.runner.port)
+        with asked:
+            if (found := _receive(asked)) is not None:
+                return found
+        if time.monotonic() > until:
+            raise ConfigError(f"another process serves run {config.name!r}: stop it first")
+        time.sleep(0.1)
+
+
+def inherited() -> socket.socket:
+    """The socket that the supervisor gave to this process."""
+    return socket.socket(fileno=int(os.environ.pop(VARIABLE)))
+
+
+def offer(
+    output: Path, held: socket.socket, orphaned: threading.Event, given: Callable[[], object]
+) -> None:
+    """Answer supervisors, in a thread of its own; calls `given` once one has the socket."""
+    server = socket.socket(socket.AF_UNIX)
+    with suppress(FileNotFoundError):
+        (output / FILE).unlink()
+    with _short(output / FILE) as path:
+        server.bind(path)
+    (output / FILE).chmod(0o600)
+    server.listen()
+    thread = threading.Thread(target=_answer, args=(server, held, orphaned, given), daemon=True)
+    thread.start()
+
+
+def _answer(
+    server: socket.socket,
+    held: socket.socket,
+    orphaned: threading.Event,
+    given: Callable[[], object],
+) -> None:
+    while True:
+        asking, _ = server.accept()
+        if not orphaned.is_set():
+            asking.sendall(OWNED)
+            asking.close()
+            continue
+        socket.send_fds(asking, [ORPHANED], [held.fileno()])
+        given()
+        threading.Event().wait()  # `asking` stays open until this process has ended
+
+
+def _connect(path: Path) -> socket.socket:
+    asked = socket.socket(socket.AF_UNIX)
+    try:
+        with _short(path) as short:
+            asked.connect(short)
+    except BaseException:
+        asked.close()
+        raise
+    asked.settimeout(DELIVERY)
+    return asked
+
+
+def _receive(asked: socket.socket) -> socket.socket | None:
+    """The socket of an orphaned gateway, once it has ended; None if it has a supervisor, or was
+    killed before it answered."""
+    try:
+        said, files, _, _ = socket.recv_fds(asked, 1, 1)
+    except OSError:
+        return None
+    if said != ORPHANED or not files:
+        return None
+    with suppress(OSError):
+        asked.recv(1)  # nothing, at its end: only one process may write to its sessions
+    return socket.socket(fileno=files[0])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"runner.port = {port}: the gateway cannot listen there ({error.strerror or error});"
+            " choose another port, or 0 for any free one"
+        ) from error
+
+
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A name of a file that a Unix socket may have, which has at most 107 bytes."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        short = Path(f"/proc/self/fd/{folder}", path.name)
+        yield str(short if short.parent.is_dir() else path)
+    finally:
+        os.close(folder)

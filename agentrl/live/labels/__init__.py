@@ -1,0 +1,1 @@
+"""What sessions are worth: signals, and the outcome that follows from them."""

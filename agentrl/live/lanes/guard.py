@@ -1,0 +1,183 @@
+"""The guard: takes a version back because of what its sessions show, while they are in progress.
+
+A version is compared with the one that it replaces, from which it may differ by the limits of
+[live.guard]. That it differs more is shown by the same bets as in `comparison`, at any time with a
+probability of at most `ALARM` of a false alarm per limit; so a version that fails every call is
+back after its third, and one that fails a little more often than allowed after many.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from agentrl.live.lanes.comparison import exceeds
+from agentrl.live.lanes.served import ServedSessions
+from agentrl.live.table import GuardConfig, policy_of
+from agentrl.store.base import Store
+from agentrl.types import Json, Rollout, Transition
+
+ALARM = 0.01  # probability of a false alarm, for each limit and version
+BASE_SESSIONS = 50  # newest sessions of the other version whose calls are looked at
+FEW = 20  # calls or outcomes of the other version below which it is unknown what is usual
+SURE = 2.0  # standard errors that are added to what is usual with the other version
+CUT_OFF = "length"  # `finish` of an answer that a token limit ended
+
+
+class Alarm(NamedTuple):
+    why: str
+    evidence: dict[str, Json]
+
+
+class Limit(NamedTuple):
+    """A limit of a version's mean, with what it is about."""
+
+    name: str  # of the setting
+    said: str  # what it is a share of
+    values: Sequence[float]  # 0 to 1, in their order
+    usual: float  # mean of the other version
+    of: int  # values that it is the mean of
+    more: float
+
+    @property
+    def most(self) -> float:
+        error = math.sqrt(self.usual * (1 - self.usual) / self.of) if self.of else 0.0
+        return self.usual + SURE * error + self.more
+
+
+@dataclass(slots=True)
+class SeenCalls:
+    """What the calls of a version show, in their order."""
+
+    policy: str  # by which the version is served
+    refusal: re.Pattern[str]
+    failed: list[float] = field(default_factory=list)
+    refused: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    _read: dict[str, int] = field(default_factory=dict)  # rollout -> number of its calls
+    _over: set[str] = field(default_factory=set)
+
+    async def read(self, store: Store, rows: Iterable[Rollout], most: int) -> None:
+        """Add the new calls of these sessions, of at most `most` sessions in all."""
+        open_ = [row for row in rows if row.id not in self._over]
+        known = [row for row in open_ if row.id in self._read]
+        new = [row for row in open_ if row.id not in self._read][: max(most - len(self._read), 0)]
+        found = await store.calls([row.id for row in known + new])
+        for row in known + new:
+            calls = found.get(row.id, [])
+            self.add(calls[self._read.get(row.id, 0) :])
+            self._read[row.id] = len(calls)
+            if row.state.terminal:
+                self._over.add(row.id)
+
+    def add(self, calls: Iterable[Transition]) -> None:
+        for call in calls:
+            if call.policy == self.policy and call.repeats is None:
+                said = text_of(call)
+                empty = not said.strip() and not (call.answer or {}).get("tool_calls")
+                self.failed.append(float(empty or call.finish == CUT_OFF))
+                self.refused.append(float(bool(self.refusal.search(said))))
+                self.tokens.append(len(call.completion))
+
+
+class Guard:
+    """Watches versions of one run."""
+
+    def __init__(self, store: Store, settings: GuardConfig) -> None:
+        self._store, self._settings = store, settings
+        self._refusal = re.compile(settings.refusal, re.IGNORECASE | re.DOTALL)
+        self._calls: dict[tuple[int, str], SeenCalls] = {}  # (version, lane) -> of its sessions
+        self._usual: dict[int, SeenCalls] = {}
+
+    async def alarm(
+        self, served: ServedSessions, version: int, other: int, lane: str
+    ) -> Alarm | None:
+        """Why a version has to be taken back that began in a lane in place of another version."""
+        calls = self._calls.setdefault((version, lane), self._new(version))
+        rows = [row for row in served.recent.values() if _is_of(row, version, lane)]
+        await calls.read(self._store, rows, self._settings.sessions)
+        usual = await self._usual_calls(served, other)
+        outcomes = served.outcomes(version, lane=lane)[: self._settings.sessions]
+        return broken(
+            [
+                *call_limits(self._settings, calls, usual),
+                *outcome_limits(self._settings, outcomes, served.outcomes(other)),
+            ],
+            other,
+        )
+
+    async def _usual_calls(self, served: ServedSessions, version: int) -> SeenCalls:
+        """Read once enough of its sessions have ended."""
+        calls = self._usual.get(version)
+        if calls is None or len(calls.failed) < FEW:
+            calls = self._usual[version] = self._new(version)
+            ids = [one.rollout for one in served.known[version][-BASE_SESSIONS:]]
+            for rows in (await self._store.calls(ids)).values():
+                calls.add(rows)
+        return calls
+
+    def _new(self, version: int) -> SeenCalls:
+        return SeenCalls(policy_of(version), self._refusal)
+
+
+def call_limits(settings: GuardConfig, calls: SeenCalls, usual: SeenCalls) -> list[Limit]:
+    found = []
+    for name, said, of in (
+        ("failures", "calls failed", "failed"),
+        ("refusals", "answers refuse", "refused"),
+    ):
+        if (more := getattr(settings, name)) is not None:
+            base: list[float] = getattr(usual, of)
+            found.append(Limit(name, said, getattr(calls, of), _mean(base), len(base), more))
+    if settings.length is not None and len(usual.tokens) >= FEW:
+        longest = settings.length * _mean(usual.tokens)
+        long, base = ([float(n > longest) for n in one.tokens] for one in (calls, usual))
+        said = f"answers have more than {longest:.0f} tokens"
+        found.append(Limit("length", said, long, _mean(base), len(base), settings.long))
+    return found
+
+
+def outcome_limits(
+    settings: GuardConfig, outcomes: Sequence[float], usual: Sequence[float]
+) -> list[Limit]:
+    """Of what is missing to an outcome of 1."""
+    base = [1 - one for one in usual[-settings.sessions :]]
+    if settings.drop is None or len(base) < FEW:
+        return []
+    lost = [1 - one for one in outcomes]
+    return [
+        Limit("drop", "sessions' outcome is missing", lost, _mean(base), len(base), settings.drop)
+    ]
+
+
+def broken(limits: Iterable[Limit], other: int) -> Alarm | None:
+    """Why the first limit that is shown to be exceeded is; None: none is."""
+    for one in limits:
+        if at := exceeds(one.values, one.most, ALARM):
+            share = _mean(one.values[:at])
+            both = f"{share:.0%} of its first {at} {one.said}, {one.usual:.0%}"
+            if one.name == "drop":
+                both = (
+                    f"its first {at} outcomes are {1 - share:.0%} on average, {1 - one.usual:.0%}"
+                )
+            why = f"{both} with version {other}: more than live.guard.{one.name} allows"
+            return Alarm(why, {"limit": one.name, "share": share, "usual": one.usual, "of": at})
+    return None
+
+
+def text_of(call: Transition) -> str:
+    content = (call.answer or {}).get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(str(one.get("text") or "") for one in content if isinstance(one, dict))
+
+
+def _is_of(row: Rollout, version: int, lane: str) -> bool:
+    return row.task.get("version") == version and row.task.get("lane") == lane
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

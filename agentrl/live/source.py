@@ -1,0 +1,121 @@
+"""Where the groups of a live run come from: labelled sessions, each a group of its own.
+
+Always true: a step claims sessions that are ready, oldest end first, and a session is trained or
+discarded by one commit only; calls count as those of the trained policy, as many updates old as
+there are from the version that answered to the learner's weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from msgspec.structs import replace
+
+from agentrl.algorithms.sampling.collect import Collected, Vocabulary, split_unreadable
+from agentrl.algorithms.train.hooks import LoadedRun
+from agentrl.base.processes import log_phase
+from agentrl.live.labels.marks import believed, is_lost, is_ready
+from agentrl.live.sessions import ended, oldest_first
+from agentrl.live.table import live_of, policy_of
+from agentrl.live.versions import Lineage, Versions, most_ahead
+from agentrl.types import POLICY, Group, Rollout, Transition
+
+log = logging.getLogger("agentrl.algorithm")
+LOOK_PAUSE = 1.0  # seconds between two looks at the sessions
+
+
+@dataclass(slots=True)
+class SessionSource:
+    """Claims the sessions of a step when it is worth it. versions: set before the first step."""
+
+    run: LoadedRun
+    lineage: Lineage
+    vocabulary: Vocabulary
+    serves: bool  # whether its policy is an adapter, which is served by the base's server
+    versions: Versions | None = None
+    since: float = field(default_factory=time.monotonic)  # the last step
+
+    async def collect(self, step: int) -> Collected:
+        """Wait for the sessions of a step; meanwhile decisions are heeded."""
+        assert self.versions is not None
+        live, store, name = live_of(self.run.config), self.run.store, self.run.config.name
+        cursor, waiting = 0, False
+        while True:
+            await self.versions.tend(step)
+            most = most_ahead(self.run.config.algorithm.max_staleness)
+            held = await self.versions.ahead(step) >= most
+            if held and not waiting:
+                log_phase(
+                    log, f"{most} updates ahead of the serving version: waiting for a decision"
+                )
+            waiting = held
+            sessions = await ended(store, name)
+            ready, left_out = self._sorted(sessions, step)
+            if not held and self._is_due(len(ready)):
+                break
+            cursor = await store.wait(cursor, timeout=10 * LOOK_PAUSE)
+            await asyncio.sleep(LOOK_PAUSE)
+        self.since = time.monotonic()
+        chosen = oldest_first(ready)[: live.sessions]
+        return await self._claim(step, chosen, left_out)
+
+    def _is_due(self, ready: int) -> bool:
+        live = live_of(self.run.config)
+        late = time.monotonic() - self.since >= live.every
+        return ready >= live.sessions or (late and ready >= live.least)
+
+    def _sorted(
+        self, sessions: Sequence[Rollout], step: int
+    ) -> tuple[list[Rollout], list[Rollout]]:
+        """The sessions that may be trained, and those that never will be."""
+        wait, now = live_of(self.run.config).wait, time.time()
+        ready = [row for row in sessions if is_ready(row, now, wait)]
+        stale = [row for row in ready if self._age(row, step) > self._limit()]
+        void = [row for row in sessions if is_lost(row, now, wait)]
+        return [row for row in ready if row not in stale], [*stale, *void]
+
+    def _limit(self) -> float:
+        return self.run.config.algorithm.max_staleness
+
+    def _age(self, session: Rollout, step: int) -> float:
+        """Updates since the version that began the session; later ones may have gone on with it."""
+        version, now = session.task.get("version"), self.run.policies.versions(step)[POLICY]
+        return self.lineage.lag(version, now) if isinstance(version, int) else inf
+
+    async def _claim(
+        self, step: int, chosen: Sequence[Rollout], left_out: Sequence[Rollout]
+    ) -> Collected:
+        """Claim sessions, and those to discard."""
+        ids = [row.group for row in (*chosen, *left_out)]
+        claimed = await self.run.store.claim_groups(
+            self.run.config.name, self.run.state.epoch, len(ids), groups=ids, timeout=0
+        )
+        trained = {row.group for row in chosen}
+        groups = [self.as_own(group, step) for group in claimed if group.id in trained]
+        groups, unreadable = split_unreadable(groups, self.vocabulary)
+        void = [group for group in claimed if group.id not in trained]
+        metrics = {"live/sessions": len(groups), "live/discarded": len(void) + len(unreadable)}
+        return Collected(
+            groups, [*void, *unreadable], {name: float(x) for name, x in metrics.items()},
+            ready=len(chosen),
+        )  # fmt: skip
+
+    def as_own(self, group: Group, step: int) -> Group:
+        """A group with the calls of its versions as older calls of the trained policy."""
+        now = self.run.policies.versions(step)[POLICY]
+        rollouts = [
+            replace(believed(row), transitions=[self._own(call, now) for call in row.transitions])
+            for row in group.rollouts
+        ]
+        return replace(group, rollouts=rollouts, step=step)
+
+    def _own(self, call: Transition, now: int) -> Transition:
+        if call.version is None or call.policy != policy_of(call.version):
+            return call
+        lag = self.lineage.lag(call.version, now)
+        return replace(call, policy=POLICY, version=now - int(min(lag, now + 1)), spans=[])

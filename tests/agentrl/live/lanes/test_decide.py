@@ -1,0 +1,225 @@
+"""What the watch decides about versions, in a store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.errors import Conflict
+from agentrl.live.documents import KIND, Lanes
+from agentrl.live.lanes import decide
+from agentrl.live.lanes.decide import Decider
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import StepCommit
+from tests.agentrl.live.lanes.played import RUN, Shop, config
+
+Open = Callable[..., AbstractAsyncContextManager[Shop]]
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Open:
+    @asynccontextmanager
+    async def opened(*versions: int, **live: Any) -> AsyncIterator[Shop]:
+        settings = config(tmp_path, **{"wait": 0.0, "share": 0.5} | live)
+        async with open_store(settings.store) as store:
+            yield await Shop(store, settings).opened(*versions)
+
+    return opened
+
+
+async def test_the_first_version_serves_and_the_next_is_its_candidate(shop: Open) -> None:
+    async with shop(0) as live:
+        assert await live.lanes() == Lanes(serving=0, share=0.5)
+        await live.offer(2)
+        await live.offer(3)
+        (event,) = await live.decided()
+        assert (event.kind, event.version, event.why) == ("candidate", 3, "made by 3 steps")
+        assert await live.lanes() == Lanes(serving=0, candidate=3, share=0.5)
+        assert await live.decided() == []  # version 2 waits until there is no candidate
+
+
+async def test_a_better_candidate_is_promoted_with_its_reason(shop: Open) -> None:
+    async with shop(0, 4) as live:
+        for _ in range(120):
+            lane, _ = await live.seated()
+            await live.session(float(lane == "candidate"), lane=lane, thumb=0.5)
+        (event,) = await live.decided()
+        assert event.kind == "promoted"
+        assert event.lanes == Lanes(serving=4, previous=0, share=0.5)
+        assert event.why.startswith("its sessions are better: by ")
+        shown = (await live.told()).compared[4]
+        assert event.evidence["low"] == shown.low > 0.5
+        assert shown.means == (1.0, 0.0)
+        assert shown.signals == {"thumb": (0.5, 0.5)}
+
+
+async def test_a_look_at_every_session_and_one_at_the_end_decide_the_same(shop: Open) -> None:
+    async with shop(0, 4) as live:
+        at_end = Decider(live.store, live.settings)
+        for number in range(60):
+            await live.session(float(number % 3 == 0))
+            assert await live.decided() == []
+        assert await at_end.look(live.now) is None
+        found = [one._served.compared(4, 0) for one in (live.decider, at_end)]
+        assert {one.rollout for one in found[0]} == {one.rollout for one in found[1]}
+        assert len(found[0]) == 60
+
+
+async def test_a_worse_candidate_is_dropped_before_it_has_served_much(shop: Open) -> None:
+    async with shop(0, 4, guard={"drop": None}) as live:
+        served = 0
+        while (await live.lanes()).candidate is not None:
+            lane, _ = await live.seated()
+            served += lane == "candidate"
+            await live.session(float(lane == "serving"), lane=lane)
+            await live.decided()
+        event = (await live.told()).events[-1]
+        assert (event.kind, event.worse, event.serving) == ("dropped", True, 0)
+        assert served < 20
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        ("better", "dropped"),
+        ("not_worse", "promoted"),
+        ("always", "promoted"),
+        ("never", "dropped"),
+    ],
+)
+async def test_rules_on_a_candidate_that_is_equal(shop: Open, rule: str, kind: str) -> None:
+    promotion = {"rule": rule, "margin": 0.3, "least": 5, "most": 60}
+    async with shop(0, 4, promotion=promotion) as live:
+        for _ in range(150):
+            await live.session(0.5)
+        await live.decided()
+        event = next(one for one in (await live.told()).events[2:] if one.version == 4)
+        assert (event.kind, event.worse) == (kind, False)
+        assert {"dropped": "did not decide", "promoted": ""}[kind] in event.why
+
+
+async def test_sessions_that_could_not_have_been_the_candidates_do_not_count(shop: Open) -> None:
+    async with shop(0) as live:
+        for _ in range(30):
+            await live.session(0.0)  # before there was a candidate
+        await live.offer(4)
+        await live.decided()
+        for _ in range(10):
+            await live.session(1.0)
+            await live.session(None)  # nothing is known of it
+        live.now += decide.SHOWN
+        await live.decided()
+        assert sum((await live.told()).compared[4].sessions) == 10
+
+
+async def test_a_session_counts_from_when_something_is_known_of_it(shop: Open) -> None:
+    async with shop(0, 4) as live:
+        await live.session(None, lane="candidate")
+        assert await live.decided() == []
+        ((session,),) = [await live.store.rollouts(RUN, group_state="settled")]
+        await live.label(session.id, 1.0, {})
+        live.now += decide.SHOWN
+        await live.decided()
+        assert (await live.told()).compared[4].sessions == (1, 0)
+
+
+async def test_trained_sessions_count_though_they_were_trained_between_two_looks(
+    shop: Open,
+) -> None:
+    async with shop(0, 4) as live:
+        await live.session(1.0, lane="serving")
+        state = await live.store.run(RUN)
+        assert state is not None
+        (group,) = await live.store.claim_groups(RUN, state.epoch, 1)
+        commit = StepCommit(
+            run=RUN, epoch=state.epoch, step=0, groups=[group.id], versions={}, checkpoint=None,
+            metrics={},
+        )  # fmt: skip
+        await live.store.commit_step(commit)
+        live.now += decide.SHOWN
+        await live.decided()
+        assert (await live.told()).compared[4].sessions == (0, 1)
+
+
+async def test_worse_held_out_scores_drop_a_candidate(shop: Open) -> None:
+    async with shop(0) as live:
+        for step, score in ((4, 0.4), (8, 0.8)):
+            bounds = {"eval/score_low": score - 0.1, "eval/score_high": score + 0.1}
+            await live.store.log(RUN, step, {"eval/score": score} | bounds)
+        await live.offer(1, step=8)
+        await live.decided()
+        await live.promote()
+        await live.offer(2, step=4)
+        *_, event = await live.decided()
+        assert (event.kind, event.worse, event.version) == ("dropped", True, 2)
+        assert event.why == "it solves fewer held-out tasks: 40% (at most 50%) against 80%"
+
+
+async def test_what_is_offered_by_hand_comes_first(shop: Open) -> None:
+    async with shop(0, 4) as live:
+        await live.offer(9, kind="offered by hand")
+        (event,) = await live.decided()
+        assert (event.version, event.lanes.candidate) == (9, 9)
+        assert event.why == "offered by hand: versions/policy-9; version 4 is not compared any more"
+
+
+async def test_two_watches_decide_once(shop: Open) -> None:
+    """The second has looked before the first decided, and looks again."""
+    async with shop(0) as live:
+        other = Decider(live.store, live.settings)
+        await live.offer(4)
+        seen, decided = await live.told(), asyncio.Event()
+        real = decide.documents.told
+
+        async def told(store: Store, run: str) -> Any:
+            return await real(store, run) if decided.is_set() else seen
+
+        decide.documents.told = told  # type: ignore[assignment]
+        try:
+            assert await live.decider.look(live.now) is not None
+            with pytest.raises(Conflict, match="version 4: candidate meanwhile"):
+                await other.look(live.now + 1)
+        finally:
+            decide.documents.told = real
+        assert [event.kind for event in (await live.told()).events] == ["first", "candidate"]
+        assert await other.look(live.now + 1) is None
+
+
+@pytest.mark.parametrize("jump", [-86_400.0, 86_400.0])
+async def test_a_clock_that_jumps_loses_no_decision(shop: Open, jump: float) -> None:
+    async with shop(0, 4) as live:
+        for number in range(120):
+            lane, _ = await live.seated()
+            await live.session(float(lane == "candidate"), lane=lane)
+            live.now += jump if number == 60 else 1.0
+        (event,) = await live.decided()
+        assert event.kind == "promoted"
+        assert [one.kind for one in (await live.told()).events] == [
+            "first",
+            "candidate",
+            "promoted",
+        ]
+
+
+async def test_a_damaged_document_is_logged_and_decisions_go_on_after_its_repair(
+    shop: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = asyncio.Queue[str]()
+    monkeypatch.setattr(decide.log, "warning", lambda text, *args: said.put_nowait(text % args))
+    async with shop(0, 4) as live:
+        good = (await live.store.documents(RUN, KIND))["events/000001"]
+        await live.store.put_documents(RUN, KIND, {"events/000001": {"kind": 7}}, replace=True)
+        watching = asyncio.create_task(decide.run(live.store, live.settings))
+        assert "the document 'events/000001' of a live run is damaged" in await said.get()
+        await live.store.put_documents(RUN, KIND, {"events/000001": good}, replace=True)
+        cursor = await live.store.cursor()
+        await live.offer(9, kind="offered by hand")
+        while len((await live.told()).events) < 3:
+            cursor = await live.store.wait(cursor, timeout=10.0)
+        watching.cancel()

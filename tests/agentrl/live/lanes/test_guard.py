@@ -1,0 +1,129 @@
+"""The guard takes a version back soon, and only one that is worse."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.live.documents import Lanes
+from agentrl.live.table import REFUSAL, GuardConfig, LiveConfig
+from agentrl.store import open_store
+from tests.agentrl.live.lanes.played import RUN, Shop, config
+
+WORSE: dict[str, dict[str, Any]] = {
+    "failures": {"said": ""},
+    "refusals": {"said": "I'm sorry, but I can't help with that."},
+    "length": {"tokens": 40},
+    "cut": {"finish": "length"},
+}
+
+
+@pytest.fixture
+async def live(tmp_path: Path) -> AsyncIterator[Shop]:
+    settings = config(tmp_path, wait=0.0)
+    async with open_store(settings.store) as store:
+        shop = await Shop(store, settings).opened(0)
+        for _ in range(25):
+            await shop.session(0.9)
+        await shop.offer(4)
+        await shop.decided()
+        yield shop
+
+
+@pytest.mark.parametrize("kind", WORSE)
+async def test_a_candidate_is_back_while_its_first_sessions_go_on(live: Shop, kind: str) -> None:
+    served = 0
+    while not (events := await live.decided()):
+        served += 1
+        await live.session(lane="candidate", ends=False, **WORSE[kind])
+    (event,) = events
+    assert served <= 10
+    assert (event.kind, event.worse, event.lanes) == ("taken back", True, Lanes(serving=0))
+    assert event.evidence["limit"] == {"cut": "failures"}.get(kind, kind)
+    assert event.why.endswith(f"more than live.guard.{event.evidence['limit']} allows")
+
+
+async def test_a_version_that_serves_is_taken_back_for_the_one_before(live: Shop) -> None:
+    await live.promote()
+    assert await live.decided() == []
+    served = 0
+    while not (events := await live.decided()):
+        served += 1
+        await live.session(0.2)
+    assert (events[0].kind, events[0].lanes) == ("taken back", Lanes(serving=0))
+    assert events[0].evidence["limit"] == "drop"
+    assert served < 50
+
+
+async def test_what_also_happens_to_the_other_version_is_no_alarm(live: Shop) -> None:
+    for _ in range(40):
+        await live.session(0.9, said="", lane="serving")
+    live.decider = type(live.decider)(live.store, live.settings)  # which knows of no usual calls
+    for _ in range(40):
+        await live.session(0.9, said="", lane="candidate")
+        assert await live.decided() == []
+
+
+async def test_calls_of_other_policies_are_not_the_candidates(live: Shop) -> None:
+    """A session that was seated anew has calls of another version."""
+    real, live.seated = live.seated, None  # type: ignore[method-assign,assignment]
+
+    async def seated(lane: str = "") -> tuple[str, int]:
+        return "candidate", 99
+
+    live.seated = seated  # type: ignore[method-assign]
+    for _ in range(5):
+        await live.session(said="", ends=False)
+    assert await live.decided() == []
+    live.seated = real  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("kl", "kind"), [(0.9, "taken back"), (0.1, None)])
+async def test_a_policy_far_from_the_first_one_is_taken_back(
+    tmp_path: Path, kl: float, kind: str | None
+) -> None:
+    settings = config(tmp_path, wait=0.0, guard={"kl": 0.5})
+    async with open_store(settings.store) as store:
+        live = await Shop(store, settings).opened(0)
+        await store.log(RUN, 3, {"reference/kl": kl})
+        await live.offer(4, step=4)
+        events = [event.kind for event in await live.decided()]
+        assert events == ["candidate", *([kind] if kind else [])]
+
+
+async def test_a_limit_that_cannot_be_read_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(tmp_path, guard={"kl": 0.5})
+    async with open_store(settings.store) as store:
+        live = await Shop(store, settings).opened(0, 4)
+        await live.decided()
+        assert caplog.text.count("the step of version 4 has no reference/kl") == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "refuses"),
+    [
+        ("I'm sorry, but I can't help with that.", True),
+        ("I cannot assist with this request.", True),
+        ("Sorry, I am unable to do so", True),
+        ("I'm sorry to hear that! I will refund it.", False),
+        ("Your parcel arrives on Monday; I cannot say when.", False),
+    ],
+)
+def test_refusals_are_known_by_how_they_begin(said: str, refuses: bool) -> None:
+    assert bool(re.search(REFUSAL, said, re.IGNORECASE | re.DOTALL)) is refuses
+
+
+def test_impossible_settings_are_sentences() -> None:
+    live = LiveConfig(share=1.0, guard=GuardConfig(refusal="("))
+    assert [*live.problems(None)] == [
+        "live.promotion.rule = 'better' compares two versions that serve at the same time: "
+        "live.share must be between 0 and 1, not 1",
+        "live.guard.refusal is no regular expression: missing ), unterminated subpattern at "
+        "position 0",
+    ]

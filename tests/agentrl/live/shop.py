@@ -1,0 +1,178 @@
+"""A live run of a tiny model in real processes, with an OpenAI client as its agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from agentrl.errors import Conflict
+from agentrl.live.documents import Event, Lanes, decide, told
+from agentrl.live.sessions import ended
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import Reward, Rollout, StepReward
+
+RUN = "shop"
+SETTINGS = """
+name = "shop"
+[policy]
+model = "{model}"
+[sampling]
+max_tokens = 8
+[algorithm]
+preset = "reinforce+tis"
+lr = 1e-4
+[runner]
+port = {port}
+[live]
+sessions = 4
+least = 2
+wait = 0.0
+idle = 60.0
+[live.promotion]
+rule = "never"
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Shop:
+    """The run. Its watch makes what is offered the candidate; the test labels and decides."""
+
+    def __init__(self, folder: Path, model: Path, *settings: str) -> None:
+        self.folder, self.port, self.settings = folder, free_port(), settings
+        self.file = folder / "shop.toml"
+        self.file.write_text(SETTINGS.format(model=model, port=self.port))
+        self.process: asyncio.subprocess.Process | None = None
+        self.url = f"sqlite:///{folder}/runs/shop/store.db"
+
+    async def start(self) -> None:
+        with (self.folder / "front.log").open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "agentrl", "live", str(self.file), *self.settings,
+                cwd=self.folder, stdout=log, stderr=log,
+            )  # fmt: skip
+
+    async def stop(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.send_signal(signal.SIGINT)
+            await self.process.wait()
+
+    async def kill(self, name: str) -> int:
+        """SIGKILL a process of the run; returns its id."""
+        pid = await self.pid(name)
+        os.kill(pid, signal.SIGKILL)
+        if name == "supervisor":
+            assert self.process is not None
+            await self.process.wait()
+        return pid
+
+    async def pid(self, name: str, *, other: int = 0) -> int:
+        """The id of a process, once it is another one than `other`."""
+        assert self.process is not None
+        if name == "supervisor":
+            return self.process.pid
+        mark = f"{name}\0start" if name == "algorithm" else f"live\0{name}"
+
+        async def found() -> int | None:
+            for entry in Path("/proc").iterdir():
+                with contextlib.suppress(OSError):
+                    if not entry.name.isdigit() or int(entry.name) == other:
+                        continue
+                    line = (entry / "cmdline").read_text()
+                    if mark in line and str(self.folder) in str((entry / "cwd").readlink()):
+                        return int(entry.name)
+            return None
+
+        return await until(found, what=f"{name} runs")
+
+    def client(self, **named: Any) -> AsyncOpenAI:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return AsyncOpenAI(base_url=url, api_key="none", timeout=120.0, **named)
+
+    @asynccontextmanager
+    async def store(self) -> AsyncIterator[Store]:
+        async def present() -> bool:
+            assert self.process is not None
+            assert self.process.returncode is None, (self.folder / "front.log").read_text()
+            return Path(self.folder, "runs/shop/store.db").exists()
+
+        await until(present, what="a store")
+        async with open_store(self.url) as store:
+            yield store
+
+
+async def until(look: Callable[[], Awaitable[Any]], *, what: str, seconds: float = 90.0) -> Any:
+    """The first true result of `look`, asked again and again."""
+    end = time.monotonic() + seconds
+    while not (found := await look()):
+        assert time.monotonic() < end, f"after {seconds:g} s still not: {what}"
+        await asyncio.sleep(0.05)
+    return found
+
+
+async def first_lanes(store: Store) -> Lanes:
+    """Those of the run, once the first version serves."""
+
+    async def served() -> Lanes | None:
+        return (await told(store, RUN)).lanes
+
+    found: Lanes = await until(served, what="a version serves")
+    return found
+
+
+async def move(store: Store, lanes: Lanes, **what: Any) -> None:
+    """Decide about versions, as watch does, or before it does."""
+    event = Event(time=time.time(), lanes=lanes, **({"why": "a test"} | what))
+    try:
+        await decide(store, RUN, await told(store, RUN), event)
+    except Conflict:
+        await move(store, lanes, **what)
+
+
+async def label(store: Store, count: int, value: Callable[[Rollout], float]) -> list[Rollout]:
+    """Label sessions once `count` have ended."""
+
+    async def enough() -> list[Rollout]:
+        rows = await ended(store, RUN)
+        return rows if len(rows) >= count else []
+
+    rows: list[Rollout] = await until(enough, what=f"{count} sessions have ended")
+    await store.add_rewards(
+        [StepReward(rollout=row.id, reward=Reward(value=value(row), source="live")) for row in rows]
+    )
+    return rows
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, model: Path, *settings: str
+) -> AsyncIterator[tuple[Shop, Store, AsyncOpenAI]]:
+    shop = Shop(folder, model, *settings)
+    await shop.start()
+    try:
+        async with shop.store() as store, shop.client() as client:
+            await first_lanes(store)
+            yield shop, store, client
+    except BaseException:
+        await shop.stop()
+        print((folder / "front.log").read_text())
+        for log in (folder / "runs/shop/logs").glob("*.log"):
+            print(log.name, log.read_text())
+        raise
+    await shop.stop()

@@ -1,0 +1,211 @@
+"""The gateway of a live run, with a fake policy server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from agentrl.config import RunConfig, resolve
+from agentrl.live.documents import Lanes
+from agentrl.live.gateway import chosen, serve
+from agentrl.live.labels.marks import RESULT_ENDED
+from agentrl.live.sessions import ended
+from agentrl.runners.sessions.feedback import session_group
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import (
+    FEEDBACK,
+    PolicyVersion,
+    Purpose,
+    Rollout,
+    RolloutState,
+    Transition,
+)
+from tests.agentrl.live.shop import move, until
+from tests.runners.conftest import FakeModel
+
+RUN = "shop"
+FIRST = Lanes(serving=0)
+
+
+class Served:
+    """A run of which only the gateway lives."""
+
+    def __init__(self, config: RunConfig, store: Store, model: FakeModel) -> None:
+        self.config, self.store, self.model = config, store, model
+        self.url = ""
+        self.stop, self.serving = asyncio.Event(), asyncio.get_running_loop().create_future()
+        self.client = aiohttp.ClientSession()
+
+    async def start(self) -> None:
+        self.stop = asyncio.Event()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        work = serve(self.config, listener, stop=self.stop, orphaned=threading.Event())
+        self.serving = asyncio.ensure_future(work)
+
+    async def end(self) -> None:
+        """End the process as a kill does: its sessions stay open."""
+        self.stop.set()
+        await self.serving
+
+    async def publish(self, *versions: int) -> None:
+        table = {"policy": ""} | {f"policy@{v}": self.model.base_url for v in versions}
+        for name, url in table.items():
+            row = PolicyVersion(run=RUN, policy=name, version=0, base_url=url, model=name)
+            await self.store.publish(row)
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.client.post(f"{self.url}/{path}", json=body, headers=sent) as answer:
+            return answer.status, await answer.json()
+
+    async def say(self, *texts: str, **headers: str) -> str:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+        status, answer = await self.post("chat/completions", {"messages": messages}, **headers)
+        assert status == 200, answer
+        said: str = answer["choices"][0]["message"]["content"]
+        return said
+
+    async def has_no_models(self) -> bool:
+        async with self.client.get(f"{self.url}/models") as answer:
+            return (await answer.json())["data"] == []
+
+    async def sessions(self) -> list[Rollout]:
+        return await self.store.rollouts(RUN)
+
+    async def calls(self) -> list[Transition]:
+        rows = await self.sessions()
+        return [
+            c for calls in (await self.store.calls([r.id for r in rows])).values() for c in calls
+        ]
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    (tmp_path / "runs").mkdir()
+    given: dict[str, Any] = {"name": RUN, "store": f"sqlite:///{tmp_path}/shop.db"}
+    given |= {
+        "output": str(tmp_path / "runs"),
+        "live": {"running": True, "people": {"token": False}},
+        "policy": {"model": "x"},
+    }
+    config, model = resolve(given, source="test"), FakeModel(version=None)
+    await model.start()
+    async with open_store(config.store) as store:
+        await store.open_run(RUN, {})
+        served = Served(config, store, model)
+        await served.publish(0)
+        await move(store, FIRST, kind="first", version=0)
+        await served.start()
+        yield served
+        await served.end()
+        await served.client.close()
+    await model.stop()
+
+
+async def test_a_session_is_a_training_rollout_of_its_own(served: Served) -> None:
+    first = await served.say("hi", x_session_id="ada", x_user_id="u1")
+    await served.say("hi", first, "and?", x_session_id="ada", x_agentrl_end="1")
+    (row,) = await ended(served.store, RUN)
+    assert (row.purpose, row.step, row.state) == (Purpose.TRAIN, -1, RolloutState.SUCCEEDED)
+    assert row.seats == {"policy": "policy@0"}
+    assert (row.task["lane"], row.task["version"]) == ("serving", 0)
+    assert row.task["user"] not in ("", "u1")
+    assert row.result[RESULT_ENDED] > 0
+    assert {(call.policy, call.version) for call in await served.calls()} == {("policy@0", 0)}
+
+
+async def test_a_session_that_goes_on_after_its_end_is_another_one(served: Served) -> None:
+    for text in ("one", "two", "three"):
+        await served.say(text, x_session_id="ada")
+        status, _ = await served.post("sessions/end", {"session": "ada"})
+        assert status == 200
+    rows = await ended(served.store, RUN)
+    base = min(row.group for row in rows)
+    assert sorted(row.group for row in rows) == [base, f"{base}-2", f"{base}-3"]
+    status, said = await served.post("feedback", {"session": "ada", "value": 1})
+    assert (status, said) == (200, {"rollout": f"{base}-3/0"})
+    (last,) = [row for row in await served.sessions() if row.rewards]
+    assert last.reward(FEEDBACK) == 1
+    assert (await served.post("sessions/end", {"session": "nobody"}))[0] == 404
+    assert (await served.post("feedback", {"session": "nobody", "value": 1}))[0] == 404
+
+
+async def test_the_next_process_goes_on_with_open_sessions(served: Served) -> None:
+    named = await served.say("hi", x_session_id="ada")
+    unnamed = await served.say("hello")
+    await served.end()
+    await served.start()
+    await served.say("hi", named, "more", x_session_id="ada")
+    await served.say("hello", unnamed, "more")
+    rows = await served.sessions()
+    assert [row.state for row in rows] == [RolloutState.RUNNING] * 2
+    assert [row.attempts for row in rows] == [1, 1]
+    assert [call.index for call in await served.calls()] == [0, 1, 0, 1]
+    assert (await served.post("sessions/end", {"session": "ada"}))[0] == 200
+    assert len(await ended(served.store, RUN)) == 1
+
+
+async def test_a_call_that_was_perhaps_not_read_is_answered_again_and_trained_once(
+    served: Served,
+) -> None:
+    first = await served.say("hi", x_session_id="ada")
+    read = await served.say("hi", first, "and?", x_session_id="ada")
+    await served.end()
+    await served.start()
+    asked = len(served.model.requests)
+    assert await served.say("hi", first, "and?", x_session_id="ada") == read
+    assert len(served.model.requests) == asked
+    *_, call = await served.calls()
+    assert call.repeats == f"{call.attempt}-1"
+    await served.say("hi", first, "and?", x_session_id="ada")  # asked once more, on purpose
+    assert len(served.model.requests) == asked + 1
+    assert [call.repeats is None for call in await served.calls()] == [True, True, False, True]
+
+
+async def test_calls_of_a_retired_version_go_on_with_the_serving_one(served: Served) -> None:
+    await served.publish(0, 1)
+    await move(served.store, Lanes(serving=0, candidate=1, share=1.0), kind="candidate", version=1)
+
+    async def seated() -> bool:
+        await served.say("hi", x_session_id=f"s{len(await served.sessions())}")
+        return "policy@1" in [row.seats["policy"] for row in await served.sessions()]
+
+    await until(seated, what="a session goes to the candidate")
+    await served.store.open_run(RUN, {})  # nothing is published any longer
+    await until(served.has_no_models, what="the gateway knows that")
+    waiting = asyncio.create_task(served.say("hi", x_session_id="waits"))
+    group = session_group(RUN, "waits")
+
+    async def begun() -> list[Rollout]:
+        return await served.store.rollouts(RUN, group=group)
+
+    (ours,) = await until(begun, what="the session has begun")
+    assert (ours.task["lane"], ours.seats) == ("candidate", {"policy": "policy@1"})
+    await served.publish(0)
+    await move(served.store, FIRST, kind="taken back", version=1)
+    async with asyncio.timeout(20):
+        await waiting
+    ((call,),) = (await served.store.calls([ours.id])).values()
+    assert call.policy == "policy@0"
+
+
+async def test_nothing_of_a_user_who_opts_out_is_stored(served: Served) -> None:
+    assert await served.say("hi", x_session_id="ada", x_agentrl_opt_out="1")
+    assert await served.sessions() == []
+
+
+def test_a_share_of_new_sessions_goes_to_the_candidate() -> None:
+    lanes = Lanes(serving=3, candidate=5, share=0.25)
+    drawn = [chosen(lanes, f"run/{number}") for number in range(2000)]
+    assert 0.22 < drawn.count(5) / 2000 < 0.28
+    assert chosen(FIRST, "run/1") == 0

@@ -1,0 +1,60 @@
+"""The listening socket goes from a gateway without supervisor to the next supervisor."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.live import handover
+
+
+def config_of(folder: Path, port: int = 0) -> RunConfig:
+    plain = RunConfig()
+    return replace(plain, output=str(folder), runner=replace(plain.runner, port=port))
+
+
+def port_of(held: socket.socket) -> int:
+    return int(held.getsockname()[1])
+
+
+def test_a_new_run_listens_at_its_port(tmp_path: Path) -> None:
+    with handover.listening(config_of(tmp_path)) as first:
+        taken = config_of(tmp_path, port_of(first))
+        with pytest.raises(ConfigError, match=f"runner.port = {port_of(first)}"):
+            handover.listening(taken)
+
+
+def test_an_orphan_hands_the_socket_over_with_its_waiting_connections(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(handover, "DELIVERY", 0.2)  # the orphan of this test does not end
+    deep = tmp_path / ("x" * 100)  # longer than the name of a Unix socket may be
+    deep.mkdir()
+    config, orphaned, given = config_of(deep), threading.Event(), threading.Event()
+    with handover.listening(config) as held:
+        handover.offer(deep, held, orphaned, given.set)
+        with socket.create_connection(held.getsockname()) as waiting:
+            orphaned.set()
+            with handover.listening(config) as taken:
+                assert given.is_set()
+                assert port_of(taken) == port_of(held)
+                accepted, _ = taken.accept()
+                with accepted:
+                    waiting.sendall(b"x")
+                    assert accepted.recv(1) == b"x"
+
+
+def test_a_run_that_is_served_is_not_served_twice(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(handover, "PATIENCE", 0.2)
+    config = config_of(tmp_path)
+    with handover.listening(config) as held:
+        handover.offer(tmp_path, held, threading.Event(), lambda: None)
+        with pytest.raises(ConfigError, match="another process serves run 'run'"):
+            handover.listening(config)

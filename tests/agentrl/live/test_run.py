@@ -1,0 +1,79 @@
+"""A live run in real processes: it serves, records, learns, moves traffic, and survives kills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from openai import AsyncOpenAI
+
+from agentrl.live.documents import Lanes, told
+from agentrl.store.base import Store
+from agentrl.types import Rollout, Transition
+from tests.agentrl.live.shop import RUN, label, move, running, until
+
+
+async def talk(client: AsyncOpenAI, session: str, *, turns: int = 2, end: bool = True) -> None:
+    """A session of some calls."""
+    said = []
+    for turn in range(turns):
+        said.append({"role": "user", "content": f"Where is Ada, for the time {turn}?"})
+        headers = {"x-session-id": session}
+        if end and turn == turns - 1:
+            headers["x-agentrl-end"] = "1"
+        answer = await client.chat.completions.create(
+            model="gpt-4o", messages=said, extra_headers=headers
+        )
+        said.append({"role": "assistant", "content": answer.choices[0].message.content})
+
+
+def half(row: Rollout) -> float:
+    """An outcome that differs between sessions."""
+    return float(row.group[-1] < "8")
+
+
+async def calls_of(store: Store, step: int) -> list[Transition]:
+    rows = await store.rollouts(RUN, trained=step)
+    return [
+        call for calls in (await store.calls([row.id for row in rows])).values() for call in calls
+    ]
+
+
+async def offered(store: Store, version: int) -> None:
+    async def there() -> bool:
+        return version in (await told(store, RUN)).versions
+
+    await until(there, what=f"version {version} is offered")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_live_run_serves_learns_and_moves_traffic(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    async with running(tmp_path, tiny_model_dir) as (_, store, client):
+        for number in range(4):
+            await talk(client, f"s{number}")
+        rows = await label(store, 4, half)
+        assert {row.task["version"] for row in rows} == {0}
+        await offered(store, 1)
+        (step,) = [row for row in await store.steps(RUN) if row.committed]
+        assert step.metrics["live/sessions"] == 4
+        assert step.metrics["calls/inexact"] == 0
+        assert {(call.policy, call.version) for call in await calls_of(store, 0)} == {
+            ("policy@0", 0)
+        }
+        await move(store, Lanes(serving=0, candidate=1, share=1.0), kind="candidate", version=1)
+
+        async def moved() -> bool:
+            await talk(client, f"probe{len(await store.rollouts(RUN, step=-1))}", turns=1)
+            seats = [row.seats["policy"] for row in await store.rollouts(RUN, step=-1)]
+            return "policy@1" in seats
+
+        await until(moved, what="new sessions go to the candidate")
+        await move(store, Lanes(serving=0), kind="taken back", version=1)
+        for number in range(4):
+            await talk(client, f"t{number}")
+        await label(store, 4, half)
+        await offered(store, 2)  # after the learner has gone on from version 0
+        assert "goes on from version 0, not from 1" in (tmp_path / "front.log").read_text()
