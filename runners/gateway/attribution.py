@@ -116,6 +116,11 @@ class ActiveAttempt:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
+    def goes_on_unrecorded(self) -> bool:
+        """Whether calls are answered although the store failed; none is recorded from then on."""
+        self.recorded = self.recorded and not self.lenient
+        return self.lenient
+
     def begin_call(self, raw: bytes) -> CountedCall:
         """Number a new call with request body `raw`. Raises RefusedError, and ends the attempt, if
         it has used up its calls or tokens."""

@@ -348,12 +348,9 @@ class CallHandler:
         try:
             kept = await self._active.sight.add(self._store, self._call, rows)
         except StoreError as error:
-            if self._active.lenient:
-                self._active.recorded = False
-                self._upstream.warn_once("calls are answered and not recorded: %s", error)
-                return
-            message = f"the call was not stored: {error}"
-            self._call.fail(message)
+            if self._active.goes_on_unrecorded():
+                return self._upstream.warn_once("calls are answered and not recorded: %s", error)
+            self._call.fail(message := f"the call was not stored: {error}")
             unknown = not isinstance(error, STORE_REFUSALS)
             raise NotStoredError(message, final=True, unknown=unknown) from error
         if not all(kept):
