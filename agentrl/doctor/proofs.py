@@ -27,7 +27,7 @@ from agentrl.config import RunConfig
 from agentrl.config.schema import EvalConfig
 from agentrl.doctor import Status
 from agentrl.doctor.templates import QUESTION
-from agentrl.evaluation.core import evaluation_run
+from agentrl.evaluation.checkpoint.runs import evaluation_run
 from agentrl.store import open_store
 from agentrl.types import Json, RolloutState
 

@@ -124,6 +124,14 @@ class Versions:
     def folder(self, version: int) -> Path:
         return Path(self.run.config.output, FOLDER, f"{POLICY}-{version}")
 
+    def size(self) -> int:
+        """Bytes of the largest version on disk."""
+        sizes = [
+            sum(file.stat().st_size for file in path.iterdir())
+            for path in Path(self.run.config.output, FOLDER).glob("*")
+        ]
+        return max(sizes, default=0)
+
     async def _add(self, version: int, path: Path, kind: VersionKind, step: int) -> None:
         await self._freeze(version, path)
         known = await self._told()
@@ -173,9 +181,9 @@ class Versions:
         served = [one.version for one in known.events if one.kind in ("first", "promoted")]
         kept = wanted | self.served | set(served[-KEPT:]) | {min(known.versions, default=0)}
         for row in known.versions.values():
-            folder = self.folder(row.version)
-            if row.version not in kept and row.kind != "offered by hand" and folder.exists():
-                delete_directory(folder)
+            own = row.kind != "offered by hand" and row.version not in kept
+            if own and self.folder(row.version).is_dir():
+                delete_directory(self.folder(row.version))
 
     def _path(self, version: Version) -> Path:
         return Path(self.run.config.output, version.path)  # an absolute one stays as it is

@@ -31,7 +31,7 @@ from agentrl.config import RunConfig, resolve
 from agentrl.config import policies as team
 from agentrl.config.run_file import apply_override, store_in
 from agentrl.errors import ConfigError
-from agentrl.evaluation.core import evaluation_run
+from agentrl.evaluation.checkpoint.runs import evaluation_run
 from agentrl.model_files.chosen import Chosen
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.attribution import ActiveAttempt, AttemptRegistry

@@ -19,6 +19,7 @@ from agentrl.config.base import optional
 from agentrl.config.policies import EvaluationPlan, Seats, initial_version
 from agentrl.errors import ConfigError, nearest
 from agentrl.evaluation import core as evaluation
+from agentrl.evaluation.checkpoint.runs import last_checkpoint
 from agentrl.evaluation.plans import play
 from agentrl.types import POLICY, Rollout
 
@@ -55,7 +56,7 @@ def ablate(
         raise ConfigError(
             "the run file names no role that the policy plays: name one, such as --role agent"
         )
-    last = evaluation.checkpoint_at(evaluation.last_checkpoint(config))
+    last = evaluation.checkpoint_at(last_checkpoint(config))
     other = evaluation.checkpoint_at(replacement) if replacement else None
     found = {
         role: play.frozen_policy(config, other, policy)

@@ -99,7 +99,7 @@ def run_of(
     all. Raises ConfigError for settings with which no rollouts are played."""
     from agentrl import trainer
     from agentrl.algorithms.demonstrations.demonstrator import NAME, content_digest
-    from agentrl.evaluation.core import evaluation_run
+    from agentrl.evaluation.checkpoint.runs import evaluation_run
 
     if not config.plays_rollouts:
         raise ConfigError("this run learns from a data set and plays no rollouts of an agent")
@@ -141,7 +141,7 @@ async def play_and_keep(
 
     from agentrl import trainer
     from agentrl.algorithms.demonstrations.demonstrator import NAME, kept_conversations
-    from agentrl.evaluation.core import check_any_succeeded
+    from agentrl.evaluation.checkpoint.runs import check_any_succeeded
 
     console = Console(stderr=True)
     async with demonstrator.answering(Path(config.root)) as upstream:

@@ -5,6 +5,7 @@ HERE = "agentrl.algorithms.demonstrations"
 PART = Part(
     name="demonstrations",
     summary="Imitate conversations before the first step, and let a stronger model make them.",
+    uses=("evaluation",),
     needs=("preflight",),
     outputs=("warmup", "warmup.tmp-*"),
     tables={"warmup": f"{HERE}.table:WarmupConfig"},

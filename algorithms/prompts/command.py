@@ -45,7 +45,7 @@ def prompts(
 def optimise(config: RunConfig, *, fresh: bool, level: int) -> None:
     """Search in a separate run, and write the best texts to <output>/prompts."""
     from agentrl import trainer
-    from agentrl.evaluation.core import evaluation_run, last_checkpoint
+    from agentrl.evaluation.checkpoint.runs import evaluation_run, last_checkpoint
 
     config = trainer.hide_secrets(config)
     if not prompts_of(config).components:

@@ -5,7 +5,7 @@ HERE = "agentrl.algorithms.prompts"
 PART = Part(
     name="prompt search",
     summary="Better prompts for an agent that stays as it is, alone or alternating with training.",
-    uses=("chat-completions", "view"),
+    uses=("chat-completions", "evaluation", "view"),
     tables={"prompts": f"{HERE}.table:PromptsConfig"},
     commands={
         "prompts": f"{HERE}.command:prompts",

@@ -348,13 +348,16 @@ class CallHandler:
         try:
             kept = await self._active.sight.add(self._store, self._call, rows)
         except StoreError as error:
-            message = f"the call was not stored: {error}"
-            self._call.fail(message)
+            if self._active.goes_on_unrecorded():
+                self._upstream.warn_once("calls are answered and not recorded: %s", error)
+                return
+            self._call.fail(message := f"the call was not stored: {error}")
             unknown = not isinstance(error, STORE_REFUSALS)
             raise NotStoredError(message, final=True, unknown=unknown) from error
         if not all(kept):
-            message = f"attempt {self._active.id} has lost its lease"
-            raise RefusedError(403, "attempt_ended", message)
+            raise RefusedError(
+                403, "attempt_ended", f"attempt {self._active.id} has lost its lease"
+            )
         self._active.tokens += sum(len(row.completion) for row in rows)
 
     @contextlib.contextmanager

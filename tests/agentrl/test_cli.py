@@ -21,7 +21,8 @@ def agentrl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_list_of_commands_has_whole_sentences() -> None:
-    text = " ".join(CliRunner().invoke(cli, ["--help"]).output.split())
+    shown = CliRunner().invoke(cli, ["--help"]).output.partition("Commands:")[2]
+    text = " ".join(shown.split())
     assert "..." not in text
     assert "Print whether RUN learned and, if not, why: likeliest reasons first" in text
     assert "The algorithm process" not in text  # which people do not start

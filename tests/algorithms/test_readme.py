@@ -66,6 +66,7 @@ def test_a_credit_with_a_setting_is_found_checked_and_pickled(tmp_path: Path) ->
         presets.pop("softer", None)
 
 
+@pytest.mark.part
 def test_what_a_preset_is_written_with_is_imported_from_one_place() -> None:
     (table,) = re.findall(r"to write a preset:\n\n(.*?)\n\n", PAGE, re.DOTALL)
     documented = {

@@ -30,7 +30,7 @@ def measure() -> dict[str, Any]:
 
 
 async def kill(folder: Path, model: Path) -> dict[str, Any]:
-    async with running(folder, model) as (shop, store, client):
+    async with running(folder, model, "live.promotion.rule=always") as (shop, store, client):
         load = Load(client)
         working = asyncio.create_task(load.run())
         labelling = asyncio.create_task(keep_labelling(store))

@@ -33,7 +33,8 @@ def measure() -> dict[str, Any]:
 
 
 async def compare(folder: Path, model: Path) -> dict[str, Any]:
-    async with running(folder, model, "sampling.max_tokens=16") as (_, store, client):
+    settings = ("sampling.max_tokens=16", "live.promotion.rule=always")
+    async with running(folder, model, *settings) as (_, store, client):
         load = Load(client, pause=0.5)
         working = asyncio.create_task(load.run())
         await asyncio.sleep(PHASE / 4)  # everything is warm

@@ -15,13 +15,13 @@ from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.config.base import tables, without_making
 from agentrl.errors import ConfigError
-from agentrl.evaluation.core import (
-    STEPS,
+from agentrl.evaluation.checkpoint.runs import (
     check_any_succeeded,
     evaluation_run,
     find_checkpoint,
     named,
 )
+from agentrl.evaluation.core import STEPS
 from agentrl.results import TrainingResult
 from agentrl.store import open_store
 from agentrl.types import Purpose

@@ -24,7 +24,8 @@ from agentrl.config.base import played_tables
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy
 from agentrl.config.tasks import tasks_of as tasks_of_split
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.evaluation.core import SavedCheckpoint, check_any_succeeded, evaluation_run
+from agentrl.evaluation.checkpoint.runs import check_any_succeeded, evaluation_run
+from agentrl.evaluation.core import SavedCheckpoint
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Json, Purpose, Rollout, RolloutState

@@ -158,10 +158,12 @@ def broken(limits: Iterable[Limit], other: int) -> Alarm | None:
     for one in limits:
         if at := exceeds(one.values, one.most, ALARM):
             share = _mean(one.values[:at])
-            why = (
-                f"{share:.0%} of its first {at} {one.said}, {one.usual:.0%} with version {other}: "
-                f"more than live.guard.{one.name} allows"
-            )
+            both = f"{share:.0%} of its first {at} {one.said}, {one.usual:.0%}"
+            if one.name == "drop":
+                both = (
+                    f"its first {at} outcomes are {1 - share:.0%} on average, {1 - one.usual:.0%}"
+                )
+            why = f"{both} with version {other}: more than live.guard.{one.name} allows"
             return Alarm(why, {"limit": one.name, "share": share, "usual": one.usual, "of": at})
     return None
 

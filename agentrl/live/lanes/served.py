@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from agentrl.live.labels.marks import is_lost, is_ready, mark_of, outcome_of
+from agentrl.live.labels.marks import is_ready, mark_of, outcome_of
 from agentrl.live.lanes.comparison import Counted
 from agentrl.store.base import Store
 from agentrl.types import SESSION, Purpose, Rollout, RolloutState
@@ -21,14 +21,14 @@ PAGE = 500  # sessions that are read at once
 
 @dataclass(frozen=True, slots=True)
 class ServedSession:
-    """A session whose outcome is settled."""
+    """A session whose outcome is settled. What is said of it later changes no comparison."""
 
     rollout: str
     version: int
     lane: str  # in which it began: serving or candidate
     rival: int | None  # the candidate at that time
     share: float  # the probability with which it was drawn for that
-    outcome: float  # NaN: nothing is known
+    outcome: float  # NaN: nothing was known when it was trained
     signals: dict[str, float]
 
 
@@ -55,7 +55,7 @@ class ServedSessions:
         self.recent = {row.id: row for row in [*running, *rows] if row.step == SESSION}
         for row in rows:
             over = row.trained is not None or is_ready(row, now, self.wait)
-            if row.id not in self._order and (over or is_lost(row, now, self.wait)):
+            if row.id not in self._order and over:
                 self._add(row)
         self._step = steps
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from math import inf
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from agentrl.live.documents import Event, EventKind, Lanes, Told, Version
-from agentrl.live.versions import Lineage, Reset, pending, wanted_of
+import pytest
+
+from agentrl.config import resolve
+from agentrl.live import versions as module
+from agentrl.live.documents import Event, EventKind, Lanes, Told, Version, told
+from agentrl.live.versions import Lineage, Reset, Versions, pending, wanted_of
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from tests.agentrl.live.shop import RUN, move
 
 
 def version(number: int) -> Version:
@@ -50,3 +62,112 @@ def test_an_offered_version_is_served_until_something_is_decided_of_it() -> None
     before = Lanes(serving=3, previous=0)
     promoted = Told(versions=both, events=[*known.events, event("promoted", 3, before)])
     assert wanted_of(promoted) == {0, 3}
+
+
+class Serving:
+    """Policy servers that only count."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        yield
+
+    async def freeze(self, name: str, directory: Path, version: int) -> None:
+        assert directory.is_dir()
+        self.names.append(name)
+
+    async def drop(self, name: str) -> None:
+        self.names.remove(name)
+
+    def table(self) -> list[tuple[str, int, str, str]]:
+        return [(name, 0, "http://x/v1", name) for name in self.names]
+
+    async def announce(self, store: Store, run: str, epoch: int) -> None: ...
+
+
+class Policies:
+    """A learner with as many updates as there are steps."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    def versions(self, steps: int) -> dict[str, int]:
+        return {"policy": steps}
+
+    def save(self, directory: Path) -> None:
+        directory.joinpath("weights").touch()
+
+    def load(self, directory: Path) -> None:
+        self.loaded.append(directory.name)
+
+
+@pytest.fixture
+async def versions(tmp_path: Path, monkeypatch: Any) -> AsyncIterator[Versions]:
+    monkeypatch.setattr(module, "GRACE", 0.0)
+    config = resolve({"name": RUN, "output": str(tmp_path), "policy": {"model": "x"}}, source="t")
+    async with open_store(f"sqlite:///{tmp_path}/store.db") as store:
+        state = await store.open_run(RUN, {})
+        lock = SimpleNamespace(check=lambda: None)
+        run: Any = SimpleNamespace(
+            config=config,
+            store=store,
+            state=state,
+            lock=lock,
+            policies=Policies(),
+            serving=Serving(),
+        )
+        made = Versions(run, Lineage())
+        await made.start()
+        await move(store, Lanes(serving=0), kind="first", version=0)
+        yield made
+
+
+def serves(versions: Versions) -> list[str]:
+    return sorted(versions.run.serving.names)  # type: ignore[attr-defined]
+
+
+def folders(versions: Versions) -> list[str]:
+    return sorted(path.name for path in versions.folder(0).parent.iterdir())
+
+
+async def test_a_dropped_version_is_neither_served_nor_kept_and_the_next_is_offered(
+    versions: Versions,
+) -> None:
+    store = versions.run.store
+    await versions.tend(1)
+    assert serves(versions) == ["policy@0", "policy@1"]
+    await versions.tend(2)  # the first of them is not decided about
+    assert set((await told(store, RUN)).versions) == {0, 1}
+    await move(store, Lanes(serving=0), kind="dropped", version=1)
+    for _ in range(3):
+        await versions.tend(2)
+    assert serves(versions) == ["policy@0", "policy@2"]
+    assert folders(versions) == ["policy-0", "policy-2"]
+    assert versions.run.policies.loaded == []  # type: ignore[attr-defined]
+
+
+async def test_the_learner_goes_on_from_the_serving_version_after_a_take_back(
+    versions: Versions,
+) -> None:
+    store = versions.run.store
+    await versions.tend(1)
+    await move(store, Lanes(serving=0), kind="taken back", version=1)
+    for _ in range(3):
+        await versions.tend(2)
+    assert versions.run.policies.loaded == ["policy-0"]  # type: ignore[attr-defined]
+    assert await versions.ahead(2) == 0
+    assert set((await told(store, RUN)).versions) == {0, 1}  # nothing new is learned yet
+    await versions.tend(3)
+    assert set((await told(store, RUN)).versions) == {0, 1, 3}
+    assert await versions.ahead(3) == 1
+
+
+async def test_a_restarted_process_serves_what_the_lanes_say(versions: Versions) -> None:
+    await versions.tend(1)
+    await move(versions.run.store, Lanes(serving=1, previous=0), kind="promoted", version=1)
+    versions.run.serving.names.clear()  # type: ignore[attr-defined]
+    again = Versions(versions.run, Lineage())
+    await again.start()
+    assert serves(again) == ["policy@0", "policy@1"]

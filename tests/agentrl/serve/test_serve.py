@@ -141,7 +141,7 @@ def test_the_example_with_tools_in_the_documents_runs(
     url: str, http: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = Path(__file__).parents[3] / "docs/how-to/use-the-model.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    blocks = re.findall(r"```py\n(.*?)```", page.read_text(), re.DOTALL)
     code = next(block for block in blocks if "tools=" in block)
     for old, new in (("http://127.0.0.1:8000/v1", url), ('"any")', '"first")')):
         assert old in code

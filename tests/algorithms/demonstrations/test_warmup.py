@@ -26,7 +26,7 @@ from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import RunConfig, resolve
 from agentrl.config.policies import initial_version
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.evaluation.core import evaluation_run
+from agentrl.evaluation.checkpoint.runs import evaluation_run
 
 SHOWN: list[dict[str, Any]] = [
     {

@@ -83,6 +83,7 @@ async def test_a_reward_is_about_the_latest_call_of_its_own_branch(bench: Any) -
     }
 
 
+@pytest.mark.part
 async def test_nodes_that_run_side_by_side_reward_their_own_calls(bench: Any) -> None:
     graphs = pytest.importorskip("langgraph.graph")
     both = asyncio.Barrier(2)

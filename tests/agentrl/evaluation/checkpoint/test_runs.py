@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig, resolve
 from agentrl.errors import ConfigError
-from agentrl.evaluation import core as evaluation
+from agentrl.evaluation.checkpoint import runs as evaluation
 from agentrl.store import open_store
 from tests.store import postgres_server
 
@@ -78,7 +78,6 @@ async def test_the_last_checkpoint_is_found_by_a_store_with_options(tmp_path: Pa
         evaluation.last_checkpoint(config)
 
 
-@pytest.mark.part
 def test_before_the_first_run_a_database_has_no_checkpoint(server: postgres_server.Server) -> None:
     url = server.make()
     config = resolve({"name": "never", "store": url}, source="test")
