@@ -20,6 +20,7 @@ def agentrl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return warm.run("-m", "agentrl", *arguments, cwd=cwd, timeout=60)
 
 
+@pytest.mark.part
 def test_the_list_of_commands_has_whole_sentences() -> None:
     shown = CliRunner().invoke(cli, ["--help"]).output.partition("Commands:")[2]
     text = " ".join(shown.split())
