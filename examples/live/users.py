@@ -31,6 +31,7 @@ from wording import COMPLAINTS, REQUESTS, THANKS, kind_of, request, request_agai
 TOOL = {"where": "look_up_order", "return": "start_return"}
 CUSTOMERS = 400
 VOTES, CORRECTS = 0.2, 0.5  # share of sessions, and of the wrong ones among those
+AT_ONCE = 16  # sessions, at most: then customers wait
 TOKEN = "x-agentrl-feedback-token"
 tokens: dict[str, str] = {}  # by session, as a web application would keep them
 
@@ -103,19 +104,24 @@ async def keep_token(response: httpx.Response) -> None:
 
 
 async def come(
-    sessions: int, seed: int, at_once: int, attack: float
+    sessions: int, seed: int, per_second: float, attack: float
 ) -> AsyncIterator[dict[str, Any]]:
-    """Play sessions, `at_once` at a time; yields what each was like, in the order of their ends."""
+    """Play sessions that begin `per_second` on average; yields what each was like, in the order of
+    their ends."""
     client().event_hooks["response"] = [keep_token]
-    waiting, playing = iter(range(sessions)), set[asyncio.Task[dict[str, Any]]]()
-    while True:
-        while len(playing) < at_once and (number := next(waiting, None)) is not None:
-            playing.add(asyncio.create_task(Session(seed, number, attack).play()))
-        if not playing:
-            return
-        done, playing = await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            yield task.result()
+    playing, pauses = set[asyncio.Task[dict[str, Any]]](), random.Random(seed)
+    for number in range(sessions):
+        session = Session(seed, number, attack)
+        playing.add(asyncio.create_task(session.play()))
+        pause = asyncio.create_task(asyncio.sleep(pauses.expovariate(per_second)))
+        while not pause.done() or len(playing) >= AT_ONCE:
+            awaited = playing if pause.done() else {pause, *playing}
+            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            for task in done & playing:
+                playing.remove(task)
+                yield task.result()
+    for task in asyncio.as_completed(playing):
+        yield await task
 
 
 async def main(arguments: argparse.Namespace) -> None:
@@ -127,7 +133,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--per-second", type=float, default=3.0, help="sessions that begin")
     parser.add_argument(
         "--attack", type=float, default=0.05, help="share of the attacker's sessions"
     )

@@ -25,7 +25,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import fmean
@@ -105,7 +105,7 @@ async def live(
 
 
 @asynccontextmanager
-async def serving(folder: Path, settings: list[str]):
+async def serving(folder: Path, settings: list[str]) -> AsyncIterator[str]:
     """`agentrl live run.toml` in the folder, until the end; gives its address once it answers."""
     port = free_port()
     with (folder / "front.log").open("wb") as log:

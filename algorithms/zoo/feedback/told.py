@@ -90,7 +90,7 @@ def _with_text(call: Transition, text: str, policy: TrainedPolicy) -> Iterator[T
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ToldCredit:
     """The reward `told` of each token's call, within +- limit, [N]."""
 
     limit: float
@@ -107,5 +107,5 @@ def with_self_distillation(
     """Adds distillation towards the policy itself after it has seen what the user said: reverse KL
     on the policy's own answers to what was corrected or asked again, no other model. `limit`: of
     the log-ratio of an answer in nats. arXiv 2601.19897, 2306.13649."""
-    credit = weighted_sum((algo.credit, 1.0), (Told(limit, reward), beta))
+    credit = weighted_sum((algo.credit, 1.0), (ToldCredit(limit, reward), beta))
     return replace(algo, credit=credit, optional=(*algo.optional, reward))

@@ -154,6 +154,7 @@ def test_credit_is_kept_of_each_policys_own_calls_and_of_its_turns() -> None:
     assert {(row.transition, row.policy) for row in whole.credits(2, found)} == {
         (f"g/{i}-{name}", name) for i in range(2) for name in learners
     }
+    assert whole.credits(2, []) == []  # those of calls in no store are not committed
     whole, _ = recording(config(team={"schedule": "alternating"}, steps=4), CreditRecorder)
     for step in range(3):
         whole.update(step, [shared(f"g{step}", 1.0, 0.0)])
