@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -26,6 +28,7 @@ from agentrl.live.versions import Lineage, Versions, most_ahead
 from agentrl.types import POLICY, Group, Rollout, Transition
 
 log = logging.getLogger("agentrl.algorithm")
+ROOM = 16 * 2**20  # bytes of a step besides its weights
 LOOK_PAUSE = 1.0  # seconds between two looks at the sessions
 
 
@@ -39,6 +42,7 @@ class SessionSource:
     serves: bool  # whether its policy is an adapter, which is served by the base's server
     versions: Versions | None = None
     since: float = field(default_factory=time.monotonic)  # the last step
+    no_room: str = ""  # why a step cannot be written
 
     async def collect(self, step: int) -> Collected:
         """Wait for the sessions of a step; meanwhile decisions are heeded."""
@@ -56,7 +60,7 @@ class SessionSource:
             waiting = held
             sessions = await ended(store, name)
             ready, left_out = self._sorted(sessions, step)
-            if not held and self._is_due(len(ready)):
+            if not held and self._is_due(len(ready)) and self._has_room():
                 break
             cursor = await store.wait(cursor, timeout=10 * LOOK_PAUSE)
             await asyncio.sleep(LOOK_PAUSE)
@@ -68,6 +72,16 @@ class SessionSource:
         live = live_of(self.run.config)
         late = time.monotonic() - self.since >= live.every
         return ready >= live.sessions or (late and ready >= live.least)
+
+    def _has_room(self) -> bool:
+        """Whether the step's checkpoint and version can be written; otherwise learning waits, and
+        serving goes on."""
+        assert self.versions is not None
+        why = no_room(Path(self.run.config.output), self.versions.size())
+        if why and why != self.no_room:
+            log.warning("learning waits, and serving goes on: %s", why)
+        self.no_room = why
+        return not why
 
     def _sorted(
         self, sessions: Sequence[Rollout], step: int
@@ -119,3 +133,17 @@ class SessionSource:
             return call
         lag = self.lineage.lag(call.version, now)
         return replace(call, policy=POLICY, version=now - int(min(lag, now + 1)), spans=[])
+
+
+def no_room(folder: Path, size: int) -> str:
+    """Why a step that writes `size` bytes of weights cannot be written; empty if it can."""
+    probe = folder / ".room"
+    try:
+        with probe.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):  # not on every kernel
+                os.posix_fallocate(file.fileno(), 0, 2 * size + ROOM)
+    except OSError as error:
+        return f"{folder} has no room for {2 * size + ROOM:,} bytes ({error.strerror})"
+    finally:
+        probe.unlink(missing_ok=True)
+    return ""

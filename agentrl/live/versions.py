@@ -124,6 +124,14 @@ class Versions:
     def folder(self, version: int) -> Path:
         return Path(self.run.config.output, FOLDER, f"{POLICY}-{version}")
 
+    def size(self) -> int:
+        """Bytes of the largest version on disk."""
+        sizes = [
+            sum(file.stat().st_size for file in path.iterdir())
+            for path in Path(self.run.config.output, FOLDER).glob("*")
+        ]
+        return max(sizes, default=0)
+
     async def _add(self, version: int, path: Path, kind: VersionKind, step: int) -> None:
         await self._freeze(version, path)
         known = await self._told()

@@ -76,6 +76,7 @@ class ActiveAttempt:
     sealed: bool = False  # only calls with its key are accepted
     scoring: bool = False  # a verifier's: reaches frozen endpoints only
     recorded: bool = True  # whether calls and spans are stored; a verifier's are not
+    lenient: bool = False  # whether it is answered if the store fails, and no longer recorded
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)  # its secret
     calls: int = 0  # requests so far
     stored: int = 0  # calls so far, also those not yet durable: the next one's `index`
@@ -114,6 +115,11 @@ class ActiveAttempt:
     def left(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
+
+    def goes_on_unrecorded(self) -> bool:
+        """Whether calls are answered although the store failed; none is recorded from then on."""
+        self.recorded = self.recorded and not self.lenient
+        return self.lenient
 
     def begin_call(self, raw: bytes) -> CountedCall:
         """Number a new call with request body `raw`. Raises RefusedError, and ends the attempt, if

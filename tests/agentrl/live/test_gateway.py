@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from agentrl.config import RunConfig, resolve
+from agentrl.errors import Unavailable
 from agentrl.live.documents import Lanes
 from agentrl.live.gateway import chosen, serve
 from agentrl.live.labels.marks import RESULT_ENDED
@@ -20,6 +21,7 @@ from agentrl.live.sessions import ended
 from agentrl.runners.sessions.feedback import session_group
 from agentrl.store import open_store
 from agentrl.store.base import Store
+from agentrl.store.sqlite.store import SqliteStore
 from agentrl.types import (
     FEEDBACK,
     PolicyVersion,
@@ -209,3 +211,22 @@ def test_a_share_of_new_sessions_goes_to_the_candidate() -> None:
     drawn = [chosen(lanes, f"run/{number}") for number in range(2000)]
     assert 0.22 < drawn.count(5) / 2000 < 0.28
     assert chosen(FIRST, "run/1") == 0
+
+
+async def test_users_are_answered_while_the_store_cannot_be_written(
+    served: Served, monkeypatch: Any
+) -> None:
+    await served.say("hi", x_session_id="before")
+
+    async def full(*_: object) -> None:
+        raise Unavailable("the disk is full")
+
+    with monkeypatch.context() as patch:
+        for verb in ("enqueue", "add_transitions"):
+            patch.setattr(SqliteStore, verb, full)
+        assert await served.say("more", x_session_id="before")
+        assert await served.say("hi", x_session_id="new")
+        assert await served.say("more", x_session_id="new")
+    assert [call.messages[-1]["content"] for call in await served.calls()] == ["hi"]
+    await served.say("hi", x_session_id="after")
+    assert len(await served.calls()) == 2
