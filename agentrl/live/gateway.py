@@ -35,11 +35,12 @@ from agentrl.base.processes import die_with_parent, log_phase, log_to_stderr
 from agentrl.config import RunConfig
 from agentrl.config.policies import policy_by_role
 from agentrl.errors import NotFound, StoreError
-from agentrl.live import handover, people
-from agentrl.live.documents import Lanes, served, told
+from agentrl.live import handover
 from agentrl.live.labels import signals
-from agentrl.live.labels.marks import RESULT_ENDED
-from agentrl.live.table import live_of, policy_of
+from agentrl.live.records import people
+from agentrl.live.records.documents import Lanes, served, told
+from agentrl.live.records.marks import RESULT_ENDED
+from agentrl.live.records.table import live_of, policy_of
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.attribution import ReceivedCall
 from agentrl.runners.gateway.recorded import question, question_of

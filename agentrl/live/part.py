@@ -5,9 +5,10 @@ HERE = "agentrl.live"
 PART = Part(
     name="live",
     summary="Serve an agent's model, learn from its sessions, and move traffic to better versions.",
-    uses=("sessions", "judges", "processes", "view"),
+    uses=("judges", "processes", "view"),
+    needs=("sessions",),
     outputs=("versions",),
-    tables={"live": f"{HERE}.table:LiveConfig"},
+    tables={"live": f"{HERE}.records.table:LiveConfig"},
     commands={
         "live": f"{HERE}.command:live",
         "live status": f"{HERE}.lanes.command:status",
@@ -18,8 +19,8 @@ PART = Part(
         "live export": f"{HERE}.people_command:export",
         "live users": f"{HERE}.people_command:users",
     },
-    derives={"live": f"{HERE}.table:derive"},
-    checks={"live": f"{HERE}.table:check"},
+    derives={"live": f"{HERE}.records.table:derive"},
+    checks={"live": f"{HERE}.records.table:check"},
     training={"live": f"{HERE}.training:join"},
     pages={"versions": f"{HERE}.lanes.pages:VersionsPage"},
 )

@@ -14,11 +14,11 @@ import msgspec
 
 from agentrl.config import RunConfig, load
 from agentrl.errors import AgentRLError, NotFound
-from agentrl.live import people
 from agentrl.live.labels import weighing
-from agentrl.live.labels.marks import mark_of, user_of
-from agentrl.live.sessions import oldest_first
-from agentrl.live.table import live_of
+from agentrl.live.records import people
+from agentrl.live.records.marks import mark_of, user_of
+from agentrl.live.records.sessions import oldest_first
+from agentrl.live.records.table import live_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
 

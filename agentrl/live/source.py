@@ -21,9 +21,9 @@ from msgspec.structs import replace
 from agentrl.algorithms.sampling.collect import Collected, Vocabulary, split_unreadable
 from agentrl.algorithms.train.hooks import LoadedRun
 from agentrl.base.processes import log_phase
-from agentrl.live.labels.marks import believed, is_lost, is_ready
-from agentrl.live.sessions import ended, oldest_first
-from agentrl.live.table import live_of, policy_of
+from agentrl.live.records.marks import believed, is_lost, is_ready
+from agentrl.live.records.sessions import ended, oldest_first
+from agentrl.live.records.table import live_of, policy_of
 from agentrl.live.versions import Lineage, Versions, most_ahead
 from agentrl.types import POLICY, Group, Rollout, Transition
 

@@ -14,8 +14,8 @@ from agentrl.algorithms.sampling.collect import GroupSource
 from agentrl.algorithms.train.hooks import Hooks, LoadedRun, ServedRun
 from agentrl.algorithms.train.load_policies import vocabulary_sizes
 from agentrl.config import RunConfig
+from agentrl.live.records.table import live_of
 from agentrl.live.source import SessionSource
-from agentrl.live.table import live_of
 from agentrl.live.versions import Lineage, Versions
 
 NICENESS = 10  # by which the learner yields to the engine on shared cores

@@ -22,9 +22,9 @@ from agentrl.algorithms.train.hooks import ServedRun
 from agentrl.base.files import delete_directory
 from agentrl.base.processes import log_phase
 from agentrl.errors import DamagedError, PolicyError
-from agentrl.live import documents
-from agentrl.live.documents import Told, Version, VersionKind, put_version, put_wish, told
-from agentrl.live.table import policy_of
+from agentrl.live.records import documents
+from agentrl.live.records.documents import Told, Version, VersionKind, put_version, put_wish, told
+from agentrl.live.records.table import policy_of
 from agentrl.types import POLICY, Json, PolicyVersion
 
 log = logging.getLogger("agentrl.algorithm")

@@ -6,9 +6,9 @@ import asyncio
 
 from agentrl.base.processes import log_to_stderr
 from agentrl.config import RunConfig
-from agentrl.live import people
 from agentrl.live.labels import label
 from agentrl.live.lanes import decide
+from agentrl.live.records import people
 from agentrl.store import open_store
 
 

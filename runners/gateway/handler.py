@@ -17,12 +17,11 @@ Each stage calls the next, because the last three are inside of what is tried ag
 Two parts of a record change: features may change `messages` and `fields` of a request before it is
 sent, and a response grows while it is streamed.
 
-Invariant: an answer is stored before its last byte is sent. Once the agent has been sent a byte of
-the model's words, the call is not tried again (comments that keep the connection open do not
-count); if the response breaks after that, the agent's connection is closed, because any other end
-would look complete. If the agent disconnects, the part that it has been sent is stored as a call
-with finish "cut", because the agent acted on those tokens; if it had none, a response that may be
-stored is kept for its retry (`_kept_unread`).
+Invariant: an answer that is recorded is stored before its last byte is sent. Once the agent has
+been sent a byte of the model's words (a comment is none), the call is not tried again; if the
+response breaks after that, the agent's connection is closed, as any other end would look complete.
+If the agent disconnects, what it has been sent is stored as a call with finish "cut", as the agent
+acted on it; if that is nothing, a response that may be stored is kept for a retry (`_kept_unread`).
 """
 
 from __future__ import annotations
@@ -129,9 +128,9 @@ class CallHandler:
         return self._agent.abort()
 
     def _record_silence(self) -> None:
+        call = self._call
         if not self._agent.shown:
-            silent = time.monotonic() - self._call.arrived
-            self._active.model_was_silent(self._call.counted, silent)
+            self._active.model_was_silent(call.counted, time.monotonic() - call.arrived)
 
     async def _answer(self, call: ReceivedCall) -> web.StreamResponse:
         """Answer from a record if there is one of the call, else from the policy."""
@@ -313,11 +312,11 @@ class CallHandler:
             raise
 
     def _make_rows(self, answered: AnsweredCall) -> list[Transition]:
-        """Make the rows of a response, which takes numbers of the attempt; say on the console what
-        is odd about them. None for calls that are not recorded."""
-        sent, active, upstream = answered.sent, self._active, self._upstream
-        if not active.recorded:
+        """Make the rows of a response, which takes numbers of the attempt; say what is odd about
+        them. None for calls that are not recorded."""
+        if not (active := self._active).recorded:
             return []
+        sent, upstream = answered.sent, self._upstream
         choices = [choice for _, choice in sorted(answered.response.choices.items())]
         for choice in choices:
             if choice.message.get("tool_calls"):
@@ -355,9 +354,8 @@ class CallHandler:
             unknown = not isinstance(error, STORE_REFUSALS)
             raise NotStoredError(message, final=True, unknown=unknown) from error
         if not all(kept):
-            raise RefusedError(
-                403, "attempt_ended", f"attempt {self._active.id} has lost its lease"
-            )
+            over = f"attempt {self._active.id} has lost its lease"
+            raise RefusedError(403, "attempt_ended", over)
         self._active.tokens += sum(len(row.completion) for row in rows)
 
     @contextlib.contextmanager

@@ -24,7 +24,7 @@ import numpy as np
 from agentrl.live.lanes.comparison import refuted
 from agentrl.live.lanes.decide import run as decide
 from agentrl.live.lanes.guard import SeenCalls, broken, call_limits, outcome_limits
-from agentrl.live.table import GuardConfig, PromotionConfig, policy_of
+from agentrl.live.records.table import GuardConfig, PromotionConfig, policy_of
 from agentrl.store import open_store
 from tests.agentrl.live.lanes.drawn import drawn
 from tests.agentrl.live.lanes.played import Shop, config

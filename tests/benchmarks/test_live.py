@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.live.lanes.comparison import Counted, difference
 from agentrl.live.lanes.verdict import verdict
-from agentrl.live.table import PromotionConfig
+from agentrl.live.records.table import PromotionConfig
 from tests.agentrl.live.lanes.drawn import drawn
 from tests.benchmarks import live_guard, live_promotion
 

@@ -27,7 +27,7 @@ from agentrl.algorithms.judges.judge import JudgeClient
 from agentrl.algorithms.judges.table import PointwiseJudge
 from agentrl.live.labels.answering import Settings, SignalRequest, SignalResponse, pack, read
 from agentrl.live.labels.signals import NEXT_MESSAGE, VERIFIER, Message, Reply
-from agentrl.live.table import live_of
+from agentrl.live.records.table import live_of
 from agentrl.runners.processes.launcher import (
     LogPipe,
     ProcessLauncher,

@@ -20,10 +20,11 @@ from msgspec.structs import replace
 
 from agentrl.config import RunConfig
 from agentrl.errors import NotFound, StoreError
-from agentrl.live import people
 from agentrl.live.labels import weighing
 from agentrl.live.labels.asking import Asker
-from agentrl.live.labels.marks import (
+from agentrl.live.labels.signals import NEXT_MESSAGE, digest_of_session, posted, replies
+from agentrl.live.records import people
+from agentrl.live.records.marks import (
     MARK,
     OUTCOME,
     SIGNAL,
@@ -34,9 +35,8 @@ from agentrl.live.labels.marks import (
     outcome_of,
     user_of,
 )
-from agentrl.live.labels.signals import NEXT_MESSAGE, digest_of_session, posted, replies
-from agentrl.live.sessions import ended, oldest_first
-from agentrl.live.table import live_of
+from agentrl.live.records.sessions import ended, oldest_first
+from agentrl.live.records.table import live_of
 from agentrl.store.base import Store
 from agentrl.types import Reward, Rollout, RolloutState, Scope, StepReward, Trace
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from agentrl.live.labels.marks import Mark
 from agentrl.live.labels.signals import ASKED
+from agentrl.live.records.marks import Mark
 from agentrl.types import CORRECTION, FEEDBACK
 
 VOTES = (FEEDBACK, CORRECTION)  # signals of what the user thinks

@@ -21,7 +21,7 @@ from rich.text import Text
 from agentrl.cli import print_result
 from agentrl.config import RunConfig, load
 from agentrl.errors import ConfigError, Conflict, NotFound
-from agentrl.live.documents import (
+from agentrl.live.records.documents import (
     Compared,
     Event,
     EventKind,

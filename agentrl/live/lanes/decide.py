@@ -17,13 +17,13 @@ from msgspec.structs import replace
 
 from agentrl.config import RunConfig
 from agentrl.errors import Conflict, StoreError
-from agentrl.live import documents
-from agentrl.live.documents import Event, Lanes, Told, Version
 from agentrl.live.lanes.comparison import difference
 from agentrl.live.lanes.guard import Guard
 from agentrl.live.lanes.served import ServedSessions, counted
 from agentrl.live.lanes.verdict import SCORE, compared, held_out_worse, verdict
-from agentrl.live.table import live_of
+from agentrl.live.records import documents
+from agentrl.live.records.documents import Event, Lanes, Told, Version
+from agentrl.live.records.table import live_of
 from agentrl.store.base import Store
 from agentrl.types import Json
 

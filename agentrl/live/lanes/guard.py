@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from agentrl.live.lanes.comparison import exceeds
 from agentrl.live.lanes.served import ServedSessions
-from agentrl.live.table import GuardConfig, policy_of
+from agentrl.live.records.table import GuardConfig, policy_of
 from agentrl.store.base import Store
 from agentrl.types import Json, Rollout, Transition
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.errors import NotFound
-from agentrl.live.documents import Compared, Event, Told, Version, told
-from agentrl.live.table import PromotionConfig
+from agentrl.live.records.documents import Compared, Event, Told, Version, told
+from agentrl.live.records.table import PromotionConfig
 from agentrl.store.base import Store
 from agentrl.types import Json
 

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from agentrl.live.labels.marks import is_ready, mark_of, outcome_of
 from agentrl.live.lanes.comparison import Counted
+from agentrl.live.records.marks import is_ready, mark_of, outcome_of
 from agentrl.store.base import Store
 from agentrl.types import SESSION, Purpose, Rollout, RolloutState
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from agentrl.live.documents import Compared, EventKind, Lanes, points
 from agentrl.live.lanes.comparison import Difference
 from agentrl.live.lanes.served import ServedSession
-from agentrl.live.table import PromotionConfig
+from agentrl.live.records.documents import Compared, EventKind, Lanes, points
+from agentrl.live.records.table import PromotionConfig
 
 SCORE = "eval/score"  # held-out metric
 

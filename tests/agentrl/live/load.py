@@ -10,7 +10,7 @@ from math import isnan
 
 from openai import AsyncOpenAI, OpenAIError
 
-from agentrl.live.sessions import ended
+from agentrl.live.records.sessions import ended
 from agentrl.store.base import Store
 from agentrl.types import Reward, StepReward, Transition
 from tests.agentrl.live.shop import RUN, Shop, until

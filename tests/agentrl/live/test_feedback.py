@@ -9,16 +9,16 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.agentrl.live.test_people import on_disk
 
 from agentrl.config import RunConfig, resolve
-from agentrl.live.documents import Lanes, told
 from agentrl.live.gateway import LiveSessions
-from agentrl.live.people import TOKEN, secret_of, user_id
+from agentrl.live.records.documents import Lanes, told
+from agentrl.live.records.people import TOKEN, secret_of, user_id
 from agentrl.store import open_store
 from agentrl.types import PolicyVersion
 from tests.agentrl.live.sessions import RUN
 from tests.agentrl.live.shop import move
-from tests.agentrl.live.test_people import on_disk
 from tests.runners.conftest import FakeModel
 
 CANARY = "CANARY-7131"

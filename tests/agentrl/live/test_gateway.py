@@ -14,10 +14,10 @@ import pytest
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import Unavailable
-from agentrl.live.documents import Lanes
 from agentrl.live.gateway import chosen, serve
-from agentrl.live.labels.marks import RESULT_ENDED
-from agentrl.live.sessions import ended
+from agentrl.live.records.documents import Lanes
+from agentrl.live.records.marks import RESULT_ENDED
+from agentrl.live.records.sessions import ended
 from agentrl.runners.sessions.feedback import session_group
 from agentrl.store import open_store
 from agentrl.store.base import Store

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, NotFound
-from agentrl.live import people
-from agentrl.live.documents import Version, put_version
-from agentrl.live.people import expire, forget_user, is_token, secret_of, token_of, user_id
 from agentrl.live.people_command import export, forget, users
+from agentrl.live.records import people
+from agentrl.live.records.documents import Version, put_version
+from agentrl.live.records.people import expire, forget_user, is_token, secret_of, token_of, user_id
 from agentrl.runners.sessions.feedback import Feedback, give_feedback
 from agentrl.store import open_store
 from agentrl.store.records import Item, Side, digest_of

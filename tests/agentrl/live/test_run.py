@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from agentrl.live.documents import Lanes, told
+from agentrl.live.records.documents import Lanes, told
 from agentrl.store.base import Store
 from agentrl.types import Rollout, Transition
 from tests.agentrl.live.shop import RUN, label, move, running, until

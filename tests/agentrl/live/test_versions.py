@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.config import resolve
 from agentrl.live import versions as module
-from agentrl.live.documents import Event, EventKind, Lanes, Told, Version, told
+from agentrl.live.records.documents import Event, EventKind, Lanes, Told, Version, told
 from agentrl.live.versions import Lineage, Reset, Versions, pending, wanted_of
 from agentrl.store import open_store
 from agentrl.store.base import Store

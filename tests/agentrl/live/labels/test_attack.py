@@ -15,7 +15,7 @@ import pytest
 
 from agentrl.config import resolve
 from agentrl.live.labels.label import Labeller
-from agentrl.live.labels.marks import believed, outcome_of, user_of
+from agentrl.live.records.marks import believed, outcome_of, user_of
 from agentrl.runners.sessions.feedback import Feedback, give_feedback
 from agentrl.store import open_store
 from agentrl.store.base import Store

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.config import resolve
 from agentrl.live.labels.label import Labeller
-from agentrl.live.labels.marks import SOURCE, is_lost, is_ready, mark_of, outcome_of
+from agentrl.live.records.marks import SOURCE, is_lost, is_ready, mark_of, outcome_of
 from agentrl.runners.sessions.feedback import Feedback, give_feedback
 from agentrl.store import open_store
 from agentrl.types import StepCommit

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from agentrl.live.labels.marks import Mark
 from agentrl.live.labels.weighing import Ledger, weighted
+from agentrl.live.records.marks import Mark
 
 WEIGHTS = {"feedback": 1.0, "verifier": 1.0, "next_message": 2.0}
 

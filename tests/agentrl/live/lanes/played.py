@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 
 from agentrl.config import RunConfig, resolve
-from agentrl.live.documents import (
+from agentrl.live.lanes.command import by_hand
+from agentrl.live.lanes.decide import Decider
+from agentrl.live.records.documents import (
     Event,
     Lanes,
     Told,
@@ -21,10 +23,8 @@ from agentrl.live.documents import (
     put_version,
     told,
 )
-from agentrl.live.labels.marks import MARK, OUTCOME, SOURCE, Mark
-from agentrl.live.lanes.command import by_hand
-from agentrl.live.lanes.decide import Decider
-from agentrl.live.table import policy_of
+from agentrl.live.records.marks import MARK, OUTCOME, SOURCE, Mark
+from agentrl.live.records.table import policy_of
 from agentrl.store.base import Store
 from agentrl.types import (
     SESSION,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from agentrl.errors import Conflict
-from agentrl.live.documents import KIND, Lanes
 from agentrl.live.lanes import decide
 from agentrl.live.lanes.decide import Decider
+from agentrl.live.records.documents import KIND, Lanes
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import StepCommit

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.live.documents import Lanes
-from agentrl.live.table import REFUSAL, GuardConfig, LiveConfig
+from agentrl.live.records.documents import Lanes
+from agentrl.live.records.table import REFUSAL, GuardConfig, LiveConfig
 from agentrl.store import open_store
 from tests.agentrl.live.lanes.played import RUN, Shop, config
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from agentrl.cli.main import cli
 from agentrl.errors import ConfigError, Conflict
-from agentrl.live.documents import Lanes
 from agentrl.live.lanes import command as module
+from agentrl.live.records.documents import Lanes
 from agentrl.store import open_store
 from tests.agentrl.live.lanes.played import RUN, Shop, config
 

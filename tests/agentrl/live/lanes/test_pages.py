@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.live.documents import Compared, Event, EventKind, Lanes, Told, Version
 from agentrl.live.lanes.pages import Phase, VersionsPage, bar_of, phases, rows_of
+from agentrl.live.records.documents import Compared, Event, EventKind, Lanes, Told, Version
 from agentrl.store import open_store
 from agentrl.view.templates import render
 from tests.agentrl.live.lanes.played import RUN, Shop, config

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from agentrl.live.documents import told
-from agentrl.live.labels.marks import outcome_of
-from agentrl.live.table import policy_of
+from agentrl.live.records.documents import told
+from agentrl.live.records.marks import outcome_of
+from agentrl.live.records.table import policy_of
 from agentrl.runners.sessions.feedback import session_group
 from agentrl.store.base import Store
 from agentrl.types import SESSION, Purpose, Reward, StepReward, Transition

@@ -6,8 +6,17 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.errors import Conflict, Invalid
-from agentrl.live import documents
-from agentrl.live.documents import Event, EventKind, Lanes, Told, Version, Wish, decide, told
+from agentrl.live.records import documents
+from agentrl.live.records.documents import (
+    Event,
+    EventKind,
+    Lanes,
+    Told,
+    Version,
+    Wish,
+    decide,
+    told,
+)
 from agentrl.store import open_store
 
 LANES = Lanes(serving=0, candidate=3, previous=1, share=0.2)

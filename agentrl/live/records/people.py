@@ -15,9 +15,9 @@ from typing import Any
 from agentrl.base.access import read_key
 from agentrl.config import RunConfig
 from agentrl.errors import StoreError
-from agentrl.live.documents import told
-from agentrl.live.labels.marks import ended_of
-from agentrl.live.table import live_of
+from agentrl.live.records.documents import told
+from agentrl.live.records.marks import ended_of
+from agentrl.live.records.table import live_of
 from agentrl.runners.sessions.recorder import RENEWAL_INTERVAL
 from agentrl.store.base import Store
 from agentrl.store.records import Forgotten

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.live.labels.marks import ended_of
+from agentrl.live.records.marks import ended_of
 from agentrl.store.base import Store
 from agentrl.types import SESSION, Purpose, Rollout
 
