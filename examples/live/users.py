@@ -133,7 +133,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--per-second", type=float, default=3.0, help="sessions that begin")
+    parser.add_argument("--per-second", type=float, default=4.0, help="sessions that begin")
     parser.add_argument(
         "--attack", type=float, default=0.05, help="share of the attacker's sessions"
     )
