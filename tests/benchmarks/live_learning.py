@@ -1,18 +1,15 @@
 """How soon a live agent gets better: examples/live with its customers, over real processes.
 
-For three seeds, `agentrl live` serves and learns while users.py plays 1500 sessions, 16 at a time.
+For three seeds, `agentrl live` serves and learns while users.py plays 1500 sessions, four a second.
 `success <seed>`: share of sessions whose first answer was right, for each hundred of them in the
 order of their ends. `sessions_to_80`: after how many the mean of the last hundred is .8 or more;
-null: never. `failed_requests`: requests of customers without an answer. `seconds`: of the whole.
-`--only learning` runs this with the run file as it is; LEARNING=attack, ablation, offline, worse
-beside it (comma-separated):
+null: never. `failed_requests`: sessions that did not come to their end. `seconds`: of the sessions.
+After them the first version is offered by hand, which knows nothing: `worse_sessions` are those
+that it serves of 200 more until it is taken back; null: it is not.
 
-attack: the same without the attacker, `attack_cost` is the difference in points of the last 500.
-ablation: outcome alone, signals of turns, and self-distillation beside: `last_500 <name>`.
-offline: a third of the sessions is collected with the first version, thumbs and next messages are
-mined to labels for KTO, and the result is deployed; then the next third; `offline_sessions_to_80`.
-worse: a candidate that was made worse is offered by hand when the agent is good: `worse_sessions`,
-those that it has served when it is taken back.
+LEARNING=attack,ablation measures beside it, for an hour: `attack_cost`, the points of the last 500
+sessions that are gained without the attacker; and `last_500 <name>` of other recipes: the outcome
+alone, the signals of turns alone, and self-distillation beside corrections.
 """
 
 from __future__ import annotations
@@ -31,6 +28,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from agentrl.live.records.documents import told
+from agentrl.live.records.people import all_sessions
+from agentrl.store import open_store
 from tests.agentrl.live.shop import free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "live"
@@ -71,6 +71,7 @@ def _named(seed: int, one: dict[str, Any]) -> dict[str, Any]:
         f"failed_requests {seed}": one["failed"],
         f"seconds {seed}": round(one["seconds"]),
         f"promoted {seed}": one["promoted"],
+        f"worse_sessions {seed}": one["worse"],
     }  # fmt: skip
 
 
@@ -95,8 +96,11 @@ async def live(
             began = time.monotonic()
             played = await customers(folder, url, sessions, seed, attack)
             seconds = time.monotonic() - began
-        events = await decisions(folder)
+            worse = await offered(folder, url, seed) if settings is None else None
+        events, steps = await decisions(folder)
     return {
+        "steps": steps,
+        "worse": worse,
         "right": [one["right"] for one in played],
         "failed": sessions - len(played),
         "seconds": seconds,
@@ -110,7 +114,7 @@ async def serving(folder: Path, settings: list[str]) -> AsyncIterator[str]:
     port = free_port()
     with (folder / "front.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "agentrl", "live", "run.toml", "name=live",
+            sys.executable, "-m", "agentrl", "live", "run.toml",
             f"runner.port={port}", *settings, cwd=folder, stdout=log, stderr=log,
         )  # fmt: skip
     try:
@@ -148,10 +152,23 @@ async def customers(
     return played
 
 
-async def decisions(folder: Path) -> list[str]:
-    """The kinds of what was decided about versions, in order."""
-    from agentrl.live.documents import told
-    from agentrl.store import open_store
-
+async def offered(folder: Path, url: str, seed: int) -> int | None:
+    """Offer the first version again; the sessions that it served until it was taken back."""
+    first = folder / "runs/live/versions/policy-0"
+    offer = [sys.executable, "-m", "agentrl", "live", "offer", "run.toml", str(first)]
+    process = await asyncio.create_subprocess_exec(*offer, cwd=folder)
+    assert not await process.wait()
+    await customers(folder, url, 200, seed + 1000, 0.0)
     async with open_store(f"sqlite:///{folder}/runs/live/store.db") as store:
-        return [event.kind for event in (await told(store, "live")).events]
+        known = await told(store, "live")
+        version = max(row.version for row in known.versions.values() if row.kind != "trained")
+        back = any(event.version == version and event.worse for event in known.events)
+        rows = [row async for row in all_sessions(store, "live")]
+    return sum(row.task.get("version") == version for row in rows) if back else None
+
+
+async def decisions(folder: Path) -> tuple[list[str], int]:
+    """The kinds of what was decided about versions, in order, and the number of training steps."""
+    async with open_store(f"sqlite:///{folder}/runs/live/store.db") as store:
+        events = (await told(store, "live")).events
+        return [event.kind for event in events], len(await store.steps("live"))
