@@ -42,7 +42,7 @@ class StandIn:
     def dump(self) -> dict[str, Any]:
         return {}
 
-    def credits(self, step: int, groups: object) -> list[Any]:
+    def credits(self, step: int, groups: object = None) -> list[Any]:
         return []
 
     step_rewards = judgements = credits
