@@ -288,7 +288,7 @@ class DatasetCollector:
 
         def with_tokens(call: Transition) -> Transition | None:
             exact = call if call.exact else self.tokenizer.tokenized(call)
-            return exact and replace(exact, sampling=Sampling())
+            return exact and replace(exact, sampling=Sampling(), policy=POLICY)
 
         return {name: [with_tokens(call) for call in sides.get(name, [])] for name in names}
 

@@ -36,16 +36,16 @@ def settings(folder: Path, model: Path, **more: Any) -> RunConfig:
     return resolve({**data, **more}, source="test")
 
 
-def side(dice: torch.Generator, prompt: list[int], size: int) -> Side:
+def side(dice: torch.Generator, prompt: list[int], size: int, policy: str = "policy") -> Side:
     said = torch.randint(3, 500, (size,), generator=dice).tolist()
-    call = factories.call(f"c{len(prompt)}{said}", prompt, said)
+    call = factories.call(f"c{len(prompt)}{said}", prompt, said, policy=policy)
     return Side(digest=digest_of([call]), own=[call])
 
 
-async def fill(url: str, kind: str = "pair", count: int = 7) -> list[Side]:
+async def fill(url: str, kind: str = "pair", count: int = 7, policy: str = "policy") -> list[Side]:
     """A data set of `count` items to train on, and two held out."""
     dice = torch.Generator().manual_seed(0)
-    sides = [side(dice, [5 + i // 2, 6, 7], 2 + i % 3) for i in range(2 * (count + 2))]
+    sides = [side(dice, [5 + i // 2, 6, 7], 2 + i % 3, policy) for i in range(2 * (count + 2))]
     items = []
     for k in range(count + 2):
         own: dict[str, Any] = {"rejected": sides[2 * k + 1].digest}
@@ -96,7 +96,7 @@ async def test_kto_caches_the_reference_of_other_prompts_too(tmp_path, tiny_llam
     config = settings(
         tmp_path, tiny_llama_dir, steps=2, algorithm={"preset": "kto", "groups": 7, "lr": 1e-2}
     )
-    sides = await fill(config.store, "label")
+    sides = await fill(config.store, "label", policy="policy@3")  # of a live run
     await main.run(config)
     async with open_store(config.store) as store:
         (last,) = [row.metrics for row in await store.steps("offline") if row.step == 1]
