@@ -87,7 +87,7 @@ def _mining(*hows: str) -> tuple[Command, ...]:
 
 @data.command("mine")
 @_with(
-    *_mining("extremes", "all", "best-of", "expert", "branch", "turn", "correction"),
+    *_mining("extremes", "all", "best-of", "expert", "branch", "turn", "correction", "reasked"),
     click.option("--least", default=0.0, help="Smallest difference of rewards in a pair."),
     click.option("--per-group", default=0, help="Most pairs per group; 0: all."),
     click.option("--expert", default="", help="With --how expert: the run with better rollouts."),

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec.structs import replace
 
+from agentrl.algorithms.data.turns import reasked, written
 from agentrl.algorithms.preferences.draft import Draft
 from agentrl.algorithms.preferences.pairing import LEAST_DIFFERENCE, How, choose_pairs
 from agentrl.store.base import Store
@@ -40,13 +41,17 @@ class MineSpec(Record, frozen=True):
     which branches of a rollout diverge. turn: pairs of calls of a group with the same prompt.
     label: a label for every rollout, and for every call with a reward of that name: 1 if the reward
     is at least `threshold`. mc: step labels, the mean reward of the rollouts that share each call,
-    arXiv 2312.08935. correction: pairs of a person's correction and the call. demonstration:
-    rollouts with a reward of at least `threshold`."""
+    arXiv 2312.08935. correction: pairs of a person's correction and the call. reasked: pairs, at
+    the prompt of a call, of the answer once the user had asked again, and the call.
+    demonstration: rollouts with a reward of at least `threshold`."""
 
     run: str
-    how: How | Literal["expert", "branch", "turn", "correction", "label", "mc", "demonstration"] = (
-        "extremes"
-    )
+    how: (
+        How
+        | Literal[
+            "expert", "branch", "turn", "correction", "reasked", "label", "mc", "demonstration"
+        ]
+    ) = "extremes"
     reward: str = "outcome"
     least: float = 0.0  # smallest difference of rewards in a pair
     per_group: int = 0  # most pairs per group; 0: all
@@ -74,6 +79,8 @@ async def mine(store: Store, draft: Draft, spec: MineSpec) -> None:
             _labels(draft, spec, group)
         elif spec.how == "correction":
             _corrections(draft, spec, group)
+        elif spec.how == "reasked":
+            _reasked(draft, group)
         elif spec.how == "expert":
             known = experts.get(_task(group[0][0]))
             some = [known, *group] if known else group
@@ -121,12 +128,12 @@ def _judged(
     value = rollout.reward(spec.reward)
     if spec.steps is not None and not spec.steps[0] <= rollout.step <= spec.steps[1]:
         return None
-    own = [call for call in calls if call.policy == spec.policy]
+    own = [call for call in calls if _is_of(call, spec.policy)]
     ended = rollout.state in (RolloutState.SUCCEEDED, RolloutState.FAILED)
     ended &= not (rollout.branch and rollout.branch.without)  # it repeats another one
     defects = {
         "rollouts that have not ended": not ended,
-        "rollouts without the reward": isnan(value) and not _rewarded(spec, rollout, own),
+        "rollouts without the reward": isnan(value) and not _judged_calls(spec, rollout, own),
         "rollouts with calls of other policies": not own or len(own) < len(calls),
         "older rollouts": any(
             call.started < spec.since or (call.version or 0) < spec.least_version for call in own
@@ -137,6 +144,18 @@ def _judged(
         draft.counts[why] += 1
         return None
     return rollout, value, own
+
+
+def _is_of(call: Transition, policy: str) -> bool:
+    """Whether it is a call of the policy, or of a version of it that `agentrl live` served."""
+    return call.policy in (policy, f"{policy}@{call.version}")
+
+
+def _judged_calls(spec: MineSpec, rollout: Rollout, calls: list[Transition]) -> bool:
+    """Whether it has calls that the spec uses whatever the rollout's reward."""
+    if spec.how == "reasked":
+        return bool(reasked(calls, rollout.rewards))
+    return bool(_rewarded(spec, rollout, calls))
 
 
 def _pairs(draft: Draft, group: Sequence[Found], chosen: Sequence[tuple[int, int]]) -> None:
@@ -154,9 +173,20 @@ def _pairs(draft: Draft, group: Sequence[Found], chosen: Sequence[tuple[int, int
 def _corrections(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
     for found in group:
         for index, reward in _rewarded(spec, found[0], found[2]):
-            said = {"role": "assistant", "content": reward.note}
-            better = replace(without_tokens(found[2][index]), answer=said)
+            better = replace(without_tokens(found[2][index]), answer=written(reward.note))
             _pair_of_calls(draft, draft.side([better]), (found, index))
+
+
+def _reasked(draft: Draft, group: Sequence[Found]) -> None:
+    for found in group:
+        row, _, calls = found
+        pairs = reasked(calls, row.rewards)
+        draft.counts["sessions in which nothing was asked again"] += not pairs
+        for first, second in pairs:
+            call, later = calls[first], calls[second]
+            better = replace(call, completion=later.completion, logprobs=later.logprobs,
+                             answer=later.answer, finish=later.finish)  # fmt: skip
+            _pair_of_calls(draft, draft.side([better]), (found, first))
 
 
 def _rewarded(

@@ -99,7 +99,7 @@ class TrainingLoop:
                 step=step,
                 groups=[group.id for group in collected.groups if collected.stored],
                 discarded=[group.id for group in collected.discarded],
-                credits=policies.credits(step),
+                credits=policies.credits(step, collected.groups),
                 rewards=[*rewards, *policies.step_rewards(step)],
                 versions=policies.versions(step + 1),
                 checkpoint=checkpoint,

@@ -7,7 +7,7 @@ not learn in a step does not change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,10 +66,13 @@ class PolicySet:
         """The version of every policy after `steps` steps: the number of steps it learned in."""
         return {name: steps_learned(self.config, name, steps) for name in self.updaters}
 
-    def credits(self, step: int) -> list[Credit]:
-        """The credit of each call in a step, for the step's commit."""
+    def credits(self, step: int, groups: Sequence[Group]) -> list[Credit]:
+        """The credit of each call of a step's groups, for its commit; not that of calls which
+        preparation added, as they are in no store."""
+        own = {c.id for group in groups for row in group.rollouts for c in row.transitions}
         recorders = [updater.recorder for _, updater in self.learning(step)]
-        return [credit for recorder in recorders if recorder for credit in recorder.stored()]
+        found = (credit for recorder in recorders if recorder for credit in recorder.stored())
+        return [credit for credit in found if credit.transition in own]
 
     def step_rewards(self, step: int) -> list[StepReward]:
         """The rewards that preprocessing added in a step, for the step's commit."""

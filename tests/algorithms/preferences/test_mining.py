@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from agentrl.algorithms.preferences.command import data
 from agentrl.store import Store, open_store
 from agentrl.store.records import Item
-from agentrl.types import Branch, NewRollout, Outcome, Reward
+from agentrl.types import Branch, NewRollout, Outcome, Reward, Scope
 from tests import factories
 
 
@@ -317,3 +317,40 @@ async def test_tools_between_answers_are_context(url, tmp_path):
         first, second = (await store.sides([item.chosen]))[item.chosen]
     assert second.messages == [*ASK, *SAY, tool]
     assert (first.answer, second.answer) == (SAY[0], NO[0])
+
+
+async def converse(store: Store, id: str, said: list[tuple[str, list[int], float | None]]) -> None:
+    """A session that a version of a live run answered: what the user said, what was answered, and
+    what is said about the answer."""
+    await store.open_run("run", {})
+    await store.enqueue([NewRollout(id=id, run="run", group=id, index=0, task={})])
+    (attempt,) = await store.claim(1, runner="r", lease=60.0, run="run")
+    messages, rewards, prompt = [], [], [1]
+    for index, (text, answer, value) in enumerate(said):
+        messages = [*messages, {"role": "user", "content": text}]
+        call = factories.call(
+            f"{id}/{index}", prompt, answer, attempt=attempt.id, index=index, messages=messages,
+            policy="policy@3", version=3, answer={"role": "assistant", "content": f"{answer}"},
+        )  # fmt: skip
+        await store.add_transitions([call])
+        messages, prompt = [*messages, call.answer], [*prompt, *answer, 9]
+        if value is not None:
+            about = {"scope": Scope.TRANSITION, "target": call.id}
+            rewards.append(Reward(name="signal", value=value, **about))
+    await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, rewards=rewards)])
+
+
+async def test_the_answer_to_what_was_asked_again_beats_the_first(url):
+    async with open_store(str(url)) as store:
+        await converse(store, "a", [("Where?", [5], 0.0), ("No, where?", [6], 1.0)])
+        await converse(store, "b", [("Where?", [5], 1.0), ("And when?", [6], 1.0)])
+        await converse(store, "c", [("Where?", [5], 0.0), ("No, where?", [7], 0.0)])
+    said = command(url, "mine", "pairs", "--run", "run", "--how", "reasked")
+    (found,) = await items(url)
+    assert found.source == "a"
+    async with open_store(str(url)) as store:
+        sides = await store.sides([found.chosen, found.rejected])
+        (better,), (worse,) = (sides[one] for one in (found.chosen, found.rejected))
+    assert [list(call.prompt) for call in (better, worse)] == [[1], [1]]
+    assert [list(call.completion) for call in (better, worse)] == [[6], [5]]
+    assert "2 rollouts without the reward" in said

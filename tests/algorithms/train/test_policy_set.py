@@ -149,14 +149,16 @@ def test_credit_is_kept_of_each_policys_own_calls_and_of_its_turns() -> None:
     from agentrl.algorithms.explain.credit_records import CreditRecorder
 
     whole, learners = recording(config(steps=4), CreditRecorder)
-    whole.update(2, [shared("g", 1.0, 0.0)])
-    assert {(row.transition, row.policy) for row in whole.credits(2)} == {
+    found = [shared("g", 1.0, 0.0)]
+    whole.update(2, found)
+    assert {(row.transition, row.policy) for row in whole.credits(2, found)} == {
         (f"g/{i}-{name}", name) for i in range(2) for name in learners
     }
+    assert whole.credits(2, []) == []  # those of calls in no store are not committed
     whole, _ = recording(config(team={"schedule": "alternating"}, steps=4), CreditRecorder)
     for step in range(3):
         whole.update(step, [shared(f"g{step}", 1.0, 0.0)])
-    assert {row.policy for row in whole.credits(2)} == {"planner"}
+    assert {row.policy for row in whole.credits(2, [shared("g2", 1.0, 0.0)])} == {"planner"}
 
 
 def test_a_policy_with_nothing_to_learn_is_skipped_and_counted_alone() -> None:

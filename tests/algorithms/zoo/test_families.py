@@ -18,6 +18,7 @@ from tests.algorithms.replays.test_preset_credit import CASES as TREES
 from tests.algorithms.worlds import EVERY_OUTPUT
 from tests.algorithms.zoo.baselines.test_losses import CASES as BASELINES
 from tests.algorithms.zoo.critics.test_credit import CASES as CRITICS
+from tests.algorithms.zoo.feedback.test_credit import CASES as FEEDBACK
 from tests.algorithms.zoo.gates.test_losses import CASES as GATES
 from tests.algorithms.zoo.gates.test_symbols import CASES as SYMBOL_CASES
 from tests.algorithms.zoo.hindsight.test_credit import CASES as HINDSIGHT
@@ -32,7 +33,7 @@ presets, modifiers = installed()
 def test_every_preset_and_modifier_has_a_case() -> None:
     cases = [*CASES, *SIDE_CASES, *AGENT_CASES, *MEMORY_CASES, *SYMBOL_CASES, *CRITIC_CASES]
     cases += [*BASELINES, *GATES, *CRITICS, *PROCESS, *STATES]
-    cases += [*TREES, *HINDSIGHT, *TEAMS, *PREFERENCES]
+    cases += [*TREES, *HINDSIGHT, *FEEDBACK, *TEAMS, *PREFERENCES]
     names = {case.split()[0] for case in cases}
     assert presets.keys() == {name for name in names if name in presets}
     assert all(any(f"+{modifier}+" in f"{name}+" for name in names) for modifier in modifiers)

@@ -1,0 +1,98 @@
+"""The turns of a conversation with a user: calls between two of the user's messages.
+
+Always true: a turn is known from the stored requests alone, so it is the same for training and for
+mining.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from agentrl.types import CORRECTION, FEEDBACK, Json, Reward, Scope, Transition
+
+SIGNAL = "signal"  # reward of a call: what the message or tool result after it says about it
+GOOD = 0.5  # least value of a turn that went well
+RESULTS = ("tool_result", "functionResponse")  # in a message of the user, by Anthropic and Gemini
+
+
+def said(call: Transition) -> list[dict[str, Json]]:
+    """The user's messages in the request of a call, without those that carry a tool's result."""
+    return [m for m in call.messages if m.get("role") == "user" and not _is_result(m)]
+
+
+def last_said(call: Transition) -> str:
+    """The text of the user's last message in the request of a call; "" if it is no text."""
+    content = said(call)[-1].get("content") if said(call) else ""
+    return content if isinstance(content, str) else ""
+
+
+def _is_result(message: dict[str, Json]) -> bool:
+    content: Any = message.get("content", message.get("parts"))
+    parts = content if isinstance(content, list) else []
+    return any(isinstance(p, dict) and (p.get("type") in RESULTS or RESULTS[1] in p) for p in parts)
+
+
+def turns(calls: Sequence[Transition]) -> list[list[int]]:
+    """Indices of the calls of each turn, in the order of its first call. Calls of a turn have the
+    same role and answer the same messages of the user."""
+    found: dict[bytes, list[int]] = {}
+    for index, call in enumerate(calls):
+        found.setdefault(_key(call), []).append(index)
+    return list(found.values())
+
+
+def turn_values(calls: Sequence[Transition], rewards: Iterable[Reward]) -> list[float | None]:
+    """What is said about each turn: the mean of signals, feedback and corrections (0) of its calls.
+    None: nothing is."""
+    known: dict[str, list[float]] = {}
+    for row in rewards:
+        if row.scope is Scope.TRANSITION and row.name in (SIGNAL, FEEDBACK, CORRECTION):
+            known.setdefault(row.target or "", []).append(row.value)
+    found = [[x for i in turn for x in known.get(calls[i].id, ())] for turn in turns(calls)]
+    return [fmean(values) if values else None for values in found]
+
+
+def reasked(calls: Sequence[Transition], rewards: Sequence[Reward]) -> list[tuple[int, int]]:
+    """Pairs (first call of a turn that went wrong, first call of the next turn, which went well):
+    the user had to ask again. The second call's answer is one that the first should have given.
+
+    A turn follows another if the user's messages go on with one more."""
+    ordered, values = turns(calls), turn_values(calls, rewards)
+    numbers = {_key(calls[turn[0]]): number for number, turn in enumerate(ordered)}
+    found = []
+    for turn, good in zip(ordered, values, strict=True):
+        before = numbers.get(_key(calls[turn[0]], earlier=1))
+        bad = None if before is None else values[before]
+        if before is not None and bad is not None and good is not None and bad < GOOD <= good:
+            found.append((ordered[before][0], turn[0]))
+    return found
+
+
+def corrections(
+    calls: Sequence[Transition], rewards: Iterable[Reward]
+) -> list[tuple[int, dict[str, Json]]]:
+    """(index, message) of the calls for which a person wrote another answer: a text, or the JSON of
+    a whole message of the assistant, for tool calls."""
+    at = {call.id: index for index, call in enumerate(calls)}
+    rows = [row for row in rewards if row.name == CORRECTION and row.scope is Scope.TRANSITION]
+    return [(at[row.target], written(row.note)) for row in rows if row.target in at]
+
+
+def written(correction: str) -> dict[str, Json]:
+    """The message of the assistant that a correction stands for."""
+    with suppress(msgspec.DecodeError):
+        found = msgspec.json.decode(correction)
+        if isinstance(found, dict) and found.get("role") == "assistant":
+            return found
+    return {"role": "assistant", "content": correction}
+
+
+def _key(call: Transition, earlier: int = 0) -> bytes:
+    """Equal for calls of one turn; `earlier`: of the turn so many messages of the user before."""
+    messages = said(call)
+    return msgspec.json.encode((call.role, messages[: len(messages) - earlier]))

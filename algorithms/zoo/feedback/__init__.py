@@ -1,0 +1,1 @@
+"""What users say about answers: as a reward of turns, as demonstrations and as a teacher."""
