@@ -150,7 +150,7 @@ async def customers(
 
 async def decisions(folder: Path) -> list[str]:
     """The kinds of what was decided about versions, in order."""
-    from agentrl.live.documents import told
+    from agentrl.live.records.documents import told
     from agentrl.store import open_store
 
     async with open_store(f"sqlite:///{folder}/runs/live/store.db") as store:

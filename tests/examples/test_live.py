@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.base.loading import load_attribute
 from agentrl.config import load
-from agentrl.live.table import live_of
+from agentrl.live.records.table import live_of
 
 LIVE = Path(__file__).parents[2] / "examples" / "live"
 MODULES = ("agent", "orders", "policy", "signals", "users", "wording")
