@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
@@ -38,10 +39,18 @@ STEADY_UPTIME = 60.0  # seconds of uptime after which a death is no early one
 def run_live(
     config: RunConfig, only: Half | None = None, *, take_over: bool = False, level: int = PHASE
 ) -> None:
-    """Serve and train until cancelled. Raises AgentRLError for what a user must mend first."""
+    """Serve and train until Ctrl-C or SIGTERM. Raises AgentRLError for what a user must mend."""
     config = trainer.hide_secrets(config)
     trainer.check(config)
-    asyncio.run(supervise(config, only, take_over=take_over, level=level))
+    asyncio.run(_until_terminated(supervise(config, only, take_over=take_over, level=level)))
+
+
+async def _until_terminated(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` until SIGTERM, by which services and containers are stopped: it stops in order."""
+    working = asyncio.create_task(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await working
 
 
 async def supervise(

@@ -9,7 +9,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.agentrl.live.test_people import on_disk
 
 from agentrl.config import RunConfig, resolve
 from agentrl.live.gateway import LiveSessions
@@ -19,6 +18,7 @@ from agentrl.store import open_store
 from agentrl.types import PolicyVersion
 from tests.agentrl.live.sessions import RUN
 from tests.agentrl.live.shop import move
+from tests.agentrl.live.test_people import on_disk
 from tests.runners.conftest import FakeModel
 
 CANARY = "CANARY-7131"

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.agentrl.live.test_people import on_disk
 
 from agentrl.config import resolve
 from agentrl.live.records.marks import SOURCE, mark_of, outcome_of
@@ -16,6 +15,7 @@ from agentrl.store.base import Store
 from agentrl.trainer import write_settings
 from tests.agentrl.live.sessions import NOW, RUN, ended
 from tests.agentrl.live.shop import running, until
+from tests.agentrl.live.test_people import on_disk
 
 CANARY = "CANARY-7131"
 VERIFIER = """

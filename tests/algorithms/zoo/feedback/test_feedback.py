@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState
