@@ -265,7 +265,7 @@ WRITES = {
     "finish": ([],), "vacuum": (), "heartbeat": ([],), "add_spans": ([],),
     "add_transitions": ([],), "rewind": ("run", 1, 0, None), "draft_dataset": ("x", {}),
     "add_items": ("x", 1, [], []), "commit_dataset": ("x", 1), "add_judgements": ([],),
-    "add_rewards": ([],), "hold_run": ("run", "me"),
+    "add_rewards": ([],), "hold_run": ("run", "me"), "forget": ([],),
     "add_logprobs": ("m", {}), "put_documents": ("run", "note", {}), "put_images": ("run", []),
 }  # fmt: skip
 

@@ -125,36 +125,36 @@ def test_a_run_over_postgres_is_interrupted_and_continues(
     run_folder: Path, postgres: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PGPASSWORD", "other")
-    url = f"{postgres()}&password=secret"
+    url = f"{postgres()}&password=hushed"
     small = ["algorithm.groups=1", "algorithm.group_size=2", "eval.tasks=0", f"store={url}"]
     for steps in (1, 2):
-        hidden = "agent.env.TOKEN='secret'"
+        hidden = "agent.env.TOKEN='hushed'"
         trained = agentrl(run_folder, "train", "run.toml", *small, hidden, f"steps={steps}")
         assert trained.returncode == 0, trained.stderr
         assert (run_folder / "out" / "run.json").stat().st_mode & 0o777 == 0o600
         written = [path.read_bytes() for path in (run_folder / "out").rglob("*.json")]
-        assert not any(b"secret" in text for text in written)
-        assert "secret" not in trained.stdout + trained.stderr
+        assert not any(b"hushed" in text for text in written)
+        assert "hushed" not in trained.stdout + trained.stderr
 
     async def committed() -> list[int]:
         async with open_store(url) as store:
-            assert "secret" not in repr((await store.run("tiny")).config)
+            assert "hushed" not in repr((await store.run("tiny")).config)
             return [row.step for row in await store.steps("tiny") if row.committed]
 
     assert asyncio.run(committed()) == [0, 1]
     assert not (run_folder / "out" / "store.db").exists()
     config = load(run_folder / "run.toml", small)
-    assert "secret" not in to_toml(config)
+    assert "hushed" not in to_toml(config)
     with pytest.raises(ConfigError, match="may hold other runs"):
         clear(hide_secrets(config))
 
 
 @pytest.mark.part
 async def test_a_run_over_http_outlives_its_server(run_folder: Path) -> None:
-    (run_folder / "keys").write_text("admin:secret-key\n")
+    (run_folder / "keys").write_text("admin:hushed-key\n")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-    url = f"http://secret-key@127.0.0.1:{port}"
+    url = f"http://hushed-key@127.0.0.1:{port}"
     serve = ["store", "serve", "sqlite:///served.db", "--port", str(port), "--keys", "keys"]
     small = ["algorithm.groups=1", "algorithm.group_size=2", "eval.tasks=2", "steps=3"]
 
@@ -179,7 +179,7 @@ async def test_a_run_over_http_outlives_its_server(run_folder: Path) -> None:
             process.close()
     assert committed == [0, 1, 2]
     assert not (run_folder / "out" / "store.db").exists()
-    assert b"secret" not in (run_folder / "out" / "run.json").read_bytes()
+    assert b"hushed" not in (run_folder / "out" / "run.json").read_bytes()
 
 
 def test_port_in_use(run_folder: Path) -> None:

@@ -25,7 +25,7 @@ from agentrl.runners.containers.keeper import LABEL
 
 HERE = Path(__file__).parent
 FOLDER = Path(os.environ.get("AGENTRL_TEST_CONTAINERS") or f"/var/tmp/agentrl-tests-{os.getuid()}")
-INSTALL = "apt-get install --no-install-recommends podman buildah runc busybox-static"
+INSTALL = "apt-get install --no-install-recommends podman buildah runc catatonit busybox-static"
 ENGINE = os.environ.get("AGENTRL_TEST_ENGINE", "podman")
 NEEDS = ("podman", "buildah", "runc", "busybox") if ENGINE == "podman" else (ENGINE, "busybox")
 APPLETS = (
