@@ -227,16 +227,25 @@ class LiveSessions(Sessions):
     async def _free_group(self, name: str) -> str:
         """The group of a new session of this name."""
         for group in groups_of(self._run, name):
-            if not await self._store.rollouts(self._run, group=group, limit=1):
+            if not await self._is_known(group):
                 return group
         raise AssertionError
+
+    async def _is_known(self, group: str) -> bool:
+        """Whether there was such a group: it stays when its rollouts are deleted."""
+        try:
+            await self._store.settled(group, timeout=0)
+        except NotFound:
+            return False
+        return True
 
     async def _group_of(self, name: str) -> str:
         last = ""
         for group in groups_of(self._run, name):
-            if not await self._store.rollouts(self._run, group=group, limit=1):
+            if await self._store.rollouts(self._run, group=group, limit=1):
+                last = group
+            elif not await self._is_known(group):
                 return last or group
-            last = group
         raise AssertionError
 
     async def _after_call(self, request: web.Request, session: OpenSession) -> None:

@@ -32,6 +32,9 @@ ROOM = 16 * 2**20  # bytes of a step besides its weights
 LOOK_PAUSE = 1.0  # seconds between two looks at the sessions
 
 
+CLAIMED_AT_ONCE = 64  # sessions to discard; a claim reads their calls
+
+
 @dataclass(slots=True)
 class SessionSource:
     """Claims the sessions of a step when it is worth it. versions: set before the first step."""
@@ -105,19 +108,26 @@ class SessionSource:
         self, step: int, chosen: Sequence[Rollout], left_out: Sequence[Rollout]
     ) -> Collected:
         """Claim sessions, and those to discard."""
-        ids = [row.group for row in (*chosen, *left_out)]
-        claimed = await self.run.store.claim_groups(
-            self.run.config.name, self.run.state.epoch, len(ids), groups=ids, timeout=0
-        )
-        trained = {row.group for row in chosen}
-        groups = [self.as_own(group, step) for group in claimed if group.id in trained]
+        claimed = await self._claimed(chosen)
+        groups = [self.as_own(group, step) for group in claimed]
         groups, unreadable = split_unreadable(groups, self.vocabulary)
-        void = [group for group in claimed if group.id not in trained]
+        void: list[Group] = []
+        for first in range(0, len(left_out), CLAIMED_AT_ONCE):  # they may be thousands
+            found = await self._claimed(left_out[first : first + CLAIMED_AT_ONCE])
+            void += [replace(group, rollouts=[]) for group in found]
         metrics = {"live/sessions": len(groups), "live/discarded": len(void) + len(unreadable)}
         return Collected(
             groups, [*void, *unreadable], {name: float(x) for name, x in metrics.items()},
             ready=len(chosen),
         )  # fmt: skip
+
+    async def _claimed(self, sessions: Sequence[Rollout]) -> list[Group]:
+        if not sessions:
+            return []
+        ids, run = [row.group for row in sessions], self.run
+        return await run.store.claim_groups(
+            run.config.name, run.state.epoch, len(ids), groups=ids, timeout=0
+        )
 
     def as_own(self, group: Group, step: int) -> Group:
         """A group with the calls of its versions as older calls of the trained policy."""

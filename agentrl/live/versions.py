@@ -202,14 +202,25 @@ class Versions:
             await run.store.publish(row, epoch=run.state.epoch)
 
     async def _heed(self, known: Told, now: int) -> None:
-        """Go on from the serving version if one of which the learner has learned was found bad."""
+        """Go on from the serving version if one of which the learner has learned was found bad, if
+        the learner is not on the way from it, or if it may make no more updates and nothing that
+        it has made is undecided."""
         assert known.lanes is not None
         new = known.events[self.lineage.decided :]
         self.lineage.decided = len(known.events)
         serving = known.lanes.serving
         bad = [event.version for event in new if documents.resets(event)]
         derived = [version for version in bad if self.lineage.lag(version, now) < inf]
-        if not derived or serving in derived or self.lineage.lag(serving, now) == 0:
+        lag = self.lineage.lag(serving, now)
+        most = most_ahead(self.run.config.algorithm.max_staleness)
+        decided = known.lanes.candidate is None and not pending(known) and now in known.versions
+        if derived and serving not in derived and lag:
+            why = f"version {derived[-1]} was found bad"
+        elif lag == inf:
+            why = "it serves, and the learner comes from another one"
+        elif decided and lag >= most:
+            why = f"{lag:.0f} updates later nothing was decided"
+        else:
             return
         path = self._path(known.versions[serving])
         try:
@@ -218,7 +229,7 @@ class Versions:
             log.warning("the learner does not go on from version %d: %s", serving, error)
             return
         self.lineage.resets.append(Reset(now, serving))
-        log_phase(log, f"the learner goes on from version {serving}, not from {derived[-1]}")
+        log_phase(log, f"the learner goes on from version {serving}: {why}")
 
     async def _offer_wished(self, known: Told, step: int) -> None:
         """Serve the weights that a user offers."""

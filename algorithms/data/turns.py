@@ -86,9 +86,10 @@ def corrections(
 def written(correction: str) -> dict[str, Json]:
     """The message of the assistant that a correction stands for."""
     with suppress(msgspec.DecodeError):
-        found = msgspec.json.decode(correction)
-        if isinstance(found, dict) and found.get("role") == "assistant":
-            return found
+        found: Json = msgspec.json.decode(correction)
+        whole = isinstance(found, dict) and found.get("role") == "assistant"
+        if whole and (isinstance(found.get("content"), str) or found.get("tool_calls")):
+            return dict(found)
     return {"role": "assistant", "content": correction}
 
 

@@ -149,6 +149,8 @@ class Sessions(Feature):
         await self._end([one for one in over if not (idle and one.active.tasks)])
 
     async def _end(self, over: Sequence[OpenSession]) -> None:
+        # Another request may have ended it since, and a new one may have its name.
+        over = [one for one in over if self._open.get(one.name) is one]
         for session in over:
             self._forget(session)
         cut = [self.gateway.unregister(one.active) for one in over]
@@ -160,7 +162,7 @@ class Sessions(Feature):
         held = [one for one in self._open.values() if one.active.recorded]
         live = await self._store.heartbeat([one.active.id for one in held], lease=SESSION_LEASE)
         for session in held:
-            if session.active.id not in live:
+            if session.active.id not in live and self._open.get(session.name) is session:
                 self._forget(session)  # this process was suspended; the next call begins a new one
         async with self._claiming:
             while lost := await self._claim():

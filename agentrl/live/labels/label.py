@@ -92,7 +92,8 @@ class Labeller:
         for id, task in [*self._asking.items()]:
             if task.done():
                 del self._asking[id]
-                task.result()
+                if not task.cancelled():  # with another that asked the same: it is asked again
+                    task.result()
 
     async def _label(self, row: Rollout) -> None:
         async with self._slots:
@@ -112,7 +113,7 @@ class Labeller:
         """A mark that says whether the session counts."""
         row = trace.rollout
         day = datetime.fromtimestamp(ended_of(row), UTC).date().isoformat()
-        digest = digest_of_session(trace.transitions, row.task.get("version"))
+        digest = digest_of_session(trace.transitions)
         mark = Mark(ended=ended_of(row), day=day, digest=digest)
         return replace(mark, held=self._ledger.admit(row.id, user_of(row), mark))
 

@@ -20,6 +20,8 @@ from agentrl.types import FEEDBACK, Json, Record, Reward, Scope, Transition
 Message = dict[str, Json]
 VERIFIER, NEXT_MESSAGE = "verifier", "next_message"  # signals that nobody posts
 ASKED = (VERIFIER, NEXT_MESSAGE)
+# Rewards that a run makes of signals: whoever could post them would write what is learned.
+OWN = ("outcome", "labelled", "signal", "turn", "told", "demonstrated", "failed")
 ANSWERS, INSTRUCTIONS = ("assistant", "model"), ("system", "developer")  # roles
 
 
@@ -103,10 +105,11 @@ def _key(message: Message) -> bytes:
     return msgspec.json.encode((role, " ".join(text_of(message).split())))
 
 
-def digest_of_session(calls: Sequence[Transition], version: Json) -> str:
-    """A digest of the version that answered and what its user and tools said, not of the answers:
-    equal for a session that is repeated."""
-    state = blake2b(msgspec.json.encode(version), digest_size=16)
+def digest_of_session(calls: Sequence[Transition]) -> str:
+    """A digest of what its user and tools said, not of the answers: equal for a session that is
+    repeated, whichever version answers. Otherwise it would count in each lane, and more in one with
+    little traffic."""
+    state = blake2b(digest_size=16)
     others = (*ANSWERS, *INSTRUCTIONS)
     said = {_key(m): None for call in calls for m in call.messages if m.get("role") not in others}
     for key in said:
@@ -130,7 +133,7 @@ def posted(rewards: Iterable[Reward]) -> dict[str, float]:
 
 def unfit(name: str, value: float | None) -> str:
     """Why feedback cannot be a signal; empty if it can."""
-    if name in ASKED:
+    if name in (*ASKED, *OWN):
         return f"{name!r} is the name of a signal that is not posted; choose another"
     if value is not None and not 0 <= value <= 1:
         return f"the value {value:g} of {name!r:.80} is not between 0 and 1; scale it"

@@ -129,8 +129,10 @@ def call_limits(settings: GuardConfig, calls: SeenCalls, usual: SeenCalls) -> li
         ("failures", "calls failed", "failed"),
         ("refusals", "answers refuse", "refused"),
     ):
-        if (more := getattr(settings, name)) is not None:
-            base: list[float] = getattr(usual, of)
+        base: list[float] = getattr(usual, of)
+        # Policies fail rarely, but what refuses is a matter of the agent: it takes a comparison.
+        known = name == "failures" or len(base) >= FEW
+        if known and (more := getattr(settings, name)) is not None:
             found.append(Limit(name, said, getattr(calls, of), _mean(base), len(base), more))
     if settings.length is not None and len(usual.tokens) >= FEW:
         longest = settings.length * _mean(usual.tokens)

@@ -65,7 +65,7 @@ def _told(rollout: Rollout, policy: TrainedPolicy) -> Iterator[Transition]:
         after[first] = ASKED_AGAIN.format(text=last_said(calls[second]))
     for index, better in corrections(calls, rollout.rewards):
         calls_tools = better.get("tool_calls")
-        text = msgspec.json.encode(better).decode() if calls_tools else better["content"]
+        text = msgspec.json.encode(better).decode() if calls_tools else better.get("content") or ""
         after[index] = CORRECTED.format(text=text)
     for turn in turns(calls):
         text = next((after[index] for index in turn if index in after), "")

@@ -28,6 +28,7 @@ from agentrl.types import (
     Purpose,
     Rollout,
     RolloutState,
+    StepCommit,
     Transition,
 )
 from tests.agentrl.live.shop import move, until
@@ -140,6 +141,25 @@ async def test_a_session_that_goes_on_after_its_end_is_another_one(served: Serve
     assert last.reward(FEEDBACK) == 1
     assert (await served.post("sessions/end", {"session": "nobody"}))[0] == 404
     assert (await served.post("feedback", {"session": "nobody", "value": 1}))[0] == 404
+
+
+async def test_a_name_whose_trained_session_was_deleted_is_recorded_again(served: Served) -> None:
+    await served.say("one", x_session_id="ada", x_agentrl_end="1")
+    (row,) = await ended(served.store, RUN)
+    state = await served.store.run(RUN)
+    assert state is not None
+    await served.store.claim_groups(RUN, state.epoch, 1, groups=[row.group])
+    step = StepCommit(
+        run=RUN, epoch=state.epoch, step=0, groups=[row.group], metrics={}, versions={},
+        checkpoint=None,
+    )  # fmt: skip
+    await served.store.commit_step(step)
+    await served.store.forget([row.id])
+    await served.say("two", x_session_id="ada", x_agentrl_end="1")
+    (again,) = await ended(served.store, RUN)
+    assert again.group == f"{row.group}-2"
+    status, said = await served.post("feedback", {"session": "ada", "value": 1})
+    assert (status, said) == (200, {"rollout": again.id})
 
 
 async def test_the_next_process_goes_on_with_open_sessions(served: Served) -> None:

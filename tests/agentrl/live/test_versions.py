@@ -13,8 +13,17 @@ import pytest
 
 from agentrl.config import resolve
 from agentrl.live import versions as module
-from agentrl.live.records.documents import Event, EventKind, Lanes, Told, Version, told
-from agentrl.live.versions import Lineage, Reset, Versions, pending, wanted_of
+from agentrl.live.records.documents import (
+    Event,
+    EventKind,
+    Lanes,
+    Told,
+    Version,
+    Wish,
+    put_wish,
+    told,
+)
+from agentrl.live.versions import GIVEN, Lineage, Reset, Versions, pending, wanted_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from tests.agentrl.live.shop import RUN, move
@@ -162,6 +171,30 @@ async def test_the_learner_goes_on_from_the_serving_version_after_a_take_back(
     await versions.tend(3)
     assert set((await told(store, RUN)).versions) == {0, 1, 3}
     assert await versions.ahead(3) == 1
+
+
+async def test_the_learner_goes_on_from_the_serving_version_if_its_newest_decided_nothing(
+    versions: Versions,
+) -> None:
+    """It may make no more updates, and nothing that it made is compared any more."""
+    await versions.tend(1)
+    await move(versions.run.store, Lanes(serving=0), kind="dropped", version=1)
+    await versions.tend(1)
+    assert versions.run.policies.loaded == ["policy-0"]  # type: ignore[attr-defined]
+    assert await versions.ahead(1) == 0
+
+
+async def test_the_learner_goes_on_from_a_promoted_version_that_it_did_not_make(
+    versions: Versions, tmp_path: Path
+) -> None:
+    store, given = versions.run.store, tmp_path / "given"
+    given.mkdir()
+    await put_wish(store, RUN, Wish(path=str(given), asked=1.0))
+    await versions.tend(1)
+    await move(store, Lanes(serving=GIVEN, previous=0), kind="promoted", version=GIVEN)
+    await versions.tend(1)
+    assert versions.run.policies.loaded == ["given"]  # type: ignore[attr-defined]
+    assert await versions.ahead(1) == 0
 
 
 async def test_a_restarted_process_serves_what_the_lanes_say(versions: Versions) -> None:

@@ -183,10 +183,11 @@ async def test_sessions_of_a_user_and_day_are_capped_and_repeats_count_once(stor
         await label(store, asker, people={"per_user": 2})
     rows = {id: await row_of(store, id) for id in [*first, again, later, other, *nobody, newer]}
     counted = {id for id, row in rows.items() if not math.isnan(outcome_of(row))}
-    assert counted == {*first[:2], later, other, *nobody, newer}
+    assert counted == {*first[:2], later, other, *nobody}
     assert "2 others of that day" in mark_of(rows[first[2]]).held
-    assert "repeats" in mark_of(rows[again]).held
-    assert not {first[2], again} & set(asker.asked)
+    for id in (again, newer):  # whichever version answered: else each lane would count it
+        assert "repeats" in mark_of(rows[id]).held
+    assert not {first[2], again, newer} & set(asker.asked)
     assert all(is_lost(rows[id], NOW, 1e9) for id in (first[2], again))
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.live.labels.signals import digest_of_session, posted, replies, result_of, task_of
+from agentrl.live.labels.signals import (
+    digest_of_session,
+    posted,
+    replies,
+    result_of,
+    task_of,
+    unfit,
+)
 from agentrl.types import CORRECTION, FEEDBACK, Reward, Scope
 from tests import factories
 
@@ -116,5 +123,11 @@ def test_posted_values_are_of_the_session_before_those_of_its_calls():
 def test_a_repeated_session_has_the_same_digest_whatever_was_answered():
     one = [call("c0", [user("a")], said("x")), call("c1", [user("a"), said("x"), user("b")], None)]
     two = [call("d0", [user("a")], said("y")), call("d1", [user("a"), said("y"), user("b")], None)]
-    assert digest_of_session(one, 3) == digest_of_session(two, 3) != digest_of_session(two, 4)
-    assert digest_of_session(one[:1], 3) != digest_of_session(one, 3)
+    assert digest_of_session(one) == digest_of_session(two)
+    assert digest_of_session(one[:1]) != digest_of_session(one)
+
+
+@pytest.mark.parametrize("name", ["outcome", "demonstrated", "turn", "verifier"])
+def test_feedback_has_no_name_of_what_a_run_makes_itself(name: str) -> None:
+    assert "choose another" in unfit(name, 1.0)
+    assert not unfit("bought", 1.0)
