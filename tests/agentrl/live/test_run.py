@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,15 +66,22 @@ async def test_a_live_run_serves_learns_and_moves_traffic(
         }
         await move(store, Lanes(serving=0, candidate=1, share=1.0), kind="candidate", version=1)
 
-        async def moved() -> bool:
-            await talk(client, f"probe{len(await store.rollouts(RUN, step=-1))}", turns=1)
-            seats = [row.seats["policy"] for row in await store.rollouts(RUN, step=-1)]
-            return "policy@1" in seats
+        async def seated(version: str) -> bool:
+            known = {row.id for row in await store.rollouts(RUN, step=-1)}
+            await talk(client, f"probe{len(known)}", turns=1)
+            rows = await store.rollouts(RUN, step=-1)
+            return [row.seats["policy"] for row in rows if row.id not in known] == [version]
 
-        await until(moved, what="new sessions go to the candidate")
+        await until(partial(seated, "policy@1"), what="new sessions go to the candidate")
         await move(store, Lanes(serving=0), kind="taken back", version=1)
+        await until(partial(seated, "policy@0"), what="new sessions go to the serving version")
         for number in range(4):
             await talk(client, f"t{number}")
         await label(store, 4, half)
         await offered(store, 2)  # after the learner has gone on from version 0
-        assert "goes on from version 0, not from 1" in (tmp_path / "front.log").read_text()
+
+        async def printed() -> bool:
+            text = (tmp_path / "front.log").read_text()
+            return "goes on from version 0: version 1 was found bad" in text
+
+        await until(printed, what="the console says it")
