@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
-from itertools import count, groupby
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,8 @@ from agentrl.live.records import people
 from agentrl.live.records.documents import Lanes, served, told
 from agentrl.live.records.marks import RESULT_ENDED
 from agentrl.live.records.table import live_of, policy_of
+from agentrl.live.unread import answer_again, unread_of
 from agentrl.runners.features import run_features
-from agentrl.runners.gateway.attribution import ReceivedCall
-from agentrl.runners.gateway.recorded import question, question_of
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.gateway.upstream import Upstream
 from agentrl.runners.sessions.feedback import Feedback, session_group
@@ -307,35 +306,6 @@ class LiveSessions(Sessions):
 async def _give_token(request: web.Request, response: web.StreamResponse) -> None:
     if token := request.get(GIVEN):
         response.headers[people.TOKEN] = token
-
-
-Unread = dict[bytes, list[Sequence[Transition]]]
-
-
-def unread_of(calls: Sequence[Transition]) -> Unread:
-    """The answers that a killed process may not have delivered, by their questions: those that no
-    later call of the session has read."""
-    unread: Unread = {}
-    for _, rows in groupby(calls, key=lambda call: call.started):
-        choices = list(rows)
-        first = choices[0]
-        key = question(first.role, first.messages, first.tools, None)
-        if not any(read(call, first) for call in calls):
-            unread.setdefault(key, []).append(choices)
-    return unread
-
-
-def read(call: Transition, earlier: Transition) -> bool:
-    """Whether a call goes on from the answer of an earlier one."""
-    at = len(earlier.messages)
-    then = call.messages[at] if len(call.messages) > at else {}
-    return then.get("role") == "assistant" and said(then) == said(earlier.answer)
-
-
-async def answer_again(unread: Unread, call: ReceivedCall) -> Sequence[Transition]:
-    """Answer a call that a killed process has answered already, once."""
-    kept = unread.get(question_of(call.request, call.role), [])
-    return kept.pop(0) if kept else ()
 
 
 def groups_of(run: str, name: str) -> Iterator[str]:
