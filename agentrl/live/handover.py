@@ -85,7 +85,7 @@ def _connect(path: Path) -> socket.socket:
     try:
         with _short(path) as short:
             asked.connect(short)
-    except BaseException:
+    except OSError:
         asked.close()
         raise
     asked.settimeout(DELIVERY)

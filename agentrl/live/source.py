@@ -30,8 +30,6 @@ from agentrl.types import POLICY, Group, Rollout, Transition
 log = logging.getLogger("agentrl.algorithm")
 ROOM = 16 * 2**20  # bytes of a step besides its weights
 LOOK_PAUSE = 1.0  # seconds between two looks at the sessions
-
-
 CLAIMED_AT_ONCE = 64  # sessions to discard; a claim reads their calls
 
 
@@ -55,7 +53,7 @@ class SessionSource:
         while True:
             await self.versions.tend(step)
             most = most_ahead(self.run.config.algorithm.max_staleness)
-            held = await self.versions.ahead(step) >= most
+            held = self.versions.ahead(step) >= most
             if held and not waiting:
                 log_phase(
                     log, f"{most} updates ahead of the serving version: waiting for a decision"
@@ -91,13 +89,15 @@ class SessionSource:
     ) -> tuple[list[Rollout], list[Rollout]]:
         """The sessions that may be trained, and those that never will be."""
         wait, now = live_of(self.run.config).wait, time.time()
-        ready = [row for row in sessions if is_ready(row, now, wait)]
-        stale = [row for row in ready if self._age(row, step) > self._limit()]
-        void = [row for row in sessions if is_lost(row, now, wait)]
-        return [row for row in ready if row not in stale], [*stale, *void]
-
-    def _limit(self) -> float:
-        return self.run.config.algorithm.max_staleness
+        limit = self.run.config.algorithm.max_staleness
+        ready: list[Rollout] = []
+        left_out: list[Rollout] = []
+        for row in sessions:
+            if is_ready(row, now, wait):
+                (ready if self._age(row, step) <= limit else left_out).append(row)
+            elif is_lost(row, now, wait):
+                left_out.append(row)
+        return ready, left_out
 
     def _age(self, session: Rollout, step: int) -> float:
         """Updates since the version that began the session; later ones may have gone on with it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 from pathlib import Path
@@ -23,7 +24,16 @@ from agentrl.base.files import delete_directory
 from agentrl.base.processes import log_phase
 from agentrl.errors import DamagedError, PolicyError
 from agentrl.live.records import documents
-from agentrl.live.records.documents import Told, Version, VersionKind, put_version, put_wish, told
+from agentrl.live.records.documents import (
+    Event,
+    Lanes,
+    Told,
+    Version,
+    VersionKind,
+    put_version,
+    put_wish,
+    told,
+)
 from agentrl.live.records.table import policy_of
 from agentrl.types import POLICY, Json, PolicyVersion
 
@@ -79,6 +89,7 @@ class Versions:
     lineage: Lineage
     unwanted: dict[int, float] = field(default_factory=dict)  # since when, of those still served
     served: set[int] = field(default_factory=set)
+    lanes: Lanes | None = None  # at the last `tend`
 
     async def start(self) -> None:
         """Serve the versions of the lanes, or the first one. Raises PolicyError if the weights of
@@ -95,6 +106,7 @@ class Versions:
         """Do what was decided since the last call: serve what the lanes say, go on from the serving
         version, or offer the newest one. step: the number of steps that are committed."""
         known = await self._told()
+        self.lanes = known.lanes
         if known.lanes is None:
             return
         now = self.run.policies.versions(step)[POLICY]
@@ -107,11 +119,12 @@ class Versions:
                 await self.offer(step, "trained")
         await self._announce()
 
-    async def ahead(self, step: int) -> float:
-        """Updates of the learner since the serving version; 0 before there is one."""
-        known = await self._told()
-        now = self.run.policies.versions(step)[POLICY]
-        return 0 if known.lanes is None else self.lineage.lag(known.lanes.serving, now)
+    def ahead(self, step: int) -> float:
+        """Updates of the learner since the version that served at the last `tend`; 0 before there
+        was one."""
+        if self.lanes is None:
+            return 0
+        return self.lineage.lag(self.lanes.serving, self.run.policies.versions(step)[POLICY])
 
     async def offer(self, step: int, kind: VersionKind) -> None:
         """Save and serve the learner's policy after `step` steps, and announce it."""
@@ -202,25 +215,12 @@ class Versions:
             await run.store.publish(row, epoch=run.state.epoch)
 
     async def _heed(self, known: Told, now: int) -> None:
-        """Go on from the serving version if one of which the learner has learned was found bad, if
-        the learner is not on the way from it, or if it may make no more updates and nothing that
-        it has made is undecided."""
+        """Go on from the serving version, if there is a reason to."""
         assert known.lanes is not None
         new = known.events[self.lineage.decided :]
         self.lineage.decided = len(known.events)
         serving = known.lanes.serving
-        bad = [event.version for event in new if documents.resets(event)]
-        derived = [version for version in bad if self.lineage.lag(version, now) < inf]
-        lag = self.lineage.lag(serving, now)
-        most = most_ahead(self.run.config.algorithm.max_staleness)
-        decided = known.lanes.candidate is None and not pending(known) and now in known.versions
-        if derived and serving not in derived and lag:
-            why = f"version {derived[-1]} was found bad"
-        elif lag == inf:
-            why = "it serves, and the learner comes from another one"
-        elif decided and lag >= most:
-            why = f"{lag:.0f} updates later nothing was decided"
-        else:
+        if not (why := self._why_from_serving(known, now, new)):
             return
         path = self._path(known.versions[serving])
         try:
@@ -230,6 +230,23 @@ class Versions:
             return
         self.lineage.resets.append(Reset(now, serving))
         log_phase(log, f"the learner goes on from version {serving}: {why}")
+
+    def _why_from_serving(self, known: Told, now: int, new: Sequence[Event]) -> str:
+        """Why the learner has to go on from the serving version, not from its own weights; empty if
+        it has not. new: what was decided since the last call."""
+        assert known.lanes is not None
+        serving = known.lanes.serving
+        lag = self.lineage.lag(serving, now)
+        bad = [event.version for event in new if documents.resets(event)]
+        derived = [version for version in bad if self.lineage.lag(version, now) < inf]
+        if derived and serving not in derived and lag:
+            return f"version {derived[-1]} was found bad"
+        if lag == inf:
+            return "it serves, and the learner comes from another one"
+        undecided = known.lanes.candidate is not None or pending(known) or now not in known.versions
+        if not undecided and lag >= most_ahead(self.run.config.algorithm.max_staleness):
+            return f"{lag:.0f} updates later nothing was decided"
+        return ""
 
     async def _offer_wished(self, known: Told, step: int) -> None:
         """Serve the weights that a user offers."""

@@ -166,11 +166,11 @@ async def test_the_learner_goes_on_from_the_serving_version_after_a_take_back(
     for _ in range(3):
         await versions.tend(2)
     assert versions.run.policies.loaded == ["policy-0"]  # type: ignore[attr-defined]
-    assert await versions.ahead(2) == 0
+    assert versions.ahead(2) == 0
     assert set((await told(store, RUN)).versions) == {0, 1}  # nothing new is learned yet
     await versions.tend(3)
     assert set((await told(store, RUN)).versions) == {0, 1, 3}
-    assert await versions.ahead(3) == 1
+    assert versions.ahead(3) == 1
 
 
 async def test_the_learner_goes_on_from_the_serving_version_if_its_newest_decided_nothing(
@@ -181,7 +181,7 @@ async def test_the_learner_goes_on_from_the_serving_version_if_its_newest_decide
     await move(versions.run.store, Lanes(serving=0), kind="dropped", version=1)
     await versions.tend(1)
     assert versions.run.policies.loaded == ["policy-0"]  # type: ignore[attr-defined]
-    assert await versions.ahead(1) == 0
+    assert versions.ahead(1) == 0
 
 
 async def test_the_learner_goes_on_from_a_promoted_version_that_it_did_not_make(
@@ -194,7 +194,7 @@ async def test_the_learner_goes_on_from_a_promoted_version_that_it_did_not_make(
     await move(store, Lanes(serving=GIVEN, previous=0), kind="promoted", version=GIVEN)
     await versions.tend(1)
     assert versions.run.policies.loaded == ["given"]  # type: ignore[attr-defined]
-    assert await versions.ahead(1) == 0
+    assert versions.ahead(1) == 0
 
 
 async def test_a_restarted_process_serves_what_the_lanes_say(versions: Versions) -> None:
