@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from msgspec import structs
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.merge import split_reference
 from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
 from agentrl.errors import TrainingError
-from agentrl.types import POLICY, Group
+from agentrl.types import POLICY, Group, Reward, Rollout
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,20 @@ Prepare = Callable[[list[Group], TrainedPolicy], list[Group]]
 argument. Rewards of stored rollouts are committed with the step."""
 KEEPS_PROMPTS: set[Prepare] = set()
 """Those that write no prompt anew, so what a prompt has beside text is not lost."""
+
+
+def with_call_rewards(
+    groups: list[Group], reference: str, values: Mapping[str, float]
+) -> list[Group]:
+    """The groups with a reward for each call whose id has a value. reference: "transition:NAME"."""
+    scope, name = split_reference(reference)
+
+    def rewarded(rollout: Rollout) -> Rollout:
+        more = [
+            Reward(value=values[call.id], name=name, scope=scope, target=call.id, source=name)
+            for call in rollout.transitions
+            if call.id in values
+        ]
+        return structs.replace(rollout, rewards=[*rollout.rewards, *more])
+
+    return [structs.replace(g, rollouts=list(map(rewarded, g.rollouts))) for g in groups]

@@ -16,9 +16,9 @@ from agentrl.algorithms.data.merge import build_batch, map_calls, trainable
 from agentrl.algorithms.data.turns import corrections, last_said, reasked, turns
 from agentrl.algorithms.model.chat import RequestError
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.prepare import TrainedPolicy
+from agentrl.algorithms.objective.prepare import TrainedPolicy, with_call_rewards
 from agentrl.algorithms.presets.declare import Cap, Num, modifier
-from agentrl.types import Group, Json, Reward, Rollout, Scope, Transition, int32
+from agentrl.types import Group, Json, Rollout, Transition, int32
 
 TOLD = "transition:told"  # the reward that `add_told` adds
 CORRECTED = "\n\n(The answer should have been: {text})"
@@ -36,18 +36,7 @@ def add_told(groups: list[Group], policy: TrainedPolicy) -> list[Group]:
     own = map_calls(groups, lambda call: call if call.id in told else None)
     new = map_calls(own, lambda call: told[call.id])
     plain, after = (_totals(some, policy) for some in (own, new))
-
-    def with_told(rollout: Rollout) -> Rollout:
-        _, _, name = TOLD.rpartition(":")
-        added = [
-            Reward(value=after[call.id] - plain[call.id], name=name, scope=Scope.TRANSITION,
-                   target=call.id, source=name)
-            for call in rollout.transitions
-            if call.id in after
-        ]  # fmt: skip
-        return structs.replace(rollout, rewards=[*rollout.rewards, *added])
-
-    return [structs.replace(g, rollouts=list(map(with_told, g.rollouts))) for g in groups]
+    return with_call_rewards(groups, TOLD, {id: after[id] - plain[id] for id in after})
 
 
 def _totals(groups: list[Group], policy: TrainedPolicy) -> dict[str, float]:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from msgspec import structs
+from collections.abc import Iterator
 
 from agentrl.algorithms.data.turns import turn_values, turns
-from agentrl.algorithms.objective.prepare import TrainedPolicy
-from agentrl.types import Group, Reward, Rollout, Scope
+from agentrl.algorithms.objective.prepare import TrainedPolicy, with_call_rewards
+from agentrl.types import Group, Rollout
 
-TURN = "turn"  # name of the reward that `add_turns` adds
+TURN = "transition:turn"  # the reward that `add_turns` adds
 
 
 def add_turns(groups: list[Group], policy: TrainedPolicy) -> list[Group]:
     """Add to every call a reward `turn`, the mean of what is said about its turn: a tool call is
     judged by what the user says about the answer that it led to. Calls of turns about which nothing
     is said get none."""
-    return [structs.replace(g, rollouts=[_with_turns(row) for row in g.rollouts]) for g in groups]
+    rollouts = (rollout for group in groups for rollout in group.rollouts)
+    values = {id: value for rollout in rollouts for id, value in _by_call(rollout)}
+    return with_call_rewards(groups, TURN, values)
 
 
-def _with_turns(rollout: Rollout) -> Rollout:
-    values = turn_values(rollout.transitions, rollout.rewards)
-    added = [
-        Reward(value=value, name=TURN, scope=Scope.TRANSITION, source=TURN,
-               target=rollout.transitions[call].id)
-        for turn, value in zip(turns(rollout.transitions), values, strict=True)
-        if value is not None
-        for call in turn
-    ]  # fmt: skip
-    return structs.replace(rollout, rewards=[*rollout.rewards, *added])
+def _by_call(rollout: Rollout) -> Iterator[tuple[str, float]]:
+    calls = rollout.transitions
+    for turn, value in zip(turns(calls), turn_values(calls, rollout.rewards), strict=True):
+        if value is not None:
+            yield from ((calls[index].id, value) for index in turn)

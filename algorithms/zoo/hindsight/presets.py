@@ -16,13 +16,13 @@ from agentrl.algorithms.credit.core import Column, GroupRelative, weighted_sum
 from agentrl.algorithms.credit_blocks.calls import CallRewards, GatedByOutcome
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, known_mean, reduce_by
-from agentrl.algorithms.data.merge import build_batch, map_calls, split_reference, trainable
+from agentrl.algorithms.data.merge import build_batch, map_calls, trainable
 from agentrl.algorithms.model.chat import RequestError
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.prepare import TrainedPolicy
+from agentrl.algorithms.objective.prepare import TrainedPolicy, with_call_rewards
 from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Share, modifier, preset
-from agentrl.types import Group, Reward, Rollout, Transition, int32
+from agentrl.types import Group, Rollout, Transition, int32
 
 HINDSIGHT = "transition:hindsight"  # the reward that `add_hindsight` adds
 
@@ -46,17 +46,7 @@ def add_hindsight(groups: list[Group], policy: TrainedPolicy) -> list[Group]:
     total = reduce_by(policy.logprobs(batch).cpu(), call, n)
     mean = (total / reduce_by(call >= 0, call, n)).tolist()
     scores = {id: x for id, x in zip(batch.transitions, mean, strict=True) if not isnan(x)}
-    scope, name = split_reference(HINDSIGHT)
-
-    def scored(rollout: Rollout) -> Rollout:
-        more = [
-            Reward(value=scores[call.id], name=name, scope=scope, target=call.id, source=name)
-            for call in rollout.transitions
-            if call.id in scores
-        ]
-        return structs.replace(rollout, rewards=[*rollout.rewards, *more])
-
-    return [structs.replace(g, rollouts=list(map(scored, g.rollouts))) for g in groups]
+    return with_call_rewards(groups, HINDSIGHT, scores)
 
 
 def _told(rollout: Rollout, policy: TrainedPolicy) -> Iterator[Transition]:
