@@ -19,10 +19,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +37,21 @@ from agentrl.live import handover
 from agentrl.live.labels import signals
 from agentrl.live.records import people
 from agentrl.live.records.documents import Lanes, served, told
-from agentrl.live.records.marks import RESULT_ENDED
+from agentrl.live.records.marks import FAILED, GATEWAY, RESULT_ENDED, failed_calls
+from agentrl.live.records.sessions import chosen, count_of, delete, group_base, group_of
 from agentrl.live.records.table import live_of, policy_of
-from agentrl.live.unread import answer_again, unread_of
+from agentrl.live.resumed import answer_again, exchange_of, exchanges_of, unread_of
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.gateway.upstream import Upstream
 from agentrl.runners.sessions.feedback import Feedback, session_group
 from agentrl.runners.sessions.recorder import (
     SESSION_LEASE,
+    Exchange,
     Handler,
     OpenSession,
     Sessions,
-    place,
     refusal,
-    said,
 )
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -66,8 +64,10 @@ from agentrl.types import (
     Outcome,
     Purpose,
     Record,
+    Reward,
     Rollout,
     RolloutState,
+    StepReward,
     Transition,
 )
 
@@ -91,10 +91,13 @@ class LiveSessions(Sessions):
         self, store: Store, config: RunConfig, socket: socket.socket | None = None
     ) -> None:
         self._config, self._socket = config, socket
-        self._people = live_of(config).people
+        self._people, self._most_calls = live_of(config).people, live_of(config).calls
         self._lanes: Lanes | None = None
         self._seated = asyncio.Event()  # set once there are lanes
         self._secret = b""  # set with the first lanes, as it is kept with the run
+        self._resumed: dict[Exchange, OpenSession] = {}  # of a killed process
+        self._opted_out: set[str] = set()  # open sessions whose user has opted out
+        self._to_delete: set[str] = set()  # names of sessions
         read_key(self._people.secret_env, "live.people.secret_env", "the run's")
         super().__init__(store, config)
 
@@ -123,6 +126,7 @@ class LiveSessions(Sessions):
                     self._secret = await people.secret_of(self._store, self._config)
             except StoreError as error:
                 log.warning("the lanes of run %s cannot be read: %s", self._run, error)
+                cursor = 0
             else:
                 self._follow(lanes)
             await asyncio.sleep(LOOK_PAUSE)
@@ -152,17 +156,51 @@ class LiveSessions(Sessions):
         app.on_response_prepare.append(_give_token)
 
     async def _find(self, request: web.Request, key: str) -> OpenSession:
+        await self._seated.wait()  # tokens and hashes of users need the secret
         session = await super()._find(request, key)
-        if session.active.recorded and not self._may_record(request):
-            await self._end([session])
-            await self._store.forget([session.active.attempt.rollout.id])
-            session = await super()._find(request, key)
+        opts_out = bool(session.name) and not self._may_record(request)
+        if opts_out and session.name not in self._opted_out:
+            session = await self._opt_out(session, request, key)
         if session.active.recorded and self._people.token:
             request[GIVEN] = people.token_of(self._secret, session.name)
         return session
 
     def _may_record(self, request: web.Request) -> bool:
         return self._people.opt_out not in request.headers
+
+    async def _opt_out(self, session: OpenSession, request: web.Request, key: str) -> OpenSession:
+        """Go on without a record, and delete all that there is of the session's name."""
+        self._to_delete.add(session.name)
+        if session.active.recorded:
+            await self._end([session])
+            session = await super()._find(request, key)
+        self._opted_out.add(session.name)
+        await self._delete()
+        return session
+
+    async def _delete(self) -> None:
+        """Delete what has to be; what cannot be deleted now is deleted at one of the next calls."""
+        for name in [*self._to_delete]:
+            try:
+                if await delete(self._store, self._run, name):
+                    self._to_delete.discard(name)
+            except StoreError as error:
+                log.warning("a session that opted out is not deleted now: %s; tried again", error)
+
+    def _user(self, request: web.Request) -> str:
+        return people.user_id(self._secret, request.headers.get(self._people.user_header, ""))
+
+    def _continued(
+        self, body: Mapping[str, Any], known: OpenSession | None, request: web.Request
+    ) -> OpenSession | None:
+        """None for the session of another user who has said the same: its token would be given."""
+        found = super()._continued(body, known, request)
+        if found is None and self._resumed:
+            said = reversed(exchanges_of(body, self._patterns))
+            found = next((self._resumed[one] for one in said if one in self._resumed), None)
+            found = found if found in self._open.values() else None
+        same = found is None or found.active.attempt.rollout.task.get("user") == self._user(request)
+        return found if same else None
 
     async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
         """Store feedback of somebody who has the session's token. Its session may have gone."""
@@ -202,18 +240,18 @@ class LiveSessions(Sessions):
         return session
 
     async def _request(self, name: str, request: web.Request) -> NewRollout:
-        return self._rollout(name, await self._free_group(name), request)
+        number = await count_of(self._store, self._run, name) + 1
+        return self._rollout(name, group_of(self._run, name, number), request)
 
     def _rollout(self, name: str, group: str, request: web.Request) -> NewRollout:
         assert self._lanes is not None
         lanes, version = self._lanes, chosen(self._lanes, group)
-        user = request.headers.get(self._people.user_header, "")
         task: dict[str, Json] = {
             "lane": "serving" if version == lanes.serving else "candidate",
             "version": version,
             "candidate": lanes.candidate,
             "share": lanes.share,
-            "user": people.user_id(self._secret, user),
+            "user": self._user(request),
         }
         if not request.headers.get(self._settings.header):
             task["session"] = name  # made here, so it is nobody's secret
@@ -223,33 +261,39 @@ class LiveSessions(Sessions):
             timeout=self._settings.timeout, seats={POLICY: policy_of(version)},
         )  # fmt: skip
 
-    async def _free_group(self, name: str) -> str:
-        """The group of a new session of this name."""
-        for group in groups_of(self._run, name):
-            if not await self._is_known(group):
-                return group
-        raise AssertionError
-
-    async def _is_known(self, group: str) -> bool:
-        """Whether there was such a group: it stays when its rollouts are deleted."""
-        try:
-            await self._store.settled(group, timeout=0)
-        except NotFound:
-            return False
-        return True
-
     async def _group_of(self, name: str) -> str:
-        last = ""
-        for group in groups_of(self._run, name):
-            if await self._store.rollouts(self._run, group=group, limit=1):
-                last = group
-            elif not await self._is_known(group):
-                return last or group
-        raise AssertionError
+        return group_of(self._run, name, await count_of(self._store, self._run, name))
+
+    def _is_full(self, session: OpenSession) -> bool:
+        """A session that never ends would never be trained; its calls in flight are not cut."""
+        active = session.active
+        return active.recorded and active.calls >= self._most_calls and not active.tasks
 
     async def _after_call(self, request: web.Request, session: OpenSession) -> None:
+        await self._count_failed(session)
         if END in request.headers:
             await self._end([session])
+
+    async def _count_failed(self, session: OpenSession) -> None:
+        """Write how many calls got no answer, for the guard. A client who leaves fails nothing."""
+        failed = session.failed | session.active.failures.keys()
+        if len(failed) == len(session.failed) or not session.active.recorded:
+            return
+        session.failed = failed
+        row = Reward(name=FAILED, value=float(len(failed)), source=GATEWAY)
+        try:
+            about = session.active.attempt.rollout.id
+            await self._store.add_rewards([StepReward(rollout=about, reward=row)])
+        except StoreError as error:
+            log.warning("a failed call is not counted: %s", error)
+
+    def _forget(self, session: OpenSession) -> None:
+        self._opted_out.discard(session.name)
+        super()._forget(session)
+
+    async def _sweep(self) -> None:
+        await super()._sweep()
+        await self._delete()
 
     async def _end_named(self, request: web.Request) -> web.StreamResponse:
         name = msgspec.json.decode(await read_body(request), type=SessionName).session
@@ -296,36 +340,16 @@ class LiveSessions(Sessions):
         active.lenient = True
         active.stored = 1 + max((call.index for call in calls), default=-1)
         active.calls = len(calls)
+        session.failed = set(range(-int(failed_calls(row)), 0))
         for call in calls:
             active.memory.remember(call.answer)
-            digest, _, _ = place({"messages": call.messages})
-            self._remember(session, (digest, said(call.answer)))
+            self._resumed[exchange_of(call)] = session
         active.answers.append(partial(answer_again, unread_of(calls)))
 
 
 async def _give_token(request: web.Request, response: web.StreamResponse) -> None:
     if token := request.get(GIVEN):
         response.headers[people.TOKEN] = token
-
-
-def groups_of(run: str, name: str) -> Iterator[str]:
-    """The groups of a session and of its continuations, in order."""
-    base = session_group(run, name)
-    yield base
-    yield from (f"{base}-{number}" for number in count(2))
-
-
-def group_base(run: str, group: str) -> str:
-    """The first group of the session that a group is of."""
-    return f"{run}/{group.removeprefix(f'{run}/').partition('-')[0]}"
-
-
-def chosen(lanes: Lanes, group: str) -> int:
-    """The version that answers a new session. Each candidate gets other sessions."""
-    if lanes.candidate is None:
-        return lanes.serving
-    drawn = blake2b(f"{lanes.candidate}/{group}".encode(), digest_size=4).digest()
-    return lanes.candidate if int.from_bytes(drawn) / 2**32 < lanes.share else lanes.serving
 
 
 def main(config: RunConfig) -> None:

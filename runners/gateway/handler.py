@@ -353,7 +353,7 @@ class CallHandler:
             self._call.fail(message := f"the call was not stored: {error}")
             unknown = not isinstance(error, STORE_REFUSALS)
             raise NotStoredError(message, final=True, unknown=unknown) from error
-        if not all(kept):
+        if not all(kept) and not self._active.goes_on_unrecorded():
             over = f"attempt {self._active.id} has lost its lease"
             raise RefusedError(403, "attempt_ended", over)
         self._active.tokens += sum(len(row.completion) for row in rows)

@@ -47,6 +47,8 @@ SESSION_LEASE, RENEWAL_INTERVAL = 60.0, 10.0  # seconds: lease of a session, int
 NAME = "x-agentrl-session"  # response header: the session of the request, if any
 NAMED = web.RequestKey(NAME, str)
 IMAGE = re.compile("image:[0-9a-f]{64}")  # the name of a stored image
+TEXTS = ("messages", "tools", "answer", "processors", "ignored")  # of a call, which are redacted
+REDACTED = "[redacted]"
 MESSAGES = web.RequestKey("agentrl_messages", str)  # digest of a request's messages
 UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 BESIDE = ("/count_tokens", ":countTokens", "/embeddings", "/traces", "/logs", "/metrics")
@@ -60,6 +62,7 @@ class OpenSession:
     active: ActiveAttempt
     used: float = field(default_factory=time.monotonic)  # when its last call began, or ended
     exchanges: list[Exchange] = field(default_factory=list)
+    failed: set[int] = field(default_factory=set)  # numbers of calls that got no answer
 
 
 class Sessions(Feature):
@@ -123,7 +126,7 @@ class Sessions(Feature):
     def _redacted(self, feedback: Feedback) -> Feedback:
         """Feedback as it may be stored; the session's name is not."""
         texts = {n: getattr(feedback, n) for n in ("name", "note", "correction")}
-        return replace(feedback, **_redact(texts, self._patterns))
+        return replace(feedback, **redact(texts, self._patterns))
 
     async def _group_of(self, name: str) -> str:
         """The group of a session's last rollouts."""
@@ -174,22 +177,36 @@ class Sessions(Feature):
         except UNREADABLE:  # the handler refuses the call
             body = {}
         request[MESSAGES], known, start = place(body, self._exchanges)
-        if _previous(body):
-            known = None
-        if ids := _references(body):
-            sessions = self._open.values()
-            known = next((one for one in sessions if one.active.memory.has_any(ids)), known)
         key = key if self._settings.by == "key" else ""
         given = request.headers.get(self._settings.header, "") or key
+        known = None if given else self._continued(body, known, request)
         name = given or (known.name if known else uuid.uuid4().hex)
         name = "" if request.path.endswith(BESIDE) else name
         session = self._open.get(name)
+        if session is not None and self._is_full(session):
+            await self._end([session])
+            session = None
         if session is None:  # whole, also for a caller who leaves: what is enqueued is claimed
             session = await asyncio.shield(self._begin(name, given or start, request))
         session.used = time.monotonic()
         session.active.extend(self._settings.timeout)
         request.match_info["attempt"], request[NAMED] = session.active.id, name
         return session
+
+    def _continued(
+        self, body: Mapping[str, Any], known: OpenSession | None, request: web.Request
+    ) -> OpenSession | None:
+        """The session that a request without a name continues. known: by what was said before."""
+        if _previous(body):
+            known = None
+        if ids := _references(body):
+            sessions = self._open.values()
+            known = next((one for one in sessions if one.active.memory.has_any(ids)), known)
+        return known
+
+    def _is_full(self, session: OpenSession) -> bool:
+        """Whether the next call of its name begins another session."""
+        return False
 
     async def _begin(self, name: str, start: str, request: web.Request) -> OpenSession:
         """Begin a session; store it if it has a name and the hash of its start is in the sample."""
@@ -243,10 +260,9 @@ class Sessions(Feature):
     def _record(self, session: OpenSession, call: ReceivedCall, row: Transition) -> Transition:
         """Return the row with redactions; a redacted call loses its tokens."""
         self._remember(session, (call.http[MESSAGES], said(row.answer)))
-        messages, answer = (_redact(part, self._patterns) for part in (row.messages, row.answer))
-        if (messages, answer) == (row.messages, row.answer):
-            return row
-        return replace(without_tokens(row), messages=messages, answer=answer)
+        texts: dict[str, Any] = {name: getattr(row, name) for name in TEXTS}
+        kept = redact(texts, self._patterns)
+        return row if kept == texts else replace(without_tokens(row), **kept)
 
     def _remember(self, session: OpenSession, exchange: Exchange) -> None:
         self._exchanges[exchange] = session
@@ -337,12 +353,12 @@ def said(message: Json) -> str:
     return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
 
 
-def _redact(value: Json, patterns: Sequence[re.Pattern[str]]) -> Json:
+def redact(value: Json, patterns: Sequence[re.Pattern[str]]) -> Json:
     if isinstance(value, str) and not IMAGE.fullmatch(value):  # a digest is nobody's text
         for pattern in patterns:
-            value = pattern.sub("[redacted]", value)
+            value = pattern.sub(REDACTED, value)
     elif isinstance(value, dict):
-        return {key: _redact(one, patterns) for key, one in value.items()}
+        return {key: redact(one, patterns) for key, one in value.items()}
     elif isinstance(value, list):
-        return [_redact(one, patterns) for one in value]
+        return [redact(one, patterns) for one in value]
     return value

@@ -16,6 +16,7 @@ from agentrl.types import FEEDBACK, Record, Rollout
 
 SOURCE = "live"  # `Reward.source` of labels
 RESULT_ENDED = "ended"  # key of a session's result: unix seconds of its end
+GATEWAY, FAILED = "gateway", "failed"  # source and name of the number of calls without an answer
 MARK, SIGNAL, OUTCOME = "labelled", "signal", "outcome"  # names of rewards; SIGNAL is of a call
 
 
@@ -53,6 +54,12 @@ def ended_of(session: Rollout) -> float:
 def user_of(session: Rollout) -> str:
     """The hash of its user; empty if it is not known."""
     return str(session.task.get("user") or "")
+
+
+def failed_calls(session: Rollout) -> float:
+    """The number of its calls that got no answer, because the gateway or the engine failed."""
+    rows = (row for row in session.rewards if row.source == GATEWAY and row.name == FAILED)
+    return next((row.value for row in rows), 0.0)
 
 
 def mark_of(session: Rollout) -> Mark | None:

@@ -60,6 +60,9 @@ def is_token(secret: bytes, session: str, given: str) -> bool:
 
 
 def _digest(secret: bytes, purpose: str, text: str) -> str:
+    """Raises ValueError for an empty secret, by which everybody could make tokens."""
+    if not secret:
+        raise ValueError("the secret of the run is not known yet")
     return hmac.new(secret, f"{purpose}:{text}".encode(errors="replace"), sha256).hexdigest()
 
 

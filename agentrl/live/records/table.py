@@ -94,6 +94,7 @@ class LiveConfig(Section, frozen=True):
     # signal by then is not trained.
     wait: NonNegative = 600.0
     idle: Seconds = 60.0  # Seconds without a call after which a session ends.
+    calls: Count = 200  # calls of a session, after which it goes on as another one
     share: Share = 0.1  # fraction of new sessions that a candidate serves
     promotion: PromotionConfig = PromotionConfig()
     guard: GuardConfig = GuardConfig()

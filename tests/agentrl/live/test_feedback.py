@@ -11,11 +11,12 @@ import aiohttp
 import pytest
 
 from agentrl.config import RunConfig, resolve
+from agentrl.errors import Unavailable
 from agentrl.live.gateway import LiveSessions
 from agentrl.live.records.documents import Lanes, told
-from agentrl.live.records.people import TOKEN, secret_of, user_id
+from agentrl.live.records.people import TOKEN, secret_of, token_of, user_id
 from agentrl.store import open_store
-from agentrl.types import PolicyVersion
+from agentrl.types import PolicyVersion, StepCommit
 from tests.agentrl.live.sessions import RUN
 from tests.agentrl.live.shop import move
 from tests.agentrl.live.test_people import on_disk
@@ -76,6 +77,7 @@ async def front(tmp_path, model, **tables: Any) -> AsyncIterator[Front]:
             await store.publish(row)
         await move(store, Lanes(serving=0), kind="first", version=0)
         sessions = LiveSessions(store, config)
+        await sessions.take_over()
         await asyncio.to_thread(sessions.gateway.start)
         tasks = [sessions.gateway.spawn(work) for work in (sessions.keep(), sessions.follow())]
         try:
@@ -169,6 +171,64 @@ async def test_nothing_of_a_session_that_opts_out_is_kept(tmp_path, model, caplo
         assert await shop.say("no, keep nothing", "b", x_agentrl_opt_out="1") == ""
         assert await shop.store.rollouts(RUN) == []
         assert (await shop.feed("b", token, value=1.0))[0] == 410
+        for text in ("one", "two", "three"):
+            await shop.say(text, "c")
+            await shop.end("c")
+        await shop.say("no, keep nothing", "c", x_agentrl_opt_out="1")  # of earlier ones, too
+        assert await shop.store.rollouts(RUN) == []
         assert (await told(shop.store, RUN)).lanes.serving == 0
     assert on_disk(tmp_path, CANARY) == []
     assert CANARY not in caplog.text
+
+
+async def test_a_session_that_is_being_trained_when_it_opts_out_is_deleted_afterwards(
+    tmp_path, model
+):
+    async with front(tmp_path, model) as shop:
+        await shop.say("first", "a")
+        await shop.end("a")
+        state = await shop.store.run(RUN)
+        (group,) = await shop.store.claim_groups(RUN, state.epoch, 1, timeout=0)
+        await shop.say("no, keep nothing", "a", x_agentrl_opt_out="1")
+        assert len(await shop.store.rollouts(RUN)) == 1
+        step = {"step": 0, "versions": {}, "checkpoint": None, "metrics": {}}
+        commit = StepCommit(run=RUN, epoch=state.epoch, groups=[group.id], **step)
+        await shop.store.commit_step(commit)
+        await asyncio.wrap_future(shop.sessions.gateway.spawn(shop.sessions._sweep()))
+        assert await shop.store.rollouts(RUN) == []
+
+
+async def test_tokens_are_never_made_without_the_secret(tmp_path, model, monkeypatch):
+    """The gateway that takes over an open session does not know the secret at once."""
+    async with front(tmp_path, model) as shop:
+        token = await shop.say("hi", "a")
+        monkeypatch.setattr(shop.sessions, "end", lambda: asyncio.sleep(0))  # as if killed
+    known, tries = secret_of, []
+
+    async def late(store, config):
+        tries.append(1)
+        if len(tries) < 3:
+            raise Unavailable("not now")
+        return await known(store, config)
+
+    monkeypatch.setattr("agentrl.live.records.people.secret_of", late)
+    async with front(tmp_path, model) as shop:
+        assert await shop.say("hi again", "a") == token
+    with pytest.raises(ValueError, match="not known yet"):
+        token_of(b"", "a")
+
+
+async def test_what_a_user_has_in_other_fields_of_a_call_is_redacted(tmp_path, model):
+    hidden = {"sessions": {"redact": [r"CANARY-\d+"]}}
+    async with front(tmp_path, model, **hidden) as shop:
+        function = {"name": "f", "description": f"for {CANARY}", "parameters": {}}
+        body = {
+            "model": "m", "messages": [{"role": "user", "content": "hi"}],
+            "tools": [{"type": "function", "function": function}], "guided_regex": CANARY,
+        }  # fmt: skip
+        status, said, _ = await shop.post("chat/completions", body, x_session_id="a")
+        assert status == 200, said
+        (row,) = await shop.store.rollouts(RUN)
+        ((call,),) = (await shop.store.calls([row.id])).values()
+        assert call.processors == {"guided_regex": '"[redacted]"'}
+    assert on_disk(tmp_path, CANARY) == []

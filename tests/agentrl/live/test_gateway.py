@@ -11,13 +11,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import Unavailable
-from agentrl.live.gateway import chosen, serve
+from agentrl.live.gateway import serve
 from agentrl.live.records.documents import Lanes
-from agentrl.live.records.marks import RESULT_ENDED
-from agentrl.live.records.sessions import ended
+from agentrl.live.records.marks import RESULT_ENDED, failed_calls
+from agentrl.live.records.sessions import chosen, ended
 from agentrl.runners.sessions.feedback import session_group
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -78,6 +79,21 @@ class Served:
         said: str = answer["choices"][0]["message"]["content"]
         return said
 
+    async def claude(self, *texts: str, **headers: str) -> str:
+        """What Anthropic's API answers to a conversation with instructions."""
+        roles = ("user", "assistant")
+        blocks = [[{"type": "text", "text": text}] for text in texts]
+        messages = [{"role": roles[i % 2], "content": said} for i, said in enumerate(blocks)]
+        body = {"model": "m", "max_tokens": 9, "system": "Be kind.", "messages": messages}
+        status, answer = await self.post("messages", body, **headers)
+        assert status == 200, answer
+        text: str = answer["content"][0]["text"]
+        return text
+
+    async def groups(self, name: str) -> list[str]:
+        base = session_group(RUN, name)
+        return sorted(row.group.removeprefix(base) for row in await self.sessions())
+
     async def has_no_models(self) -> bool:
         async with self.client.get(f"{self.url}/models") as answer:
             return (await answer.json())["data"] == []
@@ -93,13 +109,16 @@ class Served:
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
+async def served(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    """A parameter has further settings."""
     (tmp_path / "runs").mkdir()
     given: dict[str, Any] = {"name": RUN, "store": f"sqlite:///{tmp_path}/shop.db"}
+    more: dict[str, Any] = getattr(request, "param", {})
     given |= {
         "output": str(tmp_path / "runs"),
-        "live": {"running": True, "people": {"token": False}},
+        "live": {"running": True, "people": {"token": False}, **more.get("live", {})},
         "policy": {"model": "x"},
+        "sessions": more.get("sessions", {}),
     }
     config, model = resolve(given, source="test"), FakeModel(version=None)
     await model.start()
@@ -250,3 +269,98 @@ async def test_users_are_answered_while_the_store_cannot_be_written(
     assert [call.messages[-1]["content"] for call in await served.calls()] == ["hi"]
     await served.say("hi", x_session_id="after")
     assert len(await served.calls()) == 2
+
+
+HIDDEN = {"sessions": {"redact": [r"\d{4}"]}}
+
+
+@pytest.mark.parametrize("served", [{}, HIDDEN], indirect=True)
+async def test_conversations_without_a_name_go_on_as_one_after_a_kill(served: Served) -> None:
+    first = await served.claude("my card is 1234", x_user_id="ann")
+    plain = await served.say("my card is 5678")
+    await served.end()
+    await served.start()
+    await served.claude("my card is 1234", first, "and?", x_user_id="ann")
+    await served.say("my card is 5678", plain, "and?")
+    rows = await served.sessions()
+    calls = await served.store.calls([row.id for row in rows])
+    assert [len(calls[row.id]) for row in rows] == [2, 2]
+
+
+@pytest.mark.parametrize("served", [HIDDEN], indirect=True)
+async def test_a_redacted_answer_is_not_given_again(served: Served) -> None:
+    served.model.answer = lambda _: {"role": "assistant", "content": "Dial 1234."}
+    for _ in range(2):
+        assert await served.say("how?", x_session_id="ada") == "Dial 1234."
+        await served.end()
+        await served.start()
+
+
+async def test_another_user_who_says_the_same_gets_a_session_of_its_own(served: Served) -> None:
+    for after_kill in (False, True):
+        first = await served.say("hi", x_user_id="ann")
+        if after_kill:
+            await served.end()
+            await served.start()
+        before = len(await served.sessions())
+        await served.say("hi", first, "more", x_user_id="eve")
+        assert len(await served.sessions()) == before + 1
+        await served.say("hi", first, "more", x_user_id="ann")
+        assert len(await served.sessions()) == before + 1
+
+
+@pytest.mark.parametrize("served", [{"live": {"calls": 2}}], indirect=True)
+async def test_a_session_that_never_ends_goes_on_as_another_one(served: Served) -> None:
+    for n in range(5):
+        await served.say(f"q{n}", x_session_id="ada")
+    assert await served.groups("ada") == ["", "-2", "-3"]
+    assert len(await ended(served.store, RUN)) == 2
+    said, texts = "", ["hello"]
+    for _ in range(3):
+        said = await served.say(*texts)
+        texts += [said, "more"]
+    unnamed = [row for row in await served.sessions() if "session" in row.task]
+    assert {row.task["session"] for row in unnamed} == {unnamed[0].task["session"]}
+    assert len(unnamed) == 2
+
+
+async def test_a_session_that_lost_its_lease_is_answered(served: Served) -> None:
+    await served.say("hi", x_session_id="ada")
+    await served.store.cancel([row.id for row in await served.sessions()])
+    assert await served.say("more", x_session_id="ada")
+
+
+async def test_calls_without_an_answer_are_counted_unless_the_client_leaves(
+    served: Served,
+) -> None:
+    async def breaks(*_: Any) -> web.Response:
+        return web.json_response({"error": {"message": "out of memory"}}, status=501)
+
+    reached = asyncio.Event()
+
+    async def hangs(*_: Any) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    messages = [{"role": "user", "content": "hi"}]
+    for n in range(2):
+        served.model.then(*[breaks] * 20)
+        sent = {"messages": messages, "n": n + 1}
+        status, _ = await served.post("chat/completions", sent, x_session_id="ada")
+        assert status >= 500
+        served.model.script.clear()
+    (row,) = await served.sessions()
+    assert failed_calls(row) == 2
+    served.model.then(hangs)
+    leaves = asyncio.create_task(served.say("bye", x_session_id="ada"))
+    await reached.wait()
+    leaves.cancel()
+    await served.end()
+    await served.start()
+    for failed in (2, 3):
+        await served.say("hello", x_session_id="ada")
+        (row,) = await served.sessions()
+        assert failed_calls(row) == failed
+        served.model.then(*[breaks] * 20)
+        await served.post("chat/completions", {"messages": messages}, x_session_id="ada")
+        served.model.script.clear()

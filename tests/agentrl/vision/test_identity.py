@@ -50,11 +50,11 @@ def test_prompts_of_pairs() -> None:
 
 
 @pytest.mark.part
-def test_a_digest_is_no_text_to_redact() -> None:
-    from agentrl.runners.sessions.recorder import _redact
+def test_a_digest_is_no_text_toredact() -> None:
+    from agentrl.runners.sessions.recorder import redact
 
     messages = [{"role": "user", "content": [named(RED), {"type": "text", "text": "a 7"}]}]
-    told = _redact(messages, [re.compile("[0-9]+")])
+    told = redact(messages, [re.compile("[0-9]+")])
     assert told[0]["content"][0] == named(RED)
     assert "7" not in told[0]["content"][1]["text"]
 
