@@ -118,6 +118,13 @@ def raised(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}{_place(error)}"
 
 
+def kind_of(error: BaseException) -> str:
+    """An exception without its message, which may have words of a user, but with the line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{_place(error) or last}"
+
+
 def _place(error: BaseException) -> str:
     """File and line in brackets: the innermost outside of libraries, else where another package's
     plug-in was entered; empty if neither is known."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from math import isnan
 from pathlib import Path
@@ -17,7 +18,6 @@ from agentrl.errors import AgentRLError, NotFound
 from agentrl.live.labels import weighing
 from agentrl.live.records import people
 from agentrl.live.records.marks import mark_of, user_of
-from agentrl.live.records.sessions import oldest_first
 from agentrl.live.records.table import live_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -82,13 +82,13 @@ def users(run_file: Path, overrides: tuple[str, ...], user: str | None, as_json:
 
     async def listed(store: Store, config: RunConfig) -> None:
         only = None if user is None else people.user_id(await people.secret_of(store, config), user)
-        live = live_of(config)
+        live, held = live_of(config), defaultdict[str, Counter[str]](Counter)
         ledger = weighing.Ledger(live.people.per_user, live.signals.weight)
-        for row in oldest_first([row async for row in people.all_sessions(store, config.name)]):
-            if mark := mark_of(row):
-                ledger.admit(row.id, user_of(row), mark)
-                ledger.learn(row.id, user_of(row), mark)
-        rows = _rows(ledger, only)
+        async for row in people.all_sessions(store, config.name):
+            if (mark := mark_of(row)) and (name := user_of(row)):
+                held[name][mark.held if not weighing.is_counted(mark) else ""] += 1
+                ledger.learn(row.id, name, mark)
+        rows = _rows(ledger, held, only)
         if as_json:
             click.echo(msgspec.json.Encoder().encode_lines(rows), nl=False)
         else:
@@ -97,18 +97,24 @@ def users(run_file: Path, overrides: tuple[str, ...], user: str | None, as_json:
     _with(run_file, overrides, listed)
 
 
-def _rows(ledger: weighing.Ledger, only: str | None) -> list[dict[str, Any]]:
-    """Users with most sessions first."""
-    today, outliers = datetime.now(UTC).date().isoformat(), (ledger.contrary(), ledger.unlike())
-    users = sorted(ledger.users.items(), key=lambda item: -item[1].sessions)
+def _rows(
+    ledger: weighing.Ledger, held: Mapping[str, Counter[str]], only: str | None
+) -> list[dict[str, Any]]:
+    """Users with most sessions first. held: sessions by user and why they do not count; empty: they
+    do."""
+    today, outliers = ledger.days.get(datetime.now(UTC).date().isoformat()), ledger.outliers()
+    counted = today.counted if today else {}
+    users = sorted(held.items(), key=lambda item: -item[1].total())
     return [
         {
-            "user": name, "sessions": one.sessions, "counted": one.counted.total(),
-            "today": one.counted[today], "votes": len(one.votes),
-            "mean_vote": weighing.mean(one.votes), "mean_outcome": weighing.mean(one.outcomes),
-            "held": dict(one.held), "outlier": [found[name] for found in outliers if name in found],
+            "user": name, "sessions": why.total(), "counted": why[""],
+            "today": len(counted.get(name, ())), "votes": len(ledger.users[name].votes),
+            "mean_vote": weighing.mean(ledger.users[name].votes),
+            "mean_outcome": weighing.mean(ledger.users[name].outcomes),
+            "held": {reason: n for reason, n in why.items() if reason},
+            "outlier": [found[name] for found in outliers if name in found],
         }
-        for name, one in users
+        for name, why in users
         if only in (None, name)
     ]  # fmt: skip
 

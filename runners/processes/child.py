@@ -61,19 +61,26 @@ class RunResponse(msgspec.Struct, frozen=True):
     resident: int  # bytes of resident memory of the process
 
 
-def pack(message: msgspec.Struct) -> bytes:
-    body = msgspec.json.encode(message)
+def pack(
+    message: msgspec.Struct, encode: Callable[[msgspec.Struct], bytes] = msgspec.json.encode
+) -> bytes:
+    body = encode(message)
     return HEADER.pack(len(body)) + body
 
 
-async def read(stream: asyncio.StreamReader, kind: type[T], most: int = 2**32) -> T:
+async def read(
+    stream: asyncio.StreamReader,
+    kind: type[T],
+    most: int = 2**32,
+    decode: Callable[..., T] = msgspec.json.decode,
+) -> T:
     """Read the next message, a `kind`. Raises IncompleteReadError at the end of the stream, and
     ConnectionError if the message has more than `most` bytes or another type."""
     (size,) = HEADER.unpack(await stream.readexactly(HEADER.size))
     if size > most:
         raise ConnectionError(f"a message of {size} bytes")
     try:
-        return msgspec.json.decode(await stream.readexactly(size), type=kind)
+        return decode(await stream.readexactly(size), type=kind)
     except msgspec.DecodeError as error:
         raise ConnectionError(f"the message is not a {kind.__name__}: {error}") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -78,6 +79,25 @@ class SupervisedProcess:
             self._writer.close()
 
 
+class Channel(NamedTuple):
+    """A process that is talked to."""
+
+    supervised: SupervisedProcess
+    printed: LogPipe
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def end(self) -> int:
+        """Kill the process and its descendants, wait for their end, return the exit status."""
+        self.supervised.kill()
+        try:
+            return await self.supervised.wait()
+        except SupervisorLost:
+            return -signal.SIGKILL
+        finally:
+            self.writer.close()
+
+
 class ProcessLauncher:
     """Starts processes through a template: the module `supervisor`, or a Python program that calls
     `supervisor.run_template`. Its last argument is the file descriptor of its socket."""
@@ -131,6 +151,20 @@ class ProcessLauncher:
         body = msgspec.json.encode(spec)
         writer.write(HEADER.pack(len(body)) + body)
         return SupervisedProcess(reader, writer)
+
+    async def talk(self, spec: ProcessSpec, printed: int) -> Channel:
+        """Start a process whose descriptor 3 is a socket to this one. printed: bytes of output that
+        are copied at once, see `LogPipe`. Raises as `launch` does."""
+        ours, theirs = socket.socketpair()
+        pipe = LogPipe(printed)
+        out = await pipe.open()
+        fds = [os.open(os.devnull, os.O_RDONLY), out, out, theirs.detach()]
+        try:
+            supervised = await self.launch(spec, fds)
+        except (SupervisorLost, OSError):
+            ours.close()
+            raise
+        return Channel(supervised, pipe, *await asyncio.open_unix_connection(sock=ours))
 
     def _send(self, fds: Sequence[int]) -> None:
         assert self._control is not None

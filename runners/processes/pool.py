@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -28,9 +27,8 @@ from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.processes import child, contract
 from agentrl.runners.processes.launcher import (
     SUPERVISOR,
-    LogPipe,
+    Channel,
     ProcessLauncher,
-    SupervisedProcess,
     SupervisorLost,
 )
 from agentrl.runners.processes.supervisor import ProcessSpec
@@ -48,15 +46,8 @@ CHILD = ("-m", "agentrl.runners.processes.child")
 class WarmProcess:
     """The pool's handle of one warm process."""
 
-    def __init__(
-        self,
-        supervised: SupervisedProcess,
-        printed: LogPipe,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        self.supervised, self._printed = supervised, printed
-        self._reader, self._writer = reader, writer
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
         self.requests: dict[str, asyncio.Future[ExecutionResult]] = {}
         self.served, self.resident = 0, 0
         self.retired = False
@@ -64,28 +55,29 @@ class WarmProcess:
     async def wait_until_loaded(self) -> str | None:
         """Wait until the agent is loaded; return None, or the problem that prevents it."""
         try:
-            return (await child.read(self._reader, child.StartupReport)).problem
+            return (await child.read(self.channel.reader, child.StartupReport)).problem
         except (asyncio.IncompleteReadError, ConnectionError):
             return DIED_LOADING
 
     def submit(self, active: ActiveAttempt) -> asyncio.Future[ExecutionResult]:
         future = self.requests[active.id] = asyncio.get_running_loop().create_future()
-        self._writer.write(child.pack(child.RunRequest(active.id, input_of(active))))
+        self.channel.writer.write(child.pack(child.RunRequest(active.id, input_of(active))))
         return future
 
     async def read_responses(self) -> None:
         """Resolve the future of each response, until the process ends."""
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                done = await child.read(self._reader, child.RunResponse, LARGEST_RESPONSE)
+                done = await child.read(self.channel.reader, child.RunResponse, LARGEST_RESPONSE)
                 self.served, self.resident = self.served + 1, done.resident
-                self._printed.reset()
+                self.channel.printed.reset()
                 if (future := self.requests.get(done.attempt)) and not future.done():
                     future.set_result(done.ran)
 
     async def fail_pending(self) -> None:
         """End the process and fail its pending attempts."""
-        how = contract.describe_exit(await self.end())  # may be alive, after an invalid message
+        status = await self.channel.end()  # it may be alive, after an invalid message
+        how = contract.describe_exit(status)
         failure = Failure(kind=ErrorKind.AGENT, message=f"the agent's process {how}")
         if (together := len(self.requests)) != 1:
             message = f"the process {how} while it ran {together} rollouts"
@@ -93,15 +85,6 @@ class WarmProcess:
         for future in self.requests.values():
             if not future.done():
                 future.set_result(ExecutionResult(failure=failure))
-        self._writer.close()
-
-    async def end(self) -> int:
-        """Kill the process and its descendants, wait for their end, return the exit status."""
-        self.supervised.kill()
-        try:
-            return await self.supervised.wait()
-        except SupervisorLost:
-            return -9
 
 
 class PoolExecutor:
@@ -150,7 +133,7 @@ class PoolExecutor:
     async def close(self) -> None:
         self._closed.set()
         await asyncio.gather(*self._starting)
-        await asyncio.gather(*(process.end() for process in self._following))
+        await asyncio.gather(*(process.channel.end() for process in self._following))
         await asyncio.gather(*self._following.values())
         await self._launcher.close()
 
@@ -187,9 +170,9 @@ class PoolExecutor:
         if not process.retired:
             self._places.put_nowait(process)
         elif not process.requests:
-            process.supervised.kill()
+            process.channel.supervised.kill()
             if suspect:
-                await asyncio.shield(process.end())
+                await asyncio.shield(process.channel.end())
 
     def _retire(self, process: WarmProcess) -> None:
         """Submit no more rollouts to this process, and start its replacement."""
@@ -239,13 +222,4 @@ class PoolExecutor:
             spec = ProcessSpec(argv=[self._python, *self._program, "3"], env=self._env)
         if self.memory:
             spec["memory"] = self.memory
-        ours, theirs = socket.socketpair()
-        printed = LogPipe(contract.LARGEST_PRINT)
-        out = await printed.open()
-        fds = [os.open(os.devnull, os.O_RDONLY), out, out, theirs.detach()]
-        try:
-            supervised = await self._launcher.launch(spec, fds)
-        except (SupervisorLost, OSError):
-            ours.close()
-            raise
-        return WarmProcess(supervised, printed, *await asyncio.open_unix_connection(sock=ours))
+        return WarmProcess(await self._launcher.talk(spec, contract.LARGEST_PRINT))

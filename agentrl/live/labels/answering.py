@@ -12,16 +12,17 @@ import math
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from agentrl.base import threads
-from agentrl.base.loading import load_attribute, raised
+from agentrl.base.loading import kind_of, load_attribute
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.live.labels.signals import VERIFIER, Reply, result_of, task_of
-from agentrl.runners.processes.supervisor import HEADER
+from agentrl.runners.processes import child
 from agentrl.runners.scoring import verifiers
 from agentrl.store.rows import array_from_bytes, array_to_bytes
 from agentrl.types import Scope, Trace
@@ -29,6 +30,7 @@ from agentrl.types import Scope, Trace
 T = TypeVar("T")
 NAMES = ("messages", "answer", "next")  # parameters of a judge of next messages
 _encode = msgspec.msgpack.Encoder(enc_hook=array_to_bytes).encode
+_decode = partial(msgspec.msgpack.decode, dec_hook=array_from_bytes)
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -49,7 +51,7 @@ class SignalRequest(msgspec.Struct, frozen=True):
 
 class SignalResponse(msgspec.Struct, frozen=True):
     """Values in 0..1: `signals` of the verifier by name, or one for each reply (None: nothing).
-    Or the `problem`, a sentence without its subject."""
+    Or the `problem`, a sentence without its subject, and without words of the session."""
 
     signals: dict[str, float] = {}
     judged: list[float | None] = []
@@ -57,19 +59,12 @@ class SignalResponse(msgspec.Struct, frozen=True):
 
 
 def pack(message: msgspec.Struct) -> bytes:
-    body = _encode(message)
-    return HEADER.pack(len(body)) + body
+    return child.pack(message, _encode)
 
 
 async def read(stream: asyncio.StreamReader, kind: type[T]) -> T:
-    """Read the next message. Raises IncompleteReadError at the end of the stream, and
-    ConnectionError for another message."""
-    (size,) = HEADER.unpack(await stream.readexactly(HEADER.size))
-    try:
-        body = await stream.readexactly(size)
-        return msgspec.msgpack.decode(body, type=kind, dec_hook=array_from_bytes)
-    except msgspec.DecodeError as error:
-        raise ConnectionError(f"the message is not a {kind.__name__}: {error}") from None
+    """As `child.read`, of messages that have arrays."""
+    return await child.read(stream, kind, decode=_decode)
 
 
 class Answerer:
@@ -90,10 +85,12 @@ class Answerer:
             if question.trace is not None:
                 return SignalResponse(signals=await self._verify(question.trace))
             return SignalResponse(judged=[await self._judged(reply) for reply in question.replies])
-        except (Nonsense, verifiers.VerifierError) as error:
-            return SignalResponse(problem=str(error).removeprefix("the verifier "))
+        except Nonsense as error:
+            return SignalResponse(problem=str(error))
+        except verifiers.VerifierError:  # whose message has what was returned
+            return SignalResponse(problem="returned no reward that can be stored")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user's code
-            return SignalResponse(problem=f"raised {raised(error)}")
+            return SignalResponse(problem=f"raised {kind_of(error)}")
 
     async def _verify(self, trace: Trace) -> dict[str, float]:
         assert self._verifier is not None
@@ -117,7 +114,8 @@ class Nonsense(Exception):
 def _in_range(value: Any) -> float:
     number = value if isinstance(value, int | float) else math.nan
     if not 0 <= number <= 1:
-        raise Nonsense(f"returned {value!r:.80}; return a number from 0 to 1, or nothing")
+        what = f"{number:g}" if isinstance(value, int | float) else f"a {type(value).__name__}"
+        raise Nonsense(f"returned {what}; return a number from 0 to 1, or nothing")
     return float(number)
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
+import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack
 
 import aiohttp
 import msgspec
@@ -29,9 +28,8 @@ from agentrl.live.labels.answering import Settings, SignalRequest, SignalRespons
 from agentrl.live.labels.signals import NEXT_MESSAGE, VERIFIER, Message, Reply
 from agentrl.live.records.table import live_of
 from agentrl.runners.processes.launcher import (
-    LogPipe,
+    Channel,
     ProcessLauncher,
-    SupervisedProcess,
     SupervisorLost,
 )
 from agentrl.runners.processes.supervisor import ProcessSpec
@@ -43,6 +41,7 @@ CHILD = ("-m", "agentrl.live.labels.answering")
 PROCESSES = 2  # questions that are answered at the same time
 LOADING = 120.0  # seconds for a user's file to be imported
 LARGEST_PRINT = 2**16  # bytes that the user's functions may print about one session
+ANSWERED = re.compile(r"( answered \d+): .*", re.DOTALL)
 ENDED = (asyncio.IncompleteReadError, ConnectionError, SupervisorLost, OSError)
 RUBRIC = (
     "whether what came after its last answer, in `next`, shows that this answer helped: a user who "
@@ -63,7 +62,7 @@ class Asker:
             rewards=dict(config.verifier.rewards), next_message=self._function,
         )  # fmt: skip
         self._launcher = ProcessLauncher(env=environment_without_secrets())
-        self._free: asyncio.Queue[Answering | None] = asyncio.Queue()
+        self._free: asyncio.Queue[Channel | None] = asyncio.Queue()
         self._store, self._config, self._said = store, config, set[tuple[str, str]]()
         self._session = aiohttp.ClientSession()
         self._judge: JudgeClient | None = None
@@ -76,13 +75,12 @@ class Asker:
             self._judge = JudgeClient(NEXT_MESSAGE, judge, self._config, self._store, self._session)
         for _ in range(PROCESSES - 1):
             self._free.put_nowait(None)
-        try:
+        async with AsyncExitStack() as failing:
+            failing.push_async_callback(self.__aexit__)
             if self._verifies or self._function:
                 await self._launcher.start()
-                self._free.put_nowait(await Answering.start(self._launcher, self._settings))
-        except BaseException:
-            await self.__aexit__()
-            raise
+                self._free.put_nowait(await _started(self._launcher, self._settings))
+            failing.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -115,9 +113,9 @@ class Asker:
         answer: SignalResponse | None = None
         try:
             if process is None:
-                process = await Answering.start(self._launcher, self._settings)
+                process = await _started(self._launcher, self._settings)
             async with asyncio.timeout(self._signals.timeout):
-                answer = await process.ask(question)
+                answer = await _answer(process, question)
         except TimeoutError:
             self._say(what, "took too long", f"took longer than live.signals.timeout = "
                       f"{self._signals.timeout:g} s and was ended")  # fmt: skip
@@ -145,9 +143,10 @@ class Asker:
             why = f"took longer than live.signals.timeout = {self._signals.timeout:g} s"
             self._say(NEXT_MESSAGE, "took too long", why)
         except (AgentRLError, KeyError) as error:
-            self._say(NEXT_MESSAGE, "failed", f"gave no answer: {error}")
+            why = ANSWERED.sub(r"\1", str(error))  # without the server's words about a user's
+            self._say(NEXT_MESSAGE, "failed", f"gave no answer: {why}")
         finally:
-            judge.forget_asked()  # else what was cancelled would be waited for
+            judge.forget_asked()  # the store has the answers
         return []
 
     def _say(self, what: str, kind: str, problem: str) -> None:
@@ -162,55 +161,26 @@ def _record(reply: Reply) -> list[Message]:
     return [*reply.messages, reply.answer, {"next": reply.next}]
 
 
-class Answering:
-    """The handle of a process with the user's functions."""
+async def _started(launcher: ProcessLauncher, settings: Settings) -> Channel:
+    """A process that has loaded the user's functions. Raises ConfigError."""
+    argv = [sys.executable, *CHILD, msgspec.json.encode(settings).decode(), "3"]
+    spec = ProcessSpec(argv=argv, env=environment_without_secrets(), folder=settings.root)
+    process = await launcher.talk(spec, LARGEST_PRINT)
+    try:
+        async with asyncio.timeout(LOADING):
+            problem = (await read(process.reader, SignalResponse)).problem
+    except TimeoutError:
+        problem = f"importing the verifier or judge takes longer than {LOADING:g} s"
+    except ENDED:
+        problem = "the process ended while loading the verifier or judge; see above"
+    if problem:
+        await process.end()
+        raise ConfigError(problem)
+    return process
 
-    def __init__(
-        self,
-        supervised: SupervisedProcess,
-        printed: LogPipe,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        self._supervised, self._printed = supervised, printed
-        self._reader, self._writer = reader, writer
 
-    @classmethod
-    async def start(cls, launcher: ProcessLauncher, settings: Settings) -> Answering:
-        """Start a process and wait until it has loaded the functions. Raises ConfigError."""
-        ours, theirs = socket.socketpair()
-        printed = LogPipe(LARGEST_PRINT)
-        out = await printed.open()
-        fds = [os.open(os.devnull, os.O_RDONLY), out, out, theirs.detach()]
-        argv = [sys.executable, *CHILD, msgspec.json.encode(settings).decode(), "3"]
-        spec = ProcessSpec(argv=argv, env=environment_without_secrets(), folder=settings.root)
-        try:
-            supervised = await launcher.launch(spec, fds)
-        except (SupervisorLost, OSError):
-            ours.close()
-            raise
-        one = cls(supervised, printed, *await asyncio.open_unix_connection(sock=ours))
-        try:
-            async with asyncio.timeout(LOADING):
-                problem = (await read(one._reader, SignalResponse)).problem
-        except TimeoutError:
-            problem = f"importing the verifier or judge takes longer than {LOADING:g} s"
-        except ENDED:
-            problem = "the process ended while loading the verifier or judge; see above"
-        if problem:
-            await one.end()
-            raise ConfigError(problem)
-        return one
-
-    async def ask(self, question: SignalRequest) -> SignalResponse:
-        self._printed.reset()
-        self._writer.write(pack(question))
-        await self._writer.drain()
-        return await read(self._reader, SignalResponse)
-
-    async def end(self) -> None:
-        """Kill the process and its descendants, and wait for their end."""
-        self._supervised.kill()
-        with suppress(SupervisorLost):
-            await self._supervised.wait()
-        self._writer.close()
+async def _answer(process: Channel, question: SignalRequest) -> SignalResponse:
+    process.printed.reset()
+    process.writer.write(pack(question))
+    await process.writer.drain()
+    return await read(process.reader, SignalResponse)

@@ -2,7 +2,8 @@
 
 Always true: a label is computed from the stored session, and written at once with its mark; so a
 killed watch loses nothing and asks at most again. Feedback that arrives before a session is trained
-rewrites its label; later it is stored as ever, and the label stays.
+rewrites its label; later it is stored as ever, and the label stays. A session that cannot be
+labelled is held: it is never trained, and no other waits for it.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from statistics import fmean
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
+from agentrl.base.loading import kind_of
 from agentrl.config import RunConfig
-from agentrl.errors import NotFound, StoreError
+from agentrl.errors import Invalid, NotFound, StoreError
 from agentrl.live.labels import weighing
 from agentrl.live.labels.asking import Asker
 from agentrl.live.labels.signals import NEXT_MESSAGE, digest_of_session, posted, replies
+from agentrl.live.labels.weighing import is_counted
 from agentrl.live.records import people
 from agentrl.live.records.marks import (
     MARK,
@@ -41,9 +45,10 @@ from agentrl.store.base import Store
 from agentrl.types import Reward, Rollout, RolloutState, Scope, StepReward, Trace
 
 log = logging.getLogger("agentrl.live")
-Outliers = tuple[dict[str, str], dict[str, str]]  # `Ledger.contrary` and `Ledger.unlike`
+HELD = "it cannot be labelled: {}"
 AT_ONCE = 16  # sessions that are asked about at the same time
 PAUSE = 0.2  # seconds between two looks, however much is written
+IDLENESS = 4.0  # pause per time of a look, so that many open sessions take a fifth of a core
 POLL = 60.0  # seconds after which the store is looked at again
 
 
@@ -60,25 +65,28 @@ class Labeller:
         self._asking: dict[str, asyncio.Task[None]] = {}  # by rollout
         self._admitting = asyncio.Lock()
         self._slots = asyncio.Semaphore(AT_ONCE)
-        self._said: set[str] = set()
+        self._said, self._said_unweighed = set[str](), False  # outliers; names may be users' words
+        self._given_up = set[str]()  # sessions of which not even that can be written
 
     async def start(self) -> None:
         """Read what is known of the sessions so far."""
-        rows = [row async for row in people.all_sessions(self._store, self._run) if mark_of(row)]
-        for row in oldest_first(rows):
-            self._learn(row, mark_of(row) or Mark(ended=0.0, day=""))
+        async for row in people.all_sessions(self._store, self._run):
+            if mark := mark_of(row):
+                self._ledger.learn(row.id, user_of(row), mark)
+        self._ledger.tidy()
 
     async def look(self) -> None:
         """Begin to label what has ended, and rewrite what got feedback."""
         sessions = await ended(self._store, self._run)
-        known = [(row, self._with_posted(row, mark)) for row in sessions if (mark := mark_of(row))]
+        marks = {row.id: mark_of(row) for row in sessions}
+        known = [(row, mark) for row in sessions if (mark := marks[row.id]) and is_counted(mark)]
         for row, mark in known:
-            self._learn(row, mark)
-        outliers = self._outliers()
+            await self._safely(row, self._learn(row, mark))
         for row, mark in known:
-            await self._write(row, self._weighed(row, mark, outliers), {})
+            await self._safely(row, self._write_again(row, mark))
+        self._given_up &= marks.keys()
         for row in oldest_first(sessions):
-            if mark_of(row) is None and row.id not in self._asking:
+            if marks[row.id] is None and row.id not in self._asking.keys() | self._given_up:
                 self._asking[row.id] = asyncio.create_task(self._label(row))
 
     async def settle(self) -> None:
@@ -95,31 +103,58 @@ class Labeller:
                 if not task.cancelled():  # with another that asked the same: it is asked again
                     task.result()
 
+    async def _learn(self, row: Rollout, mark: Mark) -> None:
+        self._ledger.learn(row.id, user_of(row), self._with_posted(row, mark))
+
+    async def _write_again(self, row: Rollout, mark: Mark) -> None:
+        await self._write(row, self._weighed(row, self._with_posted(row, mark)), {})
+
     async def _label(self, row: Rollout) -> None:
         async with self._slots:
-            async with self._admitting:  # in the order in which they ended
-                trace = await self._store.trace(row.id)
-                if trace is None:  # deleted since
-                    return
-                mark = self._admitted(trace)
-            judged: dict[str, float] = {}
-            if not mark.held and row.state is RolloutState.SUCCEEDED and trace.transitions:
-                mark, judged = await self._asked(mark, trace)
-            mark = self._with_posted(trace.rollout, mark)
-            self._learn(row, mark)
-            await self._write(trace.rollout, self._weighed(row, mark, self._outliers()), judged)
+            await self._safely(row, self._labelled(row))
+
+    async def _safely(self, row: Rollout, work: Coroutine[Any, Any, None]) -> None:
+        """Do what is about one session, which is held if that cannot be done: others must not wait
+        for it. Raises StoreError for what can be tried again."""
+        try:
+            await work
+        except Invalid as error:
+            await self._hold(row, error)
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of any part of a session
+            await self._hold(row, error)
+
+    async def _labelled(self, row: Rollout) -> None:
+        async with self._admitting:  # in the order in which they ended
+            trace = await self._store.trace(row.id)
+            if trace is None:  # deleted since
+                return
+            mark = self._admitted(trace)
+        judged: dict[str, float] = {}
+        if not mark.held and row.state is RolloutState.SUCCEEDED and trace.transitions:
+            mark, judged = await self._asked(mark, trace)
+        mark = self._with_posted(trace.rollout, mark)
+        self._ledger.learn(row.id, user_of(row), mark)
+        await self._write(trace.rollout, self._weighed(row, mark), judged)
+
+    async def _hold(self, row: Rollout, error: Exception) -> None:
+        """Write that a session cannot be labelled; else forget it until the watch starts again."""
+        why = HELD.format(kind_of(error))
+        log.warning("session %s is held: %s", row.group, why)
+        now = self._clock()
+        try:
+            await self._write(row, Mark(ended=now, day=_day_of(now), held=why), {})
+        except Invalid:
+            self._given_up.add(row.id)
 
     def _admitted(self, trace: Trace) -> Mark:
         """A mark that says whether the session counts."""
         row = trace.rollout
-        day = datetime.fromtimestamp(ended_of(row), UTC).date().isoformat()
+        ended = ended_of(row) or self._clock()  # it failed, and nobody wrote its end
         digest = digest_of_session(trace.transitions)
-        mark = Mark(ended=ended_of(row), day=day, digest=digest)
+        mark = Mark(ended=ended, day=_day_of(ended), digest=digest)
         return replace(mark, held=self._ledger.admit(row.id, user_of(row), mark))
-
-    def _learn(self, row: Rollout, mark: Mark) -> None:
-        self._ledger.admit(row.id, user_of(row), mark)
-        self._ledger.learn(row.id, user_of(row), mark)
 
     async def _asked(self, mark: Mark, trace: Trace) -> tuple[Mark, dict[str, float]]:
         """The mark with the verifier's and the judge's signals, and those of calls."""
@@ -133,11 +168,11 @@ class Labeller:
 
     def _with_posted(self, row: Rollout, mark: Mark) -> Mark:
         given = posted(row.rewards)
-        for name in given.keys() - self._weights.keys() - self._said:
-            self._said.add(name)
+        if given.keys() - self._weights.keys() and not self._said_unweighed:
+            self._said_unweighed = True
             log.warning(
-                "feedback %r has no weight in live.signals.weights: it is kept, not learned from",
-                name,
+                "feedback under another name than those in live.signals.weights is kept, and not "
+                "learned from; `agentrl live export` shows the name"
             )
         explicit = any(self._weights.get(name) for name in given)
         return replace(mark, posted=given, explicit=explicit, delays=self._delays(mark, given))
@@ -146,22 +181,21 @@ class Labeller:
         late = round(max(0.0, self._clock() - mark.ended), 1)
         return dict.fromkeys(signals, late) | mark.delays
 
-    def _weighed(self, row: Rollout, mark: Mark, outliers: Outliers) -> Mark:
+    def _weighed(self, row: Rollout, mark: Mark) -> Mark:
         """The mark with why the session, or what was posted, does not count."""
-        user, (contrary, unlike) = user_of(row), outliers
-        held = self._ledger.admit(row.id, user, mark)
-        if not held and user in unlike and self._ledger.is_beyond(row.id, user, mark.day):
+        user, (contrary, unlike) = user_of(row), self._outliers()
+        held = mark.held if not is_counted(mark) else ""
+        if not held and user in unlike and self._ledger.is_beyond(row.id, user, mark):
             held = weighing.UNLIKE
         ignored = weighing.CONTRARY if mark.posted and user in contrary else ""
         return replace(mark, held=held, ignored=ignored)
 
-    def _outliers(self) -> Outliers:
-        found = self._ledger.contrary(), self._ledger.unlike()
+    def _outliers(self) -> weighing.Outliers:
+        found = self._ledger.outliers()
         for users, what in zip(found, ("votes", "most sessions"), strict=True):
-            for user, why in users.items():
-                if (about := f"{what} of user {user}") not in self._said:
-                    self._said.add(about)
-                    log.warning("%s are held back: %s", about, why)
+            for user in users.keys() - self._said:
+                self._said.add(user)
+                log.warning("%s of user %s are held back: %s", what, user, users[user])
         return found
 
     async def _write(self, row: Rollout, mark: Mark, judged: dict[str, float]) -> None:
@@ -184,6 +218,11 @@ class Labeller:
             return
 
 
+def _day_of(time: float) -> str:
+    """The UTC date of unix seconds. Raises OverflowError for none."""
+    return datetime.fromtimestamp(time, UTC).date().isoformat()
+
+
 def _had_outcome(row: Rollout) -> bool:
     return any(r.source == SOURCE and r.name == OUTCOME for r in row.rewards)
 
@@ -192,14 +231,17 @@ async def run(store: Store, config: RunConfig) -> None:
     """Label sessions of the run as they end, until cancelled."""
     async with Asker(store, config) as asker:
         labeller, cursor, started = Labeller(store, config, asker), 0, False
+        began = time.monotonic()
         while True:
             try:
                 cursor = await store.wait(cursor, timeout=POLL)
                 if not started:
                     await labeller.start()
                     started = True
+                began = time.monotonic()
                 await labeller.look()
                 labeller.failed()
             except StoreError as error:
                 log.warning("sessions are not labelled now: %s; tried again", error)
-            await asyncio.sleep(PAUSE)
+                cursor = 0
+            await asyncio.sleep(PAUSE + IDLENESS * (time.monotonic() - began))

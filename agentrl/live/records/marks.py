@@ -17,6 +17,7 @@ from agentrl.types import FEEDBACK, Record, Rollout
 SOURCE = "live"  # `Reward.source` of labels
 RESULT_ENDED = "ended"  # key of a session's result: unix seconds of its end
 GATEWAY, FAILED = "gateway", "failed"  # source and name of the number of calls without an answer
+DAMAGED = "its mark is damaged"
 MARK, SIGNAL, OUTCOME = "labelled", "signal", "outcome"  # names of rewards; SIGNAL is of a call
 
 
@@ -48,7 +49,7 @@ class Mark(Record, frozen=True):
 def ended_of(session: Rollout) -> float:
     """When a session ended, in unix seconds, as its gateway wrote it; 0 if it has not."""
     ended = session.result.get(RESULT_ENDED) if isinstance(session.result, dict) else None
-    return float(ended or 0.0)
+    return float(ended) if isinstance(ended, int | float) and math.isfinite(ended) else 0.0
 
 
 def user_of(session: Rollout) -> str:
@@ -63,9 +64,16 @@ def failed_calls(session: Rollout) -> float:
 
 
 def mark_of(session: Rollout) -> Mark | None:
-    """The mark of a session; None: it is not labelled yet."""
+    """The mark of a session; None: it is not labelled yet. One that cannot be read holds it."""
     rows = (row for row in session.rewards if row.name == MARK and row.source == SOURCE)
-    return next((msgspec.json.decode(row.note, type=Mark) for row in rows), None)
+    return next((_read(row.note) for row in rows), None)
+
+
+def _read(note: str) -> Mark:
+    try:
+        return msgspec.json.decode(note, type=Mark)
+    except msgspec.DecodeError:  # it was changed by hand, or another version of agentrl wrote it
+        return Mark(ended=0.0, day="", held=DAMAGED)
 
 
 def outcome_of(session: Rollout) -> float:

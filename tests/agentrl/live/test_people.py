@@ -199,6 +199,18 @@ async def test_old_sessions_are_deleted_trained_or_not(store, config, tmp_path, 
         await give_feedback(store, RUN, Feedback(session="o0", value=1.0))
 
 
+async def test_a_session_whose_end_nobody_wrote_is_deleted_by_when_it_was_labelled(store, config):
+    id = await ended(store, "a", "hi", "x", at=None)
+    await label(store)
+    kept = resolve(
+        {"name": RUN, "store": config.store, "live": {"people": {"retention": 100.0}}},
+        source="test",
+    )
+    assert await expire(store, kept, NOW + 60.0 + 99.0) == 0
+    assert await expire(store, kept, NOW + 60.0 + 101.0) == 1
+    assert id not in [row.id for row in await store.rollouts(RUN)]
+
+
 async def test_the_secret_is_made_once_or_given(store, config, monkeypatch):
     one, two = await asyncio.gather(secret_of(store, config), secret_of(store, config))
     assert one == two == await secret_of(store, config)

@@ -9,11 +9,12 @@ import math
 import pytest
 
 from agentrl.config import resolve
+from agentrl.errors import Invalid
 from agentrl.live.labels.label import Labeller
 from agentrl.live.records.marks import SOURCE, is_lost, is_ready, mark_of, outcome_of
 from agentrl.runners.sessions.feedback import Feedback, give_feedback
 from agentrl.store import open_store
-from agentrl.types import StepCommit
+from agentrl.types import Reward, StepCommit, StepReward
 from tests.agentrl.live.sessions import NOW, RUN, Scripted, ended, row_of
 
 
@@ -65,8 +66,9 @@ async def test_weights_are_those_of_the_run_file_and_what_is_missing_is_missing(
         await label(store, signals={"weights": {"verifier": 1.0, "bought": 3.0}})
     assert outcome_of(await row_of(store, one)) == 0.25
     assert math.isnan(outcome_of(await row_of(store, two)))
-    assert [r.getMessage() for r in caplog.records if "'seen' has no weight" in r.getMessage()]
-    assert not any("bought" in r.getMessage() for r in caplog.records)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "under another name than those in live.signals.weights is kept" in line
+    assert "seen" not in line  # it may be a user's word
 
 
 async def test_what_is_labelled_is_asked_about_once_and_written_once(store):
@@ -211,3 +213,93 @@ async def test_votes_of_an_outlier_are_held_back_and_it_is_said(store, caplog):
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == 1
     assert "votes of user bad are held back: its votes are 1.00 from" in said[0]
+
+
+class Raises(Scripted):
+    """Cannot ask about sessions with some words."""
+
+    async def judge(self, replies, subject):
+        if any("CANARY" in str(reply.messages) for reply in replies):
+            raise KeyError("CANARY")
+        return await super().judge(replies, subject)
+
+
+class Refuses:
+    """A store that refuses rewards of a rollout, or of a name."""
+
+    def __init__(self, store, rollout="", name=""):
+        self._store, self.rollout, self.name = store, rollout, name
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    async def add_rewards(self, rewards):
+        if any(row.rollout == self.rollout or row.reward.name == self.name for row in rewards):
+            raise Invalid("it cannot be stored")
+        await self._store.add_rewards(rewards)
+
+
+async def test_a_session_that_cannot_be_labelled_is_held_and_no_other_waits_for_it(store, caplog):
+    bad = await ended(store, "bad", "CANARY", "good", "thanks", "bye", at=NOW - 1)
+    good = await ended(store, "good", "q", "good", "thanks", "bye")
+    asker = Raises(good=1.0)
+    with caplog.at_level(logging.WARNING, "agentrl.live"):
+        one = await label(store, asker)
+        one.failed()
+    row = await row_of(store, bad)
+    assert "cannot be labelled: KeyError (" in mark_of(row).held
+    assert "test_label.py" in mark_of(row).held
+    assert is_lost(row, NOW, 1e9)
+    assert not is_ready(row, NOW + 1e9, 0.0)
+    assert outcome_of(await row_of(store, good)) == 1.0
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert row.group in line
+    assert "CANARY" not in line
+    before = await store.cursor()
+    await one.look()
+    await one.settle()
+    assert await store.cursor() == before
+
+
+async def test_a_label_that_cannot_be_stored_holds_its_session_or_is_given_up(store):
+    bad = await ended(store, "bad", "q", "good", at=NOW - 1)
+    good = await ended(store, "good", "q2", "good")
+    await label(Refuses(store, name="outcome"))
+    assert "Invalid" in mark_of(await row_of(store, bad)).held
+    assert is_lost(await row_of(store, good), NOW, 1e9)
+    never, last = [await ended(store, name, name, "good") for name in ("never", "last")]
+    refuses, asker = Refuses(store, rollout=never), Scripted(good=1.0)
+    one = labeller(refuses, asker)
+    for _ in range(2):
+        await one.look()
+        await one.settle()
+        one.failed()
+    assert outcome_of(await row_of(store, last)) == 1.0
+    assert len(asker.asked) == len(set(asker.asked))
+
+
+async def test_a_damaged_mark_or_end_stops_nobody(store):
+    bad = await ended(store, "bad", "q", "good", at="yesterday")
+    odd = await ended(store, "odd", "q1", "good")
+    note = '{"ended": "never"}'
+    mark = Reward(name="labelled", value=1.0, source=SOURCE, note=note)
+    await store.add_rewards([StepReward(rollout=odd, reward=mark)])
+    good = await ended(store, "good", "q2", "good")
+    await label(store)
+    assert mark_of(await row_of(store, odd)).held == "its mark is damaged"
+    assert is_lost(await row_of(store, odd), NOW, 1e9)
+    for id in (bad, good):
+        assert outcome_of(await row_of(store, id)) == 1.0
+    assert mark_of(await row_of(store, bad)).ended == NOW + 60.0
+
+
+async def test_what_is_known_is_read_once_and_forgotten_when_it_is_old(store):
+    """The memory of a watch depends on the last month, not on the age of the run."""
+    for n in range(40):
+        at = NOW + 86_400 * n
+        await ended(store, f"s{n}", f"q{n}", "good", user=f"u{n}", at=at)
+    await label(store)
+    again = labeller(store)
+    await again.start()
+    assert len(again._ledger.days) == 3
+    assert len(again._ledger.users) == 33

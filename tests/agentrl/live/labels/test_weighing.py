@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from agentrl.live.labels.weighing import Ledger, weighted
 from agentrl.live.records.marks import Mark
@@ -26,10 +27,14 @@ def population(outcomes: dict[str, list[float]], votes: dict[str, list[float]]) 
     ledger = Ledger(0, WEIGHTS)
     for user, values in outcomes.items():
         for n, value in enumerate(values):
-            given = votes.get(user, [])
-            posted = {"feedback": given[n]} if n < len(given) else {}
+            voted = votes.get(user, [])
+            posted = {"feedback": voted[n]} if n < len(voted) else {}
             mark = Mark(
-                ended=0.0, day="d", digest=f"{user}{n}", asked={"verifier": value}, posted=posted
+                ended=float(n),
+                day="d",
+                digest=f"{user}{n}",
+                asked={"verifier": value},
+                posted=posted,
             )
             ledger.admit(f"{user}/{n}", user, mark)
             ledger.learn(f"{user}/{n}", user, mark)
@@ -66,7 +71,8 @@ def test_honest_users_with_harder_questions_are_seldom_outliers(seed):
     assert "bad" in found
     assert len(found) <= 2
     assert ledger.few("d") == 5
-    beyond = [n for n in range(30) if ledger.is_beyond(f"bad/{n}", "bad", "d")]
+    marks = [Mark(ended=float(n), day="d") for n in range(30)]
+    beyond = [n for n, mark in enumerate(marks) if ledger.is_beyond(f"bad/{n}", "bad", mark)]
     assert beyond == [*range(5, 30)]
 
 
@@ -76,3 +82,66 @@ def test_nobody_is_an_outlier_among_few_users_or_sessions():
     many = {f"u{n}": [1.0] * 9 for n in range(9)}
     assert population({**many, "bad": [0.0] * 4}, {}).unlike() == {}
     assert list(population({**many, "bad": [0.0] * 5}, {}).unlike()) == ["bad"]
+
+
+def day_of(ended: float) -> str:
+    return f"{int(ended // 86_400):06d}"
+
+
+def of_day(n: int, day: float, user: str = "u", **more: str) -> tuple[str, str, Mark]:
+    ended = day * 86_400.0 + n
+    return f"{user}/{day}/{n}", user, Mark(ended=ended, day=day_of(ended), digest=f"{n}", **more)
+
+
+def test_what_counts_does_not_depend_on_the_order_in_which_marks_are_read():
+    """A restart reads the store in the order of ids, not of time."""
+    ledger, marks = Ledger(3, WEIGHTS), []
+    for n in range(5):
+        session, user, mark = of_day(n, 1)
+        marks.append((session, user, replace(mark, held=ledger.admit(session, user, mark))))
+    assert [bool(mark.held) for *_, mark in marks] == [False] * 3 + [True] * 2
+    again = Ledger(3, WEIGHTS)
+    for session, user, mark in reversed(marks):
+        again.learn(session, user, mark)
+    for one in (ledger, again):
+        assert "3 others" in one.admit(*of_day(9, 1))
+        assert one.admit(*of_day(0, 2)) == ""
+        assert [one.is_beyond(*marks[n]) for n in range(3)] == [False, True, True]
+
+
+def test_a_ledger_keeps_few_days_and_forgets_users_who_have_gone():
+    ledger = Ledger(10, WEIGHTS)
+    for day in range(1, 100):
+        for n in range(5):
+            session, user, mark = of_day(n, day, user=f"u{day}")
+            assert ledger.admit(session, user, mark) == ""
+            ledger.learn(session, user, replace(mark, asked={"verifier": 1.0}))
+    assert len(ledger.days) == 3
+    assert sum(len(found) for day in ledger.days.values() for found in day.counted.values()) == 15
+    assert len(ledger.users) <= 34
+    assert "long before" in ledger.admit(*of_day(7, 5))
+    ledger.learn(*of_day(0, 9999))  # a clock that jumps takes nothing away from today
+    assert "repeats" in ledger.admit("other", *of_day(1, 99, user="u99")[1:])
+    assert len(ledger.users) <= 35
+
+
+def test_a_user_is_known_by_its_last_sessions():
+    ledger = Ledger(0, WEIGHTS)
+    for n in reversed(range(1000)):
+        session, user, mark = of_day(n, 1)
+        ledger.learn(session, user, replace(mark, asked={"verifier": float(n >= 800)}))
+    assert ledger.users["u"].outcomes == [1.0] * 200
+
+
+def test_outliers_are_not_looked_for_after_every_session(monkeypatch):
+    looked = []
+    monkeypatch.setattr(Ledger, "unlike", lambda self: looked.append(1) or {})
+    ledger = Ledger(0, WEIGHTS)
+    for n in range(5000):
+        session, user, mark = of_day(n, 1, user=f"u{n % 50}")
+        ledger.learn(session, user, replace(mark, asked={"verifier": 1.0}))
+        ledger.outliers()
+    assert 100 < len(looked) < 1000
+    before = len(looked)
+    ledger.outliers()  # nothing is new
+    assert len(looked) == before
