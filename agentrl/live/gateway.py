@@ -252,6 +252,7 @@ class LiveSessions(Sessions):
             "candidate": lanes.candidate,
             "share": lanes.share,
             "user": self._user(request),
+            "began": round(time.time(), 3),
         }
         if not request.headers.get(self._settings.header):
             task["session"] = name  # made here, so it is nobody's secret

@@ -2,7 +2,8 @@
 
 Always true: a step claims sessions that are ready, oldest end first, and a session is trained or
 discarded by one commit only; calls count as those of the trained policy, as many updates old as
-there are from the version that answered to the learner's weights.
+there are from the version that answered to the learner's weights. Sessions that will never be
+trained do not pile up: without a step that trains, an empty one discards them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from agentrl.types import POLICY, Group, Rollout, Transition
 log = logging.getLogger("agentrl.algorithm")
 ROOM = 16 * 2**20  # bytes of a step besides its weights
 LOOK_PAUSE = 1.0  # seconds between two looks at the sessions
+MOST_LEFT_OUT = 1000  # sessions that wait for a step to discard them
 CLAIMED_AT_ONCE = 64  # sessions to discard; a claim reads their calls
 
 
@@ -43,6 +45,7 @@ class SessionSource:
     serves: bool  # whether its policy is an adapter, which is served by the base's server
     versions: Versions | None = None
     since: float = field(default_factory=time.monotonic)  # the last step
+    discarded: float = field(default_factory=time.monotonic)  # when sessions last were
     no_room: str = ""  # why a step cannot be written
 
     async def collect(self, step: int) -> Collected:
@@ -63,9 +66,13 @@ class SessionSource:
             ready, left_out = self._sorted(sessions, step)
             if not held and self._is_due(len(ready)) and self._has_room():
                 break
+            if self._is_late(len(left_out)):
+                ready = []
+                break
             cursor = await store.wait(cursor, timeout=10 * LOOK_PAUSE)
             await asyncio.sleep(LOOK_PAUSE)
-        self.since = time.monotonic()
+        self.discarded = time.monotonic()
+        self.since = self.discarded if ready else self.since
         chosen = oldest_first(ready)[: live.sessions]
         return await self._claim(step, chosen, left_out)
 
@@ -73,6 +80,11 @@ class SessionSource:
         live = live_of(self.run.config)
         late = time.monotonic() - self.since >= live.every
         return ready >= live.sessions or (late and ready >= live.least)
+
+    def _is_late(self, left_out: int) -> bool:
+        """Whether sessions are to be discarded, also if nothing can be trained."""
+        late = time.monotonic() - self.discarded >= live_of(self.run.config).every
+        return left_out >= MOST_LEFT_OUT or (late and left_out > 0)
 
     def _has_room(self) -> bool:
         """Whether the step's checkpoint and version can be written; otherwise learning waits, and

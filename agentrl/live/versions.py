@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
@@ -35,7 +36,8 @@ from agentrl.live.records.documents import (
     told,
 )
 from agentrl.live.records.table import policy_of
-from agentrl.types import POLICY, Json, PolicyVersion
+from agentrl.store.base import Store
+from agentrl.types import EMPTY, POLICY, Json, PolicyVersion
 
 log = logging.getLogger("agentrl.algorithm")
 FOLDER = "versions"
@@ -57,11 +59,32 @@ class Lineage:
 
     resets: list[Reset] = field(default_factory=list)
     decided: int = 0  # number of events that it has heeded
+    # Steps that trained nothing, and so made no update; the store has them, not the run's state.
+    empty: list[int] = field(default_factory=list)
+    read: int = 0  # steps of which that is known
 
     def lag(self, version: int, now: int) -> float:
         """The number of updates from a version to the policy after `now` updates; inf if it is not
         on the way."""
-        return _lag(version, now, self.resets)
+        return self._lag(version, now, self.resets)
+
+    def _lag(self, version: int, now: int, resets: list[Reset]) -> float:
+        if not resets:
+            return self._updates(version, now) if version <= now else inf
+        last = resets[-1]
+        if last.at < version <= now:
+            return self._updates(version, now)
+        earlier = [reset for reset in resets[:-1] if reset.at < last.version]
+        return self._updates(last.at, now) + self._lag(version, last.version, earlier)
+
+    def _updates(self, since: int, now: int) -> int:
+        return now - since - (bisect_left(self.empty, now) - bisect_left(self.empty, since))
+
+    async def read_empty(self, store: Store, run: str, steps: int) -> None:
+        """Find out which of the first `steps` steps trained nothing."""
+        rows = await store.steps(run, after=self.read - 1) if steps > self.read else []
+        self.empty += [row.step for row in rows if row.step < steps and EMPTY in row.metrics]
+        self.read = max(self.read, steps)
 
     def dump(self) -> Json:
         return {"resets": msgspec.to_builtins(self.resets), "decided": self.decided}
@@ -69,16 +92,6 @@ class Lineage:
     def restore(self, data: Json) -> None:
         self.resets = msgspec.convert(data["resets"], list[Reset])
         self.decided = msgspec.convert(data["decided"], int)
-
-
-def _lag(version: int, now: int, resets: list[Reset]) -> float:
-    if not resets:
-        return now - version if version <= now else inf
-    last = resets[-1]
-    if last.at < version <= now:
-        return now - version
-    earlier = [reset for reset in resets[:-1] if reset.at < last.version]
-    return now - last.at + _lag(version, last.version, earlier)
 
 
 @dataclass(slots=True)
@@ -110,6 +123,7 @@ class Versions:
         if known.lanes is None:
             return
         now = self.run.policies.versions(step)[POLICY]
+        await self.lineage.read_empty(self.run.store, self.run.config.name, step)
         await self._heed(known, now)
         await self._serve(known)
         await self._offer_wished(known, step)

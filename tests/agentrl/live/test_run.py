@@ -9,6 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from agentrl.live.records.documents import Lanes, told
+from agentrl.live.records.sessions import ended
 from agentrl.store.base import Store
 from agentrl.types import Rollout, Transition
 from tests.agentrl.live.shop import RUN, label, move, running, until
@@ -85,3 +86,25 @@ async def test_a_live_run_serves_learns_and_moves_traffic(
             return "goes on from version 0: version 1 was found bad" in text
 
         await until(printed, what="the console says it")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_sessions_without_a_signal_are_discarded_although_nothing_can_be_trained(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    async with running(tmp_path, tiny_model_dir, "live.every=1") as (_, store, client):
+
+        async def none() -> bool:
+            counts = await store.counts(RUN)
+            return counts.groups_discarded == discarded and not await ended(store, RUN)
+
+        for discarded in (1, 2):
+            await talk(client, f"unlabelled {discarded}")
+            await until(none, what="the session is discarded")
+        assert [*(await told(store, RUN)).versions] == [0]  # nothing new is offered
+        for number in range(4):
+            await talk(client, f"s{number}")
+        rows = await label(store, 4, half)
+        assert {row.task["version"] for row in rows} == {0}
+        await offered(store, 3)

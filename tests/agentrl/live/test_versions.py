@@ -26,6 +26,7 @@ from agentrl.live.records.documents import (
 from agentrl.live.versions import GIVEN, Lineage, Reset, Versions, pending, wanted_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
+from agentrl.types import EMPTY
 from tests.agentrl.live.shop import RUN, move
 
 
@@ -52,6 +53,26 @@ def test_lag_counts_updates_on_the_way_to_the_learner() -> None:
     first = Lineage([Reset(5, 2), Reset(7, 0)])
     assert first.lag(0, 8) == 1
     assert first.lag(2, 8) == inf
+
+
+def test_steps_that_trained_nothing_are_no_updates() -> None:
+    plain = Lineage(empty=[2, 3, 6])
+    assert [plain.lag(at, 5) for at in (5, 4, 3, 2, 0)] == [0, 1, 1, 1, 3]
+    back = Lineage([Reset(5, 2)], empty=[2, 6])
+    assert [back.lag(at, 8) for at in (7, 6, 2, 1)] == [1, 1, 2, 3]
+
+
+async def test_steps_that_trained_nothing_are_read_from_the_store(tmp_path: Path) -> None:
+    async with open_store(f"sqlite:///{tmp_path}/store.db") as store:
+        await store.open_run(RUN, {})
+        lineage = Lineage()
+        for step in range(4):
+            metrics = {EMPTY: 0.0} if step % 2 else {}
+            await store.log(RUN, step, {**metrics, "loss": 1.0})
+            await lineage.read_empty(store, RUN, step)  # it is not committed yet
+        assert lineage.empty == [1]
+        await lineage.read_empty(store, RUN, 4)
+        assert lineage.empty == [1, 3]
 
 
 def test_lineage_comes_back_from_a_checkpoint() -> None:
