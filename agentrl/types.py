@@ -27,6 +27,7 @@ EMPTY = "rollouts/empty"  # metric: number of rollouts of a step in which none w
 ENDED = "run/ended"  # metric of a run's last step: 1 once no more rollouts will be queued
 SESSION = -1  # step of rollouts that are sessions of a deployed agent; never trained
 FEEDBACK, CORRECTION = "feedback", "correction"  # rewards; a correction's text is in its note
+SIGNAL = "signal"  # reward of a call: what the message or tool result after it says about it
 
 
 class Purpose(StrEnum):

@@ -64,7 +64,7 @@ def start(
 @config_file
 def gateway(config: RunConfig) -> None:
     """The process that answers the agent's calls. It outlives its supervisor for a while."""
-    from agentrl.live.gateway import main
+    from agentrl.live.serving import main
 
     main(config)
 

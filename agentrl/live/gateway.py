@@ -11,17 +11,13 @@ with the same words. A session that goes on after its end is another one: its gr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-import signal
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,11 +25,9 @@ from aiohttp import web
 
 from agentrl.base.access import read_key
 from agentrl.base.http_server import read_body
-from agentrl.base.processes import die_with_parent, log_phase, log_to_stderr
 from agentrl.config import RunConfig
 from agentrl.config.policies import policy_by_role
 from agentrl.errors import NotFound, StoreError
-from agentrl.live import handover
 from agentrl.live.labels import signals
 from agentrl.live.records import people
 from agentrl.live.records.documents import Lanes, served, told
@@ -53,7 +47,6 @@ from agentrl.runners.sessions.recorder import (
     Sessions,
     refusal,
 )
-from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import (
     POLICY,
@@ -74,8 +67,8 @@ from agentrl.types import (
 log = logging.getLogger("agentrl.runner")
 END = "x-agentrl-end"  # request header of a session's last call
 GIVEN = web.RequestKey(people.TOKEN, str)  # the token of the request's session
+MOST_FEEDBACK = 1000  # rewards of a session, beyond which no feedback is taken
 LOOK_PAUSE = 0.2  # seconds between two looks at the lanes
-ORPHANED = 120.0  # seconds for which a gateway goes on without a supervisor
 
 
 class SessionName(Record, frozen=True):
@@ -161,7 +154,9 @@ class LiveSessions(Sessions):
         opts_out = bool(session.name) and not self._may_record(request)
         if opts_out and session.name not in self._opted_out:
             session = await self._opt_out(session, request, key)
-        if session.active.recorded and self._people.token:
+        owner = session.active.attempt.rollout.task.get("user")
+        known = owner in ("", self._user(request))  # others may have guessed the session's name
+        if session.active.recorded and self._people.token and known:
             request[GIVEN] = people.token_of(self._secret, session.name)
         return session
 
@@ -211,10 +206,12 @@ class LiveSessions(Sessions):
             return refusal(401, f"feedback needs {people.TOKEN}, a header of its session's answers")
         if self._people.token and not people.is_token(self._secret, name, token):
             return refusal(403, f"the {people.TOKEN} is not that of session {name!r:.80}")
-        if why := signals.unfit(feedback.name, feedback.value):
+        if why := signals.unfit(feedback):
             return refusal(400, why)
-        group = await self._group_of(name)
-        if not await self._store.rollouts(self._run, group=group, limit=1):
+        rows = await self._store.rollouts(self._run, group=await self._group_of(name), limit=1)
+        if rows and len(rows[0].rewards) >= MOST_FEEDBACK:
+            return refusal(429, f"session {name!r:.80} has had enough feedback")
+        if not rows:
             known = 410 if self._people.token else 404
             return refusal(known, f"session {name!r:.80} is deleted, or was never recorded")
         return await super()._take_feedback(request)
@@ -351,50 +348,3 @@ class LiveSessions(Sessions):
 async def _give_token(request: web.Request, response: web.StreamResponse) -> None:
     if token := request.get(GIVEN):
         response.headers[people.TOKEN] = token
-
-
-def main(config: RunConfig) -> None:
-    """Serve with the socket that this process has inherited, until SIGTERM."""
-    log_to_stderr()
-    asyncio.run(_until_signal(config, handover.inherited()))
-
-
-async def _until_signal(config: RunConfig, listener: socket.socket) -> None:
-    stop, orphaned, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-
-    def lose_supervisor() -> None:
-        orphaned.set()
-        loop.call_later(ORPHANED, stop.set)
-
-    loop.add_signal_handler(signal.SIGHUP, lose_supervisor)
-    die_with_parent(signal.SIGHUP)
-    await serve(config, listener, stop=stop, orphaned=orphaned)
-
-
-async def serve(
-    config: RunConfig, listener: socket.socket, *, stop: asyncio.Event, orphaned: threading.Event
-) -> None:
-    """Serve until `stop` is set. Sessions stay open for the next process."""
-    loop = asyncio.get_running_loop()
-    async with open_store(config.store) as store:
-        sessions = LiveSessions(store, config, listener)
-        await sessions.take_over()
-        gateway = sessions.gateway
-        await asyncio.to_thread(gateway.start)
-        given = partial(loop.call_soon_threadsafe, stop.set)
-        handover.offer(Path(config.output), listener, orphaned, given)
-        log_phase(log, f"serving at {gateway.base_url}")
-        working = [gateway.spawn(work()) for work in (sessions.keep, sessions.follow)]
-        waiting: list[asyncio.Future[Any]] = [asyncio.wrap_future(work) for work in working]
-        waiting.append(asyncio.ensure_future(stop.wait()))
-        try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in waiting:
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*waiting, return_exceptions=True)
-            await asyncio.to_thread(gateway.close)

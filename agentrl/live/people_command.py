@@ -108,9 +108,9 @@ def _rows(
     return [
         {
             "user": name, "sessions": why.total(), "counted": why[""],
-            "today": len(counted.get(name, ())), "votes": len(ledger.users[name].votes),
-            "mean_vote": weighing.mean(ledger.users[name].votes),
-            "mean_outcome": weighing.mean(ledger.users[name].outcomes),
+            "today": len(counted.get(name, ())), "votes": ledger.users[name].mean("vote").of,
+            "mean_vote": ledger.users[name].mean("vote").value,
+            "mean_outcome": ledger.users[name].mean("outcome").value,
             "held": {reason: n for reason, n in why.items() if reason},
             "outlier": [found[name] for found in outliers if name in found],
         }

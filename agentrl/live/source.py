@@ -144,9 +144,11 @@ class SessionSource:
     def as_own(self, group: Group, step: int) -> Group:
         """A group with the calls of its versions as older calls of the trained policy."""
         now = self.run.policies.versions(step)[POLICY]
+        names = live_of(self.run.config).signals.weight.keys()
+        rows = [believed(row, names) for row in group.rollouts]
         rollouts = [
-            replace(believed(row), transitions=[self._own(call, now) for call in row.transitions])
-            for row in group.rollouts
+            replace(row, transitions=[self._own(call, now) for call in row.transitions])
+            for row in rows
         ]
         return replace(group, rollouts=rollouts, step=step)
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import msgspec
 
-from agentrl.types import CORRECTION, FEEDBACK, Json, Reward, Scope, Transition
+from agentrl.types import CORRECTION, FEEDBACK, SIGNAL, Json, Reward, Scope, Transition
 
-SIGNAL = "signal"  # reward of a call: what the message or tool result after it says about it
 GOOD = 0.5  # least value of a turn that went well
 RESULTS = ("tool_result", "functionResponse")  # in a message of the user, by Anthropic and Gemini
 

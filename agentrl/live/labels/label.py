@@ -31,7 +31,6 @@ from agentrl.live.records import people
 from agentrl.live.records.marks import (
     MARK,
     OUTCOME,
-    SIGNAL,
     SOURCE,
     Mark,
     ended_of,
@@ -42,7 +41,7 @@ from agentrl.live.records.marks import (
 from agentrl.live.records.sessions import ended, oldest_first
 from agentrl.live.records.table import live_of
 from agentrl.store.base import Store
-from agentrl.types import Reward, Rollout, RolloutState, Scope, StepReward, Trace
+from agentrl.types import SIGNAL, Reward, Rollout, RolloutState, Scope, StepReward, Trace
 
 log = logging.getLogger("agentrl.live")
 HELD = "it cannot be labelled: {}"

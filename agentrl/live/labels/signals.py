@@ -15,13 +15,15 @@ from typing import Any
 
 import msgspec
 
-from agentrl.types import FEEDBACK, Json, Record, Reward, Scope, Transition
+from agentrl.base.parts import installed_plugins
+from agentrl.live.records.marks import FAILED, MARK, OUTCOME
+from agentrl.runners.sessions.feedback import Feedback
+from agentrl.types import CORRECTION, FEEDBACK, SIGNAL, Json, Record, Reward, Scope, Transition
 
 Message = dict[str, Json]
 VERIFIER, NEXT_MESSAGE = "verifier", "next_message"  # signals that nobody posts
 ASKED = (VERIFIER, NEXT_MESSAGE)
-# Rewards that a run makes of signals: whoever could post them would write what is learned.
-OWN = ("outcome", "labelled", "signal", "turn", "told", "demonstrated", "failed")
+LONGEST_NAME, LONGEST_TEXT = 100, 2**18  # characters of feedback
 ANSWERS, INSTRUCTIONS = ("assistant", "model"), ("system", "developer")  # roles
 
 
@@ -131,13 +133,24 @@ def posted(rewards: Iterable[Reward]) -> dict[str, float]:
     return {name: fmean(values) for name, values in of_calls.items()} | whole
 
 
-def unfit(name: str, value: float | None) -> str:
+def unfit(said: Feedback) -> str:
     """Why feedback cannot be a signal; empty if it can."""
-    if name in (*ASKED, *OWN):
+    name, value = said.name, said.value
+    if name == CORRECTION:
+        return "a correction is the text in the field 'correction'; choose another name"
+    if name in reserved():
         return f"{name!r} is the name of a signal that is not posted; choose another"
     if value is not None and not 0 <= value <= 1:
         return f"the value {value:g} of {name!r:.80} is not between 0 and 1; scale it"
+    if len(name) > LONGEST_NAME or len(said.note) + len(said.correction or "") > LONGEST_TEXT:
+        return f"a name has at most {LONGEST_NAME} characters, note and correction {LONGEST_TEXT:,}"
     return ""
+
+
+def reserved() -> set[str]:
+    """Rewards that a run makes itself: whoever could post them would write what is learned."""
+    added = {point.name.rpartition(":")[2] for point in installed_plugins("added_rewards")}
+    return {*ASKED, SIGNAL, MARK, OUTCOME, FAILED, *added}
 
 
 def task_of(calls: Sequence[Transition]) -> Message:

@@ -27,7 +27,7 @@ VOTES = (FEEDBACK, CORRECTION)  # signals of what the user thinks
 MEMORY = 200  # newest sessions of a user that are looked at
 DAYS = 3  # in which sessions may end and are not labelled yet
 STANDING = 30 * 86_400.0  # seconds after which a user is forgotten
-FRESH, MANY = 5.0, 100  # outliers are found anew after so many seconds, or 1/MANY more sessions
+FRESH, MANY = 5.0, 1000  # outliers are found anew after so many seconds, or 1/MANY more sessions
 LEAST = 5  # sessions of a user, or other users, from which on an outlier can be told
 FEWEST = 3  # users with votes, from which on votes can be told to be unlike the others'
 BEYOND = 0.25  # how much farther than the median user's an outlier's votes are from other signals
@@ -61,37 +61,40 @@ class Seen(NamedTuple):
     distance: float | None  # of vote and other signals
 
 
+class Mean(NamedTuple):
+    """Of values that may be missing; NaN if there are none."""
+
+    value: float
+    of: int
+
+
 @dataclass(slots=True)
 class User:
     """The last MEMORY sessions of a user, by session."""
 
     seen: dict[str, Seen] = field(default_factory=dict)
+    _means: dict[str, Mean] = field(default_factory=dict)  # by field of `Seen`, once asked for
 
     def add(self, session: str, seen: Seen) -> bool:
         """Take a session into account, in place of what was known of it; whether that is new."""
         if self.seen.get(session) == seen:
             return False
         self.seen[session] = seen
+        self._means.clear()
         if len(self.seen) > MEMORY:
             del self.seen[min(self.seen, key=lambda one: self.seen[one].ended)]
         return True
 
-    @property
     def ended(self) -> float:
         """When its last session ended."""
         return max(one.ended for one in self.seen.values())
 
-    @property
-    def outcomes(self) -> list[float]:
-        return [one.outcome for one in self.seen.values() if one.outcome is not None]
-
-    @property
-    def votes(self) -> list[float]:
-        return [one.vote for one in self.seen.values() if one.vote is not None]
-
-    @property
-    def distances(self) -> list[float]:
-        return [one.distance for one in self.seen.values() if one.distance is not None]
+    def mean(self, name: str) -> Mean:
+        """Of a field of `Seen`."""
+        if name not in self._means:
+            known = [x for one in self.seen.values() if (x := getattr(one, name)) is not None]
+            self._means[name] = Mean(mean(known), len(known))
+        return self._means[name]
 
 
 @dataclass(slots=True)
@@ -115,10 +118,10 @@ class Day:
             self.first.setdefault((user, mark.digest), session)
 
 
-def mean(values: Iterable[float], least: int = 1) -> float:
-    """NaN if there are fewer than `least`."""
+def mean(values: Iterable[float]) -> float:
+    """NaN if there are none."""
     known = [*values]
-    return fmean(known) if len(known) >= least else math.nan
+    return fmean(known) if known else math.nan
 
 
 def is_counted(mark: Mark) -> bool:
@@ -180,7 +183,7 @@ class Ledger:
         """Forget users who have not been seen for long. A clock that jumps makes one day at most,
         so the oldest of several is a real one."""
         since = min((day.began for day in self.days.values()), default=0.0) - STANDING
-        for name in [name for name, one in self.users.items() if one.ended < since]:
+        for name in [name for name, one in self.users.items() if one.ended() < since]:
             del self.users[name]
 
     def outliers(self) -> Outliers:
@@ -194,30 +197,30 @@ class Ledger:
 
     def contrary(self) -> dict[str, str]:
         """Users whose votes are held back -> what they are like."""
-        found = {name: one.distances for name, one in self.users.items()}
-        known = {name: fmean(values) for name, values in found.items() if values}
+        found = {name: one.mean("distance") for name, one in self.users.items()}
+        known = {name: distance.value for name, distance in found.items() if distance.of}
         if len(known) < FEWEST:
             return {}
         usual = median(known.values())
         spread = max(usual * (1 - usual), LEAST_VARIANCE)
-        chance = {name: spread / len(found[name]) for name in known}
+        chance = {name: spread / found[name].of for name in known}
         return {
             name: f"its votes are {far:.2f} from the other signals of its sessions, those of the "
             f"median user {usual:.2f}"
             for name, far in known.items()
-            if len(found[name]) >= LEAST
+            if found[name].of >= LEAST
             and far - usual > max(BEYOND, DEVIATIONS * math.sqrt(chance[name]))
         }
 
     def unlike(self) -> dict[str, str]:
         """Users who count for less than the median user -> what they are like. The deviation of
         others' means beyond chance is allowed for: some users ask harder questions."""
-        found = {name: one.outcomes for name, one in self.users.items()}
-        means = {name: fmean(values) for name, values in found.items() if len(values) >= LEAST}
+        found = {name: one.mean("outcome") for name, one in self.users.items()}
+        means = {name: outcome.value for name, outcome in found.items() if outcome.of >= LEAST}
         if len(means) <= LEAST:
             return {}
         usual = median(means.values())
-        chance = {name: VARIANCE / len(found[name]) for name in means}
+        chance = {name: VARIANCE / found[name].of for name in means}
         seen = NORMAL * median(abs(value - usual) for value in means.values())
         between = max(0.0, seen**2 - median(chance.values()))
         return {

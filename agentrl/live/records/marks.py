@@ -7,6 +7,7 @@ outcome is known: a missing value is missing. Both have the source SOURCE.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import msgspec
 from msgspec import field
@@ -18,7 +19,7 @@ SOURCE = "live"  # `Reward.source` of labels
 RESULT_ENDED = "ended"  # key of a session's result: unix seconds of its end
 GATEWAY, FAILED = "gateway", "failed"  # source and name of the number of calls without an answer
 DAMAGED = "its mark is damaged"
-MARK, SIGNAL, OUTCOME = "labelled", "signal", "outcome"  # names of rewards; SIGNAL is of a call
+MARK, OUTCOME = "labelled", "outcome"  # names of rewards
 
 
 class Mark(Record, frozen=True):
@@ -38,7 +39,8 @@ class Mark(Record, frozen=True):
 
     @property
     def all(self) -> dict[str, float]:
-        return self.asked | self.posted
+        """Nobody can post what the verifier says."""
+        return self.posted | self.asked
 
     @property
     def signals(self) -> dict[str, float]:
@@ -83,12 +85,13 @@ def outcome_of(session: Rollout) -> float:
     return math.nan if mark is None or mark.held else next((r.value for r in rows), math.nan)
 
 
-def believed(session: Rollout) -> Rollout:
-    """The session without what its user posted, corrections too, if that is held back."""
+def believed(session: Rollout, names: Collection[str]) -> Rollout:
+    """The session without what its user posted under other names, which the algorithm might take
+    for its own; without all of it, corrections too, if that is held back."""
     mark = mark_of(session)
-    if mark is None or not mark.ignored:
-        return session
-    return replace(session, rewards=[row for row in session.rewards if row.source != FEEDBACK])
+    kept = () if mark is not None and mark.ignored else names
+    rewards = [row for row in session.rewards if row.source != FEEDBACK or row.name in kept]
+    return replace(session, rewards=rewards)
 
 
 def is_ready(session: Rollout, now: float, wait: float) -> bool:

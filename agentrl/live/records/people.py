@@ -63,7 +63,8 @@ def _digest(secret: bytes, purpose: str, text: str) -> str:
     """Raises ValueError for an empty secret, by which everybody could make tokens."""
     if not secret:
         raise ValueError("the secret of the run is not known yet")
-    return hmac.new(secret, f"{purpose}:{text}".encode(errors="replace"), sha256).hexdigest()
+    said = f"{purpose}:{text}".encode(errors="surrogatepass")  # else two names could be the same
+    return hmac.new(secret, said, sha256).hexdigest()
 
 
 # -- sessions --------------------------------------------------------------------------------------

@@ -232,3 +232,22 @@ async def test_what_a_user_has_in_other_fields_of_a_call_is_redacted(tmp_path, m
         ((call,),) = (await shop.store.calls([row.id])).values()
         assert call.processors == {"guided_regex": '"[redacted]"'}
     assert on_disk(tmp_path, CANARY) == []
+
+
+async def test_a_token_is_given_to_the_user_of_the_session_alone(tmp_path, model):
+    """Who guesses the name of a session cannot vote on it."""
+    async with front(tmp_path, model) as shop:
+        token = await shop.say("hi", "a", x_user_id="ann")
+        assert await shop.say("more", "a", x_user_id="ann") == token
+        for other in ({"x_user_id": "eve"}, {}):
+            assert await shop.say("more", "a", **other) == ""
+        token = await shop.say("hi", "b")  # of nobody
+        assert await shop.say("more", "b", x_user_id="eve") == token
+
+
+async def test_a_session_takes_so_much_feedback(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("agentrl.live.gateway.MOST_FEEDBACK", 3)
+    async with front(tmp_path, model) as shop:
+        token = await shop.say("hi", "a")
+        found = [(await shop.feed("a", token, name=f"n{n}", value=1.0))[0] for n in range(5)]
+        assert found == [200, 200, 200, 429, 429]

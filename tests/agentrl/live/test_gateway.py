@@ -15,10 +15,10 @@ from aiohttp import web
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import Unavailable
-from agentrl.live.gateway import serve
 from agentrl.live.records.documents import Lanes
 from agentrl.live.records.marks import RESULT_ENDED, failed_calls
 from agentrl.live.records.sessions import chosen, ended
+from agentrl.live.serving import serve
 from agentrl.runners.sessions.feedback import session_group
 from agentrl.store import open_store
 from agentrl.store.base import Store

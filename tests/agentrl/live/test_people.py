@@ -226,6 +226,7 @@ async def test_the_secret_is_made_once_or_given(store, config, monkeypatch):
 def test_users_and_tokens_depend_on_the_secret():
     assert user_id(b"a", "ann@home") != user_id(b"b", "ann@home")
     assert user_id(b"a", "") == ""
+    assert user_id(b"a", "jos\udce9") != user_id(b"a", "jos\udce8") != user_id(b"a", "jos?")
     token = token_of(b"a", "s-1")
     assert is_token(b"a", "s-1", token)
     for secret, session, given in ((b"a", "s-2", token), (b"b", "s-1", token), (b"a", "s-1", "é")):

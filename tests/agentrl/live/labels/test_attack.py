@@ -19,7 +19,7 @@ from agentrl.live.records.marks import believed, outcome_of, user_of
 from agentrl.runners.sessions.feedback import Feedback, give_feedback
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import CORRECTION
+from agentrl.types import CORRECTION, FEEDBACK
 from tests.agentrl.live.sessions import NOW, RUN, Scripted, ended
 
 USERS, EACH, MANY = 19, 10, 100  # honest users, their sessions, the attacker's
@@ -81,7 +81,7 @@ class Population:
         await labeller.look()
         rows = await self.store.rollouts(RUN)
         counted = [row for row in rows if not isnan(outcome_of(row))]
-        given = [row.name for row in counted for row in believed(row).rewards]
+        given = [r.name for row in counted for r in believed(row, (FEEDBACK, CORRECTION)).rewards]
         self.corrections = given.count(CORRECTION)
         self.counted = sum(user_of(row) == "attacker" for row in counted)
         return {

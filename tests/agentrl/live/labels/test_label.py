@@ -11,7 +11,7 @@ import pytest
 from agentrl.config import resolve
 from agentrl.errors import Invalid
 from agentrl.live.labels.label import Labeller
-from agentrl.live.records.marks import SOURCE, is_lost, is_ready, mark_of, outcome_of
+from agentrl.live.records.marks import SOURCE, believed, is_lost, is_ready, mark_of, outcome_of
 from agentrl.runners.sessions.feedback import Feedback, give_feedback
 from agentrl.store import open_store
 from agentrl.types import Reward, StepCommit, StepReward
@@ -303,3 +303,30 @@ async def test_what_is_known_is_read_once_and_forgotten_when_it_is_old(store):
     await again.start()
     assert len(again._ledger.days) == 3
     assert len(again._ledger.users) == 33
+
+
+class Polite(Scripted):
+    """A verifier of several signals."""
+
+    async def verify(self, trace):
+        return {"verifier": 0.0, "polite": 0.0}
+
+
+async def test_nobody_can_post_what_the_verifier_says(store):
+    id = await ended(store, "a", "q", "good")
+    await give_feedback(store, RUN, Feedback(session="a", name="polite", value=1.0))
+    await label(store, Polite(), signals={"weights": {"polite": 5.0}})
+    assert outcome_of(await row_of(store, id)) == 0.0
+
+
+async def test_what_is_posted_under_other_names_reaches_no_algorithm(store):
+    """A preset may take it for its own: "demonstrated" marks calls to be imitated."""
+    id = await ended(store, "a", "q", "good")
+    for name in ("feedback", "demonstrated"):
+        said = Feedback(session="a", name=name, value=1.0, call=0, correction="evil")
+        await give_feedback(store, RUN, said)
+    await label(store)
+    row = await row_of(store, id)
+    names = {r.name for r in believed(row, ["feedback"]).rewards}
+    assert names == {"labelled", "outcome", "feedback"}
+    assert "demonstrated" in {r.name for r in row.rewards}  # it is kept

@@ -12,6 +12,7 @@ from agentrl.live.labels.signals import (
     task_of,
     unfit,
 )
+from agentrl.runners.sessions.feedback import Feedback
 from agentrl.types import CORRECTION, FEEDBACK, Reward, Scope
 from tests import factories
 
@@ -127,7 +128,14 @@ def test_a_repeated_session_has_the_same_digest_whatever_was_answered():
     assert digest_of_session(one[:1]) != digest_of_session(one)
 
 
-@pytest.mark.parametrize("name", ["outcome", "demonstrated", "turn", "verifier"])
+@pytest.mark.parametrize(
+    "name", ["outcome", "hindsight", "turn", "verifier", "signal", "failed", "correction"]
+)
 def test_feedback_has_no_name_of_what_a_run_makes_itself(name: str) -> None:
-    assert "choose another" in unfit(name, 1.0)
-    assert not unfit("bought", 1.0)
+    assert "choose another" in unfit(Feedback(session="s", name=name, value=1.0))
+    assert not unfit(Feedback(session="s", name="bought", value=1.0))
+
+
+def test_feedback_has_a_size() -> None:
+    for long in ({"name": "x" * 101}, {"note": "x" * 2**19}, {"correction": "x" * 2**19}):
+        assert "at most" in unfit(Feedback(**({"session": "s", "value": 1.0} | long)))
