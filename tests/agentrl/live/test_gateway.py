@@ -287,6 +287,38 @@ async def test_conversations_without_a_name_go_on_as_one_after_a_kill(served: Se
     assert [len(calls[row.id]) for row in rows] == [2, 2]
 
 
+def gemini(*texts: str) -> tuple[str, Any]:
+    roles = ("user", "model")
+    contents = [{"role": roles[i % 2], "parts": [{"text": text}]} for i, text in enumerate(texts)]
+    system = {"parts": [{"text": "Be"}, {"text": " kind."}]}
+    return "/v1beta/models/m:generateContent", {"systemInstruction": system, "contents": contents}
+
+
+def responses(*texts: str) -> tuple[str, Any]:
+    kinds, roles = ("input_text", "output_text"), ("user", "assistant")
+    said = [
+        {"type": "message", "role": roles[i % 2], "content": [{"type": kinds[i % 2], "text": text}]}
+        for i, text in enumerate(texts)
+    ]
+    return "/v1/responses", {"model": "m", "instructions": "Be kind.", "input": said}
+
+
+@pytest.mark.parametrize("served", [HIDDEN], indirect=True)
+@pytest.mark.parametrize("ask", [gemini, responses])
+async def test_conversations_of_other_apis_go_on_as_one_after_a_kill(
+    served: Served, ask: Any
+) -> None:
+    for texts in (("card 1234",), ("card 1234", "echo card 1234", "and?")):
+        path, body = ask(*texts)
+        async with served.client.post(served.url.removesuffix("/v1") + path, json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            assert "echo" in await answer.text()
+        await served.end()
+        await served.start()
+    (row,) = await served.sessions()
+    assert len((await served.store.calls([row.id]))[row.id]) == 2
+
+
 @pytest.mark.parametrize("served", [HIDDEN], indirect=True)
 async def test_a_redacted_answer_is_not_given_again(served: Served) -> None:
     served.model.answer = lambda _: {"role": "assistant", "content": "Dial 1234."}
