@@ -55,6 +55,7 @@ class Decider:
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         self._store, self._run, self._live = store, config.name, live_of(config)
+        self._documents = documents.Documents(store, config.name)
         self._served = ServedSessions(store, config.name, self._live.wait)
         self._guard = Guard(store, self._live.guard)
         self._shown = -math.inf  # when a comparison was last written
@@ -63,7 +64,7 @@ class Decider:
     async def look(self, now: float) -> Event | None:
         """Decide one thing, or nothing. now: unix seconds. Raises Conflict if somebody else decided
         meanwhile."""
-        known = await documents.told(self._store, self._run)
+        known = await self._documents.told()
         await self._served.read(now)
         event = self._begun(known, now) or await self._alarm(known, now)
         event = event or await self._compared(known, now)
@@ -80,12 +81,12 @@ class Decider:
             lanes = Lanes(serving=first, share=self._live.share)
             why = "the version that the run begins with"
             return Event(time=now, kind="first", version=first, lanes=lanes, why=why)
-        if (new := documents.newest_offer(known)) is None:
+        if (new := documents.next_offer(known)) is None:
             return None
         by_hand = new.kind == "offered by hand"
-        if lanes.candidate is not None and not by_hand:
-            return None
-        why = f"made by {new.step} steps" if not by_hand else f"offered by hand: {new.path}"
+        if lanes.candidate is not None and (not by_hand or lanes.candidate >= documents.GIVEN):
+            return None  # of what users offer, one is compared after the other
+        why = f"made by {new.step} steps" if not by_hand else f"offered by hand: {new.given}"
         if lanes.candidate is not None:
             why += f"; version {lanes.candidate} is not compared any more"
         lanes = replace(lanes, candidate=new.version, share=self._live.share)

@@ -65,6 +65,7 @@ class Shop:
     async def offer(self, version: int, kind: VersionKind = "trained", step: int = 0) -> None:
         made: dict[str, Any] = {"version": version, "step": step or version, "kind": kind}
         made |= {"path": f"versions/policy-{version}", "offered": self.now}
+        made |= {"given": "/made"} if kind == "offered by hand" else {}
         await put_version(self.store, RUN, Version(**made))
 
     async def promote(self) -> None:

@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from agentrl.errors import Conflict
 from agentrl.live.lanes import decide
 from agentrl.live.lanes.decide import Decider
-from agentrl.live.records.documents import KIND, Lanes
+from agentrl.live.records.documents import EVENTS, GIVEN, Documents, Lanes
 from agentrl.store import open_store
-from agentrl.store.base import Store
 from agentrl.types import StepCommit
 from tests.agentrl.live.lanes.played import RUN, Shop, config
 
@@ -163,30 +163,27 @@ async def test_worse_held_out_scores_drop_a_candidate(shop: Open) -> None:
 
 async def test_what_is_offered_by_hand_comes_first(shop: Open) -> None:
     async with shop(0, 4) as live:
-        await live.offer(9, kind="offered by hand")
+        await live.offer(GIVEN + 1, kind="offered by hand")
+        await live.offer(GIVEN, kind="offered by hand")
         (event,) = await live.decided()
-        assert (event.version, event.lanes.candidate) == (9, 9)
-        assert event.why == "offered by hand: versions/policy-9; version 4 is not compared any more"
+        assert (event.version, event.lanes.candidate) == (GIVEN, GIVEN)
+        assert event.why == "offered by hand: /made; version 4 is not compared any more"
+        await live.promote()
+        (event,) = await live.decided()
+        assert (event.version, event.lanes.candidate) == (GIVEN + 1, GIVEN + 1)
 
 
-async def test_two_watches_decide_once(shop: Open) -> None:
+async def test_two_watches_decide_once(shop: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second has looked before the first decided, and looks again."""
     async with shop(0) as live:
         other = Decider(live.store, live.settings)
         await live.offer(4)
-        seen, decided = await live.told(), asyncio.Event()
-        real = decide.documents.told
-
-        async def told(store: Store, run: str) -> Any:
-            return await real(store, run) if decided.is_set() else seen
-
-        decide.documents.told = told  # type: ignore[assignment]
-        try:
+        seen = await live.told()
+        with monkeypatch.context() as patch:
+            patch.setattr(Documents, "told", AsyncMock(return_value=seen))
             assert await live.decider.look(live.now) is not None
             with pytest.raises(Conflict, match="version 4: candidate meanwhile"):
                 await other.look(live.now + 1)
-        finally:
-            decide.documents.told = real
         assert [event.kind for event in (await live.told()).events] == ["first", "candidate"]
         assert await other.look(live.now + 1) is None
 
@@ -213,11 +210,11 @@ async def test_a_damaged_document_is_logged_and_decisions_go_on_after_its_repair
     said = asyncio.Queue[str]()
     monkeypatch.setattr(decide.log, "warning", lambda text, *args: said.put_nowait(text % args))
     async with shop(0, 4) as live:
-        good = (await live.store.documents(RUN, KIND))["events/000001"]
-        await live.store.put_documents(RUN, KIND, {"events/000001": {"kind": 7}}, replace=True)
+        good = (await live.store.documents(RUN, EVENTS))["0000001"]
+        await live.store.put_documents(RUN, EVENTS, {"0000001": {"kind": 7}}, replace=True)
         watching = asyncio.create_task(decide.run(live.store, live.settings))
-        assert "the document 'events/000001' of a live run is damaged" in await said.get()
-        await live.store.put_documents(RUN, KIND, {"events/000001": good}, replace=True)
+        assert "the document 'live-events 0000001' of a live run is damaged" in await said.get()
+        await live.store.put_documents(RUN, EVENTS, {"0000001": good}, replace=True)
         cursor = await live.store.cursor()
         await live.offer(9, kind="offered by hand")
         while len((await live.told()).events) < 3:

@@ -68,7 +68,7 @@ async def test_a_worse_version_is_back_while_nothing_learns(
     settings += ("live.people.per_user=0",)
     async with running(tmp_path, tiny_model_dir, *settings) as (shop, store, client):
         first = tmp_path / "runs/shop/versions/policy-0"
-        assert "once the run's training half has loaded it" in await agentrl(
+        assert "once the run's training half has copied and loaded it" in await agentrl(
             shop, "offer", str(first)
         )
 
