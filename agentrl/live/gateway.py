@@ -214,6 +214,7 @@ class LiveSessions(Sessions):
             "candidate": lanes.candidate,
             "share": lanes.share,
             "user": people.user_id(self._secret, user),
+            "began": round(time.time(), 3),
         }
         if not request.headers.get(self._settings.header):
             task["session"] = name  # made here, so it is nobody's secret

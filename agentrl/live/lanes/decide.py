@@ -56,7 +56,7 @@ class Decider:
     def __init__(self, store: Store, config: RunConfig) -> None:
         self._store, self._run, self._live = store, config.name, live_of(config)
         self._documents = documents.Documents(store, config.name)
-        self._served = ServedSessions(store, config.name, self._live.wait)
+        self._served = ServedSessions(store, config.name, self._live)
         self._guard = Guard(store, self._live.guard)
         self._shown = -math.inf  # when a comparison was last written
         self._without_kl = set[int]()
@@ -65,7 +65,9 @@ class Decider:
         """Decide one thing, or nothing. now: unix seconds. Raises Conflict if somebody else decided
         meanwhile."""
         known = await self._documents.told()
-        await self._served.read(now)
+        await self._served.read(now, known)
+        if known.lanes is not None:
+            self._guard.forget(documents.served(known.lanes))
         event = self._begun(known, now) or await self._alarm(known, now)
         event = event or await self._compared(known, now)
         if event:

@@ -132,9 +132,9 @@ class Shop:
         await self.store.add_rewards([StepReward(rollout=id, reward=row) for row in rows])
 
     async def _begin(self, lane: str, version: int) -> Attempt:
-        lanes, self.sessions = await self.lanes(), self.sessions + 1
+        lanes, self.sessions, self.now = await self.lanes(), self.sessions + 1, self.now + 0.001
         id = f"{RUN}/{self.random.randbytes(12).hex()}"
-        task = {"lane": lane, "version": version, "candidate": lanes.candidate}
+        task = {"lane": lane, "version": version, "candidate": lanes.candidate, "began": self.now}
         row = NewRollout(
             id=f"{id}/0", run=RUN, group=id, index=0, step=SESSION,
             task=task | {"share": lanes.share}, seats={"policy": policy_of(version)},

@@ -118,17 +118,6 @@ async def test_sessions_that_could_not_have_been_the_candidates_do_not_count(sho
         assert sum((await live.told()).compared[4].sessions) == 10
 
 
-async def test_a_session_counts_from_when_something_is_known_of_it(shop: Open) -> None:
-    async with shop(0, 4) as live:
-        await live.session(None, lane="candidate")
-        assert await live.decided() == []
-        ((session,),) = [await live.store.rollouts(RUN, group_state="settled")]
-        await live.label(session.id, 1.0, {})
-        live.now += decide.SHOWN
-        await live.decided()
-        assert (await live.told()).compared[4].sessions == (1, 0)
-
-
 async def test_trained_sessions_count_though_they_were_trained_between_two_looks(
     shop: Open,
 ) -> None:

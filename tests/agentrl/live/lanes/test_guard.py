@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from agentrl.live.lanes.served import FAILED, GATEWAY
 from agentrl.live.records.documents import Lanes
 from agentrl.live.records.table import REFUSAL, GuardConfig, LiveConfig
 from agentrl.store import open_store
+from agentrl.types import Reward, RolloutState, StepReward
 from tests.agentrl.live.lanes.played import RUN, Shop, config
 
 WORSE: dict[str, dict[str, Any]] = {
@@ -66,6 +68,27 @@ async def test_what_also_happens_to_the_other_version_is_no_alarm(live: Shop) ->
     for _ in range(40):
         await live.session(0.9, said="", lane="candidate")
         assert await live.decided() == []
+
+
+async def test_what_begins_to_happen_to_both_versions_is_no_alarm(live: Shop) -> None:
+    for _ in range(3):  # what is usual is known now
+        await live.session(0.9, lane="candidate")
+        assert await live.decided() == []
+    for _ in range(60):
+        await live.session(0.9, said="", lane="serving")
+    for _ in range(10):
+        await live.session(0.9, said="", lane="candidate")
+        assert await live.decided() == []
+
+
+async def test_calls_that_got_no_answer_are_failed_ones(live: Shop) -> None:
+    await live.session(lane="candidate", ends=False)
+    (row,) = await live.store.rollouts(RUN, state=RolloutState.RUNNING)
+    assert await live.decided() == []
+    lost = Reward(name=FAILED, value=6.0, source=GATEWAY)
+    await live.store.add_rewards([StepReward(rollout=row.id, reward=lost)])
+    (event,) = await live.decided()
+    assert event.why.startswith("80% of its first 5 calls failed, 0% with version 0")
 
 
 async def test_calls_of_other_policies_are_not_the_candidates(live: Shop) -> None:
