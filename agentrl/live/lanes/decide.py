@@ -16,7 +16,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from agentrl.config import RunConfig
-from agentrl.errors import Conflict, StoreError
+from agentrl.errors import Conflict
 from agentrl.live.lanes.comparison import difference
 from agentrl.live.lanes.guard import Guard
 from agentrl.live.lanes.served import ServedSessions, counted
@@ -34,7 +34,7 @@ KL = ("reference/kl", "reference/drift")  # metrics of a step
 
 
 async def run(store: Store, config: RunConfig) -> None:
-    """Write what is decided, and why, until cancelled."""
+    """Write what is decided, and why, until cancelled. Raises StoreError; call it again then."""
     decider = Decider(store, config)
     while True:
         cursor, began = await store.cursor(), time.monotonic()
@@ -44,8 +44,6 @@ async def run(store: Store, config: RunConfig) -> None:
         except Conflict as error:
             log.info("looked again: %s", error)
             continue
-        except StoreError as error:
-            log.warning("versions are not decided about now: %s; tried again", error)
         await asyncio.sleep(LEAST_PAUSE + IDLENESS * (time.monotonic() - began))
         await store.wait(cursor, timeout=LOOK)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -12,6 +13,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from agentrl.errors import Conflict
+from agentrl.live import watch
 from agentrl.live.lanes import decide
 from agentrl.live.lanes.decide import Decider
 from agentrl.live.records.documents import EVENTS, GIVEN, Documents, Lanes
@@ -197,11 +199,12 @@ async def test_a_damaged_document_is_logged_and_decisions_go_on_after_its_repair
     shop: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = asyncio.Queue[str]()
-    monkeypatch.setattr(decide.log, "warning", lambda text, *args: said.put_nowait(text % args))
+    monkeypatch.setattr(watch.log, "warning", lambda text, *args, **_: said.put_nowait(text % args))
     async with shop(0, 4) as live:
         good = (await live.store.documents(RUN, EVENTS))["0000001"]
         await live.store.put_documents(RUN, EVENTS, {"0000001": {"kind": 7}}, replace=True)
-        watching = asyncio.create_task(decide.run(live.store, live.settings))
+        work = partial(decide.run, live.store, live.settings)
+        watching = asyncio.create_task(watch.keep_working("nothing is decided", work))
         assert "the document 'live-events 0000001' of a live run is damaged" in await said.get()
         await live.store.put_documents(RUN, EVENTS, {"0000001": good}, replace=True)
         cursor = await live.store.cursor()
