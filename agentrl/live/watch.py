@@ -14,7 +14,7 @@ from agentrl.base.processes import log_to_stderr
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.live.labels import label
-from agentrl.live.lanes import decide
+from agentrl.live.lanes import decide, heldout
 from agentrl.live.records import people
 from agentrl.store import open_store
 
@@ -24,6 +24,7 @@ STEADY = 120.0  # seconds of work after which its next error is a first one
 WORK = {
     "sessions are not labelled": label.run,
     "nothing is decided about versions": decide.run,
+    "versions have no held-out scores": heldout.run,
     "old sessions are not deleted": people.keep,
 }
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
 
 from msgspec import to_builtins
 from msgspec.structs import replace
@@ -20,7 +19,7 @@ from agentrl.errors import Conflict
 from agentrl.live.lanes.comparison import difference
 from agentrl.live.lanes.guard import Guard
 from agentrl.live.lanes.served import ServedSessions, counted
-from agentrl.live.lanes.verdict import SCORE, compared, held_out_worse, verdict
+from agentrl.live.lanes.verdict import compared, verdict
 from agentrl.live.records import documents
 from agentrl.live.records.documents import Event, Lanes, Told, Version
 from agentrl.live.records.table import live_of
@@ -53,6 +52,7 @@ class Decider:
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         self._store, self._run, self._live = store, config.name, live_of(config)
+        self._held_out = bool(config.tasks.heldout)
         self._documents = documents.Documents(store, config.name)
         self._served = ServedSessions(store, config.name, self._live)
         self._guard = Guard(store, self._live.guard)
@@ -130,10 +130,9 @@ class Decider:
             return None
         sessions = self._served.compared(lanes.candidate, lanes.serving)
         found = difference(counted(sessions, lanes.candidate), self._live.promotion.alpha)
-        ours = await self._metrics(known.versions.get(lanes.candidate))
-        theirs = await self._metrics(known.versions.get(lanes.serving))
-        decided = verdict(self._live.promotion, found, held_out_worse(ours, theirs))
-        shown = compared(lanes, found, sessions, (ours.get(SCORE), theirs.get(SCORE)), now)
+        scores = known.scores.get(lanes.candidate), known.scores.get(lanes.serving)
+        decided = verdict(self._live.promotion, found, scores if self._held_out else None)
+        shown = compared(lanes, found, sessions, scores, now)
         if decided or not 0 <= now - self._shown < SHOWN:
             self._shown = now
             await documents.put_compared(self._store, self._run, shown)
@@ -145,13 +144,6 @@ class Decider:
             time=now, kind=kind, version=lanes.candidate, lanes=since, why=why, worse=worse,
             evidence=to_builtins(shown),
         )  # fmt: skip
-
-    async def _metrics(self, version: Version | None) -> Mapping[str, float]:
-        """Of the evaluation of a version; empty if there is none."""
-        if version is None or version.kind == "offered by hand":
-            return {}
-        rows = await self._store.steps(self._run, after=version.step - 1, limit=1)
-        return rows[0].metrics if rows and rows[0].step == version.step else {}
 
     async def _kl(self, version: Version | None) -> float:
         """Nats per token from the first version, in the step that made this one; NaN: unknown."""

@@ -6,6 +6,7 @@
 | `live-versions` | number | `Version`: a trained version that is served, or was | algorithm |
 | `live-wishes` | place | `Wish`: weights that a user offers | commands |
 | `live-given` | number | `Version`: GIVEN + n, made of the wish in place n | algorithm |
+| `live-scores` | place | `Score`: what a version reaches on held-out tasks | watch |
 | `live` | `compared` | `Compared`: how the candidate is doing | watch |
 
 Always true: all but the last are only ever added, with growing keys, so a process reads each once
@@ -30,7 +31,8 @@ from agentrl.store.base import Store
 from agentrl.types import Json, Record
 
 KIND, COMPARED = "live", "compared"
-EVENTS, VERSIONS, GIVENS, WISHES = "live-events", "live-versions", "live-given", "live-wishes"
+EVENTS, VERSIONS, GIVENS = "live-events", "live-versions", "live-given"
+WISHES, SCORES = "live-wishes", "live-scores"
 GIVEN = 1_000_000  # number of the first version that a user offers by hand
 R = TypeVar("R", bound=Record)
 VersionKind = Literal["first", "trained", "offered by hand"]
@@ -112,6 +114,16 @@ class Compared(Record, frozen=True):
     held_out: tuple[float | None, float | None] = (None, None)
 
 
+class Score(Record, frozen=True):
+    """What a version reaches on the held-out tasks of the run."""
+
+    version: int
+    score: float  # mean outcome
+    low: float  # 95 % confidence interval of the mean
+    high: float
+    tasks: int
+
+
 class Wish(Record, frozen=True):
     """Weights in the folder `path` that a user offers as a candidate."""
 
@@ -127,6 +139,7 @@ class Told(Record, frozen=True):
     events: list[Event] = []
     compared: dict[int, Compared] = {}
     wishes: list[Wish] = []
+    scores: dict[int, Score] = {}
 
     @property
     def lanes(self) -> Lanes | None:
@@ -188,6 +201,7 @@ class Documents:
             versions={one.version: one for one in versions},
             events=[*self._known[EVENTS].values()],
             wishes=[*self._known[WISHES].values()],
+            scores={one.version: one for one in self._known[SCORES].values()},
         )
 
     async def _read(self, kind: str) -> None:
@@ -197,7 +211,7 @@ class Documents:
             known[key] = _read(f"{kind} {key}", found[key], KINDS.get(kind, Version))
 
 
-KINDS: dict[str, Any] = {EVENTS: Event, VERSIONS: Version, WISHES: Wish}
+KINDS: dict[str, Any] = {EVENTS: Event, VERSIONS: Version, WISHES: Wish, SCORES: Score}
 
 
 async def told(store: Store, run: str) -> Told:
@@ -228,9 +242,17 @@ async def decide(store: Store, run: str, known: Told, event: Event) -> None:
 
 async def put_wish(store: Store, run: str, wish: Wish) -> None:
     """Add a wish after those that there are."""
-    place = len(await store.documents(run, WISHES))
-    while await _append(store, run, WISHES, place, wish) != wish:
-        place += 1  # somebody else wished meanwhile
+    await _add(store, run, WISHES, wish)
+
+
+async def put_score(store: Store, run: str, score: Score) -> None:
+    await _add(store, run, SCORES, score)
+
+
+async def _add(store: Store, run: str, kind: str, value: Record) -> None:
+    place = len(await store.documents(run, kind))
+    while await _append(store, run, kind, place, value) != value:
+        place += 1  # somebody else has added one meanwhile
 
 
 async def _append(store: Store, run: str, kind: str, place: int, value: R) -> R:

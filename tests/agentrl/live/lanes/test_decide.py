@@ -11,12 +11,13 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+from msgspec.structs import replace
 
 from agentrl.errors import Conflict
 from agentrl.live import watch
 from agentrl.live.lanes import decide
 from agentrl.live.lanes.decide import Decider
-from agentrl.live.records.documents import EVENTS, GIVEN, Documents, Lanes
+from agentrl.live.records.documents import EVENTS, GIVEN, Documents, Lanes, Score, put_score
 from agentrl.store import open_store
 from agentrl.types import StepCommit
 from tests.agentrl.live.lanes.played import RUN, Shop, config
@@ -138,18 +139,30 @@ async def test_trained_sessions_count_though_they_were_trained_between_two_looks
         assert (await live.told()).compared[4].sessions == (0, 1)
 
 
-async def test_worse_held_out_scores_drop_a_candidate(shop: Open) -> None:
-    async with shop(0) as live:
-        for step, score in ((4, 0.4), (8, 0.8)):
-            bounds = {"eval/score_low": score - 0.1, "eval/score_high": score + 0.1}
-            await live.store.log(RUN, step, {"eval/score": score} | bounds)
-        await live.offer(1, step=8)
-        await live.decided()
-        await live.promote()
-        await live.offer(2, step=4)
-        *_, event = await live.decided()
-        assert (event.kind, event.worse, event.version) == ("dropped", True, 2)
-        assert event.why == "it solves fewer held-out tasks: 40% (at most 50%) against 80%"
+def score(version: int, mean: float) -> Score:
+    return Score(version=version, score=mean, low=mean - 0.1, high=mean + 0.1, tasks=50)
+
+
+@pytest.mark.parametrize("rule", ["better", "always"])
+@pytest.mark.parametrize(("reached", "kind"), [(0.4, "dropped"), (0.7, "promoted")])
+async def test_held_out_scores_are_waited_for_and_drop_a_worse_candidate(
+    tmp_path: Path, rule: str, reached: float, kind: str
+) -> None:
+    settings = config(tmp_path, wait=0.0, share=0.5, promotion={"rule": rule})
+    settings = replace(settings, tasks=replace(settings.tasks, heldout="tasks.jsonl"))
+    async with open_store(settings.store) as store:
+        live = await Shop(store, settings).opened(0, 4)
+        for _ in range(120):
+            lane, _ = await live.seated()
+            await live.session(float(lane == "candidate"), lane=lane)
+        await put_score(store, RUN, score(0, 0.8))
+        assert await live.decided() == []
+        await put_score(store, RUN, score(4, reached))
+        (event,) = await live.decided()
+        assert (event.kind, event.worse) == (kind, kind == "dropped")
+        assert event.evidence["held_out"] == (reached, 0.8)
+        if kind == "dropped":
+            assert event.why == "it solves fewer held-out tasks: 40% (at most 50%) against 80%"
 
 
 async def test_what_is_offered_by_hand_comes_first(shop: Open) -> None:
