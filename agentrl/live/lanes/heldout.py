@@ -23,8 +23,7 @@ from agentrl.config import RunConfig
 from agentrl.config.base import tables
 from agentrl.config.run_file import store_in
 from agentrl.errors import AgentRLError
-from agentrl.evaluation.checkpoint.runs import check_any_succeeded, evaluation_run
-from agentrl.live.records.documents import Documents, Score, Told, Version, put_score
+from agentrl.live.records.documents import Documents, HeldOutScore, Told, Version, put_score
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Purpose
@@ -58,7 +57,7 @@ def unscored(known: Told) -> Version | None:
     return next((known.versions[one] for one in left if one in known.versions), None)
 
 
-async def scored(config: RunConfig, version: Version) -> Score:
+async def scored(config: RunConfig, version: Version) -> HeldOutScore:
     """Play the held-out tasks with a version. Raises AgentRLError if no rollout has a reward."""
     settings = evaluation_of(config, version)
     folder, logs = make_folder(Path(settings.output)), make_folder(Path(config.output, "logs"))
@@ -78,7 +77,9 @@ async def scored(config: RunConfig, version: Version) -> Score:
     return score
 
 
-async def _read(settings: RunConfig, version: int) -> Score:
+async def _read(settings: RunConfig, version: int) -> HeldOutScore:
+    from agentrl.evaluation.checkpoint.runs import check_any_succeeded
+
     async with open_store(settings.store, readonly=True) as store:
         rows = await store.steps(settings.name)
         check_any_succeeded(await store.rollouts(settings.name, purpose=Purpose.EVAL), "held-out")
@@ -87,11 +88,15 @@ async def _read(settings: RunConfig, version: int) -> Score:
         raise AgentRLError("no held-out task has a reward; see logs/heldout.log")
     mean = found["eval/score"]
     low, high = (found.get(f"eval/score_{end}", mean) for end in ("low", "high"))
-    return Score(version=version, score=mean, low=low, high=high, tasks=int(found["eval/tasks"]))
+    return HeldOutScore(
+        version=version, score=mean, low=low, high=high, tasks=int(found["eval/tasks"])
+    )
 
 
 def evaluation_of(config: RunConfig, version: Version) -> RunConfig:
     """The settings of a run without steps that plays the held-out tasks with a version."""
+    from agentrl.evaluation.checkpoint.runs import evaluation_run
+
     name = f"{config.name}-heldout-{version.version}"
     made = evaluation_run(config, name, Path(config.output, version.path).resolve())
     own: dict[str, Any] = {

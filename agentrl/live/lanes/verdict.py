@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 from agentrl.live.lanes.comparison import Difference
 from agentrl.live.lanes.served import ServedSession
-from agentrl.live.records.documents import Compared, EventKind, Lanes, Score, points
+from agentrl.live.records.documents import Compared, EventKind, HeldOutScore, Lanes, points
 from agentrl.live.records.table import PromotionConfig
 
-Scores = tuple[Score | None, Score | None]  # held-out, of candidate and serving; None: not known
+Scores = tuple[
+    HeldOutScore | None, HeldOutScore | None
+]  # held-out, of candidate and serving; None: not known
 
 
 def verdict(
@@ -36,7 +38,7 @@ def verdict(
     return None
 
 
-def held_out_worse(ours: Score | None, theirs: Score | None) -> str:
+def held_out_worse(ours: HeldOutScore | None, theirs: HeldOutScore | None) -> str:
     """A sentence if the interval of the candidate's held-out score is below that of the other."""
     if ours is None or theirs is None or ours.high >= theirs.low:
         return ""
@@ -84,5 +86,5 @@ def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _score(found: Score | None) -> float | None:
+def _score(found: HeldOutScore | None) -> float | None:
     return None if found is None else found.score

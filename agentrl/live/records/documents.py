@@ -6,7 +6,7 @@
 | `live-versions` | number | `Version`: a trained version that is served, or was | algorithm |
 | `live-wishes` | place | `Wish`: weights that a user offers | commands |
 | `live-given` | number | `Version`: GIVEN + n, made of the wish in place n | algorithm |
-| `live-scores` | place | `Score`: what a version reaches on held-out tasks | watch |
+| `live-scores` | place | `HeldOutScore`: what a version reaches on held-out tasks | watch |
 | `live` | `compared` | `Compared`: how the candidate is doing | watch |
 
 Always true: all but the last are only ever added, with growing keys, so a process reads each once
@@ -114,7 +114,7 @@ class Compared(Record, frozen=True):
     held_out: tuple[float | None, float | None] = (None, None)
 
 
-class Score(Record, frozen=True):
+class HeldOutScore(Record, frozen=True):
     """What a version reaches on the held-out tasks of the run."""
 
     version: int
@@ -139,7 +139,7 @@ class Told(Record, frozen=True):
     events: list[Event] = []
     compared: dict[int, Compared] = {}
     wishes: list[Wish] = []
-    scores: dict[int, Score] = {}
+    scores: dict[int, HeldOutScore] = {}
 
     @property
     def lanes(self) -> Lanes | None:
@@ -211,7 +211,7 @@ class Documents:
             known[key] = _read(f"{kind} {key}", found[key], KINDS.get(kind, Version))
 
 
-KINDS: dict[str, Any] = {EVENTS: Event, VERSIONS: Version, WISHES: Wish, SCORES: Score}
+KINDS: dict[str, Any] = {EVENTS: Event, VERSIONS: Version, WISHES: Wish, SCORES: HeldOutScore}
 
 
 async def told(store: Store, run: str) -> Told:
@@ -245,7 +245,7 @@ async def put_wish(store: Store, run: str, wish: Wish) -> None:
     await _add(store, run, WISHES, wish)
 
 
-async def put_score(store: Store, run: str, score: Score) -> None:
+async def put_score(store: Store, run: str, score: HeldOutScore) -> None:
     await _add(store, run, SCORES, score)
 
 

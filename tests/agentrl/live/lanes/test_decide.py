@@ -17,7 +17,7 @@ from agentrl.errors import Conflict
 from agentrl.live import watch
 from agentrl.live.lanes import decide
 from agentrl.live.lanes.decide import Decider
-from agentrl.live.records.documents import EVENTS, GIVEN, Documents, Lanes, Score, put_score
+from agentrl.live.records.documents import EVENTS, GIVEN, Documents, HeldOutScore, Lanes, put_score
 from agentrl.store import open_store
 from agentrl.types import StepCommit
 from tests.agentrl.live.lanes.played import RUN, Shop, config
@@ -139,8 +139,8 @@ async def test_trained_sessions_count_though_they_were_trained_between_two_looks
         assert (await live.told()).compared[4].sessions == (0, 1)
 
 
-def score(version: int, mean: float) -> Score:
-    return Score(version=version, score=mean, low=mean - 0.1, high=mean + 0.1, tasks=50)
+def score(version: int, mean: float) -> HeldOutScore:
+    return HeldOutScore(version=version, score=mean, low=mean - 0.1, high=mean + 0.1, tasks=50)
 
 
 @pytest.mark.parametrize("rule", ["better", "always"])

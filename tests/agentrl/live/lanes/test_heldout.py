@@ -12,7 +12,7 @@ import pytest
 from agentrl.config import resolve
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.live.lanes import heldout
-from agentrl.live.records.documents import Event, Lanes, Score, Told, Version, told
+from agentrl.live.records.documents import Event, HeldOutScore, Lanes, Told, Version, told
 from agentrl.live.records.table import LiveConfig
 from tests.agentrl.live.lanes.test_return import agentrl
 from tests.agentrl.live.shop import RUN, running, until
@@ -61,7 +61,7 @@ def test_the_serving_version_is_scored_then_its_candidate_each_once() -> None:
     assert heldout.unscored(Told()) is None
     for number in (0, 4):
         assert heldout.unscored(known) == version(number)
-        known.scores[number] = Score(version=number, score=0.5, low=0.4, high=0.6, tasks=4)
+        known.scores[number] = HeldOutScore(version=number, score=0.5, low=0.4, high=0.6, tasks=4)
     assert heldout.unscored(known) is None
 
 
