@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.base.failures import one_line
 from agentrl.base.processes import log_to_stderr
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.live.labels import label
 from agentrl.live.lanes import decide, heldout
 from agentrl.live.records import people
@@ -54,7 +54,8 @@ async def keep_working(missed: str, work: Callable[[], Coroutine[Any, Any, None]
             raise
         except Exception as error:  # the others go on
             why = f"{type(error).__name__}: {one_line(str(error))}"
-            log.warning("%s now (%s); tried again", missed, why, exc_info=error)
+            trace = None if isinstance(error, AgentRLError) else error
+            log.warning("%s now (%s); tried again", missed, why, exc_info=trace)
         pause = FIRST_PAUSE if time.monotonic() - began > STEADY else pause
         await asyncio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)

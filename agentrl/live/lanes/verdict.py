@@ -10,16 +10,14 @@ from agentrl.live.lanes.served import ServedSession
 from agentrl.live.records.documents import Compared, EventKind, HeldOutScore, Lanes, points
 from agentrl.live.records.table import PromotionConfig
 
-Scores = tuple[
-    HeldOutScore | None, HeldOutScore | None
-]  # held-out, of candidate and serving; None: not known
+Scored = HeldOutScore | None  # None: not known
 
 
 def verdict(
-    settings: PromotionConfig, found: Difference, scores: Scores | None = None
+    settings: PromotionConfig, found: Difference, scores: tuple[Scored, Scored] | None = None
 ) -> tuple[EventKind, bool, str] | None:
     """What happens to a candidate, whether because it is worse, and why; None: nothing yet.
-    scores: None if there are no held-out tasks."""
+    scores: of candidate and serving version; None if there are no held-out tasks."""
     ours, least = found.sessions[0], settings.least
     margin = settings.margin if settings.rule == "not_worse" else 0.0
     scored = scores is None or None not in scores
@@ -38,7 +36,7 @@ def verdict(
     return None
 
 
-def held_out_worse(ours: HeldOutScore | None, theirs: HeldOutScore | None) -> str:
+def held_out_worse(ours: Scored, theirs: Scored) -> str:
     """A sentence if the interval of the candidate's held-out score is below that of the other."""
     if ours is None or theirs is None or ours.high >= theirs.low:
         return ""
@@ -60,10 +58,10 @@ def compared(
     lanes: Lanes,
     found: Difference,
     sessions: Sequence[ServedSession],
-    scores: Scores,
+    scores: tuple[Scored, Scored],
     now: float,
 ) -> Compared:
-    """What users see of a comparison."""
+    """What users see of a comparison. scores: of candidate and serving version."""
     assert lanes.candidate is not None
     ours = [one for one in sessions if one.version == lanes.candidate]
     theirs = [one for one in sessions if one.version == lanes.serving]
@@ -86,5 +84,5 @@ def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _score(found: HeldOutScore | None) -> float | None:
+def _score(found: Scored) -> float | None:
     return None if found is None else found.score
