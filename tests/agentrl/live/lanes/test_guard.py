@@ -59,6 +59,9 @@ async def test_a_version_that_serves_is_taken_back_for_the_one_before(live: Shop
     assert (events[0].kind, events[0].lanes) == ("taken back", Lanes(serving=0))
     assert events[0].evidence["limit"] == "drop"
     assert served < 50
+    await live.decided()
+    assert {version for version, _ in live.decider._guard._calls} == set()  # 4 is in no lane
+    assert live.decider._guard._usual.keys() == {0}
 
 
 async def test_what_also_happens_to_the_other_version_is_no_alarm(live: Shop) -> None:
