@@ -343,9 +343,9 @@ class Store(Protocol):
         """Add JSON values that parts keep with a run, by key; existing ones stay as they are,
         unless `replace`. Raises NotFound for an unknown run, Invalid for what is not JSON."""
 
-    async def documents(self, run: str, kind: str) -> dict[str, types.Json]:
+    async def documents(self, run: str, kind: str, *, after: str = "") -> dict[str, types.Json]:
         """Map keys to the documents of this kind, in the order of their addition; {} for an unknown
-        run."""
+        run. after: only those with larger keys."""
 
     # -- change feed: followed by everybody --------------------------------------------------------
     async def cursor(self) -> int:

@@ -71,6 +71,16 @@ def gateway(config: RunConfig) -> None:
 
 @live.command(hidden=True)
 @config_file
+def score(config: RunConfig) -> None:
+    """The process that plays the held-out tasks with one version."""
+    die_with_parent()
+    from agentrl.live.lanes.heldout import play
+
+    play(config)
+
+
+@live.command(hidden=True)
+@config_file
 def watch(config: RunConfig) -> None:
     """The process that labels sessions and decides about versions."""
     die_with_parent()

@@ -30,7 +30,7 @@ from agentrl.config.policies import policy_by_role
 from agentrl.errors import NotFound, StoreError
 from agentrl.live.labels import signals
 from agentrl.live.records import people
-from agentrl.live.records.documents import Lanes, served, told
+from agentrl.live.records.documents import Documents, Lanes, served
 from agentrl.live.records.marks import FAILED, GATEWAY, RESULT_ENDED, failed_calls
 from agentrl.live.records.sessions import chosen, count_of, delete, group_base, group_of
 from agentrl.live.records.table import live_of, policy_of
@@ -86,6 +86,7 @@ class LiveSessions(Sessions):
         self._config, self._socket = config, socket
         self._people, self._most_calls = live_of(config).people, live_of(config).calls
         self._lanes: Lanes | None = None
+        self._documents = Documents(store, config.name)
         self._seated = asyncio.Event()  # set once there are lanes
         self._secret = b""  # set with the first lanes, as it is kept with the run
         self._resumed: dict[Exchange, OpenSession] = {}  # of a killed process
@@ -114,7 +115,7 @@ class LiveSessions(Sessions):
         while True:
             try:
                 cursor = await self._store.wait(cursor)
-                lanes = (await told(self._store, self._run)).lanes
+                lanes = (await self._documents.told()).lanes
                 if lanes is not None and not self._secret:
                     self._secret = await people.secret_of(self._store, self._config)
             except StoreError as error:
@@ -338,7 +339,7 @@ class LiveSessions(Sessions):
         active.lenient = True
         active.stored = 1 + max((call.index for call in calls), default=-1)
         active.calls = len(calls)
-        session.failed = set(range(-int(failed_calls(row)), 0))
+        session.failed = set(range(-failed_calls(row), 0))
         for call in calls:
             active.memory.remember(call.answer)
             self._resumed[exchange_of(call)] = session

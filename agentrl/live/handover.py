@@ -7,6 +7,7 @@ socket to the next supervisor, which asks for it at a Unix socket in the run's f
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -14,10 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 
+log = logging.getLogger("agentrl.live")
 FILE = "gateway.sock"
 VARIABLE = "AGENTRL_LISTENER"  # environment variable: the inherited file descriptor
 ORPHANED, OWNED = b"O", b"L"  # whether the supervisor of the gateway that answers is gone
@@ -37,7 +40,7 @@ def listening(config: RunConfig) -> socket.socket:
             return _listen(config.runner.host, config.runner.port)
         with asked:
             if (found := _receive(asked)) is not None:
-                return found
+                return _as_asked(found, config)
         if time.monotonic() > until:
             raise ConfigError(f"another process serves run {config.name!r}: stop it first")
         time.sleep(0.1)
@@ -71,13 +74,16 @@ def _answer(
 ) -> None:
     while True:
         asking, _ = server.accept()
-        if not orphaned.is_set():
+        try:
+            if orphaned.is_set():
+                socket.send_fds(asking, [ORPHANED], [held.fileno()])
+                break
             asking.sendall(OWNED)
-            asking.close()
-            continue
-        socket.send_fds(asking, [ORPHANED], [held.fileno()])
-        given()
-        threading.Event().wait()  # `asking` stays open until this process has ended
+        except OSError:  # who asked has ended
+            pass
+        asking.close()
+    given()
+    threading.Event().wait()  # `asking` stays open until this process has ended
 
 
 def _connect(path: Path) -> socket.socket:
@@ -106,11 +112,29 @@ def _receive(asked: socket.socket) -> socket.socket | None:
     return socket.socket(fileno=files[0])
 
 
+def _as_asked(found: socket.socket, config: RunConfig) -> socket.socket:
+    """The socket of the run, or a new one if the settings name another port or host now. Then
+    connections that nobody has accepted yet are lost."""
+    host, port = found.getsockname()[:2]
+    wanted = config.runner.host, config.runner.port or port
+    with suppress(OSError):  # a host without address: `_listen` says so
+        if _address(*wanted)[1][:2] == (host, port):
+            return found
+    log.warning("the gateway listens at %s:%d now, no longer at %s:%d", *wanted, host, port)
+    found.close()
+    return _listen(*wanted)
+
+
+def _address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    family, _, _, _, address = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    return family, address
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, address = _address(host, port)
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(

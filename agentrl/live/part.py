@@ -5,9 +5,9 @@ HERE = "agentrl.live"
 PART = Part(
     name="live",
     summary="Serve an agent's model, learn from its sessions, and move traffic to better versions.",
-    uses=("judges", "processes", "view"),
+    uses=("evaluation", "judges", "processes", "view"),
     needs=("sessions",),
-    outputs=("versions",),
+    outputs=("versions", "heldout", "watch.json"),
     tables={"live": f"{HERE}.records.table:LiveConfig"},
     commands={
         "live": f"{HERE}.command:live",

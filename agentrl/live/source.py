@@ -25,7 +25,7 @@ from agentrl.base.processes import log_phase
 from agentrl.live.records.marks import believed, is_lost, is_ready
 from agentrl.live.records.sessions import ended, oldest_first
 from agentrl.live.records.table import live_of, policy_of
-from agentrl.live.versions import Lineage, Versions, most_ahead
+from agentrl.live.versions import Lineage, Versions
 from agentrl.types import POLICY, Group, Rollout, Transition
 
 log = logging.getLogger("agentrl.algorithm")
@@ -46,25 +46,19 @@ class SessionSource:
     versions: Versions | None = None
     since: float = field(default_factory=time.monotonic)  # the last step
     discarded: float = field(default_factory=time.monotonic)  # when sessions last were
+    held: str = ""  # why nothing may be learned
     no_room: str = ""  # why a step cannot be written
 
     async def collect(self, step: int) -> Collected:
         """Wait for the sessions of a step; meanwhile decisions are heeded."""
         assert self.versions is not None
         live, store, name = live_of(self.run.config), self.run.store, self.run.config.name
-        cursor, waiting = 0, False
+        cursor = 0
         while True:
             await self.versions.tend(step)
-            most = most_ahead(self.run.config.algorithm.max_staleness)
-            held = self.versions.ahead(step) >= most
-            if held and not waiting:
-                log_phase(
-                    log, f"{most} updates ahead of the serving version: waiting for a decision"
-                )
-            waiting = held
             sessions = await ended(store, name)
             ready, left_out = self._sorted(sessions, step)
-            if not held and self._is_due(len(ready)) and self._has_room():
+            if not self._held(step) and self._is_due(len(ready)) and self._has_room():
                 break
             if self._is_late(len(left_out)):
                 ready = []
@@ -75,6 +69,15 @@ class SessionSource:
         self.since = self.discarded if ready else self.since
         chosen = oldest_first(ready)[: live.sessions]
         return await self._claim(step, chosen, left_out)
+
+    def _held(self, step: int) -> str:
+        """Why nothing is learned now, which the console says once; empty if something may be."""
+        assert self.versions is not None
+        why = self.versions.stuck or self.versions.too_far_ahead(step)
+        if why and why != self.held and not self.versions.stuck:  # which is said already
+            log_phase(log, f"learning waits, and serving goes on: {why}")
+        self.held = why
+        return why
 
     def _is_due(self, ready: int) -> bool:
         live = live_of(self.run.config)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 
 from agentrl import run_owner, trainer
@@ -26,6 +27,7 @@ from agentrl.base import folder_lock, memory
 from agentrl.base.files import make_folder
 from agentrl.base.processes import PHASE, USER_ERROR, Child
 from agentrl.config import RunConfig
+from agentrl.config.schema import TasksConfig
 from agentrl.errors import AgentRLError
 from agentrl.live import handover
 from agentrl.store import open_store
@@ -67,10 +69,13 @@ async def supervise(
         store = await stack.enter_async_context(open_store(config.store))
         children: list[Child] = []
         keeping: list[asyncio.Task[None]] = []
-        run_file = trainer.write_settings(output / "run.json", config)
+        # The learner plays no tasks; the watch has the held-out ones played.
+        learning = replace(config, tasks=TasksConfig())
+        run_file = trainer.write_settings(output / "run.json", learning)
         if only != "gateway":
-            await trainer.refuse_changes(store, config)
-            settings = msgspec.to_builtins(config)
+            await trainer.refuse_changes(store, learning)
+            settings = msgspec.to_builtins(learning)
+            watch_file = trainer.write_settings(output / "watch.json", config)
             held = await stack.enter_async_context(
                 run_owner.hold(store, config.name, settings, take_over=take_over)
             )
@@ -82,7 +87,7 @@ async def supervise(
             algorithm.variables[run_owner.VARIABLE] = held.owner
             children += [
                 algorithm,
-                Child("watch", ["live", "watch", str(run_file)], logs / "watch.log"),
+                Child("watch", ["live", "watch", str(watch_file)], logs / "watch.log"),
             ]
         if only != "training":
             listener = stack.enter_context(await asyncio.to_thread(handover.listening, config))

@@ -3,16 +3,20 @@
 Owns the folders `<output>/versions/<policy>-<version>`, each a checkpoint without the run's state,
 and what is served of them. Always true: a folder is complete once it exists, and a version is
 announced in the store once it is served; the learner goes on from the serving version after a
-decision against one of its own.
+decision against one of its own, and learns nothing until it does. What a user offers is copied, so
+nothing outside of the run's folder is needed later.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import shutil
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil, inf
 from pathlib import Path
@@ -21,19 +25,18 @@ import msgspec
 
 from agentrl.algorithms.train.checkpoint import save_checkpoint
 from agentrl.algorithms.train.hooks import ServedRun
-from agentrl.base.files import delete_directory
+from agentrl.base.files import PARTIAL, atomic_directory, delete_directory
 from agentrl.base.processes import log_phase
-from agentrl.errors import DamagedError, PolicyError
+from agentrl.errors import Conflict, PolicyError
 from agentrl.live.records import documents
 from agentrl.live.records.documents import (
+    Documents,
     Event,
     Lanes,
     Told,
     Version,
     VersionKind,
     put_version,
-    put_wish,
-    told,
 )
 from agentrl.live.records.table import policy_of
 from agentrl.store.base import Store
@@ -41,9 +44,9 @@ from agentrl.types import EMPTY, POLICY, Json, PolicyVersion
 
 log = logging.getLogger("agentrl.algorithm")
 FOLDER = "versions"
-GIVEN = 1_000_000  # number of the first version that a user offers by hand
 GRACE = 3.0  # seconds until nobody calls a version any longer that is in no lane
-KEPT = 5  # folders of versions that served, to which a user can roll back
+KEPT = 5  # folders of versions that served, which a user can offer again
+UNUSABLE = (PolicyError, OSError)  # of a folder whose weights cannot be loaded
 
 
 class Reset(msgspec.Struct, frozen=True, array_like=True):
@@ -103,11 +106,16 @@ class Versions:
     unwanted: dict[int, float] = field(default_factory=dict)  # since when, of those still served
     served: set[int] = field(default_factory=set)
     lanes: Lanes | None = None  # at the last `tend`
+    stuck: str = ""  # why the learner cannot go on from the serving version, as it has to
+    documents: Documents = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.documents = Documents(self.run.store, self.run.config.name)
 
     async def start(self) -> None:
         """Serve the versions of the lanes, or the first one. Raises PolicyError if the weights of
-        the serving one are missing."""
-        known = await self._told()
+        the serving one cannot be loaded."""
+        known = await self.documents.told()
         await self._reserve()
         if not known.versions:
             await self.offer(self.run.state.step, "first")
@@ -118,7 +126,7 @@ class Versions:
     async def tend(self, step: int) -> None:
         """Do what was decided since the last call: serve what the lanes say, go on from the serving
         version, or offer the newest one. step: the number of steps that are committed."""
-        known = await self._told()
+        known = await self.documents.told()
         self.lanes = known.lanes
         if known.lanes is None:
             return
@@ -127,7 +135,7 @@ class Versions:
         await self._heed(known, now)
         await self._serve(known)
         await self._offer_wished(known, step)
-        if known.lanes.candidate is None and not pending(known):
+        if known.lanes.candidate is None and not pending(known) and not self.stuck:
             trained = self.lineage.lag(known.lanes.serving, now) > 0
             if trained and now not in known.versions:
                 await self.offer(step, "trained")
@@ -139,6 +147,18 @@ class Versions:
         if self.lanes is None:
             return 0
         return self.lineage.lag(self.lanes.serving, self.run.policies.versions(step)[POLICY])
+
+    def too_far_ahead(self, step: int) -> str:
+        """Why the learner has to wait for a decision; empty if it may go on."""
+        most = most_ahead(self.run.config.algorithm.max_staleness)
+        if self.lanes is None or self.ahead(step) < most:
+            return ""
+        candidate = self.lanes.candidate
+        about = "the version that is offered" if candidate is None else f"candidate {candidate}"
+        return (
+            f"it is {most} updates ahead of version {self.lanes.serving}, which serves "
+            f"(algorithm.max_staleness), and goes on after a decision about {about}"
+        )
 
     async def offer(self, step: int, kind: VersionKind) -> None:
         """Save and serve the learner's policy after `step` steps, and announce it."""
@@ -154,30 +174,29 @@ class Versions:
     def size(self) -> int:
         """Bytes of the largest version on disk."""
         sizes = [
-            sum(file.stat().st_size for file in path.iterdir())
-            for path in Path(self.run.config.output, FOLDER).glob("*")
+            sum(file.stat().st_size for file in path.iterdir()) for path in self._folders().values()
         ]
         return max(sizes, default=0)
 
-    async def _add(self, version: int, path: Path, kind: VersionKind, step: int) -> None:
+    def _folders(self) -> dict[int, Path]:
+        """The folders of versions that there are."""
+        found = Path(self.run.config.output, FOLDER).glob(f"{POLICY}-*")
+        return {
+            int(path.name.rpartition("-")[2]): path for path in found if PARTIAL not in path.name
+        }
+
+    async def _add(
+        self, version: int, path: Path, kind: VersionKind, step: int, given: str = ""
+    ) -> None:
         await self._freeze(version, path)
-        known = await self._told()
+        lanes = (await self.documents.told()).lanes
         row = Version(
-            version=version,
-            step=step,
-            path=str(
-                path.relative_to(self.run.config.output) if kind != "offered by hand" else path
-            ),
-            offered=time.time(),
-            source=known.lanes.serving if known.lanes else None,
-            kind=kind,
-        )
+            version=version, step=step, path=str(path.relative_to(self.run.config.output)),
+            offered=time.time(), source=lanes.serving if lanes else None, kind=kind, given=given,
+        )  # fmt: skip
         await self._announce()
         await put_version(self.run.store, self.run.config.name, row)
         log_phase(log, f"version {version} is offered")
-
-    async def _told(self) -> Told:
-        return await told(self.run.store, self.run.config.name)
 
     async def _freeze(self, version: int, path: Path) -> None:
         async with self.run.serving.updating():
@@ -189,7 +208,7 @@ class Versions:
         wanted = wanted_of(known)
         for version in sorted(wanted - self.served):
             self.unwanted.pop(version, None)
-            await self._freeze(version, self._path(known.versions[version]))
+            await self._load(known, version)
         now = time.monotonic()
         for version in self.served - wanted:
             self.unwanted.setdefault(version, now)
@@ -203,17 +222,39 @@ class Versions:
             self.served.discard(version)
         self._delete_old(known, wanted)
 
+    async def _load(self, known: Told, version: int) -> None:
+        """Serve a version again. One that cannot be loaded leaves its lane, unless it serves."""
+        path = self._path(known.versions[version])
+        try:
+            if not path.is_dir():
+                raise PolicyError(f"there is no folder {path}")
+            await self._freeze(version, path)
+        except UNUSABLE as error:
+            if known.lanes is None or version == known.lanes.serving:
+                raise PolicyError(
+                    f"version {version} serves, and cannot be loaded: {error}"
+                ) from error
+            await self._drop(known, version, f"its weights cannot be loaded: {error}")
+
+    async def _drop(self, known: Told, version: int, why: str) -> None:
+        """Decide that a version that does not serve is not there any more."""
+        assert known.lanes is not None
+        log.warning("version %d: dropped: %s", version, why)
+        lanes = known.lanes.without(version)
+        event = Event(time=time.time(), kind="dropped", version=version, lanes=lanes, why=why)
+        with suppress(Conflict):  # then `tend` sees what was decided, and tries again
+            await documents.decide(self.run.store, self.run.config.name, known, event)
+
     def _delete_old(self, known: Told, wanted: set[int]) -> None:
         """Delete the folders of versions that no user can want back."""
         served = [one.version for one in known.events if one.kind in ("first", "promoted")]
         kept = wanted | self.served | set(served[-KEPT:]) | {min(known.versions, default=0)}
-        for row in known.versions.values():
-            own = row.kind != "offered by hand" and row.version not in kept
-            if own and self.folder(row.version).is_dir():
-                delete_directory(self.folder(row.version))
+        for version, folder in self._folders().items():
+            if version not in kept:
+                delete_directory(folder)
 
     def _path(self, version: Version) -> Path:
-        return Path(self.run.config.output, version.path)  # an absolute one stays as it is
+        return Path(self.run.config.output, version.path)
 
     async def _announce(self) -> None:
         run = self.run
@@ -229,21 +270,23 @@ class Versions:
             await run.store.publish(row, epoch=run.state.epoch)
 
     async def _heed(self, known: Told, now: int) -> None:
-        """Go on from the serving version, if there is a reason to."""
+        """Go on from the serving version, if there is a reason to; tried again until it works."""
         assert known.lanes is not None
-        new = known.events[self.lineage.decided :]
-        self.lineage.decided = len(known.events)
-        serving = known.lanes.serving
-        if not (why := self._why_from_serving(known, now, new)):
-            return
-        path = self._path(known.versions[serving])
-        try:
-            await asyncio.to_thread(self.run.policies.load, path)
-        except (DamagedError, PolicyError) as error:
-            log.warning("the learner does not go on from version %d: %s", serving, error)
-            return
-        self.lineage.resets.append(Reset(now, serving))
-        log_phase(log, f"the learner goes on from version {serving}: {why}")
+        new, serving = known.events[self.lineage.decided :], known.lanes.serving
+        if why := self._why_from_serving(known, now, new):
+            try:
+                await asyncio.to_thread(self.run.policies.load, self._path(known.versions[serving]))
+            except UNUSABLE as error:
+                self._stop_learning(f"{why}, but version {serving} cannot be loaded: {error}")
+                return
+            self.lineage.resets.append(Reset(now, serving))
+            log_phase(log, f"the learner goes on from version {serving}: {why}")
+        self.lineage.decided, self.stuck = len(known.events), ""
+
+    def _stop_learning(self, why: str) -> None:
+        if why != self.stuck:
+            log.warning("learning waits, and serving goes on: %s", why)
+        self.stuck = why
 
     def _why_from_serving(self, known: Told, now: int, new: Sequence[Event]) -> str:
         """Why the learner has to go on from the serving version, not from its own weights; empty if
@@ -263,23 +306,41 @@ class Versions:
         return ""
 
     async def _offer_wished(self, known: Told, step: int) -> None:
-        """Serve the weights that a user offers."""
-        wish = known.wish
-        if wish is None or known.lanes is None or pending(known):
+        """Serve the first of the weights that users offer."""
+        wishes = documents.unmet(known)
+        if not wishes or known.lanes is None or pending(known):
             return
-        path = Path(wish.path)
-        given = [version for version in known.versions if version >= GIVEN]
+        version, wish = wishes[0]
         try:
-            await self._add(max(given, default=GIVEN - 1) + 1, path, "offered by hand", step)
-        except (DamagedError, PolicyError, OSError) as error:
-            log.warning("%s cannot be offered: %s", path, error)
-        await put_wish(self.run.store, self.run.config.name, None)
+            await asyncio.to_thread(self._copy, Path(wish.path), self.folder(version))
+            await self._add(version, self.folder(version), "offered by hand", step, wish.path)
+        except UNUSABLE as error:
+            if version in self.served:  # it is the store that failed, so it is announced later
+                raise
+            await self._drop(known, version, f"{wish.path} cannot be offered: {error}")
+
+    def _copy(self, source: Path, target: Path) -> None:
+        """Copy the files of a checkpoint. Those of this run never change: links are enough."""
+        if target.is_dir():
+            return
+        own = source.is_relative_to(Path(self.run.config.output).resolve())
+        with atomic_directory(target) as partial:
+            for file in source.iterdir():
+                if file.is_file():
+                    _link_or_copy(file, partial / file.name) if own else shutil.copy(file, partial)
+
+
+def _link_or_copy(file: Path, target: Path) -> None:
+    try:
+        os.link(file, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy(file, target)
 
 
 def pending(known: Told) -> set[int]:
     """The version that is offered next, if nothing is decided about it."""
-    newest = documents.newest_offer(known)
-    return set() if newest is None else {newest.version}
+    following = documents.next_offer(known)
+    return set() if following is None else {following.version}
 
 
 def wanted_of(known: Told) -> set[int]:

@@ -40,8 +40,8 @@ def put_documents(
         tx.add_event(run, kind, key)
 
 
-def documents(conn: Connection, run: str, kind: str) -> dict[str, Json]:
-    found = conn.execute(SQL["documents"], (run, kind))
+def documents(conn: Connection, run: str, kind: str, *, after: str = "") -> dict[str, Json]:
+    found = conn.execute(SQL["documents"], (run, kind, after))
     return {row["key"]: rows.from_json(row["value"]) for row in found}
 
 

@@ -6,4 +6,4 @@ on conflict (run_id, kind, key) do update set value = excluded.value where :repl
 select value from documents where run_id = ? and kind = ? and key = ?;
 
 -- name: documents
-select key, value from documents where run_id = ? and kind = ? order by seq;
+select key, value from documents where run_id = ? and kind = ? and key > ? order by seq;

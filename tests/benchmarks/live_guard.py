@@ -4,6 +4,11 @@
 known; their outcomes are known `DELAY` sessions late, what their calls show at once. `back <kind>`
 is the share that is taken back, or dropped as worse, before it has served 50 sessions, `sessions
 <kind>` the median, `alarms` the share of 200 equal ones that is taken back within 200 sessions.
+`alarms <when>`: the same of outcomes alone, in time: a session of the candidate begins every
+`EVERY` seconds, and those that fail become known earlier or later than the others, because their
+users complain at once and the others say nothing until `live.wait` has passed, or because they are
+shorter or longer. `served <points>`: the sessions that began until a candidate was taken back that
+is so much lower, with outcomes that are known `live.wait` = `WAIT` seconds after their end.
 `seconds`: from the third failed call in a store until the decision is stored, while no algorithm
 process runs; median and largest of 20.
 """
@@ -24,13 +29,24 @@ import numpy as np
 from agentrl.live.lanes.comparison import refuted
 from agentrl.live.lanes.decide import run as decide
 from agentrl.live.lanes.guard import SeenCalls, broken, call_limits, outcome_limits
-from agentrl.live.records.table import GuardConfig, PromotionConfig, policy_of
+from agentrl.live.lanes.served import ServedSessions
+from agentrl.live.records.documents import Lanes
+from agentrl.live.records.marks import SOURCE
+from agentrl.live.records.table import GuardConfig, LiveConfig, PromotionConfig, policy_of
 from agentrl.store import open_store
-from tests.agentrl.live.lanes.drawn import drawn
+from agentrl.types import SESSION, Purpose, Reward, Rollout, RolloutState
+from tests.agentrl.live.lanes.drawn import drawn, mark
 from tests.agentrl.live.lanes.played import Shop, config
 from tests.factories import call
 
 CANDIDATES, SOON, USUAL = 200, 50, 200
+EVERY, WAIT, IDLE = 20.0, 600.0, 60.0  # seconds; of the candidate's sessions, and as in [live]
+# when -> seconds of a session that fails and of one that does not, and whether its user says so
+WHEN: dict[str, tuple[float, float, bool]] = {
+    "complainers first": (120.0, 120.0, True),
+    "failures shorter": (30.0, 240.0, False),
+    "failures longer": (240.0, 30.0, False),
+}
 DELAY = 5  # sessions of the candidate that go on before the outcome of one is known
 ALPHA = PromotionConfig().alpha
 # kind -> success of serving and candidate, and what a call of the candidate is like
@@ -53,6 +69,12 @@ def measure() -> dict[str, Any]:
         known = [end for end in ends if end is not None]
         found[f"back {kind}"] = len(known) / CANDIDATES
         found[f"sessions {kind}"] = median(known) if known else None
+    for when, how_known in WHEN.items():
+        ends = [seen(seed, 0.7, 0.7, USUAL, *how_known) for seed in range(CANDIDATES)]
+        found[f"alarms {when}"] = sum(end is not None for end in ends) / CANDIDATES
+    for points in (0.3, 0.5):
+        ends = [seen(seed, 0.8, 0.8 - points, USUAL, 120.0, 120.0) for seed in range(CANDIDATES)]
+        found[f"served {100 * points:.0f} points"] = median(end or USUAL for end in ends)
     equal = [back(seed, 0.7, 0.7, USUAL, rare=0.05) for seed in range(CANDIDATES)]
     seconds = asyncio.run(_seconds())
     found["alarms"] = sum(end is not None for end in equal) / CANDIDATES
@@ -81,6 +103,51 @@ def back(
         if served >= worse or broken(limits, 0):
             return served
     return None
+
+
+def seen(
+    seed: int,
+    usual: float,
+    success: float,
+    most: int,
+    failed: float,
+    good: float,
+    complains: bool = False,
+) -> int | None:
+    """After how many sessions a candidate is back because of outcomes; None: not before `most`.
+    failed, good: mean seconds of a session; complains: those that fail are labelled as explicit."""
+    rng = np.random.default_rng([seed, int(100 * success), int(failed)])
+    live = LiveConfig(wait=WAIT, idle=IDLE)
+    served, lanes = ServedSessions(None, "shop", live), Lanes(serving=0, candidate=1)  # type: ignore[arg-type]
+    before = [float(rng.random() < usual) for _ in range(USUAL)]
+    outcomes = (rng.random(most) < success).astype(float).tolist()
+    began = [EVERY * number for number in range(most)]
+    lasts = rng.exponential([good if outcome else failed for outcome in outcomes])
+    ends = (np.array(began) + lasts).tolist()
+    known = set[int]()
+    for number in range(most):
+        now = began[number]
+        rows = [
+            _session(began[one], outcomes[one], ends[one], now, complains)
+            for one in range(number)
+            if one not in known
+        ]
+        served.see(rows, now, lanes)
+        known |= {one for one in range(number) if ends[one] + WAIT <= now}
+        if broken(outcome_limits(live.guard, served.outcomes(1), before), 0):
+            return number
+    return None
+
+
+def _session(began: float, outcome: float, end: float, now: float, complains: bool) -> Rollout:
+    label = mark(end, explicit=complains and not outcome)
+    over = {"rewards": [label, Reward(value=outcome, source=SOURCE)], "result": {"ended": end}}
+    return Rollout(
+        id=str(began), run="shop", group=str(began), index=0, purpose=Purpose.TRAIN, step=SESSION,
+        task={"version": 1, "lane": "candidate", "began": began}, attempts=1, attempt=None,
+        failure=None, state=RolloutState.SUCCEEDED if end <= now else RolloutState.RUNNING,
+        **(over if end <= now else {"result": None}),
+    )  # fmt: skip
 
 
 def _calls(version: int) -> SeenCalls:

@@ -113,6 +113,7 @@ async def test_documents_are_kept_in_order_and_once(store):
     assert await store.cursor() > seen
     found = await store.documents("run", "note")
     assert list(found.items()) == [*(values | {"b": "again"}).items(), ("d", None)]
+    assert list(await store.documents("run", "note", after="b")) == ["c", "d"]
     assert (await store.stats()).rows["documents"] == 5
     for refused in ({"b": 2**70}, {"b": "\ud800"}, {"b": object()}, {"b" * 600: 1}):
         with pytest.raises(Invalid):

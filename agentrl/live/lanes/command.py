@@ -31,6 +31,7 @@ from agentrl.live.records.documents import (
     decide,
     put_wish,
     told,
+    unmet,
 )
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -77,12 +78,13 @@ def offer(run_file: Path, folder: Path) -> None:
         raise ConfigError(f"{folder} has no weights: no config.json and no adapter_config.json")
 
     async def wish(store: Store, run: str) -> None:
-        if earlier := (await told(store, run)).wish:
-            click.echo(f"{earlier.path} was offered before and is not loaded yet: it is forgotten")
         await put_wish(store, run, Wish(path=str(folder), asked=time.time()))
 
     _with_store(load(run_file), wish)
-    click.echo("offered: it is the candidate once the run's training half has loaded it")
+    click.echo(
+        "offered: it is the candidate once the run's training half has copied and loaded it, and "
+        "what was offered before it is decided about"
+    )
 
 
 def by_hand(known: Told, kind: EventKind, version: int | None) -> Event:
@@ -106,8 +108,8 @@ def shown(known: Told) -> RenderableType:
     for event in known.events[-EVENTS:]:
         at = time.strftime("%d %b %H:%M:%S", time.localtime(event.time))
         said.append(Text(f"{at}  version {event.version} {event.kind}: {event.why}"))
-    if known.wish:
-        said.append(Text(f"offered and not loaded yet: {known.wish.path}"))
+    for version, wish in unmet(known):
+        said.append(Text(f"version {version} is offered and not loaded yet: {wish.path}"))
     return Group(_lanes(known, known.lanes), *said)
 
 

@@ -10,17 +10,16 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
 
 from msgspec import to_builtins
 from msgspec.structs import replace
 
 from agentrl.config import RunConfig
-from agentrl.errors import Conflict, StoreError
+from agentrl.errors import Conflict
 from agentrl.live.lanes.comparison import difference
 from agentrl.live.lanes.guard import Guard
 from agentrl.live.lanes.served import ServedSessions, counted
-from agentrl.live.lanes.verdict import SCORE, compared, held_out_worse, verdict
+from agentrl.live.lanes.verdict import compared, verdict
 from agentrl.live.records import documents
 from agentrl.live.records.documents import Event, Lanes, Told, Version
 from agentrl.live.records.table import live_of
@@ -34,7 +33,7 @@ KL = ("reference/kl", "reference/drift")  # metrics of a step
 
 
 async def run(store: Store, config: RunConfig) -> None:
-    """Write what is decided, and why, until cancelled."""
+    """Write what is decided, and why, until cancelled. Raises StoreError; call it again then."""
     decider = Decider(store, config)
     while True:
         cursor, began = await store.cursor(), time.monotonic()
@@ -44,8 +43,6 @@ async def run(store: Store, config: RunConfig) -> None:
         except Conflict as error:
             log.info("looked again: %s", error)
             continue
-        except StoreError as error:
-            log.warning("versions are not decided about now: %s; tried again", error)
         await asyncio.sleep(LEAST_PAUSE + IDLENESS * (time.monotonic() - began))
         await store.wait(cursor, timeout=LOOK)
 
@@ -55,7 +52,9 @@ class Decider:
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         self._store, self._run, self._live = store, config.name, live_of(config)
-        self._served = ServedSessions(store, config.name, self._live.wait)
+        self._held_out = bool(config.tasks.heldout)
+        self._documents = documents.Documents(store, config.name)
+        self._served = ServedSessions(store, config.name, self._live)
         self._guard = Guard(store, self._live.guard)
         self._shown = -math.inf  # when a comparison was last written
         self._without_kl = set[int]()
@@ -63,8 +62,10 @@ class Decider:
     async def look(self, now: float) -> Event | None:
         """Decide one thing, or nothing. now: unix seconds. Raises Conflict if somebody else decided
         meanwhile."""
-        known = await documents.told(self._store, self._run)
-        await self._served.read(now)
+        known = await self._documents.told()
+        await self._served.read(now, known)
+        if known.lanes is not None:
+            self._guard.forget(documents.served(known.lanes))
         event = self._begun(known, now) or await self._alarm(known, now)
         event = event or await self._compared(known, now)
         if event:
@@ -80,12 +81,12 @@ class Decider:
             lanes = Lanes(serving=first, share=self._live.share)
             why = "the version that the run begins with"
             return Event(time=now, kind="first", version=first, lanes=lanes, why=why)
-        if (new := documents.newest_offer(known)) is None:
+        if (new := documents.next_offer(known)) is None:
             return None
         by_hand = new.kind == "offered by hand"
-        if lanes.candidate is not None and not by_hand:
-            return None
-        why = f"made by {new.step} steps" if not by_hand else f"offered by hand: {new.path}"
+        if lanes.candidate is not None and (not by_hand or lanes.candidate >= documents.GIVEN):
+            return None  # of what users offer, one is compared after the other
+        why = f"made by {new.step} steps" if not by_hand else f"offered by hand: {new.given}"
         if lanes.candidate is not None:
             why += f"; version {lanes.candidate} is not compared any more"
         lanes = replace(lanes, candidate=new.version, share=self._live.share)
@@ -129,10 +130,9 @@ class Decider:
             return None
         sessions = self._served.compared(lanes.candidate, lanes.serving)
         found = difference(counted(sessions, lanes.candidate), self._live.promotion.alpha)
-        ours = await self._metrics(known.versions.get(lanes.candidate))
-        theirs = await self._metrics(known.versions.get(lanes.serving))
-        decided = verdict(self._live.promotion, found, held_out_worse(ours, theirs))
-        shown = compared(lanes, found, sessions, (ours.get(SCORE), theirs.get(SCORE)), now)
+        scores = known.scores.get(lanes.candidate), known.scores.get(lanes.serving)
+        decided = verdict(self._live.promotion, found, scores if self._held_out else None)
+        shown = compared(lanes, found, sessions, scores, now)
         if decided or not 0 <= now - self._shown < SHOWN:
             self._shown = now
             await documents.put_compared(self._store, self._run, shown)
@@ -144,13 +144,6 @@ class Decider:
             time=now, kind=kind, version=lanes.candidate, lanes=since, why=why, worse=worse,
             evidence=to_builtins(shown),
         )  # fmt: skip
-
-    async def _metrics(self, version: Version | None) -> Mapping[str, float]:
-        """Of the evaluation of a version; empty if there is none."""
-        if version is None or version.kind == "offered by hand":
-            return {}
-        rows = await self._store.steps(self._run, after=version.step - 1, limit=1)
-        return rows[0].metrics if rows and rows[0].step == version.step else {}
 
     async def _kl(self, version: Version | None) -> float:
         """Nats per token from the first version, in the step that made this one; NaN: unknown."""

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from agentrl.live.lanes.comparison import exceeds
-from agentrl.live.lanes.served import ServedSessions
+from agentrl.live.lanes.served import NEWEST, ServedSessions, began_of, is_of
+from agentrl.live.records.marks import failed_calls
 from agentrl.live.records.table import GuardConfig, policy_of
 from agentrl.store.base import Store
 from agentrl.types import Json, Rollout, Transition
 
 ALARM = 0.01  # probability of a false alarm, for each limit and version
-BASE_SESSIONS = 50  # newest sessions of the other version whose calls are looked at
 FEW = 20  # calls or outcomes of the other version below which it is unknown what is usual
 SURE = 2.0  # standard errors that are added to what is usual with the other version
 CUT_OFF = "length"  # `finish` of an answer that a token limit ended
@@ -58,6 +58,7 @@ class SeenCalls:
     refused: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     _read: dict[str, int] = field(default_factory=dict)  # rollout -> number of its calls
+    _lost: dict[str, int] = field(default_factory=dict)  # and of those that got no answer
     _over: set[str] = field(default_factory=set)
 
     async def read(self, store: Store, rows: Iterable[Rollout], most: int) -> None:
@@ -67,9 +68,10 @@ class SeenCalls:
         new = [row for row in open_ if row.id not in self._read][: max(most - len(self._read), 0)]
         found = await store.calls([row.id for row in known + new])
         for row in known + new:
-            calls = found.get(row.id, [])
+            calls, lost = found.get(row.id, []), failed_calls(row)
             self.add(calls[self._read.get(row.id, 0) :])
-            self._read[row.id] = len(calls)
+            self.failed += [1.0] * (lost - self._lost.get(row.id, 0))
+            self._read[row.id], self._lost[row.id] = len(calls), lost
             if row.state.terminal:
                 self._over.add(row.id)
 
@@ -96,27 +98,43 @@ class Guard:
         self, served: ServedSessions, version: int, other: int, lane: str
     ) -> Alarm | None:
         """Why a version has to be taken back that began in a lane in place of another version."""
+        rows = [row for row in served.recent.values() if is_of(row, version, lane)]
         calls = self._calls.setdefault((version, lane), self._new(version))
-        rows = [row for row in served.recent.values() if _is_of(row, version, lane)]
         await calls.read(self._store, rows, self._settings.sessions)
-        usual = await self._usual_calls(served, other)
-        outcomes = served.outcomes(version, lane=lane)[: self._settings.sessions]
-        return broken(
-            [
-                *call_limits(self._settings, calls, usual),
-                *outcome_limits(self._settings, outcomes, served.outcomes(other)),
-            ],
-            other,
-        )
+        known = other in self._usual
+        found = await self._judged(served, version, other, lane)
+        if (
+            found and known and found.evidence["limit"] != "drop"
+        ):  # perhaps it is the same with both
+            del self._usual[other]
+            found = await self._judged(served, version, other, lane)
+        return found
+
+    async def _judged(
+        self, served: ServedSessions, version: int, other: int, lane: str
+    ) -> Alarm | None:
+        most, usual = self._settings.sessions, await self._usual_calls(served, other)
+        outcomes = served.outcomes(version, lane=lane)[:most], served.outcomes(other)
+        limits = [
+            *call_limits(self._settings, self._calls[version, lane], usual),
+            *outcome_limits(self._settings, *outcomes),
+        ]
+        return broken(limits, other)
+
+    def forget(self, kept: set[int]) -> None:
+        """Forget all other versions."""
+        self._calls = {key: one for key, one in self._calls.items() if key[0] in kept}
+        self._usual = {key: one for key, one in self._usual.items() if key in kept}
 
     async def _usual_calls(self, served: ServedSessions, version: int) -> SeenCalls:
-        """Read once enough of its sessions have ended."""
+        """Of its newest sessions; read once there are enough calls."""
         calls = self._usual.get(version)
         if calls is None or len(calls.failed) < FEW:
             calls = self._usual[version] = self._new(version)
-            ids = [one.rollout for one in served.known[version][-BASE_SESSIONS:]]
-            for rows in (await self._store.calls(ids)).values():
-                calls.add(rows)
+            rows = {row.id: row for row in served.newest[version]}
+            rows |= {id: row for id, row in served.recent.items() if is_of(row, version, "")}
+            newest = sorted(rows.values(), key=lambda row: began_of(row, math.inf))[-NEWEST:]
+            await calls.read(self._store, newest, NEWEST)
         return calls
 
     def _new(self, version: int) -> SeenCalls:
@@ -175,10 +193,6 @@ def text_of(call: Transition) -> str:
     if isinstance(content, str):
         return content
     return "".join(str(one.get("text") or "") for one in content if isinstance(one, dict))
-
-
-def _is_of(row: Rollout, version: int, lane: str) -> bool:
-    return row.task.get("version") == version and row.task.get("lane") == lane
 
 
 def _mean(values: Sequence[float]) -> float:

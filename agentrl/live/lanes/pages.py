@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.errors import NotFound
-from agentrl.live.records.documents import Compared, Event, Told, Version, told
+from agentrl.live.records.documents import Compared, Event, Told, Version, told, unmet
 from agentrl.live.records.table import PromotionConfig
 from agentrl.store.base import Store
 from agentrl.types import Json
@@ -60,6 +60,7 @@ class VersionsPage:
         current = None if candidate is None else known.compared.get(candidate)
         values = {"run": id, "known": known, "lanes": known.lanes, "now": now, "current": current}
         values |= {"rows": rows[:VERSIONS], "more": max(len(rows) - VERSIONS, 0)}
+        values["wishes"] = unmet(known)
         values |= {"events": known.events[::-1][:EVENTS], "bar": bar_of(current)}
         promotion = (state.config.get("live") or {}).get("promotion") or {}
         values["sure"] = 1 - float(promotion.get("alpha", PromotionConfig().alpha))

@@ -1,22 +1,34 @@
-"""The sessions of each version, in the order in which their outcomes became known.
+"""The sessions of each version, in the order in which they began.
 
-A session is read while it is in progress, once it has ended, and in the step that trained it; never
-all of them, except once when the process starts.
+What is known early differs from what is known late: a user who complains does so at once, a session
+that goes wrong may end sooner. So a session counts with what is known when its wait has passed,
+whenever something was said, and only once all that began before it count too, except for those that
+take longer than `HELD` times `live.idle`. Then each look sees all sessions up to some time,
+whatever became of them, and a young version is compared like an old one.
+
+A session is read while it is in progress, once it has ended, and in the step that trained it. Kept
+are those of the versions that serve, as far as something is still decided by them.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from agentrl.live.lanes.comparison import Counted
-from agentrl.live.records.marks import is_ready, mark_of, outcome_of
+from agentrl.live.records.documents import Lanes, Told, served
+from agentrl.live.records.marks import ended_of, mark_of, outcome_of
+from agentrl.live.records.table import LiveConfig
 from agentrl.store.base import Store
 from agentrl.types import SESSION, Purpose, Rollout, RolloutState
 
-PAGE = 500  # sessions that are read at once
+HELD = 5  # times of `live.idle` for which a session that is not settled holds back later ones
+NEWEST = 50  # ended sessions of a version whose calls are looked at
+BEGAN = "began"  # key of a task
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +40,8 @@ class ServedSession:
     lane: str  # in which it began: serving or candidate
     rival: int | None  # the candidate at that time
     share: float  # the probability with which it was drawn for that
-    outcome: float  # NaN: nothing was known when it was trained
+    began: float  # unix seconds
+    outcome: float
     signals: dict[str, float]
 
 
@@ -38,48 +51,71 @@ class ServedSessions:
 
     store: Store
     run: str
-    wait: float  # seconds for explicit feedback, see `marks.is_ready`
+    live: LiveConfig
     known: dict[int, list[ServedSession]] = field(default_factory=lambda: defaultdict(list))
+    newest: dict[int, deque[Rollout]] = field(  # ended ones, also without an outcome
+        default_factory=lambda: defaultdict(partial(deque, maxlen=NEWEST))
+    )
     recent: dict[str, Rollout] = field(default_factory=dict)  # in progress, or ended since
-    _order: dict[str, int] = field(default_factory=dict)  # rollout -> when it became known
-    _step: int | None = None  # sessions that earlier steps trained are known; None: nothing is
+    _open: dict[str, Rollout] = field(default_factory=dict)  # not settled
+    _seen: dict[str, int] = field(default_factory=dict)  # settled -> the last look that found it
+    _step: int = 0  # sessions that earlier steps trained are known
+    _looks: int = 0
+    _now: float = 0.0
 
-    async def read(self, now: float) -> None:
+    async def read(self, now: float, told: Told) -> None:
         """Find what is new. now: unix seconds."""
+        if (lanes := told.lanes) is not None:
+            rows = [row async for row in self._rows(first_step(told, lanes))]
+            self.see(rows, now, lanes)
+
+    def see(self, rows: Iterable[Rollout], now: float, lanes: Lanes) -> None:
+        """Take into account what was found in the store: `rows` are all that run, or are trained by
+        no earlier step."""
+        self._now, self._looks = now, self._looks + 1
+        sessions = [row for row in rows if row.step == SESSION and row.purpose is Purpose.TRAIN]
+        before, self._open = self._open, {}
+        self.recent = {row.id: row for row in sessions}
+        for row in (before | self.recent).values():
+            if row.id not in self._seen and row.task.get("version") in served(lanes):
+                self._sort(row)
+        found = dict.fromkeys(self._seen.keys() & self.recent.keys(), self._looks)
+        self._seen |= found  # a row may be missed by one look, while its group is released
+        self._seen = {id: look for id, look in self._seen.items() if look >= self._looks - 1}
+        self._trim(lanes)
+
+    async def _rows(self, first: int) -> AsyncIterator[Rollout]:
+        """What runs, what has ended, and what was trained since the last look, or by the steps from
+        the first on. This is the order in which a session goes, so that none is missed."""
+        given: dict[str, Any]
+        for given in (
+            {"state": RolloutState.RUNNING, "purpose": Purpose.TRAIN},
+            {"group_state": "settled"},
+            {"group_state": "claimed"},
+        ):
+            for row in await self.store.rollouts(self.run, **given):
+                yield row
         state = await self.store.run(self.run)
         steps = state.step if state else 0
-        rows = [row async for row in self._rows(steps)]
-        running = await self.store.rollouts(
-            self.run, purpose=Purpose.TRAIN, state=RolloutState.RUNNING
-        )
-        self.recent = {row.id: row for row in [*running, *rows] if row.step == SESSION}
-        for row in rows:
-            over = row.trained is not None or is_ready(row, now, self.wait)
-            if row.id not in self._order and over:
-                self._add(row)
-        self._step = steps
-
-    async def _rows(self, steps: int) -> AsyncIterator[Rollout]:
-        """All ended sessions at first; then those not trained, and those of new steps."""
-        if self._step is None:
-            after: str | None = None
-            while rows := await self.store.rollouts(
-                self.run, purpose=Purpose.TRAIN, step=SESSION, after=after, limit=PAGE
-            ):
-                for row in rows:
-                    yield row
-                after = rows[-1].id
-            return
-        for row in await self.store.rollouts(self.run, group_state="settled"):
-            yield row
-        for step in range(self._step, steps):
+        for step in range(max(self._step, first), steps):
             for row in await self.store.rollouts(self.run, trained=step):
                 yield row
+        self._step = steps
+
+    def _sort(self, row: Rollout) -> None:
+        """Whether a session is settled."""
+        mark = mark_of(row) if row.state.terminal else None
+        due = None if mark is None else (ended_of(row) or mark.ended) + self.live.wait
+        if due is not None and due <= self._now:
+            self._add(row)
+        elif due is not None or row.id in self.recent:  # others were deleted
+            self._open[row.id] = row
 
     def _add(self, row: Rollout) -> None:
-        self._order[row.id] = len(self._order)
-        mark, task = mark_of(row), row.task
-        if "version" not in task:
+        self._seen[row.id], task = self._looks, row.task
+        self.newest[task["version"]].append(row)
+        mark, outcome = mark_of(row), outcome_of(row)
+        if math.isnan(outcome):
             return
         session = ServedSession(
             rollout=row.id,
@@ -87,23 +123,70 @@ class ServedSessions:
             lane=task.get("lane", "serving"),
             rival=task.get("candidate"),
             share=task.get("share", 0.0),
-            outcome=outcome_of(row),
+            began=began_of(row, self._now),
+            outcome=outcome,
             signals=mark.signals if mark else {},
         )
         self.known[session.version].append(session)
 
+    def _trim(self, lanes: Lanes) -> None:
+        """Keep what is still decided on: sessions of a comparison, and those that the guard takes,
+        the first ones of a version and the newest ones."""
+        for version in {*self.known, *self.newest} - served(lanes):
+            self.known.pop(version, None)
+            self.newest.pop(version, None)
+        most = self.live.guard.sessions
+        for version, sessions in self.known.items():
+            sessions.sort(key=lambda one: one.began)
+            first = [one for one in sessions if one.lane == "serving"][:most]
+            kept = {one.rollout for one in [*first, *sessions[-most:]]}
+            rivals = (lanes.candidate,) if lanes.candidate is not None else ()
+            self.known[version] = [
+                one for one in sessions if one.rollout in kept or one.rival in rivals
+            ]
+
     def compared(self, candidate: int, serving: int) -> list[ServedSession]:
-        """The sessions of two lanes that were drawn for one or the other, as they became known."""
+        """The sessions of two lanes that were drawn for one or the other, as they began."""
         ours = [one for one in self.known[candidate] if one.lane == "candidate"]
         theirs = [one for one in self.known[serving] if one.lane == "serving"]
         drawn = [one for one in ours + theirs if one.rival == candidate and 0 < one.share < 1]
-        return sorted(drawn, key=lambda one: self._order[one.rollout])
+        return self._complete(drawn, lambda row: row.task.get("candidate") == candidate)
 
     def outcomes(self, version: int, *, lane: str = "") -> list[float]:
         """Known outcomes of a version, oldest first."""
-        rows = (one for one in self.known[version] if not lane or one.lane == lane)
-        return [one.outcome for one in rows if not math.isnan(one.outcome)]
+        sessions = [one for one in self.known[version] if not lane or one.lane == lane]
+        found = self._complete(sessions, lambda row: is_of(row, version, lane))
+        return [one.outcome for one in found]
+
+    def _complete(
+        self, sessions: Iterable[ServedSession], alike: Callable[[Rollout], bool]
+    ) -> list[ServedSession]:
+        """Those that began before the first one alike that is not settled."""
+        oldest = self._now - self.live.wait - HELD * self.live.idle
+        begun = [began_of(row, self._now) for row in self._open.values() if alike(row)]
+        end = min((began for began in begun if began >= oldest), default=math.inf)
+        return sorted((one for one in sessions if one.began < end), key=lambda one: one.began)
+
+
+def began_of(row: Rollout, now: float) -> float:
+    """When a session began, in unix seconds; now: if it is unknown and has not ended."""
+    known = row.task.get(BEGAN)
+    if isinstance(known, int | float):
+        return float(known)
+    mark = mark_of(row)
+    ended = ended_of(row) or (mark.ended if mark else 0.0)
+    return ended - row.seconds if ended else now
+
+
+def first_step(told: Told, lanes: Lanes) -> int:
+    """The first step that may have trained sessions of the versions in the lanes."""
+    versions = [told.versions[one] for one in served(lanes) if one in told.versions]
+    return min((one.step for one in versions), default=0)
 
 
 def counted(sessions: list[ServedSession], candidate: int) -> list[Counted]:
     return [Counted(one.version == candidate, one.outcome, one.share) for one in sessions]
+
+
+def is_of(row: Rollout, version: int, lane: str) -> bool:
+    return row.task.get("version") == version and (not lane or row.task.get("lane") == lane)

@@ -3,44 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from agentrl.live.lanes.comparison import Difference
 from agentrl.live.lanes.served import ServedSession
-from agentrl.live.records.documents import Compared, EventKind, Lanes, points
+from agentrl.live.records.documents import Compared, EventKind, HeldOutScore, Lanes, points
 from agentrl.live.records.table import PromotionConfig
 
-SCORE = "eval/score"  # held-out metric
+Scored = HeldOutScore | None  # None: not known
 
 
 def verdict(
-    settings: PromotionConfig, found: Difference, held_out: str = ""
+    settings: PromotionConfig, found: Difference, scores: tuple[Scored, Scored] | None = None
 ) -> tuple[EventKind, bool, str] | None:
     """What happens to a candidate, whether because it is worse, and why; None: nothing yet.
-    held_out: why its held-out score is worse."""
-    ours, least = found.sessions[0], settings.rule != "always" and settings.least
+    scores: of candidate and serving version; None if there are no held-out tasks."""
+    ours, least = found.sessions[0], settings.least
     margin = settings.margin if settings.rule == "not_worse" else 0.0
-    if held_out:
-        return "dropped", True, held_out
+    scored = scores is None or None not in scores
+    if why := held_out_worse(*scores or (None, None)):
+        return "dropped", True, why
     if found.high <= -margin:
         return "dropped", True, f"its sessions are worse: {in_points(found)}"
     if settings.rule == "always":
-        return "promoted", False, 'live.promotion.rule = "always"'
-    if settings.rule != "never" and found.low >= -margin and ours >= least:
+        return ("promoted", False, 'live.promotion.rule = "always"') if scored else None
+    shown = settings.rule in ("better", "not_worse") and found.low >= -margin and ours >= least
+    if shown and scored:
         said = "are better" if found.low >= 0 else f"are not worse by {points(margin)} points"
         return "promoted", False, f"its sessions {said}: {in_points(found)}"
-    if ours >= settings.most:
+    if ours >= settings.most and not shown:
         return "dropped", False, f"{ours} sessions did not decide: {in_points(found)}"
     return None
 
 
-def held_out_worse(candidate: Mapping[str, float], serving: Mapping[str, float]) -> str:
+def held_out_worse(ours: Scored, theirs: Scored) -> str:
     """A sentence if the interval of the candidate's held-out score is below that of the other."""
-    high, low = candidate.get(f"{SCORE}_high", math.nan), serving.get(f"{SCORE}_low", math.nan)
-    if not high < low:
+    if ours is None or theirs is None or ours.high >= theirs.low:
         return ""
-    ours, theirs = candidate.get(SCORE, math.nan), serving.get(SCORE, math.nan)
-    return f"it solves fewer held-out tasks: {ours:.0%} (at most {high:.0%}) against {theirs:.0%}"
+    return (
+        f"it solves fewer held-out tasks: {ours.score:.0%} (at most {ours.high:.0%}) against "
+        f"{theirs.score:.0%}"
+    )
 
 
 def in_points(found: Difference) -> str:
@@ -55,10 +58,10 @@ def compared(
     lanes: Lanes,
     found: Difference,
     sessions: Sequence[ServedSession],
-    scores: tuple[float | None, float | None],
+    scores: tuple[Scored, Scored],
     now: float,
 ) -> Compared:
-    """What users see of a comparison. scores: held-out, of candidate and serving."""
+    """What users see of a comparison. scores: of candidate and serving version."""
     assert lanes.candidate is not None
     ours = [one for one in sessions if one.version == lanes.candidate]
     theirs = [one for one in sessions if one.version == lanes.serving]
@@ -68,7 +71,7 @@ def compared(
         low=found.low, high=found.high, clipped=found.clipped,
         means=(_known(found.candidate), _known(found.serving)),
         signals={name: (_mean(name, ours), _mean(name, theirs)) for name in names},
-        held_out=scores,
+        held_out=(_score(scores[0]), _score(scores[1])),
     )  # fmt: skip
 
 
@@ -79,3 +82,7 @@ def _mean(signal: str, sessions: Sequence[ServedSession]) -> float | None:
 
 def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+def _score(found: Scored) -> float | None:
+    return None if found is None else found.score

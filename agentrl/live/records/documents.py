@@ -1,19 +1,26 @@
-"""What the processes of a live run tell each other: documents of the kind "live" in the store.
+"""What the processes of a live run tell each other: documents in the store.
 
-| key | content | writer |
-|---|---|---|
-| `events/<nnnnnn>` | `Event`: what was decided, why, and the lanes since | watch and commands |
-| `versions/<nnnnnn>` | `Version`: a version that is served, or was | algorithm |
-| `compared/<nnnnnn>` | `Compared`: how a candidate is doing | watch |
-| `wish` | `Wish`: weights that a user offers | commands; the algorithm carries it out |
+| kind | key | content | writer |
+|---|---|---|---|
+| `live-events` | place | `Event`: what was decided, why, and the lanes | all but the gateway |
+| `live-versions` | number | `Version`: a trained version that is served, or was | algorithm |
+| `live-wishes` | place | `Wish`: weights that a user offers | commands |
+| `live-given` | number | `Version`: GIVEN + n, made of the wish in place n | algorithm |
+| `live-scores` | place | `HeldOutScore`: what a version reaches on held-out tasks | watch |
+| `live` | `compared` | `Compared`: how the candidate is doing | watch |
 
-Invariant: event n follows from the events before it. A writer who has not seen the last one cannot
-write the next, so several may decide, and one that was suspended overwrites nothing.
+Always true: all but the last are only ever added, with growing keys, so a process reads each once
+(`Documents`). Event n follows from the events before it: a writer who has not seen the last one
+cannot write the next, so several may decide, and one that was suspended overwrites nothing. A wish
+is carried out once it has a version or an event, under a number that follows from its place; so it
+is carried out once, whoever is killed, and none overwrites another.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import asyncio
+import secrets
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import field
@@ -23,7 +30,11 @@ from agentrl.errors import Conflict, Invalid
 from agentrl.store.base import Store
 from agentrl.types import Json, Record
 
-KIND = "live"
+KIND, COMPARED = "live", "compared"
+EVENTS, VERSIONS, GIVENS = "live-events", "live-versions", "live-given"
+WISHES, SCORES = "live-wishes", "live-scores"
+GIVEN = 1_000_000  # number of the first version that a user offers by hand
+R = TypeVar("R", bound=Record)
 VersionKind = Literal["first", "trained", "offered by hand"]
 EventKind = Literal[
     "first", "candidate", "promoted", "dropped", "taken back", "rolled back", "paused"
@@ -50,16 +61,25 @@ class Lanes(Record, frozen=True):
         assert self.previous is not None
         return replace(self, serving=self.previous, candidate=None, previous=None)
 
+    def without(self, version: int) -> Lanes:
+        """Without a candidate or a version before that is not there any more."""
+        kept = {
+            lane: None if getattr(self, lane) == version else getattr(self, lane)
+            for lane in ("candidate", "previous")
+        }
+        return replace(self, **kept)
+
 
 class Version(Record, frozen=True):
     """A version of the policy, once it is served."""
 
     version: int  # updates of the policy
     step: int  # the number of steps after which it was offered
-    path: str  # folder of its weights, relative to the run's output or absolute
+    path: str  # folder of its weights, relative to the run's output
     offered: float  # unix seconds
     source: int | None = field(default=None, name="from")  # the version that served at that time
     kind: VersionKind = "trained"
+    given: str = ""  # the folder of which it is a copy, if a user offered it
 
 
 class Event(Record, frozen=True):
@@ -94,11 +114,22 @@ class Compared(Record, frozen=True):
     held_out: tuple[float | None, float | None] = (None, None)
 
 
+class HeldOutScore(Record, frozen=True):
+    """What a version reaches on the held-out tasks of the run."""
+
+    version: int
+    score: float  # mean outcome
+    low: float  # 95 % confidence interval of the mean
+    high: float
+    tasks: int
+
+
 class Wish(Record, frozen=True):
     """Weights in the folder `path` that a user offers as a candidate."""
 
     path: str
     asked: float  # unix seconds
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 class Told(Record, frozen=True):
@@ -107,7 +138,8 @@ class Told(Record, frozen=True):
     versions: dict[int, Version] = {}
     events: list[Event] = []
     compared: dict[int, Compared] = {}
-    wish: Wish | None = None
+    wishes: list[Wish] = []
+    scores: dict[int, HeldOutScore] = {}
 
     @property
     def lanes(self) -> Lanes | None:
@@ -121,11 +153,25 @@ def served(lanes: Lanes) -> set[int]:
     return {version for version in known if version is not None}
 
 
-def newest_offer(known: Told) -> Version | None:
-    """The newest version that nothing has been decided about."""
+def next_offer(known: Told) -> Version | None:
+    """The version that becomes the candidate next: of those that nothing has been decided about,
+    the first that a user offered, else the newest."""
     decided = {event.version for event in known.events}
     offers = [one for one in known.versions.values() if one.version not in decided]
-    return max(offers, key=lambda one: (one.kind == "offered by hand", one.version), default=None)
+    return max(offers, key=_precedence, default=None)
+
+
+def _precedence(version: Version) -> tuple[bool, int]:
+    by_hand = version.kind == "offered by hand"
+    return by_hand, -version.version if by_hand else version.version
+
+
+def unmet(known: Told) -> list[tuple[int, Wish]]:
+    """The wishes that are not carried out, in order, with the number of the version that each will
+    be."""
+    decided = {event.version for event in known.events}
+    numbered = enumerate(known.wishes, start=GIVEN)
+    return [one for one in numbered if one[0] not in decided and one[0] not in known.versions]
 
 
 def points(difference: float) -> str:
@@ -139,41 +185,82 @@ def resets(event: Event) -> bool:
     return event.worse or event.kind in ("taken back", "rolled back")
 
 
+class Documents:
+    """The documents of a run, for who looks at them again and again."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store, self._run = store, run
+        self._known: dict[str, dict[str, Any]] = {kind: {} for kind in (*KINDS, GIVENS)}
+
+    async def told(self) -> Told:
+        """What is known now, without comparisons; reads what is new since the last call. Raises
+        Invalid for a damaged document, which is read again at the next call."""
+        await asyncio.gather(*(self._read(kind) for kind in self._known))
+        versions = [*self._known[VERSIONS].values(), *self._known[GIVENS].values()]
+        return Told(
+            versions={one.version: one for one in versions},
+            events=[*self._known[EVENTS].values()],
+            wishes=[*self._known[WISHES].values()],
+            scores={one.version: one for one in self._known[SCORES].values()},
+        )
+
+    async def _read(self, kind: str) -> None:
+        known = self._known[kind]
+        found = await self._store.documents(self._run, kind, after=next(reversed(known), ""))
+        for key in sorted(found):
+            known[key] = _read(f"{kind} {key}", found[key], KINDS.get(kind, Version))
+
+
+KINDS: dict[str, Any] = {EVENTS: Event, VERSIONS: Version, WISHES: Wish, SCORES: HeldOutScore}
+
+
 async def told(store: Store, run: str) -> Told:
-    """Read the documents; empty ones for an unknown run. Raises Invalid for a damaged one."""
-    found = await store.documents(run, KIND)
-
-    def those(prefix: str, kind: Any) -> list[Any]:
-        return [_read(key, found[key], kind) for key in sorted(found) if key.startswith(prefix)]
-
-    return Told(
-        versions={one.version: one for one in those("versions/", Version)},
-        events=those("events/", Event),
-        compared={one.version: one for one in those("compared/", Compared)},
-        wish=_read("wish", found.get("wish"), Wish | None),
-    )
+    """Read all documents; empty ones for an unknown run. Raises Invalid for a damaged one."""
+    known = await Documents(store, run).told()
+    shown = (await store.documents(run, KIND)).get(COMPARED)
+    ended = [event.evidence for event in known.events if "means" in event.evidence]
+    found = [_read(COMPARED, one, Compared) for one in [*ended, shown] if one]
+    return replace(known, compared={one.version: one for one in found})
 
 
 async def put_version(store: Store, run: str, version: Version) -> None:
-    await _put(store, run, f"versions/{version.version:06d}", version, replace=True)
+    kind = GIVENS if version.kind == "offered by hand" else VERSIONS
+    await _put(store, run, kind, f"{version.version:07d}", version, replace=True)
 
 
 async def put_compared(store: Store, run: str, compared: Compared) -> None:
-    await _put(store, run, f"compared/{compared.version:06d}", compared, replace=True)
+    """In place of the one before; what decided about a candidate is in the event."""
+    await _put(store, run, KIND, COMPARED, compared, replace=True)
 
 
 async def decide(store: Store, run: str, known: Told, event: Event) -> None:
     """Write the event that follows those that are known. Raises Conflict if there is another."""
-    key = f"events/{len(known.events):06d}"
-    await _put(store, run, key, event, replace=False)
-    first = _read(key, (await store.documents(run, KIND))[key], Event)
+    first = await _append(store, run, EVENTS, len(known.events), event)
     if first != msgspec.json.decode(msgspec.json.encode(event), type=Event):
         raise Conflict(f"version {event.version}: {first.kind} meanwhile ({first.why})")
 
 
-async def put_wish(store: Store, run: str, wish: Wish | None) -> None:
-    """Leave a wish in place of an earlier one; None: it is carried out."""
-    await _put(store, run, "wish", wish, replace=True)
+async def put_wish(store: Store, run: str, wish: Wish) -> None:
+    """Add a wish after those that there are."""
+    await _add(store, run, WISHES, wish)
+
+
+async def put_score(store: Store, run: str, score: HeldOutScore) -> None:
+    await _add(store, run, SCORES, score)
+
+
+async def _add(store: Store, run: str, kind: str, value: Record) -> None:
+    place = len(await store.documents(run, kind))
+    while await _append(store, run, kind, place, value) != value:
+        place += 1  # somebody else has added one meanwhile
+
+
+async def _append(store: Store, run: str, kind: str, place: int, value: R) -> R:
+    """Write in this place, unless there is something; returns what is there."""
+    before, key = f"{place - 1:07d}" if place else "", f"{place:07d}"
+    await _put(store, run, kind, key, value, replace=False)
+    found: R = _read(key, (await store.documents(run, kind, after=before))[key], type(value))
+    return found
 
 
 def _read(key: str, value: Json, kind: Any) -> Any:
@@ -186,5 +273,5 @@ def _read(key: str, value: Json, kind: Any) -> Any:
         ) from None
 
 
-async def _put(store: Store, run: str, key: str, value: Any, *, replace: bool) -> None:
-    await store.put_documents(run, KIND, {key: msgspec.to_builtins(value)}, replace=replace)
+async def _put(store: Store, run: str, kind: str, key: str, value: Any, *, replace: bool) -> None:
+    await store.put_documents(run, kind, {key: msgspec.to_builtins(value)}, replace=replace)

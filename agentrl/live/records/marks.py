@@ -59,10 +59,10 @@ def user_of(session: Rollout) -> str:
     return str(session.task.get("user") or "")
 
 
-def failed_calls(session: Rollout) -> float:
+def failed_calls(session: Rollout) -> int:
     """The number of its calls that got no answer, because the gateway or the engine failed."""
     rows = (row for row in session.rewards if row.source == GATEWAY and row.name == FAILED)
-    return next((row.value for row in rows), 0.0)
+    return next((int(row.value) for row in rows), 0)
 
 
 def mark_of(session: Rollout) -> Mark | None:

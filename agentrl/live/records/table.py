@@ -105,6 +105,9 @@ class LiveConfig(Section, frozen=True):
     def replaces_rollouts(self) -> bool:
         return self.running
 
+    def evaluated(self, config: Any) -> Section:
+        return type(self)()
+
     def problems(self, config: Any) -> Iterator[str]:
         if self.least > self.sessions:
             yield f"live.least = {self.least} is more than live.sessions = {self.sessions}"
@@ -123,8 +126,10 @@ class LiveConfig(Section, frozen=True):
             return
         if config.policies:
             yield "[live] trains one policy, and [policies] has several; remove one of the tables"
-        if config.tasks.train or config.tasks.heldout:
-            yield "tasks: a live run learns from its sessions, and plays no tasks; remove the table"
+        if replace(config.tasks, heldout="", columns={}) != type(config.tasks)():
+            yield "tasks: a live run learns from its sessions: keep only heldout and columns"
+        if config.tasks.heldout and not config.agent.path:
+            yield "tasks.heldout is played by the run file's agent: set agent.path"
         if config.sessions.by != "conversation":
             yield "sessions.by = 'key' would make one session of all that a key does; remove it"
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.live import handover
+from tests.agentrl.live.shop import free_port
 
 
 def config_of(folder: Path, port: int = 0) -> RunConfig:
@@ -49,6 +50,49 @@ def test_an_orphan_hands_the_socket_over_with_its_waiting_connections(
                 with accepted:
                     waiting.sendall(b"x")
                     assert accepted.recv(1) == b"x"
+
+
+def test_another_port_is_heeded_though_an_orphan_has_a_socket(
+    tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(handover, "DELIVERY", 0.2)
+    orphaned = threading.Event()
+    orphaned.set()
+    held = handover.listening(config_of(tmp_path))
+    before = port_of(held)
+    handover.offer(tmp_path, held, orphaned, held.close)
+    wanted = free_port()
+    with handover.listening(config_of(tmp_path, wanted)) as taken:
+        assert port_of(taken) == wanted
+    assert f"listens at 127.0.0.1:{wanted} now, no longer at 127.0.0.1:{before}" in caplog.text
+
+
+def test_who_asks_and_ends_at_once_leaves_the_socket_to_the_next(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(handover, "DELIVERY", 0.2)
+    config, orphaned = config_of(tmp_path), threading.Event()
+    answered = threading.Event()
+    real = socket.socket.close
+
+    def closed(self: socket.socket) -> None:
+        real(self)
+        if self.family == socket.AF_UNIX and threading.current_thread().daemon:
+            answered.set()
+
+    def broken(self: socket.socket, *_: Any) -> None:
+        raise BrokenPipeError
+
+    with handover.listening(config) as held, monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "close", closed)
+        patch.setattr(socket.socket, "sendall", broken)  # as if who asked has ended
+        handover.offer(tmp_path, held, orphaned, lambda: None)
+        handover._connect(tmp_path / handover.FILE).close()
+        assert answered.wait(10.0)
+        patch.undo()
+        orphaned.set()
+        with handover.listening(config) as taken:
+            assert port_of(taken) == port_of(held)
 
 
 def test_a_run_that_is_served_is_not_served_twice(tmp_path: Path, monkeypatch: Any) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from agentrl.live.source import ROOM, no_room
+import pytest
+
+from agentrl.live.source import ROOM, SessionSource, no_room
 
 
 def test_learning_waits_while_a_step_cannot_be_written(tmp_path: Path) -> None:
@@ -18,3 +22,18 @@ def test_learning_waits_while_a_step_cannot_be_written(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_why_nothing_is_learned_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    why = ["it is 4 updates ahead"]
+    versions = SimpleNamespace(stuck="", too_far_ahead=lambda step: why[0])
+    given: Any = {"run": None, "lineage": None, "vocabulary": None, "serves": False}
+    source = SessionSource(**given, versions=versions)  # type: ignore[arg-type]
+    with caplog.at_level("INFO"):
+        assert [source._held(4) for _ in range(3)] == why * 3
+        assert caplog.text.count("learning waits, and serving goes on: it is 4 updates ahead") == 1
+        versions.stuck = "version 0 cannot be loaded"  # which is said where it is found
+        assert source._held(4) == versions.stuck
+        versions.stuck, why[0] = "", ""
+        assert source._held(4) == ""
+    assert caplog.text.count("learning waits") == 1

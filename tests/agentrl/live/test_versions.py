@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from agentrl.base.files import delete_directory
 from agentrl.config import resolve
+from agentrl.errors import DamagedError, PolicyError
 from agentrl.live import versions as module
 from agentrl.live.records.documents import (
+    GIVEN,
     Event,
     EventKind,
     Lanes,
@@ -23,7 +26,7 @@ from agentrl.live.records.documents import (
     put_wish,
     told,
 )
-from agentrl.live.versions import GIVEN, Lineage, Reset, Versions, pending, wanted_of
+from agentrl.live.versions import Lineage, Reset, Versions, pending, wanted_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import EMPTY
@@ -214,8 +217,139 @@ async def test_the_learner_goes_on_from_a_promoted_version_that_it_did_not_make(
     await versions.tend(1)
     await move(store, Lanes(serving=GIVEN, previous=0), kind="promoted", version=GIVEN)
     await versions.tend(1)
-    assert versions.run.policies.loaded == ["given"]  # type: ignore[attr-defined]
+    assert versions.run.policies.loaded == [f"policy-{GIVEN}"]  # type: ignore[attr-defined]
     assert versions.ahead(1) == 0
+
+
+def offered(folder: Path) -> Wish:
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text(folder.name)
+    return Wish(path=str(folder), asked=1.0)
+
+
+def restarted(versions: Versions) -> Versions:
+    """Those of the process after it."""
+    versions.run.serving.names.clear()  # type: ignore[attr-defined]
+    return Versions(versions.run, Lineage())
+
+
+async def test_what_a_user_offers_is_copied_and_needed_no_more(
+    versions: Versions, tmp_path: Path
+) -> None:
+    wish = offered(tmp_path / "given")
+    await put_wish(versions.run.store, RUN, wish)
+    await versions.tend(0)
+    delete_directory(Path(wish.path))
+    again = restarted(versions)
+    await again.start()
+    assert serves(again) == ["policy@0", f"policy@{GIVEN}"]
+    assert (again.folder(GIVEN) / "weights").read_text() == "given"
+
+
+@pytest.mark.parametrize(("place", "links"), [("checkpoints/000003.1", 2), ("../given", 1)])
+async def test_files_of_the_run_are_linked_and_those_of_others_copied(
+    versions: Versions, tmp_path: Path, place: str, links: int
+) -> None:
+    """Others may write into theirs."""
+    await put_wish(versions.run.store, RUN, offered((tmp_path / place).resolve()))
+    await versions.tend(0)
+    assert (versions.folder(GIVEN) / "weights").stat().st_nlink == links
+
+
+async def test_wishes_are_carried_out_once_and_in_order(
+    versions: Versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is killed after it has carried one out, and a user wished again meanwhile."""
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    store = versions.run.store
+    await put_wish(store, RUN, offered(tmp_path / "one"))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "log_phase", killed)
+        with pytest.raises(KeyboardInterrupt):
+            await versions.tend(0)
+    await put_wish(store, RUN, offered(tmp_path / "two"))
+    again = restarted(versions)
+    await again.start()
+    for _ in range(2):
+        await again.tend(0)
+    assert set((await told(store, RUN)).versions) == {0, GIVEN}
+    await move(store, Lanes(serving=0, candidate=GIVEN), kind="candidate", version=GIVEN)
+    for _ in range(2):
+        await again.tend(0)
+    given = {number: one.given for number, one in (await told(store, RUN)).versions.items()}
+    assert given == {0: "", GIVEN: f"{tmp_path}/one", GIVEN + 1: f"{tmp_path}/two"}
+
+
+async def test_what_cannot_be_offered_is_said_where_decisions_are(
+    versions: Versions, tmp_path: Path
+) -> None:
+    store = versions.run.store
+    await put_wish(store, RUN, Wish(path=str(tmp_path / "gone"), asked=1.0))
+    await put_wish(store, RUN, offered(tmp_path / "there"))
+    for _ in range(2):
+        await versions.tend(0)
+    known = await told(store, RUN)
+    assert (known.events[-1].kind, known.events[-1].version) == ("dropped", GIVEN)
+    assert known.events[-1].why.startswith(f"{tmp_path}/gone cannot be offered: ")
+    assert set(known.versions) == {0, GIVEN + 1}
+
+
+@pytest.mark.parametrize("lane", ["previous", "candidate"])
+async def test_a_version_whose_folder_is_gone_leaves_its_lane(
+    versions: Versions, lane: str
+) -> None:
+    store = versions.run.store
+    await versions.tend(1)
+    await move(store, Lanes(serving=0, **{lane: 1}), kind="candidate", version=1)
+    delete_directory(versions.folder(1))
+    again = restarted(versions)
+    await again.start()
+    event = (await told(store, RUN)).events[-1]
+    assert (event.kind, event.version, event.lanes) == ("dropped", 1, Lanes(serving=0))
+    assert event.why.startswith("its weights cannot be loaded: there is no folder")
+    await again.tend(1)
+    assert serves(again) == ["policy@0"]
+
+
+async def test_without_the_serving_version_nothing_starts(versions: Versions) -> None:
+    delete_directory(versions.folder(0))
+    with pytest.raises(PolicyError, match="version 0 serves, and cannot be loaded: there is no"):
+        await restarted(versions).start()
+
+
+async def test_the_learner_waits_until_it_can_go_on_from_the_serving_version(
+    versions: Versions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = versions.run.store
+    await versions.tend(1)
+    await move(store, Lanes(serving=0), kind="taken back", version=1)
+
+    def broken(directory: Path) -> None:
+        raise DamagedError(f"{directory.name} is damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(versions.run.policies, "load", broken)
+        for _ in range(3):
+            await versions.tend(2)
+    assert versions.stuck.endswith("but version 0 cannot be loaded: policy-0 is damaged")
+    assert caplog.text.count("learning waits") == 1
+    assert set((await told(store, RUN)).versions) == {0, 1}  # what is bad is not offered again
+    await versions.tend(2)
+    assert (versions.stuck, versions.ahead(2)) == ("", 0)
+
+
+async def test_a_learner_that_is_too_far_ahead_says_what_it_waits_for(versions: Versions) -> None:
+    await versions.tend(1)
+    assert versions.too_far_ahead(1) == (
+        "it is 1 updates ahead of version 0, which serves (algorithm.max_staleness), and goes on "
+        "after a decision about the version that is offered"
+    )
+    await move(versions.run.store, Lanes(serving=0, candidate=1), kind="candidate", version=1)
+    await versions.tend(1)
+    assert versions.too_far_ahead(1).endswith("after a decision about candidate 1")
 
 
 async def test_a_restarted_process_serves_what_the_lanes_say(versions: Versions) -> None:

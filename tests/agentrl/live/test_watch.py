@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import resolve
+from agentrl.errors import ConfigError, StoreError
+from agentrl.live import watch
 from agentrl.live.records.marks import SOURCE, mark_of, outcome_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -26,6 +28,48 @@ def verify(result):
     return float(result == "good")
 """
 ROUNDS, EACH = 6, 8
+
+
+async def test_work_that_fails_is_begun_again_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, third, going = list[str](), asyncio.Event(), asyncio.Event()
+
+    async def failing(*_: object) -> None:
+        begun.append("failing")
+        if len(begun) == 3:
+            third.set()
+            await asyncio.Event().wait()
+        raise (KeyError("s-17"), LostStore("the store is gone"))[len(begun) - 1]
+
+    async def steady(*_: object) -> None:
+        going.set()
+        await third.wait()
+
+    monkeypatch.setattr(watch, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(watch, "WORK", {"nothing is labelled": failing, "nothing else": steady})
+    config = resolve({"store": f"sqlite:///{tmp_path}/store.db"}, source="test")
+    watching = asyncio.create_task(watch.watch(config))
+    await asyncio.gather(going.wait(), third.wait())
+    watching.cancel()
+    assert begun == ["failing"] * 3
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "nothing is labelled now (KeyError: 's-17'); tried again",
+        "nothing is labelled now (LostStore: the store is gone); tried again",
+    ]
+
+
+async def test_what_a_user_must_mend_ends_the_process() -> None:
+    async def impossible() -> None:
+        raise ConfigError("there is no file shop.py")
+
+    with pytest.raises(ConfigError, match=r"there is no file shop.py"):
+        await watch.keep_working("nothing is labelled", impossible)
+
+
+class LostStore(StoreError):
+    """The store cannot be reached."""
 
 
 async def labelled(store: Store) -> int:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
+
+from agentrl.live.records.marks import MARK, SOURCE, Mark
+from agentrl.types import Reward
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -31,3 +35,9 @@ def drawn(
         outcome = (rng.random(n) < success).astype(float)
     end = int(np.searchsorted(np.cumsum(candidate), sessions)) + 1
     return candidate[:end], outcome[:end], np.full(end, share)[:end]
+
+
+def mark(ended: float, **known: Any) -> Reward:
+    """The label of a session that ended then, in unix seconds."""
+    note = msgspec.json.encode(Mark(ended=ended, day="", **known)).decode()
+    return Reward(name=MARK, value=1.0, source=SOURCE, note=note)

@@ -65,6 +65,7 @@ class Shop:
     async def offer(self, version: int, kind: VersionKind = "trained", step: int = 0) -> None:
         made: dict[str, Any] = {"version": version, "step": step or version, "kind": kind}
         made |= {"path": f"versions/policy-{version}", "offered": self.now}
+        made |= {"given": "/made"} if kind == "offered by hand" else {}
         await put_version(self.store, RUN, Version(**made))
 
     async def promote(self) -> None:
@@ -131,9 +132,9 @@ class Shop:
         await self.store.add_rewards([StepReward(rollout=id, reward=row) for row in rows])
 
     async def _begin(self, lane: str, version: int) -> Attempt:
-        lanes, self.sessions = await self.lanes(), self.sessions + 1
+        lanes, self.sessions, self.now = await self.lanes(), self.sessions + 1, self.now + 0.001
         id = f"{RUN}/{self.random.randbytes(12).hex()}"
-        task = {"lane": lane, "version": version, "candidate": lanes.candidate}
+        task = {"lane": lane, "version": version, "candidate": lanes.candidate, "began": self.now}
         row = NewRollout(
             id=f"{id}/0", run=RUN, group=id, index=0, step=SESSION,
             task=task | {"share": lanes.share}, seats={"policy": policy_of(version)},

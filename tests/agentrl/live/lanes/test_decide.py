@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
+from msgspec.structs import replace
 
 from agentrl.errors import Conflict
+from agentrl.live import watch
 from agentrl.live.lanes import decide
 from agentrl.live.lanes.decide import Decider
-from agentrl.live.records.documents import KIND, Lanes
+from agentrl.live.records.documents import EVENTS, GIVEN, Documents, HeldOutScore, Lanes, put_score
 from agentrl.store import open_store
-from agentrl.store.base import Store
 from agentrl.types import StepCommit
 from tests.agentrl.live.lanes.played import RUN, Shop, config
 
@@ -118,17 +121,6 @@ async def test_sessions_that_could_not_have_been_the_candidates_do_not_count(sho
         assert sum((await live.told()).compared[4].sessions) == 10
 
 
-async def test_a_session_counts_from_when_something_is_known_of_it(shop: Open) -> None:
-    async with shop(0, 4) as live:
-        await live.session(None, lane="candidate")
-        assert await live.decided() == []
-        ((session,),) = [await live.store.rollouts(RUN, group_state="settled")]
-        await live.label(session.id, 1.0, {})
-        live.now += decide.SHOWN
-        await live.decided()
-        assert (await live.told()).compared[4].sessions == (1, 0)
-
-
 async def test_trained_sessions_count_though_they_were_trained_between_two_looks(
     shop: Open,
 ) -> None:
@@ -147,46 +139,55 @@ async def test_trained_sessions_count_though_they_were_trained_between_two_looks
         assert (await live.told()).compared[4].sessions == (0, 1)
 
 
-async def test_worse_held_out_scores_drop_a_candidate(shop: Open) -> None:
-    async with shop(0) as live:
-        for step, score in ((4, 0.4), (8, 0.8)):
-            bounds = {"eval/score_low": score - 0.1, "eval/score_high": score + 0.1}
-            await live.store.log(RUN, step, {"eval/score": score} | bounds)
-        await live.offer(1, step=8)
-        await live.decided()
-        await live.promote()
-        await live.offer(2, step=4)
-        *_, event = await live.decided()
-        assert (event.kind, event.worse, event.version) == ("dropped", True, 2)
-        assert event.why == "it solves fewer held-out tasks: 40% (at most 50%) against 80%"
+def score(version: int, mean: float) -> HeldOutScore:
+    return HeldOutScore(version=version, score=mean, low=mean - 0.1, high=mean + 0.1, tasks=50)
+
+
+@pytest.mark.parametrize("rule", ["better", "always"])
+@pytest.mark.parametrize(("reached", "kind"), [(0.4, "dropped"), (0.7, "promoted")])
+async def test_held_out_scores_are_waited_for_and_drop_a_worse_candidate(
+    tmp_path: Path, rule: str, reached: float, kind: str
+) -> None:
+    settings = config(tmp_path, wait=0.0, share=0.5, promotion={"rule": rule})
+    settings = replace(settings, tasks=replace(settings.tasks, heldout="tasks.jsonl"))
+    async with open_store(settings.store) as store:
+        live = await Shop(store, settings).opened(0, 4)
+        for _ in range(120):
+            lane, _ = await live.seated()
+            await live.session(float(lane == "candidate"), lane=lane)
+        await put_score(store, RUN, score(0, 0.8))
+        assert await live.decided() == []
+        await put_score(store, RUN, score(4, reached))
+        (event,) = await live.decided()
+        assert (event.kind, event.worse) == (kind, kind == "dropped")
+        assert event.evidence["held_out"] == (reached, 0.8)
+        if kind == "dropped":
+            assert event.why == "it solves fewer held-out tasks: 40% (at most 50%) against 80%"
 
 
 async def test_what_is_offered_by_hand_comes_first(shop: Open) -> None:
     async with shop(0, 4) as live:
-        await live.offer(9, kind="offered by hand")
+        await live.offer(GIVEN + 1, kind="offered by hand")
+        await live.offer(GIVEN, kind="offered by hand")
         (event,) = await live.decided()
-        assert (event.version, event.lanes.candidate) == (9, 9)
-        assert event.why == "offered by hand: versions/policy-9; version 4 is not compared any more"
+        assert (event.version, event.lanes.candidate) == (GIVEN, GIVEN)
+        assert event.why == "offered by hand: /made; version 4 is not compared any more"
+        await live.promote()
+        (event,) = await live.decided()
+        assert (event.version, event.lanes.candidate) == (GIVEN + 1, GIVEN + 1)
 
 
-async def test_two_watches_decide_once(shop: Open) -> None:
+async def test_two_watches_decide_once(shop: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second has looked before the first decided, and looks again."""
     async with shop(0) as live:
         other = Decider(live.store, live.settings)
         await live.offer(4)
-        seen, decided = await live.told(), asyncio.Event()
-        real = decide.documents.told
-
-        async def told(store: Store, run: str) -> Any:
-            return await real(store, run) if decided.is_set() else seen
-
-        decide.documents.told = told  # type: ignore[assignment]
-        try:
+        seen = await live.told()
+        with monkeypatch.context() as patch:
+            patch.setattr(Documents, "told", AsyncMock(return_value=seen))
             assert await live.decider.look(live.now) is not None
             with pytest.raises(Conflict, match="version 4: candidate meanwhile"):
                 await other.look(live.now + 1)
-        finally:
-            decide.documents.told = real
         assert [event.kind for event in (await live.told()).events] == ["first", "candidate"]
         assert await other.look(live.now + 1) is None
 
@@ -211,13 +212,14 @@ async def test_a_damaged_document_is_logged_and_decisions_go_on_after_its_repair
     shop: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = asyncio.Queue[str]()
-    monkeypatch.setattr(decide.log, "warning", lambda text, *args: said.put_nowait(text % args))
+    monkeypatch.setattr(watch.log, "warning", lambda text, *args, **_: said.put_nowait(text % args))
     async with shop(0, 4) as live:
-        good = (await live.store.documents(RUN, KIND))["events/000001"]
-        await live.store.put_documents(RUN, KIND, {"events/000001": {"kind": 7}}, replace=True)
-        watching = asyncio.create_task(decide.run(live.store, live.settings))
-        assert "the document 'events/000001' of a live run is damaged" in await said.get()
-        await live.store.put_documents(RUN, KIND, {"events/000001": good}, replace=True)
+        good = (await live.store.documents(RUN, EVENTS))["0000001"]
+        await live.store.put_documents(RUN, EVENTS, {"0000001": {"kind": 7}}, replace=True)
+        work = partial(decide.run, live.store, live.settings)
+        watching = asyncio.create_task(watch.keep_working("nothing is decided", work))
+        assert "the document 'live-events 0000001' of a live run is damaged" in await said.get()
+        await live.store.put_documents(RUN, EVENTS, {"0000001": good}, replace=True)
         cursor = await live.store.cursor()
         await live.offer(9, kind="offered by hand")
         while len((await live.told()).events) < 3:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from agentrl.live.records.documents import Lanes
+from agentrl.live.records.marks import FAILED, GATEWAY
 from agentrl.live.records.table import REFUSAL, GuardConfig, LiveConfig
 from agentrl.store import open_store
+from agentrl.types import Reward, RolloutState, StepReward
 from tests.agentrl.live.lanes.played import RUN, Shop, config
 
 WORSE: dict[str, dict[str, Any]] = {
@@ -57,6 +59,9 @@ async def test_a_version_that_serves_is_taken_back_for_the_one_before(live: Shop
     assert (events[0].kind, events[0].lanes) == ("taken back", Lanes(serving=0))
     assert events[0].evidence["limit"] == "drop"
     assert served < 50
+    await live.decided()
+    assert {version for version, _ in live.decider._guard._calls} == set()  # 4 is in no lane
+    assert live.decider._guard._usual.keys() == {0}
 
 
 async def test_what_also_happens_to_the_other_version_is_no_alarm(live: Shop) -> None:
@@ -66,6 +71,27 @@ async def test_what_also_happens_to_the_other_version_is_no_alarm(live: Shop) ->
     for _ in range(40):
         await live.session(0.9, said="", lane="candidate")
         assert await live.decided() == []
+
+
+async def test_what_begins_to_happen_to_both_versions_is_no_alarm(live: Shop) -> None:
+    for _ in range(3):  # what is usual is known now
+        await live.session(0.9, lane="candidate")
+        assert await live.decided() == []
+    for _ in range(60):
+        await live.session(0.9, said="", lane="serving")
+    for _ in range(10):
+        await live.session(0.9, said="", lane="candidate")
+        assert await live.decided() == []
+
+
+async def test_calls_that_got_no_answer_are_failed_ones(live: Shop) -> None:
+    await live.session(lane="candidate", ends=False)
+    (row,) = await live.store.rollouts(RUN, state=RolloutState.RUNNING)
+    assert await live.decided() == []
+    lost = Reward(name=FAILED, value=6.0, source=GATEWAY)
+    await live.store.add_rewards([StepReward(rollout=row.id, reward=lost)])
+    (event,) = await live.decided()
+    assert event.why.startswith("80% of its first 5 calls failed, 0% with version 0")
 
 
 async def test_calls_of_other_policies_are_not_the_candidates(live: Shop) -> None:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from agentrl.cli.main import cli
 from agentrl.errors import ConfigError, Conflict
 from agentrl.live.lanes import command as module
-from agentrl.live.records.documents import Lanes
+from agentrl.live.records.documents import GIVEN, Lanes
 from agentrl.store import open_store
 from tests.agentrl.live.lanes.played import RUN, Shop, config
 
@@ -111,9 +111,11 @@ def test_offered_weights_wait_for_the_training_half(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"made has no weights: no config.json"):
         say("offer", file, str(made))
     (made / "config.json").write_text("{}")
-    assert "once the run's training half has loaded it" in say("offer", file, str(made))
-    assert f"offered and not loaded yet: {made}" in say("status", file).replace("\n", "")
-    assert "was offered before and is not loaded yet" in say("offer", file, str(made))
+    assert "once the run's training half has copied and loaded it" in say("offer", file, str(made))
+    say("offer", file, str(made))
+    said = say("status", file).replace("\n", "")
+    for number in (GIVEN, GIVEN + 1):
+        assert f"version {number} is offered and not loaded yet: {made}" in said
 
 
 def test_a_decision_that_meets_another_is_made_again(

@@ -7,17 +7,19 @@ import asyncio
 import os
 import signal
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 from openai import AsyncOpenAI
 
 from agentrl.live.records.documents import told
-from agentrl.live.records.marks import outcome_of
 from agentrl.live.records.table import policy_of
 from agentrl.runners.sessions.feedback import session_group
 from agentrl.store.base import Store
-from agentrl.types import SESSION, Purpose, Reward, StepReward, Transition
+from agentrl.types import Transition
 from tests.agentrl.live.shop import RUN, Shop, running, until
 
 
@@ -44,19 +46,13 @@ async def calls_of(store: Store, session: str) -> list[Transition]:
     return (await store.calls([row.id]))[row.id]
 
 
-async def judge(store: Store, worse: int) -> None:
-    """Outcomes of sessions that have none: 0 with a version, else 1."""
-    rows = await store.rollouts(RUN, purpose=Purpose.TRAIN, step=SESSION)
-    new = [row for row in rows if row.state.terminal and outcome_of(row) != outcome_of(row)]
-    await store.add_rewards(
-        [
-            StepReward(
-                rollout=row.id,
-                reward=Reward(value=float(row.task["version"] != worse), source="live"),
-            )
-            for row in new
-        ]
-    )
+async def judge(shop: Shop, sessions: Sequence[str], value: float) -> None:
+    """Vote on sessions, and end them."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{shop.port}/v1") as client:
+        for name in sessions:
+            vote = {"session": name, "value": value}
+            (await client.post("/feedback", json=vote)).raise_for_status()
+            (await client.post("/sessions/end", json={"session": name})).raise_for_status()
 
 
 @pytest.mark.slow
@@ -65,10 +61,10 @@ async def test_a_worse_version_is_back_while_nothing_learns(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     settings = ("live.share=0.5", "live.sessions=1000", "live.guard.failures=1.0")
-    settings += ("live.people.per_user=0",)
+    settings += ("live.people.per_user=0", "live.people.token=false")
     async with running(tmp_path, tiny_model_dir, *settings) as (shop, store, client):
         first = tmp_path / "runs/shop/versions/policy-0"
-        assert "once the run's training half has loaded it" in await agentrl(
+        assert "once the run's training half has copied and loaded it" in await agentrl(
             shop, "offer", str(first)
         )
 
@@ -77,15 +73,16 @@ async def test_a_worse_version_is_back_while_nothing_learns(
             return lanes.candidate if lanes else None
 
         worse = await until(offered, what="the candidate is served")
+        by_policy: dict[str | None, list[str]] = defaultdict(list)
         for number in range(60):
-            await say(client, f"s{number}", end=True)
-        name = "s0"
-        while (await calls_of(store, name))[0].policy != policy_of(worse) or name == "s0":
-            number += 1
-            await say(client, name := f"s{number}", end=False)
+            await say(client, f"s{number}", end=False)
+            (call,) = await calls_of(store, f"s{number}")
+            by_policy[call.policy].append(f"s{number}")
+        *votes, name = by_policy[policy_of(worse)]
         algorithm = await shop.pid("algorithm")
         os.kill(algorithm, signal.SIGSTOP)
-        await judge(store, worse)
+        await judge(shop, by_policy[policy_of(0)], 1.0)
+        await judge(shop, votes, 0.0)
 
         async def taken_back() -> bool:
             return len((await told(store, RUN)).events) > 2

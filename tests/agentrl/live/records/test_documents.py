@@ -1,8 +1,10 @@
 """Documents of a live run, and that nobody overwrites a decision that he has not seen."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from agentrl.errors import Conflict, Invalid
@@ -18,6 +20,8 @@ from agentrl.live.records.documents import (
     told,
 )
 from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import Json
 
 LANES = Lanes(serving=0, candidate=3, previous=1, share=0.2)
 
@@ -36,13 +40,67 @@ async def test_documents_come_back_as_they_were_told(tmp_path: Path) -> None:
         shown = {"low": 0.1, "sessions": (1, 2)}  # JSON has no tuples
         await decide(store, "shop", await told(store, "shop"), replace(event(12.0), evidence=shown))
         await documents.put_version(store, "shop", version)
-        await documents.put_wish(store, "shop", Wish(path="made", asked=1.0))
+        first, second = Wish(path="made", asked=1.0), Wish(path="made", asked=2.0)
+        await asyncio.gather(*(documents.put_wish(store, "shop", one) for one in (first, second)))
         found = await told(store, "shop")
         assert (found.lanes, found.versions) == (LANES, {3: version})
         assert found.events[:-1] == [event(number) for number in range(12)]
-        assert found.wish == Wish(path="made", asked=1.0)
-        await documents.put_wish(store, "shop", None)
-        assert (await told(store, "shop")).wish is None
+        assert {one.id for one in found.wishes} == {first.id, second.id}
+        known = documents.unmet(found)
+        assert [version for version, _ in known] == [documents.GIVEN, documents.GIVEN + 1]
+        given = {"version": documents.GIVEN, "kind": "offered by hand"}
+        await documents.put_version(store, "shop", replace(version, **given))
+        assert documents.unmet(await told(store, "shop")) == known[1:]
+        await decide(store, "shop", found, replace(event(13.0), version=documents.GIVEN + 1))
+        assert documents.unmet(await told(store, "shop")) == []
+
+
+class Counting:
+    """A store that counts the documents that are read."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.read = store, 0
+
+    async def documents(self, run: str, kind: str, **after: str) -> dict[str, Json]:
+        found = await self.store.documents(run, kind, **after)
+        self.read += len(found)
+        return found
+
+
+async def test_a_process_reads_each_document_once(tmp_path: Path) -> None:
+    async with open_store(f"sqlite:///{tmp_path}/store.db") as store:
+        await store.open_run("shop", {})
+        counting = Counting(store)
+        follower = documents.Documents(counting, "shop")  # type: ignore[arg-type]
+        for number in range(9):
+            seen = await follower.told()
+            await decide(store, "shop", seen, event(float(number)))
+            made = Version(version=number, step=number, path="", offered=0.0)
+            await documents.put_version(store, "shop", made)
+            assert len(seen.events) == len(seen.versions) == number  # what was told stays
+        known = await follower.told()
+        assert counting.read == len(known.events) + len(known.versions) == 18
+        assert replace(known, compared={}) == await told(store, "shop")
+
+
+async def test_what_decided_is_shown_after_the_comparison_of_another_candidate(
+    tmp_path: Path,
+) -> None:
+    async with open_store(f"sqlite:///{tmp_path}/store.db") as store:
+        await store.open_run("shop", {})
+        shown = [
+            documents.Compared(
+                version=version, serving=0, time=1.0, sessions=(1, 1), low=-1.0, high=1.0,
+                means=(0.5, None),
+            )
+            for version in (3, 4)
+        ]  # fmt: skip
+        await documents.put_compared(store, "shop", shown[0])
+        ended = replace(event(1.0), evidence=to_builtins(shown[0]))
+        await decide(store, "shop", Told(), ended)
+        await documents.put_compared(store, "shop", shown[1])
+        assert (await told(store, "shop")).compared == {3: shown[0], 4: shown[1]}
+        assert len(await store.documents("shop", documents.KIND)) == 1
 
 
 async def test_who_has_not_seen_the_last_event_decides_nothing(tmp_path: Path) -> None:
@@ -59,8 +117,8 @@ async def test_who_has_not_seen_the_last_event_decides_nothing(tmp_path: Path) -
 async def test_a_damaged_document_is_a_sentence(tmp_path: Path) -> None:
     async with open_store(f"sqlite:///{tmp_path}/store.db") as store:
         await store.open_run("shop", {})
-        await store.put_documents("shop", documents.KIND, {"events/000000": {"kind": "lost"}})
-        with pytest.raises(Invalid, match=r"'events/000000' of a live run is damaged \("):
+        await store.put_documents("shop", documents.EVENTS, {"0000000": {"kind": "lost"}})
+        with pytest.raises(Invalid, match=r"'live-events 0000000' of a live run is damaged \("):
             await told(store, "shop")
 
 
