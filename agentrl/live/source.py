@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from agentrl.algorithms.sampling.collect import Collected, Vocabulary, split_unreadable
 from agentrl.algorithms.train.hooks import LoadedRun
 from agentrl.base.processes import log_phase
+from agentrl.live.blame import Blame
 from agentrl.live.records.marks import believed, is_lost, is_ready
 from agentrl.live.records.sessions import ended, oldest_first
 from agentrl.live.records.table import live_of, policy_of
@@ -48,6 +49,10 @@ class SessionSource:
     discarded: float = field(default_factory=time.monotonic)  # when sessions last were
     held: str = ""  # why nothing may be learned
     no_room: str = ""  # why a step cannot be written
+    blame: Blame = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.blame = Blame(Path(self.run.config.output))
 
     async def collect(self, step: int) -> Collected:
         """Wait for the sessions of a step; meanwhile decisions are heeded."""
@@ -57,7 +62,8 @@ class SessionSource:
         while True:
             await self.versions.tend(step)
             sessions = await ended(store, name)
-            ready, left_out = self._sorted(sessions, step)
+            suspects = self.blame.suspects(sessions)
+            ready, left_out = self._sorted(sessions, suspects, step)
             if not self._held(step) and self._is_due(len(ready)) and self._has_room():
                 break
             if self._is_late(len(left_out)):
@@ -68,6 +74,7 @@ class SessionSource:
         self.discarded = time.monotonic()
         self.since = self.discarded if ready else self.since
         chosen = oldest_first(ready)[: live.sessions]
+        chosen = self.blame.narrowed(step, chosen, suspects)
         return await self._claim(step, chosen, left_out)
 
     def _held(self, step: int) -> str:
@@ -100,14 +107,18 @@ class SessionSource:
         return not why
 
     def _sorted(
-        self, sessions: Sequence[Rollout], step: int
+        self, sessions: Sequence[Rollout], suspects: Sequence[Rollout], step: int
     ) -> tuple[list[Rollout], list[Rollout]]:
-        """The sessions that may be trained, and those that never will be."""
+        """The sessions that may be trained, and those that never will be; suspects, once others
+        were trained without them."""
         wait, now = live_of(self.run.config).wait, time.time()
         limit = self.run.config.algorithm.max_staleness
         ready: list[Rollout] = []
-        left_out: list[Rollout] = []
+        sure = suspects and self.lineage.updates(self.blame.failed().step, step) > 0
+        left_out: list[Rollout] = [*suspects] if sure else []
         for row in sessions:
+            if row in suspects:
+                continue
             if is_ready(row, now, wait):
                 (ready if self._age(row, step) <= limit else left_out).append(row)
             elif is_lost(row, now, wait):

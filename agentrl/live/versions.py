@@ -73,14 +73,15 @@ class Lineage:
 
     def _lag(self, version: int, now: int, resets: list[Reset]) -> float:
         if not resets:
-            return self._updates(version, now) if version <= now else inf
+            return self.updates(version, now) if version <= now else inf
         last = resets[-1]
         if last.at < version <= now:
-            return self._updates(version, now)
+            return self.updates(version, now)
         earlier = [reset for reset in resets[:-1] if reset.at < last.version]
-        return self._updates(last.at, now) + self._lag(version, last.version, earlier)
+        return self.updates(last.at, now) + self._lag(version, last.version, earlier)
 
-    def _updates(self, since: int, now: int) -> int:
+    def updates(self, since: int, now: int) -> int:
+        """The number of steps of `since` to `now` that trained something."""
         return now - since - (bisect_left(self.empty, now) - bisect_left(self.empty, since))
 
     async def read_empty(self, store: Store, run: str, steps: int) -> None:

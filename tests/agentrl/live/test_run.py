@@ -9,17 +9,19 @@ import pytest
 from openai import AsyncOpenAI
 
 from agentrl.live.records.documents import Lanes, told
-from agentrl.live.records.sessions import ended
+from agentrl.live.records.sessions import ended, group_of
 from agentrl.store.base import Store
-from agentrl.types import Rollout, Transition
+from agentrl.types import SESSION, Rollout, Transition
 from tests.agentrl.live.shop import RUN, label, move, running, until
 
 
-async def talk(client: AsyncOpenAI, session: str, *, turns: int = 2, end: bool = True) -> None:
+async def talk(
+    client: AsyncOpenAI, session: str, *, turns: int = 2, end: bool = True, about: str = "Ada"
+) -> None:
     """A session of some calls."""
     said = []
     for turn in range(turns):
-        said.append({"role": "user", "content": f"Where is Ada, for the time {turn}?"})
+        said.append({"role": "user", "content": f"Where is {about}, for the time {turn}?"})
         headers = {"x-session-id": session}
         if end and turn == turns - 1:
             headers["x-agentrl-end"] = "1"
@@ -108,3 +110,52 @@ async def test_sessions_without_a_signal_are_discarded_although_nothing_can_be_t
         rows = await label(store, 4, half)
         assert {row.task["version"] for row in rows} == {0}
         await offered(store, 3)
+
+
+FRAGILE = """
+from agentrl.algorithms import Algo, preset
+
+
+def outcome(batch):
+    return batch.rewards["outcome"][batch.token_rollout]
+
+
+def break_(groups, trained):
+    for group in groups:
+        for row in group.rollouts:
+            if any("poison" in str(call.messages) for call in row.transitions):
+                raise KeyError("poison")
+    return groups
+
+
+@preset("fragile", clip=(0.2, 0.2))
+def fragile() -> Algo:
+    return Algo(outcome, prepare=(break_,))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_session_that_breaks_the_learner_is_discarded_and_the_others_are_trained(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(FRAGILE)
+    settings = (
+        "algorithm.preset=mine.py:fragile+tis",
+        "live.sessions=2",
+        "live.every=1",
+        "live.wait=20",
+    )
+    async with running(tmp_path, tiny_model_dir, *settings) as (_, store, client):
+        for number in range(4):
+            await talk(client, f"s{number}", about="poison" if number == 1 else "Ada")
+        poisoned = group_of(RUN, "s1", 1)
+        await label(store, 4, half)
+
+        async def over() -> bool:
+            return not await ended(store, RUN)
+
+        await until(over, what="no session waits", seconds=180.0)
+        found = {row.id: row.state for row in await store.groups(RUN, step=SESSION)}
+        assert found.pop(poisoned) == "discarded"
+        assert [*found.values()] == ["trained"] * 3

@@ -27,7 +27,8 @@ def test_learning_waits_while_a_step_cannot_be_written(tmp_path: Path) -> None:
 def test_why_nothing_is_learned_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     why = ["it is 4 updates ahead"]
     versions = SimpleNamespace(stuck="", too_far_ahead=lambda step: why[0])
-    given: Any = {"run": None, "lineage": None, "vocabulary": None, "serves": False}
+    run = SimpleNamespace(config=SimpleNamespace(output="."))
+    given: Any = {"run": run, "lineage": None, "vocabulary": None, "serves": False}
     source = SessionSource(**given, versions=versions)  # type: ignore[arg-type]
     with caplog.at_level("INFO"):
         assert [source._held(4) for _ in range(3)] == why * 3
