@@ -27,7 +27,7 @@ from agentrl.algorithms.train.checkpoint import save_checkpoint
 from agentrl.algorithms.train.hooks import ServedRun
 from agentrl.base.files import PARTIAL, atomic_directory, delete_directory
 from agentrl.base.processes import log_phase
-from agentrl.errors import Conflict, PolicyError
+from agentrl.errors import ConfigError, Conflict, PolicyError
 from agentrl.live.records import documents
 from agentrl.live.records.documents import (
     Documents,
@@ -46,7 +46,7 @@ log = logging.getLogger("agentrl.algorithm")
 FOLDER = "versions"
 GRACE = 3.0  # seconds until nobody calls a version any longer that is in no lane
 KEPT = 5  # folders of versions that served, which a user can offer again
-UNUSABLE = (PolicyError, OSError)  # of a folder whose weights cannot be loaded
+UNUSABLE = (PolicyError, ConfigError, OSError)  # of a folder whose weights cannot be loaded
 
 
 class Reset(msgspec.Struct, frozen=True, array_like=True):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -64,43 +64,41 @@ class ServedSessions:
     _now: float = 0.0
 
     async def read(self, now: float, told: Told) -> None:
-        """Find what is new. now: unix seconds."""
-        if (lanes := told.lanes) is not None:
-            rows = [row async for row in self._rows(first_step(told, lanes))]
-            self.see(rows, now, lanes)
-
-    def see(self, rows: Iterable[Rollout], now: float, lanes: Lanes) -> None:
-        """Take into account what was found in the store: `rows` are all that run, or are trained by
-        no earlier step."""
-        self._now, self._looks = now, self._looks + 1
-        sessions = [row for row in rows if row.step == SESSION and row.purpose is Purpose.TRAIN]
-        before, self._open = self._open, {}
-        self.recent = {row.id: row for row in sessions}
-        for row in (before | self.recent).values():
-            if row.id not in self._seen and row.task.get("version") in served(lanes):
-                self._sort(row)
-        found = dict.fromkeys(self._seen.keys() & self.recent.keys(), self._looks)
-        self._seen |= found  # a row may be missed by one look, while its group is released
-        self._seen = {id: look for id, look in self._seen.items() if look >= self._looks - 1}
-        self._trim(lanes)
-
-    async def _rows(self, first: int) -> AsyncIterator[Rollout]:
-        """What runs, what has ended, and what was trained since the last look, or by the steps from
-        the first on. This is the order in which a session goes, so that none is missed."""
+        """Find what is new. now: unix seconds. The queries are in the order in which a session goes
+        through them, so that none is missed."""
+        if (lanes := told.lanes) is None:
+            return
         given: dict[str, Any]
+        rows: list[Rollout] = []
         for given in (
             {"state": RolloutState.RUNNING, "purpose": Purpose.TRAIN},
             {"group_state": "settled"},
             {"group_state": "claimed"},
         ):
-            for row in await self.store.rollouts(self.run, **given):
-                yield row
+            rows += await self.store.rollouts(self.run, **given)
         state = await self.store.run(self.run)
+        self.see(rows, now, lanes)
         steps = state.step if state else 0
-        for step in range(max(self._step, first), steps):
-            for row in await self.store.rollouts(self.run, trained=step):
-                yield row
-        self._step = steps
+        for step in range(max(self._step, first_step(told, lanes)), steps):
+            self._take(await self.store.rollouts(self.run, trained=step), lanes)
+            self._step = step + 1
+
+    def see(self, rows: Iterable[Rollout], now: float, lanes: Lanes) -> None:
+        """Take into account what was found: `rows` are all that no step has trained."""
+        self._now, self._looks = now, self._looks + 1
+        sessions = [row for row in rows if row.step == SESSION and row.purpose is Purpose.TRAIN]
+        self.recent = {row.id: row for row in sessions}
+        before, self._open = self._open, {}
+        self._take((before | self.recent).values(), lanes)
+        found = dict.fromkeys(self._seen.keys() & self.recent.keys(), self._looks)
+        self._seen |= found  # a row may be missed by one look, while its group is released
+        self._seen = {id: look for id, look in self._seen.items() if look >= self._looks - 1}
+
+    def _take(self, rows: Iterable[Rollout], lanes: Lanes) -> None:
+        for row in rows:
+            if row.id not in self._seen and row.task.get("version") in served(lanes):
+                self._sort(row)
+        self._trim(lanes)
 
     def _sort(self, row: Rollout) -> None:
         """Whether a session is settled."""

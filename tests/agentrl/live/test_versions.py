@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.base.files import delete_directory
 from agentrl.config import resolve
-from agentrl.errors import DamagedError, PolicyError
+from agentrl.errors import ConfigError, DamagedError, PolicyError
 from agentrl.live import versions as module
 from agentrl.live.records.documents import (
     GIVEN,
@@ -295,6 +295,26 @@ async def test_what_cannot_be_offered_is_said_where_decisions_are(
     assert (known.events[-1].kind, known.events[-1].version) == ("dropped", GIVEN)
     assert known.events[-1].why.startswith(f"{tmp_path}/gone cannot be offered: ")
     assert set(known.versions) == {0, GIVEN + 1}
+
+
+@pytest.mark.parametrize("error", [DamagedError("torn"), ConfigError("odd"), OSError("full")])
+async def test_weights_that_cannot_be_served_are_dropped_and_tried_no_more(
+    versions: Versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    tried = []
+
+    async def freeze(name: str, *_: Any) -> None:
+        tried.append(name)
+        raise error
+
+    monkeypatch.setattr(versions.run.serving, "freeze", freeze)
+    await put_wish(versions.run.store, RUN, offered(tmp_path / "given"))
+    for _ in range(3):
+        await versions.tend(0)
+    event = (await told(versions.run.store, RUN)).events[-1]
+    assert event.why == f"{tmp_path}/given cannot be offered: {error}"
+    assert tried == [f"policy@{GIVEN}"]
+    assert folders(versions) == ["policy-0"]  # its copy is not kept
 
 
 @pytest.mark.parametrize("lane", ["previous", "candidate"])
