@@ -8,7 +8,8 @@ is the share that is taken back, or dropped as worse, before it has served 50 se
 `EVERY` seconds, and those that fail become known earlier or later than the others, because their
 users complain at once and the others say nothing until `live.wait` has passed, or because they are
 shorter or longer. `served <points>`: the sessions that began until a candidate was taken back that
-is so much lower, with outcomes that are known `live.wait` = `WAIT` seconds after their end.
+is so much lower, with outcomes that are known `live.wait` = `WAIT` seconds after their end, or of
+sessions whose users complain at once.
 `seconds`: from the third failed call in a store until the decision is stored, while no algorithm
 process runs; median and largest of 20.
 """
@@ -75,6 +76,11 @@ def measure() -> dict[str, Any]:
     for points in (0.3, 0.5):
         ends = [seen(seed, 0.8, 0.8 - points, USUAL, 120.0, 120.0) for seed in range(CANDIDATES)]
         found[f"served {100 * points:.0f} points"] = median(end or USUAL for end in ends)
+        ends = [
+            seen(seed, 0.8, 0.8 - points, USUAL, 120.0, 120.0, complains=True)
+            for seed in range(CANDIDATES)
+        ]
+        found[f"served {100 * points:.0f} points, complaints"] = median(e or USUAL for e in ends)
     equal = [back(seed, 0.7, 0.7, USUAL, rare=0.05) for seed in range(CANDIDATES)]
     seconds = asyncio.run(_seconds())
     found["alarms"] = sum(end is not None for end in equal) / CANDIDATES
@@ -134,13 +140,19 @@ def seen(
         ]
         served.see(rows, now, lanes)
         known |= {one for one in range(number) if ends[one] + WAIT <= now}
-        if broken(outcome_limits(live.guard, served.outcomes(1), before), 0):
+        soon = before if complains else [1.0] * USUAL
+        limits = [
+            *outcome_limits(live.guard, served.outcomes(1, early=True), soon, early=True),
+            *outcome_limits(live.guard, served.outcomes(1), before),
+        ]
+        if broken(limits, 0):
             return number
     return None
 
 
 def _session(began: float, outcome: float, end: float, now: float, complains: bool) -> Rollout:
-    label = mark(end, explicit=complains and not outcome)
+    vote = {"feedback": 0.0} if complains and not outcome else {}
+    label = mark(end, explicit=bool(vote), posted=vote, delays=dict.fromkeys(vote, 0.3))
     over = {"rewards": [label, Reward(value=outcome, source=SOURCE)], "result": {"ended": end}}
     return Rollout(
         id=str(began), run="shop", group=str(began), index=0, purpose=Purpose.TRAIN, step=SESSION,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from agentrl.live.lanes.comparison import exceeds
-from agentrl.live.lanes.served import NEWEST, ServedSessions, began_of, is_of
+from agentrl.live.lanes.served import EARLY, NEWEST, ServedSessions, began_of, is_of
 from agentrl.live.records.marks import failed_calls
 from agentrl.live.records.table import GuardConfig, policy_of
 from agentrl.store.base import Store
@@ -114,11 +114,11 @@ class Guard:
         self, served: ServedSessions, version: int, other: int, lane: str
     ) -> Alarm | None:
         most, usual = self._settings.sessions, await self._usual_calls(served, other)
-        outcomes = served.outcomes(version, lane=lane)[:most], served.outcomes(other)
-        limits = [
-            *call_limits(self._settings, self._calls[version, lane], usual),
-            *outcome_limits(self._settings, *outcomes),
-        ]
+        limits = call_limits(self._settings, self._calls[version, lane], usual)
+        for early in (True, False) if served.live.wait > EARLY else (False,):
+            ours = served.outcomes(version, lane=lane, early=early)[:most]
+            theirs = served.outcomes(other, early=early)
+            limits += outcome_limits(self._settings, ours, theirs, early=early)
         return broken(limits, other)
 
     def forget(self, kept: set[int]) -> None:
@@ -161,16 +161,15 @@ def call_limits(settings: GuardConfig, calls: SeenCalls, usual: SeenCalls) -> li
 
 
 def outcome_limits(
-    settings: GuardConfig, outcomes: Sequence[float], usual: Sequence[float]
+    settings: GuardConfig, outcomes: Sequence[float], usual: Sequence[float], *, early: bool = False
 ) -> list[Limit]:
-    """Of what is missing to an outcome of 1."""
+    """Of what is missing to an outcome of 1. early: to what is known of it at once."""
     base = [1 - one for one in usual[-settings.sessions :]]
     if settings.drop is None or len(base) < FEW:
         return []
     lost = [1 - one for one in outcomes]
-    return [
-        Limit("drop", "sessions' outcome is missing", lost, _mean(base), len(base), settings.drop)
-    ]
+    said = "outcomes, as far as users complain at once," if early else "outcomes"
+    return [Limit("drop", said, lost, _mean(base), len(base), settings.drop)]
 
 
 def broken(limits: Iterable[Limit], other: int) -> Alarm | None:
@@ -181,7 +180,7 @@ def broken(limits: Iterable[Limit], other: int) -> Alarm | None:
             both = f"{share:.0%} of its first {at} {one.said}, {one.usual:.0%}"
             if one.name == "drop":
                 both = (
-                    f"its first {at} outcomes are {1 - share:.0%} on average, {1 - one.usual:.0%}"
+                    f"its first {at} {one.said} are {1 - share:.0%} on average, {1 - one.usual:.0%}"
                 )
             why = f"{both} with version {other}: more than live.guard.{one.name} allows"
             return Alarm(why, {"limit": one.name, "share": share, "usual": one.usual, "of": at})

@@ -4,7 +4,8 @@ What is known early differs from what is known late: a user who complains does s
 that goes wrong may end sooner. So a session counts with what is known when its wait has passed,
 whenever something was said, and only once all that began before it count too, except for those that
 take longer than `HELD` times `live.idle`. Then each look sees all sessions up to some time,
-whatever became of them, and a young version is compared like an old one.
+whatever became of them, and a young version is compared like an old one. Complaints also count by
+themselves, those of the first seconds: there too all versions have had the same time.
 
 A session is read while it is in progress, once it has ended, and in the step that trained it. Kept
 are those of the versions that serve, as far as something is still decided by them.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from agentrl.store.base import Store
 from agentrl.types import SESSION, Purpose, Rollout, RolloutState
 
 HELD = 5  # times of `live.idle` for which a session that is not settled holds back later ones
+EARLY = 30.0  # seconds after the end of a session until which its user may complain at once
 NEWEST = 50  # ended sessions of a version whose calls are looked at
 BEGAN = "began"  # key of a task
 
@@ -41,7 +43,8 @@ class ServedSession:
     rival: int | None  # the candidate at that time
     share: float  # the probability with which it was drawn for that
     began: float  # unix seconds
-    outcome: float
+    outcome: float  # NaN: nothing was known
+    early: float  # see `early_of`
     signals: dict[str, float]
 
 
@@ -112,9 +115,7 @@ class ServedSessions:
     def _add(self, row: Rollout) -> None:
         self._seen[row.id], task = self._looks, row.task
         self.newest[task["version"]].append(row)
-        mark, outcome = mark_of(row), outcome_of(row)
-        if math.isnan(outcome):
-            return
+        mark = mark_of(row)
         session = ServedSession(
             rollout=row.id,
             version=task["version"],
@@ -122,7 +123,8 @@ class ServedSessions:
             rival=task.get("candidate"),
             share=task.get("share", 0.0),
             began=began_of(row, self._now),
-            outcome=outcome,
+            outcome=outcome_of(row),
+            early=early_of(row),
             signals=mark.signals if mark else {},
         )
         self.known[session.version].append(session)
@@ -136,34 +138,45 @@ class ServedSessions:
         most = self.live.guard.sessions
         for version, sessions in self.known.items():
             sessions.sort(key=lambda one: one.began)
-            first = [one for one in sessions if one.lane == "serving"][:most]
-            kept = {one.rollout for one in [*first, *sessions[-most:]]}
-            rivals = (lanes.candidate,) if lanes.candidate is not None else ()
-            self.known[version] = [
-                one for one in sessions if one.rollout in kept or one.rival in rivals
-            ]
+            judged = [one for one in sessions if not math.isnan(one.outcome)]
+            kept = {one.rollout for one in judged if one.rival == lanes.candidate is not None}
+            for some in (sessions, judged):
+                first = [one for one in some if one.lane == "serving"][:most]
+                kept |= {one.rollout for one in [*first, *some[-most:]]}
+            self.known[version] = [one for one in sessions if one.rollout in kept]
 
     def compared(self, candidate: int, serving: int) -> list[ServedSession]:
-        """The sessions of two lanes that were drawn for one or the other, as they began."""
+        """The sessions with a known outcome that were drawn for one of two lanes, as they began."""
         ours = [one for one in self.known[candidate] if one.lane == "candidate"]
         theirs = [one for one in self.known[serving] if one.lane == "serving"]
         drawn = [one for one in ours + theirs if one.rival == candidate and 0 < one.share < 1]
-        return self._complete(drawn, lambda row: row.task.get("candidate") == candidate)
+        drawn = [one for one in drawn if not math.isnan(one.outcome)]
+        alike = [row for row in self._open.values() if row.task.get("candidate") == candidate]
+        end = self._end(alike, self.live.wait)
+        return sorted((one for one in drawn if one.began < end), key=lambda one: one.began)
 
-    def outcomes(self, version: int, *, lane: str = "") -> list[float]:
-        """Known outcomes of a version, oldest first."""
+    def outcomes(self, version: int, *, lane: str = "", early: bool = False) -> list[float]:
+        """Known outcomes of a version, oldest first. early: what `early_of` says of its sessions,
+        also of those of which more may become known."""
         sessions = [one for one in self.known[version] if not lane or one.lane == lane]
-        found = self._complete(sessions, lambda row: is_of(row, version, lane))
-        return [one.outcome for one in found]
+        found = [(one.began, one.early if early else one.outcome) for one in sessions]
+        left = [row for row in self._open.values() if is_of(row, version, lane)]
+        if early:
+            over = [row for row in left if row.state.terminal and self._had_time(row)]
+            found += [(began_of(row, self._now), early_of(row)) for row in over]
+            left = [row for row in left if row not in over]
+        end = self._end(left, EARLY if early else self.live.wait)
+        return [value for began, value in sorted(found) if began < end and not math.isnan(value)]
 
-    def _complete(
-        self, sessions: Iterable[ServedSession], alike: Callable[[Rollout], bool]
-    ) -> list[ServedSession]:
-        """Those that began before the first one alike that is not settled."""
-        oldest = self._now - self.live.wait - HELD * self.live.idle
-        begun = [began_of(row, self._now) for row in self._open.values() if alike(row)]
-        end = min((began for began in begun if began >= oldest), default=math.inf)
-        return sorted((one for one in sessions if one.began < end), key=lambda one: one.began)
+    def _had_time(self, row: Rollout) -> bool:
+        mark = mark_of(row)
+        return mark is not None and (ended_of(row) or mark.ended) + EARLY <= self._now
+
+    def _end(self, left: Iterable[Rollout], wait: float) -> float:
+        """When the first session began of those that are not settled, and hold back later ones."""
+        oldest = self._now - wait - HELD * self.live.idle
+        begun = [began_of(row, self._now) for row in left]
+        return min((began for began in begun if began >= oldest), default=math.inf)
 
 
 def began_of(row: Rollout, now: float) -> float:
@@ -174,6 +187,16 @@ def began_of(row: Rollout, now: float) -> float:
     mark = mark_of(row)
     ended = ended_of(row) or (mark.ended if mark else 0.0)
     return ended - row.seconds if ended else now
+
+
+def early_of(row: Rollout) -> float:
+    """The outcome of a session whose user said something within `EARLY` seconds of its end, else 1:
+    nobody has complained."""
+    mark, outcome = mark_of(row), outcome_of(row)
+    if mark is None or not mark.explicit or math.isnan(outcome):
+        return 1.0
+    soon = any(mark.delays.get(name, 0.0) <= EARLY for name in mark.posted)
+    return outcome if soon else 1.0
 
 
 def first_step(told: Told, lanes: Lanes) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.live.lanes.served import EARLY
 from agentrl.live.records.documents import Lanes
 from agentrl.live.records.marks import FAILED, GATEWAY
 from agentrl.live.records.table import REFUSAL, GuardConfig, LiveConfig
@@ -62,6 +63,28 @@ async def test_a_version_that_serves_is_taken_back_for_the_one_before(live: Shop
     await live.decided()
     assert {version for version, _ in live.decider._guard._calls} == set()  # 4 is in no lane
     assert live.decider._guard._usual.keys() == {0}
+
+
+@pytest.mark.parametrize(("usual", "kind"), [(0.9, "taken back"), (0.0, None)])
+async def test_a_version_that_makes_users_complain_is_back_before_their_wait_has_passed(
+    tmp_path: Path, usual: float, kind: str | None
+) -> None:
+    settings = config(tmp_path, wait=600.0, people={"per_user": 0})
+    async with open_store(settings.store) as store:
+        live = await Shop(store, settings).opened(0)
+        for _ in range(25):
+            await live.session(usual, vote=usual)
+        live.now += 700
+        await live.offer(4)
+        await live.decided()
+        for _ in range(12):
+            await live.session(0.0, lane="candidate", vote=0.0)
+        assert await live.decided() == []
+        live.now += EARLY
+        events = await live.decided()
+        assert [event.kind for event in events] == ([kind] if kind else [])
+        for event in events:
+            assert event.why.startswith("its first 6 outcomes, as far as users complain at once,")
 
 
 async def test_what_also_happens_to_the_other_version_is_no_alarm(live: Shop) -> None:

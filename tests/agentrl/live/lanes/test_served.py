@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from agentrl.live.lanes.served import HELD, NEWEST, ServedSessions
+from agentrl.live.lanes.served import EARLY, HELD, NEWEST, ServedSessions, early_of
 from agentrl.live.records.documents import Lanes
 from agentrl.live.records.marks import RESULT_ENDED, SOURCE
 from agentrl.live.records.table import GuardConfig, LiveConfig
@@ -63,6 +64,38 @@ async def test_sessions_wait_for_those_that_began_before_them(shop: Shop) -> Non
     assert await seen(shop) == [1.0]
     shop.now += HELD * shop.settings.live.idle
     assert await seen(shop) == [1.0, 0.0]  # but not for ever
+
+
+async def test_complaints_at_once_count_after_seconds_and_at_the_same_age(shop: Shop) -> None:
+    """Sessions of which more may become known count as far as their users complain at once."""
+    await shop.session(0.0, lane="candidate", vote=0.0)
+    await shop.session(None, lane="candidate")  # nothing is known yet
+    await shop.session(1.0, lane="candidate", ends=False)
+    await shop.session(0.0, lane="candidate", vote=0.0)
+    served = shop.decider._served
+
+    async def early() -> list[float]:
+        await shop.decided()
+        return served.outcomes(4, lane="candidate", early=True)
+
+    assert await early() == []
+    shop.now += EARLY
+    assert await early() == [0.0, 1.0]
+    assert served.outcomes(4) == []
+    shop.now += WAIT
+    assert await early() == [0.0, 1.0]
+    assert served.outcomes(4) == [0.0]
+
+
+def test_what_a_user_says_later_is_no_complaint_at_once() -> None:
+    soon, late = (
+        replace(ended(1, 0, 0.0), rewards=[one, Reward(value=0.0, source=SOURCE)])
+        for one in (
+            mark(1.0, explicit=True, posted={"feedback": 0.0}, delays={"feedback": delay})
+            for delay in (0.4, EARLY + 1)
+        )
+    )
+    assert (early_of(soon), early_of(late), early_of(ended(1, 0, 0.0))) == (0.0, 1.0, 1.0)
 
 
 async def test_a_session_that_is_trained_before_its_wait_has_passed_counts_then_and_once(
@@ -137,7 +170,7 @@ def test_what_is_kept_is_bounded() -> None:
         served.see(rows, 1e6, LANES)
     compared = served.compared(4, 0)
     assert len(compared) == 33
-    assert len(served.known[0]) == 20 + max(20, len(compared))
+    assert len(served.known[0]) <= 2 * (20 + 20) + len(compared)
     assert served.outcomes(0)[:20] == [float(n % 2) for n in range(30) if n % 3]  # the first
     assert len(served.newest[0]) == NEWEST
     assert 9 not in served.known
