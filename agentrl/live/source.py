@@ -23,7 +23,7 @@ from agentrl.algorithms.sampling.collect import Collected, Vocabulary, split_unr
 from agentrl.algorithms.train.hooks import LoadedRun
 from agentrl.base.processes import log_phase
 from agentrl.live.blame import Blame
-from agentrl.live.records.marks import believed, is_lost, is_ready
+from agentrl.live.records.marks import believed, is_lost, is_ready, mark_of
 from agentrl.live.records.sessions import ended, oldest_first
 from agentrl.live.records.table import live_of, policy_of
 from agentrl.live.versions import Lineage, Versions
@@ -33,6 +33,7 @@ log = logging.getLogger("agentrl.algorithm")
 ROOM = 16 * 2**20  # bytes of a step besides its weights
 LOOK_PAUSE = 1.0  # seconds between two looks at the sessions
 MOST_LEFT_OUT = 1000  # sessions that wait for a step to discard them
+MOST_UNLABELLED = 86_400.0  # seconds for which this process waits for a session's label
 CLAIMED_AT_ONCE = 64  # sessions to discard; a claim reads their calls
 
 
@@ -49,6 +50,7 @@ class SessionSource:
     discarded: float = field(default_factory=time.monotonic)  # when sessions last were
     held: str = ""  # why nothing may be learned
     no_room: str = ""  # why a step cannot be written
+    unlabelled: dict[str, float] = field(default_factory=dict)  # group -> when it was seen first
     blame: Blame = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,7 +113,9 @@ class SessionSource:
     ) -> tuple[list[Rollout], list[Rollout]]:
         """The sessions that may be trained, and those that never will be; suspects, once others
         were trained without them."""
-        wait, now = live_of(self.run.config).wait, time.time()
+        wait, now, seen = live_of(self.run.config).wait, time.time(), time.monotonic()
+        waiting = [row.group for row in sessions if mark_of(row) is None]
+        self.unlabelled = {group: self.unlabelled.get(group, seen) for group in waiting}
         limit = self.run.config.algorithm.max_staleness
         ready: list[Rollout] = []
         sure = suspects and self.lineage.updates(self.blame.failed().step, step) > 0
@@ -121,9 +125,13 @@ class SessionSource:
                 continue
             if is_ready(row, now, wait):
                 (ready if self._age(row, step) <= limit else left_out).append(row)
-            elif is_lost(row, now, wait):
+            elif is_lost(row, now, wait) or self._is_overdue(row, seen):
                 left_out.append(row)
         return ready, left_out
+
+    def _is_overdue(self, session: Rollout, now: float) -> bool:
+        """Whether a session's label was waited for in vain; a watch that starts late labels all."""
+        return now - self.unlabelled.get(session.group, now) >= MOST_UNLABELLED
 
     def _age(self, session: Rollout, step: int) -> float:
         """Updates since the version that began the session; later ones may have gone on with it."""

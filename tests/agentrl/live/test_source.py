@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import resource
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from agentrl.config import resolve
+from agentrl.live import source as module
 from agentrl.live.source import ROOM, SessionSource, no_room
+from agentrl.live.versions import Lineage
+from agentrl.store import open_store
+from tests.agentrl.live.sessions import RUN, ended
 
 
 def test_learning_waits_while_a_step_cannot_be_written(tmp_path: Path) -> None:
@@ -38,3 +44,25 @@ def test_why_nothing_is_learned_is_said_once(caplog: pytest.LogCaptureFixture) -
         versions.stuck, why[0] = "", ""
         assert source._held(4) == ""
     assert caplog.text.count("learning waits") == 1
+
+
+async def test_a_session_that_nobody_labels_is_discarded_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of its end does not count: the watch may have been off for days."""
+    async with open_store(f"sqlite:///{tmp_path}/store.db") as store:
+        await store.open_run(RUN, {})
+        await ended(store, "old", at=0.0)
+        rows = await store.rollouts(RUN)
+    config = resolve({"name": RUN, "output": str(tmp_path)}, source="test")
+    policies = SimpleNamespace(versions=lambda step: {"policy": step})
+    run: Any = SimpleNamespace(config=config, policies=policies)
+    source = SessionSource(run=run, lineage=Lineage(), vocabulary={}, serves=False)
+    began = time.monotonic()
+    found = []
+    for later in (0.0, 86_399.0, 86_401.0):
+        monkeypatch.setattr(module.time, "monotonic", lambda now=began + later: now)
+        found.append(len(source._sorted(rows, [], 1)[1]))
+    assert found == [0, 0, 1]
+    assert source._sorted([], [], 1) == ([], [])
+    assert source.unlabelled == {}
