@@ -52,7 +52,7 @@ def weighted(signals: Mapping[str, float], weights: Mapping[str, float]) -> floa
 Outliers = tuple[dict[str, str], dict[str, str]]  # users -> why, by `contrary` and by `unlike`
 
 
-class Seen(NamedTuple):
+class UserSession(NamedTuple):
     """What a session says about its user; None: nothing."""
 
     ended: float  # unix seconds
@@ -72,10 +72,12 @@ class Mean(NamedTuple):
 class User:
     """The last MEMORY sessions of a user, by session."""
 
-    seen: dict[str, Seen] = field(default_factory=dict)
-    _means: dict[str, Mean] = field(default_factory=dict)  # by field of `Seen`, once asked for
+    seen: dict[str, UserSession] = field(default_factory=dict)
+    _means: dict[str, Mean] = field(
+        default_factory=dict
+    )  # by field of `UserSession`, once asked for
 
-    def add(self, session: str, seen: Seen) -> bool:
+    def add(self, session: str, seen: UserSession) -> bool:
         """Take a session into account, in place of what was known of it; whether that is new."""
         if self.seen.get(session) == seen:
             return False
@@ -90,7 +92,7 @@ class User:
         return max(one.ended for one in self.seen.values())
 
     def mean(self, name: str) -> Mean:
-        """Of a field of `Seen`."""
+        """Of a field of `UserSession`."""
         if name not in self._means:
             known = [x for one in self.seen.values() if (x := getattr(one, name)) is not None]
             self._means[name] = Mean(mean(known), len(known))
@@ -165,7 +167,7 @@ class Ledger:
         vote = mean(mark.posted[name] for name in VOTES if name in mark.posted)
         other = mean(mark.asked[name] for name in ASKED if name in mark.asked)
         known = (None if math.isnan(x) else x for x in (outcome, vote, abs(vote - other)))
-        self._new += self.users[user].add(session, Seen(mark.ended, *known))
+        self._new += self.users[user].add(session, UserSession(mark.ended, *known))
 
     def _day(self, mark: Mark) -> Day | None:
         """The day of a session; None for one that is before those that are kept."""
