@@ -73,9 +73,7 @@ class User:
     """The last MEMORY sessions of a user, by session."""
 
     seen: dict[str, UserSession] = field(default_factory=dict)
-    _means: dict[str, Mean] = field(
-        default_factory=dict
-    )  # by field of `UserSession`, once asked for
+    _means: dict[str, Mean] = field(default_factory=dict)  # by field of those, once asked for
 
     def add(self, session: str, seen: UserSession) -> bool:
         """Take a session into account, in place of what was known of it; whether that is new."""
@@ -92,7 +90,7 @@ class User:
         return max(one.ended for one in self.seen.values())
 
     def mean(self, name: str) -> Mean:
-        """Of a field of `UserSession`."""
+        """Of a field of its sessions."""
         if name not in self._means:
             known = [x for one in self.seen.values() if (x := getattr(one, name)) is not None]
             self._means[name] = Mean(mean(known), len(known))
