@@ -11,7 +11,9 @@ import pytest
 from agentrl.config import resolve
 from agentrl.errors import Invalid
 from agentrl.live.labels.label import Labeller
+from agentrl.live.records import people
 from agentrl.live.records.marks import SOURCE, believed, is_lost, is_ready, mark_of, outcome_of
+from agentrl.live.records.sessions import oldest_first
 from agentrl.runners.sessions.feedback import Feedback, give_feedback
 from agentrl.store import open_store
 from agentrl.types import Reward, StepCommit, StepReward
@@ -293,16 +295,24 @@ async def test_a_damaged_mark_or_end_stops_nobody(store):
     assert mark_of(await row_of(store, bad)).ended == NOW + 60.0
 
 
-async def test_what_is_known_is_read_once_and_forgotten_when_it_is_old(store):
+async def test_what_is_known_is_read_once_and_forgotten_when_it_is_old(store, monkeypatch):
     """The memory of a watch depends on the last month, not on the age of the run."""
     for n in range(40):
         at = NOW + 86_400 * n
         await ended(store, f"s{n}", f"q{n}", "good", user=f"u{n}", at=at)
     await label(store)
-    again = labeller(store)
-    await again.start()
-    assert len(again._ledger.days) == 3
-    assert len(again._ledger.users) == 33
+    rows = oldest_first(await store.rollouts(RUN))
+
+    async def newest_first(store, run):
+        for row in reversed(rows):
+            yield row
+
+    for order in (people.all_sessions, newest_first):
+        monkeypatch.setattr(people, "all_sessions", order)
+        again = labeller(store)
+        await again.start()
+        assert len(again._ledger.days) == 3
+        assert len(again._ledger.users) == 33
 
 
 class Polite(Scripted):
