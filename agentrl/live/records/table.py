@@ -124,6 +124,11 @@ class LiveConfig(Section, frozen=True):
             yield "[live] trains one policy, and [policies] has several; remove one of the tables"
         if config.tasks.train or config.tasks.heldout:
             yield "tasks: a live run learns from its sessions, and plays no tasks; remove the table"
+        if config.algorithm.joining:
+            yield (
+                "algorithm.branching, counterfactual: nobody can play the rest of a live session, "
+                "whose user and agent are elsewhere; remove the table"
+            )
         if config.sessions.by != "conversation":
             yield "sessions.by = 'key' would make one session of all that a key does; remove it"
 
