@@ -13,6 +13,7 @@ import argparse
 import json
 import traceback
 from importlib import import_module
+from typing import Any
 
 from tests.benchmarks.live_learning import PARTS, SEEDS
 
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="of learning")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3], help="of learning")
     given = parser.parse_args()
-    figures = {}
+    figures: dict[str, Any] = {}
     for name in given.only:
         options = (given.seeds, given.parts) if name == "learning" else ()
         try:

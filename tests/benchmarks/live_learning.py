@@ -36,7 +36,7 @@ from tests.benchmarks.live_offline import offline
 
 Figures = dict[str, Any]
 SEEDS, PARTS = (0, 1, 2), ("live", "attack", "offline", "ablation")
-SESSIONS, WINDOW, ATTACK = 1500, example.WINDOW, 0.05
+SESSIONS, WINDOW, ATTACK, VOTES = 1500, example.WINDOW, 0.05, 0.2
 ABLATION: dict[str, list[str]] = {
     "outcome": ["algorithm.preset=reinforce+ema+tis", "algorithm.options={}"],
     "turns": ["algorithm.preset=streams+ema+tis", "algorithm.options.corrections_weight=null"],
@@ -70,9 +70,9 @@ def sections(
         if "offline" in parts:
             yield f"offline {seed}", by_hand(seed)
     for name, settings in ABLATION.items() if "ablation" in parts else ():
-        votes = {"votes": 0.0} if name == "signals" else {}
+        votes = 0.0 if name == "signals" else VOTES
         for seed in seeds:
-            yield f"{name} {seed}", live(seed, *settings, name=name, **votes)
+            yield f"{name} {seed}", live(seed, *settings, name=name, votes=votes)
 
 
 def compared(found: Figures, seeds: Sequence[int]) -> Figures:
@@ -101,13 +101,15 @@ async def by_hand(seed: int) -> Figures:
 
 async def live(
     seed: int, *settings: str, name: str = "", worse: bool = False, sessions: int = SESSIONS,
-    **options: float,
+    attack: float = ATTACK, votes: float = VOTES,
 ) -> Figures:  # fmt: skip
-    """The figures of a live run and its customers. options: of users.py."""
+    """The figures of a live run and its customers. attack, votes: options of users.py."""
     with example.copied() as folder:
         async with example.live(folder, f"seed={seed}", *settings) as url:
-            began, options = time.monotonic(), {"attack": ATTACK} | options
-            played = await example.customers(folder, url, sessions=sessions, seed=seed, **options)
+            began = time.monotonic()
+            played = await example.customers(
+                folder, url, sessions=sessions, seed=seed, attack=attack, votes=votes
+            )
             seconds = time.monotonic() - began
             back = {"worse_sessions": await offered(folder, url, seed)} if worse else {}
         events, steps = await decisions(folder)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -183,7 +184,7 @@ SAMPLING = tuple(
 def worth(trace: Trace, said: dict[str, float]) -> list[StepReward]:
     """A value of each call: what is known of its turn."""
     calls = trace.transitions
-    about = {"scope": Scope.TRANSITION, "source": "judge"}
+    about: dict[str, Any] = {"scope": Scope.TRANSITION, "source": "judge"}
     signals = [Reward(name=SIGNAL, target=id, value=v, **about) for id, v in said.items()]
     values = turn_values(calls, [*trace.rollout.rewards, *signals])
     return [
