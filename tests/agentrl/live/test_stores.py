@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,6 +26,8 @@ from tests.agentrl.live.shop import (
     until,
 )
 
+KEY = "0123456789abcdef0123456789abcdef"
+
 
 async def learns(store: Store, client: AsyncOpenAI) -> None:
     """Four sessions are trained, and the version that they make answers the next ones."""
@@ -38,12 +41,13 @@ async def learns(store: Store, client: AsyncOpenAI) -> None:
 
 @asynccontextmanager
 async def served(folder: Path) -> AsyncIterator[str]:
-    """A store over HTTP, until the end; gives its URL."""
+    """A store over HTTP, until the end; gives its URL with a key."""
     port = free_port()
     with (folder / "store.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "agentrl", "store", "serve", f"sqlite:///{folder}/served.db",
             "--port", str(port), stdout=log, stderr=log,
+            env=os.environ | {"AGENTRL_STORE_KEYS": f"admin:{KEY}"},
         )  # fmt: skip
 
     async def listens() -> bool:
@@ -57,7 +61,7 @@ async def served(folder: Path) -> AsyncIterator[str]:
 
     try:
         await until(listens, what="the store listens")
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://{KEY}@127.0.0.1:{port}"
     finally:
         process.terminate()
         await process.wait()
@@ -73,6 +77,7 @@ async def test_an_adapter_is_trained_and_served_over_http(
         settings = (f"store={url}", "policy.lora.rank=4")
         async with running(tmp_path, tiny_model_dir, *settings) as (shop, store, client):
             await learns(store, client)
+            assert KEY not in (tmp_path / "runs/shop/run.json").read_text()
             folder = tmp_path / "runs/shop/versions/policy-1"
             assert (folder / "adapter_config.json").exists()
             assert not (folder / "model.safetensors").exists()
