@@ -53,7 +53,7 @@ KTO = f"""
 store = "sqlite:///{STORE}"
 steps = {{steps}}
 [policy]
-model = "runs/{{before}}/policy"
+model = "{{before}}"
 [data]
 name = "worth"
 [algorithm]
@@ -115,7 +115,7 @@ class Offline:
         (self.folder / "greeting.jsonl").write_text(json.dumps({"messages": GREETING}))
         (self.folder / "runs/shop").mkdir(parents=True)
         await command(
-            self.folder, "data", "import", "greeting.jsonl", "greeting",
+            self.folder, "data", "import", "greeting", "greeting.jsonl",
             "--store", STORE, "--test", "0",
         )  # fmt: skip
         await self.train("base", BASE)
@@ -124,6 +124,10 @@ class Offline:
         (self.folder / f"{name}.toml").write_text(settings)
         await command(self.folder, "train", f"{name}.toml", f"name={name}", f"seed={self.seed}")
         self.run = name
+
+    def weights(self) -> Path:
+        """The newest checkpoint of the run."""
+        return max((self.folder / "runs" / self.run / "checkpoints").glob("0*"))
 
     async def collect(self, first: int) -> list[bool]:
         """The sessions of a batch, recorded and judged."""
@@ -168,7 +172,7 @@ class Offline:
         async with open_store(f"sqlite:///{folder / STORE}") as store:
             items = (await store.datasets("worth"))[-1].items
         settings = KTO.format(
-            steps=ceil(recipe.epochs * items / 32), before=self.run, lr=recipe.lr,
+            steps=ceil(recipe.epochs * items / 32), before=self.weights(), lr=recipe.lr,
             beta=recipe.beta, desirable=recipe.desirable,
         )  # fmt: skip
         number = int(self.run.removeprefix("kto")) if self.run != "base" else 0
