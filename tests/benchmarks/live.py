@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="of learning")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3], help="of learning")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:4], help="of learning")
     given = parser.parse_args()
     figures: dict[str, Any] = {}
     for name in given.only:

@@ -11,8 +11,9 @@ After them the first version is offered by hand, which knows nothing: `worse_ses
 that it serves of 200 more until it is taken back; null: it is not.
 `attack`: the same with an ordinary customer in the place of the attacker. `attack_cost <seed>` is
 how many points higher the mean of the last 500 sessions then is; `attack_cost`: the seeds' mean.
-`offline`: the way without `agentrl live`, see `live_offline`. `of_offline <seed>`: sessions that
-the live run needs of those of this way; one that did not get there counts with all of its sessions.
+`offline`: the way without `agentrl live`, with what its users said, and `judged`, with the judge of
+the live run too: see `live_offline`. `of_offline <seed>`, `of_judged <seed>`: sessions that the
+live run needs, of those of this way; one that did not get there counts with all of its sessions.
 `ablation`: other recipes, by name.
 """
 
@@ -32,11 +33,12 @@ from agentrl.live.records.documents import told
 from agentrl.live.records.people import all_sessions
 from agentrl.store import open_store
 from tests.benchmarks import live_example as example
-from tests.benchmarks.live_offline import offline
+from tests.benchmarks.live_offline import JUDGED, VOTED, Recipe, offline
 
 Figures = dict[str, Any]
-SEEDS, PARTS = (0, 1, 2), ("live", "attack", "offline", "ablation")
+SEEDS, PARTS = (0, 1, 2), ("live", "attack", "offline", "judged", "ablation")
 SESSIONS, WINDOW, ATTACK, VOTES = 1500, example.WINDOW, 0.05, 0.2
+BY_HAND = {"offline": VOTED, "judged": JUDGED}
 ABLATION: dict[str, list[str]] = {
     "outcome": ["algorithm.preset=reinforce+ema+tis", "algorithm.options={}"],
     "turns": ["algorithm.preset=streams+ema+tis", "algorithm.options.corrections_weight=null"],
@@ -45,7 +47,7 @@ ABLATION: dict[str, list[str]] = {
 }
 
 
-def measure(seeds: Sequence[int] = SEEDS, parts: Sequence[str] = PARTS[:3]) -> Figures:
+def measure(seeds: Sequence[int] = SEEDS, parts: Sequence[str] = PARTS[:4]) -> Figures:
     found: Figures = {}
     for name, work in sections(seeds, parts):
         try:
@@ -67,8 +69,9 @@ def sections(
             yield f"live {seed}", live(seed, worse=True)
         if "attack" in parts:
             yield f"attack {seed}", live(seed, name="without attacker", attack=0.0)
-        if "offline" in parts:
-            yield f"offline {seed}", by_hand(seed)
+        for name, recipe in BY_HAND.items():
+            if name in parts:
+                yield f"{name} {seed}", by_hand(seed, name, recipe)
     for name, settings in ABLATION.items() if "ablation" in parts else ():
         votes = 0.0 if name == "signals" else VOTES
         for seed in seeds:
@@ -82,20 +85,21 @@ def compared(found: Figures, seeds: Sequence[int]) -> Figures:
         usual, alone = (f"last_500 {name}{seed}" for name in ("", "without attacker "))
         if usual in found and alone in found:
             costs[f"attack_cost {seed}"] = round(100 * (found[alone] - found[usual]), 1)
-        own, other = f"sessions_to_80 {seed}", f"offline_sessions {seed}"
-        if own in found and other in found:
-            ratios[f"of_offline {seed}"] = round((found[own] or SESSIONS) / found[other], 2)
+        own = f"sessions_to_80 {seed}"
+        for name in BY_HAND:
+            if own in found and (other := f"{name}_sessions {seed}") in found:
+                ratios[f"of_{name} {seed}"] = round((found[own] or SESSIONS) / found[other], 2)
     mean = {"attack_cost": round(fmean(costs.values()), 1)} if costs else {}
     return costs | mean | ratios
 
 
-async def by_hand(seed: int) -> Figures:
-    right = await offline(seed, ATTACK)
+async def by_hand(seed: int, name: str, recipe: Recipe) -> Figures:
+    right = await offline(seed, ATTACK, recipe)
     reached = example.sessions_to(right)
     return {
-        f"offline_success {seed}": by_hundreds(right),
-        f"offline_sessions_to_80 {seed}": reached,
-        f"offline_sessions {seed}": reached or len(right),
+        f"{name}_success {seed}": by_hundreds(right),
+        f"{name}_sessions_to_80 {seed}": reached,
+        f"{name}_sessions {seed}": reached or len(right),
     }
 
 

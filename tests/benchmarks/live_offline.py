@@ -2,9 +2,10 @@
 
 The base model, the customers and what is known of each turn are those of the live run.
 `agentrl gateway serve` records a batch of sessions of the model that `agentrl serve` answers with;
-their votes, corrections and the judge's opinion of what was said next are one value of every call
-of a turn, as for the live run; `agentrl data label` and `agentrl train` make a policy with KTO of
-them, which is served next. Until a hundred sessions reach the goal, or `MOST` were played.
+what is known of a turn is the label of its calls, as for the live run: votes and corrections, which
+are what it records of users (`VOTED`), or also what the judge of the live run says (`JUDGED`). Of
+all calls so far `agentrl data label` and `agentrl train` make a policy with KTO, which is served
+next. Until a hundred sessions reach the goal, or `MOST` were played.
 """
 
 from __future__ import annotations
@@ -77,17 +78,21 @@ port = {{own}}
 class Recipe:
     """What was tuned, on seed 10 alone."""
 
-    batch: int = 250  # sessions until the next policy is served
-    lr: float = 1e-4
+    batch: int  # sessions until the next policy is served
+    judge: bool
+    lr: float = 3e-4
     beta: float = 1.0
     desirable: float = 2.5  # weight of good calls, of which there are fewer
-    epochs: float = 4.0  # over all sessions so far
+    epochs: float = 6.0  # over all sessions so far
 
 
-async def offline(seed: int, attack: float, recipe: Recipe | None = None) -> list[bool]:
+VOTED, JUDGED = Recipe(500, judge=False), Recipe(500, judge=True)
+
+
+async def offline(seed: int, attack: float, recipe: Recipe) -> list[bool]:
     """Whether each session's first answer was right, in the order of their ends."""
     with copied() as folder:
-        way = Offline(folder, seed, attack, recipe or Recipe())
+        way = Offline(folder, seed, attack, recipe)
         await way.begin()
         right: list[bool] = []
         while len(right) < MOST and sessions_to(right) is None:
@@ -153,7 +158,8 @@ class Offline:
             for row in await store.rollouts("shop"):
                 trace = None if row.id in self.judged else await store.trace(row.id)
                 if trace is not None:
-                    said = await asker.judge(replies(trace.transitions), row.id)
+                    after = replies(trace.transitions) if self.recipe.judge else []
+                    said = await asker.judge(after, row.id)
                     await store.add_rewards(worth(trace, said))
                     self.judged.add(row.id)
 

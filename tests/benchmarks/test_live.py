@@ -45,8 +45,8 @@ def test_a_section_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) ->
         figures = {"last_500": 0.9 if name else 0.88, "sessions_to_80": 500}
         return live_learning.called(figures, name, seed)
 
-    async def by_hand(seed: int) -> dict[str, Any]:
-        return {f"offline_sessions {seed}": 1000}
+    async def by_hand(seed: int, name: str, recipe: Any) -> dict[str, Any]:
+        return {f"{name}_sessions {seed}": 1000}
 
     monkeypatch.setattr(live_learning, "live", played)
     monkeypatch.setattr(live_learning, "by_hand", by_hand)
