@@ -86,7 +86,8 @@ class Recipe:
     epochs: float = 6.0  # over all sessions so far
 
 
-VOTED, JUDGED = Recipe(500, judge=False), Recipe(500, judge=True)
+VOTED = Recipe(500, judge=False, epochs=10.0)
+JUDGED = Recipe(500, judge=True)
 
 
 async def offline(seed: int, attack: float, recipe: Recipe) -> list[bool]:
