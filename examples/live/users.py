@@ -24,6 +24,7 @@ os.environ.setdefault("OPENAI_API_KEY", "unused")
 
 import httpx
 from agent import client, support
+from langgraph.errors import GraphRecursionError
 from orders import ORDERS, answer
 from policy import first_answer
 from wording import COMPLAINTS, REQUESTS, THANKS, kind_of, request, request_again
@@ -77,7 +78,10 @@ class Session:
         """Send a message; returns whether the agent did what the customer had wanted."""
         known = len(self.messages)
         said = {"messages": [*self.messages, ("user", text)]}
-        self.messages = (await support(self.id, self.customer).ainvoke(said))["messages"]
+        try:
+            self.messages = (await support(self.id, self.customer).ainvoke(said))["messages"]
+        except GraphRecursionError:  # it calls tools and does not come to an answer
+            return False
         new = self.messages[known:]
         used = [(call["name"], call["args"]) for m in new for call in getattr(m, "tool_calls", ())]
         wanted = [(TOOL[self.kind], {"order": self.order})] if self.kind in TOOL else []

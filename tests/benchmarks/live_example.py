@@ -94,7 +94,7 @@ async def customers(folder: Path, url: str, **options: float | bool) -> Played:
     )  # fmt: skip
     said, errors = await process.communicate()
     if process.returncode:
-        raise RuntimeError(f"{errors.decode()}\n{(folder / 'front.log').read_text()}")
+        raise RuntimeError(f"{(folder / 'front.log').read_text()}\n{errors.decode()}")
     return [json.loads(line) for line in said.splitlines()]
 
 
