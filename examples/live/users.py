@@ -127,7 +127,8 @@ async def come(options: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
         yield await task
 
 
-def options() -> argparse.Namespace:
+def options(given: list[str] | None = None) -> argparse.Namespace:
+    """Of the command, or of these words."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--sessions", type=int, default=1500)
@@ -137,7 +138,7 @@ def options() -> argparse.Namespace:
     add("--attack", type=float, default=0.05, help="share of the attacker's sessions")
     add("--votes", type=float, default=0.2, help="share of the other sessions in which they vote")
     add("--leave-open", action="store_true", help="for a server that ends idle sessions itself")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 async def main() -> None:

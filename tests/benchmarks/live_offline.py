@@ -2,7 +2,7 @@
 
 The base model, the customers and what is known of each turn are those of the live run.
 `agentrl gateway serve` records a batch of sessions of the model that `agentrl serve` answers with;
-what is known of a turn is the label of its calls, as for the live run: votes and corrections, which
+what is known of a turn is the label of its first call: votes and corrections, which
 are what it records of users (`VOTED`), or also what the judge of the live run says (`JUDGED`). Of
 all calls so far `agentrl data label` and `agentrl train` make a policy with KTO, which is served
 next. Until a hundred sessions reach the goal, or `MOST` were played.
@@ -79,15 +79,15 @@ class Recipe:
     """What was tuned, on seed 10 alone."""
 
     batch: int  # sessions until the next policy is served
-    judge: bool
+    judge: bool  # whether the live run's judge is asked about turns
+    epochs: float  # over all sessions so far
     lr: float = 3e-4
     beta: float = 1.0
     desirable: float = 2.5  # weight of good calls, of which there are fewer
-    epochs: float = 6.0  # over all sessions so far
 
 
-VOTED = Recipe(500, judge=False, epochs=10.0)
-JUDGED = Recipe(500, judge=True)
+VOTED = Recipe(500, judge=False, epochs=16.0)
+JUDGED = Recipe(500, judge=True, epochs=8.0)
 
 
 async def offline(seed: int, attack: float, recipe: Recipe) -> list[bool]:
@@ -188,7 +188,8 @@ SAMPLING = tuple(
 
 
 def worth(trace: Trace, said: dict[str, float]) -> list[StepReward]:
-    """A value of each call: what is known of its turn."""
+    """What is known of each turn, as a value of its first call. Not of its other calls: what they
+    answer to a tool's result is right even if that was the wrong tool, and KTO would unlearn it."""
     calls = trace.transitions
     about: dict[str, Any] = {"scope": Scope.TRANSITION, "source": "judge"}
     signals = [Reward(name=SIGNAL, target=id, value=v, **about) for id, v in said.items()]
@@ -196,9 +197,8 @@ def worth(trace: Trace, said: dict[str, float]) -> list[StepReward]:
     return [
         StepReward(
             rollout=trace.rollout.id,
-            reward=Reward(name="worth", target=calls[index].id, value=value, **about),
+            reward=Reward(name="worth", target=calls[first].id, value=value, **about),
         )
-        for turn, value in zip(turns(calls), values, strict=True)
+        for (first, *_), value in zip(turns(calls), values, strict=True)
         if value is not None
-        for index in turn
     ]
