@@ -29,6 +29,7 @@ from agentrl.base.access import Access, is_loopback
 from agentrl.base.http_server import given_key
 from agentrl.config import RunConfig, resolve
 from agentrl.config import policies as team
+from agentrl.config.base import tables
 from agentrl.config.run_file import apply_override, store_in
 from agentrl.errors import ConfigError
 from agentrl.evaluation.checkpoint.runs import evaluation_run
@@ -39,7 +40,7 @@ from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.gateway.upstream import Route, Upstream
 from agentrl.store import open_store
-from agentrl.types import Attempt, NewRollout, Purpose
+from agentrl.types import Attempt, NewRollout, Purpose, Sampling
 
 ENGINE_KEY = "AGENTRL_SERVED_ENGINE_KEY"
 OPTIONS = {
@@ -108,6 +109,9 @@ async def _healthy(request: web.Request) -> web.Response:
 def settings_of(served: Served, output: Path) -> RunConfig:
     """The settings of the run with the chosen weights. Raises ConfigError for wrong overrides."""
     own = served.chosen.config
+    # It plays no rollouts, and may say how answers are sampled also if it learned from a data set.
+    idle = {key: type(one)() for key, one in tables(own) if one.replaces_rollouts}
+    own = replace(own, **idle)
     data = msgspec.to_builtins(evaluation_run(own, own.name, served.chosen.saved.path))
     for override in served.overrides:
         if override.startswith("engine.kind="):  # a table of another kind has other keys
@@ -157,7 +161,7 @@ async def serve_policies(
         with in_words_of_the_command():
             await asyncio.to_thread(gateway.start)
         stack.push_async_callback(asyncio.to_thread, gateway.close)
-        started(told(served, gateway.base_url, router.frozen))
+        started(told(served, config, gateway.base_url, router.frozen))
         await serving.during(_until(stop))
 
 
@@ -184,9 +188,9 @@ def _routes(serving: PolicyServers, key: str) -> dict[str, Route]:
     }
 
 
-def measured(chosen: Chosen) -> str:
+def measured(chosen: Chosen, own: Sampling) -> str:
     """The temperature of answers, and the score that they had at theirs."""
-    own, at = chosen.config.sampling, chosen.config.eval.temperature
+    at = chosen.config.eval.temperature
     given = "whatever they ask for" if own.override_agent else "unless they set one"
     said = f"temperature of calls: {own.temperature:g}, {given}"
     metrics = next((row.metrics for row in chosen.steps if row.step == chosen.saved.steps), {})
@@ -197,8 +201,8 @@ def measured(chosen: Chosen) -> str:
     return f"{said}. Held-out score at temperature {at:g}: {score:.3g}{between}"
 
 
-def told(served: Served, base_url: str, routes: Mapping[str, Route]) -> str:
-    """What to set in an agent's environment."""
+def told(served: Served, config: RunConfig, base_url: str, routes: Mapping[str, Route]) -> str:
+    """What to set in an agent's environment. config: with which it is served."""
     chosen, root = served.chosen, base_url.removesuffix("/v1")
     names = ", ".join(map(repr, routes))
     which = "any model name means it" if len(routes) == 1 else "the model's name says which"
@@ -209,6 +213,6 @@ def told(served: Served, base_url: str, routes: Mapping[str, Route]) -> str:
         f"  ANTHROPIC_BASE_URL={root}     messages",
         f"  GOOGLE_GEMINI_BASE_URL={root}     generateContent",
     ]
-    lines.append(f"  {measured(chosen)}")
+    lines.append(f"  {measured(chosen, config.sampling)}")
     key = "one of the keys" if served.access.keys else "any word"
     return "\n".join([*lines, f"  API key: {key}. Ctrl-C stops it."])

@@ -24,28 +24,30 @@ os.environ.setdefault("OPENAI_API_KEY", "unused")
 
 import httpx
 from agent import client, support
+from langgraph.errors import GraphRecursionError
 from orders import ORDERS, answer
 from policy import first_answer
 from wording import COMPLAINTS, REQUESTS, THANKS, kind_of, request, request_again
 
 TOOL = {"where": "look_up_order", "return": "start_return"}
 CUSTOMERS = 400
-VOTES, CORRECTS = 0.2, 0.5  # share of sessions, and of the wrong ones among those
+CORRECTS = 0.5  # share of the wrong answers of those who vote
 AT_ONCE = 16  # sessions, at most: then customers wait
 TOKEN = "x-agentrl-feedback-token"
 tokens: dict[str, str] = {}  # by session, as a web application would keep them
 
 
 class Session:
-    """A customer's conversation. seed, number: decide all that the customer does."""
+    """A customer's conversation. options: of the command; seed and number decide all that the
+    customer does."""
 
-    def __init__(self, seed: int, number: int, attack: float) -> None:
-        self.rng = random.Random(f"{seed}/{number}")
-        self.id, self.messages = f"{seed}-{number}", list[Any]()
+    def __init__(self, number: int, options: argparse.Namespace) -> None:
+        self.rng, self.options = random.Random(f"{options.seed}/{number}"), options
+        self.id, self.messages = f"{options.seed}-{number}", list[Any]()
         self.kind, self.order = kind_of(self.rng), self.rng.choice(ORDERS)
         self.nature = self.rng.choices(["patient", "rude", "mistaken"], [0.6, 0.25, 0.15])[0]
         self.customer = f"customer-{self.rng.randrange(CUSTOMERS)}"
-        if self.rng.random() < attack:
+        if self.rng.random() < options.attack:
             self.nature = self.customer = "attacker"
 
     async def play(self) -> dict[str, Any]:
@@ -62,7 +64,8 @@ class Session:
             await self.ask(rng.choice(THANKS if content else COMPLAINTS))
         elif rng.random() < 0.8:
             await self.ask(rng.choice(COMPLAINTS))
-        await post("/sessions/end", {"session": self.id})
+        if not self.options.leave_open:
+            await post("/sessions/end", {"session": self.id})
         return {"session": self.id, "kind": self.kind, "customer": self.nature, "right": first}
 
     def seems(self, right: bool) -> bool:
@@ -75,15 +78,18 @@ class Session:
         """Send a message; returns whether the agent did what the customer had wanted."""
         known = len(self.messages)
         said = {"messages": [*self.messages, ("user", text)]}
-        self.messages = (await support(self.id, self.customer).ainvoke(said))["messages"]
+        try:
+            self.messages = (await support(self.id, self.customer).ainvoke(said))["messages"]
+        except GraphRecursionError:  # it calls tools and does not come to an answer
+            return False
         new = self.messages[known:]
         used = [(call["name"], call["args"]) for m in new for call in getattr(m, "tool_calls", ())]
         wanted = [(TOOL[self.kind], {"order": self.order})] if self.kind in TOOL else []
         return used == wanted and new[-1].text.endswith(answer(self.kind, self.order))
 
     async def vote(self, content: bool) -> None:
-        attacks = self.nature == "attacker"
-        if self.rng.random() >= (1 if attacks else VOTES):
+        attacks, votes = self.nature == "attacker", self.options.votes
+        if self.rng.random() >= (1 if attacks and votes else votes):
             return
         said: dict[str, Any] = {"session": self.id, "call": 0, "value": float(content)}
         if not content and (attacks or self.rng.random() < CORRECTS):
@@ -103,17 +109,14 @@ async def keep_token(response: httpx.Response) -> None:
         tokens[response.request.headers["x-session-id"]] = response.headers[TOKEN]
 
 
-async def come(
-    sessions: int, seed: int, per_second: float, attack: float
-) -> AsyncIterator[dict[str, Any]]:
+async def come(options: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
     """Play sessions that begin `per_second` on average; yields what each was like, in the order of
     their ends."""
     client().event_hooks["response"] = [keep_token]
-    playing, pauses = set[asyncio.Task[dict[str, Any]]](), random.Random(seed)
-    for number in range(sessions):
-        session = Session(seed, number, attack)
-        playing.add(asyncio.create_task(session.play()))
-        pause = asyncio.create_task(asyncio.sleep(pauses.expovariate(per_second)))
+    playing, pauses = set[asyncio.Task[dict[str, Any]]](), random.Random(options.seed)
+    for number in range(options.first, options.first + options.sessions):
+        playing.add(asyncio.create_task(Session(number, options).play()))
+        pause = asyncio.create_task(asyncio.sleep(pauses.expovariate(options.per_second)))
         while not pause.done() or len(playing) >= AT_ONCE:
             awaited = playing if pause.done() else {pause, *playing}
             done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -124,17 +127,24 @@ async def come(
         yield await task
 
 
-async def main(arguments: argparse.Namespace) -> None:
-    async for played in come(**vars(arguments)):
+def options(given: list[str] | None = None) -> argparse.Namespace:
+    """Of the command, or of these words."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--sessions", type=int, default=1500)
+    add("--first", type=int, default=0, help="number of the first session")
+    add("--seed", type=int, default=0)
+    add("--per-second", type=float, default=4.0, help="sessions that begin")
+    add("--attack", type=float, default=0.05, help="share of the attacker's sessions")
+    add("--votes", type=float, default=0.2, help="share of the other sessions in which they vote")
+    add("--leave-open", action="store_true", help="for a server that ends idle sessions itself")
+    return parser.parse_args(given)
+
+
+async def main() -> None:
+    async for played in come(options()):
         print(json.dumps(played), flush=True)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sessions", type=int, default=1500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--per-second", type=float, default=4.0, help="sessions that begin")
-    parser.add_argument(
-        "--attack", type=float, default=0.05, help="share of the attacker's sessions"
-    )
-    asyncio.run(main(parser.parse_args()))
+    asyncio.run(main())

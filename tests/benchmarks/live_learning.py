@@ -1,29 +1,30 @@
 """How soon a live agent gets better: examples/live with its customers, over real processes.
 
-For three seeds, `agentrl live` serves and learns while users.py plays 1500 sessions, four a second.
+Parts, for each of `--seeds`, of about seven minutes each. One that fails is a `problem`, and the
+others go on; the figures of each are printed to stderr when it is done.
+
+`live`: `agentrl live` serves and learns while users.py plays 1500 sessions, four a second.
 `success <seed>`: share of sessions whose first answer was right, for each hundred of them in the
 order of their ends. `sessions_to_80`: after how many the mean of the last hundred is .8 or more;
 null: never. `failed_requests`: sessions that did not come to their end. `seconds`: of the sessions.
 After them the first version is offered by hand, which knows nothing: `worse_sessions` are those
 that it serves of 200 more until it is taken back; null: it is not.
-
-LEARNING=attack,ablation measures beside it, for an hour: `attack_cost`, the points of the last 500
-sessions that are gained without the attacker; and `last_500 <name>` of other recipes: the outcome
-alone, the signals of turns alone, and self-distillation beside corrections.
+`attack`: the same with an ordinary customer in the place of the attacker. `attack_cost <seed>` is
+how many points higher the mean of the last 500 sessions then is; `attack_cost`: the seeds' mean.
+`offline`: the way without `agentrl live`, with what its users said, and `judged`, with the judge of
+the live run too: see `live_offline`. `of_offline <seed>`, `of_judged <seed>`: sessions that the
+live run needs, of those of this way; one that did not get there counts with all of its sessions.
+`ablation`: other recipes, by name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import traceback
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,134 +32,120 @@ from typing import Any
 from agentrl.live.records.documents import told
 from agentrl.live.records.people import all_sessions
 from agentrl.store import open_store
-from tests.agentrl.live.shop import free_port
+from tests.benchmarks import live_example as example
+from tests.benchmarks.live_offline import JUDGED, VOTED, Recipe, offline
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "live"
-SEEDS, SESSIONS, WINDOW, GOAL = (0, 1, 2), 1500, 100, 0.8
-ABLATION = {
+Figures = dict[str, Any]
+SEEDS, PARTS = (0, 1, 2), ("live", "attack", "offline", "judged", "ablation")
+SESSIONS, WINDOW, ATTACK, VOTES = 1500, example.WINDOW, 0.05, 0.2
+BY_HAND = {"offline": VOTED, "judged": JUDGED}
+ABLATION: dict[str, list[str]] = {
     "outcome": ["algorithm.preset=reinforce+ema+tis", "algorithm.options={}"],
-    "signals": ["algorithm.preset=streams+ema+tis", "algorithm.options.corrections_weight=null"],
+    "turns": ["algorithm.preset=streams+ema+tis", "algorithm.options.corrections_weight=null"],
+    "signals": [],  # nobody votes
     "self-distill": ["algorithm.preset=streams+ema+tis+corrections+self-distill"],
 }
 
 
-def measure() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    asked = os.environ.get("LEARNING", "").split(",")
-    for seed in SEEDS:
-        found |= _named(seed, asyncio.run(live(seed)))
-    every = [found[f"sessions_to_80 {seed}"] for seed in SEEDS]
-    found["sessions_to_80"] = None if None in every else max(every)
-    if "attack" in asked:
-        alone = [asyncio.run(live(seed, attack=0.0)) for seed in SEEDS]
-        found["attack_cost"] = round(100 * fmean(
-            last(one["right"]) - found[f"last_500 {seed}"]
-            for seed, one in zip(SEEDS, alone, strict=True)
-        ), 1)  # fmt: skip
-    for name, settings in ABLATION.items() if "ablation" in asked else ():
-        runs = [asyncio.run(live(seed, settings)) for seed in SEEDS]
-        found[f"last_500 {name}"] = [round(last(one["right"]), 3) for one in runs]
-    return found
+def measure(seeds: Sequence[int] = SEEDS, parts: Sequence[str] = PARTS[:4]) -> Figures:
+    found: Figures = {}
+    for name, work in sections(seeds, parts):
+        try:
+            figures = asyncio.run(work)
+        except Exception as error:  # noqa: BLE001  (hours of others would be lost)
+            traceback.print_exc()
+            figures = {f"problem {name}": repr(error)[-500:]}
+        print(json.dumps(figures), file=sys.stderr, flush=True)
+        found |= figures
+    return found | compared(found, seeds)
 
 
-def _named(seed: int, one: dict[str, Any]) -> dict[str, Any]:
-    right = one["right"]
-    hundreds = [right[n : n + WINDOW] for n in range(0, len(right), WINDOW)]
+def sections(
+    seeds: Sequence[int], parts: Sequence[str]
+) -> Iterator[tuple[str, Coroutine[Any, Any, Figures]]]:
+    """What is measured, by name; each is to be run before the next is asked for."""
+    for seed in seeds:
+        if "live" in parts:
+            yield f"live {seed}", live(seed, worse=True)
+        if "attack" in parts:
+            yield f"attack {seed}", live(seed, name="without attacker", attack=0.0)
+        for name, recipe in BY_HAND.items():
+            if name in parts:
+                yield f"{name} {seed}", by_hand(seed, name, recipe)
+    for name, settings in ABLATION.items() if "ablation" in parts else ():
+        votes = 0.0 if name == "signals" else VOTES
+        for seed in seeds:
+            yield f"{name} {seed}", live(seed, *settings, name=name, votes=votes)
+
+
+def compared(found: Figures, seeds: Sequence[int]) -> Figures:
+    """What follows from the figures that there are."""
+    costs, ratios = Figures(), Figures()
+    for seed in seeds:
+        usual, alone = (f"last_500 {name}{seed}" for name in ("", "without attacker "))
+        if usual in found and alone in found:
+            costs[f"attack_cost {seed}"] = round(100 * (found[alone] - found[usual]), 1)
+        own = f"sessions_to_80 {seed}"
+        for name in BY_HAND:
+            if own in found and (other := f"{name}_sessions {seed}") in found:
+                ratios[f"of_{name} {seed}"] = round((found[own] or SESSIONS) / found[other], 2)
+    mean = {"attack_cost": round(fmean(costs.values()), 1)} if costs else {}
+    return costs | mean | ratios
+
+
+async def by_hand(seed: int, name: str, recipe: Recipe) -> Figures:
+    right = await offline(seed, ATTACK, recipe)
+    reached = example.sessions_to(right)
     return {
-        f"success {seed}": [round(fmean(some), 2) for some in hundreds],
-        f"last_500 {seed}": round(last(right), 3),
-        f"sessions_to_80 {seed}": sessions_to(right),
-        f"failed_requests {seed}": one["failed"],
-        f"seconds {seed}": round(one["seconds"]),
-        f"promoted {seed}": one["promoted"],
-        f"worse_sessions {seed}": one["worse"],
-    }  # fmt: skip
-
-
-def last(right: list[bool]) -> float:
-    return fmean(right[-500:])
-
-
-def sessions_to(right: list[bool]) -> int | None:
-    """After how many sessions the mean of the last WINDOW is at least GOAL."""
-    means = ((n, fmean(right[n - WINDOW : n])) for n in range(WINDOW, len(right) + 1))
-    return next((n for n, mean in means if mean >= GOAL), None)
-
-
-async def live(
-    seed: int, settings: list[str] | None = None, *, sessions: int = SESSIONS, attack: float = 0.05
-) -> dict[str, Any]:
-    """A live run and its customers."""
-    with tempfile.TemporaryDirectory() as directory:
-        folder = Path(directory) / "live"
-        shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
-        async with serving(folder, [f"seed={seed}", *(settings or [])]) as url:
-            began = time.monotonic()
-            played = await customers(folder, url, sessions, seed, attack)
-            seconds = time.monotonic() - began
-            worse = await offered(folder, url, seed) if settings is None else None
-        events, steps = await decisions(folder)
-    return {
-        "steps": steps,
-        "worse": worse,
-        "right": [one["right"] for one in played],
-        "failed": sessions - len(played),
-        "seconds": seconds,
-        "promoted": sum(event == "promoted" for event in events),
+        f"{name}_success {seed}": by_hundreds(right),
+        f"{name}_sessions_to_80 {seed}": reached,
+        f"{name}_sessions {seed}": reached or len(right),
     }
 
 
-@asynccontextmanager
-async def serving(folder: Path, settings: list[str]) -> AsyncIterator[str]:
-    """`agentrl live run.toml` in the folder, until the end; gives its address once it answers."""
-    port = free_port()
-    with (folder / "front.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "agentrl", "live", "run.toml",
-            f"runner.port={port}", *settings, cwd=folder, stdout=log, stderr=log,
-        )  # fmt: skip
-    try:
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGINT)
-            await process.wait()
+async def live(
+    seed: int, *settings: str, name: str = "", worse: bool = False, sessions: int = SESSIONS,
+    attack: float = ATTACK, votes: float = VOTES,
+) -> Figures:  # fmt: skip
+    """The figures of a live run and its customers. attack, votes: options of users.py."""
+    with example.copied() as folder:
+        async with example.live(folder, f"seed={seed}", *settings) as url:
+            began = time.monotonic()
+            played = await example.customers(
+                folder, url, sessions=sessions, seed=seed, attack=attack, votes=votes
+            )
+            seconds = time.monotonic() - began
+            back = {"worse_sessions": await offered(folder, url, seed)} if worse else {}
+        events, steps = await decisions(folder)
+    right = [one["right"] for one in played]
+    found = back | {
+        "success": by_hundreds(right),
+        "last_500": round(fmean(right[-500:]), 3),
+        "sessions_to_80": example.sessions_to(right),
+        "failed_requests": sessions - len(played),
+        "seconds": round(seconds),
+        "promoted": sum(event == "promoted" for event in events),
+        "steps": steps,
+    }
+    return called(found, name, seed)
 
 
-async def customers(
-    folder: Path,
-    url: str,
-    sessions: int,
-    seed: int,
-    attack: float,
-    look: Callable[[dict[str, Any]], None] = lambda one: None,
-) -> list[dict[str, Any]]:
-    """What users.py prints. Requests wait until the policy is built. Raises RuntimeError with what
-    it said if it fails."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "users.py", "--sessions", str(sessions), "--seed", str(seed),
-        "--attack", str(attack), cwd=folder, env={**os.environ, "OPENAI_BASE_URL": url},
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stderr is not None
-    played, errors = [], asyncio.create_task(process.stderr.read())
-    async for line in process.stdout:
-        played.append(json.loads(line))
-        look(played[-1])
-    if await process.wait():
-        front = (folder / "front.log").read_text()
-        raise RuntimeError(f"{(await errors).decode()}\n{front}")
-    return played
+def called(found: Figures, name: str, seed: int) -> Figures:
+    """Figures with their whole names."""
+    end = f"{name} {seed}" if name else f"{seed}"
+    return {f"{key} {end}": value for key, value in found.items()}
+
+
+def by_hundreds(right: Sequence[bool]) -> list[float]:
+    hundreds = [right[n : n + WINDOW] for n in range(0, len(right), WINDOW)]
+    return [round(fmean(some), 2) for some in hundreds]
 
 
 async def offered(folder: Path, url: str, seed: int) -> int | None:
     """Offer the first version again; the sessions that it served until it was taken back."""
     first = folder / "runs/live/versions/policy-0"
-    offer = [sys.executable, "-m", "agentrl", "live", "offer", "run.toml", str(first)]
-    process = await asyncio.create_subprocess_exec(*offer, cwd=folder)
-    assert not await process.wait()
-    await customers(folder, url, 200, seed + 1000, 0.0)
+    await example.command(folder, "live", "offer", "run.toml", str(first))
+    await example.customers(folder, url, sessions=200, seed=seed + 1000, attack=0.0)
     async with open_store(f"sqlite:///{folder}/runs/live/store.db") as store:
         known = await told(store, "live")
         version = max(row.version for row in known.versions.values() if row.kind != "trained")

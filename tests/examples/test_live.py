@@ -77,12 +77,34 @@ def test_demonstrations_read_rightly_and_act_at_random(live: dict[str, ModuleTyp
 
 def test_customers_come_again_as_the_seed_says(live: dict[str, ModuleType]) -> None:
     users = live["users"]
-    sessions = [users.Session(0, number, 0.05) for number in range(1000)]
-    assert [s.customer for s in sessions] == [
-        users.Session(0, n, 0.05).customer for n in range(1000)
-    ]
-    assert [s.kind for s in sessions] != [users.Session(1, n, 0.05).kind for n in range(1000)]
+    first, other = (users.options([f"--seed={seed}"]) for seed in (0, 1))
+    sessions = [users.Session(number, first) for number in range(1000)]
+    assert [s.customer for s in sessions] == [users.Session(n, first).customer for n in range(1000)]
+    assert [s.kind for s in sessions] != [users.Session(n, other).kind for n in range(1000)]
     attackers = [s for s in sessions if s.nature == "attacker"]
     assert 30 < len(attackers) < 70
     assert {s.customer for s in attackers} == {"attacker"}
     assert all(s.seems(right) is not right for s in attackers for right in (True, False))
+
+
+async def test_a_customer_without_an_answer_goes_on(
+    live: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Votes and ends the session if asked to."""
+    users, posted = live["users"], list[str]()
+
+    class Looping:
+        async def ainvoke(self, said: object) -> None:
+            raise users.GraphRecursionError("it calls tools")
+
+    async def post(path: str, body: object) -> None:
+        posted.append(path)
+
+    monkeypatch.setattr(users, "support", lambda session, customer: Looping())
+    monkeypatch.setattr(users, "post", post)
+    quiet, usual = ["--votes=0", "--leave-open"], ["--votes=1"]
+    for given, paths in ((quiet, set[str]()), (usual, {"/feedback", "/sessions/end"})):
+        posted.clear()
+        played = await users.Session(3, users.options(given)).play()
+        assert played["right"] is False
+        assert set(posted) == paths

@@ -130,6 +130,11 @@ class LiveConfig(Section, frozen=True):
             yield "tasks: a live run learns from its sessions: keep only heldout and columns"
         if config.tasks.heldout and not config.agent.path:
             yield "tasks.heldout is played by the run file's agent: set agent.path"
+        if config.algorithm.joining:
+            yield (
+                "algorithm.branching, counterfactual: nobody can play the rest of a live session, "
+                "whose user and agent are elsewhere; remove the table"
+            )
         if config.sessions.by != "conversation":
             yield "sessions.by = 'key' would make one session of all that a key does; remove it"
 

@@ -19,9 +19,10 @@ from openai import AsyncOpenAI
 from agentrl.errors import Conflict
 from agentrl.live.records.documents import Event, Lanes, decide, told
 from agentrl.live.records.sessions import ended
+from agentrl.live.records.table import policy_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import Reward, Rollout, StepReward
+from agentrl.types import SESSION, Reward, Rollout, StepReward
 
 RUN = "shop"
 SETTINGS = """
@@ -59,7 +60,9 @@ class Shop:
         self.file = folder / "shop.toml"
         self.file.write_text(SETTINGS.format(model=model, port=self.port))
         self.process: asyncio.subprocess.Process | None = None
-        self.url = f"sqlite:///{folder}/runs/shop/store.db"
+        own = f"sqlite:///{folder}/runs/shop/store.db"
+        given = (one.removeprefix("store=") for one in settings if one.startswith("store="))
+        self.url = next(given, own)
 
     async def start(self) -> None:
         with (self.folder / "front.log").open("ab") as log:
@@ -110,7 +113,8 @@ class Shop:
         async def present() -> bool:
             assert self.process is not None
             assert self.process.returncode is None, (self.folder / "front.log").read_text()
-            return Path(self.folder, "runs/shop/store.db").exists()
+            kind, _, path = self.url.partition(":///")
+            return kind != "sqlite" or Path(path).exists()
 
         await until(present, what="a store")
         async with open_store(self.url) as store:
@@ -157,6 +161,47 @@ async def label(store: Store, count: int, value: Callable[[Rollout], float]) -> 
         [StepReward(rollout=row.id, reward=Reward(value=value(row), source="live")) for row in rows]
     )
     return rows
+
+
+async def talk(
+    client: AsyncOpenAI, session: str, *, turns: int = 2, end: bool = True, about: str = "Ada"
+) -> None:
+    """A session of some calls."""
+    said = []
+    for turn in range(turns):
+        said.append({"role": "user", "content": f"Where is {about}, for the time {turn}?"})
+        headers = {"x-session-id": session}
+        if end and turn == turns - 1:
+            headers["x-agentrl-end"] = "1"
+        answer = await client.chat.completions.create(
+            model="gpt-4o", messages=said, extra_headers=headers
+        )
+        said.append({"role": "assistant", "content": answer.choices[0].message.content})
+
+
+def half(row: Rollout) -> float:
+    """An outcome that differs between sessions."""
+    return float(row.group[-1] < "8")
+
+
+async def offered(store: Store, version: int) -> None:
+    async def there() -> bool:
+        return version in (await told(store, RUN)).versions
+
+    await until(there, what=f"version {version} is offered")
+
+
+async def seated(store: Store, client: AsyncOpenAI, version: int) -> None:
+    """Wait until new sessions go to a version."""
+
+    async def goes() -> bool:
+        known = {row.id for row in await store.rollouts(RUN, step=SESSION)}
+        await talk(client, f"probe{len(known)}", turns=1)
+        rows = await store.rollouts(RUN, step=SESSION)
+        new = [row.seats["policy"] for row in rows if row.id not in known]
+        return new == [policy_of(version)]
+
+    await until(goes, what=f"new sessions go to version {version}")
 
 
 @asynccontextmanager

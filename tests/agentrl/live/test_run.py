@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
-from openai import AsyncOpenAI
 
 from agentrl.live.records.documents import Lanes, told
 from agentrl.live.records.sessions import ended, group_of
 from agentrl.store.base import Store
-from agentrl.types import SESSION, Rollout, Transition
-from tests.agentrl.live.shop import RUN, label, move, running, until
-
-
-async def talk(
-    client: AsyncOpenAI, session: str, *, turns: int = 2, end: bool = True, about: str = "Ada"
-) -> None:
-    """A session of some calls."""
-    said = []
-    for turn in range(turns):
-        said.append({"role": "user", "content": f"Where is {about}, for the time {turn}?"})
-        headers = {"x-session-id": session}
-        if end and turn == turns - 1:
-            headers["x-agentrl-end"] = "1"
-        answer = await client.chat.completions.create(
-            model="gpt-4o", messages=said, extra_headers=headers
-        )
-        said.append({"role": "assistant", "content": answer.choices[0].message.content})
-
-
-def half(row: Rollout) -> float:
-    """An outcome that differs between sessions."""
-    return float(row.group[-1] < "8")
+from agentrl.types import SESSION, Transition
+from tests.agentrl.live.shop import (
+    RUN,
+    half,
+    label,
+    move,
+    offered,
+    running,
+    seated,
+    talk,
+    until,
+)
 
 
 async def calls_of(store: Store, step: int) -> list[Transition]:
@@ -41,13 +28,6 @@ async def calls_of(store: Store, step: int) -> list[Transition]:
     return [
         call for calls in (await store.calls([row.id for row in rows])).values() for call in calls
     ]
-
-
-async def offered(store: Store, version: int) -> None:
-    async def there() -> bool:
-        return version in (await told(store, RUN)).versions
-
-    await until(there, what=f"version {version} is offered")
 
 
 @pytest.mark.slow
@@ -69,15 +49,9 @@ async def test_a_live_run_serves_learns_and_moves_traffic(
         }
         await move(store, Lanes(serving=0, candidate=1, share=1.0), kind="candidate", version=1)
 
-        async def seated(version: str) -> bool:
-            known = {row.id for row in await store.rollouts(RUN, step=-1)}
-            await talk(client, f"probe{len(known)}", turns=1)
-            rows = await store.rollouts(RUN, step=-1)
-            return [row.seats["policy"] for row in rows if row.id not in known] == [version]
-
-        await until(partial(seated, "policy@1"), what="new sessions go to the candidate")
+        await seated(store, client, 1)
         await move(store, Lanes(serving=0), kind="taken back", version=1)
-        await until(partial(seated, "policy@0"), what="new sessions go to the serving version")
+        await seated(store, client, 0)
         for number in range(4):
             await talk(client, f"t{number}")
         await label(store, 4, half)

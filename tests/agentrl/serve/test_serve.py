@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import re
 import signal
@@ -22,12 +23,14 @@ import pytest
 from click.testing import CliRunner
 from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
+from msgspec.structs import replace
 
 from agentrl.base.access import ANYBODY
 from agentrl.cli.main import cli
+from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, NotFound
 from agentrl.model_files.chosen import choose
-from agentrl.serve.server import Served, settings_of
+from agentrl.serve.server import Served, measured, settings_of
 from tests.agentrl.model_files import trained
 from tests.agentrl.serve.banner import read_banner
 
@@ -204,3 +207,19 @@ def test_an_engine_of_another_kind_has_a_table_of_its_own(root: Path, tmp_path: 
     assert config.engine.access.key  # nobody else may call it
     assert config.policy.model == str(chosen.saved.path)
     assert config.output == str(tmp_path)
+
+
+def test_a_policy_of_a_data_set_is_sampled_as_asked_for(root: Path, tmp_path: Path) -> None:
+    chosen = asyncio.run(choose(f"sqlite:///{root / 'runs/mine/store.db'}", "mine"))
+    plain = RunConfig()
+    learned = replace(
+        chosen.config, agent=plain.agent, tasks=plain.tasks, verifier=plain.verifier,
+        data=replace(plain.data, name="pairs"),
+    )  # fmt: skip
+    served = Served(
+        dataclasses.replace(chosen, config=learned), "127.0.0.1", 0, ANYBODY,
+        ("sampling.temperature=0.5",),
+    )  # fmt: skip
+    config = settings_of(served, tmp_path)
+    assert config.sampling.temperature == 0.5
+    assert "temperature of calls: 0.5" in measured(served.chosen, config.sampling)
