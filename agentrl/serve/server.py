@@ -27,6 +27,7 @@ from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.stages import prepare_process
 from agentrl.base.access import Access, is_loopback
 from agentrl.base.http_server import given_key
+from agentrl.base.scores import are_shares, score_text
 from agentrl.config import RunConfig, resolve
 from agentrl.config import policies as team
 from agentrl.config.run_file import apply_override, store_in
@@ -193,8 +194,10 @@ def measured(chosen: Chosen) -> str:
     if (score := metrics.get("eval/score")) is None:
         return f"{said}. No held-out score was measured of this checkpoint"
     bounds = [metrics[key] for key in ("eval/score_low", "eval/score_high") if key in metrics]
-    between = f" (95 % interval {' to '.join(f'{x:.3g}' for x in bounds)})" if bounds else ""
-    return f"{said}. Held-out score at temperature {at:g}: {score:.3g}{between}"
+    share = are_shares(row.metrics for row in chosen.steps)
+    said_of = [score_text(x, share) for x in (score, *bounds)]
+    between = f" (95 % interval {' to '.join(said_of[1:])})" if bounds else ""
+    return f"{said}. Held-out score at temperature {at:g}: {said_of[0]}{between}"
 
 
 def told(served: Served, base_url: str, routes: Mapping[str, Route]) -> str:

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from agentrl.base.failures import how_many
 from agentrl.base.processes import PHASE
+from agentrl.base.scores import are_shares, score_text
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
 from agentrl.store.base import Store
@@ -165,7 +166,7 @@ class Progress:
         self.ready = has_no_own_policy(self.config) or bool(await store.policies(self.config.name))
 
     def judge(self) -> None:
-        self.fractions &= report.has_fractions(self.rows)
+        self.fractions &= are_shares(row.metrics for row in self.rows)
 
     @property
     def committed(self) -> list[StepRow]:
@@ -249,7 +250,7 @@ class Progress:
         return tasks
 
     def number(self, value: float) -> str:
-        return "-" if math.isnan(value) else f"{value:.1%}" if self.fractions else f"{value:.3f}"
+        return score_text(value, self.fractions)
 
     def _reward_and_rates(self, metrics: dict[str, float]) -> tuple[str, str, str]:
         if "data/epochs" in metrics:  # a run on a data set has no rollouts

@@ -175,7 +175,7 @@ def entropy_gone(run: PolicyRun) -> Reason:
 
 def constant_verifier(run: PolicyRun) -> Reason:
     means, spread = run.values("reward/mean") or [0.0, 1.0], run.values("reward/std")
-    text = f"the verifier gives one reward to all: {means[0]:g} in all {len(means)} steps"
+    text = f"the verifier gives one reward to all: {run.said(means[0])} in all {len(means)} steps"
     same = min(means) == max(means) and not any(spread) and {*run.scores} <= {*means}
     if run.values("selfplay/games"):  # what one seat wins another loses
         same = False
@@ -256,8 +256,8 @@ def unlike_heldout(run: PolicyRun) -> Reason:
         if change is not None and now - first <= change.noise:
             share = 0.0
     text = (
-        f"training rises, held-out does not as much: {first:.2f} to {now:.2f} in training, "
-        f"{before:.2f} to {after:.2f} held-out"
+        f"training rises, held-out does not as much: {run.said(first)} to {run.said(now)} in "
+        f"training, {run.said(before)} to {run.said(after)} held-out"
     )
     cure = "tasks.train: more, like tasks.heldout; policy.build: a model that knows their words"
     return Reason(share, text, cure)
