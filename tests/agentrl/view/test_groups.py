@@ -78,7 +78,7 @@ async def test_a_game_is_not_flat_and_has_numbers(tmp_path: Path) -> None:
     assert "0.5 <small>black</small>" in row
     assert ">flat<" not in group
     assert '<th class="n">white</th>' in group
-    assert '<td class="n strong bad">-1</td>' in group
+    assert '<td class="n strong bad" data-l="black">-1</td>' in group
     assert '<th class="n">outcome</th>' not in group
 
 
