@@ -125,6 +125,7 @@ class Pages:
         if query.get("sort") == "trend":
             values["task_rows"].sort(key=lambda row: row.trend)
         values |= {"run": run, "of": of, "both": bool(held_out)}
+        values["seat"] = next((one.seat for one in trained if one.seat), "")
         return Page("tasks.html", f"{run} tasks", values | {"sort": query.get("sort") or "last"})
 
     async def _tasks(

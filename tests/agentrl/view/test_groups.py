@@ -72,6 +72,9 @@ async def test_a_game_is_not_flat_and_has_numbers(tmp_path: Path) -> None:
         pages = Pages(store)
         shown = render(await pages.groups("run", {}))
         group = render(await pages.group("run", "run/g"))
+        tasks = render(await pages.tasks("run", {"of": "train"}))
+    assert "it is what black got" in tasks
+    assert '<b class="good">0.5</b>' in tasks
     (row,) = [part for part in shown.split("<tr") if "/group/" in part]
     row = row.partition("</tr>")[0]
     assert ">flat<" not in row
