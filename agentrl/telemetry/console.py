@@ -256,7 +256,7 @@ class Progress:
         if "data/epochs" in metrics:  # a run on a data set has no rollouts
             names = {"loss": "preferences/loss", "accuracy": "rewards/accuracies"}
             loss, accuracy = (f"{word} {figure(metrics, name)}" for word, name in names.items())
-            change = -metrics.get("logps/chosen_drop", math.nan)
+            change = round(-metrics.get("logps/chosen_drop", math.nan), 3) + 0.0  # no -0.000
             return loss, accuracy, f"log-prob of the chosen {change:+.3f}"
         outcome = f"reward {self.number(metrics.get('reward/mean', math.nan))}"
         if not self.fractions:

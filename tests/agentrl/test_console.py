@@ -167,7 +167,7 @@ def test_rewards_are_percentages_until_one_is_no_fraction(tmp_path: Path) -> Non
 
 def test_a_step_on_pairs_says_which_way_the_chosen_went(tmp_path: Path) -> None:
     config = resolve({"name": "r", "output": str(tmp_path), "steps": 9}, source="test")
-    for drop, said in ((0.25, "chosen -0.250"), (-0.061, "chosen +0.061")):
+    for drop, said in ((0.25, "chosen -0.250"), (-0.061, "chosen +0.061"), (0.0, "chosen +0.000")):
         row = stepped(0, data_epochs=1.0, logps_chosen_drop=drop)
         assert f"log-prob of the {said}" in Progress(config, [row]).line(row)
 

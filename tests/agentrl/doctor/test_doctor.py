@@ -245,6 +245,15 @@ def too_little_memory(folder: Path, patch: Patch) -> list[str]:
     return ["learner.token_budget=65536", "engine.max_batch=8"]
 
 
+@broken("memory", "fail", "a name on the hub, which this machine has to reach once")
+def a_model_on_a_hub_that_is_not_reached(folder: Path, patch: Patch) -> list[str]:
+    def unreachable(source: str, **given: Any) -> Any:
+        raise OSError("We couldn't connect to 'https://huggingface.co'\nto load the files")
+
+    patch.setattr(estimate, "shape_of", unreachable)
+    return []
+
+
 @broken("context", "fail", "lower sampling.max_tokens")
 def answers_longer_than_the_context(folder: Path, patch: Patch) -> list[str]:
     return ["sampling.max_tokens=512"]
