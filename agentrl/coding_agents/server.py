@@ -19,7 +19,7 @@ from agentrl.coding_agents import control
 from agentrl.coding_agents.runs import Runs, printed_by
 from agentrl.coding_agents.text import hidden, page
 from agentrl.errors import AgentRLError, NotFound
-from agentrl.traces.show import in_words, render_trace, state_in_words
+from agentrl.traces.show import in_words, render_trace, rewards_in_words, state_in_words
 from agentrl.types import RolloutState
 
 INSTRUCTIONS = """\
@@ -92,7 +92,7 @@ class Tools:
             )  # fmt: skip
         lines = [
             f"{row.id}: {row.purpose}, step {row.step}, {row.error or state_in_words(row)}, "
-            + ", ".join(f"{reward.name} {reward.value:g}" for reward in row.rewards[:5])
+            + rewards_in_words(row.rewards[:5])
             for row in found.rows
         ]
         more = f'[more: call again with cursor="{found.cursor}"]' if found.cursor else ""
