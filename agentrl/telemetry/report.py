@@ -265,7 +265,7 @@ def rate(metrics: dict[str, float], key: str) -> str:
 
 def lasting(seconds: float) -> str:
     """A duration in the largest unit that it has two of."""
-    units = {"h": 3600, "min": 60}
+    units = {"days": 86_400, "h": 3600, "min": 60}
     unit = next((name for name, size in units.items() if seconds >= 2 * size), "s")
     return f"{seconds / units.get(unit, 1):.0f} {unit}"
 

@@ -276,7 +276,14 @@ def test_the_time_left_counts_each_step_and_each_evaluation_that_is_due(tmp_path
     assert Progress(config, evaluated).seconds_left() == 5 * 2 + 4
     assert Progress(config, rows).seconds_left() == 5 * 2 + 2 * 30  # also that after step 5
     assert Progress(config, []).seconds_left() is None
-    assert [lasting(x) for x in (7.4, 119, 130, 7300)] == ["7 s", "119 s", "2 min", "2 h"]
+    assert [lasting(x) for x in (7.4, 119, 130, 7300, 9e4, 5.4e6)] == [
+        "7 s",
+        "119 s",
+        "2 min",
+        "2 h",
+        "25 h",
+        "62 days",
+    ]
 
 
 async def test_an_evaluation_alone_says_of_no_policy_that_it_is_untrained(tmp_path: Path) -> None:
