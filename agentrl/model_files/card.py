@@ -10,10 +10,10 @@ from pathlib import Path
 
 from agentrl import __version__
 from agentrl.algorithms.model.tool_parser import TOOL_FORMAT
-from agentrl.base.scores import are_shares, score_text
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.model_files.chosen import Chosen
+from agentrl.scores import are_shares, score_text
 from agentrl.types import StepRow
 
 LICENCE = re.compile(r"^license:\s*(\S+)", re.M)

@@ -27,7 +27,6 @@ from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.stages import prepare_process
 from agentrl.base.access import Access, is_loopback
 from agentrl.base.http_server import given_key
-from agentrl.base.scores import are_shares, score_text
 from agentrl.config import RunConfig, resolve
 from agentrl.config import policies as team
 from agentrl.config.run_file import apply_override, store_in
@@ -39,6 +38,7 @@ from agentrl.runners.gateway.attribution import ActiveAttempt, AttemptRegistry
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.gateway.upstream import Route, Upstream
+from agentrl.scores import are_shares, score_text
 from agentrl.store import open_store
 from agentrl.types import Attempt, NewRollout, Purpose
 

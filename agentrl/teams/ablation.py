@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rich.table import Table
 
-from agentrl.base.scores import are_shares, gain_text, score_text
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.config.base import optional
@@ -22,6 +21,7 @@ from agentrl.errors import ConfigError, nearest
 from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.checkpoint.runs import last_checkpoint
 from agentrl.evaluation.plans import play
+from agentrl.scores import are_shares, gain_text, score_text
 from agentrl.types import POLICY, Rollout
 
 TEAM = "team"  # the lineup without a replacement

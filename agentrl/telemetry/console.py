@@ -22,9 +22,9 @@ from rich.table import Table
 
 from agentrl.base.failures import how_many
 from agentrl.base.processes import PHASE
-from agentrl.base.scores import are_shares, score_text
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
+from agentrl.scores import are_shares, score_text
 from agentrl.store.base import Store
 from agentrl.telemetry import report
 from agentrl.telemetry.report import (

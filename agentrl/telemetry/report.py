@@ -15,9 +15,9 @@ from rich.table import Table
 from agentrl.algorithms.sampling.evaluate import MOST_TRIALS
 from agentrl.base.failures import how_many, one_line
 from agentrl.base.parts import has, installed_plugins
-from agentrl.base.scores import are_shares, score_text
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
+from agentrl.scores import are_shares, score_text
 from agentrl.store.base import Store
 from agentrl.types import FailureCount, Purpose, RolloutState, StepRow
 

@@ -14,10 +14,10 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from agentrl.base.parts import has
-from agentrl.base.scores import score_text
 from agentrl.cli import print_result
 from agentrl.config import store_with
 from agentrl.errors import ConfigError, NotFound, StoreError
+from agentrl.scores import score_text
 from agentrl.store import open_store
 from agentrl.types import Json
 from agentrl.view.summaries import Score, Summary, Verdict, matrix, summary, whole_settings

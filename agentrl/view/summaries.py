@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from agentrl.base.scores import are_shares
 from agentrl.config import from_store
 from agentrl.config.keys import flatten
 from agentrl.errors import AgentRLError
+from agentrl.scores import are_shares
 from agentrl.store.base import Store
 from agentrl.types import Json, RunState
 

@@ -11,9 +11,9 @@ import msgspec
 
 from agentrl.algorithms.prompts.records import Candidate, candidates_of, reflections_of
 from agentrl.algorithms.prompts.table import prompts_of
-from agentrl.base.scores import are_shares, score_text
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError
+from agentrl.scores import are_shares, score_text
 from agentrl.store.base import Store
 
 

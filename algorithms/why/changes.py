@@ -9,8 +9,8 @@ from itertools import count
 from statistics import fmean, stdev
 
 from agentrl.algorithms.sampling.evaluate import trial_name
-from agentrl.base.scores import are_shares, gain_text, score_text
 from agentrl.config import RunConfig
+from agentrl.scores import are_shares, gain_text, score_text
 from agentrl.store.base import Store
 from agentrl.types import Rollout
 

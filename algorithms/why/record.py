@@ -22,11 +22,11 @@ from agentrl.algorithms.why.changes import (
     evaluation,
     paired,
 )
-from agentrl.base.scores import are_shares, score_text
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.config.run_file import from_store
 from agentrl.errors import NotFound
+from agentrl.scores import are_shares, score_text
 from agentrl.store.base import Store
 from agentrl.types import FailureCount, Purpose, Rollout, RolloutState
 

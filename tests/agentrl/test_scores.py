@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from agentrl.base.scores import are_shares, gain_text, score_text
+from agentrl.scores import are_shares, gain_text, score_text
 
 
 @pytest.mark.parametrize(
