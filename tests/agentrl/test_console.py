@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from agentrl.base.parts import has
@@ -163,6 +164,19 @@ def test_rewards_are_percentages_until_one_is_no_fraction(tmp_path: Path) -> Non
     progress.judge()
     assert "  reward -0.500 ± 0.500  -" in progress.line(progress.rows[1])
     assert progress.scores_line(progress.rows[0]) == "untrained:  held-out 0.500"
+
+
+def test_a_step_says_the_reward_that_is_trained(tmp_path: Path) -> None:
+    """The outcome alone would be the verifier's, while a judge's is maximised."""
+    settings = {"name": "r", "output": str(tmp_path), "steps": 9}
+    config = resolve(settings | {"algorithm": {"options": {"reward": "quality"}}}, source="test")
+    judged = {"reward/quality/mean": 0.288, "reward/quality/std": 0.2}
+    row = msgspec.structs.replace(
+        stepped(0, reward_mean=0.125), metrics={"reward/mean": 0.125} | judged
+    )
+    assert "reward 12.5%  quality 28.8%" in Progress(config, [row]).line(row)
+    row = replace(row, metrics=row.metrics | {"reward/quality/mean": 7.5})
+    assert "quality 7.500" in Progress(config, [row]).line(row)
 
 
 def test_a_step_on_pairs_says_which_way_the_chosen_went(tmp_path: Path) -> None:
