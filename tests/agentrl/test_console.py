@@ -171,9 +171,7 @@ def test_a_step_says_the_reward_that_is_trained(tmp_path: Path) -> None:
     settings = {"name": "r", "output": str(tmp_path), "steps": 9}
     config = resolve(settings | {"algorithm": {"options": {"reward": "quality"}}}, source="test")
     judged = {"reward/quality/mean": 0.288, "reward/quality/std": 0.2}
-    row = msgspec.structs.replace(
-        stepped(0, reward_mean=0.125), metrics={"reward/mean": 0.125} | judged
-    )
+    row = replace(stepped(0), metrics={"reward/mean": 0.125} | judged)
     assert "reward 12.5%  quality 28.8%" in Progress(config, [row]).line(row)
     row = replace(row, metrics=row.metrics | {"reward/quality/mean": 7.5})
     assert "quality 7.500" in Progress(config, [row]).line(row)
