@@ -30,6 +30,7 @@ DECISIVE = (*(f"{name}{end}" for name in (SCORE, SAMPLED) for end in ENDS), REWA
 PLAIN_NAMES = {"model", "policy", "checkpoint", "best", "final"}  # of folders, which say little
 BY_STATE = "credit/by_state"  # how far the preset `auto` trusts values of states
 ROUNDING = 1e-9
+ENDLESS = 10**9  # steps of a run that trains until it is stopped
 # Settings that differ without making a run another one: where it is, and how it is watched.
 PLACES = {
     "name", "root", "output", "store", "file", "seed", "keep_checkpoints", "metrics", "runner",
@@ -222,7 +223,7 @@ def facts(config: Mapping[str, Any], by_state: float | None = None) -> dict[str,
         "learning rate": f"{lr:.3g}" if isinstance(lr, float | int) else "",
         "policies": policies,
         "tasks": f"{read('tasks', 'train')}" + (f", held-out {heldout}" if heldout else ""),
-        "planned steps": str(steps),
+        "planned steps": str(steps) if steps != ENDLESS else "",
     }
     if not steps:  # nothing is trained, as by `agentrl eval`
         found |= {"preset": "", "learning rate": "", "planned steps": ""}

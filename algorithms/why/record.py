@@ -73,6 +73,12 @@ class PolicyRun:
         return any(change.risen for change in (*self.changes.values(), *more))
 
     @property
+    def solved(self) -> bool:
+        """Whether nothing was left to learn: every held-out task succeeds, first and last."""
+        held = self.changes.get(HELD_OUT)
+        return held is not None and held.share and held.first == held.last == 1.0
+
+    @property
     def improved(self) -> bool:
         """Whether it rose, and held-out scores do not contradict."""
         changes = self.changes

@@ -54,9 +54,10 @@ def reasons(run: PolicyRun) -> list[Reason]:
     """Reasons, likeliest first: shares above RANKED_SHARE in the order of RULES, then others by
     share. For a run that has clearly improved only what it loses, such as rollouts that fail."""
     left_out = {*(EFFECTS if run.risen else ()), *(CAUSES if learned(run) else ())}
+    left_out |= {*EFFECTS} - {constant_verifier} if run.solved else set()
     found = [r for rule in RULES if rule not in left_out and (r := rule(run)).text]
     found = [reason for reason in found if reason.share >= REPORTED_SHARE]
-    if not found and not run.risen:
+    if not found and not run.risen and not run.solved:
         found = [reason for reason in [not_better(run)] if reason.text]
     worst = lowest(run)  # of the newest: what most reasons can be seen in
     found = [replace(reason, example=reason.example or worst) for reason in found]
@@ -86,6 +87,8 @@ def opening(run: PolicyRun, found: Sequence[Reason]) -> str:
         return f"No step is trained yet{more}"
     if any(change.fallen for change in run.changes.values()):
         return f"It got worse{more}"
+    if run.solved and not found:
+        return "Nothing was left to learn: it solved every held-out task before the first step."
     if run.early:
         few = "It is too early to say: no difference is larger than chance"
         return f"It has not learned so far{more}" if found else f"{few}."

@@ -88,6 +88,8 @@ def repeated_tasks(run: PolicyRun) -> Reason:
     order: dict[str, str] = {}
     for row in run.listed:
         order.setdefault(row.group, _task(row))
+    if not run.config.plays_rollouts:  # sessions come as people ask
+        return NO_REASON
     if run.config.tasks.order != "shuffle" or any("." in g.rpartition("/")[2] for g in order):
         return NO_REASON
     drawn = [*order.values()]
