@@ -201,6 +201,7 @@ async def _example(
     failure = trace.rollout.failure
     kind = "held-out" if row.purpose is Purpose.EVAL else "training"
     where = f"{kind}, before training" if row.step == 0 and kind == "held-out" else None
+    where = "a session" if row.step < 0 else where
     return ShownRollout(
         title=title,
         good=good,

@@ -39,6 +39,8 @@ async def listed(store: Store, run: str, rows: Sequence[GroupRow]) -> list[Liste
 
 async def _listed(store: Store, run: str, row: GroupRow) -> Listed:
     first = await store.rollouts(run, group=row.id, limit=1) if row.rollouts else []
+    if first and row.step < 0:
+        return Listed(row, {"input": await _asked(store, first[0])})
     if not first or len(_seats(first[0])) < 2:
         return Listed(row, first[0].task if first else {})
     every = await store.rollouts(run, group=row.id)
@@ -48,6 +50,13 @@ async def _listed(store: Store, run: str, row: GroupRow) -> Listed:
     outcomes = [got.get(id, {}).get(seat) for id in row.rollouts]
     share = all(0 <= x <= 1 for seats in got.values() for x in seats.values())
     return Listed(replace(row, outcomes=outcomes), first[0].task, seat, share)
+
+
+async def _asked(store: Store, session: Rollout) -> str:
+    """What a user said first: a session has no task."""
+    calls = (await store.calls([session.id])).get(session.id) or []
+    said = (one for call in calls[:1] for one in call.messages if one.get("role") == "user")
+    return records.gist(next(said, {}).get("content"))
 
 
 def told_by(rollouts: Sequence[Rollout]) -> str:

@@ -279,5 +279,7 @@ def gist(task: Json) -> str:
 
 def placed(rollout: Rollout) -> str:
     """Where a rollout is, in words instead of its id."""
+    if rollout.step < 0:
+        return f"session {rollout.id.partition('/')[2]}"
     kind = "held-out tasks" if rollout.purpose is Purpose.EVAL else "training"
     return f"{kind}, step {rollout.step}, rollout {rollout.id.rpartition('/')[2] or rollout.id}"

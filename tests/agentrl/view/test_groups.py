@@ -12,6 +12,7 @@ from agentrl.types import NewRollout, Outcome, Purpose, Reward, Scope
 from agentrl.view import groups
 from agentrl.view.pages import Pages
 from agentrl.view.templates import render
+from tests import factories
 
 DUEL = [(1.0, -1.0), (1.0, -1.0), (-1.0, 1.0), (1.0, -1.0)]
 
@@ -93,3 +94,26 @@ async def test_equal_games_are_flat(tmp_path: Path) -> None:
     row = row.partition("</tr>")[0]
     assert ">flat<" in row
     assert "1 <small>black</small>" in row
+
+
+async def test_a_session_is_listed_by_what_its_user_said(tmp_path: Path) -> None:
+    """It has no task but what is known of it, and no step asked for it."""
+    async with open_store(f"sqlite:///{tmp_path}/store.db") as store:
+        await store.open_run("run", {})
+        new = NewRollout(id="run/s", run="run", group="run/s", index=0, task={"lane": "x"}, step=-1)
+        await store.enqueue([new])
+        (one,) = await store.claim(1, runner="t", lease=60.0, run="run", timeout=5.0)
+        said = [
+            {"role": "system", "content": "Help."},
+            {"role": "user", "content": "Where is 371?"},
+        ]
+        await store.add_transitions([factories.call("c", attempt=one.id, index=0, messages=said)])
+        won = Outcome(attempt=one.id, fence=one.fence, rewards=[Reward(value=1.0)])
+        await store.finish([won])
+        pages = Pages(store)
+        shown = [render(await pages.groups("run", {})), render(await pages.group("run", "run/s"))]
+        shown.append(render(await pages.rollout("run/s")))
+    assert ">Where is 371?</a>" in shown[0]
+    assert "A session" in shown[1]
+    assert "<h1>Where is 371?</h1>" in shown[2]
+    assert not any("-1<" in page or "/step/-1" in page for page in shown)
