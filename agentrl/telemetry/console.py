@@ -252,18 +252,6 @@ class Progress:
     def number(self, value: float) -> str:
         return score_text(value, self.fractions)
 
-    def _trained(self, metrics: dict[str, float]) -> str:
-        """The reward that is trained, if that is another than the outcome, such as a judge's."""
-        name = str(self.config.algorithm.options.get("reward", "outcome"))
-        mean = metrics.get(f"reward/{name}/mean", math.nan)
-        if name == "outcome" or math.isnan(mean):
-            return ""
-        of = {f"reward/{name}/{end}": f"reward/{end}" for end in ("mean", "std")}
-        share = are_shares(
-            {of[key]: x for key, x in row.metrics.items() if key in of} for row in self.committed
-        )
-        return f"  {name} {score_text(mean, share)}"
-
     def _reward_and_rates(self, metrics: dict[str, float]) -> tuple[str, str, str]:
         if "data/epochs" in metrics:  # a run on a data set has no rollouts
             names = {"loss": "preferences/loss", "accuracy": "rewards/accuracies"}
@@ -273,7 +261,7 @@ class Progress:
         outcome = f"reward {self.number(metrics.get('reward/mean', math.nan))}"
         if not self.fractions:
             outcome += f" ± {figure(metrics, 'reward/std')}"
-        outcome += self._trained(metrics)
+        outcome += report.trained_reward(self.config, self.committed, metrics)
         seats = "  ".join(f"{name} {value}" for name, value in report.step_figures(metrics).items())
         return (
             seats or outcome,

@@ -116,6 +116,17 @@ def score_table(steps: list[StepRow], outcomes: Iterable[float] = ()) -> Table:
     return table
 
 
+def trained_reward(config: RunConfig, steps: Sequence[StepRow], metrics: dict[str, float]) -> str:
+    """The reward that is trained, if that is another than the outcome, such as a judge's."""
+    name = str(config.algorithm.options.get("reward", "outcome"))
+    mean = metrics.get(f"reward/{name}/mean", nan)
+    if name == "outcome" or isnan(mean):
+        return ""
+    of = {f"reward/{name}/{end}": f"reward/{end}" for end in ("mean", "std")}
+    share = are_shares({of[key]: x for key, x in row.metrics.items() if key in of} for row in steps)
+    return f"  {name} {score_text(mean, share)}"
+
+
 def step_figures(metrics: Mapping[str, float]) -> dict[str, str]:
     """Label -> text of what parts show of a step."""
     points = installed_plugins("figures")
