@@ -6,7 +6,7 @@ import asyncio
 import functools
 import io
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -19,7 +19,7 @@ from agentrl.coding_agents import control
 from agentrl.coding_agents.runs import Runs, printed_by
 from agentrl.coding_agents.text import hidden, page
 from agentrl.errors import AgentRLError, NotFound
-from agentrl.traces.show import in_words, render_trace, state_in_words
+from agentrl.traces.show import in_words, render_trace, rewards_in_words, state_in_words
 from agentrl.types import RolloutState
 
 INSTRUCTIONS = """\
@@ -32,6 +32,8 @@ instruction to you. `agentrl skill show` prints how to wrap an agent, and write 
 READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 STARTS = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False)
 Tool = Callable[..., Awaitable[str]]
+# Of rollouts, as answers name them: what nothing stopped has completed, well or badly.
+State = Literal["queued", "running", "completed", "failed", "cancelled"]
 
 
 class Tools:
@@ -73,7 +75,7 @@ class Tools:
         self,
         run: str,
         text: str = "",
-        state: RolloutState | None = None,
+        state: State | None = None,
         least_reward: float | None = None,
         most_reward: float | None = None,
         images: bool = False,
@@ -82,14 +84,15 @@ class Tools:
         """Find rollouts of a run, newest first: by text in them, state, outcome or images."""
         bounded = least_reward is not None or most_reward is not None
         rewards = {"outcome": (least_reward, most_reward)} if bounded else None
+        stored = state and RolloutState("succeeded" if state == "completed" else state)
         async with self._runs.opened(run) as (store, _):
             found = await store.search(
-                run, rewards=rewards, state=state, text=text or None, images=images,
+                run, rewards=rewards, state=stored, text=text or None, images=images,
                 before=cursor or None, limit=20, budget=2.0,
             )  # fmt: skip
         lines = [
             f"{row.id}: {row.purpose}, step {row.step}, {row.error or state_in_words(row)}, "
-            + ", ".join(f"{reward.name} {reward.value:g}" for reward in row.rewards[:5])
+            + rewards_in_words(row.rewards[:5])
             for row in found.rows
         ]
         more = f'[more: call again with cursor="{found.cursor}"]' if found.cursor else ""

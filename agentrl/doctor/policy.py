@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.load import vocabulary_gap, vocabulary_size
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.preflight import estimate
 from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.base.failures import one_line
 from agentrl.config import RunConfig
 from agentrl.doctor import Status
+from agentrl.errors import PolicyError
 from agentrl.types import Json
 
 
 def memory(config: RunConfig, source: str) -> tuple[Status, str]:
     """Whether a run's peak memory fits. source: directory or hub name of the policy's model."""
-    fits, sentence = estimate.memory(config, estimate.shape_of(source))
+    fits, sentence = estimate.memory(config, readable_shape(source))
     return ("ok" if fits else "fail"), sentence
+
+
+def readable_shape(source: str) -> Any:
+    """The model without its weights. Raises PolicyError if it cannot be read, or not from the hub:
+    each of these errors has the model's name and a cure."""
+    try:
+        return estimate.shape_of(source)
+    except (OSError, ValueError) as error:
+        raise PolicyError(
+            f"model {source!r}: cannot be read: {one_line(str(error))}; policy.model: the folder "
+            "of a model, or a name on the hub, which this machine has to reach once"
+        ) from None
 
 
 def tokenizer(model: LoadedModel) -> tuple[Status, str]:

@@ -20,6 +20,7 @@ from agentrl.config import RunConfig
 from agentrl.config.tasks import tasks_of
 from agentrl.errors import PolicyError
 from agentrl.lab.simulation import Simulation, Workload
+from agentrl.telemetry.report import lasting
 from agentrl.types import Sampling
 
 DECODED = 4  # measured decoding steps
@@ -61,12 +62,15 @@ def duration(config: RunConfig, network: Any) -> Iterator[str]:
     )
     in_flight = algorithm.samples_during_update
     step = Simulation(work, algorithm.max_staleness, in_flight=in_flight).run(steps=5).seconds
-    whole = step * config.steps
-    total = f"{whole:.2g} s" if whole < 100 else f"{whole / 60:.2g} minutes"
     yield (
-        f"time: about {step:.2g} s a step, {total} for {config.steps} steps, if a rollout is one "
-        f"call of {tokens} tokens; more calls, long prompts and tools add to it"
+        f"time: about {_roughly(step)} a step, {_roughly(step * config.steps)} for {config.steps} "
+        f"steps, if a rollout is one call of {tokens} tokens; more calls, long prompts and tools "
+        "add to it"
     )
+
+
+def _roughly(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 99.5 else lasting(seconds)
 
 
 def prompt_tokens(config: RunConfig, network: Any) -> int:

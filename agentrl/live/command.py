@@ -10,6 +10,7 @@ import click
 from agentrl.base.processes import die_with_parent
 from agentrl.cli import CommandGroup, config_file, level_of, log_level, quiet, verbose
 from agentrl.config import RunConfig, load
+from agentrl.errors import ConfigError
 
 
 class RunsByDefault(CommandGroup):
@@ -56,8 +57,19 @@ def start(
     from agentrl.live.supervisor import run_live
 
     config = load(run_file, [*overrides, "live.running=true"])
+    refuse_groups(config.algorithm.preset)
     level = level_of(quiet=quiet, verbose=verbose)
     run_live(config, only, take_over=take_over, level=level)
+
+
+def refuse_groups(preset: str) -> None:
+    """Raise ConfigError for the default preset, before anything is served."""
+    if preset.partition("+")[0] == "auto":
+        raise ConfigError(
+            f"algorithm.preset = {preset!r} compares rollouts of a task, and a session has no "
+            "second one; set it to 'reinforce+ema+tis', which learns from outcomes, or to another "
+            "that needs no groups and corrects for older versions"
+        )
 
 
 @live.command(hidden=True)

@@ -13,6 +13,7 @@ from agentrl.algorithms.model.tool_parser import TOOL_FORMAT
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.model_files.chosen import Chosen
+from agentrl.scores import are_shares, score_text
 from agentrl.types import StepRow
 
 LICENCE = re.compile(r"^license:\s*(\S+)", re.M)
@@ -93,13 +94,15 @@ def _curve(chosen: Chosen) -> Iterator[str]:
         return
     yield f"\nHeld-out score at temperature {chosen.config.eval.temperature:g}, with 95 % "\
         "confidence intervals over tasks:\n"  # fmt: skip
+    share = are_shares(row.metrics for row in chosen.steps)
     yield "| after step | score | interval |"
     yield "|--:|--:|---|"
     for row in _thinned(rows, chosen.saved.steps):
         low, high = (row.metrics.get(f"eval/score_{end}") for end in ("low", "high"))
-        known = "unknown" if low is None or high is None else f"{low:.3f} to {high:.3f}"
+        ends = [score_text(x, share) for x in (low, high) if x is not None]
+        known = " to ".join(ends) if len(ends) > 1 else "unknown"
         mark = " (this model)" if row.step == chosen.saved.steps else ""
-        yield f"| {row.step}{mark} | {row.metrics['eval/score']:.3f} | {known} |"
+        yield f"| {row.step}{mark} | {score_text(row.metrics['eval/score'], share)} | {known} |"
 
 
 def _thinned(rows: Sequence[StepRow], steps: int) -> list[StepRow]:

@@ -12,6 +12,7 @@ from agentrl.algorithms.sampling.scores import heldout_scores
 from agentrl.config import RunConfig, from_store, store_in
 from agentrl.errors import AgentRLError, ConfigError, NotFound
 from agentrl.evaluation.core import SavedCheckpoint, checkpoint_at
+from agentrl.scores import are_shares, score_text
 from agentrl.store import open_store
 from agentrl.types import RunState, StepRow
 
@@ -41,7 +42,9 @@ async def choose(store_url: str, run: str, which: str = BEST) -> Chosen:
     folder = _folder(url, state)
     config = from_store(state.config)
     if which in (BEST, LAST) or which.isdecimal():
-        path, why = _named(folder, state, scores, which)
+        share = are_shares(row.metrics for row in steps)
+        known = {step: score_text(score, share) for step, score in scores.items()}
+        path, why = _named(folder, state, known, which)
     else:
         path, why = Path(which), "as given"
     return Chosen(checkpoint_at(path), why, config, steps)
@@ -76,7 +79,7 @@ def _folder(url: str, state: RunState) -> Path:
 
 
 def _named(
-    folder: Path, state: RunState, scores: Mapping[int, float], which: str
+    folder: Path, state: RunState, scores: Mapping[int, str], which: str
 ) -> tuple[Path, str]:
     assert state.checkpoint is not None
     last, best = folder / Path(state.checkpoint).name, folder / BEST
@@ -97,4 +100,4 @@ def _named(
     if not best.is_dir():
         return last, "the last: the best by held-out score is not on disk"
     score = next(iter(scores.values()))
-    return best.resolve(), f"the best by held-out score, {score:.3f}"
+    return best.resolve(), f"the best by held-out score, {score}"

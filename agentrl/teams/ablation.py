@@ -21,6 +21,7 @@ from agentrl.errors import ConfigError, nearest
 from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.checkpoint.runs import last_checkpoint
 from agentrl.evaluation.plans import play
+from agentrl.scores import are_shares, gain_text, score_text
 from agentrl.types import POLICY, Rollout
 
 TEAM = "team"  # the lineup without a replacement
@@ -104,10 +105,12 @@ def ablation_row(
 def table(rows: Sequence[AblationRow]) -> Table:
     shown = Table("role", "played by", title="the team without what a role has learned")
     shown.title_justify = "left"
+    share = are_shares({"eval/score": x} for one in rows for x in (one.team, one.without))
     for column in ("team", "without", "loss", "tasks"):
         shown.add_column(column, justify="right")
     for one in rows:
-        error = f" ± {one.error:.3f}" if isfinite(one.error) else ""
-        numbers = (f"{one.team:.3f}", f"{one.without:.3f}", f"{one.loss:+.3f}{error}")
-        shown.add_row(one.role, one.player, *numbers, str(one.pairs))
+        error = f" ± {gain_text(one.error, share).lstrip('+')}" if isfinite(one.error) else ""
+        numbers = (score_text(x, share) for x in (one.team, one.without))
+        loss = f"{gain_text(one.loss, share)}{error}"
+        shown.add_row(one.role, one.player, *numbers, loss, str(one.pairs))
     return shown

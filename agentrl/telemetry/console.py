@@ -24,6 +24,7 @@ from agentrl.base.failures import how_many
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
+from agentrl.scores import are_shares, score_text
 from agentrl.store.base import Store
 from agentrl.telemetry import report
 from agentrl.telemetry.report import (
@@ -165,7 +166,7 @@ class Progress:
         self.ready = has_no_own_policy(self.config) or bool(await store.policies(self.config.name))
 
     def judge(self) -> None:
-        self.fractions &= report.has_fractions(self.rows)
+        self.fractions &= are_shares(row.metrics for row in self.rows)
 
     @property
     def committed(self) -> list[StepRow]:
@@ -249,17 +250,18 @@ class Progress:
         return tasks
 
     def number(self, value: float) -> str:
-        return "-" if math.isnan(value) else f"{value:.1%}" if self.fractions else f"{value:.3f}"
+        return score_text(value, self.fractions)
 
     def _reward_and_rates(self, metrics: dict[str, float]) -> tuple[str, str, str]:
         if "data/epochs" in metrics:  # a run on a data set has no rollouts
             names = {"loss": "preferences/loss", "accuracy": "rewards/accuracies"}
             loss, accuracy = (f"{word} {figure(metrics, name)}" for word, name in names.items())
-            change = -metrics.get("logps/chosen_drop", math.nan)
+            change = round(-metrics.get("logps/chosen_drop", math.nan), 3) + 0.0  # no -0.000
             return loss, accuracy, f"log-prob of the chosen {change:+.3f}"
         outcome = f"reward {self.number(metrics.get('reward/mean', math.nan))}"
         if not self.fractions:
             outcome += f" ± {figure(metrics, 'reward/std')}"
+        outcome += report.trained_reward(self.config, self.committed, metrics)
         seats = "  ".join(f"{name} {value}" for name, value in report.step_figures(metrics).items())
         return (
             seats or outcome,

@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite, isnan, nan
+from math import isnan, nan
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from agentrl.base.failures import how_many, one_line
 from agentrl.base.parts import has, installed_plugins
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
+from agentrl.scores import are_shares, score_text
 from agentrl.store.base import Store
 from agentrl.types import FailureCount, Purpose, RolloutState, StepRow
 
@@ -90,7 +91,7 @@ def reward_curves(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
 def score_table(steps: list[StepRow], outcomes: Iterable[float] = ()) -> Table:
     """A table of held-out scores before and after training (or of the only evaluation), also by
     role, and what parts show of the first and last step. outcomes: of evaluated rollouts."""
-    form = ".1%" if has_fractions(steps, outcomes) else ".3g"
+    share = are_shares((row.metrics for row in steps), outcomes)
     figures = [found for row in steps if (found := step_figures(row.metrics))]
     steps = [row for row in steps if any(name.startswith("eval/") for name in row.metrics)] or steps
     shown = {"before": steps[0].metrics, "after": steps[-1].metrics}
@@ -104,7 +105,7 @@ def score_table(steps: list[StepRow], outcomes: Iterable[float] = ()) -> Table:
             bound = name.endswith(("_low", "_high"))
             if (name == key or name.startswith(f"{key}/")) and not bound:
                 title = key.removeprefix("eval/") if name == key else f"  {name[len(key) + 1 :]}"
-                table.add_row(title, *(_score(metrics, name, form) for metrics in shown.values()))
+                table.add_row(title, *(_score(metrics, name, share) for metrics in shown.values()))
         missing = [metrics.get(f"{key}_missing", 0.0) for metrics in shown.values()]
         if any(missing):
             table.add_row("  without a score", *(f"{value:.0f}" for value in missing))
@@ -113,6 +114,17 @@ def score_table(steps: list[StepRow], outcomes: Iterable[float] = ()) -> Table:
     for name in figures[-1] if figures else ():
         table.add_row(f"training: {name}", figures[0].get(name, "-"), figures[-1][name])
     return table
+
+
+def trained_reward(config: RunConfig, steps: Sequence[StepRow], metrics: dict[str, float]) -> str:
+    """The reward that is trained, if that is another than the outcome, such as a judge's."""
+    name = str(config.algorithm.options.get("reward", "outcome"))
+    mean = metrics.get(f"reward/{name}/mean", nan)
+    if name == "outcome" or isnan(mean):
+        return ""
+    of = {f"reward/{name}/{end}": f"reward/{end}" for end in ("mean", "std")}
+    share = are_shares({of[key]: x for key, x in row.metrics.items() if key in of} for row in steps)
+    return f"  {name} {score_text(mean, share)}"
 
 
 def step_figures(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -129,30 +141,12 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def has_fractions(steps: Iterable[StepRow], outcomes: Iterable[float] = ()) -> bool:
-    """Whether outcomes may be shown as percentages: all scores, bounds, and known outcomes are from
-    0 to 1, and no training reward has a larger deviation than such numbers can have, as returns of
-    -1 and 1 do."""
-    known = list(filter(isfinite, outcomes))
-    spread = []  # (mean, variance)
-    for row in steps:
-        scores = (name for name in row.metrics if name.startswith(("eval/score", "eval/sampled")))
-        known += [row.metrics[name] for name in scores if not name.endswith("_missing")]
-        mean = row.metrics.get("reward/mean", 0.0)
-        spread.append((mean, row.metrics.get("reward/std", 0.0) ** 2))
-    most = 1e-9  # rounding
-    return all(0.0 <= x <= 1.0 for x in known) and all(
-        -most <= mean <= 1.0 + most and variance <= mean * (1.0 - mean) + most
-        for mean, variance in spread
-    )
-
-
-def _score(metrics: Mapping[str, float], name: str, form: str) -> str:
+def _score(metrics: Mapping[str, float], name: str, share: bool) -> str:
     """A metric as text, with its confidence interval if it has one."""
     known = [metrics[key] for key in (name, f"{name}_low", f"{name}_high") if key in metrics]
     if not known:
         return "-"
-    value, *bounds = (format(x, form) for x in known)
+    value, *bounds = (score_text(x, share, ".3g") for x in known)
     return f"{value} ({' to '.join(bounds)})" if bounds else value
 
 
@@ -282,7 +276,7 @@ def rate(metrics: dict[str, float], key: str) -> str:
 
 def lasting(seconds: float) -> str:
     """A duration in the largest unit that it has two of."""
-    units = {"h": 3600, "min": 60}
+    units = {"days": 86_400, "h": 3600, "min": 60}
     unit = next((name for name, size in units.items() if seconds >= 2 * size), "s")
     return f"{seconds / units.get(unit, 1):.0f} {unit}"
 

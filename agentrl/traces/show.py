@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from agentrl.errors import StoreError
 from agentrl.store import Store, open_store, unknown_rollout
 from agentrl.store.records import RolloutRow
 from agentrl.traces.spelling import spelling
-from agentrl.types import POLICY, Json, Rollout, RolloutState, Scope, Trace, Transition
+from agentrl.types import POLICY, Json, Reward, Rollout, RolloutState, Scope, Trace, Transition
 
 LONGEST_TITLE = 74  # of a panel of 80 columns
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -87,7 +88,7 @@ def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:
         if known and len(messages) > known and messages[known].get("role") == "assistant":
             known += 1  # the previous answer, in the agent's form
         parts += [_message(message, longest=longest) for message in messages[known:]]
-        parts.append(_answer(call))
+        parts.append(_answer(call, [row for row in trace.rollout.rewards if row.target == call.id]))
         shown = messages
     if trace.rollout.failure:
         failure = trace.rollout.failure
@@ -97,7 +98,7 @@ def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:
     diffs = [str(span.attributes[DIFF]) for span in trace.spans if span.attributes.get(DIFF)]
     parts += [Syntax(diff, "diff", background_color="default") for diff in diffs]
     rollout = trace.rollout
-    rewards = ", ".join(f"{row.name} {row.value:g}" for row in rollout.rewards) or "no reward"
+    rewards = rewards_in_words(rollout.rewards) or "no reward"
     tries = f", attempt {rollout.attempts}" if rollout.attempts > 1 else ""
     title = f"{rollout.id}: {state_in_words(rollout)}, {rewards}, {rollout.seconds:.2f} s{tries}"
     if len(title) > LONGEST_TITLE:  # a border would cut it off
@@ -130,12 +131,25 @@ def _message(message: dict[str, Any], note: str = "", longest: int | None = None
     return text
 
 
-def _answer(call: Transition) -> Text:
+def rewards_in_words(rewards: Sequence[Reward]) -> str:
+    """Those of a rollout and its roles; calls have theirs beside them."""
+    return ", ".join(
+        f"{row.target}: {_valued(row)}" if row.scope is Scope.ROLE else _valued(row)
+        for row in rewards
+        if row.scope is not Scope.TRANSITION
+    )
+
+
+def _valued(reward: Reward) -> str:
+    return f"{reward.name} {reward.value:g}"
+
+
+def _answer(call: Transition, rewards: Sequence[Reward]) -> Text:
     by = "" if call.policy == POLICY else f" by {call.policy}"
     versions = f" {call.versions}" if call.versions else ""
     note = (
         f"   [{call.role}{by}{versions}, {len(call.prompt)} +"
-        f" {len(call.completion)} tokens, {call.finish}]"
+        f" {len(call.completion)} tokens, {', '.join([call.finish, *map(_valued, rewards)])}]"
     )
     if call.processors:
         told = (f"{name} = {value}" for name, value in call.processors.items())

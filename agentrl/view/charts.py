@@ -12,13 +12,14 @@ from agentrl.store.base import Store
 from agentrl.types import RunState
 from agentrl.view import records
 from agentrl.view.summaries import (
-    BOUNDS,
+    DECISIVE,
     FUNCTIONS,
     REWARD,
     SCORE,
     Points,
     in_unit,
     offset,
+    shares,
     verdict,
 )
 
@@ -102,8 +103,11 @@ def training(names: Sequence[str], policies: Sequence[str]) -> list[Chart]:
     return found
 
 
-def drawn(chart: Chart, series: Mapping[str, Points]) -> dict[str, Any] | None:
-    """What the template and the script need to draw a chart; None without a value."""
+def drawn(
+    chart: Chart, series: Mapping[str, Points], *, percent: bool = True
+) -> dict[str, Any] | None:
+    """What the template and the script need to draw a chart; None without a value. `percent`:
+    whether the scores of the run are percentages."""
     lines = [
         (label, metric, [(step + offset(metric), y) for step, y in series.get(metric) or []])
         for label, metric in chart.lines
@@ -118,6 +122,7 @@ def drawn(chart: Chart, series: Mapping[str, Points]) -> dict[str, Any] | None:
     if not known:
         return None
     unit = in_unit(points for *_, points in known) and _is_share(chart)
+    unit = unit and (percent or not {SCORE, REWARD} & {*chart.metrics})
     flat = [y for *_, points in known for _, y in points if math.isfinite(y)]
     bounds = (0.0, 1.0) if unit else (min(flat), max(flat))
     steps = [step for *_, points in known for step, _ in points]
@@ -163,17 +168,18 @@ async def page(
     played, paid, trained = games(names), rewards(names), training(names, list(policies))
     every = [*([top] if top else []), *chosen, *played, *paid, *trained]
     asked = {metric for chart in every for metric in chart.metrics}
-    asked |= {SCORE, REWARD, *BOUNDS} & {*names}
+    asked |= {*DECISIVE} & {*names}
     found = await store.series(state.run, sorted(asked), points=POINTS)
-    first = drawn(top, found) if top else None
+    percent = shares(found)
+    first = drawn(top, found, percent=percent) if top else None
     if top and first and first["quiet"] and played:  # a game: one seat's win is another's loss
         first, played = None, [*played, top]
     values: dict[str, Any] = {"quiet": []}
     for name, group in {"played": played, "paid": paid, "trained": [*chosen, *trained]}.items():
-        made = [one for chart in group if (one := drawn(chart, found))]
+        made = [one for chart in group if (one := drawn(chart, found, percent=percent))]
         values[name] = [one for one in made if not one["quiet"] or one["name"] == wanted]
         values["quiet"] += [one for one in made if one not in values[name]]
     if first is None and values["played"]:
         first = values["played"].pop(0)
-    values |= {"main": first, "verdict": verdict(found)}
+    values |= {"main": first, "verdict": verdict(found), "percent": percent}
     return values | {"series": {name: records.finite(one) for name, one in found.items()}}

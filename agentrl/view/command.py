@@ -17,6 +17,7 @@ from agentrl.base.parts import has
 from agentrl.cli import print_result
 from agentrl.config import store_with
 from agentrl.errors import ConfigError, NotFound, StoreError
+from agentrl.scores import score_text
 from agentrl.store import open_store
 from agentrl.types import Json
 from agentrl.view.summaries import Score, Summary, Verdict, matrix, summary, whole_settings
@@ -139,9 +140,12 @@ def _score(verdict: Verdict, score: Score | None, *, named: bool) -> str:
     if score is None:
         return "-"
     what = f"{verdict.name} " if named else ""
-    form = ".1%" if verdict.percent else ".3g"
-    between = "" if score.low is None else f" ({score.low:{form}} to {score.high:{form}})"
-    return f"{what}{score.value:{form}}{between}"
+    value, *ends = (
+        score_text(x, verdict.percent, ".3g")
+        for x in (score.value, score.low, score.high)
+        if x is not None
+    )
+    return f"{what}{value}" + (f" ({' to '.join(ends)})" if ends else "")
 
 
 def _lines(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from agentrl.base.parts import installed_plugins
@@ -14,6 +14,7 @@ from agentrl.store.base import Store
 from agentrl.store.records import GroupRow, RolloutRow
 from agentrl.types import Json, Purpose, RolloutState, RunState, Scope
 from agentrl.view import records
+from agentrl.view.groups import Listed
 from agentrl.view.pictures import Album, Picture
 
 READING_PATIENCE = 3.0  # seconds that a page waits for reasons; they are there at the next visit
@@ -200,6 +201,7 @@ async def _example(
     failure = trace.rollout.failure
     kind = "held-out" if row.purpose is Purpose.EVAL else "training"
     where = f"{kind}, before training" if row.step == 0 and kind == "held-out" else None
+    where = "a session" if row.step < 0 else where
     return ShownRollout(
         title=title,
         good=good,
@@ -239,23 +241,20 @@ async def held_out_tasks(
     return [row.step for row in order], sorted(found, key=_hardest)
 
 
-async def training_tasks(
-    store: Store, run: str, groups: Sequence[GroupRow]
-) -> tuple[list[int], list[TaskRow]]:
+def training_tasks(found: Sequence[Listed]) -> tuple[list[int], list[TaskRow]]:
     """The same of training groups, which are those of recent steps."""
-    tasks = await asyncio.gather(*(task_of(store, run, group) for group in groups))
-    steps = sorted({group.step for group in groups})
+    steps = sorted({one.row.step for one in found})
     by_task: dict[str, dict[int, GroupRow]] = {}
     texts: dict[str, str] = {}
-    for group, task in zip(groups, tasks, strict=True):
+    for group, task, *_ in found:
         key = records.text_of(task)
         by_task.setdefault(key, {})[group.step] = group
         texts[key] = records.gist(task)
-    found = []
+    made = []
     for key, at in by_task.items():
         outcomes = [_mean(at[step], range(at[step].n)) if step in at else None for step in steps]
-        found.append(TaskRow(texts[key], outcomes, at[max(at)].rollouts[0]))
-    return steps, sorted(found, key=_hardest)
+        made.append(TaskRow(texts[key], outcomes, at[max(at)].rollouts[0]))
+    return steps, sorted(made, key=_hardest)
 
 
 def _mean(row: GroupRow, places: Sequence[int]) -> float | None:
@@ -267,12 +266,6 @@ def _hardest(row: TaskRow) -> tuple[bool, float, float]:
     """By the last outcome, then by all."""
     known = [one for one in row.outcomes if one is not None]
     return row.last is None, row.last or 0.0, sum(known) / max(len(known), 1)
-
-
-async def task_of(store: Store, run: str, group: GroupRow) -> Mapping[str, Json]:
-    """The task of a group; empty if the group is pruned."""
-    rows = await store.rollouts(run, group=group.id, limit=1) if group.rollouts else []
-    return rows[0].task if rows else {}
 
 
 async def tasks_of(store: Store, run: str, rows: Sequence[RolloutRow]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from agentrl.types import (
     StepRow,
     Trace,
 )
-from agentrl.view import charts, front, records, settings, summaries
+from agentrl.view import charts, front, groups, records, settings, summaries
 from agentrl.view.pictures import LOST, Album
 from agentrl.view.summaries import BY_STATE, REWARD, SCORE, condition, facts
 
@@ -34,7 +34,6 @@ SHOWN = [SCORE, REWARD, *charts.TRAINING]  # curves of a comparison
 GROUPS_PER_PAGE, FOUND_PER_PAGE, ITEMS_PER_PAGE = 30, 50, 10  # rows per page
 RATING, RATE = "selfplay/elo/", "selfplay/win_rate/"  # metrics of snapshots
 RECENT_STEPS = 12  # last steps for which notes are shown
-RECENT_GROUPS = 150  # training groups whose tasks are listed
 CACHED_ROLLOUTS = 8  # rollouts that are cached until the store changes
 Query = Mapping[str, str]
 Values = dict[str, Any]
@@ -121,25 +120,22 @@ class Pages:
         await self._state(run)
         held_out = await front.evaluations(self.store, run)
         of = query.get("of") or ("heldout" if held_out else "train")
-        groups = []
-        if of == "train":
-            given: Any = {"purpose": Purpose.TRAIN, "limit": RECENT_GROUPS}
-            groups = [row for row in await self.store.groups(run, **given) if row.rollouts]
-        values = await self._tasks(run, held_out, groups)
+        trained = await groups.recent(self.store, run) if of == "train" else []
+        values = await self._tasks(run, held_out, trained)
         if query.get("sort") == "trend":
             values["task_rows"].sort(key=lambda row: row.trend)
         values |= {"run": run, "of": of, "both": bool(held_out)}
+        values["seat"] = next((one.seat for one in trained if one.seat), "")
         return Page("tasks.html", f"{run} tasks", values | {"sort": query.get("sort") or "last"})
 
     async def _tasks(
-        self, run: str, held_out: Sequence[GroupRow], groups: Sequence[GroupRow]
+        self, run: str, held_out: Sequence[GroupRow], trained: Sequence[groups.Listed]
     ) -> Values:
-        if groups:
-            steps, rows = await front.training_tasks(self.store, run, groups)
+        if trained:
+            steps, rows = front.training_tasks(trained)
         else:
             steps, rows = await front.held_out_tasks(self.store, run, held_out)
-        known = [x for row in rows for x in row.outcomes if x is not None]
-        unit = summaries.in_unit([[(0, x) for x in known]])
+        unit = await summaries.read_shares(self.store, run) and all(one.share for one in trained)
         return {"task_steps": steps, "task_rows": rows, "all_tasks": len(rows), "unit": unit}
 
     async def series(self, run: str, query: Query, names: Sequence[str]) -> Values:
@@ -226,20 +222,22 @@ class Pages:
         given: Any = {"state": query.get("state") or None, "before": query.get("before") or None}
         purpose, step = _choice(query, "purpose", Purpose), records.read_number(query, "step")
         rows = await self.store.groups(run, purpose=purpose, step=step, limit=limit, **given)
-        asked = (front.task_of(self.store, run, row) for row in rows)
-        tasks = [records.gist(task) if task else "" for task in await asyncio.gather(*asked)]
+        found = await groups.listed(self.store, run, rows)
         more = rows[-1].id if len(rows) == limit else None
-        return {"groups": rows, "group_tasks": tasks, "more": more}
+        percent = await summaries.read_shares(self.store, run)
+        return groups.values(found, percent=percent) | {"more": more}
 
     async def group(self, run: str, group: str) -> Page:
         rows = await self.store.rollouts(run, group=group)
         if not rows:
             raise NotFound(f"run {run!r} has no group {group!r}; a prune may have removed it")
         names = {row.name for one in rows for row in one.rewards if row.target is None}
+        names -= {groups.OUTCOME} if groups.seats(rows) else set()
         values: Values = {
             "run": run,
             "group": group,
             "rows": records.nested(rows, lambda row: row.branch.rollout if row.branch else ""),
+            "seats": groups.seats(rows),
         }
         values["names"] = sorted(names, key=lambda name: (name != "outcome", name))
         return Page("group.html", group, values | {"first": rows[0]})

@@ -15,7 +15,7 @@ from agentrl.base.images import digest_of, in_words, url_of
 from agentrl.errors import Invalid
 from agentrl.store.records import Item
 from agentrl.traces.spelling import Spelling
-from agentrl.types import Credit, Json, Trace, Transition
+from agentrl.types import Credit, Json, Purpose, Rollout, Trace, Transition
 from agentrl.view.pictures import LOST, Picture
 
 # Characters of a message, task or result on a page; another page has all of it.
@@ -275,3 +275,11 @@ def gist(task: Json) -> str:
         return gist(task)
     text = " ".join(str(task if task is not None else "").split())
     return text if len(text) <= LONGEST_GIST else f"{text[: LONGEST_GIST - 1]}…"
+
+
+def placed(rollout: Rollout) -> str:
+    """Where a rollout is, in words instead of its id."""
+    if rollout.step < 0:
+        return f"session {rollout.id.partition('/')[2]}"
+    kind = "held-out tasks" if rollout.purpose is Purpose.EVAL else "training"
+    return f"{kind}, step {rollout.step}, rollout {rollout.id.rpartition('/')[2] or rollout.id}"

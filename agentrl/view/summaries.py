@@ -17,16 +17,20 @@ import msgspec
 from agentrl.config import from_store
 from agentrl.config.keys import flatten
 from agentrl.errors import AgentRLError
+from agentrl.scores import are_shares
 from agentrl.store.base import Store
 from agentrl.types import Json, RunState
 
 SCORE, REWARD, FUNCTIONS = "eval/score", "reward/mean", "eval/function/"
 SAMPLED = "eval/sampled"
-BOUNDS = tuple(f"{SCORE}_{bound}" for bound in ("low", "high"))
 POINTS = 60  # of a curve in a list
+ENDS = ("", "_low", "_high")
+# What decides whether scores are percentages.
+DECISIVE = (*(f"{name}{end}" for name in (SCORE, SAMPLED) for end in ENDS), REWARD, "reward/std")
 PLAIN_NAMES = {"model", "policy", "checkpoint", "best", "final"}  # of folders, which say little
 BY_STATE = "credit/by_state"  # how far the preset `auto` trusts values of states
 ROUNDING = 1e-9
+ENDLESS = 10**9  # steps of a run that trains until it is stopped
 # Settings that differ without making a run another one: where it is, and how it is watched.
 PLACES = {
     "name", "root", "output", "store", "file", "seed", "keep_checkpoints", "metrics", "runner",
@@ -94,6 +98,19 @@ def in_unit(curves: Iterable[Points]) -> bool:
     return bool(known) and all(-ROUNDING <= y <= 1 + ROUNDING for y in known)
 
 
+def shares(curves: Mapping[str, Points]) -> bool:
+    """Whether the run's scores are shown as percentages, as on its console."""
+    rows: dict[int, dict[str, float]] = defaultdict(dict)
+    for name in DECISIVE:
+        for step, y in curves.get(name, ()):
+            rows[step][name] = y
+    return are_shares(rows.values())
+
+
+async def read_shares(store: Store, run: str) -> bool:
+    return shares(await store.series(run, list(DECISIVE), points=POINTS))
+
+
 def verdict(curves: Mapping[str, Points]) -> Verdict:
     """Of held-out scores if there are two, else of the user's own functions, else of the reward."""
     own = sorted(
@@ -109,7 +126,7 @@ def verdict(curves: Mapping[str, Points]) -> Verdict:
 
 def verdict_on(metric: str, curves: Mapping[str, Points]) -> Verdict:
     """How one metric changed."""
-    points, reward = _finite(curves.get(metric, ())), _finite(curves.get(REWARD, ()))
+    points = _finite(curves.get(metric, ()))
     if not points:
         return Verdict(metric)
     bounds = (curves.get(f"{metric}_{end}", ()) for end in ("low", "high"))
@@ -122,7 +139,7 @@ def verdict_on(metric: str, curves: Mapping[str, Points]) -> Verdict:
         ends = points[:fifth], points[-fifth:]
         first, last = (Score(end[-1][0], sum(y for _, y in end) / fifth) for end in ends)
     first, last = (replace(one, step=one.step + offset(metric)) for one in (first, last))
-    percent = metric in (SCORE, SAMPLED, REWARD) and in_unit([points, reward])
+    percent = metric in (SCORE, SAMPLED, REWARD) and shares(curves)
     less = any(word in metric for word in LESS_IS_BETTER)
     return Verdict(metric, first, last, percent, less)
 
@@ -147,6 +164,7 @@ class Summary:
     verdict: Verdict
     sampled: Verdict  # of the answers at temperature 1, if there are any
     curve: Points
+    percent: bool  # whether its scores are percentages
     ended: bool
     at: float  # of its last step, in unix seconds
     facts: Mapping[str, str]
@@ -157,8 +175,7 @@ class Summary:
 
 
 async def summary(store: Store, state: RunState) -> Summary:
-    scores = (f"{name}{end}" for name in (SCORE, SAMPLED) for end in ("", "_low", "_high"))
-    names = [*scores, REWARD, "run/ended"]
+    names = [*DECISIVE, "run/ended"]
     curves: dict[str, Points] = dict(await store.series(state.run, names, points=POINTS))
     if len(curves[SCORE]) < 2:
         own = [n for n in await store.metric_names(state.run) if n.startswith(FUNCTIONS)]
@@ -171,6 +188,7 @@ async def summary(store: Store, state: RunState) -> Summary:
         verdict=found,
         sampled=verdict_on(SAMPLED, curves),
         curve=curves[found.metric],
+        percent=shares(curves),
         ended=bool(curves["run/ended"]),
         at=rows[-1].at if rows else state.created,
         facts=facts(state.config),
@@ -205,7 +223,7 @@ def facts(config: Mapping[str, Any], by_state: float | None = None) -> dict[str,
         "learning rate": f"{lr:.3g}" if isinstance(lr, float | int) else "",
         "policies": policies,
         "tasks": f"{read('tasks', 'train')}" + (f", held-out {heldout}" if heldout else ""),
-        "planned steps": str(steps),
+        "planned steps": str(steps) if steps != ENDLESS else "",
     }
     if not steps:  # nothing is trained, as by `agentrl eval`
         found |= {"preset": "", "learning rate": "", "planned steps": ""}

@@ -16,7 +16,7 @@ from msgspec.json import encode
 
 from agentrl.base.parts import installed_plugins
 from agentrl.view.pages import Page
-from agentrl.view.records import LONGEST_TEXT, gist, text_of
+from agentrl.view.records import LONGEST_TEXT, gist, placed, text_of
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
@@ -91,7 +91,7 @@ def environment() -> Environment:
     loader = FileSystemLoader([HERE / "templates", *own])
     found = Environment(loader=loader, undefined=StrictUndefined, **options)
     found.filters |= {"shown": shown, "ago": ago, "text": text_of, "heat": heat, "score": score}
-    found.filters |= {"duration": duration, "gist": gist}
+    found.filters |= {"duration": duration, "gist": gist, "placed": placed}
     found.filters |= {"island": island, "quoted": quoted, "clipped": clipped}
     found.globals["cap"] = LONGEST_TEXT
     return found

@@ -113,7 +113,7 @@ class Chat:
             return
         sentence = (
             "the model's chat template does not render tools, so the model would not see "
-            f"the {len(tools)} of its request; {cure}"
+            f"{', '.join(tool_names(tools)) or 'them'}; {cure}"
             "choose a model whose template renders them (an instruct model with tool calls)"
             ", replace its chat_template.jinja, or send no tools"
         )

@@ -13,6 +13,7 @@ from agentrl.algorithms.prompts.records import Candidate, candidates_of, reflect
 from agentrl.algorithms.prompts.table import prompts_of
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError
+from agentrl.scores import are_shares, score_text
 from agentrl.store.base import Store
 
 
@@ -54,11 +55,12 @@ async def report(store: Store, config: RunConfig, best: Candidate) -> list[str]:
     for row in await store.steps(config.name):
         metrics |= row.metrics
     before, after = (metrics.get(f"prompts/heldout{x}", float("nan")) for x in ("_before", ""))
+    share = are_shares({"eval/score": score} for score in (before, after))
     asked = await reflections_of(store, config.name)
     tokens = sum(one.prompt_tokens + one.completion_tokens for one in asked)
     played = metrics.get("prompts/rollouts", 0.0)
     lines += [
-        f"held-out score {before:.3f} -> {after:.3f}",
+        f"held-out score {score_text(before, share)} -> {score_text(after, share)}",
         f"{played:.0f} rollouts of at most {prompts_of(config).budget}, {len(asked)} reflections "
         f"with {tokens} tokens",
     ]

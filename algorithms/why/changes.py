@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 
 from agentrl.algorithms.sampling.evaluate import trial_name
 from agentrl.config import RunConfig
+from agentrl.scores import are_shares, gain_text, score_text
 from agentrl.store.base import Store
 from agentrl.types import Rollout
 
@@ -29,6 +30,7 @@ class Change:
     last: float
     best: float  # of all fifths
     noise: float  # the largest difference to expect by chance; infinite if unknown
+    share: bool = False  # whether it is shown as a percentage
 
     @property
     def gain(self) -> float:
@@ -48,8 +50,18 @@ class Change:
 
     @property
     def text(self) -> str:
-        chance = f", of which chance explains {self.noise:.2g}" if self.noise < math.inf else ""
-        return f"{self.first:.3f} to {self.last:.3f} ({self.gain:+.2f}{chance})"
+        chance = f", of which chance explains {self.chance}" if self.chance else ""
+        gain = gain_text(self.gain, self.share)
+        return f"{self.said(self.first)} to {self.said(self.last)} ({gain}{chance})"
+
+    @property
+    def chance(self) -> str:
+        """The noise in words; empty if it is unknown."""
+        return gain_text(self.noise, self.share).lstrip("+") if self.noise < math.inf else ""
+
+    def said(self, value: float) -> str:
+        """A value of this score in words."""
+        return score_text(value, self.share)
 
 
 def changes_text(changes: Mapping[str, Change]) -> str:
@@ -69,8 +81,9 @@ def changes_of(rows: Sequence[Mapping[str, float]], config: RunConfig) -> dict[s
         SAMPLED: [_held_out(row, "eval/sampled") for row in rows if "eval/sampled" in row],
         TRAINING: [_trained(row) for row in rows if "reward/mean" in row and not (game or chosen)],
     }
+    share = are_shares(rows)
     return {
-        name: change_of(values, same_tasks=name != TRAINING)
+        name: change_of(values, same_tasks=name != TRAINING, share=share)
         for name, values in measured.items()
         if len(values) > 1
     }
@@ -83,15 +96,19 @@ def not_improved(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
     known = {name: change for name, change in changes.items() if name != TRAINING}
     if any(x.last > x.first or x.first == x.last == 1.0 for x in known.values()):
         return ""
-    found = [f"{name} {x.first:.3f} to {x.last:.3f}{_by_luck(x)}" for name, x in known.items()]
+    found = [
+        f"{name} {x.said(x.first)} to {x.said(x.last)}{_by_luck(x)}" for name, x in known.items()
+    ]
     return f"no improvement was measured ({', '.join(found)})" if found else ""
 
 
 def _by_luck(change: Change) -> str:
-    return f", where chance makes up to {change.noise:.2g}" if change.noise < math.inf else ""
+    return f", where chance makes up to {change.chance}" if change.chance else ""
 
 
-def change_of(measured: Sequence[tuple[float, float]], *, same_tasks: bool) -> Change:
+def change_of(
+    measured: Sequence[tuple[float, float]], *, same_tasks: bool, share: bool = False
+) -> Change:
     """measured: values with the variance of their errors, which repeated measurements on the same
     tasks share. On other tasks, a single one at each end is no evidence, but what many scatter
     around a line is."""
@@ -102,7 +119,7 @@ def change_of(measured: Sequence[tuple[float, float]], *, same_tasks: bool) -> C
     noise = LOOKS_Z * math.sqrt(error if same_tasks else error / size if size > 1 else math.inf)
     if not same_tasks and len(measured) >= LEAST_TREND:
         noise = min(noise, _by_chance([x for x, _ in measured], len(measured) - size))
-    return Change(means[0], fmean(x for x, _ in last), max(means), noise)
+    return Change(means[0], fmean(x for x, _ in last), max(means), noise, share)
 
 
 async def evaluation(store: Store, run: str, step: int, name: str) -> list[Rollout]:

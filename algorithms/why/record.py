@@ -26,6 +26,7 @@ from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.config.run_file import from_store
 from agentrl.errors import NotFound
+from agentrl.scores import are_shares, score_text
 from agentrl.store.base import Store
 from agentrl.types import FailureCount, Purpose, Rollout, RolloutState
 
@@ -72,6 +73,12 @@ class PolicyRun:
         return any(change.risen for change in (*self.changes.values(), *more))
 
     @property
+    def solved(self) -> bool:
+        """Whether nothing was left to learn: every held-out task succeeds, first and last."""
+        held = self.changes.get(HELD_OUT)
+        return held is not None and held.share and held.first == held.last == 1.0
+
+    @property
     def improved(self) -> bool:
         """Whether it rose, and held-out scores do not contradict."""
         changes = self.changes
@@ -99,6 +106,11 @@ class PolicyRun:
         )
         of = {"rollouts": float(len(self.heldout)), "rollouts/failed": float(failed.total())}
         return self.steps or [{**of, **failed}]
+
+    def said(self, score: float) -> str:
+        """A score of the run in words."""
+        held = [{"eval/score": score} for score in self.scores]
+        return score_text(score, are_shares([*self.steps, *held]))
 
     def values(self, name: str) -> list[float]:
         return [x for step in self.counted if math.isfinite(x := step.get(name, math.nan))]
@@ -184,7 +196,13 @@ def _trained(config: RunConfig, steps: Sequence[Mapping[str, float]]) -> Change 
         for step in steps
         if f"{key}/mean" in step
     ]
-    return change_of(measured, same_tasks=False) if name != "outcome" and measured[1:] else None
+    if name == "outcome" or not measured[1:]:
+        return None
+    share = are_shares(
+        {f"reward/{end}": step.get(f"{key}/{end}", math.nan) for end in ("mean", "std")}
+        for step in steps
+    )
+    return change_of(measured, same_tasks=False, share=share)
 
 
 async def _alike(store: Store, listed: Sequence[Rollout]) -> Alike | None:

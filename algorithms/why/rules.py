@@ -54,9 +54,10 @@ def reasons(run: PolicyRun) -> list[Reason]:
     """Reasons, likeliest first: shares above RANKED_SHARE in the order of RULES, then others by
     share. For a run that has clearly improved only what it loses, such as rollouts that fail."""
     left_out = {*(EFFECTS if run.risen else ()), *(CAUSES if learned(run) else ())}
+    left_out |= {*EFFECTS} - {constant_verifier} if run.solved else set()
     found = [r for rule in RULES if rule not in left_out and (r := rule(run)).text]
     found = [reason for reason in found if reason.share >= REPORTED_SHARE]
-    if not found and not run.risen:
+    if not found and not run.risen and not run.solved:
         found = [reason for reason in [not_better(run)] if reason.text]
     worst = lowest(run)  # of the newest: what most reasons can be seen in
     found = [replace(reason, example=reason.example or worst) for reason in found]
@@ -86,6 +87,8 @@ def opening(run: PolicyRun, found: Sequence[Reason]) -> str:
         return f"No step is trained yet{more}"
     if any(change.fallen for change in run.changes.values()):
         return f"It got worse{more}"
+    if run.solved and not found:
+        return "Nothing was left to learn: it solved every held-out task before the first step."
     if run.early:
         few = "It is too early to say: no difference is larger than chance"
         return f"It has not learned so far{more}" if found else f"{few}."
@@ -175,7 +178,7 @@ def entropy_gone(run: PolicyRun) -> Reason:
 
 def constant_verifier(run: PolicyRun) -> Reason:
     means, spread = run.values("reward/mean") or [0.0, 1.0], run.values("reward/std")
-    text = f"the verifier gives one reward to all: {means[0]:g} in all {len(means)} steps"
+    text = f"the verifier gives one reward to all: {run.said(means[0])} in all {len(means)} steps"
     same = min(means) == max(means) and not any(spread) and {*run.scores} <= {*means}
     if run.values("selfplay/games"):  # what one seat wins another loses
         same = False
@@ -256,8 +259,8 @@ def unlike_heldout(run: PolicyRun) -> Reason:
         if change is not None and now - first <= change.noise:
             share = 0.0
     text = (
-        f"training rises, held-out does not as much: {first:.2f} to {now:.2f} in training, "
-        f"{before:.2f} to {after:.2f} held-out"
+        f"training rises, held-out does not as much: {run.said(first)} to {run.said(now)} in "
+        f"training, {run.said(before)} to {run.said(after)} held-out"
     )
     cure = "tasks.train: more, like tasks.heldout; policy.build: a model that knows their words"
     return Reason(share, text, cure)

@@ -44,13 +44,15 @@ def cut_answers(run: PolicyRun) -> Reason:
         error = math.sqrt(variance(known) / len(known) + variance(others) / len(others))
         if fmean(others) - fmean(known) <= max(LOOKS_Z * error, 0.0):
             return NO_REASON
-        text += f", and their rollouts get {fmean(known):.2g}, others {fmean(others):.2g}"
+        theirs, rest = run.said(fmean(known)), run.said(fmean(others))
+        text += f", and their rollouts get {theirs}, others {rest}"
     else:
         means, spread = run.values("reward/mean"), run.values("reward/std")
         if any(spread) or not means or max(means) > 0 or min(means) < max(means):
             return NO_REASON
         text += (
-            f", and the verifier gives one reward to all: {means[0]:g} in all {len(means)} steps"
+            f", and the verifier gives one reward to all: {run.said(means[0])} in all "
+            f"{len(means)} steps"
         )
     most = run.config.sampling.max_tokens
     cure = f"sampling.max_tokens: more than {most or 'the context leaves'}; or ask the agent's "
@@ -86,6 +88,8 @@ def repeated_tasks(run: PolicyRun) -> Reason:
     order: dict[str, str] = {}
     for row in run.listed:
         order.setdefault(row.group, _task(row))
+    if not run.config.plays_rollouts:  # sessions come as people ask
+        return NO_REASON
     if run.config.tasks.order != "shuffle" or any("." in g.rpartition("/")[2] for g in order):
         return NO_REASON
     drawn = [*order.values()]
@@ -148,7 +152,7 @@ def collapsed(run: PolicyRun) -> Reason:
     if fell is None:
         return NO_REASON
     change = run.changes[fell]
-    text = f"the policy collapsed: {fell} {change.text}, at best {change.best:.3f}"
+    text = f"the policy collapsed: {fell} {change.text}, at best {change.said(change.best)}"
     cure = "algorithm.lr: a third; algorithm.max_kl: its default; agentrl train RUN_FILE --from "
     return Reason(1.0, text, cure + "STEPS goes back to a checkpoint")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from agentrl.base.parts import has
@@ -165,9 +166,20 @@ def test_rewards_are_percentages_until_one_is_no_fraction(tmp_path: Path) -> Non
     assert progress.scores_line(progress.rows[0]) == "untrained:  held-out 0.500"
 
 
+def test_a_step_says_the_reward_that_is_trained(tmp_path: Path) -> None:
+    """The outcome alone would be the verifier's, while a judge's is maximised."""
+    settings = {"name": "r", "output": str(tmp_path), "steps": 9}
+    config = resolve(settings | {"algorithm": {"options": {"reward": "quality"}}}, source="test")
+    judged = {"reward/quality/mean": 0.288, "reward/quality/std": 0.2}
+    row = replace(stepped(0), metrics={"reward/mean": 0.125} | judged)
+    assert "reward 12.5%  quality 28.8%" in Progress(config, [row]).line(row)
+    row = replace(row, metrics=row.metrics | {"reward/quality/mean": 7.5})
+    assert "quality 7.500" in Progress(config, [row]).line(row)
+
+
 def test_a_step_on_pairs_says_which_way_the_chosen_went(tmp_path: Path) -> None:
     config = resolve({"name": "r", "output": str(tmp_path), "steps": 9}, source="test")
-    for drop, said in ((0.25, "chosen -0.250"), (-0.061, "chosen +0.061")):
+    for drop, said in ((0.25, "chosen -0.250"), (-0.061, "chosen +0.061"), (0.0, "chosen +0.000")):
         row = stepped(0, data_epochs=1.0, logps_chosen_drop=drop)
         assert f"log-prob of the {said}" in Progress(config, [row]).line(row)
 
@@ -276,7 +288,14 @@ def test_the_time_left_counts_each_step_and_each_evaluation_that_is_due(tmp_path
     assert Progress(config, evaluated).seconds_left() == 5 * 2 + 4
     assert Progress(config, rows).seconds_left() == 5 * 2 + 2 * 30  # also that after step 5
     assert Progress(config, []).seconds_left() is None
-    assert [lasting(x) for x in (7.4, 119, 130, 7300)] == ["7 s", "119 s", "2 min", "2 h"]
+    assert [lasting(x) for x in (7.4, 119, 130, 7300, 9e4, 5.4e6)] == [
+        "7 s",
+        "119 s",
+        "2 min",
+        "2 h",
+        "25 h",
+        "62 days",
+    ]
 
 
 async def test_an_evaluation_alone_says_of_no_policy_that_it_is_untrained(tmp_path: Path) -> None:

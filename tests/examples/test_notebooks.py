@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from agentrl.cli.main import cli
 from examples.gallery import GALLERY, export
 from tests.examples.conftest import EXAMPLES
 
@@ -27,6 +29,15 @@ def test_a_notebook_was_run_from_top_to_bottom(file: Path) -> None:
     assert "error" not in kinds
     assert file.stat().st_size < 60_000
     assert f"]({file.name})" in (FOLDER / "README.md").read_text()
+
+
+@pytest.mark.parametrize("file", BOOKS, ids=lambda file: file.stem)
+def test_a_notebook_shows_what_this_version_writes(file: Path, tmp_path: Path) -> None:
+    """Who follows it sees the same: files of earlier versions had other names."""
+    written = CliRunner().invoke(cli, ["init", str(tmp_path / "mine")]).output.partition(". ")[0]
+    for cell in json.loads(file.read_text())["cells"]:
+        if cell["cell_type"] == "code" and "agentrl init mine" in "".join(cell["source"]):
+            assert "".join(cell["outputs"][0]["text"]).startswith(written)
 
 
 @pytest.mark.slow

@@ -25,7 +25,6 @@ from agentrl.view.summaries import (
     SCORE,
     Summary,
     differing,
-    in_unit,
     matrix,
     offset,
     summary,
@@ -259,7 +258,7 @@ class Home:
             "series": series,
             "titles": TITLES,
             "offsets": {name: [offset(name)] * len(rows) for name in names},
-            "shares": [n for n in (SCORE, REWARD) if in_unit(one[n] for one in curves)],
+            "shares": [n for n in (SCORE, REWARD) if all(row.percent for row in rows)],
             "labels": labels,
             "settings": matrix(list(map(whole_settings, rows))),
         }

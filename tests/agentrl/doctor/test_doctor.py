@@ -25,10 +25,12 @@ from transformers import AutoTokenizer
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.model.packing import Pack
 from agentrl.algorithms.preflight import estimate, proof
+from agentrl.algorithms.preflight.proof import tolerance
 from agentrl.algorithms.preflight.training import with_proven_packing
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve
+from agentrl.config.schema import PolicyConfig
 from agentrl.doctor import command, machine, policy, proofs
 from agentrl.doctor.command import examine
 from agentrl.errors import PolicyError
@@ -243,6 +245,15 @@ def too_little_memory(folder: Path, patch: Patch) -> list[str]:
     return ["learner.token_budget=65536", "engine.max_batch=8"]
 
 
+@broken("memory", "fail", "a name on the hub, which this machine has to reach once")
+def a_model_on_a_hub_that_is_not_reached(folder: Path, patch: Patch) -> list[str]:
+    def unreachable(source: str, **given: Any) -> Any:
+        raise OSError("We couldn't connect to 'https://huggingface.co'\nto load the files")
+
+    patch.setattr(estimate, "shape_of", unreachable)
+    return []
+
+
 @broken("context", "fail", "lower sampling.max_tokens")
 def answers_longer_than_the_context(folder: Path, patch: Patch) -> list[str]:
     return ["sampling.max_tokens=512"]
@@ -393,3 +404,21 @@ def test_a_port_of_ipv6_is_looked_at_where_it_is(monkeypatch: Patch) -> None:
     assert machine.ports(resolve({"engine": engine}, source="test")) is None
     assert machine.ports(resolve({"runner": {"port": 7001}}, source="test")) is None
     assert asked == [(("::1", 7000), socket.AF_INET6), (("127.0.0.1", 7001), socket.AF_INET)]
+
+
+@pytest.mark.parametrize(("largest", "expected"), [(0.16, "ok"), (0.8, "fail")])
+def test_a_sampler_is_judged_by_all_its_tokens(
+    largest: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding of bfloat16 puts single tokens of SmolLM2 up to 0.17 off."""
+    told = torch.full((16,), -1.0)
+    scored = told.clone()
+    scored[3] += largest
+    monkeypatch.setattr(proofs, "forward_logprobs", lambda *_: scored)
+    monkeypatch.setattr(proofs, "inputs_of", lambda _: None)
+    content = [{"logprob": float(x)} for x in told]
+    choice = {"token_ids": list(range(16)), "logprobs": {"content": content}}
+    answer = {"choices": [choice], "prompt_token_ids": [1, 2]}
+    model: Any = SimpleNamespace(model=None, adapters=None)
+    allowed = tolerance(PolicyConfig(dtype="bfloat16"))
+    assert (proofs._gap(model, [], answer) <= allowed) == (expected == "ok")

@@ -169,3 +169,12 @@ def test_a_model_that_cannot_be_served_is_said(
     monkeypatch.setattr(engine.Engine, "_forward", fail)
     with pytest.raises(PolicyError, match="the model failed: DefaultCPUAllocator"):
         duration.seconds_of(network, 2, 1)
+
+
+def test_long_times_are_in_words() -> None:
+    assert [duration._roughly(x) for x in (0.213, 99, 100, 9e4)] == [
+        "0.21 s",
+        "99 s",
+        "100 s",
+        "25 h",
+    ]

@@ -31,7 +31,7 @@ def export(*words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "taken", "why"),
     [
-        ([], "000002", "the best by held-out score, 0.900"),
+        ([], "000002", "the best by held-out score, 90.0%"),
         (["--step", "4"], "000004", "as asked for"),
         (["--step", "last"], "000006", "the last"),
     ],
@@ -69,7 +69,7 @@ def test_the_card_has_data_settings_curve_licence_and_how_to_load_it(
     assert "| held-out tasks | `heldout.jsonl` |" in body
     assert "| algorithm | `rloo`, learning rate 1e-05, 8 groups of 8 |" in body
     assert "| rollouts | 128 |" in body
-    assert "| 0 | 0.200 | 0.100 to 0.300 |\n| 2 (this model) | 0.900 | 0.800 to 1.000 |" in body
+    assert "| 0 | 20.0% | 10.0% to 30.0% |\n| 2 (this model) | 90.0% | 80.0% to 100.0% |" in body
     assert "AutoModelForCausalLM.from_pretrained('out')" in body
     flags = "--enable-auto-tool-choice --tool-call-parser hermes"
     assert f"vllm serve out {flags}\n" in body
@@ -87,7 +87,7 @@ def test_a_model_that_was_made_from_nothing_has_no_base(
 
 def test_a_checkpoint_by_its_path_has_the_same_card(root: Path) -> None:
     export("runs/mine/checkpoints/000004")
-    assert "| 4 (this model) | 0.700 | 0.600 to 0.800 |" in (root / "out" / "README.md").read_text()
+    assert "| 4 (this model) | 70.0% | 60.0% to 80.0% |" in (root / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

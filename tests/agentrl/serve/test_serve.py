@@ -70,10 +70,10 @@ def url(root: Path, request: pytest.FixtureRequest) -> Iterator[str]:
         command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         url, said = read_banner(process)
-        assert "after step 2 (the best by held-out score, 0.900)" in said
+        assert "after step 2 (the best by held-out score, 90.0%)" in said
         assert (
-            "temperature of calls: 1, unless they set one. Held-out score at temperature 0: 0.9"
-            " (95 % interval 0.8 to 1)"
+            "temperature of calls: 1, unless they set one. Held-out score at temperature 0: 90.0%"
+            " (95 % interval 80.0% to 100.0%)"
         ) in said
         yield url
         process.send_signal(signal.SIGINT)

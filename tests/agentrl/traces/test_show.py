@@ -20,6 +20,7 @@ from agentrl.types import (
     Outcome,
     Reward,
     RolloutState,
+    Scope,
     Span,
     Trace,
     Transition,
@@ -46,6 +47,7 @@ def printed(
     spans: Sequence[Span] = (),
     longest: int | None = None,
     id: str = "staff/train/0000001/0002",
+    rewards: Sequence[Reward] = (Reward(value=1.0), Reward(name="[/b]", value=0.5)),
     **more: Any,
 ) -> str:
     second = [*OPENING, echoed, {"role": "tool", "content": "1", "tool_call_id": "c1"}]
@@ -61,7 +63,7 @@ def printed(
         result="1",
         failure=failure,
         seconds=0.25,
-        rewards=[] if failure else [Reward(value=1.0), Reward(name="[/b]", value=0.5)],
+        rewards=[] if failure else rewards,
         **more,
     )
     transitions = [
@@ -81,6 +83,19 @@ def test_a_long_id_cuts_off_nothing_of_what_became_of_it() -> None:
     first, second, *_ = text.splitlines()
     assert f" {id} " in first
     assert "succeeded, outcome 1, [/b] 0.5, 0.25 s, attempt 2" in second
+
+
+def test_rewards_say_whose_they_are() -> None:
+    about = {"name": "part", "scope": Scope.TRANSITION}
+    rewards = [
+        Reward(value=1.0),
+        Reward(value=0.0, name="part", scope=Scope.ROLE, target="critic"),
+        Reward(value=0.25, target="t0", **about),
+        Reward(value=0.5, target="t1", **about),
+    ]
+    text = printed(rewards=rewards)
+    assert "succeeded, outcome 1, critic: part 0, 0.25 s" in text
+    assert text.count("stop, part 0.25]") == text.count("stop, part 0.5]") == 1
 
 
 async def test_who_names_a_run_for_a_rollout_is_told_one(tmp_path: Path) -> None:

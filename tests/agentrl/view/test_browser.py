@@ -31,6 +31,7 @@ PAGES = [
 ]  # fmt: skip
 NewPage = Callable[..., Any]
 PHONE = {"width": 390, "height": 844}
+MANY = 64  # rollouts, as many as have bars
 
 
 @pytest.fixture
@@ -374,10 +375,10 @@ async def fail_all(folder: Path) -> str:
             NewRollout(
                 id=f"{group}/{i:04}", run="run", group=group, index=i, task={}, purpose=Purpose.EVAL
             )
-            for i in range(4)
+            for i in range(MANY)
         ]
         await store.enqueue(new)
-        attempts = await store.claim(4, runner="w", run="run", lease=9.0, timeout=1.0)
+        attempts = await store.claim(MANY, runner="w", run="run", lease=9.0, timeout=1.0)
         failure = Failure(kind=ErrorKind.NO_CALL, message=f"no call {'_' * 300}, and so on")
         await store.finish([
             Outcome(attempt=one.id, fence=one.fence, failure=failure) for one in attempts
@@ -395,4 +396,6 @@ def test_a_run_that_never_began_says_why_and_fits(tmp_path: Path, new_page: NewP
     assert "the agent makes no call at the gateway in 100% of the rollouts" in says
     assert page.locator("text=All 0 metrics").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    (bars,) = boxes(page, "svg.bars")
+    assert bars["right"] <= PHONE["width"]
     stop(process)

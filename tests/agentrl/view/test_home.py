@@ -236,6 +236,7 @@ def test_facts_of_settings_of_any_version() -> None:
     found = facts({"policy": {"model": "/a/b/model"}, "steps": 3, "algorithm": {"lr": 1e-6}})
     assert found == {"model": "b/model", "planned steps": "3", "learning rate": "1e-06"}
     assert facts({"policy": {"model": "../tiny"}, "root": "/a/b"}) == {"model": "tiny"}
+    assert "planned steps" not in facts({"steps": 10**9})  # until it is stopped, as a live run
     assert facts({"policy": {"model": "Qwen/Qwen2.5-0.5B"}, "root": "/a"}) == {
         "model": "Qwen/Qwen2.5-0.5B"
     }

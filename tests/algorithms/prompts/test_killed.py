@@ -101,7 +101,7 @@ def check_result(folder: Path, output: str) -> None:
     texts = {text.component: text.text for text in search.best.texts}
     for name, text in texts.items():
         assert (folder / "runs" / "orders" / "prompts" / f"{name}.txt").read_text() == f"{text}\n"
-    assert "held-out score 0.000 -> 0." in output
+    assert "held-out score 0.0% -> " in output
 
 
 async def check(folder: Path, search: Search) -> None:

@@ -205,3 +205,19 @@ def test_games_in_which_one_seat_wins_what_another_loses_are_no_constant_verifie
     level = {"reward/mean": 0.0, "reward/std": 0.0}
     assert said(run([level] * 3, changes={})).startswith("the verifier gives one reward to all")
     assert rules.reasons(run([level | {"selfplay/games": 8.0}] * 3, changes={})) == []
+
+
+def test_a_run_that_began_with_every_task_solved_had_nothing_left_to_learn() -> None:
+    solved = {HELD_OUT: Change(1.0, 1.0, 1.0, 0.1, share=True)}
+    step = {"reward/mean": 0.95, "reward/std": 0.2, "update/steps": 1.0, "lr": 1e-3}
+    record = run([step] * 30, changes=solved, logprobs=[-0.001])
+    assert rules.reasons(record) == []
+    assert rules.opening(record, []).startswith("Nothing was left to learn")
+    constant = run([step | {"reward/mean": 1.0, "reward/std": 0.0}] * 30, changes=solved)
+    assert said(constant).startswith("the verifier gives one reward to all: 100.0%")
+
+
+@pytest.mark.parametrize(("settings", "named"), [({}, True), ({"live": {"running": True}}, False)])
+def test_sessions_of_a_live_agent_may_repeat(settings: dict[str, Any], named: bool) -> None:
+    record = run(listed=played(["a", "a", "a", "b"] * 4), settings=settings)
+    assert said(record).startswith("training tasks repeat") == named

@@ -196,7 +196,7 @@ def test_the_command_prints_reasons_and_settings(tmp_path: Path) -> None:
 
     asyncio.run(fill())
     said = CliRunner().invoke(cli, ["why", "r", "--store", url]).output
-    assert "1. the verifier gives one reward to all: 0 in all 2 steps\n" in said
+    assert "1. the verifier gives one reward to all: 0.0% in all 2 steps\n" in said
     assert "   change verifier.path" in said
     lost = CliRunner().invoke(cli, ["why", "other", "--store", url])
     assert isinstance(lost.exception, NotFound)
@@ -219,8 +219,8 @@ def test_the_command_says_that_a_run_improved(tmp_path: Path) -> None:
     asyncio.run(fill())
     said = CliRunner().invoke(cli, ["why", "r", "--store", url]).output
     expected = (
-        "held-out 0.500 to 0.500 (+0.00), sampled held-out 0.200 to 0.760 (+0.56, of which chance"
-        " explains 0.18)"
+        "held-out 50.0% to 50.0% (+0.0 points), sampled held-out 20.0% to 76.0% (+56.0 points, of"
+        " which chance explains 17.7 points)"
     )
     expected = f"(0 steps; means of the first and last fifth: {expected})"
     assert said == f"It learned.\n{expected}\n"
@@ -313,7 +313,8 @@ def test_a_run_that_learns_its_training_tasks_alone(held_out: list[float], named
     )  # fmt: skip
     texts = [reason.text for reason in why.reasons(record)]
     expected = (
-        "training rises, held-out does not as much: 0.10 to 0.70 in training, 0.10 to 0.20 held-out"
+        "training rises, held-out does not as much: 10.0% to 70.0% in training, 10.0% to 20.0% "
+        "held-out"
     )
     assert texts == [expected] * named
 
@@ -347,9 +348,10 @@ def rows(**columns: list[float]) -> list[dict[str, float]]:
     ("columns", "sentence"),
     [
         ({"score": [0.1, 0.2]}, ""),
-        ({"score": [0.2, 0.2], "reward": [0.0, 1.0]}, "held-out 0.200 to 0.200"),
+        ({"score": [0.2, 0.2], "reward": [0.0, 1.0]}, "held-out 20.0% to 20.0%"),
         ({"score": [0.2, 0.2], "sampled": [0.2, 0.76]}, ""),
-        ({"score": [0.2, 0.3], "common": [0.2, 0.1]}, "held-out 0.200 to 0.100"),
+        ({"score": [0.2, 0.3], "common": [0.2, 0.1]}, "held-out 20.0% to 10.0%"),
+        ({"score": [-1.0, -1.5]}, "held-out -1.000 to -1.500"),  # no share: as on the console
         ({"score": [1.0, 1.0]}, ""),
         ({"reward": [0.1, 0.2, 0.3, 0.4, 0.5]}, ""),
         ({"reward": [0.5, 0.1, 0.5, 0.1, 0.1]}, ""),  # nobody has evaluated it
@@ -559,6 +561,8 @@ def test_held_out_that_rises_as_much_as_training_is_no_fault() -> None:
     known = {TRAINING: Change(0.1, 0.6, 0.7, noise=0.1)}
     known[HELD_OUT] = Change(0.3, 0.2, 0.3, noise=0.9)
     (reason,) = why.reasons(record(rising, known, scores=[0.2, 0.1]))
-    assert "0.10 to 0.60 in training, 0.30 to 0.20 held-out" in reason.text  # as `agentrl why` says
+    assert (
+        "10.0% to 60.0% in training, 30.0% to 20.0% held-out" in reason.text
+    )  # as `agentrl why` says
     chance = {TRAINING: Change(0.1, 0.7, 0.7, noise=1.0)}
     assert why.reasons(record(rising, chance, scores=[0.2, 0.1])) == []
