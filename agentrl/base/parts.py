@@ -60,6 +60,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     figures: Objects = {}  # of a step, on the console: its metrics -> {label: text}
     examples: Objects = {}  # of a finished run: (store, config, steps) -> titles, what rich prints
     reports: Objects = {}  # of a finished run: its `StepRow`s -> something rich prints, or None
+    adapters: Objects = {}  # by setting: see `algorithms.model.adapters.load_adapted`
     loaders: Objects = {}  # of models: (name, shape, config, options) -> (model, info), or None
     tokenizers: Objects = {}  # of a policy, once loaded: (tokenizer, the policy's view) -> None
     tool_formats: Objects = {}  # of tool calls, by name: `model.tool_parser.ToolParser`
