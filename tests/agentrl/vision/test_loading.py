@@ -12,9 +12,9 @@ import transformers as hf
 from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.tiny import make_model, word_tokenizer
 from agentrl.algorithms.preflight import estimate
 from agentrl.errors import ConfigError, PolicyError
+from agentrl.tiny.models import make_model, word_tokenizer
 from agentrl.vision import tiny
 from tests import factories
 from tests.agentrl.vision.looks import KINDS, WORDS, eyes_of
