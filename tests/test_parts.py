@@ -102,7 +102,11 @@ def things_of(part: Part) -> list[list[str]]:
     named += [f"{setting}.rank" for setting in part.adapters]
     settings += [f"{setting}={VALUES.get(setting, 'x')}" for setting in named]
     posts = [*part.dialects, *part.spans]
-    contributed = part.commands, settings, part.kinds, part.libraries, part.stores, posts
+    commands = [
+        *part.commands,
+        *(f"{option} 0 examples/staff/run.toml" for option in part.restarts),
+    ]
+    contributed = commands, settings, part.kinds, part.libraries, part.stores, posts
     return [list(names) for names in contributed]
 
 

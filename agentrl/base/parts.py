@@ -37,6 +37,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     checks: Objects = {}  # before a run starts: config -> None; raises ConfigError
     starts: Objects = {}  # before `agentrl train`: config -> warnings; raises ConfigError
     settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError
+    restarts: Objects = {}  # by option: (config, the checkpoint, whether to take over) -> None
     hints: Objects = {}  # at what a mistake in a run file means, by its kind: see `hint`
     forecasts: Objects = {}  # of a run, for `train --dry-run`: config -> lines
     estimates: Objects = {}  # of a run, before it starts: (a policy's view, its model) -> lines

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from rich.table import Table
 
+from agentrl.checkpoints import saved as evaluation
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.config.base import optional
 from agentrl.config.policies import EvaluationPlan, Seats, initial_version
 from agentrl.errors import ConfigError, nearest
-from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.checkpoint.runs import last_checkpoint
 from agentrl.evaluation.plans import play
 from agentrl.types import POLICY, Rollout
