@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.base import Frozen, Learner
-from agentrl.algorithms.learners.older import current_form
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
@@ -23,6 +22,7 @@ from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.plugins import learner_factory
 from agentrl.algorithms.presets.registry import LearnerOutput
+from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig, Section, TorchLearnerConfig
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError
@@ -45,8 +45,9 @@ def make_learner(
     Raises PolicyError for models that cannot be loaded, ConfigError for unsupported settings and
     for what is no learner or lacks a stream."""
     factory = learner_factory(config)
-    made = factory(config, algo, model, tokenizer, adapters, policy)
-    learner: Learner = current_form(made, by=factory)
+    learner: Learner = factory(config, algo, model, tokenizer, adapters, policy)
+    for point in installed_plugins("older"):
+        learner = point.load()(learner, by=factory)
     check_protocol(learner, Learner, by=factory, key="learner.kind")
     try:
         _check_fit(config, algo, learner)
