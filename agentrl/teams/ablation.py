@@ -17,10 +17,11 @@ from agentrl.checkpoints import saved as evaluation
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.config.base import optional
-from agentrl.config.policies import EvaluationPlan, Seats, initial_version
+from agentrl.config.policies import Seats, initial_version
 from agentrl.errors import ConfigError, nearest
 from agentrl.evaluation.checkpoint.runs import last_checkpoint
 from agentrl.evaluation.plans import play
+from agentrl.evaluation.plans.plan import EvaluationPlan
 from agentrl.types import POLICY, Rollout
 
 TEAM = "team"  # the lineup without a replacement

@@ -89,6 +89,7 @@ def test_entropy_weights_have_the_name_of_an_earlier_version(
 def test_a_run_gets_its_learner_in_todays_form(monkeypatch: pytest.MonkeyPatch) -> None:
     class Lettered(LearnerDefaults):
         supplies = frozenset({"o", "b"})
+        logprobs = values = top = symbol_logprobs = step = save = load = lambda *given: None
 
     monkeypatch.setattr(factory, "learner_factory", lambda config: lambda *given: Lettered())
     made = factory.make_learner(RunConfig(), catalogue.make("grpo", {}), MODEL, TOKENIZER)
