@@ -5,9 +5,10 @@ make smollm-model && python -m tests.benchmarks.real_model --json [--trl PYTHON]
 
 A run is the command line of the example: `seconds` are of the whole command, evaluations included.
 `cpu_per_step` is the median of the CPU seconds of all its processes between two steps; other
-programs change it little. TRL trains the same model and adapter on the same tasks, prompts, reward,
-groups, tokens and seeds with the same learning rate; `trl_cpu_per_step` is the same of its process.
-Peak memory is of the process that trains. What a section cannot measure is in `absent`, with why.
+programs change it little. `checkpoint_share` of the steps' time is waited for checkpoints. TRL
+trains the same model and adapter on the same tasks, prompts, reward, groups, tokens and seeds with
+the same learning rate; `trl_cpu_per_step` is the same of its process. Peak memory is of the process
+that trains. What a section cannot measure is in `absent`, with why.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import psutil
 
 from agentrl.config import RunConfig, load
+from agentrl.types import StepRow
 from tests.benchmarks.demo import read_steps
 from tests.examples.parts import modules
 
@@ -65,7 +67,12 @@ def train(run_file: Path, output: Path, overrides: Iterable[str]) -> Figures:
         "logprob_difference_max": max(
             row.metrics.get("logprob_difference/max", 0.0) for row in steps
         ),
+        "checkpoint_share": total(steps, "time/checkpoint") / total(steps, "time/step"),
     }
+
+
+def total(steps: Sequence[StepRow], name: str) -> float:
+    return sum(row.metrics.get(name, 0.0) for row in steps)
 
 
 def cpu_seconds(root: int) -> float:

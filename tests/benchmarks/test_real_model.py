@@ -42,6 +42,7 @@ def test_a_run_is_scored_before_and_after_and_its_steps_are_timed(
     (seconds,), (step,) = found["seconds"], found["cpu_per_step"]
     assert 0 <= step < seconds * 64
     assert found["peak_mb"][0] > 100
+    assert 0 < found["checkpoint_share"][0] < 1
 
 
 def test_cpu_seconds_are_of_a_process_and_of_what_it_started() -> None:
