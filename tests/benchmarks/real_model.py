@@ -67,12 +67,14 @@ def train(run_file: Path, output: Path, overrides: Iterable[str]) -> Figures:
         "logprob_difference_max": max(
             row.metrics.get("logprob_difference/max", 0.0) for row in steps
         ),
-        "checkpoint_share": total(steps, "time/checkpoint") / total(steps, "time/step"),
+        "checkpoint_share": checkpoint_share(steps),
     }
 
 
-def total(steps: Sequence[StepRow], name: str) -> float:
-    return sum(row.metrics.get(name, 0.0) for row in steps)
+def checkpoint_share(steps: Sequence[StepRow]) -> float:
+    parts = ("checkpoint", "rollouts", "update", "eval", "build")
+    spent = [sum(row.metrics.get(f"time/{part}", 0.0) for row in steps) for part in parts]
+    return spent[0] / sum(spent)
 
 
 def cpu_seconds(root: int) -> float:
