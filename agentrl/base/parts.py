@@ -53,6 +53,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     rewards: Objects = {}
     added_rewards: Objects = {}  # by the reference of a reward that is added to groups
     sinks: Objects = {}
+    patches: Objects = {}  # of a model before it is trained, by setting: model -> None
     initial: Objects = {}  # weights, by table: (a policy's view, its model) -> whether it made them
     imitated: Objects = {}  # a tiny model, of its conversations: (model, rows) -> problem, or ""
     training: Objects = {}  # of a training run: config -> `algorithms.train.hooks.Hooks`, or None

@@ -30,8 +30,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.liger.kernels import use_liger
 from agentrl.algorithms.lora.adapters import LoraAdapters
-from agentrl.algorithms.model.fused import use_liger
 from agentrl.algorithms.model.packing import Packing, pack_rows
 from agentrl.types import POLICY
 from tests.benchmarks.learner import Shape, batch_of, rows, tokenizer, update

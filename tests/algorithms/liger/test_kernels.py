@@ -1,11 +1,16 @@
 """What is said where Liger Kernel cannot be used: its kernels need a GPU."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from agentrl.algorithms.model.fused import use_liger
+from agentrl.algorithms.learners import factory
+from agentrl.algorithms.liger.kernels import use_liger
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.presets import catalogue
+from agentrl.config import resolve
 from agentrl.errors import PolicyError
 
 
@@ -49,3 +54,11 @@ def test_only_the_given_model_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError):
         use_liger(Here(**vars(model("cuda", "known"))))
     assert model is before
+
+
+def test_a_run_patches_the_model_that_it_trains(tiny_model_dir: Path) -> None:
+    settings = resolve({"learner": {"liger_kernel": True}}, source="test")
+    algo = catalogue.make("grpo", {})
+    loaded, tokenizer = load_model(tiny_model_dir, device="cpu")
+    with pytest.raises(PolicyError, match=r"learner.liger_kernel: the policy is on cpu"):
+        factory.make_learner(settings, algo, loaded, tokenizer)
