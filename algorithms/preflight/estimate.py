@@ -1,5 +1,5 @@
 """Estimates of a run before it starts: memory, from the shape of its model and the settings, and
-what parts estimate. Agents are not included, nor what fragments."""
+what parts estimate. Agents are not included."""
 
 from __future__ import annotations
 
@@ -29,12 +29,17 @@ SERVING = 1.2  # memory of vLLM without keys and values, as a multiple of its we
 # Bytes of a process that trains, without its weights. Builds of torch differ by half a gigabyte, so
 # it is what the process has now, with torch imported, and 0.1 GB that come until the first step.
 LIBRARIES = max(0.45e9, host.resident() + 0.1e9)
+FRAGMENTS = 0.25  # of the activations: what glibc's heap loses between them, as measured
 WIDE = 4  # bytes of adapters, gradients, moments and of what is computed in float32
 
 
 def process_bytes(config: RunConfig, network: Any) -> dict[str, float]:
     """Bytes by purpose of the whole algorithm process."""
-    return {"libraries": LIBRARIES, **bytes_needed(config, network)}
+    needed = {"libraries": LIBRARIES, **bytes_needed(config, network)}
+    if not on_gpu(config):
+        kept = WIDE * trained_weights(config, network) if config.algorithm.max_kl != 0 else 0
+        needed |= {"weights to undo a step": kept, "fragments": FRAGMENTS * needed["activations"]}
+    return needed
 
 
 def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
@@ -75,8 +80,7 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
 def packed_bytes(config: RunConfig, network: Any) -> int:
     """Bytes of the second layout in which the embedded engine has weights on a CPU."""
     policy = config.policy
-    gpu = policy.device != "cpu" and torch.cuda.is_available()
-    if gpu or policy.dtype != "bfloat16" or not packs_weights():
+    if on_gpu(config) or policy.dtype != "bfloat16" or not packs_weights():
         return 0
     head = network.get_output_embeddings()
     layers = () if policy.quantize else _linear(network)
@@ -162,9 +166,13 @@ def bytes_of_token(config: RunConfig, network: Any) -> int:
     return int(shape.num_hidden_layers * 2 * _key_size(shape) * bytes_of_weight(config))
 
 
+def on_gpu(config: RunConfig) -> bool:
+    return config.policy.device != "cpu" and torch.cuda.is_available()
+
+
 def available(config: RunConfig) -> int:
     """Total memory of the policy's GPU, or of this machine or container, in bytes."""
-    if config.policy.device != "cpu" and torch.cuda.is_available():
+    if on_gpu(config):
         return int(torch.cuda.get_device_properties(0).total_memory)
     return host.total()
 
