@@ -54,10 +54,6 @@ class DamagedError(PolicyError):
     """A checkpoint is missing or damaged; an earlier one may be intact."""
 
 
-class SinkError(AgentRLError):
-    """A metrics sink cannot be reached or refuses metrics."""
-
-
 class TrainingError(AgentRLError):
     """An update cannot be computed from the available data."""
 

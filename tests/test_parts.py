@@ -84,7 +84,8 @@ def test_a_record_imports_nothing_of_its_part() -> None:
 
 TABLES = sorted({one for part in OWN for one in (*part.tables.values(), *part.kinds.values())})
 VALUES = {  # of settings that need another one than "x"
-    "runner.framework_spans": "true",
+    "runner.framework_spans": "true", "policy.lora.rank": "8",
+    "learner.liger_kernel": "true",
     "eval.functions": '["f.py:f"]', "reference.target_kl": "0.1", "tasks.order": "difficulty",
 }  # fmt: skip
 NAMES = {point.name: point.load() for point in entry_points(group="agentrl.parts")}
@@ -99,9 +100,14 @@ def things_of(part: Part) -> list[list[str]]:
         settings.append(f"{table}.{fields.get(table, 'kind')}={tag}")
         settings.append(f"{kind}.x=1")
     named = [*part.runner, *(setting for setting in part.training if "." in setting)]
+    named += [*(f"{setting}.rank" for setting in part.adapters), *part.patches]
     settings += [f"{setting}={VALUES.get(setting, 'x')}" for setting in named]
     posts = [*part.dialects, *part.spans]
-    contributed = part.commands, settings, part.kinds, part.libraries, part.stores, posts
+    commands = [
+        *part.commands,
+        *(f"{option} 0 examples/staff/run.toml" for option in part.restarts),
+    ]
+    contributed = commands, settings, part.kinds, part.libraries, part.stores, posts
     return [list(names) for names in contributed]
 
 

@@ -35,14 +35,6 @@ def cure_of(kind: ErrorKind, message: str) -> str:
     return CURES[kind]
 
 
-def commonest_failure(failures: Sequence[Failure], total: int) -> str:
-    """A sentence about the most frequent kind in `failures`: how many of `total` rollouts failed
-    this way, and their most frequent message."""
-    ((kind, count),) = Counter(failure.kind for failure in failures).most_common(1)
-    message = commonest_message([failure for failure in failures if failure.kind is kind])
-    return f"{count} of {total} failed by {kind}: {message}"
-
-
 def commonest_message(failures: Sequence[Failure]) -> str:
     """The most frequent message, on one line."""
     ((message, _),) = Counter(failure.message for failure in failures).most_common(1)

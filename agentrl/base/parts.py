@@ -37,6 +37,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     checks: Objects = {}  # before a run starts: config -> None; raises ConfigError
     starts: Objects = {}  # before `agentrl train`: config -> warnings; raises ConfigError
     settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError
+    restarts: Objects = {}  # by option: (config, the checkpoint, whether to take over) -> None
     hints: Objects = {}  # at what a mistake in a run file means, by its kind: see `hint`
     forecasts: Objects = {}  # of a run, for `train --dry-run`: config -> lines
     estimates: Objects = {}  # of a run, before it starts: (a policy's view, its model) -> lines
@@ -45,12 +46,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     follows: Objects = {}  # (store, run, a `Trainer`'s callbacks) -> context of what calls them
     presets: Objects = {}
     learners: Objects = {}
+    older: Objects = {}  # learners of an earlier version: (learner, what made it) -> today's form
     engines: Objects = {}
     executors: Objects = {}
     harnesses: Objects = {}
     rewards: Objects = {}
     added_rewards: Objects = {}  # by the reference of a reward that is added to groups
     sinks: Objects = {}
+    patches: Objects = {}  # of a model before it is trained, by setting: model -> None
     initial: Objects = {}  # weights, by table: (a policy's view, its model) -> whether it made them
     imitated: Objects = {}  # a tiny model, of its conversations: (model, rows) -> problem, or ""
     training: Objects = {}  # of a training run: config -> `algorithms.train.hooks.Hooks`, or None
@@ -60,6 +63,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     figures: Objects = {}  # of a step, on the console: its metrics -> {label: text}
     examples: Objects = {}  # of a finished run: (store, config, steps) -> titles, what rich prints
     reports: Objects = {}  # of a finished run: its `StepRow`s -> something rich prints, or None
+    adapters: Objects = {}  # by setting: see `algorithms.model.adapters.load_adapted`
     loaders: Objects = {}  # of models: (name, shape, config, options) -> (model, info), or None
     tokenizers: Objects = {}  # of a policy, once loaded: (tokenizer, the policy's view) -> None
     tool_formats: Objects = {}  # of tool calls, by name: `model.tool_parser.ToolParser`

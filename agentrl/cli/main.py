@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from agentrl import __version__
-from agentrl.base.parts import installed_plugins
+from agentrl.base.parts import installed_plugins, missing
 from agentrl.base.processes import (
     ERROR_MARK,
     PARENT,
@@ -75,6 +75,8 @@ def train(
     """Train the agent of RUN_FILE, or resume a stopped run.
 
     OVERRIDES are settings such as `algorithm.lr=1e-4`."""
+    if start and (why := missing("restarts", "train --from")):
+        raise click.UsageError(f"--from {start}: {why}")
     level = level_of(quiet=quiet, verbose=verbose)
     named = {"seed": seed, "steps": steps}
     extra = [f"{key}={value}" for key, value in named.items() if value is not None]
@@ -92,10 +94,9 @@ def train(
         for warning in point.load()(config):
             click.echo(f"WARNING {warning}")
     if start:
-        from agentrl.cli.restart import go_back
-
         trainer.check(config)
-        go_back(config, start, take_over=take_over)
+        for point in installed_plugins("restarts"):
+            point.load()(config, start, take_over=take_over)
     trainer.run_training(config, fresh=fresh, take_over=take_over, level=level)
 
 

@@ -73,6 +73,10 @@ class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
                 "learner.offload: a paged optimizer moves its state itself; remove learner.offload"
             )
 
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.liger_kernel and (why := missing("patches", "learner.liger_kernel")):
+            yield f"learner.liger_kernel: {why}"
+
 
 class ExternalLearnerConfig(LearnerConfig, frozen=True, kw_only=True, tag=EXTERNAL):
     """A custom learner."""

@@ -23,7 +23,7 @@ from agentrl.config.schema import (
     RunConfig,
     TeacherConfig,
 )
-from agentrl.types import POLICY, Json
+from agentrl.types import POLICY
 
 TABLES: dict[str, type[msgspec.Struct]] = {
     "algorithm": AlgorithmConfig,
@@ -46,16 +46,6 @@ class FrozenPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: str
     directory: str  # of a model or an adapter, or a hub name; empty: the untrained adapter
     steps: int  # of training, which is its version
-
-
-class EvaluationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Lineups that all play the same tasks once, so two of them differ only in their players."""
-
-    players: dict[str, FrozenPolicy]
-    lineups: dict[str, Seats]  # by name, which contains no slash
-    tasks: list[dict[str, Json]]
-    temperature: float
-    steps: int  # of training of the run's policies
 
 
 def trained_policies(config: RunConfig) -> list[str]:

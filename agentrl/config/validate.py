@@ -13,6 +13,7 @@ import msgspec
 
 from agentrl.base.access import is_loopback
 from agentrl.base.loading import is_installed
+from agentrl.base.parts import missing
 from agentrl.config import policies as team
 from agentrl.config.base import EXTERNAL, Section, tables
 from agentrl.config.infrastructure import EngineConfig
@@ -41,7 +42,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _roles(config)
     yield from _models(config)
     yield from _lora(config.policy.lora)
-    yield from _peft(config)
     yield from _schedule(config.algorithm)
     yield from _staleness(config)
     if config.eval.concurrent and not (config.eval.every and config.tasks.heldout):
@@ -57,6 +57,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _rewards(config)
     yield from _callers(config.engine)
     yield from _one_gpu(config)
+    yield from _peft(config)
     for table in _sections(config):
         yield from table.problems(config)
 
@@ -219,11 +220,13 @@ def _lora(settings: LoraConfig) -> Iterator[str]:
 
 
 def _peft(config: RunConfig) -> Iterator[str]:
-    """Where models are loaded; a machine that only runs agents needs none."""
+    """Where models are loaded; a machine that only runs agents needs no peft."""
     tables = {"policy.lora": msgspec.structs.asdict(config.policy.lora)}
     tables |= {f"policies.{name}.lora": one.lora for name, one in config.policies.items()}
     used = [key for key, lora in tables.items() if lora.get("rank") or lora.get("adapter")]
-    if used and is_installed("torch") and not is_installed("peft"):
+    if used and (why := missing("adapters", "policy.lora")):
+        yield f"{used[0]}: {why}"
+    elif used and is_installed("torch") and not is_installed("peft"):
         yield f"{used[0]}: 'peft' is not installed: pip install 'agentrl[lora]'"
 
 

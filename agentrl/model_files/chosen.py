@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.algorithms.sampling.scores import heldout_scores
+from agentrl.checkpoints.saved import SavedCheckpoint, checkpoint_at
 from agentrl.config import RunConfig, from_store, store_in
 from agentrl.errors import AgentRLError, ConfigError, NotFound
-from agentrl.evaluation.core import SavedCheckpoint, checkpoint_at
 from agentrl.scores import are_shares, score_text
 from agentrl.store import open_store
 from agentrl.types import RunState, StepRow

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from agentrl.base.parts import missing
 from agentrl.config import store_with
 from agentrl.errors import AgentRLError, ConfigError
 
@@ -39,8 +40,9 @@ def model(
     from agentrl.algorithms.train.checkpoint import export_checkpoint
     from agentrl.model_files.card import card
     from agentrl.model_files.chosen import BEST, Chosen, choose, of_its_run
-    from agentrl.model_files.merged import export_merged
 
+    if merge and (why := missing("adapters", "policy.lora")):
+        raise click.UsageError(f"--merge: {why}")
     if base and not merge:
         raise click.UsageError("--base needs --merge")
     if private and not repo:
@@ -58,6 +60,8 @@ def model(
         chosen = of_its_run(checkpoint.resolve())
     source = _of_policy(checkpoint, policy)
     if merge:
+        from agentrl.model_files.merged import export_merged
+
         export_merged(source, directory, base=base)
     else:
         export_checkpoint(source, directory)

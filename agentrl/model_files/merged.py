@@ -6,9 +6,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from agentrl.algorithms.lora.adapters import LoraAdapters, base_of
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters, base_of
 from agentrl.base.files import atomic_directory
 from agentrl.errors import PolicyError
 
@@ -22,7 +22,7 @@ def export_merged(adapter: Path, directory: Path, *, base: str = "") -> None:
     if directory.exists():
         raise PolicyError(f"{directory} exists already; give the name of a new directory")
     model, tokenizer = load_model(base or base_of(adapter), device="cpu")
-    adapters = Adapters(model)
+    adapters = LoraAdapters(model)
     adapters.open("merged", adapter)
     with atomic_directory(directory) as partial:
         adapters.merge("merged", partial)

@@ -13,14 +13,15 @@ from pathlib import Path
 
 from rich.table import Table
 
+from agentrl.checkpoints import saved as evaluation
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.config.base import optional
-from agentrl.config.policies import EvaluationPlan, Seats, initial_version
+from agentrl.config.policies import Seats, initial_version
 from agentrl.errors import ConfigError, nearest
-from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.checkpoint.runs import last_checkpoint
 from agentrl.evaluation.plans import play
+from agentrl.evaluation.plans.plan import EvaluationPlan
 from agentrl.scores import are_shares, gain_text, score_text
 from agentrl.types import POLICY, Rollout
 

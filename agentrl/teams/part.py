@@ -4,7 +4,7 @@ HERE = "agentrl.teams"
 
 PART = Part(
     name="teams",
-    uses=("evaluation", "evaluation plans"),
+    uses=("checkpoints", "evaluation", "evaluation plans"),
     summary="Rewards of a team's roles, and what the training of each role contributes.",
     commands={"ablate": f"{HERE}.command:ablate"},
     libraries={f"{HERE}.rewards": f"{HERE}.rewards:cross"},

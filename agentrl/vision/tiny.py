@@ -12,8 +12,8 @@ import transformers as hf
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentrl.algorithms.data.batch import TokenRow
-from agentrl.algorithms.model import tiny as text
 from agentrl.algorithms.model.inputs import attach, inputs_of
+from agentrl.tiny import models as text
 from agentrl.types import Json
 from agentrl.vision.chat import data_of, image_urls
 from agentrl.vision.classes import CLASSES
@@ -37,7 +37,7 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<assistant> ' }}{% endif -%}
 """
-"""As `model.tiny.WORDS_TEMPLATE`, with images."""
+"""As `tiny.models.WORDS_TEMPLATE`, with images."""
 ROLES = ("user", "assistant", "system", "tool")
 PARTS = """\
 {%- if message.content is string -%}{{ message.content }}{%- else -%}
@@ -47,7 +47,7 @@ PARTS = """\
 {%- endif -%}
 """
 TOOLS_TEMPLATE = text.TEMPLATE.replace("{{- message.content }}\n", PARTS)
-"""As `model.tiny.TEMPLATE`, with images in the messages of users and tools."""
+"""As `tiny.models.TEMPLATE`, with images in the messages of users and tools."""
 
 
 def make(

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from agentrl.base.http_server import server_loop
 from agentrl.errors import PolicyError
@@ -114,11 +114,6 @@ class RequestHold:
             self.running[name] -= 1
             self.running = +self.running
             self.finish()
-
-
-def parse_versions(query: str) -> dict[str, int]:
-    """Parse a query such as `policy=3&other=0` into versions by policy."""
-    return {policy: int(version) for policy, version in parse_qsl(query, keep_blank_values=True)}
 
 
 class LoopThread:

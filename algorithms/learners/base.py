@@ -22,9 +22,9 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import Tokenizer, no_progress_bars, read_policy
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import FrozenModel
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets.registry import LearnerOutput

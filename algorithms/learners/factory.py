@@ -13,17 +13,17 @@ from transformers import PreTrainedModel
 
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.base import Frozen, Learner
-from agentrl.algorithms.learners.older import current_form
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
-from agentrl.algorithms.model.fused import use_liger
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.plugins import learner_factory
 from agentrl.algorithms.presets.registry import LearnerOutput
+from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig, Section, TorchLearnerConfig
+from agentrl.config.base import optional
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError
 from agentrl.plugins import check_protocol
@@ -45,8 +45,9 @@ def make_learner(
     Raises PolicyError for models that cannot be loaded, ConfigError for unsupported settings and
     for what is no learner or lacks a stream."""
     factory = learner_factory(config)
-    made = factory(config, algo, model, tokenizer, adapters, policy)
-    learner: Learner = current_form(made, by=factory)
+    learner: Learner = factory(config, algo, model, tokenizer, adapters, policy)
+    for point in installed_plugins("older"):
+        learner = point.load()(learner, by=factory)
     check_protocol(learner, Learner, by=factory, key="learner.kind")
     try:
         _check_fit(config, algo, learner)
@@ -68,8 +69,9 @@ def torch_learner(
     or trained."""
     own, start = config.learner, model.name_or_path
     assert isinstance(own, TorchLearnerConfig)
-    if own.liger_kernel:
-        use_liger(model)
+    for point in installed_plugins("patches"):
+        if optional(config, point.name):
+            point.load()(model)
     inputs = inputs_of(model)
     learner: TorchLearner = (inputs.learner if inputs else TorchLearner)(
         model,

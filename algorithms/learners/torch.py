@@ -34,10 +34,10 @@ from agentrl.algorithms.learners.base import (
     fixed_coefficients,
 )
 from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
+from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.cpu_threads import ThreadTuner
 from agentrl.algorithms.model.lm_head import action_logprobs, other_logprobs, top_tokens
 from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.packing import (
     Pack,
     Packing,

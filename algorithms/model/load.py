@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from agentrl.algorithms.model.quantize import keep_gradients, quantization
 from agentrl.base.failures import one_line
 from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
@@ -43,26 +42,22 @@ def load_model(
     *,
     template: bool = True,
     head: bool = True,
-    quantize: str = "",
+    quantized: Mapping[str, Any] | None = None,
     config: RunConfig | None = None,
 ) -> tuple[Model, Tokenizer]:
     """Load a checkpoint directory or hub name as (model in eval mode, tokenizer).
 
-    device: "auto" is the GPU if there is one. template, head: require a chat template, and weights
-    of the language-model head. quantize: "4bit" or "8bit", for a base with adapters. config: a
-    policy's view of the run, whose settings the tokenizer gets. Raises PolicyError if the
-    directory, a weight or a required part is missing or unreadable."""
+    device: see `device_of`. template, head: require a chat template, and weights
+    of the language-model head. quantized: arguments of `from_pretrained` with which it quantises
+    the weights, on their device. config: a policy's view of the run, whose settings the tokenizer
+    gets. Raises PolicyError if the directory, a weight or a required part is missing or unreadable.
+    """
     name = str(path_or_name)
     check_directory(name)
-    target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        packed: dict[str, Any] = {}
-        if quantize:  # quantised weights cannot be moved to another device
-            packed["quantization_config"] = quantization(quantize, DTYPES[dtype])
-            packed["device_map"] = {"": target}
-        packed |= {"dtype": DTYPES[dtype], "output_loading_info": True}
-        model, loading = _load(name, config, packed)
+        options = {"dtype": DTYPES[dtype], "output_loading_info": True, **(quantized or {})}
+        model, loading = _load(name, config, options)
     except (PolicyError, ConfigError):
         raise
     except Exception as error:  # transformers and safetensors document no exception types
@@ -76,8 +71,8 @@ def load_model(
             "directory or train an instruction-tuned model"
         )
     try:
-        keep_gradients(model)
-        model = model if quantize else model.to(target)
+        # Quantised weights cannot be moved to another device.
+        model = model if quantized else model.to(device_of(device))
     except (RuntimeError, AssertionError) as error:  # unknown name, or no such device here
         reason = str(error).splitlines()[0]
         raise PolicyError(f"policy.device = {device!r}: cannot be used: {reason}") from None
@@ -92,6 +87,11 @@ def _load(name: str, config: RunConfig | None, options: dict[str, Any]) -> tuple
         if (found := point.load()(name, shape, config, options)) is not None:
             return cast("tuple[Any, Any]", found)
     return cast("tuple[Any, Any]", AutoModelForCausalLM.from_pretrained(name, **options))
+
+
+def device_of(setting: str) -> str:
+    """The device of `policy.device`, where "auto" is the GPU if there is one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if setting == "auto" else setting
 
 
 def packs_weights() -> bool:

@@ -10,9 +10,9 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.algorithms.data.turns import reasked, written
 from agentrl.algorithms.preferences.draft import Draft
 from agentrl.algorithms.preferences.pairing import LEAST_DIFFERENCE, How, choose_pairs
+from agentrl.algorithms.preferences.turns import reasked, written
 from agentrl.store.base import Store
 from agentrl.store.records import without_tokens
 from agentrl.types import (

@@ -24,7 +24,6 @@ from agentrl.algorithms.model.packing import (
     incompatibility,
     pack_rows,
 )
-from agentrl.algorithms.model.quantize import is_quantized
 from agentrl.base import memory
 from agentrl.config import PolicyConfig
 
@@ -138,7 +137,7 @@ def _distance(
     On a CPU both packings have the same masks in float32, where rounding hides no wrong one.
     Where there is no room for float32 weights, both are instead compared with rows one at a time,
     whose sums have another order too, and no less than the tolerance is allowed."""
-    if model.dtype == torch.float32 or is_quantized(model):
+    if model.dtype == torch.float32 or getattr(model, "hf_quantizer", None) is not None:
         return None
     masks = 0.0
     if 4 * model.num_parameters() <= _free(model.device) / 2:

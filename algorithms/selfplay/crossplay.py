@@ -18,11 +18,12 @@ from rich.table import Table
 from agentrl import config as settings  # first: it loads the tables of parts
 from agentrl.algorithms.selfplay.ratings import fit_ratings, game_score, returns
 from agentrl.algorithms.selfplay.table import learning_policy, selfplay_of
-from agentrl.config.policies import EvaluationPlan, Seats
+from agentrl.checkpoints import saved as evaluation
+from agentrl.checkpoints.saved import SavedCheckpoint
+from agentrl.config.policies import Seats
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.evaluation import core as evaluation
-from agentrl.evaluation.core import SavedCheckpoint
 from agentrl.evaluation.plans import play
+from agentrl.evaluation.plans.plan import EvaluationPlan
 from agentrl.evaluation.plans.play import LineupRollouts
 from agentrl.types import Json, Rollout
 

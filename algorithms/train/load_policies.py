@@ -10,8 +10,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.model import digests
+from agentrl.algorithms.model.adapters import Adapters, load_adapted
 from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_size
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.train.checkpoint import parse_name
 from agentrl.base.files import atomic_directory
 from agentrl.base.loading import load_attribute
@@ -68,10 +68,11 @@ def load_base_model(
 ) -> LoadedModel:
     digests.check(Path(source))
     log_phase(log, f"loading the model {source}")
-    policy, bits = config.policy, config.policy.quantize if adapted else ""
-    model, tokenizer = load_model(source, policy.dtype, policy.device, quantize=bits, config=config)
-    adapters = Adapters(model) if adapted else None
-    return LoadedModel(source, model, tokenizer, adapters, built=built)
+    if adapted:
+        return LoadedModel(source, *load_adapted(source, config), built=built)
+    policy = config.policy
+    model, tokenizer = load_model(source, policy.dtype, policy.device, config=config)
+    return LoadedModel(source, model, tokenizer, built=built)
 
 
 def add_adapter(adapters: Adapters, name: str, lora: LoraConfig, config: RunConfig) -> None:

@@ -18,9 +18,8 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.engines.base import PolicyServer, advertised_url, run_unless_failed
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
-from agentrl.algorithms.model import lora
+from agentrl.algorithms.model.adapters import CONFIG, Adapters
 from agentrl.algorithms.model.load import Model, Tokenizer
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.plugins import engine_factory
 from agentrl.algorithms.train.load_policies import LoadedModel, load_base_model
 from agentrl.base.files import atomic_directory
@@ -114,7 +113,7 @@ class PolicyServers:
         Raises PolicyError if the name is taken, or the checkpoint cannot be loaded."""
         if name in self._servers:
             raise PolicyError(f"{name!r} is served already; drop it first")
-        if (directory / lora.CONFIG).is_file():
+        if (directory / CONFIG).is_file():
             base = self._base_of(directory)
             assert base.adapters is not None
             base.adapters.open(name, directory)
@@ -217,8 +216,7 @@ class PolicyServers:
                 f"{directory} is an adapter, and no policy of this run is; name a checkpoint of a "
                 "whole model"
             )
-        source = lora.base_of(directory)
-        return next((b for b in adapted if b.adapters and b.adapters.base == source), adapted[0])
+        return next((b for b in adapted if b.adapters and b.adapters.fits(directory)), adapted[0])
 
 
 def _make_server(config: RunConfig, base: LoadedModel, number: int) -> PolicyServer:

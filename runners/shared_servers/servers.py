@@ -26,6 +26,8 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
+from opentelemetry import context as otel
+
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing.attempt_log import AttemptLog, Place
 
@@ -123,7 +125,7 @@ def _accept(accept: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(accept)
     def accepted(*args: Any) -> Any:
         connection = accept(*args)
-        attempt_log.leave_as_server()
+        leave_as_server()
         return connection
 
     return accepted
@@ -133,7 +135,7 @@ def _sock_accept(accept: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(accept)
     async def accepted(*args: Any) -> Any:
         connection = await accept(*args)
-        attempt_log.leave_as_server()
+        leave_as_server()
         return connection
 
     return accepted
@@ -207,7 +209,7 @@ def _leave_if_foreign(end: Any, item: Any) -> None:
         foreign = sender not in (None, log.attempt) and not shared.lends
         foreign = foreign and _putter.get() != attempt_log.place()
     if foreign:
-        attempt_log.leave_as_server()
+        leave_as_server()
 
 
 def _shared(end: Any) -> Shared:
@@ -219,3 +221,12 @@ def _shared(end: Any) -> Shared:
 def _queue_of(end: Any) -> Any:
     """The queue itself, or what both ends of anyio's have in common."""
     return end if isinstance(end, QUEUES) else end._state
+
+
+def leave_as_server() -> None:
+    """Take the caller's task or thread out of its attempt for ever, unless it is the agent's own:
+    it serves connections, which may be those of other attempts."""
+    if log := attempt_log.current():
+        thread, task = attempt_log.place()
+        if log.homes.isdisjoint({(thread, task), (thread, attempt_log.NO_TASK)}):
+            otel.attach(otel.Context())

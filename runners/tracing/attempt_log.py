@@ -194,15 +194,6 @@ def enter_agent() -> None:
         log.homes.add(place())
 
 
-def leave_as_server() -> None:
-    """Take the caller's task or thread out of its attempt for ever, unless it is the agent's own:
-    it serves connections, which may be those of other attempts."""
-    if log := current():
-        thread, task = place()
-        if log.homes.isdisjoint({(thread, task), (thread, NO_TASK)}):
-            context.attach(context.Context())
-
-
 def place() -> Place:
     try:
         task = asyncio.current_task()

@@ -16,6 +16,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from agentrl.store.http import ingest, openapi, wire
 from agentrl.store.http.bodies import BodyReader
 from agentrl.store.http.keys import Claims, KeyFile, KeyGrant, Keys, with_secret
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, KeyScope, Verb
-from agentrl.store.sql.idempotency import IdempotentCall, start_call
+from agentrl.store.sql.idempotency import CURRENT, IdempotentCall
 
 log = logging.getLogger("agentrl.store")
 CLAIM_SECRET = wire.CLAIM_SECRET.encode()
@@ -345,3 +346,10 @@ async def _error_page(request: Request, error: Exception) -> Response:
         message = f"There is no {path}: see /openapi.json."
     body = msgspec.json.encode(wire.Refusal(error=replace(refused, message=message)))
     return Response(body, status, headers | MORE_HEADERS.get(status, {}), media_type=JSON)
+
+
+def start_call(request: IdempotentCall, call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Execute a verb of a store as this request."""
+    context = copy_context()
+    context.run(CURRENT.set, request)
+    return asyncio.get_running_loop().create_task(call, context=context)

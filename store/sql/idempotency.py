@@ -7,11 +7,9 @@ process of a server knows it, and the next one too.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -34,13 +32,6 @@ class IdempotentCall:
 
 
 CURRENT: ContextVar[IdempotentCall | None] = ContextVar("request", default=None)
-
-
-def start_call(request: IdempotentCall, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Execute a verb of a store as this request."""
-    context = copy_context()
-    context.run(CURRENT.set, request)
-    return asyncio.get_running_loop().create_task(call, context=context)
 
 
 def answer_once(verb: WriteVerb[T], reply: type[T]) -> WriteVerb[T]:

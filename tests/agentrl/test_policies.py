@@ -73,6 +73,7 @@ def test_policies_that_cannot_be_together_are_refused(data: dict[str, Any], mess
         resolve(data, source="run.toml")
 
 
+@pytest.mark.part
 def test_a_policy_has_what_differs_and_the_rest_of_the_run() -> None:
     data = team(algorithm={"preset": "gspo", "options": {}}, model="own") | {
         "algorithm": {"lr": 0.5, "warmup": 3, "options": {"norm": "none"}},
@@ -92,6 +93,7 @@ def test_a_policy_has_what_differs_and_the_rest_of_the_run() -> None:
     assert tomllib.loads(to_toml(config))["policies"]["solver"]["algorithm"]["preset"] == "gspo"
 
 
+@pytest.mark.part
 def test_a_frozen_adapter_inherits_nothing_of_the_run() -> None:
     judge = {"roles": ["judge"], "frozen": True, "lora": {"adapter": "judge"}}
     data = team() | {"policy": {"model": "m", "lora": {"rank": 8, "alpha": 2.0}}}
@@ -100,6 +102,7 @@ def test_a_frozen_adapter_inherits_nothing_of_the_run() -> None:
     assert found == LoraConfig(adapter="judge")
 
 
+@pytest.mark.part
 def test_roles_may_be_given_in_their_own_table_and_nothing_need_be_trained() -> None:
     data = team(roles=[]) | {"roles": {"solver": "solver"}, "steps": 0}
     assert policy_by_role(resolve(data, source="run.toml")) == {
@@ -108,6 +111,7 @@ def test_roles_may_be_given_in_their_own_table_and_nothing_need_be_trained() -> 
     }
 
 
+@pytest.mark.part
 def test_another_order_of_policies_is_another_run() -> None:
     config = resolve(team(), source="run.toml")
     turned = replace(config, policies=dict(reversed(config.policies.items())))
@@ -117,6 +121,7 @@ def test_another_order_of_policies_is_another_run() -> None:
     assert differences(config, config) == []
 
 
+@pytest.mark.part
 @pytest.mark.parametrize(
     ("missing", "said"),
     [

@@ -140,9 +140,7 @@ def test_without_held_out_tasks_there_is_no_table() -> None:
 
 
 def test_a_policy_whose_roles_never_speak_is_named() -> None:
-    members = {
-        name: {"roles": [name], "lora": {"rank": 2}} for name in ("solver", "planer", "late")
-    }
+    members = {name: {"roles": [name], "model": name} for name in ("solver", "planer", "late")}
     members["judge"] = {"roles": ["judge"], "frozen": True, "model": "m"}
     config = resolve({"policy": {"model": "m"}, "policies": members}, source="test")
     spoken = {"role/solver/reward": 1.0, "role/planner/reward": 1.0}

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from agentrl import run_owner, trainer
-from agentrl.cli.restart import go_back
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, Conflict, Unavailable
 from agentrl.run_owner import TakenOver, hold
 from agentrl.store import Store, open_store
 from agentrl.store.sql.runs import LEASE_SLACK
 from tests import factories
+from tests.spine import of_part
 
 LIVE = r"run 'r' is live \(process \d+ on \S+, since \d\d:\d\d .*\): "
 OTHER = """
@@ -99,6 +99,12 @@ def fit(config: RunConfig, **options: bool) -> None:
     trainer.Trainer(print, tasks, lambda *_: 1.0, policy, **where).fit(**options)
 
 
+def go_back(config: RunConfig) -> None:
+    from agentrl.checkpoints import restart
+
+    restart.go_back(config, "0")
+
+
 @pytest.mark.parametrize(
     ("start", "cure", "stopped"),
     [
@@ -106,7 +112,7 @@ def fit(config: RunConfig, **options: bool) -> None:
         (lambda config: trainer.run_training(config, fresh=True), "stop it before --fresh", False),
         (fit, r"stop it first; .*fit\(take_over=True\)", False),
         (lambda config: fit(config, fresh=True), "stop it before --fresh", False),
-        (lambda config: go_back(config, "0"), "stop it first; give --take-over", False),
+        of_part(go_back, "stop it first; give --take-over", False),
     ],
 )
 async def test_a_live_run_is_left_alone_and_a_killed_one_is_free_at_once(

@@ -31,9 +31,9 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
 from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.algorithms.model.text import Codec
 from agentrl.types import POLICY, Sampling
@@ -74,7 +74,7 @@ def cpu_seconds(work: Callable[[], object], tries: int) -> float:
 class Sampler:
     """An engine that answers lists of prompts."""
 
-    def __init__(self, model: Any, threads: int, adapters: Adapters | None = None) -> None:
+    def __init__(self, model: Any, threads: int, adapters: LoraAdapters | None = None) -> None:
         self.left, self.done = 0, threading.Event()
         self.engine = Engine(
             model, eos=[], max_batch=max(ROWS), max_context=1024, threads=threads,
@@ -101,7 +101,11 @@ class Sampler:
 
 
 def decode(
-    model: Any, asked: list[list[int]], tries: int, threads: int, adapters: Adapters | None = None
+    model: Any,
+    asked: list[list[int]],
+    tries: int,
+    threads: int,
+    adapters: LoraAdapters | None = None,
 ) -> dict[str, float]:
     """Sampled tokens per CPU second by number of rows: `decode_N`, and `cached_decode_N`."""
     sampler, figures = Sampler(model, threads, adapters), {}
@@ -132,7 +136,7 @@ def rollouts(asked: list[list[int]], vocabulary: int) -> Batch:
 
 def train(
     model: Any, tokenizer: Any, batch: Batch, tries: int, threads: int,
-    adapters: Adapters | None = None,
+    adapters: LoraAdapters | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """CPU seconds of one pass and of one step, and the tokens of the trie."""
     learner = TorchLearner(model, tokenizer, adapters=adapters, threads=threads)
@@ -156,8 +160,8 @@ def train(
     }
 
 
-def adapted(model: Any) -> Adapters:
-    adapters = Adapters(model)
+def adapted(model: Any) -> LoraAdapters:
+    adapters = LoraAdapters(model)
     adapters.add(POLICY, rank=16, alpha=32.0)
     return adapters
 

@@ -35,8 +35,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.vllm.server import VllmServer
+from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.train.serving import policy_server
 from agentrl.config import resolve
 from agentrl.store import open_store
@@ -59,7 +59,7 @@ async def measure(
     model, tokenizer = load_model(model_dir, device="cpu")
     adapters = None
     if kind == "adapter":
-        adapters = Adapters(model)
+        adapters = LoraAdapters(model)
         adapters.add(POLICY, rank=8, alpha=16.0)
     trained = adapters.parameters(POLICY).values() if adapters else model.parameters()
     first = [(weight, weight.detach().clone()) for weight in trained]

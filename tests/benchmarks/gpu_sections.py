@@ -27,9 +27,10 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.lora.adapters import LoraAdapters
+from agentrl.algorithms.lora.quantize import load_quantized
 from agentrl.algorithms.model.lm_head import action_logprobs
 from agentrl.algorithms.model.load import load_model, no_progress_bars
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.packing import Packing, forward_logprobs, pack_rows
 from agentrl.algorithms.preflight.proof import trie_gap
 from agentrl.algorithms.train.serving import policy_server
@@ -269,7 +270,11 @@ class Trained(Struct):
 
 
 def trained(case: Case, *, lora: bool, quantize: str = "", **settings: Any) -> Trained:
-    model, tokenizer = load_model(needed(case), "bfloat16", case.device, quantize=quantize)
+    if quantize:
+        loaded = load_quantized(needed(case), quantize, "bfloat16", case.device)
+    else:
+        loaded = load_model(needed(case), "bfloat16", case.device)
+    model, tokenizer = loaded
     network: Any = model
     learner = TorchLearner(
         network, tokenizer, adapters=adapted(network) if lora else None, **settings
@@ -310,8 +315,8 @@ async def publish(case: Case, engine: Figures, say: Say) -> None:
         await calls(server, 8, 16)
 
 
-def adapted(model: Any) -> Adapters:
-    adapters = Adapters(model)
+def adapted(model: Any) -> LoraAdapters:
+    adapters = LoraAdapters(model)
     adapters.add(POLICY, rank=RANK, alpha=2.0 * RANK)
     return adapters
 

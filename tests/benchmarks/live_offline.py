@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.algorithms.data.turns import SIGNAL, turn_values, turns
+from agentrl.algorithms.preferences.turns import SIGNAL, turn_values, turns
 from agentrl.config import load
 from agentrl.live.labels.asking import Asker
 from agentrl.live.labels.signals import replies

@@ -281,8 +281,8 @@ def score(words: Sequence[str], said: Sequence[str]) -> float:
 
 
 def build(folder: Path, seed: int) -> Path:
-    from agentrl.algorithms.model.tiny import WORDS_TEMPLATE, imitator
-    from agentrl.algorithms.model.tiny import word_tokenizer as small
+    from agentrl.tiny.models import WORDS_TEMPLATE, imitator
+    from agentrl.tiny.models import word_tokenizer as small
 
     dice = random.Random(seed)
 

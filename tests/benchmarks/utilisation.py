@@ -30,8 +30,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.model.fused import use_liger
-from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.liger.kernels import use_liger
+from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.model.packing import Packing, pack_rows
 from agentrl.types import POLICY
 from tests.benchmarks.learner import Shape, batch_of, rows, tokenizer, update
@@ -92,7 +92,7 @@ def utilisation(
     weights = sum(p.numel() for p in model.model.layers.parameters())
     adapters, trained = None, weights
     if rank:
-        adapters, trained = Adapters(model), 0
+        adapters, trained = LoraAdapters(model), 0
         adapters.add(POLICY, rank=rank, alpha=2.0 * rank)
         trained = sum(p.numel() for p in adapters.parameters(POLICY).values())
     if liger:

@@ -12,11 +12,11 @@ from types import ModuleType
 import pytest
 
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.tiny import word_tokenizer
 from agentrl.base.loading import load_attribute
 from agentrl.config import load
 from agentrl.runners.games import Game, View
 from agentrl.store import open_store
+from agentrl.tiny.models import word_tokenizer
 from agentrl.types import RolloutState, Scope
 from tests import warm
 

@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from agentrl.algorithms.model.tiny import TEMPLATE, make_tokenizer
 from agentrl.base.loading import load_attribute, load_tasks
 from agentrl.config import load
+from agentrl.tiny.models import TEMPLATE, make_tokenizer
 
 STAFF = Path(__file__).parents[2] / "examples" / "staff"
 MODULES = ("agent", "database", "policy", "tasks", "verifier")

@@ -20,7 +20,6 @@ from torch import Tensor
 from agentrl import trainer
 from agentrl.algorithms.model import digests
 from agentrl.base import folder_lock
-from agentrl.cli.restart import go_back
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, DamagedError, Fenced, TrainingError, Unavailable
 from agentrl.store import open_store
@@ -214,6 +213,13 @@ def weights_of(settings: RunConfig) -> dict[str, Tensor]:
     return load_file(checkpoint(settings, STEPS + 1) / "model.safetensors")
 
 
+def go_back(settings: RunConfig, start: str) -> None:
+    from agentrl.checkpoints import restart
+
+    restart.go_back(settings, start)
+
+
+@pytest.mark.part
 def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
     whole: Path, broken: RunConfig, tmp_path: Path
 ) -> None:
@@ -236,6 +242,7 @@ def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
     assert_same(folder_of(broken), whole)
 
 
+@pytest.mark.part
 @pytest.mark.slow
 def test_from_the_start_all_steps_are_trained_again(whole: Path, broken: RunConfig) -> None:
     go_back(broken, "0")
@@ -244,6 +251,7 @@ def test_from_the_start_all_steps_are_trained_again(whole: Path, broken: RunConf
     assert_same(folder_of(broken), whole)
 
 
+@pytest.mark.part
 def test_a_checkpoint_of_another_run_is_not_gone_on_from(whole: Path, broken: RunConfig) -> None:
     other = next((whole / "out" / "checkpoints").iterdir())
     with pytest.raises(ConfigError, match="another run"):

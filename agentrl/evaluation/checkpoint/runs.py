@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.base.failures import commonest_failure
+from agentrl.base.failures import commonest_message
 from agentrl.base.threads import run_blocking
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig
 from agentrl.config import policies as team
@@ -18,7 +19,7 @@ from agentrl.config.base import without_making
 from agentrl.config.run_file import store_in
 from agentrl.errors import AgentRLError, ConfigError, NotFound
 from agentrl.store import open_store
-from agentrl.types import Rollout, RunState
+from agentrl.types import Failure, Rollout, RunState
 
 
 def check_any_succeeded(rows: Sequence[Rollout], name: str, option: str = "") -> None:
@@ -30,6 +31,14 @@ def check_any_succeeded(rows: Sequence[Rollout], name: str, option: str = "") ->
         raise AgentRLError(
             f"{name}: every rollout failed, {cause}; fix this and repeat the command{option}"
         )
+
+
+def commonest_failure(failures: Sequence[Failure], total: int) -> str:
+    """A sentence about the most frequent kind in `failures`: how many of `total` rollouts failed
+    this way, and their most frequent message."""
+    ((kind, count),) = Counter(failure.kind for failure in failures).most_common(1)
+    message = commonest_message([failure for failure in failures if failure.kind is kind])
+    return f"{count} of {total} failed by {kind}: {message}"
 
 
 def named(config: RunConfig, checkpoint: Path) -> Path:

@@ -11,6 +11,7 @@ from rich.console import Console
 from agentrl import trainer
 from agentrl.base.processes import PHASE
 from agentrl.base.threads import run_blocking
+from agentrl.checkpoints.saved import STEPS
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.config.base import tables, without_making
@@ -21,7 +22,6 @@ from agentrl.evaluation.checkpoint.runs import (
     find_checkpoint,
     named,
 )
-from agentrl.evaluation.core import STEPS
 from agentrl.results import TrainingResult
 from agentrl.store import open_store
 from agentrl.types import Purpose

@@ -11,7 +11,7 @@ import msgspec
 from agentrl.base.processes import die_with_parent
 from agentrl.cli import config_file
 from agentrl.config import RunConfig
-from agentrl.config.policies import EvaluationPlan
+from agentrl.evaluation.plans.plan import EvaluationPlan
 
 
 @click.command("play")

@@ -19,13 +19,14 @@ from rich.console import Console
 from agentrl import trainer
 from agentrl.base.files import make_folder
 from agentrl.base.threads import run_blocking
+from agentrl.checkpoints.saved import SavedCheckpoint
 from agentrl.config import RunConfig
 from agentrl.config.base import played_tables
-from agentrl.config.policies import EvaluationPlan, FrozenPolicy
+from agentrl.config.policies import FrozenPolicy
 from agentrl.config.tasks import tasks_of as tasks_of_split
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.checkpoint.runs import check_any_succeeded, evaluation_run
-from agentrl.evaluation.core import SavedCheckpoint
+from agentrl.evaluation.plans.plan import EvaluationPlan
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Json, Purpose, Rollout, RolloutState

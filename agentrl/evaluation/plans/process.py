@@ -8,7 +8,7 @@ from agentrl.algorithms.sampling import evaluate
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.train.stages import served
 from agentrl.config import RunConfig
-from agentrl.config.policies import EvaluationPlan
+from agentrl.evaluation.plans.plan import EvaluationPlan
 
 
 async def play_plan(config: RunConfig, plan: EvaluationPlan) -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from agentrl.config import RunConfig
 from agentrl.config.keys import flatten
-from agentrl.errors import SinkError
+from agentrl.errors import AgentRLError
 from agentrl.plugins import check_call, check_protocol, load_plugin
 from agentrl.telemetry.sinks.part import PART
 from agentrl.telemetry.sinks.table import metrics_of
@@ -28,6 +28,10 @@ from agentrl.types import Json, StepRow
 SETTINGS = ("seed", "steps", "policy", "sampling", "algorithm", "learner", "eval")
 """The settings that backends get; not those of the agent, whose variables may contain keys."""
 KEY = "metrics.sinks"
+
+
+class SinkError(AgentRLError):
+    """A metrics sink cannot be reached or refuses metrics."""
 
 
 class Sink(Protocol):

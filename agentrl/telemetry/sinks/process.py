@@ -25,11 +25,17 @@ from rich.console import Console
 
 from agentrl.base.processes import USER_ERROR, Child, log_to_stderr
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, SinkError
+from agentrl.errors import AgentRLError
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.telemetry.sinks import base
-from agentrl.telemetry.sinks.base import Sink, load_position, position_file, save_position
+from agentrl.telemetry.sinks.base import (
+    Sink,
+    SinkError,
+    load_position,
+    position_file,
+    save_position,
+)
 from agentrl.telemetry.sinks.table import metrics_of
 
 log = logging.getLogger(__name__)

@@ -32,10 +32,10 @@ from agentrl.algorithms.engines.embedded.kv_cache import (
     TokenUpdate,
 )
 from agentrl.algorithms.engines.embedded.sampler import Ints, likeliest, sample, uniforms
+from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.attention import UNUSED, whole_blocks
 from agentrl.algorithms.model.inputs import inputs_of, rotary_positions
 from agentrl.algorithms.model.load import Model
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.errors import PolicyError
 
 PREFILL_TOKENS = 512  # most prompt tokens per step; more would stall running requests

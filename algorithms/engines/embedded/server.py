@@ -23,12 +23,12 @@ from agentrl.algorithms.engines.base import LoopThread, port_taken
 from agentrl.algorithms.engines.embedded.admission import Admission, deliver
 from agentrl.algorithms.engines.embedded.engine import Engine
 from agentrl.algorithms.engines.embedded.routes import Routes
+from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.cpu_threads import sampling_threads
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import Model, Tokenizer, end_tokens
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.text import Codec
 from agentrl.base.access import ANYBODY, Access
 from agentrl.base.http_server import ask_for_key, listen

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.algorithms.engines.base import VERSION_HEADER, RequestHold, parse_versions
+from agentrl.algorithms.engines.base import VERSION_HEADER, RequestHold
 from agentrl.algorithms.engines.vllm.serving import (
     CLOSE,
     HOLD,
@@ -34,6 +34,7 @@ from agentrl.algorithms.engines.vllm.spans import (
     Send,
     SpanMiddleware,
     answer,
+    parse_versions,
 )
 from agentrl.base.access import Access
 from agentrl.base.http_server import NO_KEY, given_key

@@ -36,7 +36,6 @@ from agentrl.algorithms.engines.base import (
     VERSION_HEADER,
     LoopThread,
     RequestHold,
-    parse_versions,
     port_taken,
 )
 from agentrl.algorithms.engines.vllm.child import is_public_path, to_version, told
@@ -50,6 +49,7 @@ from agentrl.algorithms.engines.vllm.serving import (
     LostError,
     ServedModel,
 )
+from agentrl.algorithms.engines.vllm.spans import parse_versions
 from agentrl.base.access import ANYBODY, Access
 from agentrl.base.http_server import KEY_HEADERS, ask_for_key, listen, read_body
 from agentrl.errors import PolicyError

@@ -14,11 +14,12 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qsl
 from uuid import uuid4
 
 import msgspec
 
-from agentrl.algorithms.engines.base import VERSION_HEADER, parse_versions
+from agentrl.algorithms.engines.base import VERSION_HEADER
 
 SPANS = "/agentrl/spans"  # exists with this middleware; ?VERSIONS sets the weights' versions
 CALLS = "/v1/chat/completions", "/v1/completions"
@@ -31,6 +32,11 @@ Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
 AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 VersionSpans = list[tuple[int, int]]  # (first token, version)
+
+
+def parse_versions(query: str) -> dict[str, int]:
+    """Parse a query such as `policy=3&other=0` into versions by policy."""
+    return {policy: int(version) for policy, version in parse_qsl(query, keep_blank_values=True)}
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from agentrl.algorithms.learners.auxiliary import check_vocabulary
 from agentrl.algorithms.learners.factory import frozen_sources
 from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.learners.verl.settings import settings
+from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import Algo
 from agentrl.base.failures import one_line
 from agentrl.config import RunConfig

@@ -41,8 +41,8 @@ from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, read_sta
 from agentrl.algorithms.learners.verl.group import VerlWorkers
 from agentrl.algorithms.learners.verl.settings import FSDP2, VerlSettings, check_installed
 from agentrl.algorithms.learners.verl.shards import Shard, in_token_order, shards_of
+from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.load import Tokenizer, copy_weights, read_weights
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.errors import PolicyError

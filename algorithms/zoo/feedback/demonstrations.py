@@ -12,10 +12,10 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import rewards, weighted_sum
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch, map_calls, trainable
-from agentrl.algorithms.data.turns import corrections, reasked
 from agentrl.algorithms.model.chat import RequestError
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.prepare import TrainedPolicy
+from agentrl.algorithms.preferences.turns import corrections, reasked
 from agentrl.algorithms.presets.declare import Num, modifier
 from agentrl.types import Group, Json, Reward, Rollout, Scope, Transition, float32, int32
 

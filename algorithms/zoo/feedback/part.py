@@ -7,6 +7,7 @@ HERE = "agentrl.algorithms.zoo.feedback"
 PART = Part(
     name="zoo feedback",
     summary="What users say about answers: a reward of turns, demonstrations, a teacher.",
+    needs=("preferences",),
     presets={
         "+corrections": f"{HERE}.demonstrations:with_corrections",
         "+self-distill": f"{HERE}.told:with_self_distillation",

@@ -13,10 +13,10 @@ from agentrl.algorithms.credit.core import rewards, weighted_sum
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import reduce_by
 from agentrl.algorithms.data.merge import build_batch, map_calls, trainable
-from agentrl.algorithms.data.turns import corrections, last_said, reasked, turns
 from agentrl.algorithms.model.chat import RequestError
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.prepare import TrainedPolicy, with_call_rewards
+from agentrl.algorithms.preferences.turns import corrections, last_said, reasked, turns
 from agentrl.algorithms.presets.declare import Cap, Num, modifier
 from agentrl.types import Group, Json, Rollout, Transition, int32
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agentrl.algorithms.data.turns import turn_values, turns
 from agentrl.algorithms.objective.prepare import TrainedPolicy, with_call_rewards
+from agentrl.algorithms.preferences.turns import turn_values, turns
 from agentrl.types import Group, Rollout
 
 TURN = "transition:turn"  # the reward that `add_turns` adds

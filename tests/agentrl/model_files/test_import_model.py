@@ -21,7 +21,6 @@ from transformers.utils import quantization_config
 
 from agentrl.algorithms.model.load import end_tokens, load_model
 from agentrl.algorithms.model.text import Codec
-from agentrl.algorithms.model.tiny import make_model, make_tokenizer
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, PolicyError
@@ -29,6 +28,7 @@ from agentrl.model_files.gguf_file import GgufFile
 from agentrl.model_files.importing import import_gguf
 from agentrl.model_files.sources import find
 from agentrl.model_files.tokenizer import GPT2, WORDS, tokenizer_of
+from agentrl.tiny.models import make_model, make_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentrl.algorithms.lora.adapters import fingerprint
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import fingerprint
 from agentrl.errors import PolicyError
 from agentrl.model_files.merged import export_merged
-from tests.algorithms.model.test_lora import adapted, base, logits, make
+from tests.algorithms.lora.test_lora import adapted, base, logits, make
 
 __all__ = ["base"]
 

@@ -14,8 +14,8 @@ import torch
 
 from agentrl.algorithms.engines.vllm.factory import vllm_server
 from agentrl.algorithms.engines.vllm.server import VllmServer
+from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.config import resolve
 from agentrl.types import POLICY
 from agentrl.vision import tiny
@@ -32,7 +32,7 @@ class Served:
     server: VllmServer
     model: Any
     http: httpx.AsyncClient
-    adapters: Adapters | None
+    adapters: LoraAdapters | None
     version: int = 0
 
     async def change(self) -> None:
@@ -90,7 +90,7 @@ async def serving(kind: Any, folder: Path) -> AsyncIterator[Served]:
     model, tokenizer = load_model(folder / "model", device="cpu", config=config)
     adapters = None
     if WAYS[kind] == "adapter":
-        adapters = Adapters(model)
+        adapters = LoraAdapters(model)
         adapters.add(POLICY, rank=4, alpha=8.0)
     server = vllm_server(config, model, tokenizer, adapters)
     await server.start()

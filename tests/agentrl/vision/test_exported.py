@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.train.checkpoint import save_checkpoint
 from agentrl.cli.main import cli
 from agentrl.vision import tiny
@@ -31,7 +31,7 @@ def test_an_exported_model_is_loaded_as_its_card_says(
         tiny.save(model, tokenizer, adapter)
         (adapter / "model.safetensors").unlink()
         model.name_or_path = str(tmp_path / "policy")
-        adapters = Adapters(model)
+        adapters = LoraAdapters(model)
         adapters.add("policy", rank=2, alpha=4.0)
         adapters.save("policy", adapter)
         save_checkpoint(tmp_path / "loose" / "000001", trained.Files(adapter), {})

@@ -16,8 +16,8 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.auxiliary import Reference, load_auxiliary
 from agentrl.algorithms.learners.base import LossCoefficients
+from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.preflight.proof import trie_gap
 from agentrl.config import PolicyConfig
 from agentrl.errors import PolicyError
@@ -233,7 +233,7 @@ def test_a_call_whose_images_are_not_found_is_not_trained(
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_are_of_text_alone(kind: str, tmp_path: Path) -> None:
     model, tokenizer = make(kind)
-    adapters = Adapters(model)
+    adapters = LoraAdapters(model)
     adapters.add("policy", rank=2, alpha=4, seed=1)
     assert adapters.parameters("policy")
     assert all(name.startswith("model.language_model") for name in adapters.parameters("policy"))
@@ -271,7 +271,7 @@ def test_checkpoints_keep_the_tower_and_what_it_takes_to_look(kind: str, tmp_pat
 def test_a_merged_adapter_can_look(tmp_path: Path) -> None:
     tiny.save(*make("qwen3_vl"), tmp_path / "base")
     model, tokenizer = load_model(tmp_path / "base", device="cpu")
-    adapters = Adapters(model)
+    adapters = LoraAdapters(model)
     adapters.add("policy", rank=2, alpha=4, seed=1)
     learner = SeeingLearner(model, tokenizer, adapters=adapters)
     batch = batch_of(model, rollouts(model))

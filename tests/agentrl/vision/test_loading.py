@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import transformers as hf
 
+from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.model.tiny import make_model, word_tokenizer
 from agentrl.algorithms.preflight import estimate
 from agentrl.errors import ConfigError, PolicyError
+from agentrl.tiny.models import make_model, word_tokenizer
 from agentrl.vision import tiny
 from tests import factories
 from tests.agentrl.vision.looks import KINDS, WORDS, eyes_of
@@ -139,7 +139,7 @@ def test_other_classes_are_refused_by_name(
     with caplog.at_level(logging.WARNING):
         text, _ = load_model(tmp_path, device="cpu", config=view())
     assert inputs_of(text) is None
-    adapters = Adapters(text)
+    adapters = LoraAdapters(text)
     adapters.add("policy", rank=2, alpha=4)
     assert adapters.parameters("policy")
     assert not any("vision" in name or "visual" in name for name in adapters.parameters("policy"))

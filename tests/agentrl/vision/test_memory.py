@@ -56,10 +56,10 @@ def test_the_weights_that_learn_are_counted(kind: Any, policy: Any, tmp_path: Pa
     tiny.save(*tiny.make(kind, WORDS), tmp_path)
     config = run({"model": str(tmp_path), **policy})
     if "lora" in policy:  # which has no adapter before it is trained
-        from agentrl.algorithms.model.lora import Adapters
+        from agentrl.algorithms.lora.adapters import LoraAdapters
 
         (loaded,) = load_policies(run({"model": str(tmp_path), "vision": "frozen"}))
-        adapters = Adapters(loaded.model)
+        adapters = LoraAdapters(loaded.model)
         adapters.add("policy", rank=4, alpha=8.0)
         learned = sum(x.numel() for x in adapters.parameters("policy").values())
     else:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
-from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.types import Sampling, Transition, int32
 from agentrl.vision import tiny
 from tests.agentrl.vision.looks import KINDS, WORDS, digest, eyes_of, own_logprobs, png
@@ -143,7 +143,7 @@ async def test_an_update_encodes_images_with_the_new_tower() -> None:
 @pytest.mark.parametrize("keys", [None, "recompute"])
 async def test_an_adapter_looks_too(keys: Any) -> None:
     model, tokenizer = tiny.make("qwen3_vl", WORDS, seed=1)
-    adapters = Adapters(model)
+    adapters = LoraAdapters(model)
     adapters.add("policy", rank=2, alpha=4, seed=1)
     torch.manual_seed(0)
     with torch.no_grad():

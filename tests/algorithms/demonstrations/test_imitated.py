@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.algorithms.model.tiny import imitator
 from agentrl.base.processes import PHASE
+from agentrl.tiny.models import imitator
 
 pytestmark = pytest.mark.part
 WORDS = ["Oslo", "Lima", "Cairo", "Delhi"]

@@ -13,8 +13,8 @@ from agentrl.algorithms.demonstrations.rows import ConversationReader
 from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.load import end_tokens, load_model
 from agentrl.algorithms.model.text import Codec
-from agentrl.algorithms.model.tiny import rows_of, word_tokenizer
 from agentrl.errors import TrainingError
+from agentrl.tiny.models import rows_of, word_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "query", "parameters": {}}}
 ARGUMENTS = '{"a":  "Å", "b":1.0}'

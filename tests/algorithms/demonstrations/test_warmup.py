@@ -20,13 +20,13 @@ from agentrl.algorithms.demonstrations.warmup import Patience, as_batch
 from agentrl.algorithms.learners.factory import torch_learner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
-from agentrl.algorithms.model.tiny import rows_of
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import RunConfig, resolve
 from agentrl.config.policies import initial_version
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.evaluation.checkpoint.runs import evaluation_run
+from agentrl.tiny.models import rows_of
 
 SHOWN: list[dict[str, Any]] = [
     {

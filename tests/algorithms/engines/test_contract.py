@@ -23,8 +23,8 @@ import torch
 
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
+from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.train.serving import policy_server
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
@@ -170,7 +170,9 @@ async def served(
         model, tokenizer = load_model(wide_model_dir, device="cpu")
         adapters = None
         if request.param == "adapter":
-            adapters = Adapters(model)
+            from agentrl.algorithms.lora.adapters import LoraAdapters
+
+            adapters = LoraAdapters(model)
             adapters.add(POLICY, rank=4, alpha=8.0)
             adapters.add("other", rank=2, alpha=8.0)
             engine["vllm"] = {"max_adapters": 3}

@@ -18,9 +18,7 @@ import torch
 from agentrl.algorithms.engines.embedded.kv_cache import TokenUpdate
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
-from agentrl.types import Sampling
 from tests.algorithms.engines.test_engine import Desk, reference
-from tests.algorithms.model.test_lora import make
 
 EXACT = 1e-5  # between a recorded log-prob and that of a full forward pass, float32
 
@@ -196,39 +194,6 @@ async def test_published_weights_reach_running_calls_and_no_call_is_lost(
     assert len(server.pauses) == version + 1
     for weight, before in zip(model.parameters(), first.parameters(), strict=True):
         assert torch.equal(weight, before * 1.1)  # the server wrote nothing
-
-
-async def test_adapters_of_several_versions_are_served_side_by_side(tiny_model_dir: Path) -> None:
-    adapters = make(tiny_model_dir, {"planner": 4, "solver": 2})
-    tokenizer = load_model(tiny_model_dir, device="cpu")[1]
-    server = EmbeddedServer(
-        adapters.model, tokenizer, name="planner", adapters=adapters, keys="recompute",
-        defaults=Sampling(temperature=0.0),
-    )  # fmt: skip
-    served = server._copy[1]
-    assert served is not None
-    assert served.model.lm_head.weight is adapters.model.lm_head.weight  # the base, once
-    await server.start()
-    async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
-        old = (await complete(client, model="planner"))[1]
-        running = [
-            asyncio.create_task(complete(client, model="planner", max_tokens=80)) for _ in range(3)
-        ]
-        await complete(client, model="solver", max_tokens=3)  # by then they run
-        with torch.no_grad():
-            for weight in adapters.parameters("planner").values():
-                weight.add_(0.1)
-        await server.publish(1, "planner")
-        version, new, spans = await complete(client, model="planner")
-        assert (version, spans) == (1, None)
-        assert new != old
-        for version, tokens, spans in [await each for each in running]:
-            assert (version, spans) == (0, None)  # they ended under the version they began with
-            assert tokens[:40] == old
-        await server.publish(2, "planner")
-        assert (await complete(client, model="planner"))[0] == 2
-    await server.close()
-    assert served.names == ["planner", "solver", "planner#1"]  # the adapter of version 1 is closed
 
 
 async def test_no_swap_is_waited_for_once_the_engine_is_closed(desks: Any) -> None:

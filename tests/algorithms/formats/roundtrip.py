@@ -16,8 +16,8 @@ from typing import Any
 from agentrl.algorithms.formats.templates import load_format, templates
 from agentrl.algorithms.model.chat import Chat, template_message
 from agentrl.algorithms.model.text import Codec, TextStream
-from agentrl.algorithms.model.tiny import make_tokenizer
 from agentrl.algorithms.model.tool_parser import TOOL_FORMAT, ToolCall
+from agentrl.tiny.models import make_tokenizer
 from agentrl.types import Json
 
 Calls = list[tuple[str, Json]]

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from agentrl.algorithms.engines.vllm import factory, process
 from agentrl.algorithms.formats.templates import templates
+from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.tool_parser import TOOL_FORMAT, parser_of
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.algorithms.train.serving import PolicyServers
@@ -66,7 +66,7 @@ def test_an_exported_adapter_has_the_template_of_its_run(
     assert exported.chat_template == templates()["chatml"].text
     assert exported.init_kwargs[TOOL_FORMAT] == "hermes"
     assert AutoTokenizer.from_pretrained(tiny_llama_dir).chat_template != exported.chat_template
-    other = Adapters(load_model(tiny_llama_dir, device="cpu")[0])  # saved without a tokenizer
+    other = LoraAdapters(load_model(tiny_llama_dir, device="cpu")[0])  # saved without a tokenizer
     other.add("plain", rank=2, alpha=2, targets=("q_proj",), seed=0)
     other.save("plain", tmp_path / "plain")
     export_merged(tmp_path / "plain", tmp_path / "again")

@@ -15,7 +15,6 @@ from agentrl.algorithms.learners.auxiliary import CRITIC, ValueModel, load_auxil
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.packing import Packing
 from agentrl.algorithms.objective.values import ValueTerms, value_terms
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
@@ -224,16 +223,19 @@ def test_a_checkpoint_without_the_critic_is_refused_and_changes_nothing(
     assert all(map(torch.equal, before, states(learner)))
 
 
+@pytest.mark.part
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_of_it_at_once(tiny_model_dir: Path, kind: str, dtype: torch.dtype) -> None:
     """Adapter, critic, recomputed layers and shared prefixes learn what each row by itself does,
     also after memory ran out: two steps, the second of which sees what the first has changed."""
+    from agentrl.algorithms.lora.adapters import LoraAdapters
+
     batch = make_batch()
 
     def build(**settings: object) -> TorchLearner:
         model, tokenizer = load_model(tiny_model_dir, device="cpu")
         model = model.to(dtype)
-        adapters = Adapters(model)
+        adapters = LoraAdapters(model)
         adapters.add("policy", rank=4, alpha=8.0)
         decoder = None
         if kind == "copy":

@@ -13,7 +13,6 @@ from agentrl.algorithms.learners import factory
 from agentrl.algorithms.learners.auxiliary import REFERENCE, Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import kl_to_reference
 from agentrl.algorithms.objective.values import value_terms
 from agentrl.algorithms.presets import catalogue
@@ -170,11 +169,14 @@ def test_what_could_not_matter_is_refused(
         factory.refuse_unused_settings(config(**sections), algo)
 
 
+@pytest.mark.part
 def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Path) -> None:
+    from agentrl.algorithms.lora.adapters import LoraAdapters
+
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
     batch = make_batch()
     start = TorchLearner(model, tokenizer, threads=1).logprobs(batch)
-    adapters = Adapters(model)
+    adapters = LoraAdapters(model)
     adapters.add(POLICY, rank=4, alpha=32.0)
     settings = config(policy={"lora": {"rank": 4}})
     algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from agentrl.algorithms.engines.embedded import packed
 from agentrl.algorithms.engines.embedded.engine import Engine
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.model.packing import hidden_states, pack_rows
 from agentrl.algorithms.preflight import estimate
 from agentrl.algorithms.preflight.proof import one_row
@@ -29,7 +29,7 @@ def settings(**tables: Any) -> RunConfig:
     return resolve({"policy": {"model": "m"}, **tables}, source="test")
 
 
-def llama(dtype: str, rank: int) -> tuple[Any, Adapters | None]:
+def llama(dtype: str, rank: int) -> tuple[Any, LoraAdapters | None]:
     """A layer of SmolLM2-135M's shape, twice."""
     torch.manual_seed(0)
     shape = LlamaConfig(
@@ -38,7 +38,7 @@ def llama(dtype: str, rank: int) -> tuple[Any, Adapters | None]:
         max_position_embeddings=512,
     )  # fmt: skip
     network = LlamaForCausalLM(shape).to(getattr(torch, dtype)).eval()
-    adapters = Adapters(network) if rank else None
+    adapters = LoraAdapters(network) if rank else None
     if adapters:
         adapters.add("policy", rank=rank, alpha=32)
     return network, adapters

@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl import trainer
+from agentrl.checkpoints.saved import checkpoint_at
 from agentrl.config import RunConfig, load, resolve
-from agentrl.config.policies import EvaluationPlan
 from agentrl.errors import ConfigError
 from agentrl.evaluation.checkpoint import score as evaluation
-from agentrl.evaluation.core import checkpoint_at
 from agentrl.evaluation.plans import play
+from agentrl.evaluation.plans.plan import EvaluationPlan
 
 TABLE = {"components": {"a": "a.txt"}, "reflector": "policy", "algorithm": "apo"}
 

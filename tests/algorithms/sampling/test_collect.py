@@ -126,6 +126,7 @@ async def test_without_a_rule_a_step_takes_what_it_asked_for(store: Store) -> No
     assert (collected.discarded, collected.metrics) == ([], {})
 
 
+@pytest.mark.part
 def test_what_several_policies_learn_from_has_a_signal(store: Store) -> None:
     settings = team(algorithm={"dynamic_sampling": True})
     own = Collector(settings, store, 1, TaskSampler(settings, TASKS), "outcome")

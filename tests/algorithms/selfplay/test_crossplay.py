@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from agentrl.algorithms.selfplay import crossplay
+from agentrl.checkpoints import saved as evaluation
 from agentrl.config import RunConfig
-from agentrl.config.policies import EvaluationPlan
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.plans import play
+from agentrl.evaluation.plans.plan import EvaluationPlan
 from agentrl.types import (
     Rollout,
     RolloutState,

@@ -57,6 +57,7 @@ def test_a_step_is_empty_where_no_rollout_can_be_used() -> None:
     assert not alone([], [group("a", 1.0, 1.0)])  # tasks that are too easy are no fault
 
 
+@pytest.mark.part
 def test_of_several_policies_one_that_could_learn_is_enough() -> None:
     made = team_config(team={"schedule": "alternating"}, steps=4)
     whole, _ = recording(made)

@@ -16,8 +16,6 @@ import agentrl.algorithms
 from agentrl.algorithms.credit.peers import no_evidence
 from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.learners.base import Learner, LearnerDefaults
-from agentrl.algorithms.learners.older import current_form
 from agentrl.algorithms.objective.core import Algo, Gate, KLPenalty
 from agentrl.algorithms.objective.ratios import Candidates, LogProbs, _say_renamed
 from agentrl.algorithms.presets import catalogue
@@ -25,7 +23,6 @@ from agentrl.algorithms.train import saving
 from agentrl.algorithms.train.hooks import AllHooks, Hooks, hooks_of
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.config import RunConfig, resolve
-from agentrl.plugins import check_protocol
 from agentrl.types import Group, NewRollout, Reward, StepReward
 from tests import factories
 from tests.algorithms.train.test_loop import StandIn
@@ -167,75 +164,6 @@ def test_a_run_has_the_parts_that_its_settings_ask_for(
     if "data" not in tables:
         found.remove("TemplateChecks")  # it watches what the prompts of any run leave out
     assert found == expected
-
-
-def test_a_learner_of_an_earlier_version_gets_what_it_lacks(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Earlier:
-        """The members that a learner had to have."""
-
-        supplies = frozenset({"old", "sampler"})
-        closed = False
-
-        def close(self) -> None:
-            self.closed = True
-
-        logprobs = values = top = symbol_logprobs = step = save = load = lambda *given: None
-
-    learner = current_form(Earlier(), by=Earlier)
-    check_protocol(learner, Learner, by=Earlier, key="learner.kind")
-    learner.rest()
-    learner.close()
-    assert learner.closed
-    assert (learner.undoable, dict(learner.frozen)) == (False, {})
-    (said,) = caplog.messages
-    assert "has no undoable, frozen, mark, shrink, rest, which learners have now" in said
-    assert current_form(LearnerDefaults(), by=Earlier) is not None
-    assert len(caplog.messages) == 1
-
-
-def test_letters_of_an_earlier_version_still_name_models(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    asked: list[Any] = []
-
-    class Lettered(LearnerDefaults):
-        supplies = frozenset({"o", "b", "q", "k"})
-
-        def logprobs(self, batch: Any, of: str = "o") -> None:
-            asked.append(of)
-
-        def top(self, batch: Any, k: int, of: str = "o") -> None:
-            asked.append((k, of))
-
-    learner = current_form(Lettered(), by=Lettered)
-    assert learner.supplies == {"old", "sampler", "reference", "top_tokens"}
-    assert "'k' is 'top_tokens', 'o' is 'old', 'q' is 'reference'" in caplog.messages[0]
-    learner.logprobs(None)
-    learner.logprobs(None, "reference")
-    learner.top(None, 3, of="teacher")
-    assert asked == ["o", "q", (3, "t")]
-
-
-def test_entropy_weights_have_the_name_of_an_earlier_version(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Earlier(LearnerDefaults):
-        supplies = frozenset({"old", "sampler"})
-
-        def step(
-            self, batch: Any, psi: Any, *, lr: float, critic: Any = None, eta: Any = None
-        ) -> Any:
-            return lr, eta
-
-    learner = current_form(Earlier(), by=Earlier)
-    assert learner.step(None, None, lr=0.5, critic=None, entropy_weights="weights") == (
-        0.5,
-        "weights",
-    )
-    (said,) = caplog.messages
-    assert "calls `entropy_weights` eta; rename it" in said
 
 
 def test_gates_and_penalties_of_an_earlier_version_still_work(

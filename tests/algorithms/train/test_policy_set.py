@@ -34,6 +34,8 @@ from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import Group, Reward, StepReward
 from tests.algorithms.train.test_update import Recorder, group
 
+pytestmark = pytest.mark.part  # most of these policies are adapters
+
 TWO = {
     "planner": {"roles": ["planner"], "lora": {"rank": 4}},
     "solver": {"roles": ["solver"], "lora": {"rank": 2}},
@@ -144,7 +146,6 @@ def test_a_policy_whose_turn_it_is_not_changes_in_nothing() -> None:
     assert [row.rollout for row in whole.step_rewards(2)] == ["planner"]
 
 
-@pytest.mark.part
 def test_credit_is_kept_of_each_policys_own_calls_and_of_its_turns() -> None:
     from agentrl.algorithms.explain.credit_records import CreditRecorder
 
@@ -219,7 +220,6 @@ def test_counts_are_added_and_measurements_kept_apart() -> None:
     }
 
 
-@pytest.mark.part
 def test_algorithms_that_want_other_groups_are_refused() -> None:
     made = config({**TWO, "solver": TWO["solver"] | {"algorithm": {"preset": "dapo"}}})
     with pytest.raises(ConfigError, match=r"policies.planner and policies.solver learn from the"):
@@ -269,7 +269,6 @@ def build(made: RunConfig) -> PolicySet:
     return make_policies(made, algos, models, AsyncExitStack(), hooks_of(made))
 
 
-@pytest.mark.part
 def test_a_checkpoint_holds_every_policy_in_its_folder(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -22,7 +22,6 @@ from agentrl.algorithms.learners.auxiliary import ValueModel
 from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train import build, optimize
 from agentrl.algorithms.train.hooks import Hooks
@@ -32,6 +31,7 @@ from agentrl.config import AlgorithmConfig, RunConfig, load, resolve
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import Group, Reward
 from tests import factories
+from tests.spine import of_part
 
 
 @dataclasses.dataclass
@@ -267,7 +267,7 @@ def moments(learner: TorchLearner) -> list[dict[str, Tensor]]:
     return list(learner.optimizer.inner.state.values())
 
 
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", [False, of_part(True)])
 def test_a_halved_step_is_the_step_of_the_halved_rate(tiny_model_dir: Path, adapted: bool) -> None:
     """But its momentum has shrunk by the square; another adapter stays as it is."""
 
@@ -276,7 +276,9 @@ def test_a_halved_step_is_the_step_of_the_halved_rate(tiny_model_dir: Path, adap
         if not adapted:
             return torch_learner(tiny_model_dir)
         model, tokenizer = load_model(tiny_model_dir, device="cpu")
-        adapters = Adapters(model)
+        from agentrl.algorithms.lora.adapters import LoraAdapters
+
+        adapters = LoraAdapters(model)
         for name in ("policy", "other"):
             adapters.add(name, rank=4, alpha=8.0, targets=[], seed=1)
         return TorchLearner(model, tokenizer, threads=1, adapters=adapters, policy="policy")

@@ -17,6 +17,7 @@ from psycopg.pq import ExecStatus
 
 from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
 from agentrl.store import open_store
+from agentrl.store.http.server import start_call
 from agentrl.store.postgres import connection, notify, pipeline
 from agentrl.store.postgres import migrations as postgres_migrations
 from agentrl.store.postgres import session as pgsession
@@ -358,7 +359,7 @@ async def test_a_request_that_reaches_two_servers_is_executed_once(kit, opener) 
         request = idempotency.IdempotentCall(f"enqueue {number}", "digest")
         group = kit.group(str(number), 2)
         refused = [asyncio.ensure_future(store.log("nobody", 0, {})) for store in stores]
-        both = [idempotency.start_call(request, store.enqueue(group)) for store in stores]
+        both = [start_call(request, store.enqueue(group)) for store in stores]
         assert await asyncio.gather(*both) == [2, 2]  # though each was run a second time, alone
         for error in await asyncio.gather(*refused, return_exceptions=True):
             assert isinstance(error, NotFound)

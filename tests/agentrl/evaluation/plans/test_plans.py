@@ -11,11 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
+from agentrl.checkpoints import saved as evaluation
 from agentrl.config import RunConfig, resolve
-from agentrl.config.policies import EvaluationPlan, FrozenPolicy, initial_version
+from agentrl.config.policies import FrozenPolicy, initial_version
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.plans import play
+from agentrl.evaluation.plans.plan import EvaluationPlan
 from agentrl.store import open_store
 from agentrl.types import ErrorKind, Failure, Outcome, Rollout, Sampling
 from tests import factories

@@ -10,7 +10,8 @@ import openai
 
 import agentrl
 from agentrl.config import resolve
-from agentrl.config.policies import EvaluationPlan, FrozenPolicy
+from agentrl.config.policies import FrozenPolicy
+from agentrl.evaluation.plans.plan import EvaluationPlan
 from agentrl.evaluation.plans.process import play_plan
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store

@@ -20,10 +20,11 @@ from agentrl.base import loading
 from agentrl.base.loading import is_installed
 from agentrl.base.processes import Child
 from agentrl.config import RunConfig, resolve
-from agentrl.errors import ConfigError, SinkError
+from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.telemetry.sinks import base, process
 from agentrl.telemetry.sinks.base import (
+    SinkError,
     SinkPosition,
     load_position,
     plain_name,

@@ -31,7 +31,6 @@ from agentrl.algorithms.engines.vllm.weight_sync import SharedMemorySync
 from agentrl.algorithms.learners.auxiliary import Reference
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.tiny import word_tokenizer
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.teachers.remote import RemoteTeacher
 from agentrl.algorithms.train.step import Updater
@@ -40,6 +39,7 @@ from agentrl.errors import PolicyError
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 from agentrl.store import open_store
+from agentrl.tiny.models import word_tokenizer
 from agentrl.types import NewRollout, PolicyVersion, Purpose, Sampling, Transition
 from tests.algorithms.engines.callers import UPDATES, always_called
 from tests.algorithms.learners.test_learner import make_batch

@@ -2,9 +2,7 @@
 
 peft creates, initialises and describes the layers. They are applied here, because one packed
 sequence of the policy server has tokens of several adapters, and because peft's own switch walks
-every layer and turns gradients off. Invariants: the base is never written; a forward pass outside
-`using` and `routed` is that of the base; only one thread at a time is inside either. LoRA: arXiv
-2106.09685.
+every layer and turns gradients off. LoRA: arXiv 2106.09685.
 """
 
 from __future__ import annotations
@@ -25,23 +23,20 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from agentrl.algorithms.lora.linear import add_adapter
+from agentrl.algorithms.lora.quantize import dense_state, is_quantized, save_dense
 from agentrl.algorithms.model import digests
-from agentrl.algorithms.model.fused import add_adapter
+from agentrl.algorithms.model.adapters import CONFIG, Adapters, Selection
 from agentrl.algorithms.model.load import checkpoint_weights, shape_mismatch
-from agentrl.algorithms.model.quantize import dense_state, is_quantized, save_dense
 from agentrl.errors import DamagedError, PolicyError, nearest
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"  # beside `CONFIG`
 ALL = "all-linear"  # peft's name for all linear layers but the head
 PREFIX = "base_model.model."  # of every name in WEIGHTS
 FINGERPRINT_SAMPLES = 64  # elements of each weight in the fingerprint of a base
 
-Selection = Sequence[tuple[str, Tensor | None]]
-"""Adapters of one forward pass, each with its tokens: int64 indices into the second-last axis of
-activations; None: all tokens."""
 
-
-class Adapters:
+class LoraAdapters(Adapters):
     """The adapters of one model. Adding the first freezes the model's own weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -63,10 +58,6 @@ class Adapters:
     def add(
         self, name: str, *, rank: int, alpha: float, targets: Sequence[str] = (), seed: int = 0
     ) -> None:
-        """Add an adapter scale * B A with scale = alpha / rank and B = 0, which has no effect yet.
-
-        targets: names of linear layers, such as "q_proj"; empty: all but the head. The same seed
-        and name give the same A. Raises PolicyError for a target the model does not have."""
         if name in self.names or "." in name:
             raise PolicyError(f"adapter {name!r}: the name is taken, or has a dot in it")
         self._check_targets(targets)
@@ -96,34 +87,31 @@ class Adapters:
         self.model.eval()
 
     def open(self, name: str, directory: Path) -> None:
-        """Add an adapter that `save` or peft wrote. Raises PolicyError if it does not fit."""
         digests.check(directory)
         self._add_like(name, _settings(directory))
         self.restore(name, self.read(name, directory))
 
-    def copy(self) -> Adapters:
-        """A copy of adapters and modules on the same base weights, so that another thread can be
-        inside `using` or `routed` of it."""
+    def fits(self, directory: Path) -> bool:
+        return base_of(directory) == self.base
+
+    def copy(self) -> LoraAdapters:
         own = {id(p) for name in self.names for p in self.parameters(name).values()}
         shared: dict[int, object] = {id(p): p for p in self.model.parameters() if id(p) not in own}
         return copy.deepcopy(self, shared | {id(self._lock): threading.RLock()})
 
     def duplicate(self, name: str, source: Adapters, original: str) -> None:
-        """Add a copy of the adapter `original` of `source`."""
+        assert isinstance(source, LoraAdapters)
         self._add_like(name, source._peft.peft_config[original])
         self.restore(name, source.parameters(original))
 
     def keep_reference(self, name: str) -> None:
-        """Keep the adapter as it is now, as the reference of the policy that it is."""
         self._references[name] = kept = f"{name}@reference"
         self.duplicate(kept, self, name)
 
     def reference(self, name: str) -> str | None:
-        """The adapter that was kept as its reference; None: the base alone is."""
         return self._references.get(name)
 
     def close(self, name: str) -> None:
-        """Remove an adapter. Raises PolicyError for the first one, which peft's wrapper needs."""
         self._check_name(name)
         if name == self.names[0]:
             raise PolicyError(f"adapter {name!r}: it is the first one, which cannot be removed")
@@ -131,7 +119,6 @@ class Adapters:
         self._unfreeze()
 
     def parameters(self, name: str) -> dict[str, Parameter]:
-        """The parameters of one adapter, by names without the adapter's name."""
         self._check_name(name)
         return {
             f"{path}.{side}": getattr(layer, side)[name].weight
@@ -142,9 +129,6 @@ class Adapters:
 
     @contextmanager
     def using(self, name: str | None, *, wide: bool = False) -> Iterator[None]:
-        """Context in which forward passes apply one adapter to all tokens; None: the base alone.
-
-        wide: see `routed`. Run the backward pass inside as well: it may recompute layers."""
         if name is not None:
             self._check_name(name)
         with self.routed(() if name is None else ((name, None),), wide=wide):
@@ -152,10 +136,6 @@ class Adapters:
 
     @contextmanager
     def routed(self, selection: Selection, *, wide: bool = True) -> Iterator[None]:
-        """Context in which forward passes apply these adapters, each to its tokens.
-
-        wide: on a CPU, multiply in the adapter's float32 and not in the dtype of the base: faster
-        for few tokens, and the bits of a token do not depend on how many there are."""
         with self._lock:
             before, self._selection, self._wide = ((self._selection, self._wide), selection, wide)
             try:
@@ -164,7 +144,6 @@ class Adapters:
                 self._selection, self._wide = before
 
     def save(self, name: str, directory: Path) -> None:
-        """Write one adapter in peft's format, with the base's fingerprint in the metadata."""
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {
             f"{PREFIX}{key}.weight": parameter.detach().cpu().contiguous()
@@ -175,8 +154,6 @@ class Adapters:
         save_file(tensors, directory / WEIGHTS, metadata=metadata)
 
     def read(self, name: str, directory: Path) -> dict[str, Tensor]:
-        """The weights that `save` wrote, by the names of `parameters`. Raises PolicyError for
-        another base, rank, scale or target, and DamagedError for incomplete files."""
         parameters, own = self.parameters(name), self._peft.peft_config[name]
         settings = _settings(directory)
         try:
@@ -213,17 +190,14 @@ class Adapters:
         return found
 
     def restore(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        """Copy the weights that `read` returned into the adapter."""
         with torch.no_grad():
             for key, parameter in self.parameters(name).items():
                 parameter.copy_(weights[key])
 
     def merge(self, name: str, directory: Path) -> None:
-        """Write base + adapter as an ordinary Hugging Face directory, without changing memory."""
         self._write(self.merged(name), directory)
 
     def merged(self, name: str) -> dict[str, Tensor]:
-        """Weights of base + adapter, by the base's names, without changing memory."""
         self._check_name(name)
         weights = self._base()
         for path, layer in self._layers().items():
@@ -234,7 +208,6 @@ class Adapters:
         return weights
 
     def save_base(self, directory: Path) -> None:
-        """Write the base alone as an ordinary Hugging Face directory."""
         self._write(self._base(), directory)
 
     def rank(self, name: str) -> int:

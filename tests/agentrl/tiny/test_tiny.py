@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.tiny import (
+from agentrl.errors import TrainingError
+from agentrl.tiny.models import (
     TEMPLATE,
     Conversation,
     imitator,
     make_tokenizer,
     word_tokenizer,
 )
-from agentrl.errors import TrainingError
 
 WORDS = ["Oslo", "Lima", "Cairo", "Delhi"]
 

@@ -5,8 +5,8 @@ import torch
 
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
-from agentrl.algorithms.model.tiny import imitate, rows_of, word_tokenizer
 from agentrl.errors import TrainingError
+from agentrl.tiny.models import imitate, rows_of, word_tokenizer
 
 TEMPLATE = """\
 {%- for message in messages %}

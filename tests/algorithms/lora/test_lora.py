@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.lora.adapters import WEIGHTS, LoraAdapters, fingerprint
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import WEIGHTS, Adapters, fingerprint
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import resolve
@@ -34,9 +34,9 @@ def base(request: pytest.FixtureRequest) -> Path:
     return directory
 
 
-def make(base: Path, ranks: dict[str, int] = BOTH, *, trained: bool = True) -> Adapters:
+def make(base: Path, ranks: dict[str, int] = BOTH, *, trained: bool = True) -> LoraAdapters:
     """Adapters of these ranks, the second on the attention alone; `trained`: they have effect."""
-    adapters = Adapters(load_model(base, device="cpu")[0])
+    adapters = LoraAdapters(load_model(base, device="cpu")[0])
     for name, rank in ranks.items():
         targets = ["q_proj", "v_proj"] if name == "solver" else []
         adapters.add(name, rank=rank, alpha=8.0, targets=targets, seed=5)
@@ -53,16 +53,16 @@ def logits(model: torch.nn.Module) -> Tensor:
     return answer
 
 
-def adapted(adapters: Adapters, name: str | None) -> Tensor:
+def adapted(adapters: LoraAdapters, name: str | None) -> Tensor:
     with adapters.using(name):
         return logits(adapters.model)
 
 
-def copies(adapters: Adapters, name: str) -> dict[str, Tensor]:
+def copies(adapters: LoraAdapters, name: str) -> dict[str, Tensor]:
     return {key: p.detach().clone() for key, p in adapters.parameters(name).items()}
 
 
-def frozen(adapters: Adapters) -> dict[str, Tensor]:
+def frozen(adapters: LoraAdapters) -> dict[str, Tensor]:
     state = adapters.model.state_dict()
     return {key: tensor.clone() for key, tensor in state.items() if ".lora_" not in key}
 
@@ -139,7 +139,7 @@ def test_uses_nest_and_end_with_an_error(base: Path) -> None:
 MakeLearner = Callable[..., TorchLearner]
 
 
-def learner_of(adapters: Adapters, name: str, base: Path) -> TorchLearner:
+def learner_of(adapters: LoraAdapters, name: str, base: Path) -> TorchLearner:
     tokenizer = load_model(base, device="cpu")[1]
     return TorchLearner(adapters.model, tokenizer, threads=1, adapters=adapters, policy=name)
 
@@ -216,7 +216,7 @@ def test_a_resumed_adapter_learns_bitwise_as_an_uninterrupted_one(
     assert resumed.adapters is not None
     assert whole.adapters is not None
     assert same(copies(resumed.adapters, "planner"), copies(whole.adapters, "planner"))
-    opened = Adapters(load_model(base, device="cpu")[0])
+    opened = LoraAdapters(load_model(base, device="cpu")[0])
     opened.open("other-name", tmp_path / "c")
     assert same(copies(opened, "other-name"), load_adapter(tmp_path / "c"))
 
@@ -262,7 +262,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_nothing_changes(
         settings |= changes
     else:
         where = change_weight(tiny_model_dir, tmp_path / "other")
-    adapters = Adapters(load_model(where, device="cpu")[0])
+    adapters = LoraAdapters(load_model(where, device="cpu")[0])
     adapters.add("planner", **settings)  # type: ignore[arg-type]
     learner, before = learner_of(adapters, "planner", where), copies(adapters, "planner")
     with pytest.raises(PolicyError, match=message):
@@ -313,7 +313,7 @@ def test_a_run_file_asks_for_an_adapter_and_what_it_starts_from(
     first = make(tiny_model_dir, {"planner": 4})
     first.save("planner", tmp_path / "adapter")
 
-    def made(**lora: object) -> Adapters | None:
+    def made(**lora: object) -> LoraAdapters | None:
         policy = {"model": str(tiny_model_dir), "device": "cpu", "lora": lora}
         settings = {"root": str(tmp_path), "policy": policy, "seed": 3}
         (base,) = load_policies(resolve(settings, source="run.toml"))

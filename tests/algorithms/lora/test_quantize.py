@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from agentrl.algorithms.lora.adapters import LoraAdapters
+from agentrl.algorithms.lora.quantize import load_quantized
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig
 from agentrl.config.run_file import resolve
@@ -29,8 +30,8 @@ TOKENS = torch.arange(40, 72)[None]
 @pytest.fixture(params=BITS)
 def packed(request: pytest.FixtureRequest, tiny_model_dir: Path) -> tuple[str, LoadedModel]:
     """A quantised model with an adapter that changes something."""
-    model, tokenizer = load_model(tiny_model_dir, device="cpu", quantize=request.param)
-    adapters = Adapters(model)
+    model, tokenizer = load_quantized(str(tiny_model_dir), request.param, "float32", "cpu")
+    adapters = LoraAdapters(model)
     adapters.add("policy", rank=4, alpha=8.0)
     with torch.no_grad():
         for parameter in adapters.parameters("policy").values():

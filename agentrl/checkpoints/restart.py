@@ -15,9 +15,9 @@ from agentrl import run_owner, trainer
 from agentrl.algorithms.model import digests
 from agentrl.base.files import atomic_directory
 from agentrl.base.threads import run_blocking
+from agentrl.checkpoints.saved import SavedCheckpoint, checkpoint_at, checkpoints_of
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.evaluation.core import SavedCheckpoint, checkpoint_at, checkpoints_of
 from agentrl.store import open_store
 from agentrl.types import RunState
 

@@ -1,6 +1,6 @@
 import pytest
 
-from agentrl.algorithms.data.turns import written
+from agentrl.algorithms.preferences.turns import written
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ import torch
 from agentrl.algorithms.engines.embedded import engine as engine_module
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import Adapters
 from agentrl.types import Sampling
 from tests.algorithms.engines.test_engine import Desk, reference
+from tests.algorithms.engines.test_swap import complete
 from tests.algorithms.learners.test_learner import make_batch, psi_for
-from tests.algorithms.model.test_lora import BOTH, make
+from tests.algorithms.lora.test_lora import BOTH, make
 
 POLICIES = [*BOTH, None]  # None: the base alone
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -31,7 +32,7 @@ def base(tiny_model_dir: Path) -> Path:
     return tiny_model_dir
 
 
-def desk_of(adapters: Adapters, **settings: Any) -> Desk:
+def desk_of(adapters: LoraAdapters, **settings: Any) -> Desk:
     return Desk(adapters.model, adapters=adapters, policies=POLICIES, **settings)
 
 
@@ -95,7 +96,7 @@ def test_a_prefix_is_shared_within_a_policy_and_forgotten_with_its_weights(base:
 
 
 @pytest.fixture
-async def served(base: Path) -> AsyncIterator[tuple[Adapters, Any, httpx.AsyncClient]]:
+async def served(base: Path) -> AsyncIterator[tuple[LoraAdapters, Any, httpx.AsyncClient]]:
     """Two adapters, a started server of both and of their base, and a client."""
     adapters = make(base, trained=False)
     tokenizer = load_model(base, device="cpu")[1]
@@ -115,7 +116,7 @@ async def ask(client: httpx.AsyncClient, model: str | None) -> httpx.Response:
 
 
 async def test_policies_are_trained_in_turn_and_served_at_once(
-    base: Path, served: tuple[Adapters, Any, httpx.AsyncClient]
+    base: Path, served: tuple[LoraAdapters, Any, httpx.AsyncClient]
 ) -> None:
     adapters, server, client = served
     tokenizer = load_model(base, device="cpu")[1]
@@ -152,7 +153,7 @@ async def test_policies_are_trained_in_turn_and_served_at_once(
 
 
 async def test_models_are_listed_and_an_unknown_one_is_refused(
-    served: tuple[Adapters, Any, httpx.AsyncClient],
+    served: tuple[LoraAdapters, Any, httpx.AsyncClient],
 ) -> None:
     _, server, client = served
     await server.publish(3, "solver")
@@ -185,3 +186,36 @@ async def test_an_adapter_may_take_the_name_of_the_model(base: Path) -> None:
         expected = torch.log_softmax(adapters.model(torch.tensor([[5, 6]])).logits[0, -1], -1)
     (found,) = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
     assert found == pytest.approx(float(expected.max()), abs=1e-5)
+
+
+async def test_adapters_of_several_versions_are_served_side_by_side(tiny_model_dir: Path) -> None:
+    adapters = make(tiny_model_dir, {"planner": 4, "solver": 2})
+    tokenizer = load_model(tiny_model_dir, device="cpu")[1]
+    server = EmbeddedServer(
+        adapters.model, tokenizer, name="planner", adapters=adapters, keys="recompute",
+        defaults=Sampling(temperature=0.0),
+    )  # fmt: skip
+    served = server._copy[1]
+    assert served is not None
+    assert served.model.lm_head.weight is adapters.model.lm_head.weight  # the base, once
+    await server.start()
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+        old = (await complete(client, model="planner"))[1]
+        running = [
+            asyncio.create_task(complete(client, model="planner", max_tokens=80)) for _ in range(3)
+        ]
+        await complete(client, model="solver", max_tokens=3)  # by then they run
+        with torch.no_grad():
+            for weight in adapters.parameters("planner").values():
+                weight.add_(0.1)
+        await server.publish(1, "planner")
+        version, new, spans = await complete(client, model="planner")
+        assert (version, spans) == (1, None)
+        assert new != old
+        for version, tokens, spans in [await each for each in running]:
+            assert (version, spans) == (0, None)  # they ended under the version they began with
+            assert tokens[:40] == old
+        await server.publish(2, "planner")
+        assert (await complete(client, model="planner"))[0] == 2
+    await server.close()
+    assert served.names == ["planner", "solver", "planner#1"]  # the adapter of version 1 is closed

@@ -16,6 +16,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import BitsAndBytesConfig
 
+from agentrl.algorithms.model.load import DTYPES, Model, Tokenizer, device_of, load_model
+from agentrl.config import RunConfig
+
+
+def load_quantized(
+    source: str, bits: str, dtype: str, device: str, config: RunConfig | None = None
+) -> tuple[Model, Tokenizer]:
+    """As `load_model`, in "4bit" or "8bit"."""
+    quantized = {
+        "quantization_config": quantization(bits, DTYPES[dtype]),
+        "device_map": {"": device_of(device)},
+    }
+    model, tokenizer = load_model(source, dtype, device, quantized=quantized, config=config)
+    keep_gradients(model)
+    return model, tokenizer
+
 
 def quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
     """Settings for "4bit" (NF4, with quantised scales) or "8bit" (LLM.int8())."""

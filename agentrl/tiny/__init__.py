@@ -1,0 +1,18 @@
+"""Tiny starter policies of 0.1 M parameters, for experiments on a laptop without a download.
+
+`policy.build` of a run file names a function (directory, seed) that calls `imitator`, which writes
+a Hugging Face checkpoint that imitates the given conversations. It needs the extra `train`.
+"""
+
+from typing import TYPE_CHECKING
+
+from agentrl.base.late import late
+
+if TYPE_CHECKING:
+    from agentrl.tiny.models import Conversation as Conversation
+    from agentrl.tiny.models import imitator as imitator
+    from agentrl.tiny.models import make_model as make_model
+    from agentrl.tiny.models import word_tokenizer as word_tokenizer
+
+# Imported late, because the part's record in this folder imports nothing of it.
+__getattr__ = late(__name__, {"models": "Conversation imitator make_model word_tokenizer"})

@@ -1,0 +1,1 @@
+"""Learners of packages for an earlier version."""

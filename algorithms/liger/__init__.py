@@ -1,0 +1,1 @@
+"""Liger Kernel on the model of a learner."""

@@ -1,0 +1,1 @@
+"""Adapters of low rank on a frozen base, which may be quantised."""
