@@ -92,7 +92,7 @@ def poor_learner(folder: Path, model: Path) -> tuple[Any, ...]:
 class PoorLearner(HalfLearner):
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
-        self.supplies = {"o"}
+        self.supplies = {"old"}
 
     def close(self):
         print("closed")
