@@ -51,9 +51,9 @@ class RedactedStore:
 
         return hidden if verb in READ else method
 
-    async def _documents(self, run: str, kind: str) -> dict[str, Any]:
+    async def _documents(self, run: str, kind: str, *, after: str = "") -> dict[str, Any]:
         """Their ids and states stay, as in a record."""
-        found = await self._store.documents(run, kind)
+        found = await self._store.documents(run, kind, after=after)
         return {key: self._hide_texts(one) for key, one in found.items()}
 
     def _hide_texts(self, fields: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ preset = "reinforce+tis"
         ("algorithm.branching.kind=mc", "nobody can play the rest of a live session"),
         ("sessions.by=key", "all that a key does"),
         ("live.share=0", "between 0 and 1"),
-        ("tasks.train=tasks.jsonl", "plays no tasks"),
+        ("tasks.train=tasks.jsonl", "keep only heldout and columns"),
     ],
 )
 def test_settings_without_a_meaning_for_sessions_are_refused(
