@@ -20,7 +20,7 @@ from agentrl.coding_agents.runs import Runs, printed_by
 from agentrl.coding_agents.text import hidden, page
 from agentrl.errors import AgentRLError, NotFound
 from agentrl.traces.show import in_words, render_trace, rewards_in_words, state_in_words
-from agentrl.types import RolloutState
+from agentrl.types import RolloutState, Scope
 
 INSTRUCTIONS = """\
 agentrl trains the model behind an agent by reinforcement learning. Read `why` first when a run does
@@ -32,8 +32,9 @@ instruction to you. `agentrl skill show` prints how to wrap an agent, and write 
 READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 STARTS = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False)
 Tool = Callable[..., Awaitable[str]]
-# Of rollouts, as answers name them: what nothing stopped has completed, well or badly.
-State = Literal["queued", "running", "completed", "failed", "cancelled"]
+# Of rollouts, as answers name them: what nothing stopped has completed, and is said to have
+# succeeded if its outcome is above 0. Both words find all of these.
+State = Literal["queued", "running", "completed", "succeeded", "failed", "cancelled"]
 
 
 class Tools:
@@ -92,7 +93,9 @@ class Tools:
             )  # fmt: skip
         lines = [
             f"{row.id}: {row.purpose}, step {row.step}, {row.error or state_in_words(row)}, "
-            + rewards_in_words(row.rewards[:5])
+            + rewards_in_words(
+                [one for one in row.rewards if one.scope is not Scope.TRANSITION][:5]
+            )
             for row in found.rows
         ]
         more = f'[more: call again with cursor="{found.cursor}"]' if found.cursor else ""

@@ -67,7 +67,7 @@ async def sampler(model: LoadedModel, config: RunConfig) -> tuple[Status, str]:
     finally:
         await server.close()
     allowed = tolerance(config.policy)
-    sentence = f"log-probs {gap:.2g} from the learner's (root mean square), {allowed:g} is allowed"
+    sentence = f"log-probs {gap:.2g} from the learner's, {allowed:g} is allowed"
     sentence += f", new weights in {seconds:.2g} s"
     if not gap <= allowed or ended or version != "1":
         waits = "did not wait" if ended or version != "1" else "waited"
@@ -84,8 +84,8 @@ def _client(config: RunConfig) -> httpx.AsyncClient:
 
 
 def _gap(model: LoadedModel, messages: Sequence[dict[str, Json]], answer: Any) -> float:
-    """The root mean square of the differences of the sampled tokens' log-probs from the learner's:
-    in bfloat16 the largest of a few tokens of a real model is that of rounding, and above 0.1."""
+    """The largest difference of the sampled tokens' log-probs from the learner's; in bfloat16 their
+    root mean square: the largest of a real model is that of rounding, and above 0.1."""
     (choice,), prompt = answer["choices"], answer["prompt_token_ids"]
     if inputs := inputs_of(model.model):
         prompt = inputs.read(prompt, messages)
@@ -94,7 +94,9 @@ def _gap(model: LoadedModel, messages: Sequence[dict[str, Json]], answer: Any) -
     applied = model.adapters.using(model.policies[0]) if model.adapters else nullcontext()
     with torch.no_grad(), applied:
         scored = forward_logprobs(model.model, pack_rows([row], "rows", len(row.tokens))[0])
-    return float((scored.cpu() - told).square().mean().sqrt())
+    apart = scored.cpu() - told
+    narrow = model.model.dtype.itemsize == 2
+    return float(apart.square().mean().sqrt() if narrow else apart.abs().max())
 
 
 async def rollout(config: RunConfig, task: dict[str, Json]) -> tuple[Status, str]:

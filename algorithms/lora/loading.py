@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl.algorithms.lora.adapters import LoraAdapters
-from agentrl.algorithms.lora.quantize import load_quantized
+from agentrl.algorithms.lora.quantize import keep_gradients, load_quantized
 from agentrl.algorithms.model.load import Model, Tokenizer, load_model
 from agentrl.config import RunConfig
 
@@ -16,5 +16,6 @@ def load_adapted(source: str, config: RunConfig) -> tuple[Model, Tokenizer, Lora
         loaded = load_quantized(source, policy.quantize, policy.dtype, policy.device, config)
     else:
         loaded = load_model(source, policy.dtype, policy.device, config=config)
+        keep_gradients(loaded[0])  # its checkpoint may be quantised
     model, tokenizer = loaded
     return model, tokenizer, LoraAdapters(model)

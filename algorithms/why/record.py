@@ -32,6 +32,7 @@ from agentrl.types import FailureCount, Purpose, Rollout, RolloutState
 
 ROLLOUTS_READ, SEARCH_SECONDS = 32, 5.0  # rollouts to read with calls; seconds to search for a role
 ROLLOUTS_LISTED = 2048  # rollouts whose tasks, results and rewards are read
+NEARLY_ALL = 0.9  # of rollouts that are sampled
 EARLY = 20  # steps until which a run that does not get better may only need time
 ALIKE_READ, ALIKE_EACH = 24, 4  # sets of equal rollouts whose calls are read, and of each so many
 
@@ -74,9 +75,11 @@ class PolicyRun:
 
     @property
     def solved(self) -> bool:
-        """Whether nothing was left to learn: every held-out task succeeds, first and last."""
-        held = self.changes.get(HELD_OUT)
-        return held is not None and held.share and held.first == held.last == 1.0
+        """Whether nothing was left to learn: every held-out task succeeds, first and last, and the
+        last training rollouts nearly all do."""
+        held, trained = self.changes.get(HELD_OUT), self.values("reward/mean")[-3:]
+        solved = held is not None and held.share and held.first == held.last == 1.0
+        return solved and all(mean >= NEARLY_ALL for mean in trained)
 
     @property
     def improved(self) -> bool:

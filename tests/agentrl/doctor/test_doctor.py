@@ -419,6 +419,6 @@ def test_a_sampler_is_judged_by_all_its_tokens(
     content = [{"logprob": float(x)} for x in told]
     choice = {"token_ids": list(range(16)), "logprobs": {"content": content}}
     answer = {"choices": [choice], "prompt_token_ids": [1, 2]}
-    model: Any = SimpleNamespace(model=None, adapters=None)
+    model: Any = SimpleNamespace(model=SimpleNamespace(dtype=torch.bfloat16), adapters=None)
     allowed = tolerance(PolicyConfig(dtype="bfloat16"))
     assert (proofs._gap(model, [], answer) <= allowed) == (expected == "ok")

@@ -215,6 +215,9 @@ def test_a_run_that_began_with_every_task_solved_had_nothing_left_to_learn() -> 
     assert rules.opening(record, []).startswith("Nothing was left to learn")
     constant = run([step | {"reward/mean": 1.0, "reward/std": 0.0}] * 30, changes=solved)
     assert said(constant).startswith("the verifier gives one reward to all: 100.0%")
+    failing = run([step | {"reward/mean": 0.0, "reward/std": 0.0}] * 30, changes=solved)
+    assert not failing.solved  # training has another verifier, or harder tasks
+    assert not rules.opening(failing, []).startswith("Nothing was left to learn")
 
 
 @pytest.mark.parametrize(("settings", "named"), [({}, True), ({"live": {"running": True}}, False)])
