@@ -7,7 +7,8 @@ take longer than `HELD` times `live.idle`. Then each look sees all sessions up t
 whatever became of them, and a young version is compared like an old one. Complaints also count by
 themselves, those of the first seconds: there too all versions have had the same time.
 
-A session is read while it is in progress, once it has ended, and in the step that trained it. Kept
+A session is read while it is in progress, once it has ended, and in the step that trained it; at
+the first look also one that was discarded, as all of a candidate are that was offered by hand. Kept
 are those of the versions that serve, as far as something is still decided by them.
 """
 
@@ -71,6 +72,9 @@ class ServedSessions:
         through them, so that none is missed."""
         if (lanes := told.lanes) is None:
             return
+        if not self._looks:
+            self._now = now
+            self._take(await self.store.rollouts(self.run, group_state="discarded"), lanes)
         given: dict[str, Any]
         rows: list[Rollout] = []
         for given in (

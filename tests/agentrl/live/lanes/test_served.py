@@ -118,7 +118,10 @@ async def test_a_session_that_is_trained_before_its_wait_has_passed_counts_then_
         assert await seen(shop) == [1.0]
 
 
-async def test_a_session_is_counted_once_on_its_way_through_a_step(shop: Shop) -> None:
+@pytest.mark.parametrize("trained", [True, False])
+async def test_a_session_is_counted_once_on_its_way_through_a_step(
+    shop: Shop, trained: bool
+) -> None:
     await shop.session(1.0, lane="candidate")
     shop.now += WAIT
     assert await seen(shop) == [1.0]
@@ -128,8 +131,8 @@ async def test_a_session_is_counted_once_on_its_way_through_a_step(shop: Shop) -
     for _ in range(3):  # looks during a long update
         assert await seen(shop) == [1.0]
     commit = StepCommit(
-        run=RUN, epoch=state.epoch, step=0, groups=[group.id], versions={}, checkpoint=None,
-        metrics={},
+        run=RUN, epoch=state.epoch, step=0, groups=[group.id] * trained,
+        discarded=[group.id] * (not trained), versions={}, checkpoint=None, metrics={},
     )  # fmt: skip
     await shop.store.commit_step(commit)
     for _ in range(3):
