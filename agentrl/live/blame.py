@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import field
 
+from agentrl.algorithms.learners.memory import is_out_of_memory
 from agentrl.errors import StoreError, TrainingError
 from agentrl.types import Record, Rollout
 
@@ -83,5 +84,6 @@ class Blame:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, NOT_BLAMED):
-            self.file.write_bytes(msgspec.json.encode(self.trying))
+        if error is None or isinstance(error, NOT_BLAMED) or is_out_of_memory(error):
+            return
+        self.file.write_bytes(msgspec.json.encode(self.trying))

@@ -36,9 +36,12 @@ def main(config: RunConfig) -> None:
 
 async def watch(config: RunConfig) -> None:
     """Run until cancelled. Raises ConfigError for what a user must mend."""
-    async with open_store(config.store) as store, asyncio.TaskGroup() as parts:
-        for missed, work in WORK.items():
-            parts.create_task(keep_working(missed, partial(work, store, config)))
+    try:
+        async with open_store(config.store) as store, asyncio.TaskGroup() as parts:
+            for missed, work in WORK.items():
+                parts.create_task(keep_working(missed, partial(work, store, config)))
+    except* ConfigError as group:
+        raise group.exceptions[0] from None
 
 
 async def keep_working(missed: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

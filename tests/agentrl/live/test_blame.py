@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from agentrl.errors import TrainingError, Unavailable
 from agentrl.live.blame import Blame
@@ -81,7 +82,8 @@ async def test_an_error_of_all_sessions_loses_none(tmp_path: Path) -> None:
 
 
 async def test_kills_and_a_store_that_is_away_blame_no_session(tmp_path: Path) -> None:
-    ends = iter([Unavailable("away"), asyncio.CancelledError(), OSError("disk full")] * 4)
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    ends = iter([Unavailable("away"), asyncio.CancelledError(), OSError("disk full"), full] * 3)
     learner = Learner(tmp_path, NAMES, lambda chosen: next(ends, None))
     for _ in range(12):
         await asyncio.wait([asyncio.create_task(learner.process())])

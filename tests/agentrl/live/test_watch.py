@@ -60,12 +60,16 @@ async def test_work_that_fails_is_begun_again_and_the_others_go_on(
     ]
 
 
-async def test_what_a_user_must_mend_ends_the_process() -> None:
-    async def impossible() -> None:
+async def test_what_a_user_must_mend_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(*_: object) -> None:
         raise ConfigError("there is no file shop.py")
 
+    monkeypatch.setattr(watch, "WORK", {"sessions are not labelled": work})
+    config = resolve({"store": f"sqlite:///{tmp_path}/store.db"}, source="test")
     with pytest.raises(ConfigError, match=r"there is no file shop.py"):
-        await watch.keep_working("nothing is labelled", impossible)
+        await watch.watch(config)
 
 
 class LostStore(StoreError):
