@@ -72,9 +72,7 @@ class ServedSessions:
         through them, so that none is missed."""
         if (lanes := told.lanes) is None:
             return
-        if not self._looks:
-            self._now = now
-            self._take(await self.store.rollouts(self.run, group_state="discarded"), lanes)
+        first = not self._looks
         given: dict[str, Any]
         rows: list[Rollout] = []
         for given in (
@@ -85,6 +83,8 @@ class ServedSessions:
             rows += await self.store.rollouts(self.run, **given)
         state = await self.store.run(self.run)
         self.see(rows, now, lanes)
+        if first:
+            self._take(await self.store.rollouts(self.run, group_state="discarded"), lanes)
         steps = state.step if state else 0
         for step in range(max(self._step, first_step(told, lanes)), steps):
             self._take(await self.store.rollouts(self.run, trained=step), lanes)
