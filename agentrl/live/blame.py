@@ -24,7 +24,7 @@ from agentrl.types import Record, Rollout
 
 log = logging.getLogger("agentrl.algorithm")
 MOST = 3  # sessions that cannot be trained; if there are more, it is not because of them
-NOT_BLAMED = (StoreError, OSError, MemoryError)
+NOT_BLAMED = (StoreError, OSError)
 
 
 class Tried(Record, frozen=True):

@@ -17,7 +17,7 @@ import msgspec
 from agentrl.config import from_store
 from agentrl.config.keys import flatten
 from agentrl.errors import AgentRLError
-from agentrl.scores import are_shares
+from agentrl.scores import ROUNDING, are_shares
 from agentrl.store.base import Store
 from agentrl.types import Json, RunState
 
@@ -29,7 +29,6 @@ ENDS = ("", "_low", "_high")
 DECISIVE = (*(f"{name}{end}" for name in (SCORE, SAMPLED) for end in ENDS), REWARD, "reward/std")
 PLAIN_NAMES = {"model", "policy", "checkpoint", "best", "final"}  # of folders, which say little
 BY_STATE = "credit/by_state"  # how far the preset `auto` trusts values of states
-ROUNDING = 1e-9
 ENDLESS = 10**9  # steps of a run that trains until it is stopped
 # Settings that differ without making a run another one: where it is, and how it is watched.
 PLACES = {

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from agentrl.config import RunConfig
 from agentrl.vision.classes import CLASSES
 from agentrl.vision.eyes import EMBEDDING_BYTES
@@ -20,7 +18,12 @@ SCREEN = 1280 * 800  # pixels
 
 def needed(config: RunConfig, network: Any) -> tuple[int, dict[str, float]]:
     """The weights of a tower that does not learn, and bytes by use; nothing for a text model."""
-    from agentrl.algorithms.preflight.estimate import WIDE, bytes_of_weight, tokens_of_step
+    from agentrl.algorithms.preflight.estimate import (
+        WIDE,
+        bytes_of_weight,
+        on_gpu,
+        tokens_of_step,
+    )
 
     shape = network.config
     if shape.model_type not in CLASSES:
@@ -40,8 +43,7 @@ def needed(config: RunConfig, network: Any) -> tuple[int, dict[str, float]]:
     deep = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
     embeddings = min(EMBEDDING_BYTES, tokens * text.hidden_size * deep * width)
     patch = 3 * vision.patch_size**2 * getattr(vision, "temporal_patch_size", 1)
-    gpu = config.policy.device != "cpu" and torch.cuda.is_available()
-    pixels = 0 if gpu else min(PIXEL_BYTES, tokens * merged * patch * WIDE)
+    pixels = 0 if on_gpu(config) else min(PIXEL_BYTES, tokens * merged * patch * WIDE)
     size = getattr(vision, "image_size", None)  # LLaVA's, whatever the size of the image
     screen = (size * size if isinstance(size, int) else SCREEN) // vision.patch_size**2
     patches = min(max(config.learner.token_budget, screen), tokens * merged)

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from agentrl.algorithms.model.attention import whole_blocks
 from agentrl.algorithms.model.lm_head import MAX_LOGITS
-from agentrl.algorithms.model.load import DTYPES, packs_weights
+from agentrl.algorithms.model.load import DTYPES, device_of, packs_weights
 from agentrl.base import memory as host
 from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
@@ -191,9 +191,8 @@ def describe(config: RunConfig, source: str) -> Iterator[str]:
     fits, sentence = memory(config, network)
     yield f"memory: about {sentence}"
     if fits:
-        where = config.policy.device
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if where == "auto" else where
-        network = network.to(getattr(torch, config.policy.dtype)).to_empty(device=device).eval()
+        network = network.to(getattr(torch, config.policy.dtype)).eval()
+        network = network.to_empty(device=device_of(config.policy.device))
         for each in (*network.parameters(), *network.buffers()):  # memory may hold anything
             each.detach().zero_()
         yield from others(config, network)

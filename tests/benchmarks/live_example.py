@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tests.agentrl.live.shop import free_port, until
+from tests.agentrl.live.shop import free_port, listening
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "live"
 WINDOW, GOAL = 100, 0.8
@@ -42,18 +42,8 @@ async def answering(folder: Path, port: int, *arguments: str) -> AsyncIterator[s
             *AGENTRL, *arguments, cwd=folder, stdout=out, stderr=out
         )
 
-    async def listens() -> bool:
-        if process.returncode is not None:
-            raise RuntimeError(log.read_text())
-        try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            return False
-        writer.close()
-        return True
-
     try:
-        await until(listens, what=f"{arguments[0]} listens", seconds=300.0)
+        await listening(process, port, log, seconds=300.0)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         if process.returncode is None:

@@ -103,9 +103,8 @@ class Guard:
         await calls.read(self._store, rows, self._settings.sessions)
         known = other in self._usual
         found = await self._judged(served, version, other, lane)
-        if (
-            found and known and found.evidence["limit"] != "drop"
-        ):  # perhaps it is the same with both
+        if found and known and found.evidence["limit"] != "drop":
+            # Perhaps it is the same with both by now.
             del self._usual[other]
             found = await self._judged(served, version, other, lane)
         return found

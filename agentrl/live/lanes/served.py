@@ -23,7 +23,7 @@ from typing import Any
 
 from agentrl.live.lanes.comparison import Counted
 from agentrl.live.records.documents import Lanes, Told, served
-from agentrl.live.records.marks import ended_of, mark_of, outcome_of
+from agentrl.live.records.marks import known_end, mark_of, outcome_of
 from agentrl.live.records.table import LiveConfig
 from agentrl.store.base import Store
 from agentrl.types import SESSION, Purpose, Rollout, RolloutState
@@ -109,11 +109,10 @@ class ServedSessions:
 
     def _sort(self, row: Rollout) -> None:
         """Whether a session is settled."""
-        mark = mark_of(row) if row.state.terminal else None
-        due = None if mark is None else (ended_of(row) or mark.ended) + self.live.wait
-        if due is not None and due <= self._now:
+        labelled = is_labelled(row)
+        if labelled and self._had_time(row, self.live.wait):
             self._add(row)
-        elif due is not None or row.id in self.recent:  # others were deleted
+        elif labelled or row.id in self.recent:  # others were deleted
             self._open[row.id] = row
 
     def _add(self, row: Rollout) -> None:
@@ -166,15 +165,14 @@ class ServedSessions:
         found = [(one.began, one.early if early else one.outcome) for one in sessions]
         left = [row for row in self._open.values() if is_of(row, version, lane)]
         if early:
-            over = [row for row in left if row.state.terminal and self._had_time(row)]
+            over = [row for row in left if is_labelled(row) and self._had_time(row, EARLY)]
             found += [(began_of(row, self._now), early_of(row)) for row in over]
             left = [row for row in left if row not in over]
         end = self._end(left, EARLY if early else self.live.wait)
         return [value for began, value in sorted(found) if began < end and not math.isnan(value)]
 
-    def _had_time(self, row: Rollout) -> bool:
-        mark = mark_of(row)
-        return mark is not None and (ended_of(row) or mark.ended) + EARLY <= self._now
+    def _had_time(self, row: Rollout, seconds: float) -> bool:
+        return known_end(row) + seconds <= self._now
 
     def _end(self, left: Iterable[Rollout], wait: float) -> float:
         """When the first session began of those that are not settled, and hold back later ones."""
@@ -183,13 +181,16 @@ class ServedSessions:
         return min((began for began in begun if began >= oldest), default=math.inf)
 
 
+def is_labelled(row: Rollout) -> bool:
+    return row.state.terminal and mark_of(row) is not None
+
+
 def began_of(row: Rollout, now: float) -> float:
     """When a session began, in unix seconds; now: if it is unknown and has not ended."""
     known = row.task.get(BEGAN)
     if isinstance(known, int | float):
         return float(known)
-    mark = mark_of(row)
-    ended = ended_of(row) or (mark.ended if mark else 0.0)
+    ended = known_end(row)
     return ended - row.seconds if ended else now
 
 

@@ -54,6 +54,13 @@ def ended_of(session: Rollout) -> float:
     return float(ended) if isinstance(ended, int | float) and math.isfinite(ended) else 0.0
 
 
+def known_end(session: Rollout) -> float:
+    """When a session ended, in unix seconds; of one whose end nobody wrote, when it was labelled; 0
+    if neither is known."""
+    mark = mark_of(session)
+    return ended_of(session) or (mark.ended if mark else 0.0)
+
+
 def user_of(session: Rollout) -> str:
     """The hash of its user; empty if it is not known."""
     return str(session.task.get("user") or "")

@@ -16,7 +16,7 @@ from agentrl.base.access import read_key
 from agentrl.config import RunConfig
 from agentrl.errors import StoreError
 from agentrl.live.records.documents import told
-from agentrl.live.records.marks import ended_of, mark_of
+from agentrl.live.records.marks import ended_of, known_end
 from agentrl.live.records.table import live_of
 from agentrl.runners.sessions.recorder import RENEWAL_INTERVAL
 from agentrl.store.base import Store
@@ -151,15 +151,9 @@ async def expire(store: Store, config: RunConfig, now: float) -> int:
     old = [
         row.id
         async for row in all_sessions(store, config.name)
-        if row.state.terminal and 0.0 < _ended(row) < now - limit
+        if row.state.terminal and 0.0 < known_end(row) < now - limit
     ]
     return sum([(await store.forget(some)).rollouts for some in _parts(old)])
-
-
-def _ended(row: Rollout) -> float:
-    """When a session ended; of one whose end nobody wrote, when it was labelled; 0: unknown."""
-    mark = mark_of(row)
-    return ended_of(row) or (mark.ended if mark else 0.0)
 
 
 async def keep(store: Store, config: RunConfig) -> None:

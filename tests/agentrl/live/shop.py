@@ -130,6 +130,24 @@ async def until(look: Callable[[], Awaitable[Any]], *, what: str, seconds: float
     return found
 
 
+async def listening(
+    process: asyncio.subprocess.Process, port: int, log: Path, *, seconds: float = 90.0
+) -> None:
+    """Wait until a process listens. Raises RuntimeError with its log if it ends before."""
+
+    async def listens() -> bool:
+        if process.returncode is not None:
+            raise RuntimeError(log.read_text())
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    await until(listens, what=f"port {port} is listened at", seconds=seconds)
+
+
 async def first_lanes(store: Store) -> Lanes:
     """Those of the run, once the first version serves."""
 

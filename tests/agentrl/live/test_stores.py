@@ -18,12 +18,12 @@ from tests.agentrl.live.shop import (
     free_port,
     half,
     label,
+    listening,
     move,
     offered,
     running,
     seated,
     talk,
-    until,
 )
 
 KEY = "0123456789abcdef0123456789abcdef"
@@ -50,17 +50,8 @@ async def served(folder: Path) -> AsyncIterator[str]:
             env=os.environ | {"AGENTRL_STORE_KEYS": f"admin:{KEY}"},
         )  # fmt: skip
 
-    async def listens() -> bool:
-        assert process.returncode is None, (folder / "store.log").read_text()
-        try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            return False
-        writer.close()
-        return True
-
     try:
-        await until(listens, what="the store listens")
+        await listening(process, port, folder / "store.log")
         yield f"http://{KEY}@127.0.0.1:{port}"
     finally:
         process.terminate()
