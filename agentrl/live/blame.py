@@ -1,30 +1,36 @@
 """Which session the learner fails for: a step that raised is repeated with half of its sessions,
-until the one is found that cannot be trained.
+until one raises alone. It waits until others were trained, is tried alone once more, and is
+discarded if it raises again.
 
-Owns the file `failed.json` of the run's folder. Always true: only errors count, not kills or a
-store that cannot be reached; nothing is discarded before another session could be trained, so an
-error that has nothing to do with sessions loses none.
+Owns the file `failed.json` of the run's folder. Always true: a session is discarded only if it
+raised twice with a trained step in between; kills, memory that ran out, and services that cannot be
+reached blame none. If several sessions in a row raise alone, it is not because of them: learning
+waits until the file is deleted, and serving goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import httpx
 import msgspec
 from msgspec import field
+from msgspec.structs import replace
 
 from agentrl.algorithms.learners.memory import is_out_of_memory
-from agentrl.errors import StoreError, TrainingError
+from agentrl.errors import AgentError, AgentRLError, ConfigError, Invalid, StoreError
 from agentrl.types import Record, Rollout
 
 log = logging.getLogger("agentrl.algorithm")
-MOST = 3  # sessions that cannot be trained; if there are more, it is not because of them
-NOT_BLAMED = (StoreError, OSError)
+MOST = 3  # sessions that raised alone and wait for others to be trained
+SERVICES = (StoreError, OSError, aiohttp.ClientError, httpx.HTTPError)
+SETTINGS = (AgentRLError, AgentError, ConfigError)  # not their subclasses, which are about data
 
 
 class Tried(Record, frozen=True):
@@ -32,8 +38,18 @@ class Tried(Record, frozen=True):
 
     step: int
     groups: list[str]
-    # groups that raised alone before, and are not trained
-    suspects: list[str] = field(default_factory=list)
+    once: list[str] = field(default_factory=list)  # groups that raised alone
+    twice: list[str] = field(default_factory=list)  # and again after others were trained
+
+    def judged(self) -> Tried:
+        """What follows if the step raised."""
+        if len(self.groups) != 1:
+            return self
+        only = self.groups[0]
+        if only in self.once:
+            once = [group for group in self.once if group != only]
+            return replace(self, once=once, twice=[*self.twice, only])
+        return replace(self, once=[*self.once, only])
 
 
 @dataclass(slots=True)
@@ -41,7 +57,7 @@ class Blame:
     """What the last process failed with. folder: of the run."""
 
     folder: Path
-    trying: Tried | None = None  # by this process
+    trying: Tried | None = None  # by this process; None: no session
 
     @property
     def file(self) -> Path:
@@ -54,36 +70,53 @@ class Blame:
         except (OSError, msgspec.DecodeError):
             return Tried(step=-1, groups=[])
 
-    def suspects(self, sessions: Sequence[Rollout]) -> list[Rollout]:
-        """Those that raised alone, and are not to be trained again. Raises TrainingError if they
-        are many."""
-        last = self.failed()
-        groups = {*last.suspects, *(last.groups if len(last.groups) == 1 else [])}
-        found = [row for row in sessions if row.group in groups]
-        if len(found) > MOST:
-            raise TrainingError(
-                f"{len(found)} sessions were tried one by one, and none can be trained: it is not "
-                f"because of them, see the errors above, and delete {self.file} to try again"
-            )
-        return found
+    def why_held(self, waiting: Collection[str]) -> str:
+        """Why nothing may be learned, a sentence; empty if something may be. waiting: groups that
+        are neither trained nor discarded."""
+        found = sum(group in waiting for group in self.failed().once)
+        if found <= MOST:
+            return ""
+        return (
+            f"{found} sessions were tried one by one, and none could be trained: it is not because "
+            f"of them; see the errors above, mend their cause, and delete {self.file}"
+        )
 
-    def narrowed(
-        self, step: int, chosen: Sequence[Rollout], suspects: Sequence[Rollout]
-    ) -> list[Rollout]:
+    def narrowed(self, step: int, chosen: Sequence[Rollout]) -> list[Rollout]:
         """The sessions that a step tries, of those whose turn it is. Call it in the task that
         trains them."""
         last, kept = self.failed(), [*chosen]
-        if last.step == step and (again := [row for row in kept if row.group in last.groups]):
+        again = [row for row in kept if row.group in last.groups] if last.step == step else []
+        if last.step == step and last.once and last.groups == last.once[-1:]:
+            kept = kept[len(kept) // 2 :]  # those beside it may raise as well
+        elif again:
             kept = again[: max(1, len(again) // 2)]
+        if len(kept) < len(chosen):
             log.warning("a step failed: it is tried again with %d of its sessions", len(kept))
         if self.trying is None and (task := asyncio.current_task()):
             task.add_done_callback(self._ended)
-        groups = [row.group for row in kept]
-        self.trying = Tried(step, groups, [row.group for row in suspects])
+        self.trying = Tried(step, [row.group for row in kept], last.once, last.twice)
         return kept
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is None or isinstance(error, NOT_BLAMED) or is_out_of_memory(error):
-            return
-        self.file.write_bytes(msgspec.json.encode(self.trying))
+        if (
+            error is not None
+            and self.trying is not None
+            and not any(map(_is_not_theirs, _of(error)))
+        ):
+            self.file.write_bytes(msgspec.json.encode(self.trying.judged()))
+
+
+def _is_not_theirs(error: BaseException) -> bool:
+    """Whether no session can be the cause of an error."""
+    away = isinstance(error, SERVICES) and not isinstance(error, Invalid)
+    return away or type(error) in SETTINGS or is_out_of_memory(error)
+
+
+def _of(error: BaseException) -> Iterator[BaseException]:
+    """An error, what it was raised for, and those of a group."""
+    yield error
+    inner = (error.__cause__ or error.__context__, *getattr(error, "exceptions", ()))
+    for one in inner:
+        if one is not None:
+            yield from _of(one)

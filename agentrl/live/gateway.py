@@ -68,7 +68,7 @@ log = logging.getLogger("agentrl.runner")
 END = "x-agentrl-end"  # request header of a session's last call
 GIVEN = web.RequestKey(people.TOKEN, str)  # the token of the request's session
 MOST_FEEDBACK = 1000  # rewards of a session, beyond which no feedback is taken
-LOOK_PAUSE = 0.2  # seconds between two looks at the lanes
+LOOK_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two looks at the lanes; doubles on errors
 
 
 class SessionName(Record, frozen=True):
@@ -111,7 +111,7 @@ class LiveSessions(Sessions):
 
     async def follow(self) -> None:
         """Follow the run's lanes, until cancelled."""
-        cursor = 0
+        cursor, pause = 0, LOOK_PAUSE
         while True:
             try:
                 cursor = await self._store.wait(cursor)
@@ -119,11 +119,14 @@ class LiveSessions(Sessions):
                 if lanes is not None and not self._secret:
                     self._secret = await people.secret_of(self._store, self._config)
             except StoreError as error:
-                log.warning("the lanes of run %s cannot be read: %s", self._run, error)
-                cursor = 0
+                if pause == LOOK_PAUSE:
+                    why = f"{error}; tried again until they can"
+                    log.warning("the lanes of run %s cannot be read: %s", self._run, why)
+                cursor, pause = 0, min(2 * pause, LONGEST_PAUSE)
             else:
+                pause = LOOK_PAUSE
                 self._follow(lanes)
-            await asyncio.sleep(LOOK_PAUSE)
+            await asyncio.sleep(pause)
 
     def _follow(self, lanes: Lanes | None) -> None:
         if lanes is None or lanes == self._lanes:
@@ -275,13 +278,15 @@ class LiveSessions(Sessions):
 
     async def _count_failed(self, session: OpenSession) -> None:
         """Write how many calls got no answer, for the guard. A client who leaves fails nothing."""
-        failed = session.failed | session.active.failures.keys()
-        if len(failed) == len(session.failed) or not session.active.recorded:
+        active = session.active
+        done = {number for numbers in active.ended.values() for number in numbers}
+        failed = session.failed | (active.failures.keys() & done - active.abandoned)
+        if len(failed) == len(session.failed) or not active.recorded:
             return
         session.failed = failed
         row = Reward(name=FAILED, value=float(len(failed)), source=GATEWAY)
         try:
-            about = session.active.attempt.rollout.id
+            about = active.attempt.rollout.id
             await self._store.add_rewards([StepReward(rollout=about, reward=row)])
         except StoreError as error:
             log.warning("a failed call is not counted: %s", error)

@@ -64,25 +64,26 @@ class SessionSource:
         while True:
             await self.versions.tend(step)
             sessions = await ended(store, name)
-            suspects = self.blame.suspects(sessions)
-            ready, left_out = self._sorted(sessions, suspects, step)
-            if not self._held(step) and self._is_due(len(ready)) and self._has_room():
+            ready, left_out, again = self._sorted(sessions, step)
+            due = bool(again) or self._is_due(len(ready))
+            if not self._held(step, sessions) and due and self._has_room():
                 break
             if self._is_late(len(left_out)):
-                ready = []
+                ready = again = []
                 break
             cursor = await store.wait(cursor, timeout=10 * LOOK_PAUSE)
             await asyncio.sleep(LOOK_PAUSE)
         self.discarded = time.monotonic()
         self.since = self.discarded if ready else self.since
-        chosen = oldest_first(ready)[: live.sessions]
-        chosen = self.blame.narrowed(step, chosen, suspects)
+        chosen = again[:1] or oldest_first(ready)[: live.sessions]
+        chosen = self.blame.narrowed(step, chosen)
         return await self._claim(step, chosen, left_out)
 
-    def _held(self, step: int) -> str:
+    def _held(self, step: int, sessions: Sequence[Rollout]) -> str:
         """Why nothing is learned now, which the console says once; empty if something may be."""
         assert self.versions is not None
         why = self.versions.stuck or self.versions.too_far_ahead(step)
+        why = why or self.blame.why_held({row.group for row in sessions})
         if why and why != self.held and not self.versions.stuck:  # which is said already
             log_phase(log, f"learning waits, and serving goes on: {why}")
         self.held = why
@@ -109,25 +110,31 @@ class SessionSource:
         return not why
 
     def _sorted(
-        self, sessions: Sequence[Rollout], suspects: Sequence[Rollout], step: int
-    ) -> tuple[list[Rollout], list[Rollout]]:
-        """The sessions that may be trained, and those that never will be; suspects, once others
-        were trained without them."""
+        self, sessions: Sequence[Rollout], step: int
+    ) -> tuple[list[Rollout], list[Rollout], list[Rollout]]:
+        """The sessions that may be trained, those that never will be, and those that raised alone
+        and are tried once more, as others were trained since."""
         wait, now, seen = live_of(self.run.config).wait, time.time(), time.monotonic()
         waiting = [row.group for row in sessions if mark_of(row) is None]
         self.unlabelled = {group: self.unlabelled.get(group, seen) for group in waiting}
-        limit = self.run.config.algorithm.max_staleness
+        limit, failed = self.run.config.algorithm.max_staleness, self.blame.failed()
+        trained = self.lineage.updates(failed.step, step) > 0
         ready: list[Rollout] = []
-        sure = suspects and self.lineage.updates(self.blame.failed().step, step) > 0
-        left_out: list[Rollout] = [*suspects] if sure else []
+        left_out: list[Rollout] = []
+        again: list[Rollout] = []
         for row in sessions:
-            if row in suspects:
-                continue
-            if is_ready(row, now, wait):
-                (ready if self._age(row, step) <= limit else left_out).append(row)
+            if row.group in failed.twice:
+                left_out.append(row)
+            elif is_ready(row, now, wait):
+                if self._age(row, step) > limit:
+                    left_out.append(row)
+                elif row.group not in failed.once:
+                    ready.append(row)
+                elif trained:
+                    again.append(row)
             elif is_lost(row, now, wait) or self._is_overdue(row, seen):
                 left_out.append(row)
-        return ready, left_out
+        return ready, left_out, again
 
     def _is_overdue(self, session: Rollout, now: float) -> bool:
         """Whether a session's label was waited for in vain; a watch that starts late labels all."""

@@ -11,12 +11,11 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import combinations
 from statistics import fmean
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -38,7 +37,7 @@ from agentrl.algorithms.judges.table import (
     judges_of,
 )
 from agentrl.algorithms.sampling.collect import is_learned_from
-from agentrl.errors import TrainingError
+from agentrl.errors import AgentRLError
 from agentrl.store.base import Store
 from agentrl.store.records import Judgement
 from agentrl.types import Group, Reward, RolloutState, StepReward
@@ -59,14 +58,17 @@ class Asked:
     answering: asyncio.Task[Verdict | None]
     waiting: int = 0
 
-    async def answer(self) -> Verdict | None:
+    def answer(self) -> asyncio.Future[Verdict | None]:
+        """Wait for the answer: from now on, not from when the loop comes to it."""
         self.waiting += 1
-        try:
-            return await asyncio.shield(self.answering)
-        finally:
-            self.waiting -= 1
-            if not self.waiting:
-                self.answering.cancel()  # without effect once it is done
+        waiter = asyncio.shield(self.answering)
+        waiter.add_done_callback(self._leave)
+        return waiter
+
+    def _leave(self, waiter: asyncio.Future[Verdict | None]) -> None:
+        self.waiting -= 1
+        if not self.waiting:
+            self.answering.cancel()  # without effect once it is done
 
 
 @dataclass(slots=True)
@@ -133,7 +135,7 @@ class JudgeClient:
     async def _verdicts(self, batch: Sequence[Question], subject: str = "") -> list[Verdict | None]:
         endpoint = await find_endpoint(self.store, self.config, self.settings.upstream)
 
-        def ask(question: Question) -> Coroutine[Any, Any, Verdict | None]:
+        def ask(question: Question) -> asyncio.Future[Verdict | None]:
             about = (endpoint.identity, self.settings.max_tokens, question.text)
             id = blake2b(msgspec.json.encode(about), digest_size=16).hexdigest()
             asked = self._pending.get(id)
@@ -176,10 +178,10 @@ class JudgeClient:
         return None
 
     def _check_budget(self) -> None:
-        """Count a call. Raises TrainingError if the budget is used up."""
+        """Count a call. Raises AgentRLError if the budget is used up."""
         for key, limit in (("calls", self.settings.max_calls), ("usd", self.settings.max_usd)):
             if limit and self.spent[key] + self.counts[key] >= limit:
-                raise TrainingError(
+                raise AgentRLError(
                     f"judges.{self.name}.max_{key} = {limit:g} is used up; raise it and repeat the "
                     "command: verdicts so far are kept"
                 )

@@ -108,9 +108,10 @@ class CallHandler:
                 return await self._answer(self._call)
         except asyncio.CancelledError:  # the agent disconnected, or the attempt has ended
             self._record_silence()
+            active.abandoned.add(counted.number)
             raise
         except DisconnectedError:
-            pass
+            active.abandoned.add(counted.number)
         except (UpstreamError, RefusedError) as error:
             if not self._agent.begun:
                 raise

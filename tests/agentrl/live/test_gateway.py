@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,9 @@ from aiohttp import web
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import Unavailable
-from agentrl.live.records.documents import Lanes
+from agentrl.live import gateway
+from agentrl.live.gateway import LiveSessions
+from agentrl.live.records.documents import Lanes, Told
 from agentrl.live.records.marks import RESULT_ENDED, failed_calls
 from agentrl.live.records.sessions import chosen, ended
 from agentrl.live.serving import serve
@@ -396,3 +399,58 @@ async def test_calls_without_an_answer_are_counted_unless_the_client_leaves(
         served.model.then(*[breaks] * 20)
         await served.post("chat/completions", {"messages": messages}, x_session_id="ada")
         served.model.script.clear()
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["is answered at last", "its client leaves"])
+async def test_a_call_that_is_tried_again_is_not_counted_as_failed(
+    served: Served, leaves: bool
+) -> None:
+    async def breaks(*_: Any) -> web.Response:
+        return web.json_response({"error": {"message": "busy"}}, status=500)
+
+    reached, free = asyncio.Event(), asyncio.Event()
+
+    async def waits(*_: Any) -> None:
+        reached.set()
+        await free.wait()
+
+    served.model.then(breaks, waits)
+    call = asyncio.create_task(served.say("hi", x_session_id="ada"))
+    await reached.wait()
+    await served.say("meanwhile", x_session_id="ada")
+    (row,) = await served.sessions()
+    assert failed_calls(row) == 0
+    if leaves:
+        call.cancel()
+        await asyncio.wait([call])
+    free.set()
+    if not leaves:
+        await call
+    await served.say("and then", x_session_id="ada")
+    (row,) = await served.sessions()
+    assert failed_calls(row) == 0
+
+
+async def test_a_store_that_is_away_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gateway, "LOOK_PAUSE", 0.001)
+    monkeypatch.setattr(gateway, "LONGEST_PAUSE", 0.004)
+    fails, seen = iter([True] * 9 + [False] + [True] * 9), list[Any]()
+
+    async def waits(cursor: int) -> int:
+        if (away := next(fails, None)) is None:
+            raise asyncio.CancelledError
+        if away:
+            raise Unavailable("the disk is full")
+        return 7
+
+    async def told() -> Told:
+        return Told()
+
+    store, known = SimpleNamespace(wait=waits), SimpleNamespace(told=told)
+    sessions: Any = SimpleNamespace(_store=store, _documents=known, _run=RUN, _follow=seen.append)
+    with pytest.raises(asyncio.CancelledError):
+        await LiveSessions.follow(sessions)
+    assert caplog.text.count("the lanes of run shop cannot be read: the disk is full") == 2
+    assert seen == [None]

@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from agentrl.config import resolve
 from agentrl.live import source as module
+from agentrl.live.blame import Tried
 from agentrl.live.source import ROOM, SessionSource, no_room
 from agentrl.live.versions import Lineage
 from agentrl.store import open_store
@@ -30,20 +32,29 @@ def test_learning_waits_while_a_step_cannot_be_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_why_nothing_is_learned_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_why_nothing_is_learned_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     why = ["it is 4 updates ahead"]
     versions = SimpleNamespace(stuck="", too_far_ahead=lambda step: why[0])
-    run = SimpleNamespace(config=SimpleNamespace(output="."))
+    run = SimpleNamespace(config=SimpleNamespace(output=tmp_path))
     given: Any = {"run": run, "lineage": None, "vocabulary": None, "serves": False}
     source = SessionSource(**given, versions=versions)  # type: ignore[arg-type]
+    sessions: list[Any] = [SimpleNamespace(group=f"s{n}") for n in range(4)]
     with caplog.at_level("INFO"):
-        assert [source._held(4) for _ in range(3)] == why * 3
+        assert [source._held(4, sessions) for _ in range(3)] == why * 3
         assert caplog.text.count("learning waits, and serving goes on: it is 4 updates ahead") == 1
         versions.stuck = "version 0 cannot be loaded"  # which is said where it is found
-        assert source._held(4) == versions.stuck
+        assert source._held(4, sessions) == versions.stuck
         versions.stuck, why[0] = "", ""
-        assert source._held(4) == ""
-    assert caplog.text.count("learning waits") == 1
+        assert source._held(4, sessions) == ""
+        tried = Tried(3, ["s3"], once=[row.group for row in sessions])
+        source.blame.file.write_bytes(msgspec.json.encode(tried))
+        assert "mend their cause, and delete" in source._held(4, sessions)
+        assert source._held(4, sessions[1:]) == ""  # one was trained by another process
+        source.blame.file.unlink()
+        assert source._held(4, sessions) == ""
+    assert caplog.text.count("learning waits") == 2
 
 
 async def test_a_session_that_nobody_labels_is_discarded_after_a_day(
@@ -62,7 +73,7 @@ async def test_a_session_that_nobody_labels_is_discarded_after_a_day(
     found = []
     for later in (0.0, 86_399.0, 86_401.0):
         monkeypatch.setattr(module.time, "monotonic", lambda now=began + later: now)
-        found.append(len(source._sorted(rows, [], 1)[1]))
+        found.append(len(source._sorted(rows, 1)[1]))
     assert found == [0, 0, 1]
-    assert source._sorted([], [], 1) == ([], [])
+    assert source._sorted([], 1) == ([], [], [])
     assert source.unlabelled == {}

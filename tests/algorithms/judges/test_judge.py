@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,10 +15,10 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from agentrl.algorithms.chat_completions import client as chat_completion
-from agentrl.algorithms.judges.judge import JudgeClient, Judges, make_judges
+from agentrl.algorithms.judges.judge import Asked, JudgeClient, Judges, make_judges
 from agentrl.algorithms.judges.questions import record_of
 from agentrl.config import RunConfig, resolve
-from agentrl.errors import ConfigError, TrainingError
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Group, Json, Transition
@@ -230,7 +231,7 @@ async def test_a_budget_ends_the_run_and_is_that_of_the_whole_run(store: Store) 
     await store.commit_step(
         factories.commit(0, run=config.name, epoch=state.epoch, metrics=metrics)
     )
-    with pytest.raises(TrainingError, match="max_calls = 3 is used up"):
+    with pytest.raises(AgentRLError, match="max_calls = 3 is used up"):
         await judged(store, config, group("4", "3"), group("5", "6"))
 
 
@@ -337,3 +338,30 @@ def test_a_reward_model_has_another_name_than_a_judge(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{re.escape(name)}: .* a reward of that name; rename"):
         resolve(tables, source="test")
     assert resolve(tables | {"reward_models": {"other": model}}, source="test")
+
+
+async def test_a_question_goes_on_for_whoever_asks_in_the_moment_in_which_the_last_one_leaves() -> (
+    None
+):
+    given = asyncio.Event()
+
+    async def answer() -> dict[str, float]:
+        await given.wait()
+        return {"score": 1.0}
+
+    asked = Asked(asyncio.create_task(answer()))
+    first = asked.answer()
+    await asyncio.sleep(0)
+    first.cancel()
+    second = asked.answer()
+    await asyncio.sleep(0)
+    given.set()
+    assert await second == {"score": 1.0}
+
+    third = asked.answer()
+    asked = Asked(asyncio.create_task(asyncio.Event().wait()))  # type: ignore[arg-type]
+    last = asked.answer()
+    last.cancel()
+    await asyncio.wait([asked.answering])
+    assert asked.answering.cancelled()
+    assert await third == {"score": 1.0}
