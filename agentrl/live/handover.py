@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ DELIVERY = 60.0  # seconds in which an orphaned gateway ends after it has given 
 
 def listening(config: RunConfig) -> socket.socket:
     """The socket of a run: that of an orphaned gateway, which ends, or a new one. Raises
-    ConfigError if another process serves the run, and if the port is taken."""
+    ConfigError if another process serves the run or does not end, and if the port is taken."""
     until = time.monotonic() + PATIENCE
     while True:
         try:
@@ -41,8 +42,9 @@ def listening(config: RunConfig) -> socket.socket:
         with asked:
             if (found := _receive(asked)) is not None:
                 return _as_asked(found, config)
+            other = _other_end(asked)
         if time.monotonic() > until:
-            raise ConfigError(f"another process serves run {config.name!r}: stop it first")
+            raise ConfigError(f"{other} serves run {config.name!r}: stop it first")
         time.sleep(0.1)
 
 
@@ -72,18 +74,15 @@ def _answer(
     orphaned: threading.Event,
     given: Callable[[], object],
 ) -> None:
-    while True:
-        asking, _ = server.accept()
-        try:
-            if orphaned.is_set():
-                socket.send_fds(asking, [ORPHANED], [held.fileno()])
-                break
-            asking.sendall(OWNED)
-        except OSError:  # who asked has ended
-            pass
-        asking.close()
-    given()
-    threading.Event().wait()  # `asking` stays open until this process has ended
+    with server:
+        while True:
+            asking, _ = server.accept()
+            with asking, suppress(OSError):  # who asked may have ended
+                if orphaned.is_set():
+                    socket.send_fds(asking, [ORPHANED], [held.fileno()])
+                    given()
+                    threading.Event().wait()  # `asking` stays open until this process has ended
+                asking.sendall(OWNED)
 
 
 def _connect(path: Path) -> socket.socket:
@@ -100,16 +99,34 @@ def _connect(path: Path) -> socket.socket:
 
 def _receive(asked: socket.socket) -> socket.socket | None:
     """The socket of an orphaned gateway, once it has ended; None if it has a supervisor, or was
-    killed before it answered."""
+    killed before it answered. Raises ConfigError if it does not end: only one process may write to
+    its sessions."""
     try:
         said, files, _, _ = socket.recv_fds(asked, 1, 1)
     except OSError:
         return None
     if said != ORPHANED or not files:
         return None
-    with suppress(OSError):
-        asked.recv(1)  # nothing, at its end: only one process may write to its sessions
-    return socket.socket(fileno=files[0])
+    found = socket.socket(fileno=files[0])
+    try:
+        asked.recv(1)  # nothing, at its end
+    except TimeoutError:
+        found.close()
+        raise ConfigError(
+            f"{_other_end(asked)}, the gateway of an earlier agentrl live, does not end: kill it, "
+            "and repeat the command"
+        ) from None
+    except OSError:  # it was killed
+        pass
+    return found
+
+
+def _other_end(asked: socket.socket) -> str:
+    """The process to which a Unix socket is connected, in words."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return "another process"
+    pid, _, _ = struct.unpack("3i", asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return f"process {pid}"
 
 
 def _as_asked(found: socket.socket, config: RunConfig) -> socket.socket:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from agentrl.config import RunConfig
 from agentrl.errors import Conflict
+from agentrl.live.lanes import heldout
 from agentrl.live.lanes.comparison import difference
 from agentrl.live.lanes.guard import Guard
 from agentrl.live.lanes.served import ServedSessions, counted
@@ -130,7 +131,7 @@ class Decider:
             return None
         sessions = self._served.compared(lanes.candidate, lanes.serving)
         found = difference(counted(sessions, lanes.candidate), self._live.promotion.alpha)
-        scores = known.scores.get(lanes.candidate), known.scores.get(lanes.serving)
+        scores = heldout.comparable(known, lanes.candidate, lanes.serving)
         decided = verdict(self._live.promotion, found, scores if self._held_out else None)
         shown = compared(lanes, found, sessions, scores, now)
         if decided or not 0 <= now - self._shown < SHOWN:

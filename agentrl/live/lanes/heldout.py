@@ -1,28 +1,38 @@
 """Held-out scores of the versions that answer sessions.
 
 Each is scored once, by a run of its own without steps, in the process `agentrl live score` and the
-folder `<output>/heldout/<version>`, which exists until the score is a document. So a watch that is
-killed goes on with the evaluation, and neither engine nor learner of the live run takes part.
+folder `<output>/heldout/<version>-<digest>`, which exists until the score is a document. So a watch
+that is killed goes on with the evaluation, and neither engine nor learner of the live run takes
+part. Always true: only scores of the same tasks, agent and verifier are compared.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
+from collections import defaultdict
+from collections.abc import Coroutine, Sequence
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from agentrl import trainer
+from agentrl.algorithms.sampling.scores import confidence_interval
 from agentrl.base.files import delete_directory, make_folder
 from agentrl.base.processes import Child, log_phase
 from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig
 from agentrl.config.base import tables
 from agentrl.config.run_file import store_in
-from agentrl.errors import AgentRLError
+from agentrl.config.tasks import tasks_of
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.live.lanes.verdict import Scored
 from agentrl.live.records.documents import Documents, HeldOutScore, Told, Version, put_score
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -31,43 +41,105 @@ from agentrl.types import Purpose
 log = logging.getLogger("agentrl.live")
 FOLDER, RUN_FILE = "heldout", "score.json"
 LOOK, LEAST_PAUSE = 60.0, 1.0  # seconds between two looks at the lanes
+LANES_PAUSE = 5.0  # the same while tasks are played
 NICENESS = 10  # of the processes of an evaluation
+T = TypeVar("T")
 
 
 async def run(store: Store, config: RunConfig) -> None:
     """Score versions once they are in a lane, until cancelled. Returns if there are no held-out
     tasks. Raises AgentRLError if an evaluation fails; call it again then."""
-    known, cursor = Documents(store, config.name), 0
+    known, cursor, digest = Documents(store, config.name), 0, ""
+    seated: list[int] = []
     while config.tasks.heldout:
-        if version := unscored(await known.told()):
-            log_phase(log, f"version {version.version}: playing the held-out tasks")
-            score = await scored(config, version)
-            await put_score(store, config.name, score)
-            log.info("version %d: %.1f %% of held-out tasks", score.version, 100 * score.score)
-        else:
+        now = await known.told()
+        if (lanes := _to_score(now)) != seated:  # a comparison goes on with the tasks it began with
+            seated, digest = lanes, digest_of(config)
+        if (version := unscored(now, digest)) is None:
             cursor = await store.wait(cursor, timeout=LOOK)
             await asyncio.sleep(LEAST_PAUSE)
+            continue
+        log_phase(log, f"version {version.version}: playing the held-out tasks")
+        if score := await _while_in_a_lane(known, version.version, scored(config, version)):
+            await put_score(store, config.name, score)
+            failed = f", {score.missing} rollouts failed" if score.missing else ""
+            log.info("version %d: %.1f %% held-out%s", score.version, 100 * score.score, failed)
+        else:
+            delete_directory(folder_of(config, version.version, digest))
+            log.info("version %d: not played further, it is in no lane now", version.version)
 
 
-def unscored(known: Told) -> Version | None:
-    """The version to score next: that which serves, then its candidate."""
-    lanes = known.lanes
-    versions = (lanes.serving, lanes.candidate) if lanes else ()
-    left = (one for one in versions if one is not None and one not in known.scores)
+async def _while_in_a_lane(
+    known: Documents, version: int, work: Coroutine[Any, Any, T]
+) -> T | None:
+    """What `work` returns; None if it is cancelled, because the version was decided against."""
+    playing = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait([playing], timeout=LANES_PAUSE))[0]:
+            if version not in _to_score(await known.told()):
+                return None
+        return playing.result()
+    finally:
+        playing.cancel()
+        await asyncio.wait([playing])
+
+
+def _to_score(known: Told) -> list[int]:
+    """The version that serves, then its candidate."""
+    lanes = (known.lanes.serving, known.lanes.candidate) if known.lanes else ()
+    return [version for version in lanes if version is not None]
+
+
+def unscored(known: Told, digest: str) -> Version | None:
+    """The version to score next. digest: of what is played now."""
+    scores = known.scores
+    left = [one for one in _to_score(known) if one not in scores or scores[one].digest != digest]
     return next((known.versions[one] for one in left if one in known.versions), None)
 
 
+def comparable(known: Told, ours: int, theirs: int) -> tuple[Scored, Scored]:
+    """The scores of two versions; none if they are not of the same tasks, played in the same way:
+    they will be soon."""
+    one, other = known.scores.get(ours), known.scores.get(theirs)
+    return (None, None) if one and other and one.digest != other.digest else (one, other)
+
+
+def digest_of(config: RunConfig) -> str:
+    """A hash of what a score depends on beside the version: tasks, settings of evaluations, and the
+    files of agent and verifier. Raises AgentRLError if there are no such tasks now."""
+    try:
+        tasks = tasks_of(config, "heldout")
+    except ConfigError as error:  # they were there at the start
+        raise AgentRLError(str(error)) from None
+    names = (config.agent.path, config.verifier.path)
+    paths = [Path(config.root, name.rpartition(":")[0]) for name in names]
+    files = [path.read_bytes() if path.is_file() else str(path) for path in paths]
+    played = [tasks, config.eval, files]
+    return blake2b(msgspec.json.encode(played), digest_size=16).hexdigest()
+
+
+def folder_of(config: RunConfig, version: int, digest: str) -> Path:
+    return Path(config.output, FOLDER, f"{version}-{digest[:8]}").resolve()
+
+
 async def scored(config: RunConfig, version: Version) -> HeldOutScore:
-    """Play the held-out tasks with a version. Raises AgentRLError if no rollout has a reward."""
-    settings = evaluation_of(config, version)
+    """Play the held-out tasks with a version. Raises AgentRLError if no rollout has a reward, and
+    if the tasks were changed meanwhile."""
+    digest = digest_of(config)
+    settings = evaluation_of(config, version, folder_of(config, version.version, digest))
     folder, logs = make_folder(Path(settings.output)), make_folder(Path(config.output, "logs"))
+    for other in folder.parent.glob(f"{version.version}-*"):
+        if other != folder:  # began before the tasks were changed
+            delete_directory(other)
     file = trainer.write_settings(folder / RUN_FILE, settings)
     playing = Child("heldout", ["live", "score", str(file)], logs / "heldout.log")
     await playing.start()
     try:
         if code := await playing.wait():
             raise AgentRLError(playing.last_error() or f"the evaluation ended with code {code}")
-        score = await _read(settings, version.version)
+        score = await _read(settings, version.version, digest)
+        if digest_of(config) != digest:
+            raise AgentRLError("the held-out tasks were changed while they were played")
     except AgentRLError:
         delete_directory(folder)  # what it has played is played anew
         raise
@@ -77,23 +149,38 @@ async def scored(config: RunConfig, version: Version) -> HeldOutScore:
     return score
 
 
-async def _read(settings: RunConfig, version: int) -> HeldOutScore:
+async def _read(settings: RunConfig, version: int, digest: str) -> HeldOutScore:
     from agentrl.evaluation.checkpoint.runs import check_any_succeeded
 
     async with open_store(settings.store, readonly=True) as store:
-        rows = await store.steps(settings.name)
-        check_any_succeeded(await store.rollouts(settings.name, purpose=Purpose.EVAL), "held-out")
-    found = {name: value for row in rows for name, value in row.metrics.items()}
-    if "eval/score" not in found:
+        steps = await store.steps(settings.name)
+        rows = await store.rollouts(settings.name, purpose=Purpose.EVAL)
+    check_any_succeeded(rows, "held-out")
+    tasks = int(steps[0].metrics["eval/tasks"])
+    scored = [row for row in rows if row.group.rpartition("/")[2].startswith("score")]
+    return score_of(version, [(row.index % tasks, row.reward()) for row in scored], digest)
+
+
+def score_of(version: int, outcomes: Sequence[tuple[int, float]], digest: str) -> HeldOutScore:
+    """outcomes: of each rollout, with the number of its task; NaN: none. A missing one may be worth
+    anything that outcomes are, which widens the interval. Raises AgentRLError if all are."""
+    known = [value for _, value in outcomes if not math.isnan(value)]
+    if not known:
         raise AgentRLError("no held-out task has a reward; see logs/heldout.log")
-    mean = found["eval/score"]
-    low, high = (found.get(f"eval/score_{end}", mean) for end in ("low", "high"))
+    ends = []
+    for worth, end in ((min(0.0, *known), 0), (max(1.0, *known), 1)):
+        by_task = defaultdict[int, list[float]](list)
+        for task, value in outcomes:
+            by_task[task].append(worth if math.isnan(value) else value)
+        means = [fmean(values) for values in by_task.values()]
+        ends.append(confidence_interval(means)[end] if len(means) > 1 else None)
     return HeldOutScore(
-        version=version, score=mean, low=low, high=high, tasks=int(found["eval/tasks"])
-    )
+        version=version, score=fmean(known), low=ends[0], high=ends[1], tasks=len(by_task),
+        missing=len(outcomes) - len(known), digest=digest,
+    )  # fmt: skip
 
 
-def evaluation_of(config: RunConfig, version: Version) -> RunConfig:
+def evaluation_of(config: RunConfig, version: Version, output: Path) -> RunConfig:
     """The settings of a run without steps that plays the held-out tasks with a version."""
     from agentrl.evaluation.checkpoint.runs import evaluation_run
 
@@ -102,7 +189,6 @@ def evaluation_of(config: RunConfig, version: Version) -> RunConfig:
     own: dict[str, Any] = {
         key: one.evaluated(config) for key, one in tables(made) if "." not in key
     }
-    output = Path(config.output, FOLDER, str(version.version)).resolve()
     own |= {"output": str(output), "store": store_in(output)}
     for key in ("runner", "engine"):  # the ports of the live run are taken
         if hasattr(table := getattr(made, key), "port"):

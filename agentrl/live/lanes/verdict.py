@@ -25,6 +25,8 @@ def verdict(
         return "dropped", True, why
     if found.high <= -margin:
         return "dropped", True, f"its sessions are worse: {in_points(found)}"
+    if ours >= settings.most and not scored and settings.rule != "never":
+        return "dropped", False, f"after {ours} sessions its held-out score is still missing"
     if settings.rule == "always":
         return ("promoted", False, 'live.promotion.rule = "always"') if scored else None
     shown = settings.rule in ("better", "not_worse") and found.low >= -margin and ours >= least
@@ -38,7 +40,9 @@ def verdict(
 
 def held_out_worse(ours: Scored, theirs: Scored) -> str:
     """A sentence if the interval of the candidate's held-out score is below that of the other."""
-    if ours is None or theirs is None or ours.high >= theirs.low:
+    if ours is None or theirs is None:
+        return ""
+    if ours.high is None or theirs.low is None or ours.high >= theirs.low:
         return ""
     return (
         f"it solves fewer held-out tasks: {ours.score:.0%} (at most {ours.high:.0%}) against "

@@ -118,10 +118,12 @@ class HeldOutScore(Record, frozen=True):
     """What a version reaches on the held-out tasks of the run."""
 
     version: int
-    score: float  # mean outcome
-    low: float  # 95 % confidence interval of the mean
-    high: float
+    score: float  # mean outcome of those that have one
+    low: float | None  # 95 % confidence interval, whatever the missing ones are; None: of one task
+    high: float | None
     tasks: int
+    missing: int = 0  # rollouts without an outcome
+    digest: str = ""  # of what was played, see `heldout.digest_of`; others are not comparable
 
 
 class Wish(Record, frozen=True):

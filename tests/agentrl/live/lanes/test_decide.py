@@ -165,6 +165,44 @@ async def test_held_out_scores_are_waited_for_and_drop_a_worse_candidate(
             assert event.why == "it solves fewer held-out tasks: 40% (at most 50%) against 80%"
 
 
+@pytest.mark.parametrize("rule", ["better", "always", "not_worse"])
+@pytest.mark.parametrize("known", ["none", "of other tasks"])
+async def test_a_candidate_that_is_never_scored_does_not_hold_up_newer_ones(
+    tmp_path: Path, rule: str, known: str
+) -> None:
+    settings = config(tmp_path, wait=0.0, share=0.5, promotion={"rule": rule, "most": 60})
+    settings = replace(settings, tasks=replace(settings.tasks, heldout="tasks.jsonl"))
+    async with open_store(settings.store) as store:
+        live = await Shop(store, settings).opened(0, 4)
+        if known == "of other tasks":
+            await put_score(store, RUN, score(0, 0.8))
+            await put_score(store, RUN, replace(score(4, 0.1), digest="edited"))
+        while not (events := await live.decided()):
+            lane, _ = await live.seated()
+            await live.session(float(lane == "candidate"), lane=lane)
+        (event,) = events
+        assert (event.kind, event.worse) == ("dropped", False)
+        assert event.why == "after 60 sessions its held-out score is still missing"
+        await live.offer(5)
+        (event,) = await live.decided()
+        assert (event.kind, event.version) == ("candidate", 5)
+
+
+@pytest.mark.parametrize("side", ["candidate", "serving"])
+async def test_a_score_of_one_task_decides_nothing(tmp_path: Path, side: str) -> None:
+    settings = config(tmp_path, wait=0.0, promotion={"rule": "always"})
+    settings = replace(settings, tasks=replace(settings.tasks, heldout="tasks.jsonl"))
+    async with open_store(settings.store) as store:
+        live = await Shop(store, settings).opened(0, 4)
+        for version, mean in ((0, 1.0), (4, 0.0)):
+            known = score(version, mean)
+            if (side == "candidate") == (version == 4):
+                known = replace(known, low=None, high=None, tasks=1)
+            await put_score(store, RUN, known)
+        (event,) = await live.decided()
+        assert event.kind == "promoted"
+
+
 async def test_what_is_offered_by_hand_comes_first(shop: Open) -> None:
     async with shop(0, 4) as live:
         await live.offer(GIVEN + 1, kind="offered by hand")

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
-from agentrl.config import resolve
+from agentrl.config import RunConfig, resolve
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.live.lanes import heldout
 from agentrl.live.records.documents import Event, HeldOutScore, Lanes, Told, Version, told
 from agentrl.live.records.table import LiveConfig
+from agentrl.store import open_store
+from tests.agentrl.live.lanes.played import Shop
 from tests.agentrl.live.lanes.test_return import agentrl
-from tests.agentrl.live.shop import RUN, running, until
+from tests.agentrl.live.shop import RUN, move, running, until
 
 AGENT = """
 import os
@@ -38,6 +44,9 @@ def verify(task, result):
 TASKS = [{"input": str(number)} for number in range(4)]
 
 
+SCORE = HeldOutScore(version=0, score=0.5, low=0.4, high=0.6, tasks=4)
+
+
 def version(number: int) -> Version:
     return Version(version=number, step=number, path=f"versions/policy-{number}", offered=0.0)
 
@@ -58,18 +67,108 @@ def test_the_serving_version_is_scored_then_its_candidate_each_once() -> None:
         versions={number: version(number) for number in (0, 1, 2, 4)},
         events=[Event(time=0.0, kind="candidate", version=4, lanes=lanes, why="")],
     )
-    assert heldout.unscored(Told()) is None
-    for number in (0, 4):
-        assert heldout.unscored(known) == version(number)
-        known.scores[number] = HeldOutScore(version=number, score=0.5, low=0.4, high=0.6, tasks=4)
-    assert heldout.unscored(known) is None
+    assert heldout.unscored(Told(), "") is None
+    for digest in ("as they are", "as they are after an edit"):
+        for number in (0, 4):
+            assert heldout.unscored(known, digest) == version(number)
+            known.scores[number] = replace(SCORE, version=number, digest=digest)
+            both = heldout.comparable(known, 4, 0)
+            assert (both == (None, None)) == (digest != "as they are" and number == 0)
+        assert heldout.unscored(known, digest) is None
+
+
+def test_a_changed_task_agent_or_verifier_is_another_measurement(tmp_path: Path) -> None:
+    config = resolve(given(tmp_path), source="test")
+    seen = [heldout.digest_of(config), heldout.digest_of(config)]
+    assert seen[0] == seen[1]
+    for file, text in (("tasks.jsonl", '{"input": "7"}'), ("shop.py", AGENT + "\n")):
+        (tmp_path / file).write_text(text)
+        seen.append(heldout.digest_of(config))
+    seen.append(heldout.digest_of(replace(config, eval=replace(config.eval, temperature=1.0))))
+    assert len(set(seen)) == 4
+    (tmp_path / "tasks.jsonl").unlink()
+    with pytest.raises(
+        AgentRLError, match=r"tasks.heldout = .*: cannot read the task file"
+    ) as raised:
+        heldout.digest_of(config)
+    assert not isinstance(raised.value, ConfigError)  # which would end the watch
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "mean", "low", "high"),
+    [
+        ([1.0, 1.0, 0.0, 1.0], 0.75, 0.256, 0.962),
+        # Nobody knows whether the last two would have been solved.
+        ([1.0, 1.0, NAN, NAN], 1.0, 0.125, 1.0),
+        ([0.0, 0.0, NAN, NAN], 0.0, 0.0, 0.875),
+        ([3.0, 1.0, NAN, 2.0], 2.0, 0.235, 3.188),
+        ([1.0], 1.0, None, None),
+    ],
+)
+def test_a_score_says_how_many_rollouts_failed_and_what_they_may_be_worth(
+    outcomes: list[float], mean: float, low: float | None, high: float | None
+) -> None:
+    found = heldout.score_of(4, [*enumerate(outcomes)], "d")
+    assert (found.score, found.tasks) == (mean, len(outcomes))
+    assert found.missing == sum(map(math.isnan, outcomes))
+    assert [found.low, found.high] == (
+        [None, None] if low is None else pytest.approx([low, high], abs=0.01)
+    )
+    assert msgspec.json.decode(msgspec.json.encode(found), type=HeldOutScore) == found
+    with pytest.raises(AgentRLError, match="no held-out task has a reward"):
+        heldout.score_of(4, [(0, NAN)], "d")
+
+
+async def test_what_is_decided_against_is_not_played_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = resolve(given(tmp_path, store=f"sqlite:///{tmp_path}/store.db"), source="test")
+    monkeypatch.setattr(heldout, "LANES_PAUSE", 0.01)
+    began, ended, both = list[int](), list[int](), asyncio.Event()
+
+    async def scored(config: RunConfig, version: Version) -> HeldOutScore:
+        digest = heldout.digest_of(config)
+        heldout.folder_of(config, version.version, digest).mkdir(parents=True)
+        began.append(version.version)
+        try:
+            if version.version:
+                both.set()
+                await asyncio.Event().wait()
+        finally:
+            ended.append(version.version)
+        return replace(SCORE, version=version.version, digest=digest)
+
+    monkeypatch.setattr(heldout, "scored", scored)
+    async with open_store(config.store) as store:
+        await store.open_run(RUN, {})
+        await Shop(store, config).opened(0, 4)
+        watch = asyncio.create_task(heldout.run(store, config))
+        await both.wait()
+        await move(store, Lanes(serving=0), kind="dropped", version=4)
+
+        async def said() -> bool:
+            return "version 4: not played further, it is in no lane now" in caplog.text
+
+        with caplog.at_level("INFO"):
+            await until(said, what="the evaluation ends", seconds=20.0)
+        watch.cancel()
+        known = await told(store, RUN)
+    assert began == [0, 4]
+    assert ended == [0, 4]
+    assert [*known.scores] == [0]
+    folders = (tmp_path / "runs/heldout").iterdir()
+    assert [folder.name.split("-")[0] for folder in folders] == ["0"]  # `scored` deletes it
 
 
 def test_an_evaluation_has_ports_and_a_store_of_its_own(tmp_path: Path) -> None:
     ports = {"runner": {"port": 8080}, "engine": {"port": 8000}}
-    made = heldout.evaluation_of(resolve(given(tmp_path, **ports), source="test"), version(4))
+    config = resolve(given(tmp_path, **ports), source="test")
+    made = heldout.evaluation_of(config, version(4), heldout.folder_of(config, 4, "0123456789"))
     assert (made.runner.port, made.engine.port, made.steps) == (0, 0, 0)
-    assert made.store == f"sqlite:///{tmp_path}/runs/heldout/4/store.db"
+    assert made.store == f"sqlite:///{tmp_path}/runs/heldout/4-01234567/store.db"
     assert made.policy.model == f"{tmp_path}/runs/versions/policy-4"
     assert made.live == LiveConfig()
     assert made.plays_rollouts
@@ -102,6 +201,7 @@ async def test_an_evaluation_that_fails_is_a_sentence_and_played_anew(
 
     monkeypatch.setattr(heldout, "Child", Failing)
     config = resolve(given(tmp_path), source="test")
+    heldout.folder_of(config, 4, "of other tasks").mkdir(parents=True)
     with pytest.raises(AgentRLError, match="there is no model x"):
         await heldout.scored(config, version(4))
     assert list((tmp_path / "runs/heldout").iterdir()) == []
