@@ -7,6 +7,16 @@ from math import isfinite, isnan
 
 ROUNDING = 1e-9
 SCORES = ("eval/score", "eval/sampled")
+REWARDS = {"reward/mean", "reward/std"}
+
+
+def decisive(names: Iterable[str]) -> list[str]:
+    """The metrics that decide whether a run's scores are percentages, of these."""
+    return [
+        name
+        for name in names
+        if name in REWARDS or (name.startswith(SCORES) and not name.endswith("_missing"))
+    ]
 
 
 def are_shares(rows: Iterable[Mapping[str, float]], outcomes: Iterable[float] = ()) -> bool:
@@ -16,8 +26,7 @@ def are_shares(rows: Iterable[Mapping[str, float]], outcomes: Iterable[float] = 
     known = list(filter(isfinite, outcomes))
     spread = []  # (mean, variance)
     for row in rows:
-        scores = (name for name in row if name.startswith(SCORES))
-        known += [row[name] for name in scores if not name.endswith("_missing")]
+        known += [row[name] for name in decisive(row) if name not in REWARDS]
         spread.append((row.get("reward/mean", 0.0), row.get("reward/std", 0.0) ** 2))
     return all(-ROUNDING <= x <= 1.0 + ROUNDING for x in known if isfinite(x)) and all(
         -ROUNDING <= mean <= 1.0 + ROUNDING and variance <= mean * (1.0 - mean) + ROUNDING

@@ -13,7 +13,7 @@ from agentrl.algorithms.model.tool_parser import TOOL_FORMAT
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.model_files.chosen import Chosen
-from agentrl.scores import are_shares, score_text
+from agentrl.scores import score_text
 from agentrl.types import StepRow
 
 LICENCE = re.compile(r"^license:\s*(\S+)", re.M)
@@ -94,7 +94,7 @@ def _curve(chosen: Chosen) -> Iterator[str]:
         return
     yield f"\nHeld-out score at temperature {chosen.config.eval.temperature:g}, with 95 % "\
         "confidence intervals over tasks:\n"  # fmt: skip
-    share = are_shares(row.metrics for row in chosen.steps)
+    share = chosen.shares
     yield "| after step | score | interval |"
     yield "|--:|--:|---|"
     for row in _thinned(rows, chosen.saved.steps):

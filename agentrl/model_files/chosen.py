@@ -28,6 +28,11 @@ class Chosen:
     config: RunConfig  # the run's
     steps: Sequence[StepRow]
 
+    @property
+    def shares(self) -> bool:
+        """Whether the run's scores are shown as percentages."""
+        return are_shares(row.metrics for row in self.steps)
+
 
 async def choose(store_url: str, run: str, which: str = BEST) -> Chosen:
     """`which`: "best", "last", a number of steps or a path. Raises NotFound for a run without

@@ -39,7 +39,7 @@ from agentrl.runners.gateway.attribution import ActiveAttempt, AttemptRegistry
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.gateway.upstream import Route, Upstream
-from agentrl.scores import are_shares, score_text
+from agentrl.scores import score_text
 from agentrl.store import open_store
 from agentrl.types import Attempt, NewRollout, Purpose, Sampling
 
@@ -198,7 +198,7 @@ def measured(chosen: Chosen, own: Sampling) -> str:
     if (score := metrics.get("eval/score")) is None:
         return f"{said}. No held-out score was measured of this checkpoint"
     bounds = [metrics[key] for key in ("eval/score_low", "eval/score_high") if key in metrics]
-    share = are_shares(row.metrics for row in chosen.steps)
+    share = chosen.shares
     said_of = [score_text(x, share) for x in (score, *bounds)]
     between = f" (95 % interval {' to '.join(said_of[1:])})" if bounds else ""
     return f"{said}. Held-out score at temperature {at:g}: {said_of[0]}{between}"

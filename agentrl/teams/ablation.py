@@ -39,6 +39,7 @@ class AblationRow:
     loss: float  # mean of team minus without, over the tasks with both outcomes
     error: float  # standard error of the loss
     pairs: int  # tasks with both outcomes
+    share: bool = True  # whether outcomes are shown as percentages
 
 
 def ablate(
@@ -100,13 +101,14 @@ def ablation_row(
     gaps = [a - b for a, b in zip(scores, rest, strict=True)]
     loss, error = play.mean_and_error(gaps)
     means = [play.mean_and_error(values)[0] for values in (scores, rest)]
-    return AblationRow(role, player, means[0], means[1], loss, error, sum(map(isfinite, gaps)))
+    pairs, share = sum(map(isfinite, gaps)), are_shares((), [*scores, *rest])
+    return AblationRow(role, player, means[0], means[1], loss, error, pairs, share)
 
 
 def table(rows: Sequence[AblationRow]) -> Table:
     shown = Table("role", "played by", title="the team without what a role has learned")
     shown.title_justify = "left"
-    share = are_shares({"eval/score": x} for one in rows for x in (one.team, one.without))
+    share = all(one.share for one in rows)
     for column in ("team", "without", "loss", "tasks"):
         shown.add_column(column, justify="right")
     for one in rows:

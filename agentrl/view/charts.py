@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.scores import decisive
 from agentrl.store.base import Store
 from agentrl.types import RunState
 from agentrl.view import records
 from agentrl.view.summaries import (
-    DECISIVE,
     FUNCTIONS,
     REWARD,
     SCORE,
@@ -168,7 +168,7 @@ async def page(
     played, paid, trained = games(names), rewards(names), training(names, list(policies))
     every = [*([top] if top else []), *chosen, *played, *paid, *trained]
     asked = {metric for chart in every for metric in chart.metrics}
-    asked |= {*DECISIVE} & {*names}
+    asked |= {*decisive(names)}
     found = await store.series(state.run, sorted(asked), points=POINTS)
     percent = shares(found)
     first = drawn(top, found, percent=percent) if top else None

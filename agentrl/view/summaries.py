@@ -17,16 +17,13 @@ import msgspec
 from agentrl.config import from_store
 from agentrl.config.keys import flatten
 from agentrl.errors import AgentRLError
-from agentrl.scores import ROUNDING, are_shares
+from agentrl.scores import ROUNDING, are_shares, decisive
 from agentrl.store.base import Store
 from agentrl.types import Json, RunState
 
 SCORE, REWARD, FUNCTIONS = "eval/score", "reward/mean", "eval/function/"
 SAMPLED = "eval/sampled"
 POINTS = 60  # of a curve in a list
-ENDS = ("", "_low", "_high")
-# What decides whether scores are percentages.
-DECISIVE = (*(f"{name}{end}" for name in (SCORE, SAMPLED) for end in ENDS), REWARD, "reward/std")
 PLAIN_NAMES = {"model", "policy", "checkpoint", "best", "final"}  # of folders, which say little
 BY_STATE = "credit/by_state"  # how far the preset `auto` trusts values of states
 ENDLESS = 10**9  # steps of a run that trains until it is stopped
@@ -100,14 +97,15 @@ def in_unit(curves: Iterable[Points]) -> bool:
 def shares(curves: Mapping[str, Points]) -> bool:
     """Whether the run's scores are shown as percentages, as on its console."""
     rows: dict[int, dict[str, float]] = defaultdict(dict)
-    for name in DECISIVE:
-        for step, y in curves.get(name, ()):
+    for name in decisive(curves):
+        for step, y in curves[name]:
             rows[step][name] = y
     return are_shares(rows.values())
 
 
 async def read_shares(store: Store, run: str) -> bool:
-    return shares(await store.series(run, list(DECISIVE), points=POINTS))
+    names = decisive(await store.metric_names(run))
+    return shares(await store.series(run, names, points=POINTS))
 
 
 def verdict(curves: Mapping[str, Points]) -> Verdict:
@@ -174,11 +172,10 @@ class Summary:
 
 
 async def summary(store: Store, state: RunState) -> Summary:
-    names = [*DECISIVE, "run/ended"]
+    known = await store.metric_names(state.run)
+    own = [name for name in known if name.startswith(FUNCTIONS)]
+    names = [SCORE, *decisive(known), *own, "run/ended"]
     curves: dict[str, Points] = dict(await store.series(state.run, names, points=POINTS))
-    if len(curves[SCORE]) < 2:
-        own = [n for n in await store.metric_names(state.run) if n.startswith(FUNCTIONS)]
-        curves |= await store.series(state.run, own, points=POINTS)
     found = verdict(curves)
     rows = await store.steps(state.run, after=max(state.step - 2, -1))
     return Summary(
@@ -186,7 +183,7 @@ async def summary(store: Store, state: RunState) -> Summary:
         state=state,
         verdict=found,
         sampled=verdict_on(SAMPLED, curves),
-        curve=curves[found.metric],
+        curve=curves.get(found.metric, ()),
         percent=shares(curves),
         ended=bool(curves["run/ended"]),
         at=rows[-1].at if rows else state.created,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from agentrl.errors import ConfigError
 from agentrl.teams import ablation
@@ -18,6 +20,15 @@ def test_a_loss_is_paired_by_task() -> None:
     assert (found.pairs, found.loss, found.error) == (2, 0.5, 0.5)
     assert found.team == pytest.approx(2.5 / 3)
     assert found.without == 0.5
+
+
+@pytest.mark.parametrize(("lost", "said"), [(0.0, "75.0%"), (-1.0, "0.500")])
+def test_means_of_wins_and_losses_are_no_percentages(lost: float, said: str) -> None:
+    whole = [game(outcome=x) for x in (1.0, lost, 1.0, 1.0)]
+    row = ablation.ablation_row("solver", "solver@000000", whole, whole)
+    shown = Console(width=100, record=True, file=io.StringIO())
+    shown.print(ablation.table([row]))
+    assert said in shown.export_text()
 
 
 def test_roles_that_cannot_be_replaced_are_refused(tmp_path: Path) -> None:

@@ -18,13 +18,22 @@ from agentrl.cli.main import cli
 from agentrl.config import store_with
 from agentrl.config.run_file import resolve
 from agentrl.errors import Invalid, NotFound, StoreError
+from agentrl.scores import are_shares
 from agentrl.store import open_store
 from agentrl.types import RunState, StepCommit
 from agentrl.view import charts
 from agentrl.view.home.home import Home
 from agentrl.view.home.stores import VARIABLE, find, places
 from agentrl.view.pages import Page
-from agentrl.view.summaries import Verdict, facts, in_unit, offset, verdict
+from agentrl.view.summaries import (
+    Verdict,
+    facts,
+    in_unit,
+    offset,
+    read_shares,
+    summary,
+    verdict,
+)
 from agentrl.view.templates import render
 from tests.agentrl.view.filled import finish
 
@@ -219,6 +228,8 @@ def test_places_that_are_named(folder: Path) -> None:
         ({"eval/score": [(0, 0.2), (9, 0.25)], "eval/score_high": [(0, 0.3), (9, 0.35)],
           "eval/score_low": [(0, 0.1), (9, 0.15)]}, ("held-out", "same", True)),
         ({"eval/score": [(0, 5.0), (9, 2.0)]}, ("held-out", "worse", False)),
+        ({"eval/score": [(0, 0.5), (9, 0.25)], "eval/score/seller": [(0, 30.0), (9, 40.0)]},
+         ("held-out", "worse", False)),
         ({"eval/function/k/exploitability": [(0, 0.4), (9, 0.3)]},
          ("k/exploitability", "better", False)),
         ({"reward/mean": [(i, i / 20) for i in range(20)]}, ("training reward", "same", True)),
@@ -229,6 +240,28 @@ def test_places_that_are_named(folder: Path) -> None:
 def test_the_verdict_of_a_run(curves: dict, expected: tuple[str, str, bool]) -> None:
     found: Verdict = verdict(curves)
     assert (found.name, found.outcome, found.percent) == expected
+
+
+async def test_percentages_are_decided_as_on_the_console(tmp_path: Path) -> None:
+    rows: list[dict[str, float]] = [
+        {"eval/score": 0.5},
+        {"eval/score": 0.5, "eval/score/seller": 0.9, "eval/score_missing": 7.0},
+        {"reward/mean": 0.5, "reward/std": 0.4},
+        {"eval/score/seller": 40.0},
+        {"reward/mean": 0.5, "reward/std": 0.8},
+        {"eval/sampled/pass@4_high": 1.5},
+    ]
+    async with open_store(f"sqlite:///{tmp_path}/store.db") as store:
+        found = []
+        for number, row in enumerate(rows):
+            await store.open_run(f"run{number}", {})
+            await store.log(f"run{number}", 0, row)
+            found.append(await read_shares(store, f"run{number}"))
+            state = await store.run(f"run{number}")
+            assert state is not None
+            assert (await summary(store, state)).percent == found[-1]
+    assert found == [True, True, True, False, False, False]
+    assert found == [are_shares([row]) for row in rows]
 
 
 def test_facts_of_settings_of_any_version() -> None:
