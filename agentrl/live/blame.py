@@ -30,7 +30,7 @@ from agentrl.types import Record, Rollout
 log = logging.getLogger("agentrl.algorithm")
 MOST = 3  # sessions that raised alone and wait for others to be trained
 SERVICES = (StoreError, OSError, aiohttp.ClientError, httpx.HTTPError)
-SETTINGS = (AgentRLError, AgentError, ConfigError)  # not their subclasses, which are about data
+SETTINGS = (AgentRLError, AgentError, ConfigError)  # not the subclasses, which are about data
 
 
 class Tried(Record, frozen=True):
@@ -99,24 +99,22 @@ class Blame:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
-        if (
-            error is not None
-            and self.trying is not None
-            and not any(map(_is_not_theirs, _of(error)))
-        ):
-            self.file.write_bytes(msgspec.json.encode(self.trying.judged()))
+        if self.trying is not None and error is not None and _may_be_theirs(error):
+            written = self.file.with_suffix(".new")
+            written.write_bytes(msgspec.json.encode(self.trying.judged()))
+            written.replace(self.file)
 
 
-def _is_not_theirs(error: BaseException) -> bool:
-    """Whether no session can be the cause of an error."""
+def _may_be_theirs(error: BaseException) -> bool:
+    """Whether a session can be the cause of an error."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_may_be_theirs, error.exceptions))
     away = isinstance(error, SERVICES) and not isinstance(error, Invalid)
-    return away or type(error) in SETTINGS or is_out_of_memory(error)
+    return not (away or type(error) in SETTINGS or any(map(is_out_of_memory, _chain(error))))
 
 
-def _of(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it was raised for, and those of a group."""
-    yield error
-    inner = (error.__cause__ or error.__context__, *getattr(error, "exceptions", ()))
-    for one in inner:
-        if one is not None:
-            yield from _of(one)
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what was being handled when it was raised."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -68,7 +68,8 @@ log = logging.getLogger("agentrl.runner")
 END = "x-agentrl-end"  # request header of a session's last call
 GIVEN = web.RequestKey(people.TOKEN, str)  # the token of the request's session
 MOST_FEEDBACK = 1000  # rewards of a session, beyond which no feedback is taken
-LOOK_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two looks at the lanes; doubles on errors
+LOOK_PAUSE, LONGEST_PAUSE = 0.2, 2.0  # seconds between two looks at the lanes; doubles on errors
+PATIENCE = 10.0  # seconds for which a client waits at least for a call that is tried again
 
 
 class SessionName(Record, frozen=True):
@@ -277,10 +278,12 @@ class LiveSessions(Sessions):
             await self._end([session])
 
     async def _count_failed(self, session: OpenSession) -> None:
-        """Write how many calls got no answer, for the guard. A client who leaves fails nothing."""
+        """Write how many calls got no answer, for the guard. A client who leaves fails nothing,
+        unless it had waited for long while the call failed."""
         active = session.active
+        left = {number for number, waited in active.abandoned.items() if waited < PATIENCE}
         done = {number for numbers in active.ended.values() for number in numbers}
-        failed = session.failed | (active.failures.keys() & done - active.abandoned)
+        failed = session.failed | (active.failures.keys() & done - left)
         if len(failed) == len(session.failed) or not active.recorded:
             return
         session.failed = failed

@@ -74,7 +74,7 @@ class SessionSource:
             cursor = await store.wait(cursor, timeout=10 * LOOK_PAUSE)
             await asyncio.sleep(LOOK_PAUSE)
         self.discarded = time.monotonic()
-        self.since = self.discarded if ready else self.since
+        self.since = self.discarded if ready and not again else self.since
         chosen = again[:1] or oldest_first(ready)[: live.sessions]
         chosen = self.blame.narrowed(step, chosen)
         return await self._claim(step, chosen, left_out)

@@ -30,6 +30,7 @@ from agentrl.config import RunConfig
 from agentrl.config.schema import TasksConfig
 from agentrl.errors import AgentRLError
 from agentrl.live import handover
+from agentrl.live.blame import Blame
 from agentrl.store import open_store
 from agentrl.telemetry.console import LogFollower
 
@@ -103,7 +104,8 @@ async def supervise(
         for child in reversed(children):
             stack.push_async_callback(child.stop)
         say = console.print
-        keeping += [asyncio.create_task(keep_running(child, say)) for child in children]
+        blame = Blame(output)
+        keeping += [asyncio.create_task(keep_running(one, say, blame.failed)) for one in children]
         try:
             done, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -114,17 +116,20 @@ async def supervise(
             task.result()
 
 
-async def keep_running(child: Child, say: Callable[..., object]) -> None:
+async def keep_running(
+    child: Child, say: Callable[..., object], blamed: Callable[[], object] = lambda: None
+) -> None:
     """Run a process and restart it whenever it ends. Raises AgentRLError if its first start ends
-    with an error that a user must mend."""
+    with an error that a user must mend. blamed: changes if a session may be the cause."""
     pause, first = FIRST_PAUSE, True
     while True:
+        before = blamed()
         await child.start()
         started = time.monotonic()
         code = await child.wait()
         steady = time.monotonic() - started > STEADY_UPTIME
         error = child.last_error() if code == USER_ERROR else None
-        if first and error and not steady:
+        if first and error and not steady and blamed() == before:
             raise AgentRLError(error)
         pause, first = FIRST_PAUSE if steady else pause, False
         why = (

@@ -11,10 +11,11 @@ import aiohttp
 import msgspec
 
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, TrainingError
 from agentrl.store.base import Store
 from agentrl.types import Json
 
+REFUSED = (400, 413, 422)  # status of servers' answers to a question that they do not take
 REQUEST_TRIES = 8  # most attempts at a busy or unreachable server
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds between attempts; doubled, or its retry-after
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=600.0)  # seconds
@@ -76,7 +77,8 @@ async def complete(
     session: aiohttp.ClientSession, endpoint: ModelServer, question: str, who: str, **fields: Json
 ) -> Completion:
     """Ask a question. fields: further fields of the request, such as sampling. who: the caller, at
-    the start of an error. Retries while the server is busy or unreachable. Raises AgentRLError."""
+    the start of an error. Retries while the server is busy or unreachable. Raises AgentRLError;
+    TrainingError if it is because of the question."""
     if endpoint.text is not None:
         return Completion(endpoint.text)
     messages = [{"role": "user", "content": question}]
@@ -89,7 +91,7 @@ async def post(
 ) -> bytes:
     """Send `fields` to a path of the server; returns the response. Retries and raises as
     `complete` does."""
-    url, why = f"{endpoint.url}/{path}", ""
+    url, why, status = f"{endpoint.url}/{path}", "", 0
     body = {"model": endpoint.model, **fields}
     headers = {"authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
     for number in range(REQUEST_TRIES):
@@ -111,7 +113,8 @@ async def post(
                 break
         if number + 1 < REQUEST_TRIES:
             await asyncio.sleep(min(wait, LONGEST_WAIT))
-    raise AgentRLError(f"{who}: {url} {why}; the same command resumes from here")
+    kind = TrainingError if status in REFUSED else AgentRLError
+    raise kind(f"{who}: {url} {why}; the same command resumes from here")
 
 
 def _read(content: bytes, who: str) -> Completion:
@@ -119,5 +122,5 @@ def _read(content: bytes, who: str) -> Completion:
         reply = msgspec.json.decode(content, type=_Reply)
         text, used = reply.choices[0].message.content or "", reply.usage or _Usage()
     except (msgspec.DecodeError, IndexError) as error:
-        raise AgentRLError(f"{who} returned no chat completion ({error})") from None
+        raise TrainingError(f"{who} returned no chat completion ({error})") from None
     return Completion(text, used.prompt_tokens, used.completion_tokens)

@@ -26,7 +26,7 @@ from agentrl.algorithms.model import digests
 from agentrl.algorithms.sampling.scores import best_step, heldout_scores
 from agentrl.base.files import PARTIAL, atomic_directory, delete_directory
 from agentrl.config import RunConfig
-from agentrl.errors import DamagedError, PolicyError, TrainingError
+from agentrl.errors import AgentRLError, DamagedError, PolicyError
 from agentrl.store.base import Store
 from agentrl.types import Json
 
@@ -64,7 +64,7 @@ def save_checkpoint(
     """Write a checkpoint, replacing one of the same name. state: of the algorithm, as JSON values;
     run: the identity of the run.
 
-    Raises TrainingError, with nothing left behind, if it cannot be written."""
+    Raises AgentRLError, with nothing left behind, if it cannot be written."""
     begin_checkpoint(directory, learner, state, run)()
 
 
@@ -72,7 +72,7 @@ def begin_checkpoint(
     directory: Path, learner: Checkpointable, state: Mapping[str, Json], run: str = ""
 ) -> Callable[[], None]:
     """Write the files of a checkpoint. Returns a function, for any thread, after which it is whole:
-    only then it has its name. Both raise TrainingError as `save_checkpoint`."""
+    only then it has its name. Both raise AgentRLError as `save_checkpoint`."""
     content = {"run": run, "state": state, "random": random_state()}
     with ExitStack() as stack:
         partial = stack.enter_context(_new_directory(directory))
@@ -84,13 +84,13 @@ def begin_checkpoint(
 @contextmanager
 def _new_directory(directory: Path) -> Iterator[Path]:
     """A partial folder that becomes `directory`, with digests of its files, as a whole or not at
-    all. Raises TrainingError, with nothing left behind, if it cannot be written."""
+    all. Raises AgentRLError, with nothing left behind, if it cannot be written."""
     try:
         with atomic_directory(directory) as partial:
             yield partial
             digests.write(partial)
     except (OSError, SafetensorError) as error:
-        raise TrainingError(
+        raise AgentRLError(
             f"checkpoint {directory}: it cannot be written ({error}); free disk space or check "
             "the permissions of the folder, then start the run again"
         ) from error
@@ -128,7 +128,7 @@ def load_checkpoint(directory: Path, learner: Checkpointable) -> dict[str, Json]
 def save_policy(directory: Path, learner: Saveable) -> None:
     """Write the policy alone, as `export_checkpoint` does, replacing an older one.
 
-    Raises TrainingError, with nothing left behind, if it cannot be written."""
+    Raises AgentRLError, with nothing left behind, if it cannot be written."""
     with _new_directory(directory) as partial:
         learner.save(partial)
         for file in partial.iterdir():

@@ -84,7 +84,8 @@ class ActiveAttempt:
     refused: str = ""  # status and body of the policy server's latest refusal
     failures: dict[int, str] = field(default_factory=dict)  # number of a call -> error message
     ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # body hash -> failed calls
-    abandoned: set[int] = field(default_factory=set)  # numbers of calls whose client has left
+    # Number of a call whose client left before it was answered -> seconds that it had waited.
+    abandoned: dict[int, float] = field(default_factory=dict)
     questions: Counter[bytes] = field(default_factory=Counter)  # digest of one -> calls so far
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
     memory: ConversationMemory = field(default_factory=ConversationMemory)

@@ -108,10 +108,10 @@ class CallHandler:
                 return await self._answer(self._call)
         except asyncio.CancelledError:  # the agent disconnected, or the attempt has ended
             self._record_silence()
-            active.abandoned.add(counted.number)
+            active.abandoned[counted.number] = time.monotonic() - self._call.arrived
             raise
         except DisconnectedError:
-            active.abandoned.add(counted.number)
+            active.abandoned[counted.number] = time.monotonic() - self._call.arrived
         except (UpstreamError, RefusedError) as error:
             if not self._agent.begun:
                 raise

@@ -13,7 +13,8 @@ import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean
@@ -30,16 +31,15 @@ from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig
 from agentrl.config.base import tables
 from agentrl.config.run_file import store_in
-from agentrl.config.tasks import tasks_of
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, StoreError
 from agentrl.live.lanes.verdict import Scored
 from agentrl.live.records.documents import Documents, HeldOutScore, Told, Version, put_score
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import Purpose
+from agentrl.types import Json, Purpose
 
 log = logging.getLogger("agentrl.live")
-FOLDER, RUN_FILE = "heldout", "score.json"
+FOLDER, RUN_FILE, TASKS = "heldout", "score.json", "eval/tasks"
 LOOK, LEAST_PAUSE = 60.0, 1.0  # seconds between two looks at the lanes
 LANES_PAUSE = 5.0  # the same while tasks are played
 NICENESS = 10  # of the processes of an evaluation
@@ -60,13 +60,28 @@ async def run(store: Store, config: RunConfig) -> None:
             await asyncio.sleep(LEAST_PAUSE)
             continue
         log_phase(log, f"version {version.version}: playing the held-out tasks")
-        if score := await _while_in_a_lane(known, version.version, scored(config, version)):
-            await put_score(store, config.name, score)
-            failed = f", {score.missing} rollouts failed" if score.missing else ""
-            log.info("version %d: %.1f %% held-out%s", score.version, 100 * score.score, failed)
-        else:
-            delete_directory(folder_of(config, version.version, digest))
+        playing = scored(config, version, digest)
+        try:
+            score = await _while_in_a_lane(known, version.version, playing)
+        except StoreError:
+            raise
+        except AgentRLError as error:
+            failed = HeldOutScore(version=version.version, digest=digest, failed=str(error))
+            if now.scores.get(version.version) != failed:
+                await put_score(store, config.name, failed)
+            raise
+        if score is None:
             log.info("version %d: not played further, it is in no lane now", version.version)
+        else:
+            await put_score(store, config.name, score)
+            missing = f", {score.missing} rollouts failed" if score.missing else ""
+            log.info(
+                "version %d: %.1f %% held-out%s",
+                version.version,
+                100 * (score.score or 0.0),
+                missing,
+            )
+        delete_directory(folder_of(config, version.version, digest))
 
 
 async def _while_in_a_lane(
@@ -76,8 +91,9 @@ async def _while_in_a_lane(
     playing = asyncio.create_task(work)
     try:
         while not (await asyncio.wait([playing], timeout=LANES_PAUSE))[0]:
-            if version not in _to_score(await known.told()):
-                return None
+            with suppress(StoreError):  # it is played on meanwhile
+                if version not in _to_score(await known.told()):
+                    return None
         return playing.result()
     finally:
         playing.cancel()
@@ -92,8 +108,8 @@ def _to_score(known: Told) -> list[int]:
 
 def unscored(known: Told, digest: str) -> Version | None:
     """The version to score next. digest: of what is played now."""
-    scores = known.scores
-    left = [one for one in _to_score(known) if one not in scores or scores[one].digest != digest]
+    done = {one.version for one in known.scores.values() if one.digest == digest and not one.failed}
+    left = [one for one in _to_score(known) if one not in done]
     return next((known.versions[one] for one in left if one in known.versions), None)
 
 
@@ -105,31 +121,40 @@ def comparable(known: Told, ours: int, theirs: int) -> tuple[Scored, Scored]:
 
 
 def digest_of(config: RunConfig) -> str:
-    """A hash of what a score depends on beside the version: tasks, settings of evaluations, and the
-    files of agent and verifier. Raises AgentRLError if there are no such tasks now."""
-    try:
-        tasks = tasks_of(config, "heldout")
-    except ConfigError as error:  # they were there at the start
-        raise AgentRLError(str(error)) from None
-    names = (config.agent.path, config.verifier.path)
-    paths = [Path(config.root, name.rpartition(":")[0]) for name in names]
-    files = [path.read_bytes() if path.is_file() else str(path) for path in paths]
-    played = [tasks, config.eval, files]
-    return blake2b(msgspec.json.encode(played), digest_size=16).hexdigest()
+    """A hash of what a score depends on beside the version: the settings of tasks, agent, verifier,
+    sampling and evaluations, and the files that they name."""
+    tables = [config.tasks, config.agent, config.verifier, config.sampling, config.eval]
+    settings = [msgspec.to_builtins(table) for table in tables]
+    named = {Path(config.root, part) for text in _texts(settings) for part in _parts(text)}
+    files = {str(path): path.read_bytes() for path in sorted(named) if path.is_file()}
+    return blake2b(msgspec.json.encode([settings, files]), digest_size=16).hexdigest()
+
+
+def _texts(value: Json) -> Iterator[str]:
+    """All texts in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    """What may be the name of a file: `file.py:name` is a function in it."""
+    return tuple(part for part in (text, text.rpartition(":")[0]) if part and len(part) < 256)
 
 
 def folder_of(config: RunConfig, version: int, digest: str) -> Path:
     return Path(config.output, FOLDER, f"{version}-{digest[:8]}").resolve()
 
 
-async def scored(config: RunConfig, version: Version) -> HeldOutScore:
+async def scored(config: RunConfig, version: Version, digest: str) -> HeldOutScore:
     """Play the held-out tasks with a version. Raises AgentRLError if no rollout has a reward, and
-    if the tasks were changed meanwhile."""
-    digest = digest_of(config)
+    if the tasks, agent or verifier are not those of the digest."""
     settings = evaluation_of(config, version, folder_of(config, version.version, digest))
     folder, logs = make_folder(Path(settings.output)), make_folder(Path(config.output, "logs"))
-    for other in folder.parent.glob(f"{version.version}-*"):
-        if other != folder:  # began before the tasks were changed
+    for other in folder.parent.iterdir():
+        if other != folder:  # of a version that is in no lane now, or of other tasks
             delete_directory(other)
     file = trainer.write_settings(folder / RUN_FILE, settings)
     playing = Child("heldout", ["live", "score", str(file)], logs / "heldout.log")
@@ -137,16 +162,14 @@ async def scored(config: RunConfig, version: Version) -> HeldOutScore:
     try:
         if code := await playing.wait():
             raise AgentRLError(playing.last_error() or f"the evaluation ended with code {code}")
-        score = await _read(settings, version.version, digest)
         if digest_of(config) != digest:
-            raise AgentRLError("the held-out tasks were changed while they were played")
+            raise AgentRLError("tasks, agent or verifier were changed while they were played")
+        return await _read(settings, version.version, digest)
     except AgentRLError:
         delete_directory(folder)  # what it has played is played anew
         raise
     finally:
         await playing.stop()
-    delete_directory(folder)
-    return score
 
 
 async def _read(settings: RunConfig, version: int, digest: str) -> HeldOutScore:
@@ -155,9 +178,12 @@ async def _read(settings: RunConfig, version: int, digest: str) -> HeldOutScore:
     async with open_store(settings.store, readonly=True) as store:
         steps = await store.steps(settings.name)
         rows = await store.rollouts(settings.name, purpose=Purpose.EVAL)
-    check_any_succeeded(rows, "held-out")
-    tasks = int(steps[0].metrics["eval/tasks"])
-    scored = [row for row in rows if row.group.rpartition("/")[2].startswith("score")]
+    tasks = next((int(row.metrics[TASKS]) for row in steps if TASKS in row.metrics), 0)
+    trials = [row.group for row in rows if row.group.rpartition("/")[2].startswith("score")]
+    scored = [row for row in rows if trials and row.group == max(trials)]
+    if not (tasks and scored):
+        raise AgentRLError("the evaluation ended without playing the held-out tasks")
+    check_any_succeeded(scored, "held-out")
     return score_of(version, [(row.index % tasks, row.reward()) for row in scored], digest)
 
 

@@ -20,13 +20,14 @@ def verdict(
     scores: of candidate and serving version; None if there are no held-out tasks."""
     ours, least = found.sessions[0], settings.least
     margin = settings.margin if settings.rule == "not_worse" else 0.0
-    scored = scores is None or None not in scores
+    scored = scores is None or all(one is not None and one.score is not None for one in scores)
+    failed = next((one.failed for one in scores or () if one is not None and one.failed), "")
     if why := held_out_worse(*scores or (None, None)):
         return "dropped", True, why
     if found.high <= -margin:
         return "dropped", True, f"its sessions are worse: {in_points(found)}"
-    if ours >= settings.most and not scored and settings.rule != "never":
-        return "dropped", False, f"after {ours} sessions its held-out score is still missing"
+    if ours >= settings.most and failed and settings.rule != "never":
+        return "dropped", False, f"after {ours} sessions there is no held-out score: {failed}"
     if settings.rule == "always":
         return ("promoted", False, 'live.promotion.rule = "always"') if scored else None
     shown = settings.rule in ("better", "not_worse") and found.low >= -margin and ours >= least
@@ -40,9 +41,9 @@ def verdict(
 
 def held_out_worse(ours: Scored, theirs: Scored) -> str:
     """A sentence if the interval of the candidate's held-out score is below that of the other."""
-    if ours is None or theirs is None:
+    if ours is None or theirs is None or ours.high is None or theirs.low is None:
         return ""
-    if ours.high is None or theirs.low is None or ours.high >= theirs.low:
+    if ours.high >= theirs.low:
         return ""
     return (
         f"it solves fewer held-out tasks: {ours.score:.0%} (at most {ours.high:.0%}) against "

@@ -118,12 +118,20 @@ class HeldOutScore(Record, frozen=True):
     """What a version reaches on the held-out tasks of the run."""
 
     version: int
-    score: float  # mean outcome of those that have one
-    low: float | None  # 95 % confidence interval, whatever the missing ones are; None: of one task
-    high: float | None
-    tasks: int
+    score: float | None = None  # mean outcome of those that have one; None: it failed
+    low: float | None = None  # 95 % interval, whatever the missing are worth; None: of one task
+    high: float | None = None
+    tasks: int = 0
     missing: int = 0  # rollouts without an outcome
     digest: str = ""  # of what was played, see `heldout.digest_of`; others are not comparable
+    failed: str = ""  # why there is no score, a sentence; it is tried again
+
+    @property
+    def said(self) -> str:
+        if self.score is None:
+            return "nothing"
+        missing = f", without {self.missing} rollouts that failed" if self.missing else ""
+        return f"{self.score:.1%}{missing}"
 
 
 class Wish(Record, frozen=True):

@@ -153,8 +153,29 @@ async def test_what_no_session_causes_blames_none(tmp_path: Path, error: Excepti
     assert learner.tries[:12] == [8] * 12
 
 
-@pytest.mark.parametrize("error", [Invalid("a reward is not finite"), PolicyError("too long")])
+def damaged_picture() -> Exception:
+    """As vision decodes one: a sentence in place of the error of a library, which is an OSError."""
+    try:
+        try:
+            raise OSError("image file is truncated")
+        except OSError:
+            raise ValueError("an image of the session is damaged") from None
+    except ValueError as error:
+        return error
+
+
+THEIRS = [
+    Invalid("a reward is not finite"),
+    PolicyError("too long"),
+    TrainingError("the judge answered 400: too long"),
+    damaged_picture(),
+    ExceptionGroup("parts of a step", [KeyError("x"), ValueError("y")]),
+]
+
+
+@pytest.mark.parametrize("error", THEIRS, ids=lambda error: type(error).__name__)
 async def test_errors_about_data_blame_sessions(tmp_path: Path, error: Exception) -> None:
     learner = Learner(tmp_path, NAMES, lambda chosen: error if "s03" in chosen else None)
     await learner.run()
     assert learner.discarded == ["s03"]
+    assert [file.name for file in tmp_path.iterdir()] == ["failed.json"]

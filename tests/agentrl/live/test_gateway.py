@@ -401,10 +401,16 @@ async def test_calls_without_an_answer_are_counted_unless_the_client_leaves(
         served.model.script.clear()
 
 
-@pytest.mark.parametrize("leaves", [False, True], ids=["is answered at last", "its client leaves"])
-async def test_a_call_that_is_tried_again_is_not_counted_as_failed(
-    served: Served, leaves: bool
+@pytest.mark.parametrize(
+    ("leaves", "failed"),
+    [(None, 0), (gateway.PATIENCE, 0), (0.0, 1)],
+    ids=["is answered at last", "its client leaves", "its client has waited for long"],
+)
+async def test_a_call_that_is_tried_again_fails_if_its_client_gives_up(
+    served: Served, monkeypatch: pytest.MonkeyPatch, leaves: float | None, failed: int
 ) -> None:
+    monkeypatch.setattr(gateway, "PATIENCE", leaves)
+
     async def breaks(*_: Any) -> web.Response:
         return web.json_response({"error": {"message": "busy"}}, status=500)
 
@@ -420,15 +426,15 @@ async def test_a_call_that_is_tried_again_is_not_counted_as_failed(
     await served.say("meanwhile", x_session_id="ada")
     (row,) = await served.sessions()
     assert failed_calls(row) == 0
-    if leaves:
+    if leaves is None:
+        free.set()
+        await call
+    else:
         call.cancel()
         await asyncio.wait([call])
-    free.set()
-    if not leaves:
-        await call
     await served.say("and then", x_session_id="ada")
     (row,) = await served.sessions()
-    assert failed_calls(row) == 0
+    assert failed_calls(row) == failed
 
 
 async def test_a_store_that_is_away_is_said_once(

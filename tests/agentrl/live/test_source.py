@@ -14,9 +14,12 @@ import pytest
 from agentrl.config import resolve
 from agentrl.live import source as module
 from agentrl.live.blame import Tried
+from agentrl.live.records.marks import MARK, OUTCOME, SOURCE, Mark
 from agentrl.live.source import ROOM, SessionSource, no_room
 from agentrl.live.versions import Lineage
+from agentrl.runners.sessions.feedback import session_group
 from agentrl.store import open_store
+from agentrl.types import Reward, StepReward
 from tests.agentrl.live.sessions import RUN, ended
 
 
@@ -76,4 +79,37 @@ async def test_a_session_that_nobody_labels_is_discarded_after_a_day(
         found.append(len(source._sorted(rows, 1)[1]))
     assert found == [0, 0, 1]
     assert source._sorted([], 1) == ([], [], [])
+
+
+async def test_sessions_that_raised_alone_wait_are_tried_again_and_are_discarded(
+    tmp_path: Path,
+) -> None:
+    names = ["good", "once", "twice"]
+    async with open_store(f"sqlite:///{tmp_path}/store.db") as store:
+        await store.open_run(RUN, {})
+        for name in names:
+            about = await ended(store, name, at=0.0, version=4)
+            note = msgspec.json.encode(Mark(ended=0.0, day="", explicit=True)).decode()
+            row = Reward(name=MARK, value=1.0, source=SOURCE, note=note)
+            outcome = Reward(name=OUTCOME, value=1.0, source=SOURCE)
+            await store.add_rewards([StepReward(about, row), StepReward(about, outcome)])
+        rows = await store.rollouts(RUN)
+    groups = {name: session_group(RUN, name) for name in names}
+    config = resolve({"name": RUN, "output": str(tmp_path)}, source="test")
+    policies = SimpleNamespace(versions=lambda step: {"policy": step})
+    run: Any = SimpleNamespace(config=config, policies=policies)
+    lineage = Lineage()
+    source = SessionSource(run=run, lineage=lineage, vocabulary={}, serves=False)
+    tried = Tried(4, [groups["once"]], once=[groups["once"]], twice=[groups["twice"]])
+    source.blame.file.write_bytes(msgspec.json.encode(tried))
+
+    def found(step: int) -> list[list[str]]:
+        return [[row.group for row in some] for some in source._sorted(rows, step)]
+
+    assert found(4) == [[groups["good"]], [groups["twice"]], []]
+    assert found(5) == [[groups["good"]], [groups["twice"]], [groups["once"]]]
+    lineage.empty.append(4)  # the step between trained nothing
+    assert found(5) == [[groups["good"]], [groups["twice"]], []]
+    source.blame.file.unlink()
+    assert found(5) == [[row.group for row in rows], [], []]
     assert source.unlabelled == {}

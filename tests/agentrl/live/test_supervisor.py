@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import pytest
 from click.testing import CliRunner
 
+from agentrl.base.processes import USER_ERROR
 from agentrl.cli.main import cli
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.live import supervisor
+from agentrl.live.blame import Blame, Tried
 from tests.agentrl.live.shop import Shop
 
 
@@ -23,6 +31,49 @@ async def test_sigterm_stops_the_processes_in_order(tmp_path: Path, tiny_model_d
         assert not Path(f"/proc/{gateway}").exists()
     finally:
         await shop.stop()
+
+
+class Starts:
+    """Stands in for a process that ends at once, by an error that a user must mend."""
+
+    name = "algorithm"
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self.then, self.starts = then, 0
+
+    async def start(self) -> None:
+        self.starts += 1
+
+    async def wait(self) -> int:
+        self.then()
+        return 0 if self.starts == 3 else USER_ERROR
+
+    def last_error(self) -> str:
+        return "a session cannot be trained"
+
+
+@pytest.mark.parametrize("blamed", [False, True])
+async def test_the_first_start_of_a_run_also_finds_the_session_that_cannot_be_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blamed: bool
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.0)
+    blame, said = Blame(tmp_path), list[str]()
+
+    def fails() -> None:
+        if blamed:
+            tried = Tried(1, [f"s{n}" for n in range(8 // child.starts)])
+            blame.file.write_bytes(msgspec.json.encode(tried))
+
+    def say(text: str, **_: object) -> None:
+        said.append(text)
+        if len(said) == 3:
+            raise asyncio.CancelledError
+
+    child: Any = Starts(fails)
+    keeping = supervisor.keep_running(child, say, blame.failed)
+    with pytest.raises(asyncio.CancelledError if blamed else AgentRLError):
+        await keeping
+    assert child.starts == (3 if blamed else 1)
 
 
 def test_the_default_preset_is_refused_before_anything_is_served(tmp_path: Path) -> None:

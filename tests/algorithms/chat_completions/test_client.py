@@ -13,7 +13,7 @@ from aiohttp import web
 from agentrl.algorithms.chat_completions import client as chat_completion
 from agentrl.algorithms.chat_completions.client import Completion, complete, find_endpoint
 from agentrl.config import resolve
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, TrainingError
 from agentrl.store import open_store
 from agentrl.types import PolicyVersion
 
@@ -77,18 +77,22 @@ async def test_a_busy_server_is_asked_again_when_it_says(ask: Ask, waits: list[f
 
 
 @pytest.mark.parametrize(
-    ("response", "why", "tries"),
+    ("response", "why", "tries", "kind"),
     [
-        ((400, {"error": "no such model"}, {}), "answered 400: .*no such model", 1),
-        ((200, {"choices": []}, {}), "returned no chat completion", 1),
-        ((500, {}, {}), "answered 500", 8),
+        ((400, {"error": "too long"}, {}), "answered 400: .*too long", 1, TrainingError),
+        ((413, {"error": "too long"}, {}), "answered 413: .*too long", 1, TrainingError),
+        ((200, {"choices": []}, {}), "returned no chat completion", 1, TrainingError),
+        ((404, {"error": "no such model"}, {}), "answered 404", 1, AgentRLError),
+        ((401, {"error": "wrong key"}, {}), "answered 401", 1, AgentRLError),
+        ((500, {}, {}), "answered 500", 8, AgentRLError),
     ],
 )
 async def test_what_waiting_does_not_help_is_an_error(
-    ask: Ask, waits: list[float], response: Any, why: str, tries: int
+    ask: Ask, waits: list[float], response: Any, why: str, tries: int, kind: type[Exception]
 ) -> None:
-    with pytest.raises(AgentRLError, match=f"^the judge: http.*{why}"):
+    with pytest.raises(AgentRLError, match=f"^the judge: http.*{why}") as raised:
         await ask(response)
+    assert type(raised.value) is kind  # whether it is because of the question
     assert len(waits) == tries - 1
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from agentrl.algorithms.data.batch import Batch
@@ -27,7 +28,7 @@ from agentrl.algorithms.train.checkpoint import (
     set_random_state,
 )
 from agentrl.base.files import atomic_directory
-from agentrl.errors import DamagedError, PolicyError, TrainingError
+from agentrl.errors import AgentRLError, DamagedError, PolicyError
 
 
 class OneNumber:
@@ -90,11 +91,15 @@ def test_saving_again_replaces(tmp_path: Path) -> None:
     assert names(tmp_path) == ["1"]
 
 
-def test_a_full_disk_is_a_sentence_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_a_full_disk_is_a_sentence_and_leaves_the_last_checkpoint(
+    tmp_path: Path, kind: type[Exception]
+) -> None:
     save_checkpoint(tmp_path / "1", OneNumber(1), {})
-    full = OneNumber(2, OSError(28, "No space left on device"))
-    with pytest.raises(TrainingError, match=r"No space left on device.*free disk space"):
+    full = OneNumber(2, kind("No space left on device"))
+    with pytest.raises(AgentRLError, match=r"No space left on device.*free disk space") as raised:
         save_checkpoint(tmp_path / "1", full, {})
+    assert type(raised.value) is AgentRLError  # no session of a live run is the cause
     assert names(tmp_path) == ["1"]
     assert (tmp_path / "1" / "weight").read_text() == "1"
 
