@@ -96,7 +96,7 @@ async def test_sessions_that_raised_alone_wait_are_tried_again_and_are_discarded
         rows = await store.rollouts(RUN)
     groups = {name: session_group(RUN, name) for name in names}
     config = resolve({"name": RUN, "output": str(tmp_path)}, source="test")
-    policies = SimpleNamespace(versions=lambda step: {"policy": step})
+    policies = SimpleNamespace(versions=lambda step: {"policy": 4})
     run: Any = SimpleNamespace(config=config, policies=policies)
     lineage = Lineage()
     source = SessionSource(run=run, lineage=lineage, vocabulary={}, serves=False)
