@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -79,17 +79,27 @@ async def test_an_adapter_is_trained_and_served_over_http(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_two_halves_meet_in_postgresql(
-    tmp_path: Path, tiny_model_dir: Path, postgres: Callable[[], str]
+@pytest.mark.parametrize("kind", ["postgresql", "http"])
+async def test_two_halves_meet_in_a_store(
+    tmp_path: Path, tiny_model_dir: Path, kind: str, postgres: Callable[[], str]
 ) -> None:
     """Each has a folder of its own, as on two machines."""
     folders = {name: tmp_path / name for name in ("training", "gateway")}
     for folder in folders.values():
         folder.mkdir()
-    settings = (f"store={postgres()}", "--only")
-    async with (
-        running(folders["training"], tiny_model_dir, *settings, "training"),
-        running(folders["gateway"], tiny_model_dir, *settings, "gateway") as (_, store, client),
-    ):
+    async with AsyncExitStack() as closing:
+        if kind == "http":
+            url = await closing.enter_async_context(served(tmp_path))
+        else:
+            url = postgres()
+        halves = [
+            await closing.enter_async_context(
+                running(folder, tiny_model_dir, f"store={url}", "--only", name)
+            )
+            for name, folder in folders.items()
+        ]
+        shop, store, client = halves[1]
+        assert shop.process is not None
+        await listening(shop.process, shop.port, shop.folder / "front.log")
         await learns(store, client)
         assert not (folders["gateway"] / "runs/shop/checkpoints").exists()
