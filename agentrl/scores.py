@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import isfinite, isnan
 
-ROUNDING = 1e-9
+ROUNDING, SMALL = 1e-9, 0.0005
 SCORES = ("eval/score", "eval/sampled")
 REWARDS = {"reward/mean", "reward/std"}
 
@@ -37,7 +37,11 @@ def are_shares(rows: Iterable[Mapping[str, float]], outcomes: Iterable[float] = 
 
 def score_text(value: float, share: bool, form: str = ".3f") -> str:
     """A score of a run whose scores are shares, or not (then in this form); a dash if missing."""
-    return "-" if isnan(value) else format(value, ".1%" if share else form)
+    if isnan(value):
+        return "-"
+    if share and 0.0 < abs(value) < SMALL:
+        return f"{100 * value:.1g}%"  # not 0.0%, as if nothing had been reached
+    return format(value, ".1%" if share else form)
 
 
 def gain_text(value: float, share: bool) -> str:

@@ -31,4 +31,5 @@ def test_percentages_are_for_what_lies_in_0_to_1(
 def test_scores_in_words() -> None:
     assert (score_text(0.211, True), score_text(0.211, False)) == ("21.1%", "0.211")
     assert (score_text(math.nan, True), gain_text(-0.05, True)) == ("-", "-5.0 points")
+    assert [score_text(x, True) for x in (0.0, 0.0004, 0.0006)] == ["0.0%", "0.04%", "0.1%"]
     assert gain_text(0.05, False) == "+0.050"
