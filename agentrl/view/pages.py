@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 from agentrl.base.parts import installed_plugins
 from agentrl.config import from_store
 from agentrl.errors import AgentRLError, Forbidden, Invalid, NotFound
-from agentrl.scores import are_shares
 from agentrl.store.base import Store
 from agentrl.store.records import Dataset, GroupRow
 from agentrl.telemetry.report import policies_without_calls, untrained_sentences
@@ -136,9 +135,8 @@ class Pages:
             steps, rows = front.training_tasks(trained)
         else:
             steps, rows = await front.held_out_tasks(self.store, run, held_out)
-        outcomes = (x for group in held_out for x in group.outcomes if x is not None)
-        unit = await summaries.read_shares(self.store, run) and are_shares((), outcomes)
-        unit = unit and all(one.share for one in trained)
+        known = (x for group in held_out for x in group.outcomes if x is not None)
+        unit = all(x.share for x in trained) and await summaries.read_shares(self.store, run, known)
         return {"task_steps": steps, "task_rows": rows, "all_tasks": len(rows), "unit": unit}
 
     async def series(self, run: str, query: Query, names: Sequence[str]) -> Values:

@@ -103,9 +103,10 @@ def shares(curves: Mapping[str, Points]) -> bool:
     return are_shares(rows.values())
 
 
-async def read_shares(store: Store, run: str) -> bool:
+async def read_shares(store: Store, run: str, outcomes: Iterable[float] = ()) -> bool:
+    """outcomes: also shown."""
     names = decisive(await store.metric_names(run))
-    return shares(await store.series(run, names, points=POINTS))
+    return shares(await store.series(run, names, points=POINTS)) and are_shares((), outcomes)
 
 
 def verdict(curves: Mapping[str, Points]) -> Verdict:

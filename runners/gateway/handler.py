@@ -106,12 +106,11 @@ class CallHandler:
         try:
             async with asyncio.timeout(active.left):
                 return await self._answer(self._call)
-        except asyncio.CancelledError:  # the agent disconnected, or the attempt has ended
-            self._record_silence()
+        except (asyncio.CancelledError, DisconnectedError) as left:
             active.abandoned[counted.number] = time.monotonic() - self._call.arrived
-            raise
-        except DisconnectedError:
-            active.abandoned[counted.number] = time.monotonic() - self._call.arrived
+            if isinstance(left, asyncio.CancelledError):  # the same, or the attempt has ended
+                self._record_silence()
+                raise
         except (UpstreamError, RefusedError) as error:
             if not self._agent.begun:
                 raise
