@@ -19,7 +19,10 @@ PARTS = ",".join(point.name for point in entry_points(group="agentrl.parts"))
 def test_the_example_trains_without_any_part(tmp_path: Path) -> None:
     example, model = ROOT / "examples" / "staff", tmp_path / "model"  # building models is a part
     build = "import pathlib, sys, policy; policy.build(pathlib.Path(sys.argv[1]), 0)"
-    subprocess.run([sys.executable, "-c", build, model], cwd=example, check=True, timeout=300)
+    # Threads of several processes of tests wait for each other.
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    made = [sys.executable, "-c", build, model]
+    subprocess.run(made, cwd=example, check=True, timeout=300, env=alone)
     env = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "without"), "WITHOUT_PARTS": PARTS}
     settings = ["steps=2", "algorithm.groups=2", "eval.every=0", "tasks.heldout="]
     done = subprocess.run(
