@@ -25,6 +25,7 @@ os.environ.setdefault("OPENAI_API_KEY", "unused")
 import httpx
 from agent import client, support
 from langgraph.errors import GraphRecursionError
+from openai import BadRequestError
 from orders import ORDERS, answer
 from policy import first_answer
 from wording import COMPLAINTS, REQUESTS, THANKS, kind_of, request, request_again
@@ -80,7 +81,7 @@ class Session:
         said = {"messages": [*self.messages, ("user", text)]}
         try:
             self.messages = (await support(self.id, self.customer).ainvoke(said))["messages"]
-        except GraphRecursionError:  # it calls tools and does not come to an answer
+        except (GraphRecursionError, BadRequestError):  # it calls tools until nothing more fits
             return False
         new = self.messages[known:]
         used = [(call["name"], call["args"]) for m in new for call in getattr(m, "tool_calls", ())]
