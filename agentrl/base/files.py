@@ -1,5 +1,5 @@
-"""Output folders, and atomic directories: complete or absent, even if a process is killed while it
-writes them."""
+"""Output folders, and atomic files and directories: whole or as before, even if a process is killed
+while it writes them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         _sync(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # it was renamed, unless an error occurred
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file, which is as before or whole, even if this process is killed meanwhile."""
+    partial = path.with_suffix(".tmp")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 def partial_name(path: Path) -> Path:

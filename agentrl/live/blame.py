@@ -24,6 +24,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from agentrl.algorithms.learners.memory import is_out_of_memory
+from agentrl.base.files import replace_file
 from agentrl.errors import AgentError, AgentRLError, ConfigError, Invalid, StoreError
 from agentrl.types import Record, Rollout
 
@@ -100,9 +101,7 @@ class Blame:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
         if self.trying is not None and error is not None and _may_be_theirs(error):
-            written = self.file.with_suffix(".new")
-            written.write_bytes(msgspec.json.encode(self.trying.judged()))
-            written.replace(self.file)
+            replace_file(self.file, msgspec.json.encode(self.trying.judged()))
 
 
 def _may_be_theirs(error: BaseException) -> bool:

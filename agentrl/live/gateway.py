@@ -48,6 +48,7 @@ from agentrl.runners.sessions.recorder import (
     refusal,
 )
 from agentrl.store.base import Store
+from agentrl.store.following import keep_reading
 from agentrl.types import (
     POLICY,
     SESSION,
@@ -68,7 +69,7 @@ log = logging.getLogger("agentrl.runner")
 END = "x-agentrl-end"  # request header of a session's last call
 GIVEN = web.RequestKey(people.TOKEN, str)  # the token of the request's session
 MOST_FEEDBACK = 1000  # rewards of a session, beyond which no feedback is taken
-LOOK_PAUSE, LONGEST_PAUSE = 0.2, 2.0  # seconds between two looks at the lanes; doubles on errors
+LOOK_PAUSE = 0.2  # seconds between two looks at the lanes
 PATIENCE = 10.0  # seconds for which a client waits at least for a call that is tried again
 
 
@@ -112,22 +113,14 @@ class LiveSessions(Sessions):
 
     async def follow(self) -> None:
         """Follow the run's lanes, until cancelled."""
-        cursor, pause = 0, LOOK_PAUSE
-        while True:
-            try:
-                cursor = await self._store.wait(cursor)
-                lanes = (await self._documents.told()).lanes
-                if lanes is not None and not self._secret:
-                    self._secret = await people.secret_of(self._store, self._config)
-            except StoreError as error:
-                if pause == LOOK_PAUSE:
-                    why = f"{error}; tried again until they can"
-                    log.warning("the lanes of run %s cannot be read: %s", self._run, why)
-                cursor, pause = 0, min(2 * pause, LONGEST_PAUSE)
-            else:
-                pause = LOOK_PAUSE
-                self._follow(lanes)
-            await asyncio.sleep(pause)
+        missed = f"the lanes of run {self._run} cannot be read"
+        await keep_reading(self._store, self._read, missed, pause=LOOK_PAUSE)
+
+    async def _read(self) -> None:
+        lanes = (await self._documents.told()).lanes
+        if lanes is not None and not self._secret:
+            self._secret = await people.secret_of(self._store, self._config)
+        self._follow(lanes)
 
     def _follow(self, lanes: Lanes | None) -> None:
         if lanes is None or lanes == self._lanes:

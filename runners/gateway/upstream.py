@@ -29,12 +29,12 @@ from msgspec import Struct
 
 from agentrl.base.access import read_sent_key
 from agentrl.config import UpstreamConfig
-from agentrl.errors import StoreError
 from agentrl.runners.dialects.conversation import Body
 from agentrl.runners.gateway.refusals import RefusedError, UpstreamError, failure, is_failure
 from agentrl.runners.gateway.request import forwarded
 from agentrl.runners.gateway.response import read
 from agentrl.store.base import Store
+from agentrl.store.following import keep_reading
 from agentrl.types import ANY_ROLE, AUXILIARY_ROLE, PolicyVersion, Sampling, Transition
 
 if TYPE_CHECKING:
@@ -120,18 +120,15 @@ class Router:
         self._changed = asyncio.Event()  # set and replaced whenever a route may have changed
 
     async def follow(self) -> None:
-        """Update the copy of the policies table whenever it changes; never returns."""
-        cursor = 0
-        while True:
-            try:
-                cursor = await self.store.wait(cursor)
-                self.policies = await self.store.policies(self.run)
-                self.read.set()
-            except StoreError as error:  # the last copy may still be valid
-                log.warning("the routes of run %s cannot be read: %s", self.run, error)
-                cursor = 0
-            self.look_again()
-            await asyncio.sleep(MIN_READ_INTERVAL)
+        """Update the copy of the policies table whenever it changes; never returns. While the store
+        is away, the last copy may still be valid."""
+        missed = f"the routes of run {self.run} cannot be read"
+        await keep_reading(self.store, self._read, missed, pause=MIN_READ_INTERVAL)
+
+    async def _read(self) -> None:
+        self.policies = await self.store.policies(self.run)
+        self.read.set()
+        self.look_again()
 
     def look_again(self) -> None:
         """Let waiting calls look for their servers again: policies or seats have changed."""

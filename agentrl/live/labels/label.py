@@ -41,6 +41,7 @@ from agentrl.live.records.marks import (
 from agentrl.live.records.sessions import ended, oldest_first
 from agentrl.live.records.table import live_of
 from agentrl.store.base import Store
+from agentrl.store.following import keep_reading
 from agentrl.types import SIGNAL, Reward, Rollout, RolloutState, Scope, StepReward, Trace
 
 log = logging.getLogger("agentrl.live")
@@ -229,18 +230,17 @@ def _had_outcome(row: Rollout) -> bool:
 async def run(store: Store, config: RunConfig) -> None:
     """Label sessions of the run as they end, until cancelled."""
     async with Asker(store, config) as asker:
-        labeller, cursor, started = Labeller(store, config, asker), 0, False
-        began = time.monotonic()
-        while True:
-            try:
-                cursor = await store.wait(cursor, timeout=POLL)
-                if not started:
-                    await labeller.start()
-                    started = True
-                began = time.monotonic()
-                await labeller.look()
-                labeller.failed()
-            except StoreError as error:
-                log.warning("sessions are not labelled now: %s; tried again", error)
-                cursor = 0
-            await asyncio.sleep(PAUSE + IDLENESS * (time.monotonic() - began))
+        labeller, started = Labeller(store, config, asker), False
+
+        async def look() -> None:
+            nonlocal started
+            if not started:
+                await labeller.start()
+                started = True
+            began = time.monotonic()
+            await labeller.look()
+            labeller.failed()
+            await asyncio.sleep(IDLENESS * (time.monotonic() - began))
+
+        missed = "sessions are not labelled now"
+        await keep_reading(store, look, missed, pause=PAUSE, timeout=POLL)

@@ -126,13 +126,6 @@ class HeldOutScore(Record, frozen=True):
     digest: str = ""  # of what was played, see `heldout.digest_of`; others are not comparable
     failed: str = ""  # why there is no score, a sentence; it is tried again
 
-    @property
-    def said(self) -> str:
-        if self.score is None:
-            return "nothing"
-        missing = f", without {self.missing} rollouts that failed" if self.missing else ""
-        return f"{self.score:.1%}{missing}"
-
 
 class Wish(Record, frozen=True):
     """Weights in the folder `path` that a user offers as a candidate."""

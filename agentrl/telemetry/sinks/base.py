@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from agentrl.base.files import replace_file
 from agentrl.config import RunConfig
 from agentrl.config.keys import flatten
 from agentrl.errors import AgentRLError
@@ -92,9 +93,7 @@ def load_position(file: Path) -> SinkPosition:
 
 def save_position(file: Path, position: SinkPosition) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".tmp")
-    partial.write_bytes(msgspec.json.encode(position))
-    partial.replace(file)
+    replace_file(file, msgspec.json.encode(position))
 
 
 def sink_factory(name: str, root: Path) -> Any:

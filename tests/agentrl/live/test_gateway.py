@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from agentrl.live.records.marks import RESULT_ENDED, failed_calls
 from agentrl.live.records.sessions import chosen, ended
 from agentrl.live.serving import serve
 from agentrl.runners.sessions.feedback import session_group
-from agentrl.store import open_store
+from agentrl.store import following, open_store
 from agentrl.store.base import Store
 from agentrl.store.sqlite.store import SqliteStore
 from agentrl.types import (
@@ -441,10 +442,10 @@ async def test_a_store_that_is_away_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(gateway, "LOOK_PAUSE", 0.001)
-    monkeypatch.setattr(gateway, "LONGEST_PAUSE", 0.004)
+    monkeypatch.setattr(following, "LONGEST_PAUSE", 0.004)
     fails, seen = iter([True] * 9 + [False] + [True] * 9), list[Any]()
 
-    async def waits(cursor: int) -> int:
+    async def waits(cursor: int, *, timeout: float | None) -> int:
         if (away := next(fails, None)) is None:
             raise asyncio.CancelledError
         if away:
@@ -456,6 +457,7 @@ async def test_a_store_that_is_away_is_said_once(
 
     store, known = SimpleNamespace(wait=waits), SimpleNamespace(told=told)
     sessions: Any = SimpleNamespace(_store=store, _documents=known, _run=RUN, _follow=seen.append)
+    sessions._read = partial(LiveSessions._read, sessions)
     with pytest.raises(asyncio.CancelledError):
         await LiveSessions.follow(sessions)
     assert caplog.text.count("the lanes of run shop cannot be read: the disk is full") == 2
