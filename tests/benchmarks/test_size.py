@@ -20,14 +20,14 @@ def test_what_is_linked_counts_once(tmp_path: Path) -> None:
     (linked / "sql").mkdir(parents=True)
     (package / "linked").symlink_to(linked)
     (package / "one.py").write_text("def f():\n    def g():\n        return 1\n    return g\n")
-    (package / "inner" / "two.py").write_text("x = 1\n" * 401)
+    (package / "inner" / "two.py").write_text("x = 1\n" * 901)
     (linked / "three.py").write_text("x = 1\n")
     (linked / "sql" / "four.sql").write_text("select 1;\n" * 7)
     found = measure(package)
-    assert found["lines"] == 4 + 401 + 1
-    assert found["lines_by_folder"] == {"package": 4, "package/inner": 401, "linked": 1}
+    assert found["lines"] == 4 + 901 + 1
+    assert found["lines_by_folder"] == {"package": 4, "package/inner": 901, "linked": 1}
     assert found["sql_lines"] == 7
-    assert (found["modules"], found["modules_over_400"]) == (3, 1)
+    assert (found["modules"], found["modules_over_900"]) == (3, 1)
     assert (found["function_median"], found["most_modules_in_a_folder"]) == (3.0, 1)
 
 
