@@ -23,7 +23,7 @@ import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 
-from agentrl import run_owner
+from agentrl import measured, run_owner
 from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.base import folder_lock, memory
 from agentrl.base.files import make_folder
@@ -35,6 +35,7 @@ from agentrl.config import RunConfig, agent_env, differences, from_store, resolv
 from agentrl.config import policies as team
 from agentrl.config.infrastructure import EXECUTORS, ExternalEngineConfig, ExternalLearnerConfig
 from agentrl.config.presets import check_presets
+from agentrl.config.python import given
 from agentrl.config.tasks import tasks_of
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.plugins import load_plugin
@@ -48,7 +49,7 @@ from agentrl.types import Json
 
 RUN_OUTPUTS = (
     *("store.db*", "run.json", "logs", "checkpoints", "plan.json"),
-    *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl", "players"),
+    *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl", "players", measured.FILE),
 )  # what a run writes into its output folder, besides its parts
 
 
@@ -74,15 +75,22 @@ class Trainer:
     number or named numbers. Each may also be "file.py:name", as in a run file, and is left out if
     an environment has it: `Trainer(environment="PLUGIN:WHAT", policy=...)`. `policy` is a Hugging
     Face directory or name, and may be omitted if each of several policies has its own model.
-    `callbacks` have `on_step` or `on_evaluation`; `settings` are a run file's, tables as dicts:
-    `Trainer(..., algorithm={"lr": 1e-5})`."""
+    `callbacks` have `on_step` or `on_evaluation`.
+
+    Every setting of a run file can be given, tables as dicts or by names with dots:
+    `Trainer(..., algorithm={"lr": 1e-5}, **{"eval.every": 5})`. Of `agent`, `tasks`, `verifier` and
+    `policy` a dict is the table, and anything else its first setting:
+    `policy={"model": ..., "lora": {"rank": 16}}`, `agent={"path": make_agent, "max_calls": 20}`.
+
+    Of one model that is trained here, dtype, adapter with learning rate, threads, context and
+    length of completions are measured, as `agentrl init --model` does, where they are not given."""
 
     def __init__(
         self,
         agent: Any = None,
-        tasks: Iterable[dict[str, Json]] | str = "",
-        verifier: Callable[..., Any] | str = "",
-        policy: str | Path = "",
+        tasks: Iterable[dict[str, Json]] | dict[str, Any] | str = "",
+        verifier: Callable[..., Any] | dict[str, Any] | str = "",
+        policy: str | Path | dict[str, Any] = "",
         heldout: Iterable[dict[str, Json]] | str = "",
         callbacks: Sequence[Any] = (),
         **settings: Any,
@@ -90,8 +98,8 @@ class Trainer:
         if callbacks and (why := missing("follows", "callbacks")):
             raise ConfigError(f"callbacks: {why}")
         self.callbacks = callbacks
-        self.agent, self.tasks, self.verifier = agent, tasks, verifier
-        self.policy, self.heldout, self.settings = policy, heldout, settings
+        parameters = {"agent": agent, "tasks": tasks, "verifier": verifier, "policy": policy}
+        self.given = given(parameters, heldout, settings)
 
     def fit(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """Train to the end, or resume a stopped run of this name. fresh: start over; take_over: go
@@ -104,27 +112,30 @@ class Trainer:
 
     async def fit_async(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """`fit` for an event loop. If it is cancelled, it stops its processes."""
-        settings = {"policy": {}, "agent": {}, "verifier": {}} | self.settings
-        settings["policy"] = {"model": str(self.policy)} | settings["policy"]
-        for key, value in (("agent", self.agent), ("verifier", self.verifier)):
-            if isinstance(value, str):
-                settings[key] = {"path": value} | settings[key]
-        config = hide_secrets(resolve(settings, source="Trainer"))
-        if not isinstance(self.agent, str | None):  # plays in place of an environment's own
-            config = replace(config, agent=replace(config.agent, path=""))
-        check_presets(config)  # before the tasks, which may take long to load
+        tables, agent, verifier, train, heldout = self.given
+
+        def resolved() -> RunConfig:
+            config = hide_secrets(resolve(tables, source="Trainer"))
+            if agent is not None:  # plays in place of an environment's own
+                config = replace(config, agent=replace(config.agent, path=""))
+            return config
+
+        check_presets(config := resolved())  # before the tasks, which may take long to load
         if fresh:
             clear(config)
         await run_owner.check_free(config, take_over=take_over)  # before its files are replaced
         output = make_folder(Path(config.output))
-        tasks = config.tasks
-        for key, given in (("train", self.tasks), ("heldout", self.heldout)):
-            if file := task_file(given, output / f"{key}.jsonl", tasks.columns):
-                tasks = replace(tasks, **{key: file})
-        check(config := replace(config, tasks=tasks))
-        both = isinstance(self.agent, str | None) and isinstance(self.verifier, str)
-        own = None if both else (self.agent, self.verifier or config.verifier.path)
-        return await front(config, local=own, callbacks=self.callbacks)
+        for key, own in (("train", train), ("heldout", heldout)):
+            if own is not None:
+                file = task_file(own, output / f"{key}.jsonl", config.tasks.columns)
+                tables = {**tables, "tasks": tables.get("tasks", {}) | {key: file}}
+        check(resolved())
+        for key, value in (await measured.complete(tables, output, Console())).items():
+            tables = given({}, "", {**tables, key: value}).tables
+        local = None
+        if agent is not None or verifier is not None:
+            local = agent, verifier or config.verifier.path
+        return await front(resolved(), local=local, callbacks=self.callbacks)
 
 
 def check(config: RunConfig) -> None:

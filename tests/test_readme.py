@@ -5,7 +5,7 @@ import importlib
 import re
 import shlex
 from pathlib import Path
-from types import UnionType
+from types import SimpleNamespace, UnionType
 from typing import Any, get_args
 
 import pytest
@@ -20,19 +20,80 @@ WAYS = README.parent / "docs" / "how-to" / "README.md"
 WORDS = README.parent / "docs" / "concepts" / "README.md"
 
 
+(WRAP,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+
+
 def test_wrap_your_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    statements = [line for line in block.splitlines() if line.strip()]
-    assert len(statements) <= 12
-    script = block.replace("Qwen/Qwen2.5-0.5B-Instruct", str(tiny_model_dir))
-    script = script.replace("steps=50", "steps=2, sampling={'max_tokens': 8}")
-    assert script != block
+    script = WRAP.replace("Qwen/Qwen2.5-0.5B-Instruct", str(tiny_model_dir))
+    script = script.replace("steps=20", "steps=2, sampling={'max_tokens': 8}")
+    script = script.replace("tasks[300:]", "tasks[300:304]")
+    assert script.count(str(tiny_model_dir)) == script.count("steps=2,") == 1
     (tmp_path / "script.py").write_text(script)
     result = warm.run("-m", "script", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
+    assert "measured: policy.dtype = " in result.stdout
     assert "Result(" in result.stdout
     assert (tmp_path / "runs" / "run" / "curve.png").is_file()
+
+
+def test_its_verifier_pays_only_for_the_answer() -> None:
+    names: dict[str, Any] = {}
+    start = WRAP.index("def verify")
+    exec("import re\n" + WRAP[start : WRAP.index("trainer = ")], names)
+    verify, task = names["verify"], {"input": "What is 8 plus 8?", "answer": 16}
+    assert [verify(task, right) for right in ("16", " 16.\n", "016")] == [1.0] * 3
+    every = " ".join(map(str, range(40)))
+    wrong = ("", every, f"{every} 16", "It is not 16.", "16 or 17", "116", "1", "6", "-16", "16 16")
+    assert [verify(task, reply) for reply in wrong] == [0.0] * len(wrong)
+
+
+SPRAYED = {
+    "docs/own-agent.md": [],
+    "docs/how-to/README.md": [],
+    "docs/how-to/teams.md": [],
+    "agentrl/coding_agents/SKILL.md": [],
+    "agentrl/run_files/starter/verifier.py": [],
+    "agentrl/run_files/starter/pretrained/verifier.py": [],
+    "examples/staff/verifier.py": [],
+    "examples/look/verifier.py": [],
+    "examples/smollm/verifier.py": ["It is not 16."],
+    "examples/smollm/calculator/verifier.py": ["It is not 16.", "116 16", "1, 2, 16"],
+    "examples/frameworks/verifier.py": ["It is not 16.", "116 16", "1, 2, 16"],
+}  # what else pays: a number that is the last one of the reply
+
+
+@pytest.mark.parametrize("source", SPRAYED)
+def test_no_verifier_that_is_shown_pays_for_a_list_of_answers(source: str) -> None:
+    text = (README.parent / source).read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) or [text]
+    (block,) = [block for block in blocks if "def verify" in block]
+    block = block[: block.find("\n\n\ntrainer =")] if "\n\n\ntrainer =" in block else block
+    names: dict[str, Any] = {}
+    exec(block, names)
+    verify = names["verify"]
+    given = [verify.__code__.co_varnames[n] for n in range(verify.__code__.co_argcount)]
+
+    def score(reply: str) -> float:
+        trace = SimpleNamespace(transitions=[])
+        known = {"task": {"input": "8 + 8 =", "answer": "16"}, "result": reply, "trace": trace}
+        value = verify(*(known[name] for name in given))
+        return float(value if isinstance(value, float) else value[0].value)
+
+    assert score("16") == 1.0
+    sprays = [" ".join(map(str, range(17 + n))) for n in (1, 20)]
+    replies = ["", *sprays, "It is not 16.", "116 16", "1, 2, 16", "16 or 17", "160", "1", "6"]
+    assert [reply for reply in replies if score(reply)] == SPRAYED[source]
+
+
+def test_the_streaming_example_pays_for_a_sentence_and_not_for_its_subject_eight_times() -> None:
+    names: dict[str, Any] = {}
+    exec((README.parent / "examples/streaming/verifier.py").read_text(), names)
+    task = {"input": "the sea"}
+    told = names["verify"](task, "The sea is a wide blue body of")
+    assert told == {"outcome": 1.0, "length": 1.0}
+    for reply in ("sea " * 8, "seaside seats are nice on days in May", ""):
+        assert names["verify"](task, reply)["outcome"] == 0.0
 
 
 TRAIN = re.findall(

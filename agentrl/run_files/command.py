@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shutil
 from importlib.util import find_spec
@@ -53,7 +54,9 @@ def init(folder: Path, model: str | None) -> None:
     if model:
         from agentrl.run_files import pretrained
 
-        text = Template(text).substitute(pretrained.settings(model))
+        measured = pretrained.settings(model)
+        measured["model"] = json.dumps(measured["model"], ensure_ascii=False)  # TOML has it so, too
+        text = Template(text).substitute(measured)
     plain = [] if model else [name for name in LANGCHAIN if find_spec(name) is None]
     try:
         folder.mkdir(parents=True, exist_ok=True)

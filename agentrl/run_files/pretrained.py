@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -54,7 +55,7 @@ def settings(model: str) -> dict[str, Any]:
     per_token = seconds_per_token(source, dtype)
     longest = SLACK * CALLS * MAX_TOKENS * per_token
     return {
-        "model": json.dumps(source, ensure_ascii=False),  # a string in TOML, too
+        "model": source,
         "threads": sampling_threads(sum(each.numel() for each in shape.parameters())),
         "dtype": dtype, "rank": RANK, "lr": LEARNING_RATE, "context": context,
         "max_tokens": MAX_TOKENS, "concurrency": CONCURRENCY,
@@ -94,3 +95,10 @@ def _fastest(work: Callable[[], object]) -> float:
             work()
             seconds.append(clock() - started)
     return min(seconds[1:])
+
+
+if __name__ == "__main__":  # a process of its own for `Trainer`, which never loads torch
+    try:
+        print(json.dumps(settings(sys.argv[1])))
+    except PolicyError as error:
+        sys.exit(str(error))

@@ -95,12 +95,11 @@ MODELS: dict[str, Callable[[str, str], str]] = {"extractor": extractor, "formatt
 def checks(task: dict[str, Any], result: str) -> dict[str, float]:
     """Rule -> 1 if an answer follows it, else 0, for the rules that apply."""
     parts, expected, found = task["parts"], task["expected"], {}
-    if "country" in parts:
-        found["iso"] = expected["iso"] in result
-    if "date" in parts:
-        found["date"] = expected["date"] in result
-    if "amount" in parts:
-        found["cents"] = bool(re.search(rf"(^|\D){expected['cents']}(\D|$)", result))
+    written = [field.strip() for field in re.split("[;,]", result.removesuffix("#"))]
+    fields = dict(zip(parts, written, strict=True)) if len(parts) == len(written) else {}
+    for part, rule in (("country", "iso"), ("date", "date"), ("amount", "cents")):
+        if part in parts:
+            found[rule] = fields.get(part) == expected[rule]
     if len(parts) > 1:
         found["sep"] = result.count(";") == len(parts) - 1
     clean = "well" not in result and "arr" not in result

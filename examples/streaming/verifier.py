@@ -2,7 +2,7 @@
 
 
 def verify(task: dict[str, str], result: str) -> dict[str, float]:
-    words = result.rstrip(".").split()
+    words = result.lower().rstrip(".").split()
     length = max(0.0, 1 - abs(len(words) - 8) / 8)
-    named = task["input"].split()[-1].lower() in result.lower()
+    named = words.count(task["input"].split()[-1].lower()) == 1  # not the subject eight times
     return {"outcome": length * named, "length": length}

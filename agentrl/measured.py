@@ -1,0 +1,80 @@
+"""Settings of a pretrained model that this machine measures, where Python has not given them.
+
+`agentrl init --model` writes the same into a run file. They are measured in another process, since
+the front never loads torch, once per run: a resumed run reads them from its folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from agentrl.base.files import replace_file
+from agentrl.config.keys import flatten
+
+FILE = "measured.json"  # in the output folder
+# What is measured, by the setting that it becomes. An adapter and its learning rate are one choice.
+SETTINGS = {
+    "policy.dtype": "dtype", "policy.lora.rank": "rank", "algorithm.lr": "lr",
+    "engine.threads": "threads", "engine.max_batch": "concurrency", "engine.max_context": "context",
+    "sampling.max_tokens": "max_tokens", "agent.timeout": "timeout",
+    "runner.concurrency": "concurrency",
+}  # fmt: skip
+ADAPTER = {"policy.lora.rank", "algorithm.lr"}
+
+
+async def complete(tables: Mapping[str, Any], output: Path, console: Console) -> dict[str, Any]:
+    """The settings, by dotted names, that the machine's measurements add to these tables. Prints
+    what was chosen, or why nothing was."""
+    said = flatten(tables)
+    model = said.get("policy.model")
+    if not model or not _trains_it_here(tables):
+        return {}
+    wanted = {key: name for key, name in SETTINGS.items() if key not in said}
+    if ADAPTER - wanted.keys() or any(key.startswith("policy.lora.") for key in said):
+        wanted = {key: name for key, name in wanted.items() if key not in ADAPTER}
+    if not wanted:
+        return {}
+    file = output / FILE
+    found: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        found = json.loads(file.read_bytes())
+    if found.get("of") != model:
+        console.print(f"measuring {model} on this machine (seconds; minutes if it is large) ...")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "agentrl.run_files.pretrained", model,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            out, errors = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode:
+            why = (errors.decode(errors="replace").strip() or "no reason given").splitlines()[-1]
+            console.print(f"not measured, so the defaults hold: {why}", highlight=False)
+            return {}
+        found = json.loads(out) | {"of": model}
+        replace_file(file, json.dumps(found).encode())
+    chosen = {key: found[name] for key, name in wanted.items()}
+    shown = ", ".join(f"{key} = {value}" for key, value in chosen.items())
+    console.print(f"measured: {shown} (yours if you set them)", highlight=False)
+    return chosen
+
+
+def _trains_it_here(tables: Mapping[str, Any]) -> bool:
+    """Whether one model of this name is trained by the learner and served by the engine of this
+    machine. What else a user has chosen needs choices of its own."""
+    said = flatten(tables)
+    kinds = said.get("engine.kind", "embedded"), said.get("learner.kind", "torch")
+    others = ("policies", "policy.build", "policy.quantize", "policy.device", "prompts")
+    return kinds == ("embedded", "torch") and not any(
+        key in said or key in tables for key in others
+    )
