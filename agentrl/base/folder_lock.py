@@ -1,7 +1,8 @@
-"""The lock of a run's output folder.
+"""Locks of a run's output folder and of its checkpoints.
 
 The front and the algorithm process of a run hold a shared lock while they live. Only a process with
-an exclusive lock deletes files of the folder.
+an exclusive lock deletes files of the folder. Whoever reads a checkpoint holds a shared lock on its
+folder, and a run deletes none that is being read.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,3 +81,41 @@ def _locked(output: Path, kind: int) -> Iterator[FolderLock]:
                 return
         finally:
             os.close(lock.descriptor)
+
+
+@contextmanager
+def reading(*folders: Path) -> Iterator[None]:
+    """Keep checkpoints from being pruned while they are read. Raises ConfigError if one is gone."""
+    with ExitStack() as stack:
+        for folder in folders:
+            try:
+                held = stack.enter_context(_flocked(folder.resolve(), fcntl.LOCK_SH))
+            except OSError:
+                held = False
+            if not held:
+                raise ConfigError(
+                    f"{folder}: the run has deleted this checkpoint in the meantime; repeat the"
+                    " command, or raise keep_checkpoints"
+                )
+        yield
+
+
+@contextmanager
+def deleting(folder: Path) -> Iterator[bool]:
+    """Yields whether a folder may be deleted: it is there and nobody reads it, or begins to."""
+    try:
+        with _flocked(folder.resolve(), fcntl.LOCK_EX | fcntl.LOCK_NB) as held:
+            yield held
+    except (BlockingIOError, FileNotFoundError):
+        yield False
+
+
+@contextmanager
+def _flocked(folder: Path, kind: int) -> Iterator[bool]:
+    """Hold a lock on a folder itself. Yields whether the folder is still at its path."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, kind)
+        yield FolderLock(folder, descriptor).present()
+    finally:
+        os.close(descriptor)

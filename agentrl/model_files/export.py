@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from agentrl.base import folder_lock
 from agentrl.base.parts import missing
 from agentrl.config import store_with
 from agentrl.errors import AgentRLError, ConfigError
@@ -59,12 +60,13 @@ def model(
         assert checkpoint is not None
         chosen = of_its_run(checkpoint.resolve())
     source = _of_policy(checkpoint, policy)
-    if merge:
-        from agentrl.model_files.merged import export_merged
+    with folder_lock.reading(checkpoint):
+        if merge:
+            from agentrl.model_files.merged import export_merged
 
-        export_merged(source, directory, base=base)
-    else:
-        export_checkpoint(source, directory)
+            export_merged(source, directory, base=base)
+        else:
+            export_checkpoint(source, directory)
     (directory / "README.md").write_text(card(directory, chosen, policy), encoding="utf-8")
     which = f": {chosen.why}" if run and chosen else ""
     click.echo(f"wrote {directory} from {source}{which}")

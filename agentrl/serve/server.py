@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.stages import prepare_process
+from agentrl.base import folder_lock
 from agentrl.base.access import Access, is_loopback
 from agentrl.base.http_server import given_key
 from agentrl.config import RunConfig, resolve
@@ -141,6 +142,7 @@ async def serve_policies(
         output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-serve-")))
         config = settings_of(served, output)
         prepare_process(config.seed)
+        stack.enter_context(folder_lock.reading(served.chosen.saved.path))
         models = await asyncio.to_thread(load_policies, config)
         serving = PolicyServers(config, models)
         await serving.start()

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from agentrl.algorithms.model import digests
 from agentrl.algorithms.sampling.scores import best_step, heldout_scores
+from agentrl.base import folder_lock
 from agentrl.base.files import PARTIAL, atomic_directory, delete_directory
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, DamagedError, PolicyError
@@ -166,7 +167,7 @@ def export_checkpoint(source: Path, target: Path) -> None:
 
 def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     """Delete old checkpoints of a run, after its owner has committed `last`: all but the `keep`
-    newest, the best, and those being scored. Also deletes those of rewound steps, and partial ones
+    newest, the best, and those being scored or read by another process. Also deletes those of rewound steps, and partial ones
     of killed processes. Keeps checkpoints of other runs and later owners, and files with other
     names."""
     current = parse_name(last)
@@ -179,7 +180,9 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     old = [path for path in trained[keep:] if path.name.partition(".")[0] not in scored]
     for path in (*rewound, *(path for path in old if path.resolve() != best)):
         if path.resolve() != last.resolve():
-            delete_directory(path)
+            with folder_lock.deleting(path) as unread:
+                if unread:
+                    delete_directory(path)
     for path in folder.glob(f"*{PARTIAL}*"):
         named = parse_name(Path(path.name.partition(PARTIAL)[0]))
         if named and named[1] <= current[1]:

@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 
 from agentrl import trainer
+from agentrl.base import folder_lock
 from agentrl.base.files import make_folder
 from agentrl.base.threads import run_blocking
 from agentrl.checkpoints.saved import SavedCheckpoint
@@ -80,7 +81,10 @@ def run_plan(
     trainer.check(own)
     if fresh:
         trainer.clear(own)
-    return run_blocking(played(own, plan))
+    read = {Path(one.directory) for one in plan.players.values() if one.directory}
+    read = {folder.parent if config.policies else folder for folder in read}
+    with folder_lock.reading(*(folder for folder in read | {checkpoint.path} if folder.is_dir())):
+        return run_blocking(played(own, plan))
 
 
 def plan_run(

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,8 +28,9 @@ from agentrl.algorithms.train.checkpoint import (
     save_checkpoint,
     set_random_state,
 )
-from agentrl.base.files import atomic_directory
-from agentrl.errors import AgentRLError, DamagedError, PolicyError
+from agentrl.base import folder_lock
+from agentrl.base.files import atomic_directory, delete_directory
+from agentrl.errors import AgentRLError, ConfigError, DamagedError, PolicyError
 
 
 class OneNumber:
@@ -178,6 +180,42 @@ def test_prune_deletes_what_was_trained_in_steps_that_were_taken_back(tmp_path: 
     checkpoints(tmp_path, "000002", "000003", "000004", "000003.3")
     prune(tmp_path, keep=2, last=tmp_path / "000003.3", run="mine@1")
     assert names(tmp_path) == ["000003", "000003.3"]
+
+
+def test_prune_keeps_what_a_reader_holds_until_it_is_done(tmp_path: Path) -> None:
+    checkpoints(tmp_path, "000001", "000002", "000003")
+    with folder_lock.reading(tmp_path / "000001"):
+        prune(tmp_path, keep=1, last=tmp_path / "000003", run="mine@1")
+        assert names(tmp_path) == ["000001", "000003"]
+    prune(tmp_path, keep=1, last=tmp_path / "000003", run="mine@1")
+    assert names(tmp_path) == ["000003"]
+    message = "000001: the run has deleted this checkpoint"
+    both = folder_lock.reading(tmp_path / "000003", tmp_path / "000001")
+    with pytest.raises(ConfigError, match=message), both:
+        pytest.fail("read")
+
+
+def test_a_reader_that_waited_for_a_deletion_reads_nothing(tmp_path: Path) -> None:
+    """It opened the folder before it was deleted, and gets its lock afterwards."""
+    checkpoints(tmp_path, "000001")
+    opened, gone = threading.Event(), list[str]()
+
+    def read() -> None:
+        opened.set()
+        try:
+            with folder_lock.reading(tmp_path / "000001"):
+                gone.append("read")
+        except ConfigError as error:
+            gone.append(str(error))
+
+    with folder_lock.deleting(tmp_path / "000001") as unread:
+        assert unread
+        reader = threading.Thread(target=read)
+        reader.start()
+        opened.wait()
+        delete_directory(tmp_path / "000001")
+    reader.join()
+    assert "has deleted this checkpoint" in gone[0]
 
 
 def test_earlier_checkpoints_are_those_of_the_run_newest_first(tmp_path: Path) -> None:
