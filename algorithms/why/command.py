@@ -26,14 +26,21 @@ def why(run: str, store: str | None) -> None:
             return await read(opened, run)
 
     records = asyncio.run(read_all())
+    about: dict[str, list[str]] = {}  # of policies for which all is the same, once
+    measured: dict[str, list[str]] = {}
     for policy, record in records.items():
         found = reasons(record)
-        named = f"{policy}: " if len(records) > 1 else ""
-        click.echo(f"{named}{opening(record, found)}")
+        lines = [opening(record, found)]
         for number, reason in enumerate(found, start=1):
-            click.echo(f"{number}. {reason.text}\n   change {reason.change}")
+            lines.append(f"{number}. {reason.text}\n   change {reason.change}")
             if reason.example:
-                click.echo(f"   example: agentrl show {reason.example}")
+                lines.append(f"   example: agentrl show {reason.example}")
+        about.setdefault("\n".join(lines), []).append(policy)
         tasks = f"{len(record.heldout)} held-out tasks" if record.heldout else ""
-        measured = [f"{len(record.steps)} steps", tasks, changes_text(record.changes)]
-        click.echo(f"({'; '.join(filter(None, measured))})")
+        figures = [f"{len(record.steps)} steps", tasks, changes_text(record.changes)]
+        measured.setdefault("; ".join(filter(None, figures)), []).append(policy)
+    for text, policies in about.items():
+        click.echo(f"{', '.join(policies)}: {text}" if len(about) > 1 else text)
+    for text, policies in measured.items():
+        named = f"{', '.join(policies)}: " if len(measured) > 1 else ""
+        click.echo(f"({named}{text})")

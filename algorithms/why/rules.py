@@ -89,6 +89,11 @@ def opening(run: PolicyRun, found: Sequence[Reason]) -> str:
         return f"It got worse{more}"
     if run.solved and not found:
         return "Nothing was left to learn: it solved every held-out task before the first step."
+    if risen := [name for name, change in run.changes.items() if change.risen]:
+        rest = [name for name in run.changes if name not in risen]
+        others = f", {' and '.join(rest)} did not" if rest else ""
+        text = f"{' and '.join(risen)} rose{others}{more}"
+        return text[0].upper() + text[1:]
     if run.early:
         few = "It is too early to say: no difference is larger than chance"
         return f"It has not learned so far{more}" if found else f"{few}."

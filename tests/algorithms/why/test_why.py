@@ -226,8 +226,29 @@ def test_the_command_says_that_a_run_improved(tmp_path: Path) -> None:
     assert said == f"It learned.\n{expected}\n"
 
 
+def test_what_is_the_same_of_two_policies_is_printed_once(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    policies = {one: {"roles": [one], "lora": {"rank": 4}} for one in ("planner", "solver")}
+
+    async def fill() -> None:
+        config = resolve({"policy": {"model": "m"}, "policies": policies}, source="test")
+        async with open_store(url) as store:
+            await store.open_run("r", msgspec.to_builtins(config))
+            for step, score in enumerate((0.2, 0.76)):
+                ends = {"eval/score_low": score - 0.1, "eval/score_high": score + 0.1}
+                await store.log("r", step, {"eval/score": score, **ends})
+
+    asyncio.run(fill())
+    said = CliRunner().invoke(cli, ["why", "r", "--store", url]).output
+    assert said.count("It learned.") == said.count("means of the first and last fifth") == 1
+    assert "planner" not in said
+
+
 def changed(first: float, last: float, noise: float) -> dict[str, Change]:
     return {HELD_OUT: Change(first, last, max(first, last), noise)}
+
+
+RISEN_ALONE = {HELD_OUT: Change(0.5, 0.5, 0.5, 0.1), TRAINING: Change(0.3, 0.6, 0.6, 0.16)}
 
 
 @pytest.mark.parametrize(
@@ -240,6 +261,8 @@ def changed(first: float, last: float, noise: float) -> dict[str, Change]:
         (100, changed(0.7, 0.1, 0.2), 1, "It got worse; the likeliest reasons:"),
         (9, changed(0.1, 0.7, 0.2), 0, "It learned."),
         (9, changed(0.1, 0.7, 0.2), 1, "It learned, but:"),
+        (100, RISEN_ALONE, 0, "Training reward rose, held-out did not."),
+        (5, RISEN_ALONE, 1, "Training reward rose, held-out did not; the likeliest reasons:"),
         (0, {}, 0, "No step is trained yet."),
         (0, {}, 1, "No step is trained yet; the likeliest reasons:"),
     ],
