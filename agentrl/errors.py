@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import json
+import shlex
 from collections.abc import Iterable
 
 
@@ -58,6 +60,30 @@ class TrainingError(AgentRLError):
     """An update cannot be computed from the available data."""
 
 
+DISTRIBUTION = "agentrl"  # the name that the package is installed by
+
+
+def install_command(extra: str, option: str = "") -> str:
+    """The command that adds an extra to this installation: from the folder or the file that it was
+    installed from, by PEP 610, else by the distribution's name."""
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    try:
+        origin = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        origin = {}
+    url, source = urlsplit(str(origin.get("url", ""))), f"{DISTRIBUTION}[{extra}]"
+    if url.scheme == "file":
+        option += " -e" if origin.get("dir_info", {}).get("editable") else ""
+        source = f"{url2pathname(url.path)}[{extra}]"
+    elif url.scheme:
+        system = origin.get("vcs_info", {}).get("vcs", "")
+        source += f" @ {system}{'+' * bool(system)}{origin['url']}"
+    return f"pip install{option} {shlex.quote(source)}"
+
+
 LEARNING = ("torch", "transformers", "tokenizers", "safetensors", "matplotlib")  # the extra `train`
 
 
@@ -65,7 +91,7 @@ def user_message(error: Exception) -> str:
     """The message with which a command ends: that of an AgentRLError, or which extra to install.
     Raises every other error again."""
     if isinstance(error, ModuleNotFoundError) and error.name in LEARNING:
-        return f"{error.name} is missing: pip install 'agentrl[train]'"
+        return f"{error.name} is missing: {install_command('train')}"
     if not isinstance(error, AgentRLError):
         raise error
     return str(error)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from agentrl.base.parts import installed_plugins, known, missing
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, install_command
 
 LINES = ".jsonl"
 LONGEST_CAUSE = 400  # characters of another library's message
@@ -42,9 +42,7 @@ def read_rows(source: str, root: Path = Path()) -> Iterator[tuple[str, dict[str,
             with Path(root, source).open("rb") as lines:
                 yield from read_lines(str(root / source), lines)
     except ImportError as error:
-        raise ConfigError(
-            f"{source}: {error.name} is missing: pip install 'agentrl[data]'"
-        ) from None
+        raise ConfigError(f"{source}: {error.name} is missing: {install_command('data')}") from None
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - the readers' libraries may raise anything
@@ -89,5 +87,5 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError as error:
-        raise ConfigError(f"{error.name} is missing: pip install 'agentrl[data]'") from None
+        raise ConfigError(f"{error.name} is missing: {install_command('data')}") from None
     parquet.write_table(pa.Table.from_pylist(list(rows)), path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, install_command
 
 SKILL = Path(__file__).with_name("SKILL.md")
 # Where each program looks for skills, below a project's folder or, with --user, the home folder.
@@ -46,7 +46,7 @@ def mcp(
     try:
         from agentrl.coding_agents import server
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is missing: pip install 'agentrl[mcp]'") from None
+        raise ConfigError(f"{error.name} is missing: {install_command('mcp')}") from None
     from agentrl.coding_agents.runs import Runs
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever ignores it, runs do not

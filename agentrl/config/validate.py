@@ -25,7 +25,7 @@ from agentrl.config.schema import (
     RunConfig,
     TeamConfig,
 )
-from agentrl.errors import ConfigError, nearest
+from agentrl.errors import ConfigError, install_command, nearest
 from agentrl.types import ANY_ROLE, POLICY
 
 
@@ -97,7 +97,7 @@ def _one_gpu(config: RunConfig) -> Iterator[str]:
     if policy.quantize and not (policy.lora.rank and config.learner.kind == "torch"):
         yield "policy.quantize: set policy.lora.rank too, and learner.kind = 'torch'"
     if policy.quantize and not is_installed("bitsandbytes"):
-        yield "policy.quantize: 'bitsandbytes' is not installed: pip install 'agentrl[quant]'"
+        yield f"policy.quantize: 'bitsandbytes' is not installed: {install_command('quant')}"
 
 
 def _callers(engine: EngineConfig) -> Iterator[str]:
@@ -227,7 +227,7 @@ def _peft(config: RunConfig) -> Iterator[str]:
     if used and (why := missing("adapters", "policy.lora")):
         yield f"{used[0]}: {why}"
     elif used and is_installed("torch") and not is_installed("peft"):
-        yield f"{used[0]}: 'peft' is not installed: pip install 'agentrl[lora]'"
+        yield f"{used[0]}: 'peft' is not installed: {install_command('lora')}"
 
 
 def _schedule(algorithm: AlgorithmConfig) -> Iterator[str]:

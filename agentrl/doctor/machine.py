@@ -26,7 +26,7 @@ from agentrl.config import RunConfig
 from agentrl.config.base import KindSection, field_types, structs_of
 from agentrl.config.policies import has_no_own_policy
 from agentrl.doctor import Status, run_check
-from agentrl.errors import ConfigError, NotFound
+from agentrl.errors import ConfigError, NotFound, install_command
 from agentrl.store import open_store
 from agentrl.store.urls import split_secret
 
@@ -55,7 +55,7 @@ def packages(config: RunConfig) -> tuple[Status, str]:
 def gpu(config: RunConfig) -> tuple[Status, str]:
     """Whether torch is installed and can use the machine's GPUs."""
     if find_spec("torch") is None:
-        return "fail", "torch is not installed; pip install 'agentrl[train]'"
+        return "fail", f"torch is not installed; {install_command('train')}"
     import torch
 
     if torch.cuda.is_available():

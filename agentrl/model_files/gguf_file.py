@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError, PolicyError
+from agentrl.errors import ConfigError, PolicyError, install_command
 
 # Kinds of tokens, as `tokenizer.ggml.token_type` numbers them.
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6
@@ -21,7 +21,7 @@ class GgufFile:
         try:
             from gguf import GGUFReader
         except ModuleNotFoundError:
-            raise ConfigError("gguf is missing: pip install 'agentrl[gguf]'") from None
+            raise ConfigError(f"gguf is missing: {install_command('gguf')}") from None
         try:
             reader = GGUFReader(path)
         except (ValueError, LookupError, OverflowError, MemoryError, OSError) as error:

@@ -16,7 +16,7 @@ from rich.table import Table
 from agentrl.base.parts import has
 from agentrl.cli import print_result
 from agentrl.config import store_with
-from agentrl.errors import ConfigError, NotFound, StoreError
+from agentrl.errors import ConfigError, NotFound, StoreError, install_command
 from agentrl.scores import score_text
 from agentrl.store import open_store
 from agentrl.types import Json
@@ -66,7 +66,7 @@ def view(
         from agentrl.view.home import server
         from agentrl.view.home.stores import find, places
     except ImportError as error:
-        raise ConfigError(f"{error.name} is missing: pip install 'agentrl[view]'") from None
+        raise ConfigError(f"{error.name} is missing: {install_command('view')}") from None
 
     if file is None and (rollouts != "all" or redact):
         raise click.UsageError("--rollouts and --redact need --export FILE")

@@ -14,7 +14,7 @@ from agentrl.algorithms.model.inputs import attach
 from agentrl.base.failures import one_line
 from agentrl.config import RunConfig
 from agentrl.config.infrastructure import EmbeddedEngineConfig
-from agentrl.errors import ConfigError, PolicyError
+from agentrl.errors import ConfigError, PolicyError, install_command
 from agentrl.vision.classes import CLASSES, REASONS
 from agentrl.vision.eyes import ImageInputs
 from agentrl.vision.table import vision_of
@@ -49,7 +49,7 @@ def load(
     except (OSError, ValueError, ImportError) as error:
         raise PolicyError(
             f"model {name!r}: its image processor cannot be loaded ({one_line(str(error))}); put "
-            "preprocessor_config.json of the model there, and pip install 'agentrl[vision]'"
+            f"preprocessor_config.json of the model there, and {install_command('vision')}"
         ) from None
     model, loading = AutoModelForImageTextToText.from_pretrained(name, **options)
     sees = config is None or bool(setting)

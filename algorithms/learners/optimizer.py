@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from agentrl.algorithms.learners.memory import is_out_of_memory
 from agentrl.algorithms.model.load import copy_weights, read_weights, save_weights
-from agentrl.errors import DamagedError, PolicyError, TrainingError
+from agentrl.errors import DamagedError, PolicyError, TrainingError, install_command
 
 FILE = "optimizer.safetensors"  # tensors "<parameter>/<moment>", and "<parameter>/master"
 MASTER = "master"
@@ -234,7 +234,7 @@ def _make(
     except ImportError as error:
         raise PolicyError(
             f"learner.optimizer = {kind!r}: bitsandbytes cannot be imported ({error}); "
-            "pip install 'agentrl[eight-bit]', or use 'adamw'"
+            f"{install_command('eight-bit')}, or use 'adamw'"
         ) from None
     optimizer: torch.optim.Optimizer = getattr(library, _EIGHT_BIT[kind])(
         weights, betas=BETAS, weight_decay=weight_decay

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from agentrl.errors import PolicyError
+from agentrl.errors import PolicyError, install_command
 
 KEY = "learner.liger_kernel"
 
@@ -25,7 +25,7 @@ def use_liger(model: Any) -> None:
         from liger_kernel.transformers import monkey_patch
     except ImportError as error:
         raise PolicyError(
-            f"{KEY}: liger-kernel cannot be imported ({error}); pip install 'agentrl[liger]'"
+            f"{KEY}: liger-kernel cannot be imported ({error}); {install_command('liger')}"
         ) from None
     kind = model.config.model_type
     if kind not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:

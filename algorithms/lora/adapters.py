@@ -28,7 +28,7 @@ from agentrl.algorithms.lora.quantize import dense_state, is_quantized, save_den
 from agentrl.algorithms.model import digests
 from agentrl.algorithms.model.adapters import CONFIG, Adapters, Selection
 from agentrl.algorithms.model.load import checkpoint_weights, shape_mismatch
-from agentrl.errors import DamagedError, PolicyError, nearest
+from agentrl.errors import DamagedError, PolicyError, install_command, nearest
 
 WEIGHTS = "adapter_model.safetensors"  # beside `CONFIG`
 ALL = "all-linear"  # peft's name for all linear layers but the head
@@ -343,6 +343,6 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise PolicyError(
-            f"policy.lora: peft cannot be imported ({error}); pip install 'agentrl[lora]'"
+            f"policy.lora: peft cannot be imported ({error}); {install_command('lora')}"
         ) from None
     return peft

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from agentrl.base.loading import is_installed
 from agentrl.base.parts import has
 from agentrl.config.base import Count, Name, Natural, NonNegative, Section
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, install_command
 from agentrl.types import PromptText
 
 
@@ -88,7 +88,7 @@ class PromptsConfig(Section, frozen=True):
                 f"{least}, validation + 3 x (minibatch + validation)"
             )
         if self.algorithm == "gepa" and not is_installed("gepa"):
-            yield "prompts.algorithm: 'gepa' is not installed: pip install 'agentrl[prompts]'"
+            yield f"prompts.algorithm: 'gepa' is not installed: {install_command('prompts')}"
 
 
 def prompts_of(config: Any) -> PromptsConfig:

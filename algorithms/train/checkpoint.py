@@ -167,9 +167,9 @@ def export_checkpoint(source: Path, target: Path) -> None:
 
 def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     """Delete old checkpoints of a run, after its owner has committed `last`: all but the `keep`
-    newest, the best, and those being scored or read by another process. Also deletes those of rewound steps, and partial ones
-    of killed processes. Keeps checkpoints of other runs and later owners, and files with other
-    names."""
+    newest, the best, and those being scored or read by another process. Also deletes those of
+    rewound steps, and partial ones of killed processes. Keeps checkpoints of other runs and later
+    owners, and files with other names."""
     current = parse_name(last)
     assert current is not None
     own = [(path, steps) for path, (steps, epoch) in _own(folder, run) if epoch <= current[1]]

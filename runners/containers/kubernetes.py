@@ -26,7 +26,7 @@ import aiohttp
 import msgspec
 
 from agentrl.config import AgentConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, install_command
 from agentrl.runners import executors
 from agentrl.runners.containers.table import KubernetesRunnerConfig
 from agentrl.runners.executors import input_of, out_of_time
@@ -42,7 +42,7 @@ try:
     from kubernetes_asyncio.client.exceptions import ApiException
 except ImportError as error:
     raise ConfigError(
-        "runner.executor = 'kubernetes' needs the extra kubernetes: pip install agentrl[kubernetes]"
+        f"runner.executor = 'kubernetes' needs an extra: {install_command('kubernetes')}"
     ) from error
 
 log = logging.getLogger("agentrl.runner")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from agentrl.errors import ConfigError, nearest
+from agentrl.errors import ConfigError, install_command, nearest
 
 Parameter = bool | int | float | str
 SEED = "rng_seed"  # OpenSpiel's parameter for games that sample chance moves themselves
@@ -155,7 +155,7 @@ def library() -> Any:
     try:
         import pyspiel
     except ImportError:
-        raise ConfigError("games need OpenSpiel: pip install 'agentrl[games]'") from None
+        raise ConfigError(f"games need OpenSpiel: {install_command('games')}") from None
     return pyspiel
 
 

@@ -10,7 +10,7 @@ import click
 
 from agentrl.base.parts import has
 from agentrl.cli.store import age
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, install_command
 from agentrl.store import open_store
 from agentrl.store.http.backend import HTTP, HTTPS
 from agentrl.store.urls import backend_of
@@ -63,7 +63,7 @@ def serve(
         from agentrl.store.http.keys import VARIABLE, KeyFile, Keys
         from agentrl.store.http.serve import Retention, run
     except ImportError as error:
-        raise ConfigError(f"{error.name} is missing: pip install 'agentrl[server]'") from None
+        raise ConfigError(f"{error.name} is missing: {install_command('server')}") from None
 
     if backend_of(url) in (HTTP, HTTPS):
         raise ConfigError(f"{url} is a server already: give the URL of the store behind it")

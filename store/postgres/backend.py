@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
-from agentrl.errors import StoreError
+from agentrl.errors import StoreError, install_command
 from agentrl.store.base import Store
 from agentrl.store.urls import StoreBackend
 
@@ -20,7 +20,7 @@ def open_database(
         from agentrl.store.postgres.store import PostgresStore
     except ImportError as error:
         raise StoreError(
-            f"postgresql:// needs psycopg ({error}): pip install 'agentrl[postgres]'."
+            f"postgresql:// needs psycopg ({error}): {install_command('postgres')}."
         ) from error
     return PostgresStore(url, create=create, readonly=readonly, clock=clock)
 

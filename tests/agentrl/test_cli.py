@@ -9,7 +9,7 @@ from agentrl.base.processes import USER_ERROR
 from agentrl.cli import main
 from agentrl.cli.main import cli
 from agentrl.config import load
-from agentrl.errors import StoreError
+from agentrl.errors import StoreError, install_command
 from agentrl.store import open_store
 from tests import warm
 from tests.factories import run_folder
@@ -128,7 +128,7 @@ def test_an_extra_that_is_not_installed_is_named(
     with pytest.raises(SystemExit) as ended:
         main.main()
     assert ended.value.code == USER_ERROR
-    assert "torch is missing: pip install 'agentrl[train]'" in capsys.readouterr().err
+    assert f"torch is missing: {install_command('train')}" in capsys.readouterr().err
     missing = "mine"
     with pytest.raises(ModuleNotFoundError):
         main.main()

