@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
@@ -38,6 +38,7 @@ from agentrl.telemetry.report import (
 from agentrl.types import EMPTY, Counts, ErrorKind, StepRow
 
 WIDE = 0.35  # of an interval, which fewer than about 25 tasks have
+BAR = 30  # columns
 REDRAW_INTERVAL = 0.5  # seconds between redraws
 PLAIN_LINES = 20  # step lines of a whole run without a terminal to redraw
 LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # the format of `log_to_stderr`
@@ -178,9 +179,8 @@ class Progress:
         rows, steps, every = self.committed, self.config.steps, self.config.eval.every
         if not rows:
             return None
-        parts = ("time/rollouts", "time/update", "time/checkpoint")
         recent, done = rows[1:][-10:] or rows, len(rows)
-        step = fmean(sum(row.metrics.get(part, 0.0) for part in parts) for row in recent)
+        step = _step_seconds(recent)
         found = {row.step: row.metrics.get("time/eval") for row in self.rows}
         scored = {at: seconds for at, seconds in found.items() if seconds is not None}
         planned = [*range(0, steps, every or steps), steps] if scored else []
@@ -188,17 +188,19 @@ class Progress:
         seconds = [*scored.values()]
         return step * (steps - done) + due * fmean(seconds[1:] or seconds or [0.0])
 
-    def table(self) -> Table:
-        grid = Table.grid(padding=(0, 2))
+    def table(self) -> Group:
+        """Rows of cells, each no wider than the terminal: what does not fit is cut, not wrapped."""
         done, left = len(self.committed), self.seconds_left()
-        bar = ProgressBar(total=max(1, self.config.steps), completed=done, width=40)
+        bar = ProgressBar(total=max(1, self.config.steps), completed=done, width=BAR)
         remaining = f"{report.lasting(left)} left" if left is not None else ""
-        grid.add_row(bar, f"step {done}/{self.config.steps}", remaining)
+        rows: list[Sequence[RenderableType]] = [
+            (bar, f"step {done}/{self.config.steps}", remaining)
+        ]
         if not self.ready:
-            grid.add_row(PREPARING)
+            rows.append((PREPARING,))
         elif not done:
             finished = self.counts.succeeded + self.counts.failed
-            grid.add_row(f"scoring the untrained policy: {finished} rollouts done")
+            rows.append((f"scoring the untrained policy: {finished} rollouts done",))
         else:
             last = self.committed[-1].metrics
             scores = [
@@ -207,15 +209,15 @@ class Progress:
             first, now = (self.number(x) for x in (scores[0], scores[-1])) if scores else ("", "")
             heldout = f"{now} (from {first})" if scores else "-"
             reward, *rates = self._reward_and_rates(last)
-            grid.add_row(reward, f"held-out {heldout}", *rates)
+            rows += [(reward, f"held-out {heldout}"), rates]
             if idle := idle_sides(last):
-                grid.add_row(*idle)
+                rows.append(idle)
             for policy in self.config.policies or [""]:
                 if figures := health(last, policy):
-                    grid.add_row(*figures)
+                    rows.append(figures)
         if self.counts.failed:
-            grid.add_row(how_many(self.counts.failed))
-        return grid
+            rows.append((how_many(self.counts.failed),))
+        return Group(*map(_in_one_line, rows))
 
     def line(self, row: StepRow) -> str:
         """A line about a committed step, with the remaining time if it is the last one so far."""
@@ -225,6 +227,8 @@ class Progress:
             parts.append(f"nothing to learn from: {failed:.0f} of {every:.0f} rollouts failed")
         else:
             parts += self._reward_and_rates(metrics)
+            if row.step == 0:  # corrects what was estimated before
+                parts.append(f"{_step_seconds([row]):.2g} s a step")
             if row.step == self.committed[-1].step:
                 parts.append(f"{report.lasting(self.seconds_left() or 0.0)} left")
         return "  ".join(parts)
@@ -268,6 +272,20 @@ class Progress:
             f"{rate(metrics, 'rollouts')} rollouts/s",
             f"{rate(metrics, 'tokens/completion')} tokens/s",
         )
+
+
+def _step_seconds(rows: Sequence[StepRow]) -> float:
+    """The mean seconds of steps, without evaluations."""
+    parts = ("time/rollouts", "time/update", "time/checkpoint")
+    return fmean(sum(row.metrics.get(part, 0.0) for part in parts) for row in rows)
+
+
+def _in_one_line(cells: Sequence[RenderableType]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    for _ in cells:
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+    grid.add_row(*cells)
+    return grid
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import log_phase
+from agentrl.base.progress import steps_left
 from agentrl.errors import TrainingError
 from agentrl.types import Json
 
@@ -178,8 +179,9 @@ def imitate(
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=betas, weight_decay=0.0, fused=True)
     threads = thread_tuner(model.num_parameters(), "imitation computes", torch.get_num_threads())
-    losses = []
+    losses, report = [], steps_left(log, "imitating the conversations", steps)
     for step in range(steps):
+        report(step)
         optimizer.param_groups[0]["lr"] = lr * min((step + 1) / warmup, 1 - step / steps)
         (pack,) = pack_rows(rng.sample(rows, min(batch, len(rows))), "trie", sys.maxsize)
         with threads.working(len(pack.tokens)):

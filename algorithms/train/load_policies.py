@@ -17,6 +17,7 @@ from agentrl.base.files import atomic_directory
 from agentrl.base.loading import load_attribute
 from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import log_phase
+from agentrl.base.progress import still_at
 from agentrl.config import LoraConfig, RunConfig
 from agentrl.config.policies import frozen_policies, trained_policies, view
 from agentrl.errors import ConfigError, PolicyError
@@ -97,7 +98,7 @@ def policy_directory(config: RunConfig) -> tuple[str, bool]:
     if not callable(build):
         raise ConfigError(f"policy.build = {settings.build!r}: it is not a function")
     log_phase(log, f"building the model with {settings.build}")
-    with atomic_directory(directory) as partial:
+    with atomic_directory(directory) as partial, still_at(log, "building the model"):
         try:
             build(partial, config.seed)
         except Exception as error:

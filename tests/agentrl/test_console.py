@@ -23,7 +23,7 @@ from agentrl.config import resolve
 from agentrl.store import open_store
 from agentrl.telemetry.console import LogFollower, Progress, console_level, show_progress
 from agentrl.telemetry.report import lasting, print_report
-from agentrl.types import NewRollout, Outcome, Purpose, StepCommit, StepRow
+from agentrl.types import Counts, NewRollout, Outcome, Purpose, StepCommit, StepRow
 
 LOGGED = """
 import logging
@@ -318,3 +318,31 @@ async def test_an_evaluation_alone_says_of_no_policy_that_it_is_untrained(tmp_pa
     assert "\nheld-out 50.0%\n" in said
     assert ("A failure\n" in said) == has("traces")
     assert not any(word in said for word in ("untrained", "0 steps"))
+
+
+def test_the_live_display_fits_into_eighty_columns(tmp_path: Path) -> None:
+    config = resolve({"name": "r", "output": str(tmp_path), "steps": 900}, source="test")
+    row = stepped(
+        0, reward_mean=-12.25, reward_std=10.4, eval_score=0.5, time_rollouts=1000.0,
+        time_update=2000.0, policy_entropy=1.25, policy_kl=0.01, policy_grad_norm=12.5,
+        time_waiting_for_rollouts=3.0, time_waiting_for_policy=30.0,
+    )  # fmt: skip
+    progress = Progress(config, [row], Counts(failed=12), ready=True)
+    progress.judge()
+    written = io.StringIO()
+    console = Console(file=written, width=80)
+    console.print(progress.table())
+    lines = written.getvalue().splitlines()
+    assert "step 1/900" in lines[0]
+    assert "left" in lines[0]
+    assert not [line for line in lines[:3] if "…" in line]
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    assert len(lines) == len(progress.table().renderables)
+
+
+def test_the_first_step_says_how_long_a_step_takes(tmp_path: Path) -> None:
+    config = resolve({"name": "r", "output": str(tmp_path), "steps": 9}, source="test")
+    times = {"time_rollouts": 1.5, "time_update": 1.0, "time_checkpoint": 0.2}
+    rows = [stepped(0, **times), stepped(1, **times)]
+    assert "  2.7 s a step" in Progress(config, rows).line(rows[0])
+    assert "a step" not in Progress(config, rows).line(rows[1])

@@ -1,0 +1,50 @@
+"""Lines on the console while work goes on that takes more than a few seconds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from agentrl.base.processes import log_phase
+
+INTERVAL = 5.0  # seconds between lines
+
+
+def steps_left(
+    log: logging.Logger, what: str, total: int, *, clock: Callable[[], float] = time.monotonic
+) -> Callable[[int], None]:
+    """A function that is called with the number of steps done so far. Every INTERVAL seconds it
+    logs their share, and about how many seconds are left."""
+    started = said = clock()
+
+    def report(done: int) -> None:
+        nonlocal said
+        now = clock()
+        if now - said < INTERVAL or not 0 < done < total:
+            return
+        said = now
+        left = (now - started) / done * (total - done)
+        log_phase(log, f"{what}: {done / total:.0%} done, about {left:.0f} s left")
+
+    return report
+
+
+@contextmanager
+def still_at(log: logging.Logger, what: str, interval: float = 2 * INTERVAL) -> Iterator[None]:
+    """Log that work of unknown length goes on, every `interval` seconds."""
+    ended, started = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(interval):
+            log_phase(log, f"{what}: {time.monotonic() - started:.0f} s so far")
+
+    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
