@@ -45,7 +45,7 @@ from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
 from agentrl.telemetry.console import LogFollower, show_progress
 from agentrl.telemetry.report import print_report
-from agentrl.types import Json
+from agentrl.types import Json, RunState
 
 RUN_OUTPUTS = (
     *("store.db*", "run.json", "logs", "checkpoints", "plan.json"),
@@ -63,7 +63,25 @@ def run_training(
     if fresh:
         clear(config)
     run_blocking(run_owner.check_free(config, take_over=take_over))
-    return run_blocking(front(config, level=level))
+    try:
+        return run_blocking(front(config, level=level))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_resume_point(config)) from None
+
+
+def _resume_point(config: RunConfig) -> str:
+    """Where a run that was stopped continues; empty if its store cannot tell."""
+
+    async def read() -> RunState | None:
+        async with open_store(config.store, readonly=True) as store:
+            return await store.run(config.name)
+
+    with contextlib.suppress(AgentRLError):
+        state = run_blocking(read())
+        if state and state.checkpoint:
+            return f"after step {state.step} of {config.steps}"
+        return "from the first step: there is no checkpoint yet"
+    return ""
 
 
 class Trainer:
@@ -100,6 +118,7 @@ class Trainer:
         self.callbacks = callbacks
         parameters = {"agent": agent, "tasks": tasks, "verifier": verifier, "policy": policy}
         self.given = given(parameters, heldout, settings)
+        self._stopped = ""  # where a stopped run continues
 
     def fit(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """Train to the end, or resume a stopped run of this name. fresh: start over; take_over: go
@@ -107,8 +126,8 @@ class Trainer:
         try:
             return run_blocking(self.fit_async(fresh=fresh, take_over=take_over))
         except KeyboardInterrupt:  # with tracebacks of the event loop, which tell nothing
-            text = "stopped; fit(), without fresh, continues after the last checkpoint"
-            raise KeyboardInterrupt(text) from None
+            where = self._stopped or "after the last checkpoint"
+            raise KeyboardInterrupt(f"stopped; fit(), without fresh, continues {where}") from None
 
     async def fit_async(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """`fit` for an event loop. If it is cancelled, it stops its processes."""
@@ -135,7 +154,12 @@ class Trainer:
         local = None
         if agent is not None or verifier is not None:
             local = agent, verifier or config.verifier.path
-        return await front(resolved(), local=local, callbacks=self.callbacks)
+        config = resolved()
+        try:
+            return await front(config, local=local, callbacks=self.callbacks)
+        except asyncio.CancelledError:
+            self._stopped = await asyncio.to_thread(_resume_point, config)
+            raise
 
 
 def check(config: RunConfig) -> None:

@@ -364,7 +364,7 @@ class StepRow(Record, frozen=True):
     step: int
     metrics: dict[str, float]
     committed: bool
-    at: float
+    at: float  # unix seconds of its commit, before that of its last metrics
 
 
 class Counts(Record, frozen=True):

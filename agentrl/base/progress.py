@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from agentrl.base.processes import log_phase
 
 INTERVAL = 5.0  # seconds between lines
+_reported = [0.0]  # when `steps_left` last told of this process's work, which says more
 
 
 def steps_left(
@@ -26,6 +27,7 @@ def steps_left(
         if now - said < INTERVAL or not 0 < done < total:
             return
         said = now
+        _reported[0] = time.monotonic()
         left = (now - started) / done * (total - done)
         log_phase(log, f"{what}: {done / total:.0%} done, about {left:.0f} s left")
 
@@ -39,7 +41,9 @@ def still_at(log: logging.Logger, what: str, interval: float = 2 * INTERVAL) -> 
 
     def tell() -> None:
         while not ended.wait(interval):
-            log_phase(log, f"{what}: {time.monotonic() - started:.0f} s so far")
+            now = time.monotonic()
+            if now - _reported[0] > interval:
+                log_phase(log, f"{what}: {now - started:.0f} s so far")
 
     teller = threading.Thread(target=tell, name="progress", daemon=True)
     teller.start()

@@ -37,10 +37,11 @@ class ResumedCommand(click.Command):
         self.continues = continues
 
 
-def how_to_continue(group: click.Group, arguments: list[str]) -> str:
-    """What the same command does after it was stopped; empty if it starts over."""
+def how_to_continue(group: click.Group, arguments: list[str], place: str = "") -> str:
+    """What the same command does after it was stopped; empty if it starts over. place: where it
+    continues, if that is known."""
     command = group.get_command(click.Context(group), next(iter(arguments), ""))
-    where = command.continues if isinstance(command, ResumedCommand) else ""
+    where = (place or command.continues) if isinstance(command, ResumedCommand) else ""
     again = [one for one in arguments if one.partition("=")[0] in ("--fresh", "--from")]
     without = f" without {again[0].partition('=')[0]}" if again else ""
     return f" The same command{without} continues {where}." if where else ""

@@ -163,6 +163,6 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        click.echo(f"\nStopped.{how_to_continue(cli, sys.argv[1:])}", err=True)
+    except (KeyboardInterrupt, click.Abort) as stop:
+        click.echo(f"\nStopped.{how_to_continue(cli, sys.argv[1:], str(stop))}", err=True)
         sys.exit(130)

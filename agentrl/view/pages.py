@@ -94,7 +94,8 @@ class Pages:
         values: Values = {"run": run, "state": state, "notes": _notes(state, recent), "live": live}
         names = await self.store.metric_names(run)
         last = {name: value for row in recent for name, value in row.metrics.items()}
-        values |= {"names": names, "at": at, "last": last}
+        took = await _seconds(self.store, run, state.step)
+        values |= {"names": names, "at": at, "last": last, "took": took}
         values["facts"] = facts(state.config, last.get(BY_STATE))
         values["condition"] = condition(state, ended="run/ended" in names, now=time.time())
         values["counts"] = await self.store.counts(run)
@@ -388,6 +389,16 @@ class Pages:
 
     async def _recent(self, state: RunState, steps: int) -> list[StepRow]:
         return await self.store.steps(state.run, after=max(state.step - 1 - steps, -1))
+
+
+async def _seconds(store: Store, run: str, steps: int) -> float:
+    """The seconds that a run has worked, without pauses between its starts: exact for up to 400
+    steps, of more by the mean of those that the store samples."""
+    parts = ("build", "rollouts", "update", "eval", "checkpoint")
+    curves = await store.series(run, [f"time/{part}" for part in parts])
+    seen = {step for points in curves.values() for step, _ in points}
+    spent = sum(value for points in curves.values() for _, value in points if value == value)
+    return spent * max(1.0, steps / len(seen)) if seen else 0.0
 
 
 def _notes(state: RunState, recent: list[StepRow]) -> list[str]:

@@ -102,7 +102,7 @@ update runs set step = step + 1, checkpoint = coalesce(:checkpoint, checkpoint) 
 
 -- name: log_step
 insert into steps (run_id, step, committed, at) values (:run, :step, 0, :now)
-on conflict (run_id, step) do nothing;
+on conflict (run_id, step) do update set at = excluded.at where steps.committed = 0;
 
 -- name: set_metric
 insert into metrics (run_id, step, name, value) values (?, ?, ?, ?)

@@ -14,6 +14,7 @@ from agentrl.base import processes
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.store import open_store
+from tests import factories
 
 
 class Mortal:
@@ -150,3 +151,28 @@ def test_presets_from_outside_are_left_to_the_algorithm_process(tmp_path: Path) 
     made = {"policy": {"model": "m"}, "tasks": {"train": "none.jsonl"}, "algorithm": algorithm}
     with pytest.raises(ConfigError, match="cannot read the task file"):
         trainer.check(resolve(made | {"root": str(tmp_path)}, source="test"))
+
+
+def test_a_run_that_was_stopped_says_the_step_that_it_continues_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {"output": str(tmp_path), "steps": 9, "tasks": {"train": "t.jsonl"}}
+    config = resolve(made, source="test")
+
+    steps = 0
+
+    async def front(config: Any, **_: Any) -> None:
+        async with open_store(config.store) as store:
+            epoch = (await store.open_run(config.name, {})).epoch
+            for step in range(steps):
+                row = factories.commit(step, epoch=epoch, run=config.name, checkpoint="c")
+                await store.commit_step(row)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "front", front)
+    monkeypatch.setattr(trainer, "check", lambda config: None)
+    with pytest.raises(KeyboardInterrupt, match="from the first step: there is no checkpoint yet"):
+        trainer.run_training(config)
+    steps = 3
+    with pytest.raises(KeyboardInterrupt, match="after step 3 of 9"):
+        trainer.run_training(config)

@@ -1029,6 +1029,20 @@ async def test_log_merges(store):
     assert [row.step for row in await store.steps("run", after=3)] == [5]
 
 
+async def test_a_step_is_as_old_as_its_last_metrics_until_it_is_committed(store, kit, clock):
+    await store.log("run", 0, {"time/build": 3.0})
+    clock.now += 9
+    await store.log("run", 0, {"eval/score": 0.5})
+    (row,) = await store.steps("run")
+    assert row.at == clock.now
+    await store.commit_step(kit.step(0, []))
+    committed = clock.now
+    clock.now += 9
+    await store.log("run", 0, {"late": 1.0})
+    (row,) = await store.steps("run")
+    assert row.at == committed
+
+
 async def test_publish_keeps_the_last(store):
     for number in (1, 2):
         version = PolicyVersion(

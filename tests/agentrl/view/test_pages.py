@@ -512,3 +512,21 @@ def test_the_code_of_a_run_is_kept_with_it(tmp_path: Path) -> None:
     assert kept == {"changed": False, "agentrl": agentrl.__version__}
     (tmp_path / "agent.py").write_text("x = 2")
     assert training.origin(str(tmp_path))[commit]["changed"]
+
+
+async def test_a_pause_between_two_starts_is_no_work(tmp_path: Path) -> None:
+    """`took` is what steps took, not the time since the run was created."""
+    clock = 1e9
+
+    def now() -> float:
+        return clock
+
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}", clock=now) as store:
+        epoch = (await store.open_run("run", {})).epoch
+        for step, pause in enumerate((0.0, 3600.0)):
+            clock += 10.0 + pause
+            times = {"time/rollouts": 7.0, "time/update": 3.0, "time/eval": 2.5}
+            row = factories.commit(step, epoch=epoch, run="run", metrics=times)
+            await store.commit_step(row)
+        page = await Pages(store).run("run", {})
+    assert re.search(r"<dt>took</dt><dd[^>]*>25\s", render(page))
