@@ -14,11 +14,13 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
+from msgspec.structs import fields
 
 from agentrl.algorithms import LATE
 from agentrl.algorithms.objective import core
@@ -43,6 +45,69 @@ FIRST = (  # settings that people change first
 )  # fmt: skip
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 WRITTEN = "<!-- written by `make reference` -->\n"  # above a page that is generated as a whole
+API = {  # what is public, by the heading of its section
+    "Training": [
+        "agentrl.trainer.Trainer",
+        "agentrl.results.TrainingResult",
+    ],
+    "A tiny policy": [
+        "agentrl.tiny.imitator",
+    ],
+    "Inside an agent": [
+        "agentrl.runners.scoring.rewards.reward",
+        "agentrl.runners.tracing.roles.role",
+        "agentrl.environments.endpoints.endpoint",
+    ],
+    "Environments": [
+        "agentrl.environments.base.Environment",
+        "agentrl.environments.base.Episode",
+        "agentrl.environments.endpoints.Endpoint",
+    ],
+    "Records": [
+        "agentrl.types.Task",
+        "agentrl.types.NewRollout",
+        "agentrl.types.Rollout",
+        "agentrl.types.Attempt",
+        "agentrl.types.Group",
+        "agentrl.types.Trace",
+        "agentrl.types.Transition",
+        "agentrl.types.Span",
+        "agentrl.types.Reward",
+        "agentrl.types.Scope",
+        "agentrl.types.Credit",
+        "agentrl.types.Branch",
+        "agentrl.types.Sampling",
+        "agentrl.types.Failure",
+        "agentrl.types.ErrorKind",
+        "agentrl.types.PolicyVersion",
+        "agentrl.types.RunState",
+        "agentrl.types.StepCommit",
+        "agentrl.types.StepRow",
+    ],
+    "The store": [
+        "agentrl.store.open_store",
+        "agentrl.store.base.Store",
+    ],
+    "Extensions": [
+        "agentrl.runners.executors.Executor",
+        "agentrl.runners.executors.ExecutionResult",
+        "agentrl.algorithms.learners.base.Learner",
+        "agentrl.algorithms.engines.base.PolicyServer",
+        "agentrl.telemetry.sinks.base.Sink",
+    ],
+    "Building blocks of presets": [],  # of LATE
+    "Rewards in a team": [
+        "agentrl.teams.rewards",
+        "agentrl.algorithms.replays.coalitions",
+    ],
+    "Notebooks": [
+        "agentrl.view.notebook.show",
+    ],
+    "Errors": [
+        "agentrl.errors",
+    ],
+}
+LONGEST_DEFAULT = 30  # characters
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -166,9 +231,109 @@ def objective() -> str:
     return f"```text\n{inspect.getdoc(core)}\n```"
 
 
-def preset_parts() -> str:
-    found = ((home, name) for home, names in LATE.items() for name in names.split())
-    return "".join(f"::: agentrl.algorithms.{home}.{name}\n" for home, name in found)
+def api() -> str:
+    """A section for each public name: its signature or fields, its description and its methods."""
+    found = list[str]()
+    for title, names in API.items():
+        found.append(f"## {title}\n")
+        if not names:
+            found.append("Import them from `agentrl.algorithms`.\n")
+            homes = ((home, name) for home, own in LATE.items() for name in own.split())
+            names = [f"agentrl.algorithms.{home}.{name}" for home, name in homes]
+        for path in names:
+            found += public(path)
+    return "\n".join(found)
+
+
+def public(path: str) -> Iterator[str]:
+    """The section of an object, or of each object of a module, by its path."""
+    home, _, name = path.rpartition(".")
+    thing = getattr(importlib.import_module(home), name, None)
+    if thing is None:
+        thing = importlib.import_module(path)
+    if not inspect.ismodule(thing):
+        yield from described(path, thing)
+        return
+    for name, inner in vars(thing).items():
+        own = getattr(inner, "__module__", "") == thing.__name__ and not name.startswith("_")
+        if own and (inspect.isclass(inner) or inspect.isfunction(inner)):
+            yield from described(f"{path}.{name}", inner)
+
+
+def described(path: str, thing: Any) -> Iterator[str]:
+    name = path.rpartition(".")[2]
+    yield f"### `{name}`\n"
+    is_record = inspect.isclass(thing) and issubclass(thing, msgspec.Struct)
+    yield f"```python\n{path}{'' if is_record else signature(thing)}\n```\n"
+    yield papers(plain(own_doc(thing))) + "\n"
+    if inspect.isclass(thing) and issubclass(thing, Enum):
+        yield f"Values: {', '.join(code(each.value) for each in thing)}.\n"
+    if is_record:
+        said = comments(thing)
+        rows = [(f"`{f.name}`", annotation(f.type), said.get(f.name, "")) for f in fields(thing)]
+        yield (
+            "\n".join(["| field | type | |", "|---|---|---|", *(row(*each) for each in rows)])
+            + "\n"
+        )
+    for key, method in vars(thing).items() if inspect.isclass(thing) else ():
+        function = getattr(method, "__func__", method)
+        if inspect.isfunction(function) and not key.startswith("_") and own_doc(function):
+            call = line(f"{key}{signature(function)}")
+            yield f"- `{call}`  \n  {papers(plain(line(own_doc(function))))}\n"
+
+
+def own_doc(thing: Any) -> str:
+    """Its docstring, unless Python or a library made it."""
+    doc = inspect.cleandoc(thing.__doc__ or "")
+    return "" if doc.startswith(f"{getattr(thing, '__name__', '')}(") else doc
+
+
+def signature(thing: Any) -> str:
+    """Parameters and result, without annotations' modules."""
+    if inspect.isclass(thing) and (
+        issubclass(thing, Exception | Enum) or getattr(thing, "_is_protocol", False)
+    ):
+        return ""
+    try:
+        found = inspect.signature(thing)
+    except (TypeError, ValueError):
+        return ""
+    own = [
+        each.replace(annotation=Shown(annotation(each.annotation)), default=shown(each.default))
+        if each.annotation is not each.empty
+        else each.replace(default=shown(each.default))
+        for each in found.parameters.values()
+        if each.name != "self"
+    ]
+    result = found.return_annotation
+    if inspect.isclass(thing) or result is found.empty:
+        return str(found.replace(parameters=own, return_annotation=found.empty))
+    return str(found.replace(parameters=own, return_annotation=Shown(annotation(result))))
+
+
+class Shown(str):
+    """A text that `inspect` writes without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def shown(default: Any) -> Any:
+    """A default as it is written, `...` for a long one."""
+    if default is inspect.Parameter.empty:
+        return default
+    text = (
+        f"{type(default).__name__}.{default.name}" if isinstance(default, Enum) else repr(default)
+    )
+    return Shown(text if len(text) <= LONGEST_DEFAULT and not text.startswith("<") else "...")
+
+
+def annotation(kind: Any) -> str:
+    """An annotation or signature as text; names without their modules and addresses."""
+    text = kind.__name__ if inspect.isclass(kind) else str(kind).replace("'", "")
+    return re.sub(r"\b(?:\w+\.)+(?=[A-Za-z_])", "", text)
 
 
 def family_of(made: Any) -> str:

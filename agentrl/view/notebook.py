@@ -34,7 +34,7 @@ class Shown:
 
 
 def show(name: str, *, store: str | None = None) -> Shown:
-    """Show a rollout, by an id such as staff/train/0000007/0003, or a run with its curves, by its
+    """Show a rollout, by an id such as staff/train/g0000007/0003, or a run with its curves, by its
     name, in a notebook. `store`: URL; default: the one that has the run, below the working
     directory.
 

@@ -18,7 +18,7 @@ from agentrl.types import Json, NewRollout
 
 def group_number(id: str) -> int:
     """The number in a group's id; for a replacement that of its step's last group."""
-    return int(id.rpartition("/")[2].partition(".")[0])
+    return int(id.rpartition("/")[2].removeprefix("g").partition(".")[0])
 
 
 Order = Callable[
@@ -60,7 +60,7 @@ class TaskSampler:
         return [
             rollout
             for number, task in zip(numbers, tasks, strict=True)
-            for rollout in self._group(f"{number:07d}", task, step)
+            for rollout in self._group(f"g{number:07d}", task, step)
         ]
 
     def groups(self, first: int, n: int) -> list[NewRollout]:
@@ -81,7 +81,7 @@ class TaskSampler:
         return [
             rollout
             for number, task in enumerate(tasks)
-            for rollout in self._group(f"{last:07d}.{round:02d}.{number:03d}", task, step, URGENT)
+            for rollout in self._group(f"g{last:07d}.{round:02d}.{number:03d}", task, step, URGENT)
         ]
 
     def _chosen(

@@ -104,14 +104,14 @@ def test_what_endpoints_answer_alone_has_no_checkpoint(folder: Path) -> None:
 
 @pytest.mark.part
 def test_show_names_what_is_missing(folder: Path) -> None:
-    arguments = ["show", "run/train/0000000/0000"]
+    arguments = ["show", "run/train/g0000000/0000"]
     missing = agentrl(*arguments, cwd=folder)
     assert missing.returncode == 2
     assert str(folder / "runs" / "run" / "store.db") in missing.stderr
     asyncio.run(open_store(str(folder / "new.db")).close())
     empty = agentrl(*arguments, "--store", "new.db", cwd=folder)
     assert empty.returncode == 2
-    assert "no rollout 'run/train/0000000/0000'" in empty.stderr
+    assert "no rollout 'run/train/g0000000/0000'" in empty.stderr
 
 
 def test_an_extra_that_is_not_installed_is_named(

@@ -67,6 +67,6 @@ def test_an_example_of_the_gallery_is_one_file(
     short = ["steps=1", "eval.tasks=2", "algorithm.groups=2", "algorithm.group_size=2"]
     file = export("team", tmp_path / "gallery", *short, "output=runs/team")
     page = file.read_text()
-    assert "team/train/0000000" in page
+    assert "team/train/g0000000" in page
     assert 'src="http' not in page
     assert 'href="http' not in page

@@ -30,7 +30,7 @@ from agentrl.types import (
 START = 1_700_000_000.0
 TOOLS = [{"type": "function", "function": {"name": "query"}}]
 STEPS, GROUPS, SIZE = 3, 2, 4
-EASY = "staff/train/0000005"  # every rollout of it is right
+EASY = "staff/train/g0000005"  # every rollout of it is right
 
 
 class Clock:
@@ -54,9 +54,9 @@ async def fill(path: Path) -> Path:
             await _train(store, clock, step)
             clock.now += 3600
         await _evaluate(store, clock, STEPS, right=2)
-        await store.enqueue(_group("staff/train/0000006", STEPS))
+        await store.enqueue(_group("staff/train/g0000006", STEPS))
         await _work(store, clock, SIZE, STEPS)
-        await store.enqueue(_group("staff/train/0000007", STEPS))
+        await store.enqueue(_group("staff/train/g0000007", STEPS))
         (lost,) = await store.claim(1, runner="runner-2", lease=5)
         clock.now += 6
         await store.add_transitions([_call(lost, 0, STEPS)])  # late
@@ -69,7 +69,7 @@ def served(version: int) -> dict[str, object]:
 
 
 async def _train(store: Store, clock: Clock, step: int) -> None:
-    names = [f"staff/train/{number:07d}" for number in range(step * GROUPS, (step + 1) * GROUPS)]
+    names = [f"staff/train/g{number:07d}" for number in range(step * GROUPS, (step + 1) * GROUPS)]
     for name in names:
         await store.enqueue(_group(name, step))
     await _work(store, clock, GROUPS * SIZE, step)

@@ -81,11 +81,11 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
         assert row.metrics["rollouts"] == 8
     assert {row.state for row in rollouts(run_folder)} == {RolloutState.SUCCEEDED}
 
-    shown = agentrl(run_folder, "show", "tiny/train/0000000/0000", "--store", "out/store.db")
+    shown = agentrl(run_folder, "show", "tiny/train/g0000000/0000", "--store", "out/store.db")
     assert shown.returncode == 0, shown.stderr
     assert "What is" in shown.stdout
     prompts = agentrl(
-        run_folder, "show", "tiny/train/0000000/0000", "--prompt", "--store", "out/store.db"
+        run_folder, "show", "tiny/train/g0000000/0000", "--prompt", "--store", "out/store.db"
     )
     assert "call 0, agent, " in prompts.stdout
     assert "<|im_start|>user" in prompts.stdout

@@ -103,7 +103,7 @@ async def test_a_graph_of_two_roles_trains_two_adapters(folder: Path) -> None:
 def check_what_reads_it(folder: Path, checkpoint: Path) -> None:
     """Every command that reads a run or a checkpoint knows both policies."""
     store = ("--store", f"sqlite:///{folder / 'out' / 'store.db'}")
-    rollout = "pair/train/0000000/0000"
+    rollout = "pair/train/g0000000/0000"
     explained = agentrl(folder, "explain", rollout, *store)
     assert explained.returncode == 0, explained.stderr
     assert "policy proposer\n" in explained.stdout

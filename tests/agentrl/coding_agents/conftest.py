@@ -29,7 +29,7 @@ async def _fill(folder: Path, run: str, lr: float, scores: list[float]) -> None:
         served = PolicyVersion(run=run, policy="policy", version=0, base_url="http://x", model="m")
         await store.publish(served)
         new = [
-            NewRollout(id=f"{run}/train/0000000/{n:04d}", run=run, group="g", index=n,
+            NewRollout(id=f"{run}/train/g0000000/{n:04d}", run=run, group="g", index=n,
                        task={"input": f"What is {n} + 1?"})
             for n in range(2)
         ]  # fmt: skip

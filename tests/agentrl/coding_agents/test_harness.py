@@ -26,7 +26,7 @@ SETTINGS = {
 QUESTIONS = (  # it names the tools of MCP servers, and gives their schemas to who asks for them
     ("tool_search", {"query": "select:mcp__agentrl__why,mcp__agentrl__show_rollout"}),
     ("mcp__agentrl__why", {"run": "first"}),
-    ("mcp__agentrl__show_rollout", {"rollout": "first/train/0000000/0000"}),
+    ("mcp__agentrl__show_rollout", {"rollout": "first/train/g0000000/0000"}),
 )
 
 

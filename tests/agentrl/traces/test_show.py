@@ -46,7 +46,7 @@ def printed(
     echoed: dict[str, Any] = CALL,
     spans: Sequence[Span] = (),
     longest: int | None = None,
-    id: str = "staff/train/0000001/0002",
+    id: str = "staff/train/g0000001/0002",
     rewards: Sequence[Reward] = (Reward(value=1.0), Reward(name="[/b]", value=0.5)),
     **more: Any,
 ) -> str:
@@ -54,7 +54,7 @@ def printed(
     rollout = factories.rollout(
         id,
         run="staff",
-        group="staff/train/0000001",
+        group="staff/train/g0000001",
         index=2,
         task={"input": "What is one?"},
         state=RolloutState.FAILED if failure else RolloutState.SUCCEEDED,
@@ -102,14 +102,14 @@ async def test_who_names_a_run_for_a_rollout_is_told_one(tmp_path: Path) -> None
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         await store.open_run("mine", {})
         assert "ids look like run/train/" in await unknown_rollout(store, "mine")
-        new = NewRollout(id="mine/train/0000000/0000", run="mine", group="g", index=0, task={})
+        new = NewRollout(id="mine/train/g0000000/0000", run="mine", group="g", index=0, task={})
         await store.enqueue([new])
         (attempt,) = await store.claim(1, runner="w", run="mine", lease=9.0, timeout=1.0)
         await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, result="1")])
         said = await unknown_rollout(store, "mine")
-        assert said.startswith("'mine' is a run, not a rollout: its newest one is mine/train/0000")
+        assert said.startswith("'mine' is a run, not a rollout: its newest one is mine/train/g0000")
         assert (await unknown_rollout(store, "mine/9")).startswith("there is no rollout 'mine/9': ")
-        assert "ids look like" in await unknown_rollout(store, "other/train/0000000/0000")
+        assert "ids look like" in await unknown_rollout(store, "other/train/g0000000/0000")
 
 
 def test_an_answer_that_the_agent_wrote_down_differently_is_shown_once() -> None:

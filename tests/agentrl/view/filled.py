@@ -213,7 +213,7 @@ async def fill_data(url: str) -> None:
         await store.draft_dataset("likes", {"source": "old.jsonl"})
         await store.commit_dataset("likes", 1)
         version = await store.draft_dataset("likes", {"run": RUN, "how": "extremes"})
-        good, bad = f"{RUN}/train/0000003/0001", f"{RUN}/train/0000003/0000"
+        good, bad = f"{RUN}/train/g0000003/0001", f"{RUN}/train/g0000003/0000"
         found = await store.calls([good, bad])
         sides = [Side(digest=digest_of(found[id]), rollout=id) for id in (good, bad)]
         base: Any = {"prompt": int32(), "completion": int32(), "logprobs": float32()}

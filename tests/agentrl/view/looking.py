@@ -18,7 +18,7 @@ from agentrl.types import Attempt, Image, NewRollout, Outcome, Purpose, Reward, 
 from tests.agentrl.view import filled
 
 RUN = "look"
-ROLLOUT = f"{RUN}/train/0000000/0000"
+ROLLOUT = f"{RUN}/train/g0000000/0000"
 PLACEHOLDER = 70  # of the tiny tokenizer: some ordinary token
 SVG = b"<svg xmlns='http://www.w3.org/2000/svg'><script>document.title='owned'</script></svg>"
 
@@ -88,7 +88,7 @@ async def fill(url: str, folder: Path, model: Path) -> None:
     async with open_store(url) as store:
         await store.open_run(RUN, filled.config(folder, reader, name=RUN))
         await store.put_images(RUN, [SCREEN, PHOTO, TINY, TALL, VECTOR])
-        group = f"{RUN}/train/0000000"
+        group = f"{RUN}/train/g0000000"
         rows = [
             NewRollout(
                 id=f"{group}/{i:04}", run=RUN, group=group, index=i, task={"input": "Which shop?"},

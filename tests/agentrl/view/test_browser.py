@@ -20,12 +20,12 @@ from agentrl.view.export import export
 from tests.agentrl.view import filled
 from tests.agentrl.view.filled import finish, start, stop
 
-ROLLOUT = "run/train/0000003/0000"
+ROLLOUT = "run/train/g0000003/0000"
 PAGES = [
     "/", "/runs?run=run&run=other", "/run/run", "/step/3/run", "/groups/run",
-    "/group/run/train/0000003?run=run", f"/rollout/{ROLLOUT}", "/rollout/run/train/0000003/0003",
+    "/group/run/train/g0000003?run=run", f"/rollout/{ROLLOUT}", "/rollout/run/train/g0000003/0003",
     f"/attempts/{ROLLOUT}", f"/lanes/{ROLLOUT}", f"/call/0/{ROLLOUT}", "/find/run",
-    f"/compare?a={ROLLOUT}&b=run/train/0000003/0001", "/policies/run", "/data/likes",
+    f"/compare?a={ROLLOUT}&b=run/train/g0000003/0001", "/policies/run", "/data/likes",
     "/data/likes?after=9", "/prompts/search", "/tasks/run?of=train",
     f"/prompt/{filled.CANDIDATES[1]}?run=search", "/run/none",
 ]  # fmt: skip
@@ -75,7 +75,7 @@ def test_from_the_curve_to_the_token(viewed: str, new_page: NewPage) -> None:
     assert "at 4" in page.locator('.chart[data-name="grad_norm"] .now').inner_text()  # one cursor
     plot.click(position={"x": box["width"] * 0.6, "y": 40})
     page.wait_for_url("**/step/3/run")
-    page.click('a[title="run/train/0000003"]')
+    page.click('a[title="run/train/g0000003"]')
     page.click('td a:text-is("0000")')
     page.wait_for_selector(".tokens span")
     page.hover(".tokens span:nth-child(6)")
@@ -125,7 +125,7 @@ def test_filters_and_pages_without_repeats_while_rows_arrive(
     page.click("button:text-is('Find')")
     page.wait_for_url("**state=failed**")
     found = page.eval_on_selector_all("td a", "all => all.map(a => a.title)")
-    assert sorted(found) == ["run/train/0000003/0003", "run/train/0000004/0003"]
+    assert sorted(found) == ["run/train/g0000003/0003", "run/train/g0000004/0003"]
 
 
 def test_pages_are_live_in_eight_tabs(growing: Any, new_page: NewPage, chromium: Any) -> None:
@@ -139,7 +139,7 @@ def test_pages_are_live_in_eight_tabs(growing: Any, new_page: NewPage, chromium:
     for tab in (first, tabs[-1]):
         tab.bring_to_front()
         wait(tab, "document.querySelector('.tiles dd').textContent === '3'")
-        wait(tab, "document.querySelector('[data-live=groups]').innerHTML.includes('0000002')")
+        wait(tab, "document.querySelector('[data-live=groups]').innerHTML.includes('g0000002')")
         wait(tab, "[...charts.values()][0].lines[0].at(-1)[0] === 2")
 
 
@@ -151,7 +151,7 @@ def test_pairs_and_prompts_lead_to_rollouts(viewed: str, new_page: NewPage) -> N
     assert left["y"] == right["y"]
     assert left["x"] + left["width"] <= right["x"]
     page.click("#item-0 >> text=Compare by tokens")
-    page.wait_for_url("**/compare?a=run/train/0000003/0001&b=run/train/0000003/0000")
+    page.wait_for_url("**/compare?a=run/train/g0000003/0001&b=run/train/g0000003/0000")
     page.go_back()
     page.click("a[rel=next]")
     page.wait_for_selector("#item-12")
@@ -215,7 +215,7 @@ def test_every_page_is_useful_without_javascript(viewed: str, new_page: NewPage)
     page = new_page(java_script_enabled=False)
     page.goto(f"{viewed}/run/run")
     assert page.locator(".chart svg path").count() >= 3
-    page.click('a[title="run/train/0000003"]')
+    page.click('a[title="run/train/g0000003"]')
     page.click('td a:text-is("0000")')
     assert page.locator(".tokens").first.inner_text()
     page.click("text=Every token's numbers >> nth=0")
@@ -295,7 +295,7 @@ def test_an_export_opens_from_disk_without_a_request(
     page.on("request", lambda request: asked.append(request.url))
     page.goto(f"file://{tmp_path / 'all.html'}")
     page.wait_for_selector(".u-over")
-    page.click('a[title="run/train/0000003"]')
+    page.click('a[title="run/train/g0000003"]')
     page.click('td a:text-is("0000")')
     page.wait_for_selector(".tokens span")
     assert filled.HOSTILE in page.locator(".msg.user").first.inner_text()
@@ -345,7 +345,7 @@ def test_a_redacted_export_has_no_match(
     finish(write())
     page = new_page()
     for id in ("0000", "0001", "0003"):
-        page.goto(f"file://{file}#/rollout/run/train/0000003/{id}")
+        page.goto(f"file://{file}#/rollout/run/train/g0000003/{id}")
         page.wait_for_selector(".rollout")
         text = page.locator("main").text_content()
         assert "█" in text
@@ -356,7 +356,7 @@ def test_a_redacted_export_has_no_match(
 def test_screenshots_of_the_readme(new_page: NewPage) -> None:
     folder = Path(os.environ["AGENTRL_SCREENSHOTS"])
     process, address = start(os.environ.get("AGENTRL_SCREENSHOTS_OF", "runs/staff/store.db"))
-    paths = {"run": "run/staff", "rollout": "rollout/staff/train/0000007/0003#call-0.18"}
+    paths = {"run": "run/staff", "rollout": "rollout/staff/train/g0000007/0003#call-0.18"}
     for scheme in ("light", "dark"):
         page = new_page(color_scheme=scheme)
         for name, path in paths.items():

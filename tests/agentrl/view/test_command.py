@@ -76,7 +76,7 @@ async def short_run(store: Store) -> None:
     version = PolicyVersion(run="r", policy="policy", version=0, base_url="http://x/v1", model="p")
     await store.publish(version)
     for step in range(2):
-        group = f"r/train/{step:07d}"
+        group = f"r/train/g{step:07d}"
         rollout = NewRollout(id=f"{group}/0000", run="r", group=group, index=0, task={}, step=step)
         await finished(store, [rollout], 1.0)
         (claimed,) = await store.claim_groups("r", state.epoch, 1)

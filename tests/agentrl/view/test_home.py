@@ -204,7 +204,7 @@ async def test_addresses_of_a_store_begin_with_its_key() -> None:
 def test_commands_find_the_store_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert store_with("alpha") == f"sqlite:///{folder / 'runs/alpha/store.db'}"
     beta = f"sqlite:///{folder / 'runs/study/all.db'}"
-    assert store_with("beta") == store_with("beta/train/0000000/0000") == beta
+    assert store_with("beta") == store_with("beta/train/g0000000/0000") == beta
     with pytest.raises(NotFound, match="did you mean 'gamma'"):
         store_with("gama")
     with pytest.raises(StoreError, match="2 stores have a run 'alpha'"):

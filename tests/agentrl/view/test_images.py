@@ -98,7 +98,7 @@ def test_prompts_and_searches_know_images(client: httpx.Client) -> None:
     found = client.get("/find/look?images=1").text
     assert ROLLOUT in found
     assert "/0000/0002" not in found
-    assert "look/train/0000000/0002" in client.get("/find/look").text
+    assert "look/train/g0000000/0002" in client.get("/find/look").text
     assert 'value="1" checked> has images' in found
 
 

@@ -13,7 +13,7 @@ from tests.agentrl.view import filled
 
 
 def test_a_rollout_is_drawn_with_its_tokens_coloured(filled_store: str) -> None:
-    shown = agentrl.show("run/train/0000003/0000", store=filled_store)
+    shown = agentrl.show("run/train/g0000003/0000", store=filled_store)
     frame = shown._repr_html_()
     assert frame.startswith("<iframe sandbox srcdoc=")
     assert "<img" not in frame

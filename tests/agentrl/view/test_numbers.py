@@ -19,7 +19,7 @@ from agentrl.view.pages import Pages
 from tests.agentrl.view import filled
 from tests.agentrl.view.filled import RUN
 
-GROUP = f"{RUN}/train/0000000"
+GROUP = f"{RUN}/train/g0000000"
 NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.just(math.nan)
 TOKEN = re.compile(r"token (\d+) .*: advantage .*, gates (\S+), u (\S+), psi (\S+), log-prob")
 

@@ -34,13 +34,13 @@ from tests import factories, warm
 from tests.agentrl.view import filled
 from tests.agentrl.view.filled import start, stop
 
-ROLLOUT = "run/train/0000003/0000"
+ROLLOUT = "run/train/g0000003/0000"
 PATHS = [
     "/", "/runs?run=run&run=other", "/run/run", "/run/run?live=1", "/run/empty", "/step/3/run",
     "/groups/run", "/groups/run?step=3&purpose=train", "/groups/empty",
-    "/group/run/train/0000003?run=run", "/group/run/queued?run=run", f"/rollout/{ROLLOUT}",
-    "/rollout/run/train/0000003/0003", f"/attempts/{ROLLOUT}", f"/lanes/{ROLLOUT}",
-    f"/call/1/{ROLLOUT}", f"/compare?a={ROLLOUT}&b=run/train/0000003/0001",
+    "/group/run/train/g0000003?run=run", "/group/run/queued?run=run", f"/rollout/{ROLLOUT}",
+    "/rollout/run/train/g0000003/0003", f"/attempts/{ROLLOUT}", f"/lanes/{ROLLOUT}",
+    f"/call/1/{ROLLOUT}", f"/compare?a={ROLLOUT}&b=run/train/g0000003/0001",
     "/find/run", "/find/run?reward=style&low=0.2&state=succeeded&role=critic&from=1&to=4",
     "/tasks/run", "/tasks/run?of=train&sort=trend", "/tasks/search", "/tasks/empty",
     "/?sort=gain&order=up&q=run", "/policies/run", f"/tokens/{ROLLOUT}?call=0&call=2",
@@ -115,12 +115,12 @@ def test_the_prompt_of_a_call_is_shown_as_the_policy_read_it(client: httpx.Clien
 
 
 def test_missing_is_not_zero(client: httpx.Client) -> None:
-    failed = client.get("/rollout/run/train/0000003/0003").text
+    failed = client.get("/rollout/run/train/g0000003/0003").text
     assert "no reward" in failed
     assert "line 2" in failed
     queued = client.get("/group/run/queued?run=run").text
     assert '<td class="n" data-l="seconds">0.00</td>' in queued
-    assert "first 2,000 of 20,000 characters" in client.get("/rollout/run/train/0000003/0001").text
+    assert "first 2,000 of 20,000 characters" in client.get("/rollout/run/train/g0000003/0001").text
 
 
 def test_what_functions_of_the_user_measured_is_among_the_curves(client: httpx.Client) -> None:
@@ -131,7 +131,7 @@ def test_items_of_a_data_set(client: httpx.Client) -> None:
     first, *_ = client.get("/data/likes").text.partition('id="item-1"')
     assert first.count("Answer shortly.") == 1  # the prompt of both sides
     assert re.findall(r"<h3>(\w+)</h3>", first) == ["chosen", "rejected"]
-    assert first.index("answer 0 of run/train/0000003/0001") < first.index("<h3>rejected")
+    assert first.index("answer 0 of run/train/g0000003/0001") < first.index("<h3>rejected")
     assert "margin 0.75" in first
     assert "style <b>0.5</b> <small>judge" in first
     labelled = client.get("/data/likes").text.partition('id="item-1"')[2]
@@ -168,7 +168,7 @@ async def test_without_their_part_candidates_are_named_and_lead_nowhere(tmp_path
 
 def test_rollouts_are_compared_by_words(client: httpx.Client) -> None:
     """An id says less than the task; where both have the same, less than where they are."""
-    first, second, other = ROLLOUT, "run/train/0000003/0001", "run/train/0000002/0000"
+    first, second, other = ROLLOUT, "run/train/g0000003/0001", "run/train/g0000002/0000"
     same = client.get(f"/compare?a={first}&b={second}").text
     assert "<h1>task 3</h1>" in same
     assert ">training, step 3, rollout 0001</a></h2>" in same
@@ -179,7 +179,7 @@ def test_rollouts_are_compared_by_words(client: httpx.Client) -> None:
 
 
 def test_the_whole_message_has_its_own_address(client: httpx.Client) -> None:
-    page = client.get("/rollout/run/train/0000003/0001").text
+    page = client.get("/rollout/run/train/g0000003/0001").text
     link = re.search(r'href="(/raw/[^"]+message=[^"]+)"', page)
     assert link
     answer = client.get(link[1].replace("&amp;", "&"))
@@ -308,10 +308,10 @@ async def test_a_run_that_goes_away_is_a_sentence(tmp_path: Path, tiny_model_dir
     process, address = await asyncio.to_thread(start, url)
     try:
         async with httpx.AsyncClient(base_url=address) as client:
-            assert (await client.get("/rollout/run/train/0000000/0000")).status_code == 200
+            assert (await client.get("/rollout/run/train/g0000000/0000")).status_code == 200
             async with open_store(url) as store:
                 await store.prune(run="run", keep_last=1)
-            gone = await client.get("/rollout/run/train/0000000/0000")
+            gone = await client.get("/rollout/run/train/g0000000/0000")
             assert (gone.status_code, "prune" in gone.text) == (404, True)
             assert ">pruned<" in (await client.get("/groups/run")).text
             assert (await client.get("/run/run")).status_code == 200
@@ -323,11 +323,11 @@ def test_without_a_tokenizer_ids_are_shown_and_why(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'store.db'}"
     asyncio.run(filled.fill(url, tmp_path, None, steps=1))
     process, address = start(url)
-    page = httpx.get(f"{address}rollout/run/train/0000000/0000").text
+    page = httpx.get(f"{address}rollout/run/train/g0000000/0000").text
     stop(process)
     assert "Token ids, because the tokenizer of not/there is not on this machine" in page
     assert " ".join(map(str, filled.WORDS)) in page
-    answer = "answer 0 of run/train/0000000/0000"  # what is known comes first
+    answer = "answer 0 of run/train/g0000000/0000"  # what is known comes first
     assert page.index(answer) < page.index("Token ids, because")
 
 
@@ -440,9 +440,9 @@ async def test_the_explanation_of_a_trained_rollout_is_computed_once(
     transport: Any = httpx.ASGITransport(server.ViewApp(home, ANYBODY))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         for _ in range(2):
-            said = (await client.get("/explain/run/train/0000003/0000")).text
+            said = (await client.get("/explain/run/train/g0000003/0000")).text
             assert "Its outcome 1 is the best." in said
-    assert asked == ["run/train/0000003/0000"]
+    assert asked == ["run/train/g0000003/0000"]
     await home.close()
 
 

@@ -30,7 +30,7 @@ async def shown(url: str, folder: Path) -> list[str]:
             await pages.run("run", {}),
             await pages.groups("run", {}),
             await pages.find("run", {"role": "critic"}),
-            await pages.rollout("run/train/0000003/0001"),
+            await pages.rollout("run/train/g0000003/0001"),
             await pages.data("likes", {}),
             await pages.data("likes", {"split": "test", "version": "2"}),
             await pages.of_part("prompts", "search", {}),

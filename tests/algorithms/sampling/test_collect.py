@@ -122,7 +122,7 @@ async def test_without_a_rule_a_step_takes_what_it_asked_for(store: Store) -> No
     plain = collector(store, dynamic_sampling=False, max_rounds=None)
     await store.commit_step(commit(0, await plain.collect(0)))
     collected = await plain.collect(1)
-    assert ids(collected.groups) == [f"r/train/000000{number}" for number in (3, 4, 5)]
+    assert ids(collected.groups) == [f"r/train/g000000{number}" for number in (3, 4, 5)]
     assert (collected.discarded, collected.metrics) == ([], {})
 
 
@@ -198,7 +198,7 @@ async def test_groups_that_teach_nothing_are_replaced(store: Store) -> None:
         assert collected.metrics["groups/discarded"] == len(discarded)
         assert collected.metrics["groups/resampled"] == len(discarded)
         names = ids([*collected.groups, *collected.discarded])
-        assert all(f"{3 * number:07d}" <= name[8:15] < f"{3 * number + 3:07d}" for name in names)
+        assert all(f"g{3 * number:07d}" <= name[8:16] < f"g{3 * number + 3:07d}" for name in names)
     assert sum(len(collected.discarded) for collected in steps) > 3
     counts = await store.counts("r")
     assert (counts.groups_trained, counts.groups_settled, counts.groups_open) == (9, 0, 0)
