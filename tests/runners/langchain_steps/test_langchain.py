@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import openai
 import pytest
 
 import agentrl
@@ -185,7 +186,7 @@ async def test_a_model_call_that_failed_is_over(
         try:
             nowhere = f"{os.environ['OPENAI_BASE_URL']}/nowhere"
             ChatOpenAI(model="m", max_retries=0, base_url=nowhere).invoke(text)
-        except Exception as error:
+        except openai.NotFoundError as error:
             steps_after.append(attempt_log.model_step.get())
             return type(error).__name__
         pytest.fail("it was answered")
