@@ -11,6 +11,10 @@ from agentrl.types import ErrorKind, Failure
 LONGEST_MESSAGE = 400  # characters of a message
 # What the embedded server, vLLM, SGLang, OpenAI and Anthropic say of a prompt that is too long.
 TOO_LONG = re.compile(r"context[ _-](length|window|size)|model's context|prompt is too long", re.I)
+LOOPS = (  # what the calls of an agent do that asks until it gets a form that it never gets
+    "added nothing to the policy's last answer, such as a tool's result: the agent asks again until"
+    " it gets a tool call or a structured answer, and gets words"
+)
 CURES = {  # of rollouts that all fail in the same way
     ErrorKind.AGENT: "Correct the agent (agent.path, agent.command or agent.harness)",
     ErrorKind.NO_CALL: "Let the agent call the policy",

@@ -26,6 +26,9 @@ class RetriesConfig(Section, frozen=True):
     lost_runner: Natural = 2
 
 
+MAX_CALLS = 256  # by default; the longest runs of coding harnesses in the tests make 60
+
+
 class AgentConfig(Section, frozen=True):
     """The unmodified agent and how it runs: a Python object (`path`), a `command`, or a coding
     `harness` with a preset."""
@@ -50,7 +53,9 @@ class AgentConfig(Section, frozen=True):
     retries: RetriesConfig = RetriesConfig()
     calls_optional: bool = False  # Whether a rollout without a model call is no failure.
     error_reward: float | None = None  # Outcome if the agent raises after a call; none: missing.
-    max_calls: Natural = 0  # model calls of one attempt, which ends after them; 0: unlimited
+    # Model calls of one attempt, which ends after them; 0: unlimited. LangChain's own limit is
+    # 9,999, which an agent reaches that asks until it gets a form that the policy does not give.
+    max_calls: Natural = MAX_CALLS
     max_tokens: Natural = 0  # sampled tokens of one attempt, which ends after them; 0: unlimited
     # An attempt that reaches a limit of time, calls or tokens has failed. score: score its trace
     # without a result; zero: give it the outcome 0; drop: give it no outcome.

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from agentrl.algorithms.why.changes import HELD_OUT, SAMPLED, TRAINING
-from agentrl.algorithms.why.reason import RANKED_SHARE, REPORTED_SHARE, Reason
+from agentrl.algorithms.why.reason import NO_REASON, RANKED_SHARE, REPORTED_SHARE, Reason
 from agentrl.algorithms.why.record import PolicyRun
 from agentrl.algorithms.why.task_rules import (
     collapsed,
@@ -28,7 +28,7 @@ from agentrl.algorithms.why.task_rules import (
     other_sampler,
     repeated_tasks,
 )
-from agentrl.base.failures import TOO_LONG, one_line
+from agentrl.base.failures import LOOPS, TOO_LONG, one_line
 from agentrl.types import EMPTY, ErrorKind, RolloutState
 
 DETERMINISTIC_ENTROPY = 0.02  # nats per token, entropy of a deterministic policy
@@ -39,6 +39,10 @@ AGENT_CURE = "agent.path, agent.command or agent.harness: correct the agent"
 TEACH = (
     "warmup.data: demonstrations of success (agentrl demonstrate); tasks.train: easier ones, then "
     'tasks.order: "difficulty"'
+)
+LOOP_CURE = (
+    "the agent: take words for an answer, or say in its prompt which form it needs; warmup.data:"
+    " demonstrations of that form; agent.max_calls: less, so that a loop costs less"
 )
 CURES = {
     ErrorKind.TIMEOUT: "agent.timeout: more",
@@ -113,9 +117,21 @@ def failed_rollouts(run: PolicyRun) -> Reason:
     last = run.failure
     if last is None or (last.kind is ErrorKind.NO_CALL and no_calls(run).text):
         return Reason(0.0, "", AGENT_CURE)
+    if looping_agent(run).text:
+        return NO_REASON
     share = run.share("rollouts/failed", "rollouts", without="rollouts/cancelled")
     text = f"rollouts fail: {share:.0%}, as {last.rollout}: {last.kind}, {one_line(last.message)}"
     return Reason(share, text, CURES.get(last.kind, AGENT_CURE))
+
+
+def looping_agent(run: PolicyRun) -> Reason:
+    """An agent that asks until it gets a form that the policy does not give."""
+    last = run.failure
+    if last is None or last.kind is not ErrorKind.LIMIT or LOOPS not in last.message:
+        return NO_REASON
+    share = run.share(f"rollouts/failed/{ErrorKind.LIMIT}", "rollouts")
+    text = f"the agent loops: {share:.0%} of rollouts ended at agent.max_calls; {last.message}"
+    return Reason(share, text, LOOP_CURE)
 
 
 def silent_roles(run: PolicyRun) -> Reason:
@@ -273,7 +289,8 @@ def unlike_heldout(run: PolicyRun) -> Reason:
 
 # Causes before their effects.
 RULES = (
-    long_prompts, failed_rollouts, silent_roles, inexact_calls, no_calls, missing_rewards,
+    long_prompts, looping_agent, failed_rollouts, silent_roles, inexact_calls, no_calls,
+    missing_rewards,
     leaked_tasks, cut_answers, exploited_reward, repeated_tasks, noisy_verifier, other_sampler, lag,
     high_lr, collapsed, entropy_gone, constant_verifier, flat_groups, clipped_ratios, low_lr,
     unlike_heldout,

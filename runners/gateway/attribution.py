@@ -28,6 +28,7 @@ from urllib.parse import unquote, unquote_plus
 from aiohttp import web
 from msgspec import Struct
 
+from agentrl.base.failures import LOOPS
 from agentrl.base.http_server import bearer, given_key, read_body
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.conversation import ConversationMemory
@@ -101,6 +102,8 @@ class ActiveAttempt:
     place: AgentPlace | None = None
     tokens: int = 0  # sampled so far
     most_calls: int = 0  # 0: no limit
+    bare: int = 0  # calls in a row that add nothing to the policy's last answer
+    last_body: int = 0  # hash of the latest request body
     most_tokens: int = 0  # sampled tokens after which calls are refused; 0: no limit
     on_spent: Callable[[str], None] | None = None  # called with the limit that was reached
 
@@ -129,6 +132,8 @@ class ActiveAttempt:
         spent = ""
         if self.most_calls and self.calls >= self.most_calls:
             spent = f"the agent made more than agent.max_calls = {self.most_calls} model calls"
+            if self.bare > self.most_calls / 2:
+                spent += f"; {self.bare} in a row {LOOPS}"
         elif self.most_tokens and self.tokens >= self.most_tokens:
             spent = f"the agent sampled agent.max_tokens = {self.most_tokens} tokens"
         if spent:
@@ -138,6 +143,12 @@ class ActiveAttempt:
         number, self.calls = self.calls, self.calls + 1
         body_hash = hash(raw)
         return CountedCall(number, body_hash, self.ended.get(body_hash, ()))
+
+    def count_bare(self, call: CountedCall, messages: Sequence[Mapping[str, object]]) -> None:
+        """Count a request that ends with an answer of the policy, or repeats the one before."""
+        own = bool(messages) and messages[-1].get("role") == "assistant"
+        adds_nothing = own or call.body_hash == self.last_body
+        self.bare, self.last_body = self.bare + 1 if adds_nothing else 0, call.body_hash
 
     def seed_of(self, question: bytes) -> int:
         """The sampling seed of the next call with this question: the same if calls arrive in

@@ -135,6 +135,7 @@ class CallHandler:
     async def _answer(self, call: ReceivedCall) -> web.StreamResponse:
         """Answer from a record if there is one of the call, else from the policy."""
         active = self._active
+        active.count_bare(call.counted, call.request.messages)
         if unread := active.take_unread(call.counted, call.role):
             return await self._answer_recorded(call, unread, unread)
         if call.defaults.seed is not None:

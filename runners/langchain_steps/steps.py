@@ -98,7 +98,10 @@ def _register() -> None:
         def on_llm_end(self, response: Any, **about: Any) -> None:
             attempt_log.model_step.set(None)
 
-        on_chat_model_start, on_llm_error = on_llm_start, on_llm_end
+        def on_llm_error(self, error: BaseException, **about: Any) -> None:
+            attempt_log.model_step.set(None)  # `about` has a `response`, too
+
+        on_chat_model_start = on_llm_start
 
     everywhere = ContextVar("agentrl_steps", default=StepHandler())  # noqa: B039 - it has no state
     register_configure_hook(everywhere, inheritable=True)

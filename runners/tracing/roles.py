@@ -31,6 +31,7 @@ DEFAULT = "agent"
 ROLE = "agentrl.role"  # baggage key: the explicit role
 NAMES = "agentrl.names"  # baggage key: names of the steps around the call, innermost first
 CREW = ("agent_execution_started", "lite_agent_execution_started")  # events of CrewAI
+CREW_TASK = "task_started"
 
 
 @contextmanager
@@ -73,8 +74,10 @@ def _of(module: str, name: str) -> Any:
 
 def _langgraph() -> Iterator[str]:
     """Yield LangGraph nodes, then the name of LangChain's agent."""
-    config = attempt_log.framework_config()
-    metadata = (config.get("metadata") or {}) if config else {}
+    config = attempt_log.framework_config() or {}
+    # What a caller gives as metadata of one call replaces the step's, which its callbacks keep.
+    inherited = getattr(config.get("callbacks"), "inheritable_metadata", None) or {}
+    metadata = {**inherited, **(config.get("metadata") or {})}
     space = metadata.get("langgraph_checkpoint_ns") or metadata.get("langgraph_node") or ""
     # "team:<task id>|model:<task id>", or the name of a node without a subgraph
     for part in reversed(str(space).split("|")):
@@ -95,18 +98,22 @@ def _openai_agents() -> Iterator[str]:
 
 
 def _crewai() -> Iterator[str]:
-    """Yield roles of CrewAI agents, from the open events around the caller."""
+    """Yield roles of CrewAI agents, from the open events around the caller: of an agent at work, or
+    of the agent of a task whose answer is being converted."""
     stack = _of("crewai.events.event_context", "_event_id_stack")
     state = getattr(_of("crewai.events.event_bus", "crewai_event_bus"), "runtime_state", None)
     record: Any = getattr(state, "event_record", None)
     if stack is None or record is None:
         return
     for id, kind in reversed(stack.get()):
+        event = getattr(record.get(id), "event", None)
         if kind in CREW:
-            event = getattr(record.get(id), "event", None)
             info: Any = getattr(event, "agent_info", None) or {}
             role = getattr(getattr(event, "agent", None), "role", None) or info.get("role")
             yield str(role or "").strip()
+        elif kind == CREW_TASK:
+            agent = getattr(getattr(event, "task", None), "agent", None)
+            yield str(getattr(agent, "role", "")).strip()
 
 
 def _spans(log: AttemptLog, call: HttpCall) -> Iterator[str]:

@@ -75,6 +75,43 @@ async def test_an_endless_agent_is_ended(
     assert len(trace.transitions) == len(bench.model.requests) == calls
 
 
+@pytest.mark.parametrize("grows", [True, False])
+async def test_an_agent_that_asks_until_it_gets_a_form_ends_with_the_reason(
+    bench: Any, grows: bool
+) -> None:
+    """As LangChain's `create_agent` with a `response_format`, whose own limit is 9,999 calls."""
+
+    async def agent(text: str) -> None:
+        said: list[Any] = [{"role": "user", "content": text}]
+        async with AsyncOpenAI() as client:
+            while True:
+                answer = await client.chat.completions.create(model="policy", messages=said)
+                if grows:
+                    said.append({"role": "assistant", "content": answer.choices[0].message.content})
+
+    (rollout,) = await bench.run(agent, {"input": "x"}, limits=AgentConfig(max_calls=4))
+    assert rollout.failure.kind is ErrorKind.LIMIT
+    message = "more than agent.max_calls = 4 model calls; 3 in a row added nothing to the policy"
+    assert message in rollout.failure.message
+
+
+async def test_an_agent_with_tools_that_makes_many_calls_does_not_loop(bench: Any) -> None:
+    async def agent(text: str) -> None:
+        said: list[Any] = [{"role": "user", "content": text}]
+        async with AsyncOpenAI() as client:
+            while True:
+                await client.chat.completions.create(model="policy", messages=said)
+                said += [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+
+    (rollout,) = await bench.run(agent, {"input": "x"}, limits=AgentConfig(max_calls=4))
+    assert rollout.failure.kind is ErrorKind.LIMIT
+    assert "in a row" not in rollout.failure.message
+
+
+def test_calls_are_limited_by_default() -> None:
+    assert AgentConfig().max_calls == 256
+
+
 async def test_an_agent_may_use_all_its_calls(bench: Any) -> None:
     (rollout,) = await bench.run(ask, {"input": "x"}, limits=AgentConfig(max_calls=1))
     assert rollout.failure is None

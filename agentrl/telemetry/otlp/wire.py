@@ -9,6 +9,7 @@ Source: the OTLP specification 1.x (opentelemetry.io/docs/specs/otlp), protobuf 
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -48,16 +49,16 @@ async def drop(body: bytes, content_type: str, add: Add) -> tuple[bytes, str]:
 
 def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
     """The valid spans of an ExportTraceServiceRequest in its order, the number of invalid ones, and
-    the error of the last invalid one.
+    the error of the last invalid one, else what had to be changed.
 
     A span is invalid if its ids do not have 16 and 8 bytes, or if its times are missing or past the
     year 2262. A span that ends before it starts (a clock was set back) gets the duration 0. Raises
     Invalid for another content type or a malformed body."""
     form = content_type.partition(";")[0].strip().lower()
     if form == PROTOBUF:
-        request = _parse(body)
+        request, changed = _parse(body), ""
     elif form == JSON_FORM:
-        request = _parse_json(body)
+        request, changed = _parse_json(body)
     else:
         raise Invalid(f"spans come as {PROTOBUF} or {JSON_FORM}, not as {content_type!r:.80}")
     found, unusable, why = list[Span](), 0, ""
@@ -73,7 +74,7 @@ def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
                     found.append(_span(span, scope.scope.name, about))
                 except Invalid as error:
                     unusable, why = unusable + 1, str(error)
-    return found, unusable, why
+    return found, unusable, why or changed
 
 
 def success(content_type: str, rejected: int = 0, message: str = "") -> tuple[bytes, str]:
@@ -139,14 +140,14 @@ def _parse(body: bytes) -> ExportTraceServiceRequest:
     return request
 
 
-def _parse_json(body: bytes) -> ExportTraceServiceRequest:
+def _parse_json(body: bytes) -> tuple[ExportTraceServiceRequest, str]:
     """Parse the JSON encoding: protobuf's, except that ids are hexadecimal. Ignores unknown fields,
-    as the specification requires of receivers."""
+    as the specification requires of receivers. Also returns what had to be changed."""
     request: ExportTraceServiceRequest = _classes().ExportTraceServiceRequest()
     from google.protobuf import json_format
 
     try:
-        data = msgspec.json.decode(body, type=dict[str, Any])
+        data, changed = _read_json(body)
         for resource in data.get("resourceSpans") or ():
             for scope in resource.get("scopeSpans") or ():
                 for span in scope.get("spans") or ():
@@ -157,7 +158,18 @@ def _parse_json(body: bytes) -> ExportTraceServiceRequest:
     # ValueError: an id that is not hexadecimal; TypeError and AttributeError: wrong JSON types.
     except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Invalid(f"the body is not an OTLP trace request: {error}") from None
-    return request
+    return request, changed
+
+
+def _read_json(body: bytes) -> tuple[dict[str, Any], str]:
+    """A JSON object, and a sentence if its text was changed: JavaScript and Java cut strings
+    between the two halves of a character beyond U+FFFF, and JSON can write a half, unlike UTF-8."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any]), ""
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        text = json.dumps(json.loads(body.decode("utf-8", "replace")), ensure_ascii=False)
+        data = msgspec.json.decode(text.encode("utf-8", "replace"), type=dict[str, Any])
+    return data, "text that is not Unicode, such as half a surrogate pair, was replaced"
 
 
 def _span(span: trace_pb2.Span, scope: str, about: dict[str, Json]) -> Span:

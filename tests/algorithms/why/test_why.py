@@ -23,6 +23,7 @@ from agentrl.algorithms.why import rules as why
 from agentrl.algorithms.why.changes import HELD_OUT, TRAINING, Change
 from agentrl.algorithms.why.reason import Reason
 from agentrl.algorithms.why.record import PolicyRun
+from agentrl.base.failures import LOOPS
 from agentrl.cli.main import cli
 from agentrl.config import resolve
 from agentrl.errors import NotFound, TrainingError
@@ -447,6 +448,15 @@ def test_what_success_looks_like_too_is_no_reason_in_a_run_that_improved() -> No
     (reason,) = why.reasons(record(lost, risen, failure=failure))
     assert reason.text == "rollouts fail: 50%, as r/1: timeout, late"
     assert reason.change == "agent.timeout: more"
+
+
+def test_an_agent_that_asks_until_it_gets_a_form_is_named() -> None:
+    steps = [{"rollouts": 4.0, "rollouts/failed": 4.0, "rollouts/failed/limit": 3.0}]
+    message = f"the agent made more than agent.max_calls = 9 model calls; 9 in a row {LOOPS}"
+    failure = FailureCount(kind=ErrorKind.LIMIT, attempts=4, rollout="r/1", message=message)
+    (reason,) = why.reasons(record(steps, failure=failure))
+    assert reason.text.startswith("the agent loops: 75% of rollouts ended at agent.max_calls")
+    assert "warmup.data" in reason.change
 
 
 @pytest.mark.parametrize("kind", [*ErrorKind])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import openai
 import pytest
 
 import agentrl
 from agentrl.runners.langchain_steps import steps
+from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing import core as tracing
 from agentrl.types import RolloutState
 
@@ -167,3 +170,32 @@ async def test_a_reward_in_a_sequence_is_about_the_call_of_its_own_input(
     assert len(given) == 4, rollout.failure
     assert {row.name for row in given} == {*rollout.result}
     assert [f"echo {asked[row.target]}" for row in given] == [row.name for row in given]
+
+
+async def test_a_model_call_that_failed_is_over(
+    bench: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LangChain gives `on_llm_error` the keyword `response`, too. What raises in a callback is only
+    logged, and later calls would belong to the step that failed."""
+    from langchain_core.runnables import RunnableLambda
+    from langchain_openai import ChatOpenAI
+
+    steps_after = list[str | None]()
+
+    def step(text: str) -> str:
+        try:
+            nowhere = f"{os.environ['OPENAI_BASE_URL']}/nowhere"
+            ChatOpenAI(model="m", max_retries=0, base_url=nowhere).invoke(text)
+        except openai.NotFoundError as error:
+            steps_after.append(attempt_log.model_step.get())
+            return type(error).__name__
+        pytest.fail("it was answered")
+
+    def agent(text: str) -> str:
+        name = RunnableLambda(step).invoke(text)
+        ChatOpenAI(model="m").invoke(text)
+        return str(name)
+
+    (rollout,) = await bench.run(agent, {"input": "x"})
+    assert steps_after == [None], rollout.failure
+    assert "Error in" not in caplog.text

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -115,6 +117,65 @@ async def test_nodes_and_agents_that_the_run_file_names(bench: Any, chat: Any) -
         graph.add_edge(one, next_one)
     found = await roles_of(bench, graph.compile())
     assert found == ["writer", "critic", "agent", "team", "researcher"]
+
+
+@pytest.mark.parametrize("known", [{"main"}, {"main", "SummarizationMiddleware.before_model"}])
+async def test_calls_of_middleware_with_metadata_of_their_own(
+    bench: Any, chat: Any, known: set[str]
+) -> None:
+    """Metadata of a call replaces that of its step in the config, not in the callbacks."""
+    from langchain.agents import create_agent
+    from langchain.agents.middleware import SummarizationMiddleware
+
+    bench.gateway.attempts.roles = frozenset(known)
+    limits: Any = {"trigger": ("messages", 3), "keep": ("messages", 1)}
+    middle = SummarizationMiddleware(model=chat, **limits)
+    agent = create_agent(chat, [], name="main", middleware=[middle])
+    said = {"messages": [("user", "a"), ("ai", "b"), ("user", "c")]}
+
+    def sync(text: str) -> str:
+        return str(agent.invoke(said)["messages"][-1].content)
+
+    async def later(text: str) -> str:
+        return str((await agent.ainvoke(said))["messages"][-1].content)
+
+    first = next((name for name in known if name != "main"), "main")
+    assert await roles_of(bench, sync) == [first, "main"]
+    assert await roles_of(bench, later) == [first, "main"]
+
+
+async def test_a_runnable_with_metadata_of_its_own_stays_in_its_node(bench: Any, chat: Any) -> None:
+    from langchain_core.runnables import RunnableLambda
+    from langgraph.graph import START, MessagesState, StateGraph
+
+    def ask(text: str) -> Any:
+        return chat.invoke(text)
+
+    def write(state: MessagesState) -> Any:
+        chain = RunnableLambda(ask).with_config(metadata={"own": "value"})
+        return {"messages": [chain.invoke("x")]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("writer", write)
+    graph.add_edge(START, "writer")
+    assert await roles_of(bench, graph.compile()) == ["writer"]
+
+
+def test_the_agent_of_a_crews_task_makes_the_calls_after_its_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CrewAI asks a model to convert an answer in prose when the agent has ended already."""
+    agent = SimpleNamespace(role=" main ")
+    event = SimpleNamespace(task=SimpleNamespace(agent=agent))
+    record = {"1": SimpleNamespace(event=event), "0": SimpleNamespace(event=SimpleNamespace())}
+    stack = SimpleNamespace(get=lambda: (("0", "crew_kickoff_started"), ("1", "task_started")))
+    bus = SimpleNamespace(runtime_state=SimpleNamespace(event_record=record))
+    context = SimpleNamespace(_event_id_stack=stack)
+    monkeypatch.setitem(sys.modules, "crewai.events.event_context", context)
+    monkeypatch.setitem(
+        sys.modules, "crewai.events.event_bus", SimpleNamespace(crewai_event_bus=bus)
+    )
+    assert list(roles._crewai()) == ["main"]
 
 
 async def test_a_single_agent_stays_the_agent(bench: Any, chat: Any) -> None:

@@ -180,3 +180,32 @@ def test_what_is_encoded_is_decoded_again() -> None:
     assert row.status.code == row.status.STATUS_CODE_OK
     with pytest.raises(Invalid, match="no OpenTelemetry id"):
         wire.encode([msgspec.structs.replace(span, id="x")], {})
+
+
+@pytest.mark.parametrize(
+    ("text", "stored"),
+    [
+        (rb'"cut \ud83d"', "cut ?"),
+        (rb'"\ude00 and \ud83d\ude00"', "? and \U0001f600"),
+        (b'"\xed\xa0\xbd"', "\ufffd\ufffd\ufffd"),  # the same half, written as bytes
+        (b'"\xff"', "\ufffd"),
+    ],
+)
+@pytest.mark.parametrize("place", ["name", "attribute"])
+def test_text_that_is_not_unicode_is_replaced_and_other_spans_are_kept(
+    text: bytes, stored: str, place: str
+) -> None:
+    times = b'"startTimeUnixNano": "1", "endTimeUnixNano": "2"'
+    ids = b'"traceId": "%s", "spanId": "%s"' % (b"a" * 32, b"b" * 16)
+    name = text if place == "name" else b'"n"'
+    value = text if place == "attribute" else b'"v"'
+    said = b'"attributes": [{"key": "k", "value": {"stringValue": %s}}]' % value
+    first = b'{%s, %s, %s, "name": %s}' % (ids, times, said, name)
+    second = b'{%s, %s, "name": "good"}' % (ids, times)
+    body = b'{"resourceSpans": [{"scopeSpans": [{"spans": [%s, %s]}]}]}' % (first, second)
+    found, unusable, why = wire.decode_some(body, "application/json")
+    assert [span.name for span in found] == [stored if place == "name" else "n", "good"]
+    assert found[0].attributes["k"] == (stored if place == "attribute" else "v")
+    assert (unusable, "half a surrogate pair, was replaced" in why) == (0, True)
+    answer, _ = wire.success("application/json", unusable, why)
+    assert b"was replaced" in answer
