@@ -46,8 +46,9 @@ class ConversationMemory:
         for call in _calls(answer):
             if isinstance(arguments := call["function"].get("arguments") or "", str):
                 self.arguments[str(call.get("id"))] = arguments
-        if conversation is not None:
-            self.answers.setdefault(conversation, []).append(answer)
+        if conversation is not None:  # without the many fields that servers leave empty
+            said = {name: value for name, value in answer.items() if value or name == "content"}
+            self.answers.setdefault(conversation, []).append(said)
 
     def recall(self, messages: list[Json], *, joined: bool) -> tuple[list[Json], int]:
         """Return the messages with each answer of this conversation as it was given, and the key of
@@ -85,6 +86,8 @@ class ConversationMemory:
         answers, best = self.answers.get(key, ()), None
         turn: Body = messages[start]
         end = start + 1
+        if turn in answers and (end == len(messages) or not _is_said(messages[end])):
+            return turn, 1, {}  # as most clients send it
         while True:
             if given := _as_given(turn, answers):
                 best = (given, end - start, _renamed(turn, given))  # the longest is meant
@@ -145,7 +148,7 @@ def _essence(message: Json) -> Iterator[Hashable]:
         return
     yield str(message.get("role"))
     yield _text(message.get("content"))
-    for call in _calls(message):
+    for call in _calls(message) if message.get("tool_calls") else ():
         yield str(call["function"].get("name"))
         yield str(call["function"].get("arguments"))
 
