@@ -11,18 +11,19 @@ import asyncio
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from agentrl.base import memory
 from agentrl.base.processes import freeze_loaded
 from agentrl.base.threads import DaemonThreads
+from agentrl.base.user_code import UserCodeLoop
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.runners.executors import ExecutionResult
-from agentrl.runners.executors.inprocess import Agent, as_agent, in_trace, load, run_guarded
+from agentrl.runners.executors.inprocess import Agent, as_agent, in_trace, load, run_apart
 from agentrl.runners.processes.supervisor import HEADER, run_template
 from agentrl.runners.scoring.results import failure_of
 from agentrl.runners.tracing import core as tracing
@@ -88,7 +89,7 @@ async def read(
 def main(settings: WorkerSettings, fd: int) -> int:
     """Run the template with its control socket `fd`, or one process with its channel `fd`."""
     if settings.start == "spawn":
-        return asyncio.run(serve(fd, lambda: as_agent(_load(settings))))
+        return _run_loop(serve(fd, lambda: as_agent(_load(settings))))
     problem, loaded = None, None
     try:
         loaded = _load(settings)
@@ -108,8 +109,13 @@ def main(settings: WorkerSettings, fd: int) -> int:
         return as_agent(loaded)  # after the fork: connections cannot be shared by processes
 
     freeze_loaded()  # keeps its memory shared between the processes
-    run_template(socket.socket(fileno=fd), lambda channel: asyncio.run(serve(channel, build)))
+    run_template(socket.socket(fileno=fd), lambda channel: _run_loop(serve(channel, build)))
     return 0
+
+
+def _run_loop(work: Coroutine[Any, Any, int]) -> int:
+    with asyncio.Runner(loop_factory=UserCodeLoop) as runner:
+        return runner.run(work)
 
 
 def _load(settings: WorkerSettings) -> object:
@@ -149,7 +155,7 @@ async def _run(agent: Agent, request: RunRequest, writer: asyncio.StreamWriter) 
         return pack(RunResponse(request.attempt, ran, memory.resident()))
 
     try:
-        ran = await in_trace(request.attempt, run_guarded(agent, request.input))
+        ran = await in_trace(request.attempt, run_apart(agent, request.input))
         message = packed(ran)
     except Exception as error:  # noqa: BLE001 - the agent's rewards and spans may not be encodable
         message = packed(ExecutionResult(failure=failure_of(ErrorKind.AGENT, error)))
