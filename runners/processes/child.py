@@ -8,6 +8,7 @@ too, at next to no cost; with `spawn`, each process loads it.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import threading
@@ -30,6 +31,7 @@ from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind, Json
 
 T = TypeVar("T")
+ADDRESSES = ("_PROXY", "_BASE_URL", "_API_BASE", "_API_KEY")  # ends of names of variables
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -60,6 +62,7 @@ class RunResponse(msgspec.Struct, frozen=True):
     attempt: str
     ran: ExecutionResult
     resident: int  # bytes of resident memory of the process
+    changed: list[str] = []  # what later rollouts would find other than at the start
 
 
 def pack(
@@ -139,20 +142,39 @@ async def serve(fd: int, build: Callable[[], Agent]) -> int:
         await writer.drain()
         return 1
     writer.write(pack(StartupReport()))
+    before = _surroundings()
     running = set()
     while True:
         try:
             request = await read(reader, RunRequest)
         except asyncio.IncompleteReadError:
             return 0
-        task = asyncio.create_task(_run(agent, request, writer))
+        task = asyncio.create_task(_run(agent, request, writer, before))
         running.add(task)
         task.add_done_callback(running.discard)
 
 
-async def _run(agent: Agent, request: RunRequest, writer: asyncio.StreamWriter) -> None:
+def _surroundings() -> dict[str, str]:
+    """What a rollout can change for those after it: the variables and the working directory."""
+    try:
+        folder = str(Path.cwd())
+    except OSError:  # it was deleted
+        folder = ""
+    return {**os.environ, "the working directory": folder}
+
+
+def _changed(before: dict[str, str]) -> list[str]:
+    """Names of what differs. Libraries add variables; only an address or a key is then a change."""
+    after = _surroundings()
+    added = (name for name in after.keys() - before.keys() if name.upper().endswith(ADDRESSES))
+    return sorted({*added, *(name for name, value in before.items() if after.get(name) != value)})
+
+
+async def _run(
+    agent: Agent, request: RunRequest, writer: asyncio.StreamWriter, before: dict[str, str]
+) -> None:
     def packed(ran: ExecutionResult) -> bytes:
-        return pack(RunResponse(request.attempt, ran, memory.resident()))
+        return pack(RunResponse(request.attempt, ran, memory.resident(), _changed(before)))
 
     try:
         ran = await in_trace(request.attempt, run_apart(agent, request.input))
