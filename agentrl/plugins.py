@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from agentrl.base.loading import import_error, load_attribute
 from agentrl.base.parts import installed_plugins, missing
+from agentrl.base.user_code import contained
 from agentrl.errors import ConfigError, nearest
 
 Kind = Literal[
@@ -47,7 +48,8 @@ def load_plugin(kind: Kind, name: str, own: Collection[str], root: Path, *, key:
         raise ConfigError(f"{key} = {name!r}; {missing(kind, name) or hint}")
     point = registered[name]
     try:
-        return point.load()
+        with contained():
+            return point.load()
     except Exception as error:  # another package's module may raise anything
         raise import_error(f"{key} = {name!r}: importing {point.value}", error) from error
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.base import threads
+from agentrl.base import threads, user_code
 from agentrl.base.span_names import DIFF
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError, Invalid
@@ -135,14 +135,17 @@ class AttemptRunner:
                 self.gateway.unregister(active)
                 active.stored = kept.calls
                 known = {"result": kept.result, "failure": kept.failure, "rewards": kept.rewards}
-                ran = ExecutionResult(**known)
+                ran = ExecutionResult(**known, kept=True)
             else:
                 async with stages.run:
                     active.extend(attempt.rollout.timeout)
                     ran = await self.run_agent(active)
                     for workspace in opened:
                         ran = replace(ran, spans=await _with_diff(ran.spans, workspace))
-                    if not (stages.scored_apart and self._is_scored(active, ran)):
+                    is_scored = self._is_scored(active, ran)
+                    if not (stages.scored_apart and is_scored):
+                        if is_scored and self.agent.retries.verifier_error != 0:
+                            ran = await self._keep_run(active, ran, *opened)
                         return await self._score(active, ran, *opened)
                 active.extend(math.inf)
                 stages.leave_slot(active.id)
@@ -166,7 +169,7 @@ class AttemptRunner:
         except (Invalid, WorkspaceError) as error:
             log.warning("attempt %s would be run again: %s", active.id, error)
             return ran
-        return replace(ran, spans=[])
+        return replace(ran, spans=[], kept=True)
 
     async def run_agent(self, active: ActiveAttempt) -> ExecutionResult:
         """Run the agent and return its result or failure; later model calls are refused."""
@@ -219,7 +222,7 @@ class AttemptRunner:
     async def _run_agent(self, active: ActiveAttempt) -> ExecutionResult:
         rollout = active.attempt.rollout
         if "input" in rollout.task:
-            return await self.executor.run(active)
+            return await user_code.awaited(self.executor.run(active))
         message = f"the task of rollout {rollout.id} has no 'input' for the agent"
         return ExecutionResult(failure=Failure(kind=ErrorKind.AGENT, message=message))
 
@@ -296,6 +299,8 @@ class AttemptRunner:
         """Build a failed outcome, with `agent.error_reward` as its reward if the agent raised after
         a model call: before one, the policy did not fail."""
         retry, rewards = self._is_retried(active.attempt, failure), []
+        if failure.kind is ErrorKind.VERIFIER and not ran.kept:
+            retry = False  # the agent would run again, and its answer be another
         called = active.calls or active.stored or self.agent.calls_optional
         raised = failure.kind is ErrorKind.AGENT and called and not retry
         if raised and self.agent.error_reward is not None:

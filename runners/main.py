@@ -18,6 +18,7 @@ from typing import Any
 
 from agentrl.base.processes import freeze_loaded, log_phase, log_to_stderr
 from agentrl.base.threads import DaemonThreads
+from agentrl.base.user_code import UserCodeLoop
 from agentrl.config import RunConfig, agent_env, from_store
 from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.errors import StoreError
@@ -61,7 +62,8 @@ def main(
         options |= {"ready": _tune_gc, "on_blocked": _end_process}
         await start_runner(store_url, run, stop=stop, **options)
 
-    asyncio.run(until_signal())
+    with asyncio.Runner(loop_factory=UserCodeLoop) as runner:
+        runner.run(until_signal())
     return 0
 
 
@@ -177,7 +179,7 @@ class RunnerThread:
     ) -> None:
         self.done: Future[None] = Future()  # raises the error that ended the runner
         self.done.set_running_or_notify_cancel()  # prevents that a waiting caller cancels it
-        self._loop = asyncio.new_event_loop()
+        self._loop = UserCodeLoop()
         self._stop = asyncio.Event()
         options: dict[str, Any] = {"root": root, "agent": agent, "verifier": verifier}
         self._runner = partial(start_runner, store_url, run, stop=self._stop, **options)

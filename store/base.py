@@ -149,6 +149,7 @@ class Store(Protocol):
     async def finish(self, outcomes: Sequence[types.Outcome]) -> list[bool]:
         """End attempts, each with its rewards and spans in the same transaction. An outcome with
         `ran` ends only the agent's part: the attempt stays live, and if this runner dies or stops,
+        or if it then ends with a failure of the verifier and is retried,
         the rollout's next attempt has this `ran` and the trace of this attempt.
 
         Returns False for an attempt that was no longer live; its rows are then stored as late. A

@@ -11,6 +11,9 @@ from ipaddress import ip_address
 
 from agentrl.errors import ConfigError
 
+READING = ("GET", "HEAD", "OPTIONS")  # methods that write nothing
+FORM = b"application/x-www-form-urlencoded"  # what a page may send without being asked
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server at `host`, a name or an address."""
@@ -33,6 +36,25 @@ def is_for_this_machine(host: bytes) -> bool:
     if not name.endswith("]"):  # an IPv6 address without a port
         name = name.rpartition(":")[0] or name
     return not name or is_loopback_host(name)
+
+
+def cross_site(
+    method: str, host: bytes, content_type: bytes, origin: bytes = b""
+) -> tuple[int, str] | None:
+    """Status and sentence for a request without a key that a web page may have sent; None for
+    others. A page can send to this machine what browsers do not ask about first, and by a name of
+    its own also read the answer.
+
+    The others are values of headers, empty without one. Browsers send the header Origin with what
+    writes, and need not send a Content-Type."""
+    if not is_for_this_machine(host):
+        return 403, "without a key, this server is only for localhost or 127.0.0.1"
+    kind = content_type.partition(b";")[0].strip().lower()
+    if method in READING or (kind.startswith(b"application/") and kind != FORM):
+        return None
+    if not kind and not origin:  # a program that leaves it out
+        return None
+    return 415, "send the header Content-Type: application/json, or that of another API's data"
 
 
 def read_key(variable: str, setting: str, what: str) -> str:

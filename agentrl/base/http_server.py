@@ -15,10 +15,12 @@ from contextlib import suppress
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from agentrl.base.access import ANYBODY, Access
+from agentrl.base.access import ANYBODY, Access, cross_site, is_loopback
 
 NO_KEY = "the API key is missing or unknown; send one of engine.key_env as a bearer token"
 KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")  # of Anthropic, Google and Azure
+NAMING = ("host", "content-type", "origin")  # headers that tell a web page from a program
+HEADER = ("utf-8", "surrogateescape")  # how aiohttp decodes headers
 REQUEST_TIMEOUT = 120.0  # seconds for the headers, and again for the body
 
 
@@ -44,12 +46,16 @@ async def listen(
 ) -> tuple[web.AppRunner, str]:
     """Serve an application. Returns its runner, which the caller must clean up, and its URL.
 
-    access: the certificate, if there is one; `app` checks keys itself, with `ask_for_key`.
+    access: the certificate, if there is one; `app` checks keys itself, with `ask_for_key`. Requests
+    without one of its keys that a web page may have sent are refused if only this machine can
+    connect; from others, `app` must ask for a key.
     timeout: seconds until a connection without a complete request is closed. shutdown: seconds that
     requests in progress have when the server stops. socket: one that listens already, in place of
     `host` and `port`. Raises OSError if the port is in use, and
     ConfigError for a certificate that cannot be read."""
     tls = access.server_tls()
+    if is_loopback(socket.getsockname()[0] if socket else host):
+        app.middlewares.insert(0, _no_web_page(access))
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
@@ -69,6 +75,25 @@ async def listen(
         raise
     scheme = "https" if tls else "http"
     return runner, f"{scheme}://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+
+
+def _no_web_page(access: Access) -> Middleware:
+    """Middleware that refuses what a web page in a browser of this machine may have sent."""
+
+    @web.middleware
+    async def checked(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if access.keys and access.allows(given_key(request.headers)):
+            return await handler(request)
+        sent = (request.headers.get(name, "").encode(*HEADER) for name in NAMING)
+        refused = cross_site(request.method, *sent)
+        if refused is None:
+            return await handler(request)
+        status, why = refused
+        return web.json_response({"error": {"message": why, "code": status}}, status=status)
+
+    return checked
 
 
 def ask_for_key(access: Access) -> Middleware:

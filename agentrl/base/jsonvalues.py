@@ -22,11 +22,13 @@ import dataclasses
 import enum
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
+from agentrl.base.user_code import contained, text_of
 from agentrl.types import Json
 
 # What msgpack, hence the store's HTTP API, can represent.
@@ -52,24 +54,34 @@ def as_json(value: Any) -> Json:
     """Convert `value` to strings, numbers, booleans, None, lists and dicts with string keys.
 
     Raises NotJsonError; whatever code of the user's classes raises is one too."""
-    try:
+    with _explained():
         return _plain(value)
-    except RecursionError:
-        raise NotJsonError("nests too deeply, or contains itself") from None
 
 
 def check_json(value: Any) -> None:
     """Raise NotJsonError if `value` is not equal to its JSON form when that is read again."""
     try:
-        msgspec.msgpack.encode(value)  # refuses integers that `_fitting` refuses
-        if msgspec.json.decode(msgspec.json.encode(value)) == value:
-            return  # fast; the rest finds the place
+        with contained():
+            msgspec.msgpack.encode(value)  # refuses integers that `_fitting` refuses
+            if msgspec.json.decode(msgspec.json.encode(value)) == value:
+                return  # fast; the rest finds the place
     except Exception:  # noqa: BLE001 - what the user's classes raise is found again
         pass
-    try:
+    with _explained():
         _unchanged(value)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        with contained():
+            yield
+    except NotJsonError:
+        raise
     except RecursionError:
         raise NotJsonError("nests too deeply, or contains itself") from None
+    except Exception as error:  # code of the user's classes may raise anything
+        raise NotJsonError(f"cannot be converted: {text_of(error):.200}") from error
 
 
 def _plain(value: Any) -> Json:
@@ -162,12 +174,13 @@ def _finite(number: float) -> float:
 def _converted(value: Any) -> Json:
     """Convert an object that is none of JSON's own types."""
     try:
-        parts = _parts(value)
+        with contained():
+            parts = _parts(value)
     except NotJsonError:
         raise
     except Exception as error:  # code of the user's class may raise anything
         raise NotJsonError(
-            f"is of type {type(value).__name__!r} and cannot be converted: {error!r:.200}"
+            f"is of type {type(value).__name__!r} and cannot be converted: {text_of(error):.200}"
         ) from error
     if type(parts) is type(value):
         raise NotJsonError(_no_form(value))

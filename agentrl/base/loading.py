@@ -19,6 +19,7 @@ from agentrl.base.jsonvalues import NotJsonError, as_json, check_json
 from agentrl.base.model_clients import placeholders
 from agentrl.base.parts import installed_plugins, known, missing
 from agentrl.base.row_files import LINES, is_row_file, read_rows, suffixes
+from agentrl.base.user_code import cause_of, contained, text_of
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import Json
 
@@ -56,7 +57,8 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
             del sys.modules[source]  # another run's file of the same name
     _enter(str(folder))
     try:
-        module = _import(source)
+        with contained():
+            module = _import(source)
     except ImportError as error:
         why = _of_a_missing_part(error.name or "") or f"{error}{_place(error)}"
         raise ConfigError(f"{key} = {path!r}: cannot import it: {why}") from error
@@ -114,12 +116,15 @@ def import_error(what: str, error: Exception) -> ConfigError:
 
 def raised(error: BaseException) -> str:
     """An exception of a user's code with the user's own line, which may call a library."""
-    text = error.msg if isinstance(error, SyntaxError) else error
-    return f"{type(error).__name__}: {text}{_place(error)}"
+    error = cause_of(error)
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}{_place(error)}"
+    return f"{text_of(error)}{_place(error)}"
 
 
 def kind_of(error: BaseException) -> str:
     """An exception without its message, which may have words of a user, but with the line."""
+    error = cause_of(error)
     frames = traceback.extract_tb(error.__traceback__)
     last = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}{_place(error) or last}"
@@ -170,7 +175,8 @@ def load_tasks(
     else:
         found = load_attribute(path, root, key=key)
         try:
-            items = {f"{path}[{n}]": item for n, item in enumerate(_listed(found))}
+            with contained():
+                items = {f"{path}[{n}]": item for n, item in enumerate(_listed(found))}
         except Exception as error:
             raise import_error(f"{key} = {path!r}: getting its tasks", error) from error
     return _checked(items, key, needs, columns)

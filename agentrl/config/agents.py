@@ -18,7 +18,8 @@ class RetriesConfig(Section, frozen=True):
     agent_error: Natural | None = 0  # Retries after the agent raised, or its command failed.
     timeout: Natural | None = 0  # Retries after it took longer than agent.timeout.
     model_error: Natural | None = None  # Retries after the policy server or an upstream failed.
-    verifier_error: Natural | None = 0  # Retries after the verifier raised.
+    # Retries of the verifier after it raised, on the same run of the agent.
+    verifier_error: Natural | None = 0
     limit: Natural | None = 0  # Retries after it reached agent.max_calls or agent.max_tokens.
     no_model_call: Natural | None = 0  # Retries after it ended without a model call.
     workspace_error: Natural | None = 0  # Retries after its workspace could not be created.

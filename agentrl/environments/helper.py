@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from agentrl.base.user_code import contained, text_of
 from agentrl.environments import hosted
 from agentrl.environments.hosted import HelperAnswer, Request
 from agentrl.environments.reference import checked_tasks, explained, made
@@ -37,11 +38,12 @@ def _read(requests: queue.SimpleQueue[bytes]) -> None:
 
 def answer(line: bytes) -> HelperAnswer:
     try:
-        return HelperAnswer(_done(msgspec.json.decode(line, type=Request)))
+        with contained():
+            return HelperAnswer(_done(msgspec.json.decode(line, type=Request)))
     except AgentRLError as error:
         return HelperAnswer(problem=str(error))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything
-        return HelperAnswer(problem=f"{type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - a plug-in may raise anything
+        return HelperAnswer(problem=text_of(error))
 
 
 def _done(request: Request) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.base import threads
+from agentrl.base import user_code
 from agentrl.environments.base import Environment, Episode, EpisodeError, Message, Said, Scores
 from agentrl.environments.endpoints import Endpoint
 from agentrl.errors import AgentError, Invalid, PolicyError
@@ -177,15 +177,15 @@ async def called(name: str, what: str, function: Callable[..., Any], *given: Any
     """Call what a plug-in has written: in a thread, unless it is async."""
     try:
         if inspect.iscoroutinefunction(function):
-            return await function(*given)
-        returned = await threads.call(_inside, function, *given)
-        return await returned if inspect.isawaitable(returned) else returned
+            return await user_code.awaited(function(*given))
+        returned = await user_code.in_thread(_inside, function, *given)
+        return await user_code.awaited(returned) if inspect.isawaitable(returned) else returned
     except (EpisodeError, PolicyError):
         raise
     except AgentError as error:
         raise EpisodeError(f"{name}: {error}") from error
-    except (Exception, SystemExit) as error:  # a plug-in may raise anything
-        raise EpisodeError(f"{name}: {what} raised {type(error).__name__}: {error}") from error
+    except Exception as error:  # a plug-in may raise anything
+        raise EpisodeError(f"{name}: {what} raised {user_code.text_of(error)}") from error
 
 
 def _inside(function: Callable[..., Any], *given: Any) -> Any:

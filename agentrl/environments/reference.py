@@ -21,6 +21,7 @@ import msgspec
 
 from agentrl.base.jsonvalues import NotJsonError, check_json
 from agentrl.base.loading import load_attribute
+from agentrl.base.user_code import cause_of, contained, text_of
 from agentrl.environments.base import KINDS, Environment
 from agentrl.errors import ConfigError
 from agentrl.plugins import load_plugin
@@ -155,17 +156,18 @@ def explained(named: Named, what: str) -> Iterator[None]:
     """Turns what a plug-in raises into a ConfigError with the environment's name and a cure."""
     known = f"environment = {named.name!r}"
     try:
-        yield
+        with contained():
+            yield
     except ConfigError:
         raise
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{known}: there is no module {error.name!r} for {sys.executable}; {named.cure}"
         ) from error
-    except (Exception, SystemExit) as error:  # a plug-in may raise anything
-        last = traceback.extract_tb(error.__traceback__)[-1]
+    except Exception as error:  # a plug-in may raise anything
+        last = traceback.extract_tb(cause_of(error).__traceback__)[-1]
         raise ConfigError(
-            f"{known} {what}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            f"{known} {what}: {text_of(error)} ({last.filename}:{last.lineno})"
         ) from error
 
 

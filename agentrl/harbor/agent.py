@@ -175,7 +175,8 @@ def solution(task: HarborTask) -> list[dict[str, Any]] | None:
     """The replies that run each step's `solve.sh`; None if there is none."""
     if not all((step.solution / "solve.sh").is_file() for step in task.steps):
         return None
-    given = {"DEBIAN_FRONTEND": "noninteractive", **resolved(task.about.solution.env)}
+    own = resolved(task.about.solution.env, task.variables)
+    given = {"DEBIAN_FRONTEND": "noninteractive", **own}
     variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in given.items())
     replies = []
     for step in task.steps:

@@ -48,6 +48,7 @@ class Harbor(Environment):
         disk_mb: int = 10_240,
         warm: int = 1,
         cli: str = "",
+        variables: list[str] | None = None,
     ) -> None:
         """`heldout`: patterns of ids, such as "heldout/*"; default: every fifth task, or the last
         of fewer. `command`: the agent, a program of the image; `harness`: the same, as a preset of
@@ -56,7 +57,9 @@ class Harbor(Environment):
         characters, told `system` at first. `network`: of tasks with a public one. `outcome`: the
         reward that counts, if there are several. `memory_mb`, `disk_mb`: limits of containers whose
         task has none; 0: no limit. `warm`: containers of each kind that are kept ready. `cli`:
-        docker or podman; default: what is there."""
+        docker or podman; default: what is there. `variables`: patterns of this machine's variables
+        that tasks may read as `${NAME}`; default: none."""
+        self._variables = variables or []
         self._folder = (self.root / what).resolve()
         self._heldout, self._network, self._outcome, self._cli = heldout, network, outcome, cli
         self._warm, self._limits = warm, (memory_mb, disk_mb)
@@ -78,7 +81,7 @@ class Harbor(Environment):
         found, unfit = {}, []
         for id, folder in task_folders(self._folder).items():
             try:
-                found[id] = read_task(folder, id)
+                found[id] = read_task(folder, id, self._variables)
             except UnfitTask as error:
                 unfit.append(str(error))
                 log.warning("left out: %s", error)

@@ -149,6 +149,9 @@ class Trial:
         names = dict.fromkeys(name for rewards in self._judged for name in rewards)
         return {name: fmean(rewards.get(name, 0.0) for rewards in self._judged) for name in names}
 
+    def _variables(self, step: HarborStep) -> dict[str, str]:
+        return resolved(step.verifier.env, self.task.variables)
+
     async def _start(self, image: ContainerImage, machine: Machine, network: Network) -> Container:
         name = image.name
         if image.folder is not None:
@@ -160,7 +163,7 @@ class Trial:
             disk_mb=machine.limits[1] or self._limits[1],
             cpus=machine.cpus or 0.0,
             pids=MOST_PROCESSES,
-            env=tuple(sorted(resolved(machine.env).items())),
+            env=tuple(sorted(resolved(machine.env, self.task.variables).items())),
             folder=machine.workdir or "",
         )
         container = await self._containers.take(spec, timeout=machine.build_timeout_sec)
@@ -211,7 +214,7 @@ class Trial:
         ready = await container.run(["sh", "-c", prepare], user=ROOT, timeout=SETUP_SECONDS)
         if ready.status:
             raise self._error(f"its tests cannot be put into its container{_last_line(ready)}")
-        seconds, env = step.verifier.timeout_sec or 0.0, resolved(step.verifier.env)
+        seconds, env = step.verifier.timeout_sec or 0.0, self._variables(step)
         user = _user(step.verifier.user)
         try:
             done = await container.run([f"{TESTS}/test.sh"], env=env, user=user, timeout=seconds)

@@ -27,7 +27,7 @@ from agentrl.base.access import read_key
 from agentrl.base.http_server import read_body
 from agentrl.config import RunConfig
 from agentrl.config.policies import policy_by_role
-from agentrl.errors import NotFound, StoreError
+from agentrl.errors import Forbidden, NotFound, StoreError
 from agentrl.live.labels import signals
 from agentrl.live.records import people
 from agentrl.live.records.documents import Documents, Lanes, served
@@ -103,7 +103,7 @@ class LiveSessions(Sessions):
             upstreams=config.upstreams, roles=policy_by_role(config),
             key=config.engine.access.key, models=[config.policy.model],
             features=[*run_features(self._store, config, config.role_rules), self],
-            socket=self._socket,
+            access=self._access, socket=self._socket,
         )  # fmt: skip
 
     def _answers(self) -> dict[str, Handler]:
@@ -152,11 +152,17 @@ class LiveSessions(Sessions):
         opts_out = bool(session.name) and not self._may_record(request)
         if opts_out and session.name not in self._opted_out:
             session = await self._opt_out(session, request, key)
-        owner = session.active.attempt.rollout.task.get("user")
-        known = owner in ("", self._user(request))  # others may have guessed the session's name
-        if session.active.recorded and self._people.token and known:
+        if session.active.recorded and self._people.token:
             request[GIVEN] = people.token_of(self._secret, session.name)
         return session
+
+    def _check_owner(self, name: str, rollout: NewRollout | Rollout, request: web.Request) -> None:
+        """Raises Forbidden for the session of another user, whose name somebody may have guessed.
+        One that began without a user belongs to whoever knows its name."""
+        if rollout.task.get("user", "") not in ("", self._user(request)):
+            raise Forbidden(
+                f"session {name!r:.80} belongs to another user: give yours another name"
+            )
 
     def _may_record(self, request: web.Request) -> bool:
         return self._people.opt_out not in request.headers
@@ -219,6 +225,7 @@ class LiveSessions(Sessions):
     async def _begin(self, name: str, start: str, request: web.Request) -> OpenSession:
         taken_over = self._open.get(session_group(self._run, name))
         if taken_over is not None and name:  # its name was not known
+            self._check_owner(name, taken_over.active.attempt.rollout, request)
             del self._open[taken_over.name]
             taken_over.name = name
             self._open[name] = taken_over
@@ -226,6 +233,8 @@ class LiveSessions(Sessions):
         await self._seated.wait()
         try:
             session = await super()._begin(name, start, request)
+        except Forbidden:
+            raise
         except StoreError as error:  # users are answered all the same
             log.warning("a session is answered and not recorded: %s", error)
             rollout = self._rollout(name, session_group(self._run, name), request)
@@ -235,8 +244,11 @@ class LiveSessions(Sessions):
         return session
 
     async def _request(self, name: str, request: web.Request) -> NewRollout:
-        number = await count_of(self._store, self._run, name) + 1
-        return self._rollout(name, group_of(self._run, name, number), request)
+        number = await count_of(self._store, self._run, name)
+        last = group_of(self._run, name, number)
+        for row in await self._store.rollouts(self._run, group=last, limit=1) if number else ():
+            self._check_owner(name, row, request)
+        return self._rollout(name, group_of(self._run, name, number + 1), request)
 
     def _rollout(self, name: str, group: str, request: web.Request) -> NewRollout:
         assert self._lanes is not None
@@ -297,11 +309,17 @@ class LiveSessions(Sessions):
 
     async def _end_named(self, request: web.Request) -> web.StreamResponse:
         name = msgspec.json.decode(await read_body(request), type=SessionName).session
+        await self._seated.wait()  # hashes of users need the secret
         session = self._open.get(name) or self._open.get(session_group(self._run, name))
-        if session is None and not await self._store.rollouts(
-            self._run, group=session_group(self._run, name), limit=1
-        ):
+        known: Sequence[NewRollout | Rollout]
+        if session is not None:
+            known = [session.active.attempt.rollout]
+        else:
+            group = session_group(self._run, name)
+            known = await self._store.rollouts(self._run, group=group, limit=1)
+        if not known:
             raise NotFound(f"run {self._run!r} has no session {name!r}")
+        self._check_owner(name, known[0], request)
         if session is not None:
             await self._end([session])
         return web.json_response({"session": name})

@@ -8,11 +8,13 @@ Only paths and settings are read here; files stay where they are, so they may be
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
@@ -86,6 +88,7 @@ class HarborTask:
     image: ContainerImage
     network: Network  # of the agent's container
     steps: tuple[HarborStep, ...]
+    variables: tuple[str, ...] = ()  # patterns of this machine's variables that it may have
 
     @property
     def digest(self) -> str:
@@ -111,10 +114,12 @@ def task_folders(folder: Path) -> dict[str, Path]:
     return found
 
 
-def read_task(folder: Path, id: str) -> HarborTask:
-    """Raises ConfigError for a task that is not written correctly, and its kind UnfitTask for one
-    that is, but cannot be run here."""
+def read_task(folder: Path, id: str, variables: Collection[str] = ()) -> HarborTask:
+    """`variables`: patterns of this machine's variables that the task may have. Raises ConfigError
+    for a task that is not written correctly, and its kind UnfitTask for one that is, but cannot be
+    run here."""
     try:
+        _check_links(folder)
         about = _table(folder)
         if about.environment.os.lower() != "linux":
             raise UnfitTask(f"the Harbor task {id!r} is for {about.environment.os}, not for Linux")
@@ -123,9 +128,21 @@ def read_task(folder: Path, id: str) -> HarborTask:
         network = next(iter(_networks(about, steps)))
         for why in _unfit(folder, about, steps):
             raise UnfitTask(f"the Harbor task {id!r} {why}")
-        return HarborTask(id, folder, about, _image(folder, about), network, steps)
+        image = _image(folder, about)
+        return HarborTask(id, folder, about, image, network, steps, tuple(variables))
     except (OSError, ValueError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{folder} is no Harbor task: {error}") from None
+
+
+def _check_links(folder: Path) -> None:
+    """Raises ValueError for a link that leads out of the folder: this machine's own files would be
+    read as the task's."""
+    root = folder.resolve()
+    for parent, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = Path(parent, name)
+            if path.is_symlink() and not path.resolve().is_relative_to(root):
+                raise ValueError(f"the link {path.relative_to(folder)} leads out of its folder")
 
 
 def digest_of(folder: Path) -> str:
@@ -140,16 +157,24 @@ def digest_of(folder: Path) -> str:
     return total.hexdigest()
 
 
-def resolved(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables with `${NAME}` and `${NAME:-default}` replaced by this machine's. Raises
-    ConfigError for one that is not set."""
+def resolved(variables: Mapping[str, str], allowed: Collection[str]) -> dict[str, str]:
+    """Variables with `${NAME}` and `${NAME:-default}` replaced by those of this machine that match
+    one of the patterns `allowed`; others have their default. Raises ConfigError for one without a
+    default that is not set, or not allowed."""
     found = {}
     for key, value in variables.items():
         if match := VARIABLE.fullmatch(value):
             default: str | None = match[2]
-            value = os.environ.get(match[1], default) or ""
-            if not value and default is None and match[1] not in os.environ:
-                raise ConfigError(f"the task needs the variable {match[1]}, which is not set here")
+            name = match[1]
+            may = any(fnmatchcase(name, pattern) for pattern in allowed)
+            if default is None and not may:
+                raise ConfigError(
+                    f"the task asks for the variable {name} of this machine; if it may have it, set"
+                    f" environment_options.variables = [{json.dumps(name)}]"
+                )
+            if default is None and name not in os.environ:
+                raise ConfigError(f"the task needs the variable {name}, which is not set here")
+            value = (os.environ.get(name, default) if may else default) or ""
         found[key] = value
     return found
 

@@ -29,14 +29,20 @@ def origin(root: str) -> dict[str, Json]:
     """The commit of a folder, with whether files were changed since; {} if git knows none."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", root, *arguments]
+        command = ["git", "-C", root, *safe, *arguments]
         done = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=GIT_TIMEOUT
         )
         return done.stdout.strip()
 
+    # No program is run that the settings of the repository name.
+    safe = ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"]
     try:
         commit = git("rev-parse", "HEAD")
+        for name in git("config", "--name-only", "--list").splitlines():
+            if name.startswith("filter."):
+                value = "false" if name.endswith(".required") else ""
+                safe += ["-c", f"{name}={value}"]
         changed = bool(git("status", "--porcelain", "--untracked-files=no", "--", "."))
     except (OSError, subprocess.SubprocessError):
         return {}

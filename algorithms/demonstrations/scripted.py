@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from aiohttp import web
 
-from agentrl.base import threads
+from agentrl.base import user_code
 from agentrl.base.http_server import listen, read_body
 from agentrl.base.loading import load_attribute
 from agentrl.errors import ConfigError
@@ -40,11 +40,11 @@ async def served(script: Script, name: str) -> AsyncIterator[str]:
     async def complete(request: web.Request) -> web.StreamResponse:
         body = json.loads(await read_body(request))
         try:
-            said = await threads.call(script, body["messages"], body.get("tools") or [])
+            said = await user_code.in_thread(script, body["messages"], body.get("tools") or [])
             message = message_of(said)
         except Exception as error:  # noqa: BLE001 - the user's function is a boundary
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            why = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            last = traceback.extract_tb(user_code.cause_of(error).__traceback__)[-1]
+            why = f"{user_code.text_of(error)} ({last.filename}:{last.lineno})"
             return web.json_response({"error": {"message": f"{name} raised {why}"}}, status=400)
         finish = "tool_calls" if message.get("tool_calls") else "stop"
         card = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": name}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
 from agentrl.algorithms.train.hooks import Hooks, ServedRun
+from agentrl.base import user_code
 from agentrl.base.loading import import_error, load_attribute
 from agentrl.config import RunConfig
 from agentrl.config.policies import initial_version
@@ -44,7 +44,7 @@ async def evaluate_functions(store: Store, config: RunConfig, epoch: int, step: 
     for path in config.eval.functions:
         function = load_attribute(path, Path(config.root), key="eval.functions")
         try:
-            result = await asyncio.to_thread(function, checkpoint)
+            result = await user_code.in_thread(function, checkpoint)
         except Exception as error:  # the user's function is a boundary
             raise import_error(f"eval.functions = {path!r}", error) from error
         name = f"eval/function/{path.rpartition(':')[2]}"

@@ -30,6 +30,7 @@ from agentrl.algorithms.presets.declare import (
 )
 from agentrl.base.loading import import_error, load_attribute
 from agentrl.base.parts import installed_plugins, known
+from agentrl.base.user_code import contained
 from agentrl.config.presets import current_name, current_options, find_preset, preset_names
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, nearest
@@ -116,7 +117,8 @@ def _adding(read: Collection[str]) -> list[Prepare]:
 
 def _built(host: AlgoPreset, options: Mapping[str, Any]) -> Algo:
     try:
-        return host.build(**options)
+        with contained():
+            return host.build(**options)
     except ConfigError:
         raise
     except Exception as error:  # user code can raise anything

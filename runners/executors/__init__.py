@@ -22,6 +22,7 @@ class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
     rewards: list[Reward] = []  # from `agentrl.reward` in a Python agent
     spans: list[Span] = []
     needs_no_call: bool = False  # success without a model call is correct here
+    kept: bool = False  # the store has it: another attempt scores it, without a second run
 
 
 @runtime_checkable

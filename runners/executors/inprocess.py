@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.base import threads
+from agentrl.base import threads, user_code
 from agentrl.base.loading import load_attribute, raised
 from agentrl.errors import AgentError, AgentRLError
 from agentrl.runners import executors
@@ -69,7 +69,7 @@ async def _call_sync(function: Callable[[Json], Any], value: Json) -> Any:
         attempt_log.enter_agent()
         return function(value)
 
-    result = await threads.call(call)
+    result = await user_code.in_thread(call)
     # A sync function may return a coroutine, such as `lambda text: agent.ainvoke(text)`.
     return await result if inspect.isawaitable(result) else result
 
@@ -118,7 +118,8 @@ def _text(message: Any) -> Any:
 
 def _build(factory: Any) -> object:
     try:
-        built = factory()
+        with user_code.contained():
+            built = factory()
     except AgentRLError:
         raise
     except Exception as error:  # the user's factory is a boundary
@@ -194,7 +195,7 @@ class InProcessExecutor:
             return await self.agent(value)
 
         try:
-            return await threads.call(lambda: asyncio.run(work()))
+            return await user_code.in_thread(lambda: asyncio.run(work()))
         except asyncio.CancelledError:
             for loop, task in running:
                 if task is not None:
@@ -216,12 +217,18 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
     return ExecutionResult(result=result, failure=failure, spans=spans, **known)
 
 
+async def run_apart(agent: Agent, value: Json) -> tuple[Any, Failure | None]:
+    """`run_guarded` in a task of its own, which an agent may end in any way."""
+    return await asyncio.create_task(run_guarded(agent, value))
+
+
 async def run_guarded(agent: Agent, value: Json) -> tuple[Any, Failure | None]:
     """Run an agent; return its result, or the failure for anything that it raises."""
     attempt_log.enter_agent()
     try:
-        return await agent(value), None
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
-        kind = getattr(error, "kind", None)  # an environment's fault is not the agent's
+        return await user_code.awaited(agent(value)), None
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
+        # An environment's fault is not the agent's.
+        kind = getattr(user_code.cause_of(error), "kind", None)
         kind = kind if isinstance(kind, ErrorKind) else ErrorKind.AGENT
         return None, failure_of(kind, error)  # the user's agent is a boundary

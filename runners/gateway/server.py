@@ -58,8 +58,8 @@ class Gateway:
         socket: socket.socket | None = None,
     ) -> None:
         """`upstreams` to `models`: see `Router`. `features`: in the order in which they see a call.
-        `access`: the certificate; a feature checks keys. `socket`: listens already, in place of
-        `host` and `port`.
+        `access`: the certificate and the keys, which a feature checks. `socket`: listens already,
+        in place of `host` and `port`.
         If other machines can connect to `host`, only sealed attempts accept calls.
 
         Raises ConfigError if the API key of an upstream is missing."""

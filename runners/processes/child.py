@@ -8,27 +8,30 @@ too, at next to no cost; with `spawn`, each process loads it.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from agentrl.base import memory
 from agentrl.base.processes import freeze_loaded
 from agentrl.base.threads import DaemonThreads
+from agentrl.base.user_code import UserCodeLoop
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.runners.executors import ExecutionResult
-from agentrl.runners.executors.inprocess import Agent, as_agent, in_trace, load, run_guarded
+from agentrl.runners.executors.inprocess import Agent, as_agent, in_trace, load, run_apart
 from agentrl.runners.processes.supervisor import HEADER, run_template
 from agentrl.runners.scoring.results import failure_of
 from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind, Json
 
 T = TypeVar("T")
+ADDRESSES = ("_PROXY", "_BASE_URL", "_API_BASE", "_API_KEY")  # ends of names of variables
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -59,6 +62,7 @@ class RunResponse(msgspec.Struct, frozen=True):
     attempt: str
     ran: ExecutionResult
     resident: int  # bytes of resident memory of the process
+    changed: list[str] = []  # what later rollouts would find other than at the start
 
 
 def pack(
@@ -88,7 +92,7 @@ async def read(
 def main(settings: WorkerSettings, fd: int) -> int:
     """Run the template with its control socket `fd`, or one process with its channel `fd`."""
     if settings.start == "spawn":
-        return asyncio.run(serve(fd, lambda: as_agent(_load(settings))))
+        return _run_loop(serve(fd, lambda: as_agent(_load(settings))))
     problem, loaded = None, None
     try:
         loaded = _load(settings)
@@ -108,8 +112,13 @@ def main(settings: WorkerSettings, fd: int) -> int:
         return as_agent(loaded)  # after the fork: connections cannot be shared by processes
 
     freeze_loaded()  # keeps its memory shared between the processes
-    run_template(socket.socket(fileno=fd), lambda channel: asyncio.run(serve(channel, build)))
+    run_template(socket.socket(fileno=fd), lambda channel: _run_loop(serve(channel, build)))
     return 0
+
+
+def _run_loop(work: Coroutine[Any, Any, int]) -> int:
+    with asyncio.Runner(loop_factory=UserCodeLoop) as runner:
+        return runner.run(work)
 
 
 def _load(settings: WorkerSettings) -> object:
@@ -133,23 +142,42 @@ async def serve(fd: int, build: Callable[[], Agent]) -> int:
         await writer.drain()
         return 1
     writer.write(pack(StartupReport()))
+    before = _surroundings()
     running = set()
     while True:
         try:
             request = await read(reader, RunRequest)
         except asyncio.IncompleteReadError:
             return 0
-        task = asyncio.create_task(_run(agent, request, writer))
+        task = asyncio.create_task(_run(agent, request, writer, before))
         running.add(task)
         task.add_done_callback(running.discard)
 
 
-async def _run(agent: Agent, request: RunRequest, writer: asyncio.StreamWriter) -> None:
+def _surroundings() -> dict[str, str]:
+    """What a rollout can change for those after it: the variables and the working directory."""
+    try:
+        folder = str(Path.cwd())
+    except OSError:  # it was deleted
+        folder = ""
+    return {**os.environ, "the working directory": folder}
+
+
+def _changed(before: dict[str, str]) -> list[str]:
+    """Names of what differs. Libraries add variables; only an address or a key is then a change."""
+    after = _surroundings()
+    added = (name for name in after.keys() - before.keys() if name.upper().endswith(ADDRESSES))
+    return sorted({*added, *(name for name, value in before.items() if after.get(name) != value)})
+
+
+async def _run(
+    agent: Agent, request: RunRequest, writer: asyncio.StreamWriter, before: dict[str, str]
+) -> None:
     def packed(ran: ExecutionResult) -> bytes:
-        return pack(RunResponse(request.attempt, ran, memory.resident()))
+        return pack(RunResponse(request.attempt, ran, memory.resident(), _changed(before)))
 
     try:
-        ran = await in_trace(request.attempt, run_guarded(agent, request.input))
+        ran = await in_trace(request.attempt, run_apart(agent, request.input))
         message = packed(ran)
     except Exception as error:  # noqa: BLE001 - the agent's rewards and spans may not be encodable
         message = packed(ExecutionResult(failure=failure_of(ErrorKind.AGENT, error)))

@@ -2,9 +2,10 @@
 
 Owns: the processes of the pool and their pending rollouts.
 Invariant: a process whose rollout timed out or was stopped gets no further rollouts; it is replaced
-at once and ended when its other rollouts are done. If a process dies during one rollout, the agent
-failed; if it had several, each fails as `lost_runner`, because the cause is unknown. An agent that
-does not load is an error at the start; later the pool retries with exponential backoff.
+at once and ended when its other rollouts are done. So is one in which a rollout changed variables
+or the working directory, or made no call after others. If a process dies during one rollout, the
+agent failed; if it had several, each fails as `lost_runner`, because the cause is unknown. An agent
+that does not load is an error at the start; later the pool retries with exponential backoff.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class WarmProcess:
         self.channel = channel
         self.requests: dict[str, asyncio.Future[ExecutionResult]] = {}
         self.served, self.resident = 0, 0
+        self.changed = False  # by a rollout, for those after it
         self.retired = False
 
     async def wait_until_loaded(self) -> str | None:
@@ -70,6 +72,13 @@ class WarmProcess:
             while True:
                 done = await child.read(self.channel.reader, child.RunResponse, LARGEST_RESPONSE)
                 self.served, self.resident = self.served + 1, done.resident
+                if done.changed and not self.changed:
+                    self.changed = True
+                    log.warning(
+                        "a rollout changed %s in its process of the pool, which gets no further"
+                        " rollouts: let the agent leave these as they are",
+                        ", ".join(done.changed),
+                    )
                 self.channel.printed.reset()
                 if (future := self.requests.get(done.attempt)) and not future.done():
                     future.set_result(done.ran)
@@ -112,7 +121,7 @@ class PoolExecutor:
         self._forks = self.config.start == "fork"
         patterns = (*contract.PYTHON, *contract.MODEL, *agent.pass_env)
         self._env = contract.passed_environment(patterns) | agent.env
-        self._python = python
+        self._python, self._calls_optional = python, agent.calls_optional
         if self._forks:
             self._launcher = ProcessLauncher(self._program, self._env, python)
         else:
@@ -150,7 +159,11 @@ class PoolExecutor:
         try:
             await asyncio.wait({future}, timeout=active.left)
             if future.done():
-                return self._explained(future.result())
+                ran = future.result()
+                silent = not (active.calls or ran.needs_no_call or self._calls_optional)
+                if silent and process.served > 1:  # an earlier rollout may be the cause
+                    process.changed = True
+                return self._explained(ran)
             return ExecutionResult(failure=out_of_time(active))
         finally:
             del process.requests[active.id]
@@ -165,7 +178,7 @@ class PoolExecutor:
         used_up = process.served >= self.config.recycle_after or (
             0 < self.config.recycle_mb * MB < process.resident
         )
-        if suspect or used_up:
+        if suspect or used_up or process.changed:
             self._retire(process)
         if not process.retired:
             self._places.put_nowait(process)

@@ -6,6 +6,7 @@ import traceback
 from typing import Any
 
 from agentrl.base.jsonvalues import NotJsonError, as_json
+from agentrl.base.user_code import cause_of
 from agentrl.store.rows import storable_text
 from agentrl.types import ErrorKind, Failure, Json
 
@@ -13,6 +14,7 @@ LONGEST_TRACEBACK = 20_000  # characters, from the end
 
 
 def failure_of(kind: ErrorKind, error: BaseException) -> Failure:
+    error = cause_of(error)
     trace, text = storable_text("".join(traceback.format_exception(error))), as_text(error)
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return Failure(kind=kind, message=message, traceback=trace[-LONGEST_TRACEBACK:])
@@ -32,5 +34,5 @@ def as_text(value: object) -> str:
     """Return `str(value)` as text that every database can store. Never raises."""
     try:
         return storable_text(str(value))
-    except Exception:  # noqa: BLE001 - a user's class, or an int with too many digits
+    except BaseException:  # noqa: BLE001 - a user's class, or an int with too many digits
         return f"<{type(value).__name__} that has no text>"

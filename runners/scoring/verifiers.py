@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from agentrl.base import threads
+from agentrl.base import user_code
 from agentrl.base.loading import load_attribute
 from agentrl.errors import AgentError, AgentRLError, ConfigError, Invalid
 from agentrl.plugins import load_plugin
@@ -61,19 +60,15 @@ class Verifier:
         workspace: object = None,
     ) -> list[Reward]:
         """Call all functions and return their rewards; targets are not checked. Raises
-        VerifierError for anything but numbers that can be stored, and propagates errors of the
-        functions."""
+        VerifierError for anything but numbers that can be stored, propagates exceptions of the
+        functions, and raises UserCodeError for what they raise that is no exception."""
         given = {"task": task, "result": result, "trace": trace, "workspace": workspace}
         rows: list[Reward] = []
         for name, (function, arguments) in self._sources.items():
-            call = partial(function, **{argument: given[argument] for argument in arguments})
-            if inspect.iscoroutinefunction(function):
-                returned = await call()
-            else:
-                returned = await threads.call(call)
-                if isinstance(returned, Awaitable):
-                    returned = await returned
-            rows += as_rewards(returned, name)
+            own = {argument: given[argument] for argument in arguments}
+            returned = await user_code.call(function, **own)
+            with user_code.contained():  # numbers may be of the user's own classes
+                rows += as_rewards(returned, name)
         try:
             for row in rows:
                 check_reward(row, "the verifier")

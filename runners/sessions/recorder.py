@@ -29,7 +29,7 @@ from agentrl import run_owner
 from agentrl.base.access import Access, read_key
 from agentrl.base.http_server import given_key, read_body
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError, Conflict, NotFound, StoreError, Unavailable
+from agentrl.errors import ConfigError, Conflict, Forbidden, NotFound, StoreError, Unavailable
 from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.role_rules import RoleRules
@@ -83,7 +83,7 @@ class Sessions(Feature):
         roles = config.roles or {"agent": next(iter(config.upstreams))}
         return Gateway(
             self._store, self._run, host=config.runner.host, port=config.runner.port, roles=roles,
-            upstreams=config.upstreams, remote=True,
+            upstreams=config.upstreams, remote=True, access=self._access,
             features=[RoleRules(config.role_rules), self],
         )  # fmt: skip
 
@@ -104,8 +104,9 @@ class Sessions(Feature):
                     return await answer(request)
                 session = await self._find(request, key)
         except (StoreError, *UNREADABLE) as error:
-            wrong = 404 if isinstance(error, NotFound) else 400
-            return refusal(503 if isinstance(error, Unavailable) else wrong, str(error))
+            kinds = ((Unavailable, 503), (NotFound, 404), (Forbidden, 403))
+            status = next((code for kind, code in kinds if isinstance(error, kind)), 400)
+            return refusal(status, str(error))
         try:
             return await handler(request)
         finally:
@@ -183,6 +184,8 @@ class Sessions(Feature):
         name = given or (known.name if known else uuid.uuid4().hex)
         name = "" if request.path.endswith(BESIDE) else name
         session = self._open.get(name)
+        if session is not None:
+            self._check_owner(name, session.active.attempt.rollout, request)
         if session is not None and self._is_full(session):
             await self._end([session])
             session = None
@@ -203,6 +206,9 @@ class Sessions(Feature):
             sessions = self._open.values()
             known = next((one for one in sessions if one.active.memory.has_any(ids)), known)
         return known
+
+    def _check_owner(self, name: str, rollout: NewRollout, request: web.Request) -> None:
+        """Raise Forbidden if the session of this name is not the caller's."""
 
     def _is_full(self, session: OpenSession) -> bool:
         """Whether the next call of its name begins another session."""

@@ -24,6 +24,8 @@ MOST_TEMPLATES = 64  # cached templates; those in use are never evicted
 GIT_TIMEOUT = 300.0  # seconds
 # Excludes the user's own git settings, hooks and filters.
 GIT = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
+# Nor are missing objects fetched, which settings of a repository can do with programs.
+GIT |= {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
 WHO = {"NAME": "agentrl", "EMAIL": "agentrl@localhost", "DATE": "2000-01-01T00:00:00Z"}
 GIT |= {f"GIT_{role}_{k}": v for role in ("AUTHOR", "COMMITTER") for k, v in WHO.items()}
 
@@ -112,14 +114,21 @@ def _check_out(source: str, folder: Path, root: Path) -> None:
     path = root / (name if at else revision)
     if not path.is_dir():
         raise WorkspaceError(f"{source}: there is no repository {path}")
-    env = {"GIT_INDEX_FILE": str(folder.with_suffix(".index"))}
+    # A repository of its own reads the objects: the settings of the other one name programs.
+    own = folder.with_suffix(".git")
     try:
-        _git(["read-tree", f"{revision if at else 'HEAD'}^{{tree}}"], path, env)
-        _git(["checkout-index", "--all", f"--prefix={folder}/"], path, env)
+        tree = _git(["rev-parse", "--verify", f"{revision if at else 'HEAD'}^{{tree}}"], path)
+        kind = _git(["rev-parse", "--show-object-format"], path)
+        objects = _git(["rev-parse", "--path-format=absolute", "--git-path", "objects"], path)
+        own.mkdir()
+        _git(["init", "--quiet", "--bare", "--template=", f"--object-format={kind}"], own)
+        env = {"GIT_DIR": str(own), "GIT_OBJECT_DIRECTORY": objects}
+        _git(["read-tree", tree], own, env)
+        _git(["checkout-index", "--all", f"--prefix={folder}/"], own, env | {"GIT_WORK_TREE": "."})
     except WorkspaceError as error:
         raise WorkspaceError(f"{source} cannot be checked out: {error}") from None
     finally:
-        folder.with_suffix(".index").unlink(missing_ok=True)
+        cleaner.remove(own)
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -179,10 +188,11 @@ def no_space_or(error: OSError, verb: str) -> WorkspaceError:
     return WorkspaceError(f"cannot {verb} a workspace: {error.strerror or error}{where}")
 
 
-def _git(arguments: list[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
-    """Run git. Raises WorkspaceError with the last line of its output."""
+def _git(arguments: list[str], folder: Path, env: Mapping[str, str] | None = None) -> str:
+    """Run git and return what it prints. Raises WorkspaceError with the last line of its errors."""
     safe = ["-c", "safe.directory=*", "-c", "gc.auto=0", "-c", "core.hooksPath=/dev/null"]
     # `add` writes a single pack file: fewer files are faster to copy.
+    safe += ["-c", "core.fsmonitor=false"]
     safe += ["-c", "core.bigFileThreshold=1", "-c", "core.fsync=none"]
     try:
         done = subprocess.run(
@@ -202,3 +212,4 @@ def _git(arguments: list[str], folder: Path, env: Mapping[str, str] | None = Non
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
         raise WorkspaceError(f"git {arguments[0]}: {last}")
+    return done.stdout.removesuffix("\n")

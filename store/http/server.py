@@ -29,7 +29,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from agentrl.base.access import is_for_this_machine
+from agentrl.base.access import cross_site
 from agentrl.errors import Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
@@ -135,8 +135,10 @@ class StoreApp:
     def _admit(self, headers: Mapping[bytes, bytes]) -> KeyGrant:
         if self._draining:
             raise Unavailable("The store's server is shutting down: repeat the call.")
-        if not self._keys and not is_for_this_machine(headers.get(b"host", b"")):
-            raise Forbidden("Without keys, the store is only served as localhost or 127.0.0.1.")
+        sent = headers.get(b"host", b""), headers.get(b"content-type", b"")
+        if not self._keys and (refused := cross_site("POST", *sent)):
+            status, why = refused
+            raise Forbidden(f"{why.capitalize()}.") if status == 403 else HTTPException(status, why)
         caller = self._keys.caller(headers.get(b"authorization", b""), time.time())
         if caller is None:
             raise HTTPException(

@@ -339,7 +339,8 @@ def _finish(tx: Transaction, outcome: types.Outcome, row: Any) -> bool:
         # Returned by a stopping runner: does not count as an attempt.
         _requeue(tx, row, "requeue_free", together=row["together"])
     elif outcome.retry and row["attempts"] < row["max_attempts"]:
-        tx.conn.execute(SQL["keep_run"], {"ran": None, "id": row["id"]})  # the agent runs again
+        if outcome.failure is None or outcome.failure.kind is not types.ErrorKind.VERIFIER:
+            tx.conn.execute(SQL["keep_run"], {"ran": None, "id": row["id"]})  # it runs again
         _requeue(tx, row)
     else:
         final = types.RolloutState.FAILED if failed else types.RolloutState.SUCCEEDED

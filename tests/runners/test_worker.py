@@ -500,3 +500,81 @@ async def test_a_worker_does_not_outlive_its_gateway(
     await asyncio.wait_for(ended.wait(), 10)
     with pytest.raises(RuntimeError, match="the gateway has ended"):
         await working
+
+
+RAISED: dict[str, BaseException] = {
+    "SystemExit": SystemExit(3),
+    "GeneratorExit": GeneratorExit(),
+    "CancelledError": asyncio.CancelledError(),
+    "Failed": pytest.fail.Exception("wrong"),
+    "Skipped": pytest.skip.Exception("later"),
+}
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "number"])
+@pytest.mark.parametrize("name", RAISED)
+async def test_whatever_a_verifier_raises_is_its_failure_and_runs_no_agent_again(
+    bench: Any, name: str, kind: str
+) -> None:
+    ran = list[str]()
+
+    class Number:
+        def __float__(self) -> float:
+            raise RAISED[name]
+
+    async def waiting(task: Any) -> float:
+        raise RAISED[name]
+
+    def plain(task: Any) -> Any:
+        if kind == "number":
+            return Number()
+        raise RAISED[name]
+
+    verifier = waiting if kind == "async" else plain
+    retries = RetriesConfig(agent_error=None, lost_runner=2, verifier_error=1)
+    tasks = [{"input": text} for text in "ab"]
+    rollouts = await bench.run(
+        lambda text: ran.append(text), *tasks, retries=retries, verifier=verifier
+    )
+    for rollout in rollouts:
+        assert (rollout.failure.kind, rollout.attempts) == (ErrorKind.VERIFIER, 2)
+        assert rollout.failure.message.startswith(name)
+        assert rollout.rewards == []
+    assert sorted(ran) == ["a", "b"]  # only the verifier was repeated
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+async def test_a_verifier_that_works_again_judges_the_same_answer(bench: Any, apart: int) -> None:
+    answers, judged = iter(["wrong", "right"]), list[str]()
+
+    def verify(result: str) -> float:
+        judged.append(result)
+        if len(judged) == 1:
+            raise SystemExit("the grader's server is away")
+        return float(result == "right")
+
+    (rollout,) = await bench.run(
+        lambda text: next(answers), TASK, verifier=verify,
+        retries=RetriesConfig(verifier_error=None), scoring_concurrency=apart,
+    )  # fmt: skip
+    assert judged == ["wrong", "wrong"]
+    assert (rollout.result, rollout.reward(), rollout.attempts) == ("wrong", 0.0, 2)
+
+
+@pytest.mark.parametrize("name", RAISED)
+async def test_whatever_an_executor_raises_costs_one_attempt(bench: Any, name: str) -> None:
+    class Odd:
+        sealed, limit, tries = False, None, 0
+
+        async def start(self) -> None: ...
+
+        async def close(self) -> None: ...
+
+        async def run(self, active: Any) -> ExecutionResult:
+            self.tries += 1
+            if self.tries == 1:
+                raise RAISED[name]
+            return ExecutionResult(result="fine", needs_no_call=True)
+
+    (rollout,) = await bench.run(Odd(), TASK)
+    assert rollout.result == "fine"

@@ -433,7 +433,7 @@ async def test_what_came_late_is_whole_after_the_rest_has_passed_on(store, kit, 
 
 
 async def test_what_ran_is_run_again_if_its_runner_asks_for_it(store, kit):
-    await store.enqueue(kit.group("a", 1))
+    await store.enqueue(kit.group("a", 1, max_attempts=4))
     (first,) = await claim(store)
     await store.add_transitions([kit.call(first, [1], [2])])
     await store.finish([Outcome(attempt=first.id, fence=1, ran={"calls": 1})])
@@ -444,9 +444,13 @@ async def test_what_ran_is_run_again_if_its_runner_asks_for_it(store, kit):
     broken = Failure(kind=ErrorKind.VERIFIER, message="broken")
     await store.finish([Outcome(attempt=second.id, fence=2, failure=broken, retry=True)])
     (third,) = await claim(store)
-    assert (third.fence, third.ran) == (3, None)
-    trace = await store.trace(third.rollout.id)
-    assert (trace.attempt, trace.transitions) == (third.id, [])
+    assert (third.fence, third.ran) == (3, {"calls": 1})  # the answer stays what it was
+    gone = Failure(kind=ErrorKind.WORKSPACE, message="gone")
+    await store.finish([Outcome(attempt=third.id, fence=3, failure=gone, retry=True)])
+    (fourth,) = await claim(store)
+    assert (fourth.fence, fourth.ran) == (4, None)
+    trace = await store.trace(fourth.rollout.id)
+    assert (trace.attempt, trace.transitions) == (fourth.id, [])
 
 
 async def test_a_lease_that_ran_out_writes_nothing_even_if_nobody_took_over(store, kit, clock):

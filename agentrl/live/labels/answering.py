@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentrl.base import threads
+from agentrl.base import user_code
 from agentrl.base.loading import kind_of, load_attribute
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.live.labels.signals import VERIFIER, Reply, result_of, task_of
@@ -89,7 +89,7 @@ class Answerer:
             return SignalResponse(problem=str(error))
         except verifiers.VerifierError:  # whose message has what was returned
             return SignalResponse(problem="returned no reward that can be stored")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user's code
+        except Exception as error:  # noqa: BLE001 - user's code
             return SignalResponse(problem=f"raised {kind_of(error)}")
 
     async def _verify(self, trace: Trace) -> dict[str, float]:
@@ -130,10 +130,7 @@ def _judge(function: Callable[..., Any]) -> Callable[[Reply], Awaitable[Any]]:
         )
 
     async def judge(reply: Reply) -> Any:
-        given = {name: getattr(reply, name) for name in wanted}
-        if inspect.iscoroutinefunction(function):
-            return await function(**given)
-        return await threads.call(function, **given)
+        return await user_code.call(function, **{name: getattr(reply, name) for name in wanted})
 
     return judge
 

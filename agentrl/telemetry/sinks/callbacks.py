@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from agentrl.base import threads
+from agentrl.base import user_code
 from agentrl.base.failures import one_line
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.store.base import Store
@@ -74,11 +74,11 @@ class Followers:
 
     async def _ask(self, method: Any, name: str, one: Any, row: StepRow) -> None:
         try:
-            await threads.call(method, row)
+            await user_code.in_thread(method, row)
         except Exception as error:
-            who = f"{type(one).__name__}.{name}"
+            who, cause = f"{type(one).__name__}.{name}", user_code.cause_of(error)
             raise TrainingError(
-                f"the callback {who} raised {type(error).__name__} at step {row.step}: "
-                f"{one_line(str(error))}; training has stopped, and goes on after the last "
+                f"the callback {who} raised {type(cause).__name__} at step {row.step}: "
+                f"{one_line(str(cause))}; training has stopped, and goes on after the last "
                 "checkpoint if it is started again"
             ) from error

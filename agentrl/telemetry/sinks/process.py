@@ -24,6 +24,7 @@ from typing import IO
 from rich.console import Console
 
 from agentrl.base.processes import USER_ERROR, Child, log_to_stderr
+from agentrl.base.user_code import cause_of, contained
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError
 from agentrl.store import open_store
@@ -142,9 +143,11 @@ async def write_steps(
 @contextlib.contextmanager
 def _backend(name: str) -> Iterator[None]:
     try:
-        yield
-    except (Exception, SystemExit) as error:  # a backend may raise anything
-        raise SinkError(_sentence(name, str(error) or type(error).__name__)) from error
+        with contained():
+            yield
+    except Exception as error:  # a backend may raise anything
+        cause = cause_of(error)
+        raise SinkError(_sentence(name, str(cause) or type(cause).__name__)) from error
 
 
 def _sentence(sink: str, problem: str) -> str:

@@ -23,7 +23,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
 from agentrl.asgi.server import listen, run_loop, serve
-from agentrl.base.access import Access, is_for_this_machine, is_loopback_host
+from agentrl.base.access import Access, cross_site, is_loopback_host
 from agentrl.base.parts import installed_plugins
 from agentrl.errors import ConfigError, Forbidden, Invalid, NotFound, StoreError, Unavailable
 from agentrl.store.urls import split_secret
@@ -134,9 +134,9 @@ class ViewApp:
         if request.method not in ("GET", "HEAD"):
             return _sentence("Only GET is answered here: nothing can be written.", 405)
         if not self._access.keys:
-            if is_for_this_machine(request.headers.get("host", "").encode("latin-1")):
-                return None
-            return _sentence("Without a key this is only served as localhost or 127.0.0.1.", 403)
+            host = request.headers.get("host", "").encode("latin-1")
+            refused = cross_site(request.method, host, b"")
+            return None if refused is None else _sentence(f"{refused[1].capitalize()}.", refused[0])
         given = request.query_params.get("key")
         key = request.cookies.get(COOKIE, "") if given is None else given
         if not self._access.allows(key):

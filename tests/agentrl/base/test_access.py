@@ -15,7 +15,7 @@ import pytest
 
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.train.serving import policy_server
-from agentrl.base.access import Access, read_key
+from agentrl.base.access import Access, cross_site, read_key
 from agentrl.config import RunConfig
 from agentrl.config.infrastructure import EmbeddedEngineConfig
 from agentrl.config.run_file import resolve
@@ -129,3 +129,23 @@ def test_what_is_missing_of_keys_and_certificates_is_a_sentence(
         with pytest.raises(ConfigError, match=r"engine\.ssl_certfile = .*; name a certificate"):
             wrong.server_tls()
     assert os.environ["POLICY_KEY"] == " "
+
+
+@pytest.mark.parametrize(
+    ("method", "host", "kind", "origin", "status"),
+    [
+        ("GET", b"evil.example", b"", b"", 403),
+        ("POST", b"127.0.0.1.evil.example:80", b"application/json", b"", 403),
+        ("POST", b"localhost:80", b"multipart/form-data; boundary=x", b"null", 415),
+        ("PUT", b"[::1]:80", b"TEXT/plain", b"", 415),
+        ("DELETE", b"localhost", b"", b"http://evil.example", 415),
+        ("POST", b"localhost", b"", b"", None),
+        ("POST", b"127.0.0.1:8000", b"application/x-protobuf", b"http://evil.example", None),
+        ("GET", b"[::1]", b"text/plain", b"http://evil.example", None),
+    ],
+)
+def test_what_a_web_page_may_send(
+    method: str, host: bytes, kind: bytes, origin: bytes, status: int | None
+) -> None:
+    refused = cross_site(method, host, kind, origin)
+    assert (refused and refused[0]) == status

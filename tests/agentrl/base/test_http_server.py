@@ -10,7 +10,7 @@ from aiohttp import web
 
 from agentrl.base.http_server import listen, read_body, server_loop
 
-WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhi"
+WHOLE = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\nhi"
 
 
 async def told(url: str, sent: bytes) -> bytes:

@@ -106,7 +106,7 @@ LOOP.append(LOOP)
         ([10**5000], "x[0] is an integer of more than 64 bits"),
         ([Loose(value=object())], "x[0] is of type 'object'"),
         ([Loose(value=[np.float32("nan")])], "x[0] is nan"),
-        ({"m": Faulty()}, "x['m'] is of type 'Faulty' and cannot be converted: OSError('the disk"),
+        ({"m": Faulty()}, "x['m'] is of type 'Faulty' and cannot be converted: OSError: the disk"),
         (LOOP, "nests too deeply, or contains itself"),
         (iter([1]), "x is of type 'list_iterator'"),
         (np.longdouble(1), "x is of type 'longdouble'"),

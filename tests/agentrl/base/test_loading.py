@@ -41,6 +41,8 @@ def test_a_file_means_its_own_neighbours(tmp_path: Path) -> None:
         ("", "missing_file.py:agent", "there is no file"),
         ("agnet = 1", "agent_a.py:agent", "it has no 'agent'; did you mean 'agnet'"),
         ("1 / 0", "agent_b.py:agent", r"raised ZeroDivisionError.*agent_b\.py:1"),
+        ("exit('no key')", "agent_d.py:agent", r"raised SystemExit: no key \(.*agent_d\.py:1"),
+        ("import pytest; pytest.skip('x', allow_module_level=True)", "agent_e.py:a", "Skipped: x"),
         ("import no_such_module_here", "agent_c.py:agent", "No module named"),
     ],
 )

@@ -53,6 +53,8 @@ FAULTS = {
     "reset says a dict": "what an episode says is {'not': 'a text'}; make it a text",
     "step raises": "step raised KeyError: 'move'",
     "step exits": "step raised SystemExit: 3",
+    "step skips": "step raised Skipped: no dice",
+    "step closes": "step raised GeneratorExit",
     "step gives two": "step returned ('a', 1.0); return what is said next",
     "nan": "step gave the reward nan; return a finite number or None",
     "huge": "step gave the reward 1e+300; return a smaller number or None",

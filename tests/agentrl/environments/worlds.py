@@ -10,6 +10,8 @@ import time
 from itertools import count
 from typing import Any
 
+import pytest
+
 import agentrl
 from agentrl.environments import Endpoint, Environment, Episode
 
@@ -35,6 +37,10 @@ class Walk(Episode):
             raise KeyError("move")
         if self.fault == "step exits":
             sys.exit(3)
+        if self.fault == "step skips":
+            pytest.skip("no dice")
+        if self.fault == "step closes":
+            raise GeneratorExit
         if self.fault == "step gives two":
             return "a", 1.0
         self.at += 1 if "right" in reply["content"] else -1

@@ -234,15 +234,55 @@ async def test_what_a_user_has_in_other_fields_of_a_call_is_redacted(tmp_path, m
     assert on_disk(tmp_path, CANARY) == []
 
 
-async def test_a_token_is_given_to_the_user_of_the_session_alone(tmp_path, model):
-    """Who guesses the name of a session cannot vote on it."""
+async def test_a_session_is_of_its_user_alone(tmp_path, model):
+    """Who guesses a session's name adds no call, ends nothing, deletes nothing and cannot vote."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "buy"}]}
     async with front(tmp_path, model) as shop:
         token = await shop.say("hi", "a", x_user_id="ann")
         assert await shop.say("more", "a", x_user_id="ann") == token
-        for other in ({"x_user_id": "eve"}, {}):
-            assert await shop.say("more", "a", **other) == ""
+        for ended in (False, True):
+            for other in ({"x_user_id": "eve"}, {}, {"x_agentrl_opt_out": "1"}):
+                sent = ("chat/completions", body), ("sessions/end", {"session": "a"})
+                for path, what in sent:
+                    status, said, about = await shop.post(path, what, x_session_id="a", **other)
+                    assert (status, TOKEN in about) == (403, False), said
+            (row,) = await shop.store.rollouts(RUN)
+            assert row.state.terminal is ended
+            assert len((await shop.store.calls([row.id]))[row.id]) == 2
+            end = ("sessions/end", {"session": "a"})
+            assert (await shop.post(*end, x_user_id="ann"))[0] == 200
         token = await shop.say("hi", "b")  # of nobody
         assert await shop.say("more", "b", x_user_id="eve") == token
+
+
+PAGE = {"host": "shop.example:80", "origin": "http://shop.example"}  # a name that a page resolved
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({**PAGE, "content-type": "application/json"}, 403),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "text/plain; charset=application/json"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": "", "origin": "null"}, 415),
+        (
+            {"content-type": "application/json", "origin": "https://shop.example"},
+            200,
+        ),  # asked first
+        ({"content-type": "application/json; charset=utf-8", "host": "localhost"}, 200),
+    ],
+)
+async def test_a_web_page_teaches_nothing(tmp_path, model, headers, status):
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
+    async with front(tmp_path, model) as shop:
+        url = f"{shop.url}/chat/completions"
+        async with shop.http.post(url, data=body, headers=headers) as answer:
+            assert answer.status == status, await answer.text()
+        assert len(await shop.store.rollouts(RUN)) == (status == 200)
+        if status == 403:  # nor is anything read
+            async with shop.http.get(f"{shop.url}/models", headers=headers) as answer:
+                assert answer.status == 403
 
 
 async def test_a_session_takes_so_much_feedback(tmp_path, model, monkeypatch):

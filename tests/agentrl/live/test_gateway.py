@@ -140,7 +140,7 @@ async def served(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterato
 
 async def test_a_session_is_a_training_rollout_of_its_own(served: Served) -> None:
     first = await served.say("hi", x_session_id="ada", x_user_id="u1")
-    await served.say("hi", first, "and?", x_session_id="ada", x_agentrl_end="1")
+    await served.say("hi", first, "and?", x_session_id="ada", x_user_id="u1", x_agentrl_end="1")
     (row,) = await ended(served.store, RUN)
     assert (row.purpose, row.step, row.state) == (Purpose.TRAIN, -1, RolloutState.SUCCEEDED)
     assert row.seats == {"policy": "policy@0"}

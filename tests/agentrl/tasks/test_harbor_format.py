@@ -165,9 +165,35 @@ def test_variables_are_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HARBOR_HERE", "h")
     monkeypatch.delenv("HARBOR_GONE", raising=False)
     given = {"A": "${HARBOR_HERE}", "B": "${HARBOR_GONE:-d}", "C": "x${HARBOR_HERE}", "D": ""}
-    assert resolved(given) == {"A": "h", "B": "d", "C": "x${HARBOR_HERE}", "D": ""}
-    with pytest.raises(ConfigError, match="HARBOR_GONE"):
-        resolved({"A": "${HARBOR_GONE}"})
+    found = {"A": "h", "B": "d", "C": "x${HARBOR_HERE}", "D": ""}
+    assert resolved(given, ["HARBOR_*"]) == found
+    with pytest.raises(ConfigError, match="HARBOR_GONE, which is not set here"):
+        resolved({"A": "${HARBOR_GONE}"}, ["HARBOR_*"])
+
+
+def test_variables_are_given_only_if_the_run_file_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARBOR_HERE", "secret")
+    assert resolved({"A": "${HARBOR_HERE:-d}"}, ["OTHER"]) == {"A": "d"}
+    with pytest.raises(ConfigError, match=r'environment_options\.variables = \["HARBOR_HERE"\]'):
+        resolved({"A": "${HARBOR_HERE}"}, ())
+
+
+@pytest.mark.parametrize(
+    "link", ["instruction.md", "environment", "environment/data", "tests/more", "a/b", "loop"]
+)
+def test_links_stay_in_their_folder(tmp_path: Path, link: str) -> None:
+    folder, other = write_task(tmp_path / "task"), tmp_path / "other"
+    write_task(other, {"instruction.md": "the runner's own text"})
+    (folder / "tests" / "same.sh").symlink_to("test.sh")
+    read_task(folder, "task")
+    place = folder / link
+    place.parent.mkdir(exist_ok=True)
+    if place.is_dir():
+        place.rename(tmp_path / "moved")
+    place.unlink(missing_ok=True)
+    place.symlink_to(other / link if (other / link).exists() else "../../other")
+    with pytest.raises(ConfigError, match=f"the link {link} leads out of its folder"):
+        read_task(folder, "task")
 
 
 def test_rewards_are_read() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import json
 import os
 import re
@@ -59,6 +60,23 @@ async def shape(task: dict[str, Any]) -> Any:
 async def fail(task: dict[str, Any]) -> None:
     print("going down", file=sys.stderr)
     raise ValueError("no luck")
+
+
+async def escape(task: dict[str, Any]) -> Any:
+    """Raise what is no Exception: in the agent itself, or in a task or thread that it started."""
+    odd: Any = type("Odd", (BaseException,), {})
+    known = vars(builtins) | {"CancelledError": asyncio.CancelledError, "Odd": odd}
+    error = known[task["name"]]
+
+    async def later() -> None:
+        raise error("out")
+
+    def blocking() -> None:
+        raise error("out")
+
+    if task["where"] == "task":
+        return await asyncio.create_task(later())
+    return await (asyncio.to_thread(blocking) if task["where"] == "thread" else later())
 
 
 async def leave(task: dict[str, Any]) -> None:

@@ -101,6 +101,23 @@ async def test_exception(bench: Any, make: Any, kind: str) -> None:
     assert (rollout.rewards, rollout.attempts) == ([], 1)
 
 
+@pytest.mark.parametrize("name", ["SystemExit", "GeneratorExit", "CancelledError", "Odd"])
+@each
+async def test_whatever_an_agent_raises_is_its_failure_alone(
+    bench: Any, make: Any, kind: str, name: str
+) -> None:
+    executor = await make(kind)
+    places = ["agent", "thread", *["task"] * (kind != "async")]  # whose loop is that of this test
+    escapes = [{"do": "escape", "name": name, "where": where} for where in places]
+    tasks = [{"input": doing} for doing in [*escapes, {"do": "answer", "text": "x"}]]
+    *ended, fine = await bench.run(executor, *tasks)
+    for rollout in ended:
+        assert (rollout.failure.kind, rollout.attempts) == (ErrorKind.AGENT, 1), rollout.failure
+        if kind in PYTHON:
+            assert rollout.failure.message.startswith(name)
+    assert fine.state is RolloutState.SUCCEEDED, fine.failure
+
+
 @outside
 async def test_a_process_that_ends_is_the_agents_failure_alone(
     bench: Any, make: Any, kind: str

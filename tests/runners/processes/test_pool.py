@@ -55,8 +55,9 @@ async def pool(tmp_path: Path) -> AsyncIterator[Any]:
         text: str = AGENT, path: str = "pool_agent.py:build", **pool: Any
     ) -> PoolExecutor:
         (tmp_path / "pool_agent.py").write_text(text)
+        optional = pool.pop("calls_optional", True)
         config = PoolRunnerConfig(pool=PoolConfig(**{"processes": 1} | pool))
-        agent = AgentConfig(pass_env=["MY_*"], env={"ADDED": "1"})
+        agent = AgentConfig(pass_env=["MY_*"], env={"ADDED": "1"}, calls_optional=optional)
         made.append(PoolExecutor(path, agent, config, root=tmp_path))
         await made[-1].start()
         return made[-1]
@@ -88,6 +89,33 @@ async def test_a_process_that_grew_is_replaced(bench: Any, pool: Any) -> None:
     tasks = [{"input": doing} for doing in ("", "grow", "")]
     before, grown, after = [r.result[2] for r in await bench.run(executor, *tasks, concurrency=1)]
     assert before == grown != after
+
+
+CHANGES = {
+    "variable": "os.environ['OPENAI_BASE_URL'] = 'http://127.0.0.1:9/v1'",
+    "no variable": "del os.environ['ADDED']",
+    "proxy": "os.environ['HTTPS_PROXY'] = 'http://127.0.0.1:9'",
+    "folder": "os.chdir('/')",
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+async def test_a_process_that_a_rollout_changed_is_replaced(
+    bench: Any, pool: Any, what: str
+) -> None:
+    text = AGENT.replace("os._exit(3)", CHANGES[what])
+    executor = await pool(text.replace('"grow"', "None"))
+    tasks = [{"input": doing} for doing in ("", "leave", "", "")]
+    rollouts = await bench.run(executor, *tasks, concurrency=1)
+    one, changed, after, last = [rollout.result[2] for rollout in rollouts]
+    assert one == changed != after == last
+
+
+async def test_a_process_whose_rollouts_no_longer_call_is_replaced(bench: Any, pool: Any) -> None:
+    executor = await pool(calls_optional=False)
+    rollouts = await bench.run(executor, *[{"input": ""}] * 4, concurrency=1)
+    first, second, third, fourth = [rollout.result[2] for rollout in rollouts]
+    assert first == second != third == fourth
 
 
 async def test_no_more_rollouts_at_a_time_than_there_are_places(bench: Any, pool: Any) -> None:

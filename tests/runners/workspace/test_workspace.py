@@ -23,6 +23,7 @@ from agentrl.errors import ConfigError
 from agentrl.runners.workspace import changes, cleaner, sources
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.types import ErrorKind, RolloutState
+from agentrl.view.training import origin
 from tests.runners.workspace.conftest import configured
 
 KEEPS: Any = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
@@ -139,6 +140,34 @@ print(open("file.txt").read(), subprocess.run(
     assert "the answer" not in rollout.result
     assert git(repository, "worktree", "list").count("\n") == 1
     assert git(repository, "status", "--short") == ""
+
+
+async def test_a_checkout_runs_nothing_that_a_repository_names(
+    tmp_path: Path, repository: Path
+) -> None:
+    """Nor does it ask a repository, whose settings are read, for the commit of the run's folder."""
+    ran, program = tmp_path / "ran", tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho $0 $* >> {ran}\ncat\n")
+    program.chmod(0o755)
+    (repository / ".gitattributes").write_text("* filter=own\n")
+    git(repository, "add", ".gitattributes")
+    git(repository, "commit", "--quiet", "--message=attributes")
+    (repository / "hooks").mkdir()
+    for hook in ("post-checkout", "post-index-change", "reference-transaction"):
+        (repository / "hooks" / hook).symlink_to(program)
+    settings = {"core.hooksPath": str(repository / "hooks"), "core.fsmonitor": str(program)}
+    settings |= {f"filter.own.{key}": str(program) for key in ("smudge", "clean", "process")}
+    settings |= {"filter.own.required": "true", "core.pager": str(program)}
+    for name, value in settings.items():
+        git(repository, "config", "--file", str(repository / ".git" / "extra"), name, value)
+    git(repository, "config", "include.path", "extra")
+    (repository / "file.txt").touch()
+    ran.unlink(missing_ok=True)
+    templates = sources.Templates(tmp_path, tmp_path, None)
+    template = await templates.take(f"git:{repository}@HEAD")
+    assert (template.folder / "file.txt").read_text() == (repository / "file.txt").read_text()
+    assert origin(str(repository))
+    assert not ran.exists(), ran.read_text()
 
 
 async def test_the_verifier_gets_the_files_and_a_fresh_copy(play: Any) -> None:
