@@ -11,6 +11,7 @@ from agentrl.types import ErrorKind, Failure
 LONGEST_MESSAGE = 400  # characters of a message
 # What the embedded server, vLLM, SGLang, OpenAI and Anthropic say of a prompt that is too long.
 TOO_LONG = re.compile(r"context[ _-](length|window|size)|model's context|prompt is too long", re.I)
+VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\S*\d\S*")
 CURES = {  # of rollouts that all fail in the same way
     ErrorKind.AGENT: "Correct the agent (agent.path, agent.command or agent.harness)",
     ErrorKind.NO_CALL: "Let the agent call the policy",
@@ -22,6 +23,13 @@ CURES = {  # of rollouts that all fail in the same way
     ErrorKind.LOST_RUNNER: "See to the runner's machine and sandbox",
     ErrorKind.CANCELLED: "Let the rollouts end",
 }
+
+
+def same_cause(failure: Failure) -> tuple[ErrorKind, str]:
+    """What failures of one cause have in common: the kind, and the message without what differs
+    between rollouts, such as numbers, ids and quoted values."""
+    line = next(iter(failure.message.strip().splitlines()), "")
+    return failure.kind, VARIES.sub("#", line)
 
 
 def how_many(failed: int) -> str:

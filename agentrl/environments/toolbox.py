@@ -102,6 +102,8 @@ def shortest(
         before, *_ = _played(begin, way)
         for action in list(actions(before)):
             game, roles, said, reward, over = _played(begin, [*way, action])
+            if isinstance(reward, dict):
+                reward = reward.get(roles[-1])
             if reward and reward > enough:
                 return _by_role(roles, [*way, action]) if over else None
             if not over and (state := f"{roles[-1:]} {getattr(game, 'last', said)}") not in known:

@@ -26,7 +26,8 @@ Message = dict[str, Json]
 FORMATS = (
     "chosen and rejected (with prompt, or messages that begin alike); prompt, completion, label; "
     "prompt, completion; prompt, completions and labels; context and completions with ranks; "
-    "messages, or ShareGPT's conversations; PRM800K's question and label; Math-Shepherd's input and label"
+    "messages, or ShareGPT's conversations; PRM800K's question and label; "
+    "Math-Shepherd's input and label"
 )
 STEP_END = "ки"  # ends a step in Math-Shepherd's text
 # ShareGPT's names of roles, which differ between its users.

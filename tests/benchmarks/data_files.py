@@ -1,9 +1,10 @@
 """Rows of tasks and data sets through every reader and writer: does any value change?
 
 `python -m tests.benchmarks.data_files --json [--rows 300]`, in an interpreter that has pyarrow,
-pandas, polars and datasets. Each of the rows holds what tasks and data sets hold: text that looks like a
-number, a date, null or JSON; messages with mixed contents; nested arguments of tools; tiny and huge
-numbers; missing and extra fields. Each way writes all of them to files and the product reads them.
+pandas, polars and datasets. Each of the rows holds what tasks and data sets hold: text that looks
+like a number, a date, null or JSON; messages with mixed contents; nested arguments of tools; tiny
+and huge numbers; missing and extra fields. Each way writes all of them to files, which the product
+reads.
 
 A row of a way is `equal`, `refused` (an error with the column's name), `writer` (the file itself
 holds another value: what the library that wrote it lost, read without the product) or `changed`.

@@ -49,7 +49,7 @@ class ReasoningGym(Environment):
             return 0.0
 
     def solution(self, given: Any) -> list[str] | None:
-        asked = given if isinstance(given, str) else given[-1]["content"]
+        asked = question_in(given)
         entries = (entry for rows in self.data.values() for entry in rows)
         found = next((entry["answer"] for entry in entries if entry["question"] == asked), None)
         return None if found is None else [found]
@@ -61,6 +61,11 @@ class ReasoningGym(Environment):
             entry: dict[str, Any] = literal_eval(task["entry"])
         except ValueError:
             entry = self.data[task["split"]][task["index"]]
-            if entry["question"] not in str(task["input"]):
+            if entry["question"] != question_in(task["input"]):
                 raise RuntimeError("set PYTHONHASHSEED=0, or each process has others") from None
         return entry
+
+
+def question_in(given: Any) -> str:
+    """The question of an input, which is a text, or messages if there is a system prompt."""
+    return str(given if isinstance(given, str) else given[-1]["content"])
