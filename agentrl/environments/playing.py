@@ -176,6 +176,9 @@ def scores_of(returned: Scores | None, name: str) -> list[Reward]:
         raise EpisodeError(f"{name}: {why}") from None
     except Invalid as error:
         raise EpisodeError(f"{name}: {error}") from None
+    if not any(row.name == OUTCOME and row.scope is not Scope.TRANSITION for row in rows):
+        names = ", ".join(sorted({row.name for row in rows}))
+        raise EpisodeError(f"{name}: it returned no {OUTCOME!r}, only {names}")
     return rows
 
 

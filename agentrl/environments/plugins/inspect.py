@@ -3,6 +3,9 @@ rollout. Other models that it asks, such as `grader`, are roles."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,6 +17,7 @@ from agentrl.types import Json
 SAMPLING = dict.fromkeys(("temperature", "top_p", "top_k", "seed", "num_choices"))  # the run's
 VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
+SAMPLES = "inspect_ai._eval.task.run"  # logger of what plays samples
 GRADER = 'it asks the role grader: set environment_options.roles = ["grader"]'
 
 
@@ -67,15 +71,35 @@ class Inspect(Environment):
         roles |= {role: model(endpoint.role(role)) for role in self.roles}
         task = task_with(copy(self.task), dataset=MemoryDataset([dict(self.pairs)[id]]))
         play = {"model": model(endpoint), "model_roles": roles, "epochs": 1, "max_retries": 2}
-        with TemporaryDirectory() as logs:
+        with TemporaryDirectory() as logs, unexpected_timeouts() as late:
             [log] = await eval_async(task, fail_on_error=False, log_dir=logs, **play)
             [sample] = log.samples or [None]  # read from the folder
+        if late:
+            raise RuntimeError("a solver or tool ran out of time (TimeoutError)")
         if error := log.error or (sample and sample.error):
             raise RuntimeError(GRADER if "No model specified" in error.message else error.message)
         limit = sample and sample.limit and sample.limit.type
         if limit in ("time", "working"):
             raise RuntimeError(f"the sample ran into the task's {limit} limit")
         return scores((sample and sample.scores) or {}, self.score)
+
+
+@contextmanager
+def unexpected_timeouts() -> Iterator[list[str]]:
+    """What Inspect logs of a TimeoutError of a solver or tool, after which it goes on to score."""
+    found: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "timeout error" in record.getMessage():
+                found.append(record.getMessage())
+
+    logger, handler = logging.getLogger(SAMPLES), Kept(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def numbered(names: list[str]) -> list[str]:

@@ -6,7 +6,16 @@ from importlib import import_module
 from typing import Any
 
 from agentrl.environments import Episode
-from agentrl.environments.toolbox import BOARD, Seeded, board, by_role, named, rules, shortest
+from agentrl.environments.toolbox import (
+    BOARD,
+    Seeded,
+    board,
+    by_role,
+    named,
+    number,
+    rules,
+    shortest,
+)
 from agentrl.types import Reward
 
 
@@ -37,7 +46,7 @@ class PettingZooGame(Episode):
 
     def move(self, action: int | None) -> None:
         self.env.step(action)
-        self.total |= {n: self.total[n] + float(v) for n, v in self.env.rewards.items()}
+        self.total |= {n: self.total[n] + number(v) for n, v in self.env.rewards.items()}
 
     def step(self, reply: dict[str, Any]) -> tuple[Any, float | dict[str, float], bool]:
         mover, action = self.env.agent_selection, named(reply, self.names)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from agentrl.environments import Environment
+from agentrl.environments.toolbox import number
 from agentrl.types import Json
 
 
@@ -43,10 +44,13 @@ class ReasoningGym(Environment):
         said, entry = result if isinstance(result, str) else str(result), self._entry(task)
         score = self.data["train"].score_answer
         try:
-            return float(score(self.extract(said) or said.strip(), entry))
+            found = score(self.extract(said) or said.strip(), entry)
+        except (OSError, MemoryError):  # such as a time-out, which no answer causes
+            raise
         except Exception:  # noqa: BLE001 - some scorers parse an answer without a check
             score(entry["answer"] or "", entry)  # raises if it is not the answer's fault
             return 0.0
+        return number(found)
 
     def solution(self, given: Any) -> list[str] | None:
         asked = question_in(given)

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from agentrl.environments import Episode
-from agentrl.environments.toolbox import Seeded, by_role, content, shortest
+from agentrl.environments.toolbox import Seeded, by_role, content, number, shortest
 from agentrl.errors import ConfigError
 from agentrl.types import Reward
 
@@ -48,7 +48,7 @@ class TextArenaGame(Episode):
             found = {0: self.plugin.illegal}  # games give part of their score, or the reason's text
         if missing := [name for i, name in enumerate(names) if i not in (found or {})]:
             raise ValueError(f"the game ended without a reward for {', '.join(missing)}")
-        self.scores = {name: number(found[i], name) for i, name in enumerate(names)}
+        self.scores = {name: number(found[i]) for i, name in enumerate(names)}
         return "", self.scores[mover], True
 
     def rewards(self) -> list[Reward] | None:
@@ -84,10 +84,3 @@ class TextArena(Seeded):
     def solution(self, input: Any) -> Any:
         moves = re.compile(r"\[[^]]+\]")  # as they are told
         return shortest(lambda: self.open(input), lambda game: moves.findall(game.last), 0.99)
-
-
-def number(value: Any, name: str) -> float:
-    """A game's reward. Raises ValueError for what is no number."""
-    if not hasattr(value, "__float__"):
-        raise ValueError(f"the game gave {value!r:.80} to {name}, which is no number")
-    return float(value)

@@ -122,7 +122,8 @@ def test_an_illegal_move_has_the_reward_that_the_page_says() -> None:
 @pytest.mark.parametrize(
     ("rewards", "names", "message"),
     [
-        ({0: "solved"}, ("agent",), "gave 'solved' to agent, which is no number"),
+        ({0: "solved"}, ("agent",), "the reward 'solved' is no number"),
+        ({0: "1.0"}, ("agent",), "the reward '1.0' is no number"),
         (None, ("agent",), "ended without a reward for agent"),
         ({0: 1}, ("player_0", "player_1"), "ended without a reward for player_1"),
     ],
