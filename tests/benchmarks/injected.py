@@ -78,6 +78,8 @@ class Turns(Environment):
 class Itself(Environment):
     def tasks(self, split): return [{"id": split, "input": 1}]
     async def run(self, input, endpoint):
+        if os.environ.get("INJECTED_FAULT", "") in ("before:hang", "run:hang"):
+            await asyncio.sleep(6)
         fault("before")
         await endpoint.chat([{"role": "user", "content": "x"}])
         return fault("run")
