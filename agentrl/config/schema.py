@@ -82,6 +82,12 @@ class VerifierConfig(Section, frozen=True):
 
     path: str = ""  # Function that scores a rollout, as "file.py:name".
     rewards: dict[str, str] = {}  # additional rewards: name -> "file.py:name" or an entry point
+    # Lowest and highest outcome; with another one a rollout has failed. none: any number.
+    range: tuple[float, float] | None = None
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.range is not None and not self.range[0] < self.range[1]:
+            yield f"verifier.range = {list(self.range)}: write the lowest outcome and the highest"
 
 
 class LoraConfig(Section, frozen=True):
@@ -331,6 +337,9 @@ class RunConfig(Section, frozen=True):
     steps: Natural = 100  # updates of the policy; 0: only evaluate
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best one
     max_empty_steps: Count = 3  # steps in a row without a usable rollout that end the run
+    # Share of a step's rollouts that may fail for one cause; with more the run ends and names it.
+    # Those that have a reward, or that reached agent.max_calls or max_tokens, do not count.
+    max_failed: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
     agent: AgentConfig = AgentConfig()
     tasks: TasksConfig = TasksConfig()
     verifier: VerifierConfig = VerifierConfig()
