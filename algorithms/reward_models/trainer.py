@@ -24,6 +24,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from agentrl.algorithms.learners.optimizer import Optimizer
 from agentrl.algorithms.model.load import Tokenizer, no_progress_bars
 from agentrl.algorithms.reward_models.scorers import ENSEMBLE, ScalarScorer
+from agentrl.base.files import share_weights
 from agentrl.errors import PolicyError, TrainingError
 
 Text = tuple[int, ...]  # token ids; the state after the last is scored
@@ -90,6 +91,7 @@ class RewardTrainer:
         with no_progress_bars():
             self.scorer.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+        share_weights(directory)
 
 
 def _of_texts(examples: Sequence[Example], scores_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
