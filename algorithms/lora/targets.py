@@ -25,7 +25,13 @@ from agentrl.errors import PolicyError, nearest
 
 # Of linear layers that choose experts: the layer's own name, or that of a module around it.
 ROUTER = re.compile(r"(^|\.)(\w*router|gate|wg)(\.|$)")
-ROUTED = ("hidden_states", "top_k_index", "top_k_weights")  # arguments of experts, token by token
+# Arguments of experts that are called with tokens, and the experts of each.
+ROUTED = (
+    ("hidden_states", "top_k_index", "top_k_weights"),
+    ("hidden_states", "router_indices", "routing_weights"),
+)
+# Where peft refuses this layer, because the kernels for GPUs read its weight.
+MAMBA, MAMBA_UNCALLED = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), "out_proj"
 PROBE_TOKENS = 160  # more than the blocks in which models compress their keys
 
 ROUTERS = "routers"
@@ -142,7 +148,7 @@ def _stacked(module: Module) -> list[tuple[str, Tensor]]:
 def _is_routed(module: Module) -> bool:
     """Whether a module is called with tokens and the experts of each."""
     known = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    return known == ROUTED and all(p.is_floating_point() for _, p in _stacked(module))
+    return known in ROUTED and all(p.is_floating_point() for _, p in _stacked(module))
 
 
 def _is_linear(layer: Linear | Conv1D) -> bool:
@@ -162,10 +168,12 @@ def _is_linear(layer: Linear | Conv1D) -> bool:
 def _called(model: PreTrainedModel) -> set[str]:
     """Paths of the linear layers that a forward pass calls."""
     found: set[str] = set()
+    mamba = getattr(model.config, "model_type", "") in MAMBA
     hooks = [
         module.register_forward_pre_hook(lambda _, __, path=path: found.add(path))
         for path, module in model.named_modules()
         if isinstance(module, Linear | Conv1D)
+        if not (mamba and path.endswith(f".{MAMBA_UNCALLED}"))
     ]
     size = min(context_length(model) or PROBE_TOKENS, PROBE_TOKENS)
     tokens = torch.arange(size, device=model.device) % model.get_input_embeddings().weight.shape[0]
