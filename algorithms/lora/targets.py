@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from agentrl.algorithms.model.attention import context_length
+from agentrl.base.failures import one_line
 from agentrl.errors import PolicyError, nearest
 
 # Of linear layers that choose experts: the layer's own name, or that of a module around it.
@@ -38,7 +39,10 @@ ROUTERS = "routers"
 UNCALLED = "layers whose weights the model reads without calling them"
 OTHER_SUM = "layers that compute another product than a linear layer's"
 STACKED = "weights that are stacked over experts, or by head"
-UNSERVED = "experts, which this engine or learner cannot adapt"
+UNSERVED = (
+    "stacks of experts (adapters on them need the torch learner, and the embedded engine or "
+    "engine.vllm.sync = 'reload')"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +66,19 @@ class Targets:
             return [*self.layers, *self.experts]
         found: dict[str, None] = {}
         for target in targets:
-            own = [path for path in (*self.layers, *self.experts) if _is_named(path, target)]
-            own += [path for path in self.experts if _is_named(path.rpartition(".")[0], target)]
+            own = [path for path in self.layers if _is_named(path, target)]
+            own += [path for path in self.experts if _is_within(path, target)]
             if not own:
                 raise self._unknown(target, base)
             found |= dict.fromkeys(own)
         return list(found)
 
     def _unknown(self, target: str, base: str) -> PolicyError:
-        kinds = {kind for path, kind in self.left_out.items() if _is_named(path, target)}
+        kinds = {kind for path, kind in self.left_out.items() if _is_within(path, target)}
         if kinds:
             return PolicyError(
-                f"policy.lora.targets: {target!r} of {base!r} are {min(kinds)}, which no adapter "
-                "can be on; leave it out"
+                f"policy.lora.targets: no adapter can be on {target!r} of {base!r}, which are "
+                f"{min(kinds)}; leave it out"
             )
         names = {path.rpartition(".")[2] for path in (*self.layers, *self.experts)}
         return PolicyError(
@@ -130,6 +134,11 @@ def _is_named(path: str, target: str) -> bool:
     return f".{path}".endswith(f".{target}")
 
 
+def _is_within(path: str, target: str) -> bool:
+    """Whether a parameter has this name, or its module has."""
+    return _is_named(path, target) or _is_named(path.rpartition(".")[0], target)
+
+
 def _owners(model: PreTrainedModel) -> Iterator[Module]:
     """The modules of a model but a head that is its embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -175,11 +184,17 @@ def _called(model: PreTrainedModel) -> set[str]:
         if isinstance(module, Linear | Conv1D)
         if not (mamba and path.endswith(f".{MAMBA_UNCALLED}"))
     ]
-    size = min(context_length(model) or PROBE_TOKENS, PROBE_TOKENS)
+    context = context_length(model) or PROBE_TOKENS  # below 0: without a limit
+    size = min(context, PROBE_TOKENS) if context > 0 else PROBE_TOKENS
     tokens = torch.arange(size, device=model.device) % model.get_input_embeddings().weight.shape[0]
     try:
         with torch.no_grad():
             model.base_model(input_ids=tokens[None], use_cache=False)
+    except Exception as error:  # transformers documents no exception types
+        raise PolicyError(
+            f"{type(model).__name__}: it cannot read text alone "
+            f"({type(error).__name__}: {one_line(str(error))}); choose another model"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()

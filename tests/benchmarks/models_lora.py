@@ -2,8 +2,8 @@
 
 Each class is built small and random (`model_classes`), in float32. An adapter on the default
 targets gets random weights, and is compared with peft's own model, which has loaded the adapter
-that was saved here: the log-probs of rows computed one by one, the gradients, the adapter that peft saves,
-and the log-probs of the merged model as transformers loads it. A class is
+that was saved here: the log-probs of rows computed one by one, the gradients, the adapter that peft
+saves, and the log-probs of the merged model as transformers loads it. A class is
 
 - right: log-probs within 1e-4 nats, gradients within 1e-5 of the largest one, files equal;
 - refused: with a sentence, before anything is trained;
@@ -198,7 +198,7 @@ def judged(compare: Callable[[], str]) -> tuple[str, str]:
         return "wrong", str(error)
     except AgentRLError as error:
         return "refused", str(error)
-    except Exception as error:  # noqa: BLE001: what this counts
+    except Exception as error:  # noqa: BLE001  (it is counted)
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}:{place.lineno}"
         return "bare_error", f"{type(error).__name__} at {where}: {str(error)[:200]}"
@@ -207,7 +207,8 @@ def judged(compare: Callable[[], str]) -> tuple[str, str]:
 @contextmanager
 def built(name: str) -> Iterator[tuple[Path, Path]]:
     """A folder with a model of the class, and one to work in."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as of a class whose branches are computed apart
         base = Path(folder, "base")
         model_classes.build(name).save_pretrained(base)
         trained_tokenizer().save_pretrained(base)
@@ -220,8 +221,7 @@ def measure(names: list[str], show: Callable[[str], None]) -> dict[str, Any]:
     logging.disable_progress_bar()
     table: dict[str, dict[str, str]] = {}
     for name in names:
-        with warnings.catch_warnings(), built(name) as (base, work):
-            warnings.simplefilter("ignore")
+        with built(name) as (base, work):
             found = {
                 "lora": judged(lambda: compare_with_peft(base, work)),
                 "resume": judged(lambda: compare_resume(base, work, lora=False)),
