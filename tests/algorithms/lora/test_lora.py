@@ -366,14 +366,14 @@ def peft_adapter(base: Path, directory: Path, **settings: object) -> Path:
     model = AutoModelForCausalLM.from_pretrained(base)
     named: dict[str, object] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     config = LoraConfig(**named | settings, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as of what cannot be merged
         made = get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in made.named_parameters():
-        if ".lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
-    made.save_pretrained(directory)
+        for name, parameter in made.named_parameters():
+            if ".lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+        made.save_pretrained(directory)
     return directory
 
 

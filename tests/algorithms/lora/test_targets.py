@@ -39,8 +39,8 @@ def hidden(adapters: LoraAdapters) -> Tensor:
     ("name", "on"),
     [
         ("qwen3_moe", "8 linear layers and 4 stacks of experts, which have 74% of"),
-        ("qwen2_moe", "16 linear layers and 4 stacks of experts"),  # a shared expert that peft
-        ("deepseek_v2", "16 linear layers and 2 stacks of experts"),  # takes for the others
+        ("deepseek_v3", "16 linear layers and 2 stacks of experts"),  # of which six have names
+        ("deepseek_v2", "16 linear layers and 2 stacks of experts"),  # that peft takes for experts
         ("gpt_oss", "8 linear layers and 4 stacks of experts"),  # [experts, in, out]
         ("jamba", "11 linear layers and 2 stacks of experts"),
         ("mamba", "6 linear layers, which have 52% of the model's weights; without it are 2 layers "
