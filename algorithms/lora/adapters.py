@@ -129,6 +129,7 @@ class LoraAdapters(Adapters):
                     "that share a base the same"
                 ) from error
         self._check_made(name, paths)
+        self._check_names(name)
         for path, layer in self._layers().items():
             layer.enable_adapters(False)  # peft's forward is the base layer's; `_apply` adds delta
             if not _is_experts(layer):
@@ -147,6 +148,23 @@ class LoraAdapters(Adapters):
                 f"policy.lora: peft {'adapts' if wrong[0] in made else 'does not adapt'} "
                 f"{wrong[0]} of {type(self.model).__name__} ({len(wrong)} such layers); choose "
                 "other policy.lora.targets, or another version of peft"
+            )
+
+    def _check_names(self, name: str) -> None:
+        """Raise PolicyError if peft would read what `save` writes under other names."""
+        convert = _peft_internal("convert_peft_adapter_state_dict_for_transformers")
+        if convert is None:
+            return
+        keys = {f"{PREFIX}{key}.weight": torch.zeros(1) for key in self.parameters(name)}
+        read = convert(self._peft, self._peft.peft_config[name], dict(keys), name)
+        if lost := sorted(keys.keys() - {key.replace(f".{name}.", ".") for key in read}):
+            paths = sorted(
+                {_bare(key.removeprefix(PREFIX).rpartition(".lora_")[0]) for key in lost}
+            )
+            raise PolicyError(
+                f"policy.lora: peft would not read an adapter on {paths[0]} again, one of "
+                f"{len(paths)} such layers of {type(self.model).__name__}; name others in "
+                "policy.lora.targets, or take another version of peft"
             )
 
     def _paths(self, name: str) -> set[str]:
@@ -495,15 +513,20 @@ def _nested(layer: Any) -> Iterator[Any]:
         layer = layer.base_layer
 
 
+def _peft_internal(name: str) -> Any:
+    """What converts names of earlier versions of transformers; None: this peft has none."""
+    try:
+        return getattr(import_module("peft.utils.transformers_weight_conversion"), name, None)
+    except ImportError:
+        return None
+
+
 def _renamed_by_peft(model: PreTrainedModel) -> Callable[[str], bool]:
     """Whether peft takes the name of a layer for that of an expert, or of a router, of an earlier
     version of transformers; then it is adapted by the name of its weight."""
-    try:
-        conversion: Any = import_module("peft.utils.transformers_weight_conversion")
-        patterns = conversion._MODEL_TO_CONVERSION_PATTERN
-        renamed = conversion._MOE_TARGET_MODULE_MAPPING
-    except (ImportError, AttributeError):  # of other versions of peft; `_check_made` follows
-        return lambda path: False
+    # Of other versions of peft there may be neither; `_check_made` follows.
+    patterns = _peft_internal("_MODEL_TO_CONVERSION_PATTERN") or {}
+    renamed = _peft_internal("_MOE_TARGET_MODULE_MAPPING") or {}
     kind = getattr(model.config, "model_type", "")
     names = renamed.get(patterns.get(kind, ""), {})
     return lambda path: path.rpartition(".")[2] in names

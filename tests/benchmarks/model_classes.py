@@ -191,6 +191,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"layer_types": LINEAR},
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 8},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8],
+        "max_position_embeddings": 64,
                  "feed_forward_size": 48, "attention_head_size": 8,
                  "lsh_attn_chunk_length": 8, "local_attn_chunk_length": 8,
                  "attn_layers": ["local", "lsh"], "num_buckets": 4},

@@ -55,8 +55,8 @@ def test_adapters_are_those_of_peft_in_every_kind_of_class(name: str, on: str) -
         assert on in compare_with_peft(base, work)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3"])
-def test_runs_resume_with_experts_and_with_weights_that_get_no_gradient(name: str) -> None:
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "youtu"])
+def test_runs_resume_with_experts_weights_without_gradient_and_trained_padding(name: str) -> None:
     for lora in (True, False):
         with built(name) as (base, work):
             compare_resume(base, work, lora=lora)
@@ -92,6 +92,12 @@ def test_a_layer_that_is_no_linear_one_or_is_not_called_has_no_adapter() -> None
     assert not any(path.endswith("o_a_proj") for path in targets.layers)
     shared = LoraAdapters(build("gemma3")).targets  # its vision tower is not text
     assert all(path.startswith("model.language_model") for path in shared.layers)
+
+
+def test_what_peft_would_not_read_again_is_refused() -> None:
+    """peft 0.21 reads `shared_experts` as `shared_experts.` there, and so nothing."""
+    with pytest.raises(PolicyError, match=r"peft would not read an adapter on .*shared_experts"):
+        LoraAdapters(build("laguna")).add("policy", rank=2, alpha=4.0)
 
 
 def test_names_of_experts_are_targets_and_each_token_has_its_own(tiny_moe_dir: Path) -> None:
