@@ -96,7 +96,8 @@ class LoraConfig(Section, frozen=True):
 
     rank: Natural = 0  # Rank of the adapter; 0: none, train all weights.
     alpha: Positive = 32.0  # Scale of the adapter: its output is multiplied by alpha / rank.
-    targets: list[str] = []  # names of linear layers, such as "q_proj"; default: all but the head
+    # Names of linear layers or experts, such as "q_proj"; default: all but the head and routers.
+    targets: list[str] = []
     adapter: str = ""  # directory of an adapter to start from; default: one that changes nothing
 
 

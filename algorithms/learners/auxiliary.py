@@ -155,9 +155,13 @@ def load_auxiliary(
     return model.to(device=policy.device, dtype=policy.dtype)
 
 
-def check_vocabulary(key: str, name: str, own: Tokenizer, tokenizer: Tokenizer) -> None:
-    """Raise PolicyError unless both tokenizers have the same vocabulary."""
-    if own.get_vocab() != tokenizer.get_vocab():
+def check_vocabulary(
+    key: str, name: str, own: Tokenizer, tokenizer: Tokenizer, *, added: str = ""
+) -> None:
+    """Raise PolicyError unless both tokenizers have the same vocabulary. added: a token that only
+    `own` may have."""
+    vocabulary = {token: number for token, number in own.get_vocab().items() if token != added}
+    if vocabulary != tokenizer.get_vocab():
         raise PolicyError(
             f"{key} = {name!r}: its vocabulary ({len(own)} tokens) is not the policy's "
             f"({len(tokenizer)}), so it cannot read the policy's tokens; choose a model of the "

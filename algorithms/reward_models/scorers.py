@@ -45,6 +45,7 @@ from agentrl.types import Group, Reward, Rollout, RolloutState, Scope, Transitio
 
 SOURCE = "model:{}"  # `Reward.source`, with the model's name
 ENSEMBLE = "reward_heads"  # in a checkpoint's configuration: number of labels of an ensemble
+PADDING = "<|reward_model_padding|>"  # the token of a model whose policy has none of its own
 Scorer = Callable[[Sequence[Transition]], Tensor]
 """Calls -> scores, float64 [calls]."""
 
@@ -308,7 +309,7 @@ def load_scalar(
             f"{key} = {name!r}: {fault}; give a checkpoint of a decoder with a head of one label, "
             "as reward trainers save it"
         )
-    check_vocabulary(key, name, own, tokenizer)
+    check_vocabulary(key, name, own, tokenizer, added=PADDING)
     model.eval().requires_grad_(False)
     return model.to(policy.device)
 
