@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -339,6 +340,8 @@ def _settings(directory: Path) -> Any:
 
 
 def _peft() -> Any:
+    # peft 0.21 reads a property that transformers 5.23 deprecates, for every adapter.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     try:
         import peft
     except ImportError as error:
