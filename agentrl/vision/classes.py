@@ -123,7 +123,7 @@ class Qwen:
         if deep := getattr(output, "deepstack_features", None):
             sizes = [len(each) for each in found]
             # since transformers 5.18 they come by image, as the others do
-            split = (x.split(sizes) if isinstance(x, Tensor) else x for x in deep)
+            split = (torch.split(x, sizes) if isinstance(x, Tensor) else x for x in deep)
             parts = zip(found, *split, strict=True)
             found = [torch.cat(each, -1) for each in parts]
         return found
