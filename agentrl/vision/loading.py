@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -20,6 +22,8 @@ from agentrl.vision.eyes import ImageInputs
 from agentrl.vision.table import vision_of
 
 log = logging.getLogger("agentrl.algorithm")
+# Older ones compute other embeddings or positions of images than Qwen's classes should.
+OLDEST = "5.10"  # transformers, as in the extra `vision`
 SENSES = {"vision_config": "images", "audio_config": "audio"}
 
 
@@ -42,6 +46,11 @@ def load(
                 f" choose a model of type {_types()}"
             )
         return None
+    if Version(transformers.__version__) < Version(OLDEST):
+        raise PolicyError(
+            f"model {name!r}: models that look need transformers {OLDEST} or newer, not "
+            f"{transformers.__version__}; pip install -U 'agentrl[vision]'"
+        )
     if config is not None and setting:
         check(config, setting)
     try:

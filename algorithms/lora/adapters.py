@@ -533,6 +533,8 @@ def _renamed_by_peft(model: PreTrainedModel) -> Callable[[str], bool]:
 
 
 def _peft() -> Any:
+    # peft 0.21 reads a property that transformers 5.23 deprecates, for every adapter.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     try:
         import peft
     except ImportError as error:

@@ -65,13 +65,13 @@ def incompatibility(model: torch.nn.Module) -> str | None:
     sentence about the model; None if it can."""
     network: Any = model
     config = network.config.get_text_config()
-    if not (network._supports_attention_backend and network._supports_sdpa):
-        return "has an attention of its own"
     layers = set(getattr(config, "layer_types", None) or ())
     if layers - {"full_attention", "sliding_attention"}:
         return f"has layers of type {min(layers - {'full_attention', 'sliding_attention'})!r}"
     if getattr(config, "attn_logit_softcapping", None):
         return "caps its attention scores"
+    if not (network._supports_attention_backend and network._supports_sdpa):
+        return "has an attention of its own"
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         # the rotation of every call would depend on the longest one

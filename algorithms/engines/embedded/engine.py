@@ -30,6 +30,7 @@ from agentrl.algorithms.engines.embedded.kv_cache import (
     KVPool,
     RowTable,
     TokenUpdate,
+    cache_argument,
 )
 from agentrl.algorithms.engines.embedded.sampler import Ints, likeliest, sample, uniforms
 from agentrl.algorithms.model.adapters import Adapters
@@ -81,6 +82,7 @@ class Engine:
         self.rows = RowTable(max_batch, idle=max_batch, context=max_context)
         layers = config.get_text_config().num_hidden_layers
         block, largest = (whole_blocks(size, self.dtype) for size in (1, max_context))
+        self.cache_argument = cache_argument(model)
         self.pool = KVPool(layers, len(self.rows.length) + 1, block, largest)
         self.eos = np.zeros(config.get_text_config().vocab_size, np.bool_)
         self.eos[list(eos)] = True
@@ -247,10 +249,10 @@ class Engine:
                 input_ids=ids_N[None],
                 position_ids=torch.from_numpy(rotary).to(self.device)[..., None, :],
                 attention_mask=UNUSED,
-                past_key_values=pool,
                 use_cache=True,
                 logits_to_keep=max(n, few),
                 plan=StepPlan(chunks, positions_N[-n:], context, padding),
+                **{self.cache_argument: pool},
             ).logits[0, -n:]
         rows.length[:n] = last + 1
         return logits

@@ -15,7 +15,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.engines.embedded import engine as engine_module
 from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
-from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, TokenUpdate
+from agentrl.algorithms.engines.embedded.kv_cache import (
+    GenerationRequest,
+    KVPool,
+    TokenUpdate,
+    cache_argument,
+)
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.errors import PolicyError
@@ -339,3 +344,31 @@ def test_one_model_is_served_and_trained_in_turns(desk: Callable[..., Desk]) -> 
     torch.autograd.backward(logprobs.sum())
     torch.testing.assert_close(logprobs.detach(), row.logprobs.repeat(2), atol=1e-4, rtol=0)
     assert served.run(prompt, max_tokens=8, temperature=0.7).tokens == before.tokens
+
+
+def test_the_pool_is_a_cache_by_the_protocol_of_transformers() -> None:
+    """What masks and layers ask of it: masks are the plan's, so no layer slides or has a past."""
+    pool = KVPool(layers=3, rows=2, capacity=8, largest=32)
+    assert len(pool) == len(pool.layers) == 3
+    assert pool.is_sliding == [False] * 3
+    assert [pool.get_seq_length(layer) for layer in range(3)] == [0] * 3
+    assert pool.layers[1].get_mask_sizes(5) == pool.layers[1].get_mask_sizes(torch.arange(5))
+    assert pool.layers[1].get_mask_sizes(5) == (5, 0)
+    assert (pool.layers[2].get_max_length(), pool.layers[2].get_max_cache_shape()) == (32, 32)
+    pool.set_write_positions(torch.tensor([1, 0]), torch.tensor([4, 0]))
+    new = torch.arange(12.0).view(1, 2, 2, 3)  # [1, heads, N, dim]
+    for layer in range(3):
+        keys, values = pool.update(new + layer, -new - layer, layer)
+        assert keys[1, :, 4].tolist() == (new + layer)[0, :, 0].tolist()
+        assert values[0, :, 0].tolist() == (-new - layer)[0, :, 1].tolist()
+    assert float(pool.tensors[0].count_nonzero()) == 3 * 12 - 1
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_has_the_name_that_the_model_gives_it(name: str) -> None:
+    class Decoder(torch.nn.Module):
+        base_model: Any = property(lambda self: self)
+
+    exec(f"def forward(self, input_ids, {name}=None): ...", scope := {})
+    Decoder.forward = scope["forward"]  # type: ignore[method-assign]
+    assert cache_argument(Decoder()) == name
