@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Natural guess: a chat template and a list of messages decide the prompt; the version of transformers does not.
-# What is so: since 5.22 transformers edits messages before the template sees them. It drops fields that are null, and
+# What is so: since 5.21.1 transformers edits messages before the template sees them. It drops fields that are null, and
 # copies `reasoning`, as vLLM names it, to `reasoning_content`, which templates read. The same conversation, rendered by
 # the same template, has the earlier turn's thoughts in its prompt with 5.24.0 and has none with 5.10.4.
 # Why it matters: a policy trained with one version and served or evaluated with the other reads prompts that it was not

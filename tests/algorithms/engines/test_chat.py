@@ -192,7 +192,7 @@ KEYS = "{%- for m in messages %}{%- for k in m|sort %}{{ k }}={{ m[k] }};{%- end
 def test_templates_see_the_same_message_with_every_transformers(
     tokenizer: Any, message: dict[str, Any], seen: str
 ) -> None:
-    """transformers >= 5.22 edits messages before a template sees them; older ones do not."""
+    """transformers >= 5.21.1 edits messages before a template sees them; older ones do not."""
     shown = copy.deepcopy(tokenizer)
     shown.chat_template = KEYS
     text = Chat(shown, Codec(shown))._render(
