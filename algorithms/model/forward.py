@@ -51,6 +51,7 @@ Way = Literal["packed", "padded", "plain"]
 # Largest difference from a model's own forward pass: of log-probs in nats, and of gradients
 # relative to the largest one. Sums in another order move them by less than a hundredth of it.
 TOLERANCE = 5e-4
+ROUNDING = 1e-5  # likewise, of gradients in padded batches, where rows can be computed alone
 ATTRIBUTE = "agentrl_proof"  # of a model: its `Proof`
 
 
@@ -321,7 +322,7 @@ def _proof(model: PreTrainedModel) -> Proof | PolicyError:
         reason = f"differs from its own forward pass in {packed} if rows are packed"
     for way in ("padded", "plain"):
         gap = _gap(copy, rows, exact, "rows", way)
-        if isinstance(gap, Gap) and not gap:
+        if isinstance(gap, Gap) and not gap and (way == "plain" or _rounds_little(model, rows)):
             return Proof(way, "rows", reason, gap)
         if way == "padded":
             reason += f", and in {gap} if they are padded"
@@ -329,6 +330,17 @@ def _proof(model: PreTrainedModel) -> Proof | PolicyError:
         f"{type(model).__name__}: its log-probs cannot be computed here, even one row at a time "
         f"({gap} off its own output); choose another model"
     )
+
+
+def _rounds_little(model: PreTrainedModel, rows: Sequence[TokenRow]) -> bool:
+    """Whether padding moves gradients by rounding alone as little as the order of sums does, on
+    copies with other weights. Some recurrent layers amplify it a thousand times."""
+    for seed in (1, 2, 7):
+        copy = scaled_copy(model, seed)
+        gap = _gap(copy, rows, own_results(copy, rows), "rows", "padded")
+        if not isinstance(gap, Gap) or gap.gradients > ROUNDING:
+            return False
+    return True
 
 
 def proof_rows(both_regimes: bool = False) -> list[TokenRow]:

@@ -3,8 +3,7 @@
 Every class of `MODEL_FOR_CAUSAL_LM_MAPPING`, and the image-text classes that can be policies, small
 (see `model.scaled`) and random. The reference is the model as transformers runs it: float32, SDPA
 or eager, one row at a time, on rows beyond every window, chunk and index of the copy, with weights
-and rows that the proof at load has not seen. Where float32 rounds by more than is allowed, both sides
-are computed again in float64 (`dtype`). `right`: log-probs and every gradient of the learner,
+and rows that the proof at load has not seen. `right`: log-probs and every gradient of the learner,
 and the log-probs that the engine reports, are the model's own, in batches; `plain`: the same, where
 learner or engine take one row at a time; `refused`: a sentence at load; `wrong`: other values;
 `bare_errors`: an error that is no sentence. Gradients are relative to the largest one of the class.
@@ -117,13 +116,8 @@ def judged(make: Any) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001  nothing to compare with, and nothing to train
             return {"outcome": "refused", "why": f"its own forward pass fails: {error}"}
         gap = gap_between(results(model, given, proof.packing, proof.way), exact)
-        wide = ""
-        if gap.gradients > GRADIENTS:  # a wrong pattern is wrong in float64, too; rounding is not
-            model, wide = model.double(), "float64"
-            exact = own_results(model, given)
-            gap = gap_between(results(model, given, proof.packing, proof.way), exact)
         found: dict[str, Any] = {"way": proof.way, "packing": proof.packing, "why": proof.reason}
-        found |= {"logprobs": gap.logprobs, "gradients": gap.gradients, "dtype": wide or "float32"}
+        found |= {"logprobs": gap.logprobs, "gradients": gap.gradients}
         try:
             engine, reason = prove_engine(model)
         except PolicyError as error:

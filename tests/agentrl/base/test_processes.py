@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
-from agentrl.base.processes import PARENT, environment
+from agentrl.base.processes import PARENT, Child, environment
 
 
 def test_threads_soon_sleep_while_they_wait_unless_told_otherwise(
