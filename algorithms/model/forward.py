@@ -116,7 +116,8 @@ def decoder_of(model: PreTrainedModel) -> Module:
     base: Module = model.base_model
     if base is not model or model.get_output_embeddings() is None:
         return base
-    return next((each for each in model.children() if hasattr(each, "config")), base)
+    inner = (each for each in Module.children(model) if hasattr(each, "config"))
+    return next(inner, base)
 
 
 def forward_logprobs(model: PreTrainedModel, pack: Pack, way: Way | None = None) -> Tensor:
