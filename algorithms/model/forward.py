@@ -113,7 +113,8 @@ def _inputs(model: PreTrainedModel, pack: Pack) -> tuple[Module, dict[str, Any]]
 
 def decoder_of(model: PreTrainedModel) -> Module:
     """What computes hidden states: the base model, which a few classes do not name rightly."""
-    has_head, base = model.get_output_embeddings() is not None, model.base_model
+    has_head = model.get_output_embeddings() is not None
+    base: Module = model.base_model
     if base is not model or not has_head:
         return base
     inner = (each for each in Module.children(model) if hasattr(each, "config"))
