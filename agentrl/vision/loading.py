@@ -39,7 +39,13 @@ def load(
         if sentence := _left_out(shape):
             if setting or shape.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
                 raise PolicyError(f"model {name!r}: {sentence}; {_cure()}")
-            log.warning("model %r: %s. Only its text is trained; %s.", name, sentence, _cure())
+            log.warning(
+                "model %r: %s. Only its text is trained, and what is written may lack the weights "
+                "of its tower; %s.",
+                name,
+                sentence,
+                _cure(),
+            )
         elif setting:
             raise PolicyError(
                 f"policy.vision = {setting!r}: model {name!r} has no vision tower; leave it out, or"

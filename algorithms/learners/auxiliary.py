@@ -22,6 +22,7 @@ from torch.nn import Linear, ModuleDict
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.learners.optimizer import Optimizer, read_trained, save_trained
+from agentrl.algorithms.model.forward import check_model, hidden_states
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import (
     Tokenizer,
@@ -30,7 +31,7 @@ from agentrl.algorithms.model.load import (
     read_weights,
     save_weights,
 )
-from agentrl.algorithms.model.packing import Pack, check_model, hidden_states
+from agentrl.algorithms.model.packing import Pack
 from agentrl.algorithms.objective.values import ValueTerms, value_loss
 from agentrl.errors import PolicyError
 

@@ -31,14 +31,9 @@ from agentrl.algorithms.learners.optimizer import (
     read_trained,
     save_trained,
 )
+from agentrl.algorithms.model.forward import forward_logprobs, hidden_states
 from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.packing import (
-    Pack,
-    Packing,
-    forward_logprobs,
-    hidden_states,
-    pack_rows,
-)
+from agentrl.algorithms.model.packing import Pack, Packing, pack_rows
 from agentrl.base.failures import one_line
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import Group, Reward, Rollout, RolloutState, Scope, Transition

@@ -21,9 +21,9 @@ from agentrl.algorithms.engines.embedded.kv_cache import (
     TokenUpdate,
     cache_argument,
 )
+from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
-from agentrl.errors import PolicyError
+from agentrl.algorithms.model.packing import pack_rows
 from agentrl.types import Sampling
 
 EOS = 2
@@ -294,24 +294,49 @@ def test_closing_fails_what_is_unfinished(desk: Callable[..., Desk]) -> None:
     assert "shutting down" in closing.result(late).error
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' rotary"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
-        ({"attn_logit_softcapping": 50.0}, "caps its attention scores"),
-    ],
-)
-def test_models_that_cannot_be_batched_exactly_are_refused(
-    tiny_model_dir: Path, settings: dict[str, Any], says: str
+@pytest.mark.parametrize("way", ["cached", "whole"])
+def test_calls_are_answered_by_the_models_own_forward_pass(
+    desk: Callable[..., Desk], way: str
 ) -> None:
-    model: Any = load_model(tiny_model_dir, device="cpu")[0]
-    for name, value in settings.items():
-        setattr(model.config, name, value)
-    with pytest.raises(PolicyError, match=says):
-        Engine(
-            model, eos=[EOS], max_batch=1, max_context=8, threads=1, deliver=lambda updates: None
-        )
+    served = desk(way=way)
+    settings = {"max_tokens": 6, "temperature": 0.7}
+    calls = [served.submit(prompt, seed=5, **settings) for prompt in ([5, 6, 7], [9, 5, 6, 7, 8])]
+    answers = [served.result(call) for call in calls]
+    again = served.run([5, 6, 7], seed=5, **settings)
+    assert again.tokens == answers[0].tokens
+    for call, answer in zip(calls, answers, strict=True):
+        ids = torch.tensor([[*call.prompt.tolist(), *answer.tokens]])
+        with torch.no_grad():
+            logits = served.model(input_ids=ids[:, :-1], use_cache=False).logits[0]
+        exact = (logits / 0.7).log_softmax(-1)[len(call.prompt) - 1 :]
+        expected = exact.gather(1, ids[0, len(call.prompt) :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["cached", "whole"])
+def test_new_weights_are_used_by_running_calls(desk: Callable[..., Desk], way: str) -> None:
+    served = desk(way=way)
+    before = served.run([5, 6, 7], max_tokens=5)
+    head = served.model.get_output_embeddings().weight
+    with torch.no_grad():
+        head.add_(torch.linspace(-1, 1, head.shape[1]))
+    served.engine.swap(version=1).result()
+    after = served.run([5, 6, 7], max_tokens=5)
+    assert after.logprobs != before.logprobs
+
+
+def test_any_error_of_the_model_is_its_sentence(desk: Callable[..., Desk]) -> None:
+    served = desk()
+
+    def broken(*given: object, **named: object) -> None:
+        raise AttributeError("'KVPool' object has no attribute 'layers'")
+
+    served.model.register_forward_pre_hook(broken)
+    answer = served.run([5, 6, 7], max_tokens=2)
+    assert answer.finish == "error"
+    assert answer.error == (
+        "the model failed: AttributeError: 'KVPool' object has no attribute 'layers'"
+    )
 
 
 def test_serving_does_not_change_what_is_trained_or_saved(
