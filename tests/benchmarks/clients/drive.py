@@ -78,7 +78,9 @@ def _config(client: Client, folder: Path) -> RunConfig:
         "runner": RunnerConfig(concurrency=1),
     }
     if client.harness:
-        program = client.folder / "node_modules" / ".bin" / load_preset(client.harness, HERE).program
+        program = (
+            client.folder / "node_modules" / ".bin" / load_preset(client.harness, HERE).program
+        )
         workspace: Any = {"workspace": WorkspaceConfig(source="task.files", folder=str(folder))}
         agent = AgentConfig(harness=client.harness, command=[str(program.absolute())])
         return RunConfig(agent=agent, **common, **workspace)
@@ -99,7 +101,9 @@ def _queue(client: Client, streamed: bool) -> list[NewRollout]:
     if client.harness:
         files = {"README.md": "Nothing is here."}
         return [
-            NewRollout(id=case, index=n, task={"input": questions(case)[0], "files": files}, **common)
+            NewRollout(
+                id=case, index=n, task={"input": questions(case)[0], "files": files}, **common
+            )
             for n, case in enumerate(CASES)
         ]
     task = {"streamed": streamed, "cases": {case: questions(case) for case in CASES}}

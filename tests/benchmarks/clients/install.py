@@ -32,6 +32,7 @@ class Client:
     program: str = ""  # in agents/, unless it is a harness
     argument: str = ""
     harness: str = ""
+    always_streams: bool = False
 
     @property
     def folder(self) -> Path:
@@ -52,6 +53,11 @@ class Client:
         shown = [(name.partition("[")[0], version) for name, _, version in pins if version]
         wanted = [pin for pin in shown if pin[0] in self.title] or shown[:1]
         return ", ".join(f"{name} {version}" for name, version in wanted)
+
+    @property
+    def ways(self) -> tuple[bool, ...]:
+        """Whether to stream, for each time that it is played."""
+        return (True,) if self.harness or self.always_streams else (False, True)
 
     @property
     def installed(self) -> bool:

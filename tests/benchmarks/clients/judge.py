@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
 
 from agentrl.runners.harnesses.check import SeenRequest
+from agentrl.runners.harnesses.scripted import SHELL
 from agentrl.types import Int32, Json, Transition
 from tests.benchmarks.clients.drive import Played
 from tests.benchmarks.clients.policy import CASE, CASES, Asked, Body, plain
@@ -24,6 +25,7 @@ COMPARED = {
     *("model", "stream", "stream_options", "tools", "messages", "input", "instructions", "system"),
     *("contents", "systemInstruction", "system_instruction", "generationConfig"),
 }
+EMPTY: tuple[Json, ...] = (None, [], {}, "", False, ["TEXT"])  # no option, or the only one
 RENAMED = {
     "max_tokens": ("max_tokens", "max_completion_tokens"),
     "max_output_tokens": ("max_tokens", "max_completion_tokens"),
@@ -39,7 +41,7 @@ RENAMED = {
 
 @dataclass(slots=True)
 class Step:
-    """One call of a conversation: as the client sent it, the policy read it and the store has it."""
+    """One call: as the client sent it, as the policy read it, and as the store has it."""
 
     sent: SeenRequest
     asked: Asked
@@ -76,7 +78,7 @@ def steps_of(played: Played, case: str, *, beside: bool = False) -> list[Step]:
     """The calls of a case in their order: those of the agent, or those beside."""
     sent = [
         one for one in played.seen if one.status == 200 and api_of(one.path)
-        and _case(one.body) == case and beside != bool(_offers_work(one))
+        and _case(one.body) == case and beside == is_beside(one)
     ]  # fmt: skip
     asked = [one for one in played.asked if (one.case, one.beside) == (case, beside)]
     calls = {text_of(call.prompt): call for call in played.calls}
@@ -94,9 +96,14 @@ def _case(body: Body) -> str:
     return found[-1] if found else ""
 
 
+def is_beside(one: SeenRequest) -> bool:
+    """Whether a request is none of the agent's own calls: it offers no tool for its work."""
+    return not (api_of(one.path) and _offers_work(one))
+
+
 def _offers_work(one: SeenRequest) -> bool:
     tools = tools_of(api_of(one.path), one.body)
-    return "add" in tools or any("shell" in n.lower() or "bash" in n.lower() or "exec" in n.lower() for n in tools)
+    return "add" in tools or any(map(SHELL.search, tools))
 
 
 def cell_of(played: Played, case: str) -> Cell:
@@ -108,10 +115,10 @@ def cell_of(played: Played, case: str) -> Cell:
     if len(steps) < 2:
         refused = [one for one in played.seen if one.status >= 400 and _case(one.body) == case]
         cell.reason = outcome or (refused[0].error if refused else "never asks again")
-        if refused:
+        if refused or (outcome and case != "malformed"):
             cell.verdict = GATEWAY
         return cell
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in pairwise(steps):
         done = text_of(before.call.prompt) + text_of(before.call.completion)
         if text_of(after.call.prompt).startswith(done) and before.call.exact and after.call.exact:
             continue
@@ -149,7 +156,7 @@ def lost(before: Step, after: Step) -> str:
     for old, new in zip(said, back, strict=False):
         if (old.kind, _json(old.text)) != (new.kind, _json(new.text)) and not _begins(old, new):
             return "changes an earlier answer"
-    return _changed(given(before.asked), _echo(before, after))
+    return _changed(given(before.asked), echo_of(before, after))
 
 
 def given(asked: Asked) -> list[Item]:
@@ -166,7 +173,7 @@ def given(asked: Asked) -> list[Item]:
     return [*first, *calls[:1], *words, *calls[1:]] if late else [*first, *words, *calls]
 
 
-def _echo(before: Step, after: Step) -> list[Item]:
+def echo_of(before: Step, after: Step) -> list[Item]:
     """How `after` renders the answer of `before`."""
     said = before.answers
     back = after.answers[max(0, len(said) - 1) :]
@@ -253,8 +260,7 @@ def unheard(step: Step, console: list[str]) -> Iterator[str]:
         if item.kind in ("system", "user") and item.text not in texts:
             yield f"{item.kind}: {item.text[:60]}"
         if item.kind == "result" and not all(
-            leaf in texts or json.dumps(leaf)[1:-1] in texts
-            for leaf in _leaves(_json(item.text))
+            leaf in texts or json.dumps(leaf)[1:-1] in texts for leaf in _leaves(_json(item.text))
         ):
             yield f"result: {item.text[:60]}"
     offered = tools_of("Chat Completions", read)
@@ -270,9 +276,9 @@ def unheard(step: Step, console: list[str]) -> Iterator[str]:
     for name, value in _options(step.api, body):
         plainly = _snake(name)
         names = {name, plainly, *RENAMED.get(plainly, ())}
-        if value not in (None, [], {}, "", False) and not names & read.keys():
-            if name.lower() not in told and plainly not in told:
-                yield f"option {name}"
+        listed = name.lower() in told or plainly in told
+        if value not in EMPTY and not listed and not names & read.keys():
+            yield f"option {name}"
 
 
 def unsaid(step: Step) -> list[str]:
@@ -334,10 +340,3 @@ def _leaves(value: Json) -> list[str]:
     if isinstance(value, list):
         return [leaf for one in value for leaf in _leaves(one)]
     return [] if value is None or isinstance(value, bool) else [str(value)]
-
-
-def cells_of(played: Played) -> list[Cell]:
-    return [cell_of(played, case) for case in CASES]
-
-
-Facts = dict[str, Any]

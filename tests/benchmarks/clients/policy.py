@@ -224,7 +224,7 @@ def _deltas(asked: Asked) -> list[Body]:
     parts += [{"reasoning_content": thought[k : k + 7]} for k in range(0, len(thought), 7)]
     order = CASES.get(asked.case, ()) if asked.turn == 0 else ()
     late = order[:1] == ("call",)  # words follow the first call
-    rest = calls[:1] + [words] + calls[1:] if late else [words, *calls]
+    rest = [*calls[:1], words, *calls[1:]] if late else [words, *calls]
     return parts + [delta for piece in rest for delta in piece]
 
 

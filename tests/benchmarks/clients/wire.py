@@ -131,7 +131,9 @@ def _google(body: Body) -> Iterator[Item]:
                     yield Item("thought", "(sealed)")
                 yield _call(call.get("id"), call["name"], call.get("args"))
             elif response:
-                yield Item("result", json.dumps(response.get("response")), id=str(response.get("id")))
+                yield Item(
+                    "result", json.dumps(response.get("response")), id=str(response.get("id"))
+                )
             elif part.get("thought"):
                 yield Item("thought", part.get("text") or "(sealed)")
             elif content.get("role") == "model":

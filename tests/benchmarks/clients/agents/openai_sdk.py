@@ -27,7 +27,11 @@ def chat(questions, streamed):
 
 def responses(questions, streamed):
     items = []
-    options = {"model": "policy", "instructions": SYSTEM, "tools": [{"type": "function"} | FUNCTION]}
+    options = {
+        "model": "policy",
+        "instructions": SYSTEM,
+        "tools": [{"type": "function"} | FUNCTION],
+    }
     for question in questions:
         items.append({"role": "user", "content": question})
         while True:

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import sys
+from pathlib import Path
 
 ROOT = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")  # for clients that add the version
 KEY = os.environ["OPENAI_API_KEY"]
@@ -37,7 +38,7 @@ def add(a: int, b: int, note: str = "") -> str:
 
 
 def called(text):
-    """The result of a call with the arguments `text`, for clients that leave the loop to the user."""
+    """The result of a call with the arguments `text`, for clients that have no loop."""
     try:
         return add(**(json.loads(text) if isinstance(text, str) else text))
     except (ValueError, TypeError) as error:
@@ -57,12 +58,11 @@ def play(talk):
                 else:
                     await asyncio.to_thread(talk, questions, task["streamed"])
                 outcomes[case] = ""
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever a client raises
                 outcomes[case] = f"{type(error).__name__}: {error}"[:600]
         return outcomes
 
     outcomes = asyncio.run(all_of_them())
-    with open(os.environ["AGENTRL_RESULT_FILE"], "w") as file:
-        json.dump(outcomes, file)
+    Path(os.environ["AGENTRL_RESULT_FILE"]).write_text(json.dumps(outcomes))
     sys.stdout.flush()
     os._exit(0)  # some leave threads behind

@@ -18,8 +18,6 @@ def model(streamed):
 
 
 def talk(questions, streamed):
-    if ARGUMENT != "openai" and not streamed:
-        raise RuntimeError("always streams")
     agent = Agent(
         model=model(streamed), tools=[tool(add)], system_prompt=SYSTEM, callback_handler=None
     )
