@@ -19,13 +19,15 @@ from tests.benchmarks.clients.policy import CASE, CASES, Asked, Body, plain
 from tests.benchmarks.clients.wire import Item, api_of, items_of, tools_of
 
 EXACT, CLIENT, GATEWAY, NONE = "exact", "client", "gateway", "none"
+REFERENCE = "(by reference)"  # words that the client sent as the id of an item
 ANSWERS = ("thought", "words", "call")
 # Options that are another field of a chat completion, or part of what is compared as a whole.
 COMPARED = {
     *("model", "stream", "stream_options", "tools", "messages", "input", "instructions", "system"),
-    *("contents", "systemInstruction", "system_instruction", "generationConfig"),
+    *("previous_response_id", "contents", "systemInstruction", "system_instruction", "generationConfig"),
 }
-EMPTY: tuple[Json, ...] = (None, [], {}, "", False, ["TEXT"])  # no option, or the only one
+# No option, or one that the gateway's answers have anyway.
+EMPTY: tuple[Json, ...] = (None, [], {}, "", False, ["TEXT"], ["reasoning.encrypted_content"])
 RENAMED = {
     "max_tokens": ("max_tokens", "max_completion_tokens"),
     "max_output_tokens": ("max_tokens", "max_completion_tokens"),
@@ -46,6 +48,7 @@ class Step:
     sent: SeenRequest
     asked: Asked
     call: Transition
+    before: Step | None = None  # the step of which the server is to remember the conversation
 
     @property
     def api(self) -> str:
@@ -53,7 +56,12 @@ class Step:
 
     @property
     def items(self) -> list[Item]:
-        return items_of(self.api, self.sent.body)
+        """The conversation, with what the request only refers to."""
+        own = items_of(self.api, self.sent.body)
+        if self.before is None:
+            return own
+        known = [*self.before.items, *given(self.before.asked)]
+        return [*known, *(item for item in own if item.kind != "system" or item not in known)]
 
     @property
     def answers(self) -> list[Item]:
@@ -77,13 +85,18 @@ class Cell:
 def steps_of(played: Played, case: str, *, beside: bool = False) -> list[Step]:
     """The calls of a case in their order: those of the agent, or those beside."""
     sent = [
-        one for one in played.seen if one.status == 200 and api_of(one.path)
-        and _case(one.body) == case and beside == is_beside(one)
-    ]  # fmt: skip
+        one
+        for one, own in _by_case(played)
+        if (own, is_beside(one)) == (case, beside) and one.status == 200 and api_of(one.path)
+    ]
     asked = [one for one in played.asked if (one.case, one.beside) == (case, beside)]
     calls = {text_of(call.prompt): call for call in played.calls}
     known = [(a, calls[a.prompt]) for a in asked if a.prompt in calls]
-    return [Step(one, *pair) for one, pair in zip(sent, known, strict=False)]
+    steps: list[Step] = []
+    for one, pair in zip(sent, known, strict=False):
+        refers = bool(steps) and bool(one.body.get("previous_response_id"))
+        steps.append(Step(one, *pair, before=steps[-1] if refers else None))
+    return steps
 
 
 def text_of(tokens: Int32) -> bytes:
@@ -91,9 +104,13 @@ def text_of(tokens: Int32) -> bytes:
     return bytes(list(tokens))
 
 
-def _case(body: Body) -> str:
-    found = CASE.findall(json.dumps(body))
-    return found[-1] if found else ""
+def _by_case(played: Played) -> Iterator[tuple[SeenRequest, str]]:
+    """Each request with its case: the latest for one that does not repeat the question."""
+    case = ""
+    for one in played.seen:
+        found = CASE.findall(json.dumps(one.body))
+        case = found[-1] if found else case
+        yield one, case
 
 
 def is_beside(one: SeenRequest) -> bool:
@@ -113,7 +130,7 @@ def cell_of(played: Played, case: str) -> Cell:
     outcome = played.outcomes.get(case, played.outcomes.get("", ""))
     cell.silent = sorted({one for step in steps for one in unheard(step, played.console)})
     if len(steps) < 2:
-        refused = [one for one in played.seen if one.status >= 400 and _case(one.body) == case]
+        refused = [one for one, own in _by_case(played) if own == case and one.status >= 400]
         cell.reason = outcome or (refused[0].error if refused else "never asks again")
         if refused or (outcome and case != "malformed"):
             cell.verdict = GATEWAY
@@ -144,6 +161,8 @@ def difference(done: bytes, prompt: bytes) -> str:
 
 def lost(before: Step, after: Step) -> str:
     """Why `after` cannot continue `before` from what its request says; nothing if it can."""
+    if before.sent.body == after.sent.body:
+        return "repeats the request"
     if tools_of(before.api, before.sent.body) != tools_of(after.api, after.sent.body):
         return "offers other tools"
     known, now = before.others, after.others
@@ -194,12 +213,15 @@ def _changed(said: list[Item], back: list[Item]) -> str:
         found.append("changes the thought")
     if texts["words"] and not again["words"]:
         found.append("leaves the words out")
-    elif again["words"] != texts["words"]:
+    elif again["words"] not in (texts["words"], REFERENCE):
         same = again["words"].strip() == texts["words"].strip()
         found.append("strips white space" if same else "changes the words")
     calls, sent = ([i for i in items if i.kind == "call"] for items in (said, back))
     if len(sent) != len(calls):
         found.append("leaves the call out" if len(sent) < len(calls) else "adds a call")
+    both = [[(i.name, str(_json(i.text))) for i in items] for items in (calls, sent)]
+    if both[0] != both[1] and sorted(both[0]) == sorted(both[1]):
+        return "reorders the calls"
     for old, new in zip(calls, sent, strict=False):
         if how := arguments_changed(old.text, new):
             found.append(how)
@@ -256,7 +278,7 @@ def unheard(step: Step, console: list[str]) -> Iterator[str]:
     body, read = step.sent.body, step.asked.body
     told = " ".join([*step.call.ignored, *console]).lower()
     texts = "\n".join(plain(message.get("content")) for message in read["messages"])
-    for item in step.items:
+    for item in items_of(step.api, body):
         if item.kind in ("system", "user") and item.text not in texts:
             yield f"{item.kind}: {item.text[:60]}"
         if item.kind == "result" and not all(
@@ -339,4 +361,4 @@ def _leaves(value: Json) -> list[str]:
         return [leaf for one in value.values() for leaf in _leaves(one)]
     if isinstance(value, list):
         return [leaf for one in value for leaf in _leaves(one)]
-    return [] if value is None or isinstance(value, bool) else [str(value)]
+    return [] if value is None or isinstance(value, bool | float) else [str(value)]

@@ -50,7 +50,8 @@ def tools_of(api: str, body: Body) -> dict[str, Json]:
     """Tool name -> its description and schema, of the functions that the agent offers."""
     found: dict[str, Json] = {}
     for tool in body.get("tools") or ():
-        declared = _get(tool, "functionDeclarations") or [tool.get("function") or tool]
+        inner = tool.get("tools") if tool.get("type") == "namespace" else None
+        declared = inner or _get(tool, "functionDeclarations") or [tool.get("function") or tool]
         for one in declared:
             schema = one.get("parameters") or one.get("input_schema")
             schema = schema or _get(one, "parametersJsonSchema")

@@ -20,16 +20,14 @@ await play(async (questions, streamed) => {
   for (const content of questions) {
     messages.push({ role: "user", content });
     const options = { model, tools, messages, system: SYSTEM, stopWhen: stepCountIs(5) };
-    let answer;
     if (streamed) {
       let failure;
       const result = streamText({ ...options, onError: ({ error }) => (failure = error) });
       await result.consumeStream();
       if (failure) throw failure;
-      answer = await result.response;
+      messages.push(...(await result.responseMessages));
     } else {
-      answer = (await generateText(options)).response;
+      messages.push(...(await generateText(options)).responseMessages);
     }
-    messages.push(...answer.messages);
   }
 });
