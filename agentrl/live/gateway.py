@@ -342,7 +342,8 @@ class LiveSessions(Sessions):
         active.calls = len(calls)
         session.failed = set(range(-failed_calls(row), 0))
         for call in calls:
-            active.memory.remember(call.answer)
+            _, conversation = active.memory.recall(list(call.messages), joined=False)
+            active.memory.remember(call.answer or {}, conversation)
             self._resumed[exchange_of(call)] = session
         active.answers.append(partial(answer_again, unread_of(calls)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,18 @@ from agentrl.types import Json
 Body = dict[str, Json]
 
 
+THOUGHTS = ("reasoning_content", "reasoning")  # servers' names for the thought of a message
+
+
 @dataclass(slots=True)
 class ConversationMemory:
     """State of an attempt that its later calls may refer to."""
 
     arguments: dict[str, str] = field(default_factory=dict)
     """Tool call id -> its arguments, byte for byte as the model wrote them."""
+
+    answers: dict[int, list[Body]] = field(default_factory=dict)
+    """Key of a conversation -> the assistant's messages that were given in it."""
 
     kept: dict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
     """What a translated API lets later calls refer to: its kind, such as "items" -> id -> it."""
@@ -34,24 +40,235 @@ class ConversationMemory:
         """Whether any of the ids is one of what is kept."""
         return any(id in kept for id in ids for kept in self.kept.values())
 
-    def remember(self, answer: Json) -> None:
-        """Store the arguments of the tool calls in an assistant message."""
-        for id, function in _functions([answer]):
-            self.arguments[id] = function.get("arguments") or ""
+    def remember(self, answer: Body, conversation: int | None) -> None:
+        """Store the answer to a conversation. `conversation`: its key, which `recall` returned;
+        None for a text prompt."""
+        for call in _calls(answer):
+            if isinstance(arguments := call["function"].get("arguments") or "", str):
+                self.arguments[str(call.get("id"))] = arguments
+        if conversation is not None:
+            self.answers.setdefault(conversation, []).append(answer)
 
-    def restore(self, messages: Json) -> bool:
-        """Restore the model's own text of tool call arguments that the agent sent back as equal
-        JSON; return whether any changed. Other white space would change the tokens, and the call
-        would not extend the previous one."""
+    def recall(self, messages: list[Json], *, joined: bool) -> tuple[list[Json], int]:
+        """Return the messages with each answer of this conversation as it was given, and the key of
+        the conversation; the same list if nothing changes.
+
+        Clients send arguments back as other JSON, put something in the place of malformed ones, add
+        a name, or split an answer into several messages. A chat template would render other tokens
+        than the sampled ones, and the call would not extend the previous one. An answer is known by
+        the conversation that it was given in and by what it says, so what another agent has said,
+        or this agent has changed, is left alone. `joined`: in this API neighbouring messages of the
+        assistant are one turn, also those that the gateway did not give."""
+        found: list[Json] = []
+        new_ids: dict[str, Json] = {}
+        key = index = 0
         changed = False
-        for id, function in _functions(messages):
-            written, received = self.arguments.get(id), function.get("arguments")
-            if written is None or written == received or not isinstance(received, str):
-                continue
-            if _same_json(received, written):
-                function["arguments"] = written
-                changed = True
-        return changed
+        while index < len(messages):
+            message, count = messages[index], 1
+            if _is_said(message):
+                turn, count, ids = self._turn(messages, index, key, joined=joined)
+                changed = changed or count > 1 or turn != message
+                message, new_ids = turn, new_ids | ids
+            elif new_ids and isinstance(message, dict) and message.get("role") == "tool":
+                id = message.get("tool_call_id")
+                message = message | {"tool_call_id": new_ids.get(str(id), id)}
+            found.append(message)
+            key = hash((key, *_essence(message)))
+            index += count
+        return found if changed else messages, key
+
+    def _turn(
+        self, messages: list[Json], start: int, key: int, *, joined: bool
+    ) -> tuple[Body, int, dict[str, Json]]:
+        """Return the assistant's turn at `start`, the number of its messages, and new ids of its
+        tool calls by those that they have there. `key`: of the conversation before it."""
+        answers, best = self.answers.get(key, ()), None
+        turn: Body = messages[start]
+        end = start + 1
+        while True:
+            if given := _as_given(turn, answers):
+                best = (given, end - start, _renamed(turn, given))  # the longest is meant
+            if not (answers or joined) or end == len(messages) or not _is_said(messages[end]):
+                break
+            turn, end = _join(turn, messages[end]), end + 1
+        if best is not None:
+            return best
+        whole, count = (turn, end - start) if joined else (messages[start], 1)
+        return self._with_arguments(whole), count, {}
+
+    def _with_arguments(self, turn: Body) -> Body:
+        """Return a turn that is no answer to this conversation, such as one from before the agent
+        shortened it, with the arguments of its calls as the model wrote them."""
+        calls = [_with_text(call, self.arguments.get(str(call.get("id")))) for call in _calls(turn)]
+        return turn | {"tool_calls": calls} if calls else turn
+
+
+def _is_said(message: Json) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _calls(message: Body) -> list[Body]:
+    """Return the tool calls of a message; none if one of them is malformed."""
+    calls = message.get("tool_calls")
+    if not calls or not isinstance(calls, list):
+        return []
+    formed = (isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
+    return calls if all(formed) else []
+
+
+def _text(content: Json) -> str:
+    """Return the text of a message's content; other parts as their JSON."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return "" if content is None else repr(content)
+    parts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else None
+        parts.append(text if isinstance(text, str) else repr(part))
+    return "".join(parts)
+
+
+def _said(message: Body) -> str:
+    return _text(message.get("content")) + _text(message.get("refusal"))
+
+
+def _thought(message: Body) -> str:
+    return next((_text(message[name]) for name in THOUGHTS if message.get(name)), "")
+
+
+def _essence(message: Json) -> Iterator[Hashable]:
+    """Yield what makes a message of a conversation this one: not its thought, which agents leave
+    out later, nor ids, which they change, nor whether its text is in parts."""
+    if not isinstance(message, dict):
+        yield repr(message)
+        return
+    yield str(message.get("role"))
+    yield _text(message.get("content"))
+    for call in _calls(message):
+        yield str(call["function"].get("name"))
+        yield str(call["function"].get("arguments"))
+
+
+def _join(turn: Body, more: Body) -> Body:
+    """Return two neighbouring messages of the assistant as one."""
+    joined = turn | {name: value for name, value in more.items() if turn.get(name) is None}
+    for name in ("content", *THOUGHTS, "tool_calls"):
+        first, second = turn.get(name), more.get(name)
+        if not (first and second):
+            joined |= {name: first or second} if first or second else {}
+        elif isinstance(first, str) and isinstance(second, str):
+            joined[name] = first + second
+        else:
+            joined[name] = [*_parts(first), *_parts(second)]
+    return joined
+
+
+def _parts(content: Json) -> list[Json]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _as_given(turn: Body, answers: Sequence[Body]) -> Body | None:
+    """Return a turn of the agent as that one of the answers was given which says the same; the
+    latest if there are several, unless one is equal to the turn or has the ids of its calls."""
+    given = [same for answer in answers if (same := _same_answer(turn, answer)) is not None]
+    ids = [call.get("id") for call in _calls(turn)]
+    return max(
+        reversed(given),
+        key=lambda one: (one == turn, [call.get("id") for call in _calls(one)] == ids),
+        default=None,
+    )
+
+
+def _same_answer(turn: Body, answer: Body) -> Body | None:
+    """Return the turn as the answer was given; None if it says something else. Its thought is left
+    out if the agent leaves it out."""
+    if _said(turn) != _said(answer) or turn.get("function_call") != answer.get("function_call"):
+        return None
+    pairs = _paired(turn, answer)
+    if pairs is None:
+        return None
+    given = {name: value for name, value in turn.items() if name != "name"}
+    if _said(turn) and not answer.get("refusal"):
+        given["content"] = answer["content"]
+    if _thought(answer).strip() == _thought(turn).strip() != "":
+        given = {name: value for name, value in given.items() if name not in THOUGHTS}
+        given |= {name: answer[name] for name in THOUGHTS if answer.get(name)}
+    if pairs:
+        given["tool_calls"] = [
+            _with_text(call, made["function"].get("arguments") or "")
+            | ({"id": made["id"]} if made.get("id") else {})
+            for call, made in pairs
+        ]
+    return given
+
+
+def _paired(turn: Body, answer: Body) -> list[tuple[Body, Body]] | None:
+    """Return the calls of a turn with those of the answer, in its order; None if they differ."""
+    sent, made = _calls(turn), _calls(answer)
+    if len(sent) != len(made) or len(turn.get("tool_calls") or ()) != len(sent):
+        return None
+    by_id = {str(call.get("id")): call for call in sent}
+    if by_id.keys() == {str(call.get("id")) for call in made}:
+        sent = [by_id[str(call.get("id"))] for call in made]
+    pairs = list(zip(sent, made, strict=True))
+    for one, other in pairs:
+        if one["function"].get("name") != other["function"].get("name"):
+            return None
+        if not _means(one["function"].get("arguments"), other["function"].get("arguments")):
+            return None
+    return pairs
+
+
+def _with_text(call: Body, written: Json) -> Body:
+    """Return a call with the arguments that the model has `written`, if those that it has mean the
+    same."""
+    function = call["function"]
+    if not isinstance(written, str) or not _means(function.get("arguments"), written):
+        return call
+    return call | {"function": function | {"arguments": written}}
+
+
+def _means(received: Json, written: Json) -> bool:
+    """Whether an agent that was given the arguments `written` sends `received` for them: equal
+    JSON, or, for those that are no JSON object, an empty object or one with their text."""
+    if received == written or not (received or written):
+        return True
+    sent = _parsed(received) if isinstance(received, str | None) else received
+    own = _parsed(written) if isinstance(written, str | None) else written
+    if sent is not MALFORMED and _equal(sent, own):
+        return True
+    if isinstance(own, dict):
+        return False
+    return isinstance(sent, dict) and [*sent.values()] in ([], [written])
+
+
+MALFORMED = object()
+
+
+def _parsed(text: str | None) -> Any:
+    try:  # also half surrogates and 1e400, which msgspec refuses
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return MALFORMED
+
+
+def _equal(one: Json, other: Json) -> bool:
+    """Whether two JSON values are equal; in Python 1 == True."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    return bool(one == other)
+
+
+def _renamed(turn: Body, given: Body) -> dict[str, Json]:
+    """Return the new ids of a turn's calls by their old ones, if these are not known."""
+    pairs = zip(_calls(turn), _calls(given), strict=True)
+    new = {str(call.get("id")): other.get("id") for call, other in pairs}
+    return {} if new.keys() == {str(id) for id in new.values()} else new
 
 
 class ToolCalls:
@@ -105,19 +322,3 @@ def is_complete(arguments: str) -> bool:
     except (msgspec.DecodeError, RecursionError):
         return False
     return True
-
-
-def _functions(messages: Json) -> Iterator[tuple[str, Body]]:
-    """Yield id and function of each tool call in chat messages."""
-    for message in messages if isinstance(messages, list) else ():
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        for call in calls if isinstance(calls, list) else ():
-            if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
-                yield str(call.get("id")), function
-
-
-def _same_json(one: str, other: str) -> bool:
-    try:  # also for half surrogates and 1e400, which msgspec refuses
-        return bool(json.loads(one or "{}") == json.loads(other or "{}"))
-    except (ValueError, RecursionError):
-        return False

@@ -319,8 +319,7 @@ class CallHandler:
         sent, upstream = answered.sent, self._upstream
         choices = [choice for _, choice in sorted(answered.response.choices.items())]
         for choice in choices:
-            if choice.message.get("tool_calls"):
-                active.memory.remember(choice.message)
+            active.memory.remember(choice.message, sent.call.request.conversation)
         if sent.rows:
             return list(sent.rows)
         if any(choice.has_token_ids for choice in choices):

@@ -94,6 +94,7 @@ class ModelRequest(Struct, frozen=True):
     images: tuple[str, ...] = ()  # digests of the images that `messages` name, in order
     files: Mapping[str, Image] = {}  # by digest
     unseen: str = ""  # why one of its images has no digest
+    conversation: int | None = None  # key of `messages`, see `ConversationMemory.recall`
 
     @property
     def doubt(self) -> str:
@@ -145,14 +146,19 @@ def read_request(
         body = msgspec.json.decode(raw, type=dict[str, Any])
         with typed():
             translation = dialect.translate(body, memory)
-        fields = dict(translation.chat)  # a copy: `restore` below may change it
+        fields = dict(translation.chat)
     stream = value(fields, "stream")
     if stream is not None and not isinstance(stream, bool):
         why = f"{stream!r:.80} is neither true nor false"
         raise UntranslatableError("stream", why, code="invalid_type")
     logprobs, messages, prompt = (value(fields, k) for k in ("logprobs", "messages", "prompt"))
-    if memory.arguments and memory.restore(messages):  # in place, if translated
-        fields["messages"] = messages
+    conversation = None
+    if isinstance(messages, list):
+        said, conversation = memory.recall(messages, joined=translation is not None)
+        if said is not messages:
+            fields["messages"] = messages = said
+        if translation is not None:
+            translation.chat["messages"] = messages
     if "messages" not in fields and isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     return ModelRequest(
@@ -166,6 +172,7 @@ def read_request(
         asks_logprobs=logprobs is not None and logprobs is not False,
         messages=_dicts(messages),
         tools=_dicts(value(fields, "tools")),
+        conversation=conversation,
     )
 
 

@@ -369,7 +369,8 @@ class Delivery:
             if translation is not None:
                 with parsing(route, data, NO_TRANSLATION):
                     shown = translation.part(msgspec.json.decode(body), len(response.prompt))
-            self.shown = self.shown or (response.begun and not final)
+            words = response.begun and not final and shown  # which a translation may hold back
+            self.shown = self.shown or bool(words)
             if final:
                 held.append(shown)
             elif not self.shown:

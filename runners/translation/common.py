@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -201,31 +201,78 @@ def content(parts: list[Body]) -> Json:
     return parts
 
 
-def tool_call(id: Json, name: Json, arguments: Json) -> Body:
-    """Build a tool call of an assistant message."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+class Turns:
+    """The messages of a chat completion in the making. What the assistant says and calls are
+    messages of their own: `ConversationMemory.recall` makes one turn of neighbouring ones."""
+
+    def __init__(self, earlier: Iterable[Body] = ()) -> None:
+        self.messages = list(earlier)
+        self._run = 0  # of neighbouring messages of the assistant
+        self._calls: dict[str, tuple[str, int]] = {}  # id -> name and run
+        self._answered: set[str] = set()
+        for message in self.messages:
+            for call in message.get("tool_calls") or ():
+                self._calls[str(call["id"])] = call["function"]["name"], self._run
+
+    def add(self, role: str, content: Json) -> None:
+        self.messages.append({"role": role, "content": content})
+        self._run += role != "assistant"
+
+    def think(self, thought: str) -> None:
+        self.messages.append({"role": "assistant", "reasoning_content": thought})
+
+    def call(self, id: Json, name: Json, arguments: Json) -> None:
+        """Add a tool call of the assistant."""
+        function = {"name": name, "arguments": arguments}
+        calls = [{"id": id, "type": "function", "function": function}]
+        self.messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+        self._calls[str(id)] = str(name), self._run
+
+    def add_result(self, id: Json, output: Json, where: str, *, name: Json = None) -> None:
+        """Add what a call has returned; refuse a result without a call. `name`: of the call, where
+        the API allows results without an id."""
+        if name is not None and str(id) not in self._calls:
+            id = self._unanswered(name)
+        if str(id) not in self._calls:
+            what = f"of {name!r:.80}" if id is None else f"{id!r:.80}"
+            why = f"there is no call {what} before this result; send the call that it answers, too"
+            raise UntranslatableError(where, why, code="no_tool_call")
+        self._answered.add(str(id))
+        self.messages.append({"role": "tool", "tool_call_id": id, "content": output})
+        self._run += 1
+
+    def _unanswered(self, name: Json) -> str | None:
+        """Return the first unanswered call of a function in the latest turn that has one."""
+        calls = {id: call for id, call in self._calls.items() if id not in self._answered}
+        latest = max((run for called, run in calls.values() if called == name), default=0)
+        return next((id for id, call in calls.items() if call == (name, latest)), None)
 
 
-SEALED = "agentrl:"
+SEALED = b"agentrl:"
 
 
 def seal(thought: str) -> str:
-    """Encode reasoning as an opaque text that the agent sends back unread."""
-    return SEALED + b64encode(thought.encode()).decode()
+    """Encode reasoning as an opaque text that the agent sends back unread: base64, which clients
+    decode."""
+    return b64encode(SEALED + thought.encode()).decode()
 
 
 def unseal(given: Json) -> str:
     """Decode the reasoning in a sealed text; empty for anything else."""
-    if not isinstance(given, str) or not given.startswith(SEALED):
-        return ""
     try:
-        return b64decode(given.removeprefix(SEALED), validate=True).decode()
+        sealed = b64decode(padded(given), validate=True) if isinstance(given, str) else b""
+        return sealed.removeprefix(SEALED).decode() if sealed.startswith(SEALED) else ""
     except ValueError:
         return ""
 
 
-def thought_of(shown: str, sealed: Json) -> str:
-    """Return reasoning that the agent sent back as `shown`: as the model wrote it, which is in
-    `sealed`, unless the agent changed more than the white space around it."""
-    written = unseal(sealed)
+def padded(base64: str) -> str:
+    """Return base64 in the usual alphabet and with its padding; SDKs write that for URLs."""
+    usual = base64.rstrip("=").replace("-", "+").replace("_", "/")
+    return usual + "=" * (-len(usual) % 4)
+
+
+def thought_of(shown: str, written: str) -> str:
+    """Return reasoning that the agent sent back as `shown`: as the model has `written` it, if that
+    is known, unless the agent changed more than the white space around it."""
     return written if written and shown.strip() in ("", written.strip()) else shown

@@ -82,7 +82,9 @@ async def count_tokens(
     """Count a request's prompt tokens as rendered by the policy server. `prompt_of` converts it to
     a chat completion request; `field`: name of the count in the response."""
     raw, upstream = await read_body(request), endpoints.upstream
-    chat = prompt_of(msgspec.json.decode(raw, type=Body), caller.active.memory)
+    memory = caller.active.memory
+    chat = prompt_of(msgspec.json.decode(raw, type=Body), memory)
+    chat["messages"], _ = memory.recall(chat["messages"], joined=True)
 
     async def once(route: Route) -> web.StreamResponse:
         asked = chat | {"messages": await upstream.adapt(route, chat["messages"])}

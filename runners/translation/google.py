@@ -8,6 +8,7 @@ Source: https://ai.google.dev/api/generate-content
 from __future__ import annotations
 
 from functools import partial
+from itertools import groupby
 from uuid import uuid4
 
 import msgspec
@@ -15,28 +16,12 @@ import msgspec
 from agentrl.runners.dialects import base
 from agentrl.runners.dialects.base import Dialect, UntranslatableError
 from agentrl.runners.dialects.conversation import Body, ConversationMemory
-from agentrl.runners.translation import common
-from agentrl.runners.translation.messages import input_of, written_arguments
+from agentrl.runners.translation import common, google_json
+from agentrl.runners.translation.google_json import SAME
+from agentrl.runners.translation.messages import arguments_of, input_of
 from agentrl.types import Json
 
-# Field -> values that are ignored. Other values and unknown fields are refused.
-ALLOWED: dict[str, tuple[Json, ...]] = {
-    "cachedContent": (None, ""),
-    "candidateCount": (None, 1),
-    "responseModalities": (None, [], ["TEXT"]),
-    "responseMimeType": (None, "", "application/json", "text/plain"),
-}
-# Server options, dropped. A thinking budget has no effect on the policy.
-IDLE = {"labels", "safetySettings", "serviceTier", "store", "thinkingBudget", "includeThoughts"}
-# Tools that run on Google's servers, dropped.
-HOSTED = {"codeExecution", "fileSearch", "googleMaps", "googleSearch", "googleSearchRetrieval"}
-HOSTED |= {"urlContext"}
-TRANSLATED = {"contents", "generationConfig", "model", "systemInstruction", "toolConfig", "tools"}
-TRANSLATED |= {"responseJsonSchema", "responseSchema", "thinkingConfig", "thinkingLevel"}
-SAME = {"temperature": "temperature", "topP": "top_p", "topK": "top_k", "seed": "seed"}
-SAME |= {"maxOutputTokens": "max_completion_tokens", "stopSequences": "stop"}
-SAME |= {"presencePenalty": "presence_penalty", "frequencyPenalty": "frequency_penalty"}
-TYPES = {"ARRAY", "BOOLEAN", "INTEGER", "NULL", "NUMBER", "OBJECT", "STRING"}
+Part = tuple[str, Body]  # with its path
 MODES = {"AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none"}
 REASONS = {"length": "MAX_TOKENS", "content_filter": "SAFETY"}
 STATUS = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED"}
@@ -53,120 +38,133 @@ def error(status: int, code: str, message: str) -> Body:
 # -- the request -----------------------------------------------------------------------------------
 
 
-def chat_request(body: Body, memory: ConversationMemory, model: str) -> Body:
+def chat_request(body: Body, model: str) -> Body:
+    """Return the chat completion of a request as `google_json.read` returns it."""
     config = body.get("generationConfig") or {}
-    thinking = config.get("thinkingConfig") or {}
-    for fields, where in ((body, ""), (config, "generationConfig."), (thinking, "thinkingConfig.")):
-        common.refuse_unless(fields, ALLOWED, where)
-        for name in fields.keys() - ALLOWED.keys() - IDLE - TRANSLATED - SAME.keys():
-            raise common.impossible(f"{where}{name}", f"{fields[name]!r:.80}")
-    chat: Body = {SAME[k]: v for k, v in config.items() if k in SAME and v is not None}
-    system = base.joined((body.get("systemInstruction") or {}).get("parts"), "systemInstruction")
-    turns = [{"role": "system", "content": system}] if system else []
-    for index, content in enumerate(base.objects(body.get("contents"), "contents")):
-        _add(turns, content, f"contents[{index}]", memory)
-    if not turns:
+    chat: Body = {SAME[name]: value for name, value in config.items() if name in SAME}
+    turns = common.Turns()
+    if system := base.joined((body.get("systemInstruction") or {}).get("parts"), "system"):
+        turns.add("system", system)
+    contents = body.get("contents") or []
+    places = [(f"contents[{i}]", content) for i, content in enumerate(contents)]
+    for role, group in groupby(places, lambda place: _role(*place, alone=len(places) == 1)):
+        if role == "model":  # neighbouring contents are one turn
+            _add_answer(turns, [part for place in group for part in _parts(*place)])
+        else:
+            for place in group:
+                _add_input(turns, _parts(*place), place[0])
+    if not contents:
         raise UntranslatableError("contents", "must not be empty", code="missing_parameter")
-    chat |= {"model": model, "messages": turns}
-    if thinking.get("thinkingLevel"):
-        chat["reasoning_effort"] = str(thinking["thinkingLevel"]).lower()
-    if schema := config.get("responseJsonSchema") or config.get("responseSchema"):
-        wanted = {"name": "answer", "schema": _schema(schema), "strict": True}
+    chat |= {"model": model, "messages": turns.messages}
+    if level := (config.get("thinkingConfig") or {}).get("thinkingLevel"):
+        chat["reasoning_effort"] = str(level).lower()
+    schema = _only(config, "responseJsonSchema", "responseSchema", "generationConfig")
+    if schema:
+        wanted = {"name": "answer", "schema": schema, "strict": True}
         chat["response_format"] = {"type": "json_schema", "json_schema": wanted}
     elif config.get("responseMimeType") == "application/json":
         chat["response_format"] = {"type": "json_object"}
-    if tools := _tools(body.get("tools")):
+    if tools := _tools(body.get("tools") or []):
         chat["tools"] = tools
     calling = (body.get("toolConfig") or {}).get("functionCallingConfig") or {}
-    return chat | _tool_choice(calling, bool(tools))
+    return chat | _tool_choice(calling, {tool["function"]["name"] for tool in tools})
 
 
 def prompt_of(body: Body, memory: ConversationMemory, model: str) -> Body:
     """Return the chat completion whose prompt a countTokens request counts."""
     with base.typed():
-        return chat_request(body.get("generateContentRequest") or body, memory, model)
+        read = google_json.read(body, google_json.COUNT, "", [])
+        return chat_request(read.get("generateContentRequest") or read, model)
 
 
-def ignored(body: Body) -> list[str]:
-    """List the request's options that have no effect, and its hosted tools."""
-    thinking = (body.get("generationConfig") or {}).get("thinkingConfig") or {}
-    found = sorted(IDLE & (body.keys() | thinking.keys()))
-    hosted = (name for tool in body.get("tools") or () for name in tool if name in HOSTED)
-    return found + [f"tools: {name}" for name in hosted]
-
-
-def _tools(tools: Json) -> list[Body]:
+def _tools(tools: list[Body]) -> list[Body]:
     functions = []
-    for index, tool in enumerate(base.objects(tools, "tools")):
-        for name in tool.keys() - HOSTED - {"functionDeclarations"}:
-            raise common.impossible(f"tools[{index}]", f"{name!r:.80}")
-        where = f"tools[{index}].functionDeclarations"
-        for declared in base.objects(tool.get("functionDeclarations"), where):
-            schema = declared.get("parametersJsonSchema") or declared.get("parameters")
+    for index, tool in enumerate(tools):
+        for i, declared in enumerate(tool.get("functionDeclarations") or ()):
+            where = f"tools[{index}].functionDeclarations[{i}]"
+            base.text(declared.get("name"), f"{where}.name")
             function: Body = {k: declared[k] for k in ("name", "description") if k in declared}
-            function["parameters"] = _schema(schema or {"type": "object", "properties": {}})
+            schema = _only(declared, "parametersJsonSchema", "parameters", where)
+            function["parameters"] = schema or {"type": "object", "properties": {}}
             functions.append({"type": "function", "function": function})
     return functions
 
 
-def _tool_choice(calling: Body, offered: bool) -> Body:
-    mode, names = calling.get("mode"), calling.get("allowedFunctionNames") or []
-    if mode not in (None, "MODE_UNSPECIFIED", *MODES) or (
-        names and (mode, len(names)) != ("ANY", 1)
-    ):
-        what = f"mode {mode!r:.80} with {names!r:.80}"
-        raise common.impossible("toolConfig.functionCallingConfig", what)
-    if names:
+def _only(fields: Body, name: str, other: str, where: str) -> Json:
+    """Return the value of that one of two fields which is there."""
+    if name in fields and other in fields:
+        raise UntranslatableError(f"{where}.{name}", f"is there beside {other}; leave one out")
+    return fields.get(name, fields.get(other))
+
+
+def _tool_choice(calling: Body, offered: set[str]) -> Body:
+    where, mode = "toolConfig.functionCallingConfig", calling.get("mode")
+    names = calling.get("allowedFunctionNames") or []
+    if unknown := [name for name in names if name not in offered]:
+        raise UntranslatableError(where, f"{unknown!r:.80} are not among the functions offered")
+    if mode == "ANY" and len(names) == 1:
         return {"tool_choice": {"type": "function", "function": {"name": names[0]}}}
+    if mode not in (None, "MODE_UNSPECIFIED", *MODES) or (names and {*names} != offered):
+        raise common.impossible(where, f"mode {mode!r:.80} with {names!r:.80}")
     return {"tool_choice": MODES[mode]} if mode in MODES and offered else {}
 
 
-def _schema(schema: Json) -> Json:
-    """Convert Google's upper-case type names to those of JSON Schema."""
-    if isinstance(schema, list):
-        return [_schema(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    result = {name: _schema(inner) for name, inner in schema.items()}
-    kind = result.get("type")
-    return result | ({"type": kind.lower()} if isinstance(kind, str) and kind in TYPES else {})
-
-
-def _add(turns: list[Body], content: Body, where: str, memory: ConversationMemory) -> None:
-    """Append one content to `turns` as chat messages."""
-    role, thought = content.get("role") or "user", ""
+def _role(where: str, content: Body, *, alone: bool) -> str:
+    """Return the role of a content, which Google lets out only if there is no other content."""
+    role = content.get("role") or ("user" if alone else None)
     if role not in ("user", "model", "function"):
-        raise UntranslatableError(f"{where}.role", f"{role!r:.80} is not possible here")
-    turn: Body = {"role": "assistant" if role == "model" else "user", "content": None}
-    said: list[Body] = []
-    for index, part in enumerate(base.objects(content.get("parts"), f"{where}.parts")):
-        here = f"{where}.parts[{index}]"
-        thought = thought or common.unseal(part.get("thoughtSignature"))
+        why = f"{role!r:.80} is not possible here; it is user or model"
+        raise UntranslatableError(f"{where}.role", why)
+    return str(role)
+
+
+def _parts(where: str, content: Body) -> list[Part]:
+    """Return a content's parts, each with its path."""
+    parts = [(f"{where}.parts[{i}]", part) for i, part in enumerate(content.get("parts") or ())]
+    for here, part in parts:
+        said = google_json.SAID & part.keys()
+        if len(said) > 1 or not (said or "thoughtSignature" in part):
+            raise _impossible(part, here)
+    return parts
+
+
+def _add_answer(turns: common.Turns, parts: list[Part]) -> None:
+    """Append what the model has said. Its thought is in parts, in signatures or in both."""
+    thoughts = [(where, part.get("text")) for where, part in parts if part.get("thought")]
+    shown = "".join(base.text(text or "", where) for where, text in thoughts)
+    written = "".join(common.unseal(part.get("thoughtSignature")) for _, part in parts)
+    if thought := common.thought_of(shown, written):
+        turns.think(thought)
+    elif not parts:
+        turns.add("assistant", "")
+    for where, part in parts:
         if call := part.get("functionCall"):
-            id = str(call.get("id") or f"{where}.parts[{index}]")
-            arguments = written_arguments(call.get("args"), memory.arguments.get(id))
-            calls = turn.setdefault("tool_calls", [])
-            calls.append(common.tool_call(id, call.get("name"), arguments))
-        elif answer := part.get("functionResponse"):
-            output = _output(answer, f"{here}.functionResponse")
-            result = {"role": "tool", "tool_call_id": answer.get("id") or _pending(turns, answer)}
-            turns.append(result | {"content": output})
-        elif part.get("thought"):
-            text = base.text(part.get("text"), here)
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+            turns.call(call.get("id") or where, call.get("name"), arguments_of(call.get("args")))
         elif "text" in part:
+            if not part.get("thought"):
+                turns.add("assistant", base.text(part["text"], where))
+        elif "thoughtSignature" not in part:
+            raise _impossible(part, where)
+
+
+def _add_input(turns: common.Turns, parts: list[Part], where: str) -> None:
+    """Append what functions have returned, and then what the user says."""
+    if not parts:
+        raise UntranslatableError(f"{where}.parts", "must not be empty; leave the content out")
+    said: list[Body] = []
+    for here, part in parts:
+        if answer := part.get("functionResponse"):
+            here = f"{here}.functionResponse"
+            output, name = _output(answer, here), str(answer.get("name"))
+            turns.add_result(answer.get("id"), output, here, name=name)
+        elif "text" in part and not part.get("thought"):
             said.append({"type": "text", "text": base.text(part["text"], here)})
-        elif role != "model" and (image := _image(part)):
+        elif image := _image(part):
             said.append(image)
         else:
             raise _impossible(part, here)
     if said:
-        turn["content"] = common.content(said)
-    if role == "model":
-        hidden = {"reasoning_content": thought} if thought else {}
-        turns.append(hidden | turn)
-    elif turn["content"] is not None:
-        turns.append(turn)
+        turns.add("user", common.content(said))
 
 
 def _output(answer: Body, where: str) -> Json:
@@ -177,7 +175,7 @@ def _output(answer: Body, where: str) -> Json:
         plain = isinstance(output, str)
     text = output if plain else msgspec.json.encode(output).decode()
     said: list[Body] = [{"type": "text", "text": text}]
-    for index, part in enumerate(base.objects(answer.get("parts"), f"{where}.parts")):
+    for index, part in enumerate(answer.get("parts") or ()):
         image = _image(part)
         if image is None:
             raise _impossible(part, f"{where}.parts[{index}]")
@@ -191,23 +189,15 @@ def _image(part: Body) -> Body | None:
     kind = str(data.get("mimeType"))
     if not kind.startswith("image/"):
         return None
-    file = base.text(data.get("data"), "inlineData.data")
-    file = file.replace("-", "+").replace("_", "/")  # Google's SDK writes base64 for URLs
-    return common.image(f"data:{kind};base64,{file}{'=' * (-len(file) % 4)}")
+    file = common.padded(base.text(data.get("data"), "inlineData.data"))
+    return common.image(f"data:{kind};base64,{file}")
 
 
 def _impossible(part: Body, where: str) -> UntranslatableError:
-    what = f"a part with {', '.join(sorted(part)) or 'nothing'}"
+    kind = (part.get("inlineData") or {}).get("mimeType")
+    what = f"a part with {', '.join(sorted(part)) or 'nothing'}{f' of {kind}' if kind else ''}"
     why = f"{what} is not possible here, only text, images and functions; describe it in words"
     return UntranslatableError(where, why)
-
-
-def _pending(turns: list[Body], answer: Body) -> Json:
-    """Return the id for a response without one: the first unanswered call with its name."""
-    answered = {turn.get("tool_call_id") for turn in turns}
-    calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
-    same = (c for c in calls if c["function"]["name"] == answer.get("name"))
-    return next((c["id"] for c in same if c["id"] not in answered), None)
 
 
 # -- the answer ------------------------------------------------------------------------------------
@@ -218,13 +208,16 @@ class GoogleTranslation(common.ChatTranslation):
     thought before it, which the agent then sends back even if it does not show it."""
 
     def __init__(self, body: Body, memory: ConversationMemory, *, model: str, stream: bool) -> None:
-        chat = chat_request(body, memory, model) | ({"stream": True} if stream else {})
+        dropped: list[str] = []
+        read = google_json.read(body, google_json.REQUEST, "", dropped)
+        chat = chat_request(read, model) | ({"stream": True} if stream else {})
         self._thought = ""
+        self._held: Body | None = None  # the last part
         self._parts: list[Body] = []
         self._candidate: Body = {"content": {"role": "model", "parts": self._parts}, "index": 0}
         answer: Body = {"candidates": [self._candidate], "responseId": uuid4().hex}
         super().__init__(chat, answer, streamed=stream)
-        self.ignored = ignored(body)
+        self.ignored = google_json.listed(dropped)
 
     def _start(self, model: str, prompt_tokens: int) -> None:
         self.answer["modelVersion"] = model
@@ -258,10 +251,21 @@ class GoogleTranslation(common.ChatTranslation):
 
     def _end(self) -> None:
         self._candidate["finishReason"] = REASONS.get(self._finish, "STOP")
-        self._show()
+        if not self._parts:
+            self._parts.append({"text": ""})
+            self._show(self._parts[0])
+        if self._held is not None:
+            self._send(self._held)
 
-    def _show(self, *parts: Body) -> None:
-        shown = self._candidate | {"content": {"role": "model", "parts": parts}}
+    def _show(self, part: Body) -> None:
+        """Send the part before this one. The last part is sent with the end of the answer: SDKs
+        leave an answer out of their conversation, and the question, if an event has no part."""
+        if self._held is not None:
+            self._send(self._held)
+        self._held = part
+
+    def _send(self, part: Body) -> None:
+        shown = self._candidate | {"content": {"role": "model", "parts": [part]}}
         self._events.append(base.data_event(self.answer | {"candidates": [shown]}))
 
 

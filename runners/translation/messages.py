@@ -8,6 +8,7 @@ Source: https://docs.anthropic.com/en/api/messages
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -45,6 +46,16 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 THREAD_LOST = "thread_not_found"  # after this error the SDK sends the whole conversation
 KEPT = ("system", "tools")  # what the continuation of a thread does not repeat
+# What is read of tools, options, messages, and blocks by their type. Other fields have no effect on
+# the policy, and are listed; a mark for the cache of prompts changes no answer anywhere.
+READ = {"messages": {"role", "content"}, "output_config": {"effort", "format"}}
+READ["tools"] = {"name", "description", "strict", "input_schema", "type", "cache_control"}
+READ["tool_choice"] = {"type", "name", "disable_parallel_tool_use"}
+READ["text"] = {"type", "text", "cache_control"}
+READ["image"] = {"type", "source", "cache_control"}
+READ["thinking"] = {"type", "thinking", "signature"}
+READ["tool_use"] = {"type", "id", "name", "input", "cache_control"}
+READ["tool_result"] = {"type", "tool_use_id", "content", "is_error", "cache_control"}
 BROKEN = "INVALID_JSON"  # Anthropic's key for arguments that are not an object
 FAILED = "Error: "  # prefix of a failed tool's result; a chat completion has no such field
 
@@ -69,9 +80,12 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
         if not body.get(name):
             raise UntranslatableError(name, "Field required", code="missing_parameter")
     chat["max_completion_tokens"] = body["max_tokens"]
-    chat["messages"] = _system(body.get("system"))
+    turns = common.Turns()
+    if body.get("system") is not None:
+        turns.add("system", _text(body["system"], "system"))
     for index, message in enumerate(base.objects(body["messages"], "messages")):
-        chat["messages"] += _message(message, f"messages[{index}]", memory)
+        _add(turns, message, f"messages[{index}]")
+    chat["messages"] = turns.messages
     if chat["messages"][-1]["role"] == "assistant":
         why = "the last message is the assistant's; prefilling an answer is not supported"
         raise UntranslatableError("messages", why)
@@ -128,15 +142,27 @@ def prompt_of(body: Body, memory: ConversationMemory) -> Body:
 def ignored(body: Body) -> list[str]:
     """List the request's options that have no effect, and its hosted tools."""
     found = [name for name in sorted(IDLE & body.keys()) if body[name]]
-    return found + [f"tools: {tool['type']}" for tool in body.get("tools") or () if _hosted(tool)]
+    found += [f"tools: {tool['type']}" for tool in body.get("tools") or () if _hosted(tool)]
+    return found + sorted(set(_unread(body)))
+
+
+def _unread(body: Body) -> Iterator[str]:
+    """Yield fields inside of tools, blocks and options that have no effect."""
+    parts = [
+        ("tools", READ["tools"], tool) for tool in body.get("tools") or () if not _hosted(tool)
+    ]
+    parts += [(n, READ[n], body[n]) for n in ("output_config", "tool_choice") if body.get(n)]
+    for message in body["messages"]:
+        parts.append(("messages", READ["messages"], message))
+        for block in message["content"] if isinstance(message["content"], list) else ():
+            kind = block["type"]
+            parts.append((f"messages.{kind}", READ[kind], block))
+    for where, read, part in parts:
+        yield from (f"{where}.{name}" for name in part.keys() - read if part[name])
 
 
 def _hosted(tool: Body) -> bool:
     return str(tool.get("type")).startswith(HOSTED)
-
-
-def _system(system: Json) -> list[Body]:
-    return [] if system is None else [{"role": "system", "content": _text(system, "system")}]
 
 
 def _tool(tool: Body, index: int) -> Body:
@@ -161,33 +187,36 @@ def _tool_choice(choice: Body) -> Body:
     return chat | {"tool_choice": CHOICES[kind]}
 
 
-def _message(message: Body, where: str, memory: ConversationMemory) -> list[Body]:
-    """Convert one message to chat messages, in which each tool result is a message."""
+def _add(turns: common.Turns, message: Body, where: str) -> None:
+    """Append the chat messages of one message."""
     role, content = base.text(message.get("role"), f"{where}.role"), message.get("content")
+    where = f"{where}.content"
     if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    blocks = base.objects(content, f"{where}.content")
-    if role == "assistant":
-        return [_assistant(blocks, f"{where}.content", memory)]
-    if role == "system":
-        return _system(blocks)
-    if not blocks:
-        raise UntranslatableError(f"{where}.content", "must not be empty; leave the message out")
-    turns: list[Body] = []
+        turns.add(role, content)
+    elif role == "system":
+        turns.add(role, _text(content, where))
+    elif role == "assistant":
+        _add_answer(turns, base.objects(content, where), where)
+    elif blocks := base.objects(content, where):
+        _add_input(turns, blocks, where)
+    else:
+        raise UntranslatableError(where, "must not be empty; leave the message out")
+
+
+def _add_input(turns: common.Turns, blocks: list[Body], where: str) -> None:
+    """Append what a user says, and each tool result as a message of its own."""
+    said: list[Body] = []
     for index, block in enumerate(blocks):
-        here = f"{where}.content[{index}]"
-        if block.get("type") == "tool_result":
-            output = _output(block, f"{here}.content")
-            result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": output}
-            turns.append(result)
-        else:
-            if not turns or turns[-1]["role"] != "user":
-                turns.append({"role": "user", "content": []})
-            turns[-1]["content"].append(_part(block, here))
-    for turn in turns:
-        if turn["role"] == "user":
-            turn["content"] = common.content(turn["content"])
-    return turns
+        here = f"{where}[{index}]"
+        if block.get("type") != "tool_result":
+            said.append(_part(block, here))
+            continue
+        if said:
+            turns.add("user", common.content(said))
+        said = []
+        turns.add_result(block.get("tool_use_id"), _output(block, f"{here}.content"), here)
+    if said:
+        turns.add("user", common.content(said))
 
 
 def _output(block: Body, where: str) -> Json:
@@ -202,33 +231,24 @@ def _output(block: Body, where: str) -> Json:
     return text if text.startswith(failed) else failed + text
 
 
-def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Body:
-    # A policy may say nothing.
-    turn: Body = {"role": "assistant", "content": None if blocks else ""}
+def _add_answer(turns: common.Turns, blocks: list[Body], where: str) -> None:
+    if not blocks:  # a policy may say nothing
+        turns.add("assistant", "")
     for index, block in enumerate(blocks):
         here, kind = f"{where}[{index}]", block.get("type")
         if kind == "text":
-            turn["content"] = (turn["content"] or "") + base.text(block.get("text"), here)
+            turns.add("assistant", base.text(block.get("text"), here))
         elif kind == "thinking":
             text = base.text(block.get("thinking"), here)
-            text = common.thought_of(text, block.get("signature"))
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+            turns.think(common.thought_of(text, common.unseal(block.get("signature"))))
         elif kind == "tool_use":
-            id = block.get("id")
-            arguments = written_arguments(block.get("input"), memory.arguments.get(str(id)))
-            call = common.tool_call(id, block.get("name"), arguments)
-            turn.setdefault("tool_calls", []).append(call)
+            turns.call(block.get("id"), block.get("name"), arguments_of(block.get("input")))
         else:
             raise UntranslatableError(here, f"a block of type {kind!r:.80} is not possible here")
-    return turn
 
 
-def written_arguments(value: Json, written: str | None) -> str:
-    """Return the arguments of a tool call whose input the agent sent as `value`: the text that the
-    model has `written` if it is equivalent. Other white space would change the tokens, and the call
-    would not extend the previous one."""
-    if written is not None and input_of(written) == value:
-        return written
+def arguments_of(value: Json) -> str:
+    """Return the arguments of a tool call whose input the agent sent as `value`."""
     if isinstance(value, dict) and value.keys() == {BROKEN} and isinstance(value[BROKEN], str):
         return str(value[BROKEN])
     return msgspec.json.encode({} if value is None else value).decode()

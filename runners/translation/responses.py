@@ -83,7 +83,7 @@ def chat_request(
     items, reasoning = body.get("input"), body.get("reasoning") or {}
     if not isinstance(items, str):
         items, reasoning = _settings(base.objects(items, "input"), tools, reasoning)
-    chat["messages"] = [*system, *earlier, *_messages(items, memory)]
+    chat["messages"] = _messages([*system, *earlier], items, memory)
     if not chat["messages"]:
         raise UntranslatableError("input", "must not be empty", code="missing_parameter")
     if body.get("max_output_tokens") is not None:
@@ -154,25 +154,22 @@ def _reasoning(options: Body) -> Body:
     return {} if effort is None else {"reasoning_effort": effort}
 
 
-def _messages(items: Json, memory: ConversationMemory) -> list[Body]:
-    """Convert input items to chat messages; one turn of the assistant is one message."""
+def _messages(earlier: list[Body], items: Json, memory: ConversationMemory) -> list[Body]:
+    """Return the `earlier` chat messages and those of input items."""
+    turns = common.Turns(earlier)
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    turns: list[Body] = []
+        turns.add("user", items)
+        return turns.messages
     for index, item in enumerate(base.objects(items, "input")):
         _add(turns, item, f"input[{index}]", memory)
-    return turns
+    return turns.messages
 
 
-def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) -> None:
+def _add(turns: common.Turns, item: Body, where: str, memory: ConversationMemory) -> None:
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
     if kind == "message":
         role, content = base.text(item.get("role"), f"{where}.role"), item.get("content")
-        content = _content(content, f"{where}.content", plain=role == "assistant")
-        if role == "assistant" and "content" not in (turn := _turn(turns)):
-            turn["content"] = content
-        else:
-            turns.append({"role": role, "content": content})
+        turns.add(role, _content(content, f"{where}.content", plain=role == "assistant"))
     elif kind in ("function_call", "custom_tool_call", "computer_call"):
         id, arguments = item.get("call_id"), item.get("arguments")
         if kind == "computer_call":  # of a model that has the tool
@@ -181,20 +178,18 @@ def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) 
         if kind == "custom_tool_call":
             text = base.text(item.get("input"), f"{where}.input")
             arguments = arguments_of(text, memory.arguments.get(str(id)))
-        turn = _turn(turns)
-        turn.setdefault("content", None)
-        call = common.tool_call(id, flat_name(item.get("name"), item.get("namespace")), arguments)
-        turn.setdefault("tool_calls", []).append(call)
+        turns.call(id, flat_name(item.get("name"), item.get("namespace")), arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         output = _content(item.get("output"), f"{where}.output", plain=False)
-        turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        turns.add_result(item.get("call_id"), output, where)
     elif kind == "computer_call_output":
         output = _screenshot(item.get("output"), f"{where}.output")
-        turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        turns.add_result(item.get("call_id"), output, where)
     elif kind == "reasoning":
         shown = base.joined(item.get("content"), f"{where}.content")
-        if thought := common.thought_of(shown, item.get("encrypted_content")):
-            turns.append({"role": "assistant", "reasoning_content": thought})
+        sealed = common.unseal(item.get("encrypted_content"))
+        if thought := common.thought_of(shown, sealed):
+            turns.think(thought)
         else:
             _add(turns, _remembered(item.get("id"), where, memory), where, memory)
     elif kind == "item_reference":
@@ -210,14 +205,6 @@ def _remembered(id: Json, where: str, memory: ConversationMemory) -> Body:
         raise UntranslatableError(where, why, code="item_not_found")
     item: Body = memory.kept["items"][id]
     return item
-
-
-def _turn(turns: list[Body]) -> Body:
-    """Return the assistant message at the end of `turns`, appending one if there is none."""
-    last = turns[-1] if turns else {}
-    if last.get("role") != "assistant":
-        turns.append({"role": "assistant"})
-    return turns[-1]
 
 
 def _content(content: Json, where: str, *, plain: bool) -> Json:
@@ -264,7 +251,7 @@ class ResponsesTranslation(common.ChatTranslation):
         super().__init__(chat, _envelope(body), streamed=bool(body.get("stream")))
         self.ignored = ignored(body) + self._tools.ignored
         self._memory = memory if body.get("store") is not False else ConversationMemory()
-        self._conversation = chat["messages"][body.get("instructions") is not None :]
+        self._system = body.get("instructions") is not None  # not kept for later calls
         self._items: list[Body] = self.answer["output"]
         self._sequence = 0
 
@@ -335,10 +322,8 @@ class ResponsesTranslation(common.ChatTranslation):
             self.answer |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
         else:
             self.answer |= {"status": "completed", "completed_at": int(time.time())}
-        self._memory.kept["answers"][self.answer["id"]] = [
-            *self._conversation,
-            *_messages(self._items, self._memory),
-        ]
+        said = self.chat["messages"][self._system :]
+        self._memory.kept["answers"][self.answer["id"]] = _messages(said, self._items, self._memory)
         self._event(f"response.{self.answer['status']}", response=self.answer)
 
     def _add_item(self, item: Body) -> None:

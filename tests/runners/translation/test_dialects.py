@@ -15,14 +15,15 @@ from agentrl.runners.dialects import OWN, Dialect, UntranslatableError, dialect_
 from agentrl.runners.dialects.base import CHAT
 from agentrl.runners.dialects.conversation import ConversationMemory
 from agentrl.runners.gateway.request import read_request
-from agentrl.runners.translation import google, messages, responses
+from agentrl.runners.translation import google, google_json, messages, responses
 from agentrl.runners.translation.gateway import GOOGLE
 
 NAMES = sorted(
     {*responses.ALLOWED, *responses.IDLE, *responses.TRANSLATED}
     | {*messages.ALLOWED, *messages.IDLE, *messages.TRANSLATED}
-    | {*google.ALLOWED, *google.IDLE, *google.TRANSLATED, "parts", "functionCall", "response"}
-    | {"functionResponse", "functionDeclarations", "functionCallingConfig", "thought"}
+    | {*google_json.REQUEST, *google_json.CONFIG, *google_json.PART, *google_json.RESULT}
+    | {*google_json.DECLARATION, "function_declarations", "function_call", "parts", "thought"}
+    | {"functionDeclarations", "functionCallingConfig", "any_of", "nullable", "properties"}
     | {"type", "role", "content", "text", "source", "output", "name", "format", "effort", "stream"}
 )
 WORDS = ["user", "assistant", "message", "function_call", "function", "tool_use", "tool_result"]
