@@ -24,10 +24,23 @@ ANSWERS = ("thought", "words", "call")
 # Options that are another field of a chat completion, or part of what is compared as a whole.
 COMPARED = {
     *("model", "stream", "stream_options", "tools", "messages", "input", "instructions", "system"),
-    *("previous_response_id", "contents", "systemInstruction", "system_instruction", "generationConfig"),
+    *(
+        "previous_response_id",
+        "contents",
+        "systemInstruction",
+        "system_instruction",
+        "generationConfig",
+    ),
 }
-# No option, or one that the gateway's answers have anyway.
-EMPTY: tuple[Json, ...] = (None, [], {}, "", False, ["TEXT"], ["reasoning.encrypted_content"])
+EMPTY: tuple[Json, ...] = (None, [], {}, "", False)
+# Options whose value asks for what the gateway does anyway.
+USUAL: dict[str, Json] = {
+    "candidate_count": 1,
+    "include": ["reasoning.encrypted_content"],
+    "include_thoughts": True,
+    "response_modalities": ["TEXT"],
+    "thinking": {"type": "adaptive"},  # the policy decides when it thinks
+}
 RENAMED = {
     "max_tokens": ("max_tokens", "max_completion_tokens"),
     "max_output_tokens": ("max_tokens", "max_completion_tokens"),
@@ -299,7 +312,8 @@ def unheard(step: Step, console: list[str]) -> Iterator[str]:
         plainly = _snake(name)
         names = {name, plainly, *RENAMED.get(plainly, ())}
         listed = name.lower() in told or plainly in told
-        if value not in EMPTY and not listed and not names & read.keys():
+        usual = value in EMPTY or value == USUAL.get(plainly)
+        if not usual and not listed and not names & read.keys():
             yield f"option {name}"
 
 

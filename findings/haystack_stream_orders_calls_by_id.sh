@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Guess: if a model makes two tool calls in one answer, the next request has them in that order.
-# So it is: Haystack's Agent with an OpenAIResponsesChatGenerator keeps their order if the answer came whole, and reverses
-#   it if the answer was streamed: the second call first, and its result first.
-# Why it matters: the conversation that the policy reads in the next turn is not the one that it sampled, so the turns share
-#   no prefix beyond the first answer, and a template renders a step that never happened (save before draw). Nothing is
-#   reported, and evaluations that stream differ from those that do not.
+# Guess: if a model makes two tool calls in one answer, they run and come back in that order, streamed or not.
+# So it is: Haystack's Agent with an OpenAIResponsesChatGenerator keeps the order of an answer that came whole. If the answer
+#   is streamed, the calls are sorted by the ids of their items, which servers draw at random (`fc_68e1...`): half of the
+#   pairs come back reversed, the second call run first.
+# Why it matters: in these turns the policy reads a conversation that it did not sample (save, then draw), tools that depend
+#   on their order fail by a coin toss that no seed of the policy fixes, and the reward is that of another trajectory.
 set -eu
 folder=$(mktemp -d); trap 'rm -rf "$folder"' EXIT; cd "$folder"
 python3 -m venv env && env/bin/python -m pip install -q --disable-pip-version-check \
@@ -14,10 +14,11 @@ import json, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 
-CALLS = [
-    {"type": "function_call", "id": f"fc_{n}", "call_id": f"call_{n}", "name": name, "arguments": "{}", "status": "completed"}
-    for n, name in enumerate(("draw", "save"))
-]
+def calls(ids):
+    call = {"type": "function_call", "arguments": "{}", "status": "completed"}
+    return [call | {"id": id, "call_id": f"call_{name}", "name": name} for id, name in zip(ids, ("draw", "save"))]
+
+ids = []
 WORDS = [{"type": "message", "id": "m", "role": "assistant", "status": "completed",
           "content": [{"type": "output_text", "text": "Done.", "annotations": []}]}]
 asked = []
@@ -51,7 +52,7 @@ class Model(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         asked.append(body)
         called = any(item.get("type") == "function_call_output" for item in body["input"])
-        all_of_them = list(events(WORDS if called else CALLS))
+        all_of_them = list(events(WORDS if called else calls(ids)))
         if body.get("stream"):
             parts = (f"event: {e['type']}\ndata: {json.dumps(e | {'sequence_number': n})}\n\n" for n, e in enumerate(all_of_them))
             text, kind = "".join(parts), "text/event-stream"
@@ -83,13 +84,19 @@ def save() -> str:
 url, key = f"http://127.0.0.1:{server.server_port}/v1", Secret.from_token("k")
 print(*(f"{p} {version(p)}" for p in ("haystack-ai", "openai")), sep=", ")
 order = {}
-for callback in (None, lambda chunk: None):
-    asked.clear()
-    model = OpenAIResponsesChatGenerator(model="m", api_base_url=url, api_key=key)
-    tools = [create_tool_from_function(one) for one in (draw, save)]
-    Agent(chat_generator=model, tools=tools, streaming_callback=callback).run(messages=[ChatMessage.from_user("Draw and save.")])
-    back = [item["name"] for item in asked[-1]["input"] if item.get("type") == "function_call"]
-    order["streamed" if callback else "whole"] = back
-    print("the model called draw, save;", "streamed" if callback else "whole", "it reads", ", ".join(back))
-sys.exit(order != {"whole": ["draw", "save"], "streamed": ["save", "draw"]})
+for ids[:] in (["fc_68e1", "fc_f03b"], ["fc_f03b", "fc_68e1"]):
+    for callback in (None, lambda chunk: None):
+        asked.clear()
+        model = OpenAIResponsesChatGenerator(model="m", api_base_url=url, api_key=key)
+        tools = [create_tool_from_function(one) for one in (draw, save)]
+        agent = Agent(chat_generator=model, tools=tools, streaming_callback=callback)
+        agent.run(messages=[ChatMessage.from_user("Draw and save.")])
+        back = [item["name"] for item in asked[-1]["input"] if item.get("type") == "function_call"]
+        how = "streamed" if callback else "whole"
+        order[how, ids[0]] = back
+        print(f"draw is {ids[0]}, save is {ids[1]}; {how}: comes back as", ", ".join(back))
+sys.exit(order != {
+    ("whole", "fc_68e1"): ["draw", "save"], ("streamed", "fc_68e1"): ["draw", "save"],
+    ("whole", "fc_f03b"): ["draw", "save"], ("streamed", "fc_f03b"): ["save", "draw"],
+})
 PYTHON
