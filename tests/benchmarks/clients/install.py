@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,8 @@ class Client:
         else:
             pins = [one.rpartition("@") for one in self.npm]
         shown = [(name.partition("[")[0], version) for name, _, version in pins if version]
-        wanted = [pin for pin in shown if pin[0] in self.title] or shown[:1]
+        titled = re.split(r"[ ,]+", self.title)
+        wanted = [pin for pin in shown if pin[0] in titled] or shown[:1]
         return ", ".join(f"{name} {version}" for name, version in wanted)
 
     @property

@@ -32,6 +32,7 @@ COMPARED = {
         "generationConfig",
     ),
 }
+OTHERS = ("side", "subagent")  # roles that a harness's preset gives to calls beside the agent's
 EMPTY: tuple[Json, ...] = (None, [], {}, "", False)
 # Options whose value asks for what the gateway does anyway.
 USUAL: dict[str, Json] = {
@@ -95,21 +96,21 @@ class Cell:
     silent: list[str] = field(default_factory=list)
 
 
-def steps_of(played: Played, case: str, *, beside: bool = False) -> list[Step]:
-    """The calls of a case in their order: those of the agent, or those beside."""
+def steps_of(played: Played, case: str) -> list[Step]:
+    """The agent's calls of a case in their order, without those beside."""
     sent = [
         one
         for one, own in _by_case(played)
-        if (own, is_beside(one)) == (case, beside) and one.status == 200 and api_of(one.path)
+        if own == case and not _is_beside(one) and one.status == 200 and api_of(one.path)
     ]
-    asked = [one for one in played.asked if (one.case, one.beside) == (case, beside)]
+    asked = [one for one in played.asked if one.case == case and not one.beside]
     calls = {text_of(call.prompt): call for call in played.calls}
     known = [(a, calls[a.prompt]) for a in asked if a.prompt in calls]
     steps: list[Step] = []
     for one, pair in zip(sent, known, strict=False):
         refers = bool(steps) and bool(one.body.get("previous_response_id"))
         steps.append(Step(one, *pair, before=steps[-1] if refers else None))
-    return steps
+    return [step for step in steps if step.call.role not in OTHERS]
 
 
 def text_of(tokens: Int32) -> bytes:
@@ -126,7 +127,7 @@ def _by_case(played: Played) -> Iterator[tuple[SeenRequest, str]]:
         yield one, case
 
 
-def is_beside(one: SeenRequest) -> bool:
+def _is_beside(one: SeenRequest) -> bool:
     """Whether a request is none of the agent's own calls: it offers no tool for its work."""
     return not (api_of(one.path) and _offers_work(one))
 
@@ -236,7 +237,9 @@ def _changed(said: list[Item], back: list[Item]) -> str:
     if both[0] != both[1] and sorted(both[0]) == sorted(both[1]):
         return "reorders the calls"
     for old, new in zip(calls, sent, strict=False):
-        if how := arguments_changed(old.text, new):
+        if old.name != new.name:
+            found.append(f"sends a call of `{new.name}` in its place")
+        elif how := arguments_changed(old.text, new):
             found.append(how)
     return ", ".join(dict.fromkeys(found))
 

@@ -12,7 +12,6 @@ from agentrl.types import Json
 from tests.benchmarks.clients.drive import Played
 from tests.benchmarks.clients.install import Client
 from tests.benchmarks.clients.judge import (
-    ANSWERS,
     CLIENT,
     EXACT,
     NONE,
@@ -22,7 +21,6 @@ from tests.benchmarks.clients.judge import (
     cell_of,
     echo_of,
     given,
-    is_beside,
     steps_of,
 )
 from tests.benchmarks.clients.policy import CASES, Body, plain
@@ -35,7 +33,7 @@ HEAD = """# What clients send
 Real clients against the gateway, in front of a policy that answers by a script: words, a thought,
 one call, two calls at once, words between calls, arguments that are no JSON, and arguments with
 spaces and escapes that no JSON writer would choose. Each conversation asks twice, so every answer
-comes back in a later request. `make clients` installs the clients into `.clients` (3 GB), plays
+comes back in a later request. `make clients` installs the clients into `.clients` (4 GB), plays
 them and writes this page; the programs are in
 [`tests/benchmarks/clients`](../../tests/benchmarks/clients/agents).
 
@@ -49,9 +47,10 @@ EXPLAINED = """
 - *Calls only*: the `content` of an assistant message that has nothing but calls (chat completions).
 - *Arguments*: with odd spaces and escapes. `as sent` is byte for byte; the gateway restores the
   others by the call's id.
-- *Cut-off arguments*: how `{"a": 1, "b": 2` comes back, and what the client does about it.
+- *Cut-off arguments*: how `{"a": 1, "b": 2` comes back, and what follows. Where the API has objects
+  for arguments (Messages, generateContent), the gateway gives the text as `{"INVALID_JSON": text}`.
 - *Thought*: whether the policy's reasoning comes back, with which the next call continues exactly.
-- *Order*: of a call, words and a call, in that order.
+- *Order*: of an answer that is a call, words and a call; whole, the words come first.
 - *Beside*: what else it asks of the gateway while it plays the cases; a harness has a process for
   each of them.
 """
@@ -69,7 +68,7 @@ class Row:
 def row_of(played: Played) -> Row:
     steps = {case: steps_of(played, case) for case in CASES}
     row = Row(played.streamed, [cell_of(played, case) for case in CASES])
-    apis = Counter(api_of(one.path) for one in played.seen if not is_beside(one))
+    apis = Counter(step.api for each in steps.values() for step in each)
     called, odd = _pair(steps["call"]), _pair(steps["escapes"])
     row.facts = {
         "API": apis.most_common(1)[0][0] if apis else "-",
@@ -80,7 +79,7 @@ def row_of(played: Played) -> Row:
         "Ids": _ids(*called) if called else "-",
         "Name": _name(*called) if called else "-",
         "Order": _order(steps["words_between"]),
-        "Beside": _beside(played),
+        "Beside": _beside(played, {id(step.sent) for each in steps.values() for step in each}),
     }
     return row
 
@@ -111,7 +110,7 @@ def _arguments(before: Step, after: Step) -> str:
         return "as sent"
     if arguments_changed(written, calls[0]):
         return "changed"
-    return "as an object" if isinstance(calls[0].raw, dict) else "written again"
+    return "as an object" if isinstance(calls[0].raw, dict) else "re-serialised"
 
 
 def _malformed(played: Played, steps: list[Step]) -> str:
@@ -146,11 +145,12 @@ def _thought(steps: dict[str, list[Step]]) -> str:
     found = []
     for case in ("thought", "thought_call"):
         if (pair := _pair(steps[case])) is None:
-            return "-"
+            continue
         back = [item.text for item in echo_of(*pair) if item.kind == "thought"]
         found.append("left out" if not back else "sealed" if "(sealed)" in back[0] else "kept")
-    first, second = found
-    return first if first == second else f"{first}; with a call {second}"
+    if len(set(found)) < 2:
+        return found[0] if found else "-"
+    return f"{found[0]}; with a call {found[1]}"
 
 
 def _ids(before: Step, after: Step) -> str:
@@ -169,20 +169,22 @@ def _name(before: Step, after: Step) -> str:
 def _order(steps: list[Step]) -> str:
     if (pair := _pair(steps)) is None:
         return "-"
-    api, body = pair[1].api, pair[1].sent.body
-    kinds = [item.kind for item in items_of(api, body) if item.kind in ANSWERS]
-    return ", ".join(kinds[:3])
+    if pair[1].before is not None:
+        return "by `previous_response_id`"
+    kinds = [item.kind for item in echo_of(*pair) if item.kind != "thought"]
+    return ", ".join(kinds)
 
 
-def _beside(played: Played) -> str:
+def _beside(played: Played, own: set[int]) -> str:
+    """What is asked beside `own`, the ids of the agent's requests."""
     found: Counter[str] = Counter()
     for one in played.seen:
-        if not is_beside(one):
+        if id(one) in own:
             continue
         path = ATTEMPT.sub("", one.path.partition("?")[0])
         if api := api_of(one.path):
             texts = [item.text for item in items_of(api, one.body) if item.kind == "system"]
-            path = f"a call without the tool: {_cut(texts[0] if texts else '', 50)}"
+            path = f"a call with another system prompt: {_cut(texts[0] if texts else '', 80)}"
         found[path] += 1
     return "; ".join(f"{path} ({count} times)" for path, count in found.items()) or "-"
 

@@ -188,11 +188,12 @@ def render(body: Body) -> str:
     text = "".join(f"<tools>{json.dumps(tool)}</tools>\n" for tool in body.get("tools") or ())
     for message in body["messages"]:
         name = f" {message['name']}" if message.get("name") else ""
-        text += f"<|im_start|>{message['role']}{name}\n{_turn(message)}\n"
+        text += f"<|im_start|>{message['role']}{name}\n{render_turn(message)}\n"
     return text + "<|im_start|>assistant\n"
 
 
-def _turn(message: Body) -> str:
+def render_turn(message: Body) -> str:
+    """The tokens of an answer, and of the message that repeats it."""
     thought = message.get("reasoning_content") or message.get("reasoning") or ""
     text = f"<think>{thought}</think>" if thought else ""
     text += plain(message.get("content"))
@@ -210,7 +211,7 @@ def plain(content: Json) -> str:
 
 
 def _choice(asked: Asked) -> Body:
-    tokens = list(_turn(asked.answer).encode())
+    tokens = list(render_turn(asked.answer).encode())
     one = {"token": "?", "logprob": -0.5, "bytes": None, "top_logprobs": []}
     finish = "tool_calls" if "tool_calls" in asked.answer else "stop"
     logprobs = {"content": [one] * len(tokens)}
@@ -218,7 +219,7 @@ def _choice(asked: Asked) -> Body:
 
 
 def _usage(asked: Asked) -> Body:
-    prompt, completion = len(asked.prompt), len(_turn(asked.answer).encode())
+    prompt, completion = len(asked.prompt), len(render_turn(asked.answer).encode())
     # Few enough that no client summarizes its conversation.
     few = {"prompt_tokens": prompt // 100, "completion_tokens": completion // 100 + 1}
     return few | {"total_tokens": sum(few.values())}

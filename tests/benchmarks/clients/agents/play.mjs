@@ -16,6 +16,7 @@ export const SCHEMA = {
 };
 
 export function add({ a, b }) {
+  if (![a, b].every(Number.isInteger)) throw new TypeError("a and b are numbers");
   return String(a + b);
 }
 
