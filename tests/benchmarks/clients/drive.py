@@ -25,6 +25,8 @@ from tests.benchmarks.clients.install import HERE, Client
 from tests.benchmarks.clients.policy import CASES, Asked, ScriptedPolicy, questions
 
 RUN = "clients"
+# A harness ends with the first answer that calls no tool.
+ASKED_ONCE = tuple(case for case, items in CASES.items() if {*items} - {"thought", "words"})
 TIMEOUT = 240.0  # seconds for all conversations of a process
 
 
@@ -34,6 +36,7 @@ class Played:
 
     client: str
     streamed: bool
+    cases: tuple[str, ...] = tuple(CASES)
     outcomes: dict[str, str] = field(default_factory=dict)  # case -> the client's error, if any
     seen: list[SeenRequest] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
@@ -44,6 +47,8 @@ class Played:
 async def play(client: Client, *, streamed: bool) -> Played:
     """Play all cases: in one process, or a harness with a process for each."""
     policy, log, played = ScriptedPolicy(), RequestLog(), Played(client.name, streamed)
+    if client.harness:
+        played.cases = ASKED_ONCE
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, _console(played):
         config = _config(client, Path(folder))
         async with open_store(f"sqlite:///{folder}/store.db") as store, policy.serving() as url:
@@ -104,7 +109,7 @@ def _queue(client: Client, streamed: bool) -> list[NewRollout]:
             NewRollout(
                 id=case, index=n, task={"input": questions(case)[0], "files": files}, **common
             )
-            for n, case in enumerate(CASES)
+            for n, case in enumerate(ASKED_ONCE)
         ]
     task = {"streamed": streamed, "cases": {case: questions(case) for case in CASES}}
     return [NewRollout(id="all", index=0, task={"input": task}, **common)]

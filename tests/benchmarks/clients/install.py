@@ -52,7 +52,7 @@ class Client:
         else:
             pins = [one.rpartition("@") for one in self.npm]
         shown = [(name.partition("[")[0], version) for name, _, version in pins if version]
-        titled = re.split(r"[ ,]+", self.title)
+        titled = re.split(r"[ ,]+", self.title.lower())
         wanted = [pin for pin in shown if pin[0] in titled] or shown[:1]
         return ", ".join(f"{name} {version}" for name, version in wanted)
 

@@ -23,7 +23,7 @@ from tests.benchmarks.clients.judge import (
     given,
     steps_of,
 )
-from tests.benchmarks.clients.policy import CASES, Body, plain
+from tests.benchmarks.clients.policy import Body, plain
 from tests.benchmarks.clients.wire import api_of, items_of
 
 PAGE = Path("docs/reference/clients.md")
@@ -33,8 +33,9 @@ HEAD = """# What clients send
 Real clients against the gateway, in front of a policy that answers by a script: words, a thought,
 one call, two calls at once, words between calls, arguments that are no JSON, and arguments with
 spaces and escapes that no JSON writer would choose. Each conversation asks twice, so every answer
-comes back in a later request. `make clients` installs the clients into `.clients` (4 GB), plays
-them and writes this page; the programs are in
+comes back in a later request; a harness is asked once, and given the seven answers with a call.
+`make clients` installs the clients into `.clients` (4 GB), plays them and writes this page; the
+programs are in
 [`tests/benchmarks/clients`](../../tests/benchmarks/clients/agents).
 
 A conversation **continues exactly** if in the store the tokens of each call begin with those of the
@@ -66,8 +67,8 @@ class Row:
 
 
 def row_of(played: Played) -> Row:
-    steps = {case: steps_of(played, case) for case in CASES}
-    row = Row(played.streamed, [cell_of(played, case) for case in CASES])
+    steps = {case: steps_of(played, case) for case in played.cases}
+    row = Row(played.streamed, [cell_of(played, case) for case in played.cases])
     apis = Counter(step.api for each in steps.values() for step in each)
     called, odd = _pair(steps["call"]), _pair(steps["escapes"])
     row.facts = {
@@ -144,7 +145,7 @@ def _outcome(played: Played) -> str:
 def _thought(steps: dict[str, list[Step]]) -> str:
     found = []
     for case in ("thought", "thought_call"):
-        if (pair := _pair(steps[case])) is None:
+        if (pair := _pair(steps.get(case, []))) is None:
             continue
         back = [item.text for item in echo_of(*pair) if item.kind == "thought"]
         found.append("left out" if not back else "sealed" if "(sealed)" in back[0] else "kept")
