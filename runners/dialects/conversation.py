@@ -206,7 +206,7 @@ def _same_answer(turn: Body, answer: Body) -> Body | None:
 def _paired(turn: Body, answer: Body) -> list[tuple[Body, Body]] | None:
     """Return the calls of a turn with those of the answer, in its order; None if they differ."""
     sent, made = _calls(turn), _calls(answer)
-    if len(sent) != len(made) or len(turn.get("tool_calls") or ()) != len(sent):
+    if len(sent) != len(made) or (turn.get("tool_calls") and not sent):
         return None
     by_id = {str(call.get("id")): call for call in sent}
     if by_id.keys() == {str(call.get("id")) for call in made}:

@@ -138,7 +138,7 @@ def _add_answer(turns: common.Turns, parts: list[Part]) -> None:
     elif not parts:
         turns.add("assistant", "")
     for where, part in parts:
-        if call := part.get("functionCall"):
+        if (call := part.get("functionCall")) is not None:
             turns.call(call.get("id") or where, call.get("name"), arguments_of(call.get("args")))
         elif "text" in part:
             if not part.get("thought"):
@@ -153,9 +153,9 @@ def _add_input(turns: common.Turns, parts: list[Part], where: str) -> None:
         raise UntranslatableError(f"{where}.parts", "must not be empty; leave the content out")
     said: list[Body] = []
     for here, part in parts:
-        if answer := part.get("functionResponse"):
+        if (answer := part.get("functionResponse")) is not None:
             here = f"{here}.functionResponse"
-            output, name = _output(answer, here), str(answer.get("name"))
+            output, name = _output(answer, here), str(answer.get("name") or "")
             turns.add_result(answer.get("id"), output, here, name=name)
         elif "text" in part and not part.get("thought"):
             said.append({"type": "text", "text": base.text(part["text"], here)})
@@ -204,15 +204,16 @@ def _impossible(part: Body, where: str) -> UntranslatableError:
 
 
 class GoogleTranslation(common.ChatTranslation):
-    """Sends a function call once it is complete, as Google does. The signature of a call holds the
-    thought before it, which the agent then sends back even if it does not show it."""
+    """Sends a function call once it is complete, as Google does. The signature of a call, or of the
+    last part, holds the thought before it, which the agent then sends back even if it does not show
+    it."""
 
     def __init__(self, body: Body, memory: ConversationMemory, *, model: str, stream: bool) -> None:
         dropped: list[str] = []
         read = google_json.read(body, google_json.REQUEST, "", dropped)
         chat = chat_request(read, model) | ({"stream": True} if stream else {})
         self._thought = ""
-        self._held: Body | None = None  # the last part
+        self._held: list[Body] = []  # parts that are yet to be sent
         self._parts: list[Body] = []
         self._candidate: Body = {"content": {"role": "model", "parts": self._parts}, "index": 0}
         answer: Body = {"candidates": [self._candidate], "responseId": uuid4().hex}
@@ -254,19 +255,24 @@ class GoogleTranslation(common.ChatTranslation):
         if not self._parts:
             self._parts.append({"text": ""})
             self._show(self._parts[0])
-        if self._held is not None:
-            self._send(self._held)
+        if self._thought and not self._parts[-1].get("thought"):
+            seal = {"thoughtSignature": common.seal(self._thought)}
+            self._parts[-1] |= seal
+            self._held[-1] = self._held[-1] | seal
+        self._send()
 
     def _show(self, part: Body) -> None:
-        """Send the part before this one. The last part is sent with the end of the answer: SDKs
-        leave an answer out of their conversation, and the question, if an event has no part."""
-        if self._held is not None:
-            self._send(self._held)
-        self._held = part
+        """Send the parts before this one. The last are sent with the end of the answer: SDKs leave
+        an answer out of their conversation, and the question, if an event has no part. Calls in a
+        row are sent together: some clients take those of two events for one."""
+        if self._held and not all("functionCall" in one for one in (*self._held, part)):
+            self._send()
+        self._held.append(part)
 
-    def _send(self, part: Body) -> None:
-        shown = self._candidate | {"content": {"role": "model", "parts": [part]}}
+    def _send(self) -> None:
+        shown = self._candidate | {"content": {"role": "model", "parts": self._held}}
         self._events.append(base.data_event(self.answer | {"candidates": [shown]}))
+        self._held = []
 
 
 def dialect(model: str, *, stream: bool) -> Dialect:

@@ -36,7 +36,7 @@ def read(given: Json, fields: Fields, where: str, dropped: list[str]) -> Body:
         here, what = f"{where}.{name}".lstrip("."), fields.get(name)
         if what is None:
             raise common.impossible(here, f"{value!r:.80}")
-        if value is None:
+        if value is None or (what is DROPPED and value == []):
             continue
         if what is KEPT:
             result[name] = value
