@@ -10,7 +10,7 @@ set -eu
 folder=$(mktemp -d); trap 'rm -rf "$folder"' EXIT; cd "$folder"
 python3 -m venv env && env/bin/python -m pip install -q --disable-pip-version-check \
     "smolagents[openai]==1.26.0" openai==3.57.0 2>pip.txt || { cat pip.txt; exit 2; }
-env/bin/python - <<'PYTHON'
+cat > try.py <<'PYTHON'
 import json, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
@@ -63,3 +63,4 @@ as_calls = any(m.get("tool_calls") or m["role"] == "tool" for m in second["messa
 words = any("Calling tools:" in json.dumps(m) for m in second["messages"] if m["role"] == "assistant")
 sys.exit(as_calls or not words or "Calling tools:" not in (second.get("stop") or ()))
 PYTHON
+env/bin/python try.py

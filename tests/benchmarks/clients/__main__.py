@@ -10,21 +10,14 @@ and neither the console nor the call's `ignored` says so. `--page` writes docs/r
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import multiprocessing
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
-from tests.benchmarks.clients.drive import play
 from tests.benchmarks.clients.install import FOLDER, clients
 from tests.benchmarks.clients.judge import CLIENT, EXACT, GATEWAY, NONE
-from tests.benchmarks.clients.page import PAGE, Row, row_of, write
-
-
-def measured(name: str, streamed: bool) -> Row:
-    (client,) = clients([name])
-    return row_of(asyncio.run(play(client, streamed=streamed)))
+from tests.benchmarks.clients.page import PAGE, Row, measured, write
 
 
 def figures(rows: dict[str, list[Row]]) -> dict[str, float]:

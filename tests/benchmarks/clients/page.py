@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections import Counter
@@ -9,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.types import Json
-from tests.benchmarks.clients.drive import Played
-from tests.benchmarks.clients.install import Client
+from tests.benchmarks.clients.drive import Played, play
+from tests.benchmarks.clients.install import Client, clients
 from tests.benchmarks.clients.judge import (
     CLIENT,
     EXACT,
@@ -64,6 +65,12 @@ class Row:
     streamed: bool
     cells: list[Cell]
     facts: dict[str, str] = field(default_factory=dict)
+
+
+def measured(name: str, streamed: bool) -> Row:
+    """Play a client of clients.toml, in a process of its own."""
+    (client,) = clients([name])
+    return row_of(asyncio.run(play(client, streamed=streamed)))
 
 
 def row_of(played: Played) -> Row:
@@ -198,9 +205,9 @@ def _cut(text: Json, length: int = 60) -> str:
 # -- the page --------------------------------------------------------------------------------------
 
 
-def write(rows: dict[str, list[Row]], clients: list[Client], failed: dict[str, str]) -> str:
+def write(rows: dict[str, list[Row]], chosen: list[Client], failed: dict[str, str]) -> str:
     """The page; `failed`: why a client could not be installed."""
-    shown = [client for client in clients if client.name in rows]
+    shown = [client for client in chosen if client.name in rows]
     names = list(rows[shown[0].name][0].facts) if shown else []
     lines = [HEAD, "## Whether it continues exactly", ""]
     lines += [
@@ -215,7 +222,7 @@ def write(rows: dict[str, list[Row]], clients: list[Client], failed: dict[str, s
         lines += ["", "## Not installed", "", "| client | versions | why |", "|---|---|---|"]
         lines += [
             f"| {client.title} | {client.versions} | {_cut(failed[client.name], 120)} |"
-            for client in clients
+            for client in chosen
             if client.name in failed
         ]
     return "\n".join(lines) + "\n"
