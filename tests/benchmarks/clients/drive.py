@@ -89,7 +89,8 @@ def _config(client: Client, folder: Path) -> RunConfig:
         workspace: Any = {"workspace": WorkspaceConfig(source="task.files", folder=str(folder))}
         agent = AgentConfig(harness=client.harness, command=[str(program.absolute())])
         return RunConfig(agent=agent, **common, **workspace)
-    programs = client.folder / "agents"  # node looks for packages beside the program
+    # Node looks for packages above the program. Others of the same folder may run meanwhile.
+    programs = client.folder / "agents" / folder.name
     shutil.copytree(HERE / "agents", programs, dirs_exist_ok=True)
     python = client.folder / "bin" / "python"
     start = ["node"] if client.npm else [str(python.absolute())]
