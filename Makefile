@@ -17,7 +17,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo look smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-vllm templates test-harnesses test-frameworks test-environments check clean
-.PHONY: docs reference gallery constraints licenses release
+.PHONY: clients docs reference gallery constraints licenses release
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -87,6 +87,10 @@ FRAMEWORKS := $(patsubst examples/frameworks/%/requirements.txt,%,$(wildcard exa
 
 test-frameworks: $(STAMP) $(FRAMEWORKS:%=.frameworks/%/.installed) ## Install the frameworks of the recipes, each apart, and run them
 	$(BIN)/python -m pytest -rs tests/frameworks
+
+clients: $(STAMP) ## Install 46 clients (4 GB), play a script with each and write docs/reference/clients.md
+	@$(BIN)/python -m tests.benchmarks.clients.install
+	$(BIN)/python -m tests.benchmarks.clients --page
 
 ENVIRONMENTS := $(patsubst tests/environments/%/figures.py,%,$(wildcard tests/environments/*/figures.py))
 
@@ -233,4 +237,4 @@ templates: $(NEWEST)/.installed ## Write docs/reference/templates.md: what templ
 	@touch $@
 
 clean: ## Remove the virtual environments, all runs, the site and the built packages
-	rm -rf $(VENV) $(SMOLLM) $(ENGINES) $(NEWEST) $(TEMPLATES) $(DOCS) .harnesses .frameworks .environments runs gallery site dist
+	rm -rf $(VENV) $(SMOLLM) $(ENGINES) $(NEWEST) $(TEMPLATES) $(DOCS) .harnesses .frameworks .clients .environments runs gallery site dist

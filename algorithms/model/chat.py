@@ -212,8 +212,8 @@ def template_message(
 
 
 def _edited(message: dict[str, Json]) -> dict[str, Json]:
-    """What transformers makes of a message since 5.21.1 before a template sees it, so that older ones
-    render the same prompt: no keys of null, and reasoning by the names that templates read."""
+    """What transformers makes of a message since 5.21.1 before a template sees it, so that older
+    ones render the same prompt: no keys of null, and reasoning by the names that templates read."""
     message = {key: value for key, value in message.items() if value is not None}
     if reasoning := [message[name] for name in REASONING if name in message]:
         message = {"thinking": reasoning[0], **message, "reasoning_content": reasoning[0]}
