@@ -85,7 +85,7 @@ def check_failed(config: RunConfig, collected: Collected) -> None:
         same_cause(row.failure) for row in failed
         if row.failure and row.failure.kind not in EXPECTED
     )  # fmt: skip
-    ((cause, count),) = causes.most_common(1) or [(None, 0)]
+    cause, count = next(iter(causes.most_common(1)), (None, 0))
     if count < FEWEST or count <= config.max_failed * len(rollouts):
         return
     first = next(row for row in failed if row.failure and same_cause(row.failure) == cause)

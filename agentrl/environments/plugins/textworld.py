@@ -17,7 +17,7 @@ class TextWorldGame(Episode):
 
         names = "objective description inventory max_score admissible_commands policy_commands"
         self.env = textworld.start(file, textworld.EnvInfos(**dict.fromkeys(names.split(), True)))
-        self.limit, self.commands, self.turns, self.score = limit, commands, 0, 0
+        self.limit, self.commands, self.turns, self.score = limit, commands, 0, 0.0
 
     def seen(self, state: Any, feedback: str = "") -> str:
         known = [state.objective, feedback, state.description, state.inventory]
