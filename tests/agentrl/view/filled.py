@@ -133,7 +133,7 @@ def outcome(attempt: Attempt, i: int, made: list[Transition]) -> Outcome:
 
 async def step(store, run: str, epoch: int, n: int, *, flat: bool = False) -> None:
     """One training step of one group."""
-    group = f"{run}/train/{n:07}"
+    group = f"{run}/train/g{n:07}"
     seats = {"critic": "policy@3"}
     rows = [
         NewRollout(

@@ -115,7 +115,7 @@ def test_filters_and_pages_without_repeats_while_rows_arrive(
     while more := page.query_selector("a[rel=next]"):
         page.goto(address + "/find/run" + more.get_attribute("href"))
         found += page.eval_on_selector_all("td a", "all => all.map(a => a.title)")
-    expected = {f"run/train/{n:07}/{i:04}" for n in range(16) for i in range(4)}
+    expected = {f"run/train/g{n:07}/{i:04}" for n in range(16) for i in range(4)}
     expected.add("run/queued/0")
     assert len(found) == len(set(found))
     assert set(found) == expected
