@@ -16,7 +16,7 @@ from agentrl.config.python import given
 from agentrl.errors import ConfigError
 from agentrl.run_files import hints
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RUN_FILES = sorted(
     path for path in (ROOT / "examples").rglob("*.toml") if "[policy" in path.read_text()
 )
