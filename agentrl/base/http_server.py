@@ -21,6 +21,8 @@ NO_KEY = "the API key is missing or unknown; send one of engine.key_env as a bea
 KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")  # of Anthropic, Google and Azure
 NAMING = ("host", "content-type", "origin")  # headers that tell a web page from a program
 HEADER = ("utf-8", "surrogateescape")  # how aiohttp decodes headers
+LARGEST_TEXT = 16 * 2**20  # bytes of a request without files
+FILES = (b"base64", b"inlineData", b"inline_data", b"input_audio", b"file_data")  # announce files
 REQUEST_TIMEOUT = 120.0  # seconds for the headers, and again for the body
 
 
@@ -111,17 +113,38 @@ def ask_for_key(access: Access) -> Middleware:
 
 
 async def read_body(request: web.Request, timeout: float = REQUEST_TIMEOUT) -> bytes:
-    """The body of a request, without a byte order mark. Raises HTTPRequestTimeout if it does not
-    arrive within `timeout` seconds; aiohttp then closes the connection after the response."""
-    if request.content.is_eof():  # most bodies arrive with the headers
-        return (await request.read()).removeprefix(BOM_UTF8)
+    """The body of a request, without a byte order mark.
+
+    Raises HTTPRequestEntityTooLarge as soon as more than LARGEST_TEXT bytes have come and nothing
+    says that files are among them, and HTTPRequestTimeout if the body does not arrive within
+    `timeout` seconds; aiohttp then closes the connection after the response."""
+    largest = min(LARGEST_TEXT, request.client_max_size or LARGEST_TEXT)
+    if request.content.is_eof() and request.content.total_bytes <= largest:
+        return (await request.read()).removeprefix(BOM_UTF8)  # most arrive with the headers
     try:
         async with asyncio.timeout(timeout):
-            return (await request.read()).removeprefix(BOM_UTF8)
+            return (await _read_checked(request)).removeprefix(BOM_UTF8)
     except TimeoutError:
         raise web.HTTPRequestTimeout(
             text=f"the request's body did not arrive within {timeout:g} s"
         ) from None
+
+
+async def _read_checked(request: web.Request) -> bytes:
+    body, most = bytearray(), request.client_max_size
+    async for part in request.content.iter_any():
+        small = len(body) <= LARGEST_TEXT
+        body += part
+        if 0 < most < len(body):
+            raise _too_large(most, f"the request is larger than {most} bytes")
+        if small and len(body) > LARGEST_TEXT and not any(map(body.__contains__, FILES)):
+            said = "bytes of text, which no model's context has room for: shorten its messages"
+            raise _too_large(LARGEST_TEXT, f"the request has more than {LARGEST_TEXT} {said}")
+    return bytes(body)
+
+
+def _too_large(most: int, why: str) -> web.HTTPRequestEntityTooLarge:
+    return web.HTTPRequestEntityTooLarge(max_size=most, actual_size=most + 1, text=why)
 
 
 def given_key(headers: Mapping[str, str]) -> str:

@@ -41,6 +41,8 @@ OTHERS = ("input_audio", "audio_url", "video_url", "video", "file")
 class SeeingChat(Chat):
     """A `Chat` of a policy with `ImageInputs`."""
 
+    text_only = False
+
     def __init__(self, tokenizer: Tokenizer, codec: Codec, eyes: ImageInputs) -> None:
         super().__init__(tokenizer, codec)
         self._eyes = eyes
@@ -50,14 +52,15 @@ class SeeingChat(Chat):
 
     async def fetch(self, messages: bytes) -> None:
         """Number the images of a request. Raises RequestError for one that cannot be seen."""
-        catalogue, urls = self._eyes.catalogue, image_urls(msgspec.json.decode(messages))
+        # Images may be large, so they are read beside the event loop.
+        catalogue, urls = self._eyes.catalogue, await asyncio.to_thread(_urls_in, messages)
         named = [url.removeprefix(SCHEME) for url in urls if url.startswith(SCHEME)]
         missing = [digest for digest in named if catalogue.find(digest) is None]
         # A known image may have to be encoded again, once its embeddings are dropped.
         gone = [d for d in named if d not in self._eyes.served and catalogue.file(d) is None]
         wanted = list(dict.fromkeys([*missing, *gone]))
         files = dict(await self._eyes.source(wanted)) if wanted and self._eyes.source else {}
-        files |= {sha256(body).hexdigest(): body for body in map(data_of, urls) if body}
+        files |= await asyncio.to_thread(_files_in, urls)
         if lost := [digest for digest in wanted if digest not in files]:
             raise RequestError(
                 f"image {lost[0][:12]} is not in the store of this run; send it as a data URL",
@@ -185,6 +188,15 @@ def image_urls(messages: Any) -> list[str]:
                 )
             found.append(url)
     return found
+
+
+def _urls_in(messages: bytes) -> list[str]:
+    return image_urls(msgspec.json.decode(messages))
+
+
+def _files_in(urls: list[str]) -> dict[str, bytes]:
+    """The files of data URLs by digest."""
+    return {sha256(body).hexdigest(): body for body in map(data_of, urls) if body}
 
 
 def image_files(messages: Any) -> list[bytes]:

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 from uuid import uuid4
 
@@ -14,7 +14,7 @@ import jinja2
 import msgspec
 
 from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.text import Codec
+from agentrl.algorithms.model.text import TOKEN_BYTES, ByteCache, Codec
 from agentrl.base.parts import installed_plugins
 from agentrl.types import Json
 
@@ -22,7 +22,7 @@ log = logging.getLogger("agentrl.algorithm")
 FIELDS = (TypeError, ValueError, LookupError, AttributeError)  # of a template, on odd messages
 BLIND = "tools_not_rendered"  # the code of an error: the model would not see the tools
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message, the first wins
-CACHED_PROMPTS = 1024  # cached prompts: the rollouts of a group start with the same request
+CACHED_PROMPTS = 2**27  # bytes of cached prompts: rollouts of a group start with the same request
 
 
 class ErrorDetail(msgspec.Struct):
@@ -60,9 +60,11 @@ class WrittenArguments(dict[str, Any]):
 class Chat:
     """Renders requests. Invariant: equal bytes give equal tokens."""
 
+    text_only = True  # whether all of a request is text
+
     def __init__(self, tokenizer: Tokenizer, codec: Codec) -> None:
         self._tokenizer, self._codec = tokenizer, codec
-        self.prompt = lru_cache(CACHED_PROMPTS)(self._prompt)
+        self._prompts = ByteCache[tuple[int, ...]](CACHED_PROMPTS)
         self.blind: Future[str] = Future()  # a sentence, once a request had tools in vain
         self._shown: set[bytes] = set()  # tool definitions that the template is known to render
 
@@ -73,10 +75,20 @@ class Chat:
         encode = msgspec.json.encode
         return self.prompt(encode(messages), encode(tools or None), encode(options))
 
-    def _prompt(self, messages: bytes, tools: bytes, options: bytes) -> tuple[int, ...]:
-        """Token ids of a request's JSON `messages`, `tools` and `chat_template_kwargs`.
+    def prompt(self, messages: bytes, tools: bytes, options: bytes) -> tuple[int, ...]:
+        """Token ids of a request's JSON `messages`, `tools` and `chat_template_kwargs`. For any
+        thread.
 
-        Raises RequestError if they are not valid for chat completions."""
+        Raises RequestError if they are not valid for chat completions, and TooLongError."""
+        key = messages, tools, options
+        found = self._prompts.get(key)
+        if found is None:
+            found = self._prompt(*key)
+            if len(found) < self._codec.limit:  # else it is refused
+                self._prompts.put(key, found, sum(map(len, key)) + TOKEN_BYTES * len(found))
+        return found
+
+    def _prompt(self, messages: bytes, tools: bytes, options: bytes) -> tuple[int, ...]:
         conversation = [self.message(item, index) for index, item in enumerate(_list(messages))]
         if not conversation:
             raise RequestError("messages is empty: send at least one", param="messages")

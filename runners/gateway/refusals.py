@@ -190,8 +190,7 @@ def _meaning(request: web.Request, error: BaseException) -> tuple[int, str, str]
         case AgentRLError():
             return 503, "unavailable", str(error)
         case web.HTTPRequestEntityTooLarge():
-            why = f"the request is larger than {request.client_max_size} bytes"
-            return 413, "too_large", why
+            return 413, "too_large", str(error.text)
         case web.HTTPRequestTimeout():
             return 408, "request_timeout", str(error.text)
     assert isinstance(error, web.HTTPException)

@@ -201,16 +201,21 @@ class Admission:
             raise RequestError(
                 f"token {token} is not one of the model's {size} tokens", param="prompt"
             )
-        if len(prompt) >= (longest := self.engine.max_context):
-            limits = context_length(self.engine.model), regime_end(self.engine.model)
-            own = longest in limits
-            raise RequestError(
-                f"the model's context is {longest} tokens, and the prompt of {len(prompt)} tokens "
-                "leaves no room to answer; shorten the messages or "
-                + ("take a model with a longer one" if own else "raise engine.max_context"),
-                param="messages",
-                code="context_length_exceeded",
-            )
+        if len(prompt) >= self.engine.max_context:
+            raise self.too_long(f"{len(prompt)} tokens")
+
+    def too_long(self, size: str) -> RequestError:
+        """The error of a prompt of this size, which leaves no room to answer."""
+        longest = self.engine.max_context
+        model = self.engine.model
+        own = longest in (context_length(model), regime_end(model))
+        return RequestError(
+            f"the model's context is {longest} tokens, and the prompt of {size} "
+            "leaves no room to answer; shorten the messages or "
+            + ("take a model with a longer one" if own else "raise engine.max_context"),
+            param="messages",
+            code="context_length_exceeded",
+        )
 
     def _receiver(self, pending: PendingRequest, index: int) -> Callable[[TokenUpdate], None]:
         def receive(update: TokenUpdate) -> None:

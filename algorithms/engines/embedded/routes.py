@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 from uuid import uuid4
 
@@ -21,14 +23,18 @@ from agentrl.algorithms.engines.embedded.protocol import (
 )
 from agentrl.algorithms.engines.embedded.request_fields import check_fields
 from agentrl.algorithms.model.chat import Chat, RequestError
-from agentrl.algorithms.model.text import Codec
+from agentrl.algorithms.model.text import Codec, TooLongError
 from agentrl.algorithms.model.tool_parser import THINK
 from agentrl.base.http_server import read_body
 from agentrl.errors import nearest
 from agentrl.types import Sampling
 
+T = TypeVar("T")
 RequestBody = TypeVar("RequestBody")
 LARGEST_BODY = 64 * 2**20  # bytes of a request
+LEAST_LARGEST = 4 * 2**20  # bytes of a request that every server reads
+ESCAPED = 6  # bytes that JSON may write for one
+LARGE = 2**16  # bytes of a request that is read beside the event loop
 REASONING_OPENER = 16  # last tokens of a prompt, which may open the reasoning
 LOWEST_TEMPERATURE = 1e-30  # smallest positive temperature: logits are divided by it in float32
 
@@ -43,9 +49,16 @@ class Routes:
     def __init__(self, calls: Admission, chat: Chat, codec: Codec, name: str, defaults: Sampling):
         self._calls, self._chat, self._codec = calls, chat, codec
         self._name, self._defaults = name, defaults
+        self._largest = LARGEST_BODY
+        if chat.text_only:  # then a longer one never leaves room to answer
+            useful = max(LEAST_LARGEST, ESCAPED * codec.most_bytes)
+            self._largest = int(min(useful, LARGEST_BODY))
+        # One thread, so that only one large request takes memory for its tokens.
+        self._reader = ThreadPoolExecutor(1, "large-requests")
 
     def app(self, allowed: Middleware) -> web.Application:
-        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[allowed, _refusals])
+        middlewares = [allowed, _refusals, self._limits]
+        app = web.Application(client_max_size=self._largest, middlewares=middlewares)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.text)
         app.router.add_post("/tokenize", self.tokenize)
@@ -54,10 +67,11 @@ class Routes:
         app.on_response_prepare.append(self._stamp)
         return app
 
+    def close(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        raw = await read_body(request)
-        body = _decode(raw, _chat_decoder)
-        check_fields(raw, ChatRequest.__struct_fields__)
+        body = await self._read(request, _chat_decoder, ChatRequest.__struct_fields__)
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs = true", param="top_logprobs")
         prompt = await self._prompt(body)
@@ -67,18 +81,16 @@ class Routes:
         return await self._answer(request, body, form, body.top_logprobs or 0)
 
     async def text(self, request: web.Request) -> web.StreamResponse:
-        raw = await read_body(request)
-        body = _decode(raw, _text_decoder)
-        check_fields(raw, TextRequest.__struct_fields__)
+        body = await self._read(request, _text_decoder, TextRequest.__struct_fields__)
         prompt = body.prompt
         if isinstance(prompt, str):
-            prompt = self._codec.encode_plain(prompt)
+            prompt = await self._aside(len(prompt), self._codec.encode_plain, prompt)
         form = self._format(body, tuple(prompt), "cmpl", logprobs=body.logprobs is not None)
         return await self._answer(request, body, form, body.logprobs or 0)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """The prompt tokens of a conversation, in the format of vLLM's /tokenize."""
-        prompt = await self._prompt(_decode(await read_body(request), _chat_decoder))
+        prompt = await self._prompt(await self._read(request, _chat_decoder))
         limit = self._calls.engine.max_context
         return _json({"count": len(prompt), "max_model_len": limit, "tokens": prompt})
 
@@ -101,7 +113,46 @@ class Routes:
         options |= body.chat_template_kwargs or {}
         messages = bytes(body.messages)
         await self._chat.fetch(messages)
-        return self._chat.prompt(messages, bytes(body.tools), _encoder.encode(options))
+        tools = bytes(body.tools)
+        size = len(messages) + len(tools)
+        return await self._aside(size, self._chat.prompt, messages, tools, _encoder.encode(options))
+
+    async def _read(
+        self,
+        request: web.Request,
+        decoder: msgspec.json.Decoder[RequestBody],
+        known: tuple[str, ...] = (),
+    ) -> RequestBody:
+        """The body of a request. known: the fields that the server acts on; empty: any others do
+        nothing."""
+        raw = await read_body(request)
+        body: RequestBody = await self._aside(len(raw), _decode, raw, decoder)
+        if known:
+            await self._aside(len(raw), check_fields, raw, known)
+        return body
+
+    async def _aside(self, size: int, work: Callable[..., T], *arguments: object) -> T:
+        """The result of what takes long for a request of a large size (bytes), while the event loop
+        serves others."""
+        if size <= LARGE:
+            return work(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, work, *arguments)
+
+    @web.middleware
+    async def _limits(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Refuse what is too long by its size as what is too long by its tokens."""
+        try:
+            return await handler(request)
+        except TooLongError as error:
+            raise self._calls.too_long(error.what) from None
+        except web.HTTPRequestEntityTooLarge:
+            if self._largest == LARGEST_BODY:
+                raise
+            raise self._calls.too_long(f"over {self._largest} bytes") from None
 
     def _format(
         self,

@@ -97,7 +97,7 @@ class EmbeddedServer:
             dropped=self._close_adapter,
             way=supported_way(model),
         )
-        codec = Codec(tokenizer)
+        codec = Codec(tokenizer, engine.max_context)
         self._admission = Admission(engine, codec, list(policies))
         inputs = inputs_of(model)
         self._chat = inputs.chat(tokenizer, codec) if inputs else Chat(tokenizer, codec)
@@ -205,4 +205,5 @@ class EmbeddedServer:
             await asyncio.to_thread(self._admission.engine.close)
         if self._runner is not None:
             await self._runner.cleanup()
+        self._routes.close()
         await asyncio.get_running_loop().shutdown_default_executor()

@@ -50,6 +50,34 @@ async def test_a_half_sent_request_is_answered_or_closed_in_time(
         await runner.cleanup()
 
 
+@pytest.mark.parametrize(
+    ("body", "answer"),
+    [
+        (b'{"content": "%s"}' % (b"x" * 900), b"200 OK"),
+        (b'{"content": "%s' % (b"x" * 1000), b"more than 1000 bytes of text, which no model"),
+        (b'{"url": "data:image/png;base64,%s"}' % (b"x" * 1000), b"200 OK"),
+        (b'{"url": "data:image/png;base64,%s' % (b"x" * 3000), b"larger than 2000 bytes"),
+    ],
+)
+async def test_more_text_than_a_context_has_is_refused_before_it_has_come(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, answer: bytes
+) -> None:
+    monkeypatch.setattr("agentrl.base.http_server.LARGEST_TEXT", 1000)
+
+    async def count(request: web.Request) -> web.Response:
+        return web.Response(text=str(len(await read_body(request))))
+
+    app = web.Application(client_max_size=2000)
+    app.router.add_post("/", count)
+    runner, url = await listen(app, "127.0.0.1", 0, timeout=0.1)
+    length = len(body) if body.endswith(b"}") else 9000
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % length
+    try:
+        assert answer in await told(url, head + body)
+    finally:
+        await runner.cleanup()
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_servers_run_on_the_loop_that_is_there(
     monkeypatch: pytest.MonkeyPatch, installed: bool

@@ -411,3 +411,34 @@ async def test_closing_refuses_what_is_in_flight(server: Any, http: httpx.AsyncC
     await server.close()
     assert (await call).status_code in (200, 503)
     await server.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+async def test_a_large_prompt_is_refused_and_holds_nobody_up(
+    server: Any, http: httpx.AsyncClient, path: str
+) -> None:
+    """It is read beside the event loop, which answers others meanwhile."""
+    threads: set[str] = set()
+    codec, encode = server._routes._codec, server._routes._codec._encode_aside
+
+    def noted(*given: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return encode(*given)
+
+    codec._encode_aside = noted
+    for text in ("Ada, " * 20_000, "Ada, " * 900_000):  # below and above the largest body
+        messages = [*HELLO, {"role": "tool", "content": text}]
+        refused = await http.post(path, json={"messages": messages, "prompt": text})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert "leaves no room to answer; shorten the messages or" in error["message"]
+    assert not threads  # by their bytes
+    codec.most_bytes = 2**30
+    text = "Ada, " * 20_000
+    messages = [*HELLO, {"role": "tool", "content": text}]
+    refused = await http.post(path, json={"messages": messages, "prompt": text})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert threads == {"large-requests_0"}
+    assert server._chat._prompts.size < 10_000
+    assert codec._pieces.size < 10_000
+    assert (await chat(http)).status_code == 200

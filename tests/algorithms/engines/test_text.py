@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from agentrl.algorithms.model.text import Codec, TextStream, text_before_stop
+from agentrl.algorithms.model.text import (
+    ByteCache,
+    Codec,
+    TextStream,
+    TooLongError,
+    bytes_per_token,
+    text_before_stop,
+)
 
 TEXTS = [
     "",
@@ -100,3 +109,65 @@ def test_the_bytes_of_all_tokens_are_the_text(
     tokens = other.encode(text)
     raw = bytes(byte for token in tokens for byte in other.token(token)[1]).decode()
     assert raw == " " + text.replace("\u2581", " ")  # which that tokenizer cannot tell apart
+
+
+# -- large texts -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model_dir)
+
+
+def test_a_large_text_has_the_tokens_that_the_tokenizer_gives(tokenizer: Any) -> None:
+    limited = Codec(tokenizer, 2_000_000)
+    for text in ("Hello <|im_end|> world\n" * 10_000, "x" * 70_000, "Ada <tool_call>" * 80_000):
+        assert limited.encode(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert limited.encode_plain(text) == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("text", ["Ada, " * 200_000, "x" * 5_000_000, "Ada<|im_end|>" * 100_000])
+def test_a_text_that_is_too_long_is_refused_and_leaves_nothing(tokenizer: Any, text: str) -> None:
+    codec = Codec(tokenizer, 512)
+    with pytest.raises(TooLongError):
+        codec.encode(text)
+    with pytest.raises(TooLongError):
+        codec.encode_plain(text)
+    assert codec._pieces.size == 0
+
+
+def test_a_text_is_refused_by_bytes_only_if_no_tokens_can_have_them(tokenizer: Any) -> None:
+    longest = max(tokenizer.get_vocab(), key=lambda token: len(token.encode()))
+    text = longest * 511  # a token each
+    assert len(Codec(tokenizer, 512).encode(text)) == 511
+    other = copy.deepcopy(tokenizer)
+    other.backend_tokenizer.normalizer = None
+    assert bytes_per_token(other) == len(longest.encode())
+    other.backend_tokenizer.normalizer = normalizers.NFC()
+    assert bytes_per_token(other) == 3 * len(longest.encode())
+    for change in (normalizers.Strip(), normalizers.Lowercase()):
+        other.backend_tokenizer.normalizer = change
+        assert bytes_per_token(other) == 1024
+    words = Tokenizer(models.WordLevel({"Ada": 0, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    assert bytes_per_token(PreTrainedTokenizerFast(tokenizer_object=words)) == 1024
+
+
+def test_limits_in_the_file_of_a_tokenizer_cut_no_text(tokenizer: Any) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.backend_tokenizer.enable_truncation(2)
+    assert Codec(other).encode("Hello world") == tokenizer("Hello world")["input_ids"]
+
+
+def test_a_cache_keeps_what_was_used_last_up_to_its_bytes() -> None:
+    cache = ByteCache[str](10)
+    cache.put("a", "A", 4)
+    cache.put("b", "B", 4)
+    assert cache.get("a") == "A"
+    cache.put("c", "C", 4)
+    assert [cache.get(key) for key in "abc"] == ["A", None, "C"]
+    cache.put("a", "A", 5)
+    assert cache.size == 9
+    cache.put("d", "D", 11)  # alone too large
+    assert cache.get("d") is None
+    assert cache.size == 0

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from aiohttp import web
 
+from agentrl.base.http_server import LARGEST_TEXT
 from agentrl.runners.gateway import endpoints, response, upstream
 from agentrl.runners.gateway.server import Gateway
 
@@ -148,6 +149,16 @@ async def test_bodies_that_are_too_large(
     finally:
         small.close()
     assert endpoints.LARGEST_REQUEST > 2**26
+
+
+@APIS
+async def test_text_for_which_no_context_has_room(active: Any, http: Any, api: str) -> None:
+    """It is refused before it is parsed, which would hold up all other calls."""
+    body = ASK[api] | {"metadata": {"note": "x" * LARGEST_TEXT}}
+    answer = await http.post(f"/{api}", json=body, headers=key(active))
+    assert answer.status_code == 413
+    assert f"more than {LARGEST_TEXT} bytes of text" in reason(api, answer)
+    assert active.calls == 0
 
 
 async def test_large_bodies_pass(bench: Any, active: Any, http: httpx.AsyncClient) -> None:
