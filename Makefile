@@ -113,6 +113,7 @@ constraints: $(STAMP) $(DOCS)/.installed $(VENV)/.release ## Write what is insta
 	@awk -F== '$(MERGE)' $(VENV)/frozen constraints.txt | LC_ALL=C sort -f -t= -k1,1 > $(VENV)/merged
 	@{ echo '# What `make` installs, so that two machines have the same; `make constraints` renews it.'; \
 		cat $(VENV)/merged; } > constraints.txt
+	@$(BIN)/python -m tests.agentrl.doctor.test_tried
 
 licenses: $(STAMP) ## List the licences of what agentrl needs, and of what its tests need
 	@$(BIN)/python -c 'from importlib.metadata import distributions; \
@@ -204,4 +205,4 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	@touch $@
 
 clean: ## Remove the virtual environments, all runs, the site and the built packages
-	rm -rf $(VENV) $(SMOLLM) $(ENGINES) $(DOCS) .harnesses .frameworks .environments runs gallery site dist
+	rm -rf $(VENV) $(SMOLLM) $(ENGINES) $(DOCS) .venv-newest .harnesses .frameworks .environments runs gallery site dist
