@@ -14,7 +14,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo look smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-harnesses test-frameworks test-environments check clean
+.PHONY: demo look smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-harnesses test-frameworks test-environments newest check clean
 .PHONY: docs reference gallery constraints licenses release
 .DEFAULT_GOAL := help
 
@@ -88,6 +88,11 @@ ENVIRONMENTS := $(patsubst tests/environments/%/figures.py,%,$(wildcard tests/en
 test-environments: $(STAMP) ## Install the packages of environments, each apart, and test their plug-ins
 	@$(MAKE) --no-print-directory -j 2 $(ENVIRONMENTS:%=.environments/%/.installed)
 	$(BIN)/python -m pytest -rs -n 2 tests/environments
+
+# MINUTES: when it stops and reports what it has.
+newest: MINUTES ?= 30
+newest: $(STAMP) ## Try the newest versions of what constraints.txt pins, in a separate environment
+	$(BIN)/python -m tests.newest --minutes $(MINUTES)
 
 check: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check .
