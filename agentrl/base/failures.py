@@ -15,6 +15,7 @@ LOOPS = (  # what the calls of an agent do that asks until it gets a form that i
     "added nothing to the policy's last answer, such as a tool's result: the agent asks again until"
     " it gets a tool call or a structured answer, and gets words"
 )
+VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\S*\d\S*")
 CURES = {  # of rollouts that all fail in the same way
     ErrorKind.AGENT: "Correct the agent (agent.path, agent.command or agent.harness)",
     ErrorKind.NO_CALL: "Let the agent call the policy",
@@ -26,6 +27,13 @@ CURES = {  # of rollouts that all fail in the same way
     ErrorKind.LOST_RUNNER: "See to the runner's machine and sandbox",
     ErrorKind.CANCELLED: "Let the rollouts end",
 }
+
+
+def same_cause(failure: Failure) -> tuple[ErrorKind, str]:
+    """What failures of one cause have in common: the kind, and the message without what differs
+    between rollouts, such as numbers, ids and quoted values."""
+    line = next(iter(failure.message.strip().splitlines()), "")
+    return failure.kind, VARIES.sub("#", line)
 
 
 def how_many(failed: int) -> str:

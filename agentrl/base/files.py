@@ -22,6 +22,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
+        share_weights(partial)
         for file in partial.rglob("*"):
             _sync(file)
         _sync(partial)
@@ -31,6 +32,16 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         _sync(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # it was renamed, unless an error occurred
+
+
+def share_weights(path: Path) -> None:
+    """Let everybody who may read a folder read the weights in it, or in this file: safetensors
+    makes its files readable by their owner alone, so that a container could not serve them."""
+    files = path.rglob("*.safetensors") if path.is_dir() else (path,)
+    shared = (path if path.is_dir() else path.parent).stat().st_mode & 0o444
+    for file in files:
+        if not file.is_symlink():
+            file.chmod(file.stat().st_mode | shared)
 
 
 def replace_file(path: Path, content: bytes) -> None:

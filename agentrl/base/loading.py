@@ -188,22 +188,14 @@ def _listed(found: Any) -> Iterable[Any]:
 
 
 def _plain_task(row: dict[str, Any], inputs: Iterable[str]) -> dict[str, Any]:
-    """The row of a file with an input, dates and the like as text. A column that is null is not
-    there, nor is a field of a message: a table has every column in every row."""
+    """The row of a file with an input, dates and the like as text. An input that is null is not
+    there."""
     with suppress(NotJsonError):  # `_checked` says where
         row = {key: as_json(value) for key, value in row.items()}
-    if not inputs:
-        return row
-    row = {key: _chat(value) for key, value in row.items() if value is not None}
-    found = next((row[name] for name in inputs if name in row), None)
-    return row if found is None else {**row, "input": found}
-
-
-def _chat(value: Any) -> Any:
-    """Chat messages without fields that are null, but for their content; else the value itself."""
-    if not isinstance(value, list) or not all(isinstance(m, dict) and "role" in m for m in value):
-        return value
-    return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
+    found = next((row[name] for name in inputs if row.get(name) is not None), None)
+    if found is not None:
+        return {**row, "input": found}
+    return {key: value for key, value in row.items() if key != "input"} if inputs else row
 
 
 def task_file(

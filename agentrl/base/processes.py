@@ -169,6 +169,15 @@ class Child:
         marked = [line for line in self._lines() if line.startswith(ERROR_MARK)]
         return marked[-1].removeprefix(ERROR_MARK) if marked else None
 
+    def last_exception(self) -> str | None:
+        """The line that ends the last traceback in its log: the kind of the error and what it
+        says."""
+        lines = self._lines()
+        starts = [at for at, line in enumerate(lines) if line.startswith(TRACEBACK)]
+        after = lines[starts[-1] + 1 :] if starts else []
+        ends = (line for line in after if line.strip() and not line.startswith((" ", "\t")))
+        return next(ends, None)
+
     def last_said(self, mark: str) -> str | None:
         """What follows `mark` in the last line of its log that has it."""
         marked = [line for line in self._lines() if mark in line]
@@ -178,6 +187,7 @@ class Child:
         return self.log.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
+TRACEBACK = "Traceback (most recent call last):"
 ERROR_MARK = "agentrl: error: "
 USER_ERROR = 2  # exit code of a process that ended with an error message for the user
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import msgspec
 
+from agentrl.base.jsonvalues import NotJsonError, check_json
 from agentrl.base.parts import installed_plugins, known, missing
+from agentrl.base.tables import as_table
 from agentrl.errors import ConfigError, install_command
 
-LINES = ".jsonl"
+LINES, PARQUET = ".jsonl", ".parquet"
 LONGEST_CAUSE = 400  # characters of another library's message
 MARK = b"\xef\xbb\xbf"  # of UTF-8, which some programs write before the first line
 
@@ -78,14 +80,22 @@ def read_lines(source: str, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[
 
 
 def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write rows as parquet or JSONL, depending on the file's suffix."""
+    """Write rows as JSON lines or as parquet, by the file's suffix; `read_rows` reads the same.
+
+    Raises ConfigError for another suffix, and for a value that is no JSON, such as NaN."""
+    if path.suffix not in (LINES, PARQUET):
+        raise ConfigError(f"{path}: rows are written to a file that ends in {LINES} or {PARQUET}")
+    for number, row in enumerate(rows):
+        try:
+            check_json(row)
+        except NotJsonError as error:
+            raise ConfigError(f"{path}: {error.at(f'row {number}')}") from None
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix != ".parquet":
+    if path.suffix == LINES:
         path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
         return
     try:
-        import pyarrow as pa
         from pyarrow import parquet
     except ImportError as error:
         raise ConfigError(f"{error.name} is missing: {install_command('data')}") from None
-    parquet.write_table(pa.Table.from_pylist(list(rows)), path)
+    parquet.write_table(as_table(rows), path)

@@ -27,7 +27,7 @@ class RetriesConfig(Section, frozen=True):
     lost_runner: Natural = 2
 
 
-MAX_CALLS = 256  # by default; the longest runs of coding harnesses in the tests make 60
+MAX_CALLS = 500  # by default: more than long work of coding agents needs
 
 
 class AgentConfig(Section, frozen=True):

@@ -34,6 +34,7 @@ class LearnerConfig(KindSection, frozen=True, tag_field="kind"):
     placement: ClassVar[tuple[str, ...]] = ("packing",)  # keys that a started run may change
     # Besides log-probs of sampled tokens, as far as that is known before the learner is made.
     computes: ClassVar[frozenset[Computed]] = frozenset({"top_tokens", "entropy"})
+    adapts_experts: ClassVar[bool] = False  # Whether adapters may be on a mixture's experts.
 
     token_budget: Count = 4096  # tokens per forward pass; gradients accumulate over passes
     # Whether activations are recomputed: less memory, more time.
@@ -55,6 +56,8 @@ class LearnerConfig(KindSection, frozen=True, tag_field="kind"):
 
 class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
     """Training in the algorithm process."""
+
+    adapts_experts: ClassVar[bool] = True
 
     fp32_head: bool = False  # Whether logits of a bfloat16 policy are computed in float32.
     # Whether Liger Kernel computes norms and gated activations, on a GPU: faster, less memory.
@@ -139,6 +142,11 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
         return False
 
     @property
+    def serves_adapted_experts(self) -> bool:
+        """Whether it serves policies with adapters on the experts of a mixture."""
+        return False
+
+    @property
     def sent_keys(self) -> dict[str, str]:
         """Environment variables with keys that this machine sends, by their setting."""
         return {}
@@ -159,6 +167,10 @@ class EmbeddedEngineConfig(EngineConfig, frozen=True, tag="embedded"):
     """A policy server in the algorithm process."""
 
     serves_images: ClassVar[bool] = True
+
+    @property
+    def serves_adapted_experts(self) -> bool:
+        return True
 
 
 class ExternalEngineConfig(EngineConfig, frozen=True, kw_only=True, tag=EXTERNAL):

@@ -121,7 +121,7 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     for point in installed_plugins("unplaced"):
         old, new = map(point.load(), (old, new))
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
-    ignored |= {"file", "metrics", "max_empty_steps", "checkpoint"}
+    ignored |= {"file", "metrics", "max_empty_steps", "max_failed", "checkpoint"}
     # Each learner can resume from the other's checkpoint, wherever it computes.
     moved = {key for config in (old, new) for key in config.learner.placement}
     placement = ("learner.kind", *(f"learner.{key}" for key in moved))

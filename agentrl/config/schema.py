@@ -82,6 +82,12 @@ class VerifierConfig(Section, frozen=True):
 
     path: str = ""  # Function that scores a rollout, as "file.py:name".
     rewards: dict[str, str] = {}  # additional rewards: name -> "file.py:name" or an entry point
+    # Lowest and highest outcome; with another one a rollout has failed. none: any number.
+    range: tuple[float, float] | None = None
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.range is not None and not self.range[0] < self.range[1]:
+            yield f"verifier.range = {list(self.range)}: write the lowest outcome and the highest"
 
 
 class LoraConfig(Section, frozen=True):
@@ -90,7 +96,8 @@ class LoraConfig(Section, frozen=True):
 
     rank: Natural = 0  # Rank of the adapter; 0: none, train all weights.
     alpha: Positive = 32.0  # Scale of the adapter: its output is multiplied by alpha / rank.
-    targets: list[str] = []  # names of linear layers, such as "q_proj"; default: all but the head
+    # Names of linear layers or experts, such as "q_proj"; default: all but the head and routers.
+    targets: list[str] = []
     adapter: str = ""  # directory of an adapter to start from; default: one that changes nothing
 
 
@@ -331,6 +338,9 @@ class RunConfig(Section, frozen=True):
     steps: Natural = 100  # updates of the policy; 0: only evaluate
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best one
     max_empty_steps: Count = 3  # steps in a row without a usable rollout that end the run
+    # Share of a step's rollouts that may fail for one cause; with more the run ends and names it.
+    # Those that have a reward, or that reached agent.max_calls or max_tokens, do not count.
+    max_failed: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
     agent: AgentConfig = AgentConfig()
     tasks: TasksConfig = TasksConfig()
     verifier: VerifierConfig = VerifierConfig()

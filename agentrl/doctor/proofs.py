@@ -16,8 +16,9 @@ from rich.console import Console
 
 from agentrl import trainer
 from agentrl.algorithms.engines.base import VERSION_HEADER
+from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.inputs import inputs_of
-from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
+from agentrl.algorithms.model.packing import pack_rows
 from agentrl.algorithms.preflight.proof import one_row, tolerance, trie_gap
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.serving import policy_server

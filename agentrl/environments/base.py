@@ -73,9 +73,12 @@ class Episode:
         """Begin; return what the first to move is told."""
         raise NotImplementedError
 
-    def step(self, reply: Message) -> tuple[Said, float | None, bool]:
+    def step(self, reply: Message) -> tuple[Said, float | dict[str, float] | None, bool]:
         """Act on a reply, an assistant's message; return what is said next, the reward of this
-        reply or None, and whether the episode has ended."""
+        reply or None, and whether the episode has ended.
+
+        The reward may be several, by role, each for the role's latest reply: of a move by which
+        others lose, or of moves that are made at the same time."""
         raise NotImplementedError
 
     def rewards(self) -> Scores | None:

@@ -89,7 +89,7 @@ async def _turn(episode: Episode, endpoint: Endpoint, turns: Turns, said: Said) 
     model = endpoint if who == AGENT else await called(turns.name, "role", endpoint.role, who)
     reply = await model.chat(talk, episode.tools)
     talk.append(reply)
-    about = _latest_call()
+    turns.calls[who] = _latest_call()
     step = await called(turns.name, "step", episode.step, reply)
     if not isinstance(step, tuple | list) or len(step) != 3:
         raise EpisodeError(
@@ -99,7 +99,9 @@ async def _turn(episode: Episode, endpoint: Endpoint, turns: Turns, said: Said) 
     said, reward, done = step
     turns.count, turns.done = turns.count + 1, bool(done)
     if reward is not None:
-        turns.record(who, reward, about)
+        rewards = reward if isinstance(reward, dict) else {who: reward}
+        for role, value in rewards.items():
+            turns.record(role, value)
     return said
 
 
@@ -109,13 +111,17 @@ class Turns:
 
     name: str
     talks: dict[str, list[Message]] = field(default_factory=lambda: defaultdict(list))  # by role
+    calls: dict[str, str] = field(default_factory=dict)  # latest one by role: ids at this tracer
     totals: dict[str, float] = field(default_factory=dict)  # of the steps' rewards, by role
     count: int = 0
     done: bool = False
 
-    def record(self, who: str, reward: Any, about: str) -> None:
-        """Store the reward of a step for its call, whose ids at this tracer `about` holds."""
+    def record(self, who: str, reward: Any) -> None:
+        """Store the reward of a step for the latest call of this role."""
+        about = self.calls.get(who, "")
         try:
+            if isinstance(reward, str | bytes):
+                raise TypeError
             value = float(reward)
         except (TypeError, ValueError, OverflowError):
             raise EpisodeError(f"{self.name}: step gave the reward {reward!r:.80}") from None
@@ -170,6 +176,9 @@ def scores_of(returned: Scores | None, name: str) -> list[Reward]:
         raise EpisodeError(f"{name}: {why}") from None
     except Invalid as error:
         raise EpisodeError(f"{name}: {error}") from None
+    if not any(row.name == OUTCOME and row.scope is not Scope.TRANSITION for row in rows):
+        names = ", ".join(sorted({row.name for row in rows}))
+        raise EpisodeError(f"{name}: it returned no {OUTCOME!r}, only {names}")
     return rows
 
 

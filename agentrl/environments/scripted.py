@@ -81,10 +81,11 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(named: Named, timeout: float = 120.0) -> AsyncIterator[Stage]:
-    """A runner of the environment. timeout: of one rollout, in seconds. Raises ConfigError."""
+async def stage(named: Named, timeout: float = 120.0, **tables: Any) -> AsyncIterator[Stage]:
+    """A runner of the environment. timeout: of one rollout, in seconds. tables: more of the run
+    file. Raises ConfigError."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        config = _settings(named, folder, timeout)
+        config = _settings(named, folder, timeout, tables)
         script = Script(_nobody)
         async with open_store(config.store) as store:
             await store.open_run(RUN, {})
@@ -101,13 +102,13 @@ async def stage(named: Named, timeout: float = 120.0) -> AsyncIterator[Stage]:
                     await working
 
 
-def _settings(named: Named, folder: str, timeout: float) -> RunConfig:
+def _settings(named: Named, folder: str, timeout: float, tables: dict[str, Any]) -> RunConfig:
     agent = {"timeout": timeout, "calls_optional": True}
     data: dict[str, Any] = {"name": RUN, "root": named.root, "output": folder, "agent": agent}
     data |= {"environment": named.name, "environment_options": named.all_options}
     data |= {"upstreams": {"script": {"text": ""}}, "roles": {"*": "script"}}  # without a policy
     data |= {"runner": {"concurrency": 1, "processes": 1, "drain": 0.1}}
-    return resolve(data, source=f"environment {named.name}")
+    return resolve(data | tables, source=f"environment {named.name}")
 
 
 async def _nobody(role: str, messages: list[Message], tools: list[Any]) -> Message:

@@ -57,6 +57,14 @@ def content(reply: Message) -> str:
     return said if isinstance(said, str) else "".join(part.get("text") or "" for part in said)
 
 
+def number(value: Any) -> float:
+    """A reward as a package gives it. Raises ValueError for a text, even one of digits, and for
+    whatever else is no number."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise ValueError(f"the reward {value!r:.80} is no number")
+    return float(value)
+
+
 def named(reply: Message, actions: Iterable[str]) -> str | None:
     """The last of the actions that a reply names, so that a model may think before it acts."""
     known = {action.lower(): action for action in actions}
@@ -102,6 +110,8 @@ def shortest(
         before, *_ = _played(begin, way)
         for action in list(actions(before)):
             game, roles, said, reward, over = _played(begin, [*way, action])
+            if isinstance(reward, dict):
+                reward = reward.get(roles[-1])
             if reward and reward > enough:
                 return _by_role(roles, [*way, action]) if over else None
             if not over and (state := f"{roles[-1:]} {getattr(game, 'last', said)}") not in known:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -223,12 +223,12 @@ class Progress:
         """A line about a committed step, with the remaining time if it is the last one so far."""
         metrics, parts = row.metrics, [f"step {row.step + 1}/{self.config.steps}"]
         if EMPTY in metrics:
-            failed, every = metrics.get("rollouts/failed", 0.0), metrics[EMPTY]
-            parts.append(f"nothing to learn from: {failed:.0f} of {every:.0f} rollouts failed")
+            parts.append(f"nothing to learn from: {failures_of(metrics) or 'no rollout failed'}")
         else:
             parts += self._reward_and_rates(metrics)
             if row.step == 0:  # corrects what was estimated before
                 parts.append(f"{_step_seconds([row]):.2g} s a step")
+            parts += filter(None, [failures_of(metrics)])
             if row.step == self.committed[-1].step:
                 parts.append(f"{report.lasting(self.seconds_left() or 0.0)} left")
         return "  ".join(parts)
@@ -336,6 +336,17 @@ class RunWarnings:
     def _print(self, sentence: str) -> None:
         self.first(time.time())
         self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+def failures_of(metrics: Mapping[str, float]) -> str:
+    """How many of a step's rollouts failed, by kind; empty if none did."""
+    start = "rollouts/failed/"
+    kinds = {name.removeprefix(start): n for name, n in metrics.items() if name.startswith(start)}
+    failed, every = metrics.get("rollouts/failed", 0.0), metrics.get("rollouts", metrics.get(EMPTY))
+    if not failed or every is None:
+        return ""
+    counted = ", ".join(f"{count:.0f} {kind}" for kind, count in sorted(kinds.items()))
+    return f"{failed:.0f} of {every:.0f} rollouts failed{f' ({counted})' if counted else ''}"
 
 
 def console_level(*, quiet: bool, verbose: bool) -> int:

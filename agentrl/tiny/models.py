@@ -23,8 +23,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.model.cpu_threads import thread_tuner
+from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
+from agentrl.algorithms.model.packing import pack_rows
+from agentrl.base.files import share_weights
 from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import log_phase
 from agentrl.base.progress import steps_left
@@ -113,6 +115,7 @@ def imitator(
         log_phase(log, said)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    share_weights(Path(directory))
     return loss
 
 

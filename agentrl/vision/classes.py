@@ -122,7 +122,9 @@ class Qwen:
         found = list(output.pooler_output)
         if deep := getattr(output, "deepstack_features", None):
             sizes = [len(each) for each in found]
-            parts = zip(found, *(layer.split(sizes) for layer in deep), strict=True)
+            # since transformers 5.18 they come by image, as the others do
+            split = (torch.split(x, sizes) if isinstance(x, Tensor) else x for x in deep)
+            parts = zip(found, *split, strict=True)
             found = [torch.cat(each, -1) for each in parts]
         return found
 

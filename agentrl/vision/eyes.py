@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange
 
 from agentrl.algorithms.model.chat import Chat, RequestError
 from agentrl.algorithms.model.inputs import inputs_of
@@ -258,6 +257,8 @@ async def files_of(store: Store, run: str, digests: Sequence[str]) -> dict[str, 
 def name_as_hub(model: Any) -> None:
     """Let a model be saved with the names that checkpoints of the hub have, which vLLM reads: else
     transformers leaves out the prefixes of towers that its own file did not have."""
+    from transformers.core_model_loading import PrefixChange  # older ones, refused, have none
+
     every = get_model_conversion_mapping(model, add_legacy=False)
     own = getattr(model, "_weight_conversions", None)
     if own is None:  # built here: as transformers would choose

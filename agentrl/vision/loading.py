@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -20,6 +22,8 @@ from agentrl.vision.eyes import ImageInputs
 from agentrl.vision.table import vision_of
 
 log = logging.getLogger("agentrl.algorithm")
+# Older ones compute other embeddings or positions of images than Qwen's classes should.
+OLDEST = "5.10"  # transformers, as in the extra `vision`
 SENSES = {"vision_config": "images", "audio_config": "audio"}
 
 
@@ -35,13 +39,24 @@ def load(
         if sentence := _left_out(shape):
             if setting or shape.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
                 raise PolicyError(f"model {name!r}: {sentence}; {_cure()}")
-            log.warning("model %r: %s. Only its text is trained; %s.", name, sentence, _cure())
+            log.warning(
+                "model %r: %s. Only its text is trained, and what is written may lack the weights "
+                "of its tower; %s.",
+                name,
+                sentence,
+                _cure(),
+            )
         elif setting:
             raise PolicyError(
                 f"policy.vision = {setting!r}: model {name!r} has no vision tower; leave it out, or"
                 f" choose a model of type {_types()}"
             )
         return None
+    if Version(transformers.__version__) < Version(OLDEST):
+        raise PolicyError(
+            f"model {name!r}: models that look need transformers {OLDEST} or newer, not "
+            f"{transformers.__version__}; pip install -U 'agentrl[vision]'"
+        )
     if config is not None and setting:
         check(config, setting)
     try:

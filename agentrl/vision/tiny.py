@@ -13,6 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.model.inputs import attach, inputs_of
+from agentrl.base.files import share_weights
 from agentrl.tiny import models as text
 from agentrl.types import Json
 from agentrl.vision.chat import data_of, image_urls
@@ -181,6 +182,7 @@ def save(model: Any, tokenizer: Any, directory: Any) -> None:
     inputs = inputs_of(model)
     assert inputs is not None
     inputs.save(Path(directory))
+    share_weights(Path(directory))
 
 
 def _llava(

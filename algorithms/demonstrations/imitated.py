@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.data.batch import TokenRow
-from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
+from agentrl.algorithms.model.forward import forward_logprobs
+from agentrl.algorithms.model.packing import pack_rows
 
 MOST_ROWS = 64  # conversations that are read
 TOO_HIGH = 0.1  # nats per token; one that writes the format has a hundredth of that

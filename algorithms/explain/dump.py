@@ -20,6 +20,7 @@ from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.diagnostics.bad_steps import Dump
 from agentrl.algorithms.objective.core import Terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
+from agentrl.base.files import share_weights
 from agentrl.errors import TrainingError
 
 OLD_NAMES = {  # of log-probs, in files of earlier versions
@@ -63,6 +64,7 @@ def save_dump(path: Path, dump: Dump) -> None:
     # safetensors cannot store views, so every tensor gets memory of its own.
     owned = {name: tensor.detach().cpu().clone() for name, tensor in flat.items()}
     save_file(owned, path, metadata={"dump": json.dumps(plain)})
+    share_weights(path)
 
 
 def load_dump(path: Path) -> Dump:

@@ -22,6 +22,7 @@ from torch.nn import Linear, ModuleDict
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.learners.optimizer import Optimizer, read_trained, save_trained
+from agentrl.algorithms.model.forward import check_model, hidden_states
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import (
     Tokenizer,
@@ -30,7 +31,7 @@ from agentrl.algorithms.model.load import (
     read_weights,
     save_weights,
 )
-from agentrl.algorithms.model.packing import Pack, check_model, hidden_states
+from agentrl.algorithms.model.packing import Pack
 from agentrl.algorithms.objective.values import ValueTerms, value_loss
 from agentrl.errors import PolicyError
 
@@ -155,9 +156,13 @@ def load_auxiliary(
     return model.to(device=policy.device, dtype=policy.dtype)
 
 
-def check_vocabulary(key: str, name: str, own: Tokenizer, tokenizer: Tokenizer) -> None:
-    """Raise PolicyError unless both tokenizers have the same vocabulary."""
-    if own.get_vocab() != tokenizer.get_vocab():
+def check_vocabulary(
+    key: str, name: str, own: Tokenizer, tokenizer: Tokenizer, *, added: str = ""
+) -> None:
+    """Raise PolicyError unless both tokenizers have the same vocabulary. added: a token that only
+    `own` may have."""
+    vocabulary = {token: number for token, number in own.get_vocab().items() if token != added}
+    if vocabulary != tokenizer.get_vocab():
         raise PolicyError(
             f"{key} = {name!r}: its vocabulary ({len(own)} tokens) is not the policy's "
             f"({len(tokenizer)}), so it cannot read the policy's tokens; choose a model of the "

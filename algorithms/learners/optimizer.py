@@ -8,7 +8,8 @@ model weight is its master weight rounded once.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from agentrl.errors import DamagedError, PolicyError, TrainingError, install_com
 
 FILE = "optimizer.safetensors"  # tensors "<parameter>/<moment>", and "<parameter>/master"
 MASTER = "master"
+UNUSED = "without_moments"  # metadata of FILE: a JSON list of the parameters without moments
 OptimizerKind = Literal["adamw", "adamw8bit", "paged_adamw8bit"]
 BETAS = (0.9, 0.95)
 NARROW = (torch.bfloat16, torch.float16)
@@ -98,14 +100,15 @@ class Optimizer:
             parameter.grad = None
 
     def save(self, directory: Path) -> None:
-        """Write master weights and moments into FILE."""
+        """Write master weights and moments into FILE. A parameter that has never had a gradient,
+        such as one of a vision tower in training on text, has no moments."""
         tensors = {f"{n}/{MASTER}": self.masters[n].detach() for n, _ in self._narrow()}
         state = self.inner.state_dict()["state"]
         for index, name in enumerate(self.parameters):
             for moment, value in state.get(index, {}).items():
                 # bitsandbytes counts its steps in a Python int.
                 tensors[f"{name}/{moment}"] = torch.as_tensor(value).contiguous()
-        save_file(tensors, directory / FILE, metadata={"optimizer": self.kind})
+        save_state(tensors, self.parameters, self.kind, directory)
 
     def read(self, directory: Path) -> Callable[[], None]:
         """Read FILE; returns a function that restores it. Raises PolicyError if it does not fit."""
@@ -163,13 +166,24 @@ def read_trained(module: Module, optimizer: Optimizer, file: Path) -> Callable[[
     return restore
 
 
+def save_state(
+    tensors: dict[str, Tensor], parameters: Iterable[str], kind: OptimizerKind, directory: Path
+) -> None:
+    """Write FILE for an optimizer of these parameters, for `read_state`."""
+    with_moments = {key.rpartition("/")[0] for key in tensors if not key.endswith(f"/{MASTER}")}
+    unused = [name for name in parameters if name not in with_moments]
+    metadata = {"optimizer": kind, UNUSED: json.dumps(unused)}
+    save_file(tensors, directory / FILE, metadata=metadata)
+
+
 def read_state(
     directory: Path, parameters: Mapping[str, Tensor], kind: OptimizerKind
 ) -> dict[str, Tensor]:
     """Read FILE for an optimizer of these parameters. Raises PolicyError if it does not fit."""
     try:
         with safe_open(directory / FILE, framework="pt") as file:
-            found = (file.metadata() or {}).get("optimizer")
+            metadata = file.metadata() or {}
+            found, unused = metadata.get("optimizer"), json.loads(metadata.get(UNUSED, "[]"))
             saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise DamagedError(
@@ -181,16 +195,21 @@ def read_state(
             f"checkpoint {directory}: its optimizer is {found!r}, not {kind!r}; set "
             f"learner.optimizer = {found!r}, or start a new run from these weights"
         )
-    _check(directory, saved, parameters)
+    _check(directory, saved, parameters, unused)
     return saved
 
 
-def _check(directory: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Raise PolicyError unless all parameters have moments (before the first step: none has), all
-    narrow ones master weights, and the shapes fit."""
+def _check(
+    directory: Path,
+    saved: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    unused: Sequence[str],
+) -> None:
+    """Raise PolicyError unless all parameters but the `unused` ones of the file have moments
+    (before the first step: none has), all narrow ones master weights, and the shapes fit."""
     moments = {key.rpartition("/")[0] for key in saved if not key.endswith(f"/{MASTER}")}
     masters = {key.rpartition("/")[0] for key in saved if key.endswith(f"/{MASTER}")}
-    expected = [(moments, set(parameters) if moments else set())]
+    expected = [(moments | set(unused), set(parameters) if moments or unused else set())]
     expected.append((masters, {name for name, p in parameters.items() if p.dtype in NARROW}))
     for found, wanted in expected:
         for name in sorted(found ^ wanted):

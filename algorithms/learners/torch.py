@@ -36,16 +36,10 @@ from agentrl.algorithms.learners.base import (
 from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
 from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.cpu_threads import ThreadTuner
+from agentrl.algorithms.model.forward import check_model, hidden_states, supported_packing
 from agentrl.algorithms.model.lm_head import action_logprobs, other_logprobs, top_tokens
 from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.packing import (
-    Pack,
-    Packing,
-    check_model,
-    hidden_states,
-    pack_rows,
-    supported_packing,
-)
+from agentrl.algorithms.model.packing import Pack, Packing, pack_rows
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.errors import PolicyError, TrainingError

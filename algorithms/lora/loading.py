@@ -18,4 +18,5 @@ def load_adapted(source: str, config: RunConfig) -> tuple[Model, Tokenizer, Lora
         loaded = load_model(source, policy.dtype, policy.device, config=config)
         keep_gradients(loaded[0])  # its checkpoint may be quantised
     model, tokenizer = loaded
-    return model, tokenizer, LoraAdapters(model)
+    experts = config.learner.adapts_experts and config.engine.serves_adapted_experts
+    return model, tokenizer, LoraAdapters(model, experts=experts)

@@ -41,8 +41,9 @@ class Adapters(Protocol):
     ) -> None:
         """Add an adapter scale * B A with scale = alpha / rank and B = 0, which has no effect yet.
 
-        targets: names of linear layers, such as "q_proj"; empty: all but the head. The same seed
-        and name give the same A. Raises PolicyError for a target the model does not have."""
+        targets: names of linear layers, such as "q_proj", or of experts, such as "gate_up_proj" or
+        "experts"; empty: all of the text decoder but routers. The same seed and name give the same
+        A. Raises PolicyError for a target the model does not have."""
 
     def open(self, name: str, directory: Path) -> None:
         """Add an adapter that `save` or peft wrote. Raises PolicyError if it does not fit."""
@@ -68,6 +69,9 @@ class Adapters(Protocol):
 
     def parameters(self, name: str) -> dict[str, Parameter]:
         """The parameters of one adapter, by names without the adapter's name."""
+
+    def coverage(self, name: str) -> str:
+        """What an adapter is on, its share of the weights, and what is without it; a sentence."""
 
     def rank(self, name: str) -> int: ...
 

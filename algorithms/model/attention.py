@@ -28,8 +28,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from agentrl.errors import PolicyError
+
 NAME = "agentrl"
 UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # passed as mask, so that none is computed
+# Arguments of attention functions by which layers change scores, which no plan computes.
+CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "alibi")
 
 KEY_BLOCK = 256  # keys that the policy server attends to in one product
 NARROW_BLOCK = 64  # likewise in 16 bits, whose products read whole blocks
@@ -65,15 +69,14 @@ def incompatibility(model: torch.nn.Module) -> str | None:
     sentence about the model; None if it can."""
     network: Any = model
     config = network.config.get_text_config()
-    if not (network._supports_attention_backend and network._supports_sdpa):
-        return "has an attention of its own"
     layers = set(getattr(config, "layer_types", None) or ())
     if layers - {"full_attention", "sliding_attention"}:
         return f"has layers of type {min(layers - {'full_attention', 'sliding_attention'})!r}"
     if getattr(config, "attn_logit_softcapping", None):
         return "caps its attention scores"
-    rope = getattr(config, "rope_parameters", None) or {}
-    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+    if not (network._supports_attention_backend and network._supports_sdpa):
+        return "has an attention of its own"
+    for each in _ropes(config):
         # the rotation of every call would depend on the longest one
         if each.get("rope_type") in ("dynamic", "longrope"):
             return f"has {each['rope_type']!r} rotary positions"
@@ -81,10 +84,41 @@ def incompatibility(model: torch.nn.Module) -> str | None:
 
 
 def context_length(model: torch.nn.Module) -> int | None:
-    """The largest number of positions of a model, or None if its configuration has none."""
+    """The largest number of positions of a model, or None if its configuration has none. Positions
+    that are extended by a factor count with it, where the configuration names the original ones:
+    many leave `max_position_embeddings` at these."""
     network: Any = model
-    tokens: int | None = getattr(network.config.get_text_config(), "max_position_embeddings", None)
-    return tokens
+    config = network.config.get_text_config()
+    most: int | None = getattr(config, "max_position_embeddings", None)
+    if most is None:
+        return None
+    for rope in _ropes(config):
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "yarn":  # as transformers' own, whose default it is
+            original = original or most
+        if original and (factor := rope.get("factor")):
+            most = max(most, int(factor * original))
+    return most
+
+
+def regime_end(model: torch.nn.Module) -> int | None:
+    """The number of tokens of a sequence above which a model rotates all of its positions otherwise
+    (longrope), or None."""
+    network: Any = model
+    config = network.config.get_text_config()
+    ropes = _ropes(config)
+    if not any(rope.get("rope_type") == "longrope" for rope in ropes):
+        return None
+    names = [rope.get("original_max_position_embeddings") for rope in ropes]
+    own = getattr(config, "original_max_position_embeddings", None)
+    return next((each for each in (*names, own) if each), context_length(model))
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """The parameters of rotary positions, of which layers may have several."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in rope.values() if isinstance(each, dict)]
+    return [rope, *nested]
 
 
 def whole_blocks(context: int, dtype: torch.dtype) -> int:
@@ -112,13 +146,22 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function for transformers: [B, heads, N, dim] queries -> [B, N, heads, value dim]."""
+    """The function for transformers: [B, heads, N, dim] queries -> [B, N, heads, value dim].
+
+    A plan has no other pattern than branches and a layer's window: a layer that asks for more by an
+    argument raises PolicyError, and `forward.prove` finds one that does so in its mask."""
     if plan is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return output
-    return plan.attend(query, key, value, scaling, sliding_window), None
+    if any(kwargs.get(name) is not None for name in CHANGES_SCORES):
+        given = next(name for name in CHANGES_SCORES if kwargs.get(name) is not None)
+        raise PolicyError(f"its layers change attention scores by {given!r}")
+    if attention_mask is not None and attention_mask.shape != UNUSED.shape:
+        raise PolicyError("its layers compute attention masks of their own")
+    # Contiguous, as transformers' own functions return it: some models take a view of it.
+    return plan.attend(query, key, value, scaling, sliding_window).contiguous(), None
 
 
 AttentionInterface.register(NAME, attention)

@@ -21,6 +21,7 @@ from agentrl.types import Json
 log = logging.getLogger("agentrl.algorithm")
 FIELDS = (TypeError, ValueError, LookupError, AttributeError)  # of a template, on odd messages
 BLIND = "tools_not_rendered"  # the code of an error: the model would not see the tools
+REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message, the first wins
 CACHED_PROMPTS = 1024  # cached prompts: the rollouts of a group start with the same request
 
 
@@ -201,11 +202,21 @@ def template_message(
     where = f"messages[{index}]"
     if not isinstance(message.get("role"), str):
         raise RequestError(f"{where} has no role", param="messages")
+    message = _edited(message)
     message["content"] = (content or text_content)(message.get("content"), where)
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise RequestError(f"{where}.tool_calls is not a list", param="messages")
         message["tool_calls"] = [_call(call, where) for call in calls]
+    return message
+
+
+def _edited(message: dict[str, Json]) -> dict[str, Json]:
+    """What transformers makes of a message since 5.21.1 before a template sees it, so that older
+    ones render the same prompt: no keys of null, and reasoning by the names that templates read."""
+    message = {key: value for key, value in message.items() if value is not None}
+    if reasoning := [message[name] for name in REASONING if name in message]:
+        message = {"thinking": reasoning[0], **message, "reasoning_content": reasoning[0]}
     return message
 
 

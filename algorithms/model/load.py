@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Embedding, Module
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
@@ -151,12 +151,26 @@ def read_policy(policy: Module, directory: Path) -> dict[str, Tensor]:
     with no_progress_bars():
         model, _ = load_model(directory, device="cpu")
     saved: dict[str, Tensor] = model.state_dict()
+    _restore_padding(model, directory, saved)
     if mismatch := shape_mismatch(saved, policy.state_dict()):
         raise PolicyError(
             f"checkpoint {directory}: it is of another model ({mismatch} in the policy); "
             "resume with the model it was made from"
         )
     return saved
+
+
+def _restore_padding(model: Module, directory: Path, saved: Mapping[str, Tensor]) -> None:
+    """Set rows of padding tokens to those of the files: transformers fills them with zeros when it
+    loads some classes, and a tied head has trained them."""
+    for path, module in model.named_modules():
+        if not isinstance(module, Embedding) or module.padding_idx is None:
+            continue
+        key, row = f"{path}.weight", module.padding_idx
+        for file in directory.glob("model*.safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                if key in opened.keys():  # noqa: SIM118
+                    saved[key][row] = opened.get_slice(key)[row : row + 1][0]
 
 
 def shape_mismatch(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:

@@ -1,11 +1,8 @@
-"""Forward passes over rows: packs under a token budget, log-probs of action tokens only.
+"""Rows as packs of a forward pass, under a token budget. `forward` computes them.
 
-A pack is a forest of rows as one sequence without padding: linear layers see every token once,
-attention follows the branches. With `rows` nothing is shared between rows; with `trie` a common
-prefix is one path, computed once, forward and backward. Rows are never split, and the result of a
-row does not depend on the other rows of its pack. A row's last action and the tokens after it
-predict nothing and are left out. Hidden states are reduced to action positions before the
-language-model head (see `lm_head`).
+A pack is a forest of rows as one sequence without padding. With `rows` nothing is shared between
+rows; with `trie` a common prefix is one path, computed once, forward and backward. Rows are never
+split. A row's last action and the tokens after it predict nothing and are left out.
 
 In a forest equal prefixes are one path, and each distinct (prefix, token) is a node. Nodes are
 numbered depth first, so a subtree is a range of numbers: "j is i or an ancestor of i" is
@@ -14,27 +11,17 @@ numbered depth first, so a subtree is a range of numbers: "j is i or an ancestor
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import Module
-from torch.nn.utils.rnn import pad_sequence
 
 from agentrl.algorithms.data.batch import TokenRow
-from agentrl.algorithms.model import attention
-from agentrl.algorithms.model.inputs import inputs_of
-from agentrl.algorithms.model.lm_head import action_logprobs
-from agentrl.errors import PolicyError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Ids = NDArray[np.int64]
 Packing = Literal["rows", "trie"]
@@ -96,144 +83,6 @@ def pack_rows(
             )
         )
     return packs
-
-
-def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
-    """The last hidden state before each action, [n, H], on the model's device and differentiable in
-    its weights.
-
-    Installs the attention function of `attention`, which without a pack is SDPA; for a model that
-    does not support it every branch is computed separately. Raises PolicyError for a row that is
-    longer than the model's context."""
-    limit, longest = attention.context_length(model), int(pack.positions.max()) + 1
-    if limit and longest > limit:
-        raise PolicyError(
-            f"a row of {longest} tokens before its last action is longer than the context of model "
-            f"type {model.config.model_type!r}, {limit} tokens: serve it with that context limit"
-        )
-    if incompatibility(model):
-        return _padded_hidden_states(model, pack)
-    attention.install(model)
-    if model.device.type == "cuda":
-        pack = whole_blocks(pack)
-    decoder, read = _inputs(model, pack)
-    hidden_TH: Tensor = decoder(
-        **read,
-        attention_mask=attention.UNUSED,
-        use_cache=False,
-        plan=attention.TreePlan(pack.end, pack.positions),
-    ).last_hidden_state[0]
-    return hidden_TH[pack.states.to(model.device)]
-
-
-def whole_blocks(pack: Pack) -> Pack:
-    """The pack with branches of one unused token each, up to whole blocks of a GPU's kernel: see
-    `attention.kernel_options`."""
-    size, block = len(pack.end), attention.FLEX_BLOCK
-    new = torch.arange(size, -(-size // block) * block)
-    unused = torch.zeros_like(new)
-    return replace(
-        pack,
-        tokens=torch.cat((pack.tokens, unused)),
-        positions=torch.cat((pack.positions, unused)),
-        end=torch.cat((pack.end, new + 1)),
-    )
-
-
-def _inputs(model: PreTrainedModel, pack: Pack) -> tuple[Module, dict[str, Any]]:
-    """The decoder of a model, and a pack's tokens and positions for it."""
-    if inputs := inputs_of(model):
-        return inputs.of_pack(pack)
-    if int(pack.tokens.min()) < 0:
-        raise PolicyError(
-            f"model type {model.config.model_type!r} reads text alone, and the calls have images; "
-            "choose a model that reads images, such as the policy's"
-        )
-    ids, places = (x[None].to(model.device) for x in (pack.tokens, pack.positions))
-    return model.base_model, {"input_ids": ids, "position_ids": places}
-
-
-def forward_logprobs(model: PreTrainedModel, pack: Pack) -> Tensor:
-    """log pi(action | all tokens before it in its row) at each action's temperature, [n].
-
-    float32 (float64 for a float64 model), on the model's device, differentiable in its weights."""
-    logprobs_n, _ = action_logprobs(
-        model.get_output_embeddings(),
-        hidden_states(model, pack),
-        pack.actions.to(model.device),
-        pack.temperature.to(model.device),
-    )
-    return logprobs_n
-
-
-def incompatibility(model: PreTrainedModel) -> str | None:
-    """`attention.incompatibility`, which also checks the device of the model."""
-    if model.device.type not in ("cpu", "cuda"):
-        return f"is on device {model.device.type!r}, for which there is no tree attention"
-    return attention.incompatibility(model)
-
-
-def _padded_hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
-    """`hidden_states` of branches in right-padded batches. Padding follows all real tokens and the
-    model is causal, so it has no effect, for recurrent decoders either."""
-    number = torch.arange(len(pack.end))
-    leaves = (pack.end == number + 1).nonzero().flatten()
-    # The first leaf at or after a token is in the token's subtree.
-    branch = torch.searchsorted(leaves, pack.states)
-    parts, order = [], []
-    for micro in _micro_batches((pack.positions[leaves] + 1).tolist(), len(pack.tokens)):
-        ends = leaves[micro][:, None]
-        paths = [pack.tokens[path] for path in (number <= ends) & (pack.end > ends)]
-        tokens_BL = pad_sequence(paths, batch_first=True).to(model.device)
-        hidden_BLH = model.base_model(input_ids=tokens_BL, use_cache=False).last_hidden_state
-        row, at = (branch == torch.tensor(micro)[:, None]).nonzero(as_tuple=True)
-        parts.append(
-            hidden_BLH[row.to(model.device), pack.positions[pack.states[at]].to(model.device)]
-        )
-        order.append(at)
-    return torch.cat(parts)[torch.cat(order).argsort().to(model.device)]
-
-
-def _micro_batches(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
-    """Yield lists of indices of sequences of similar length. Each list, padded to its longest, has
-    at most `token_budget` tokens, or a single sequence."""
-    micro: list[int] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if micro and (len(micro) + 1) * lengths[index] > token_budget:
-            yield micro
-            micro = []
-        micro.append(index)
-    if micro:
-        yield micro
-
-
-def check_model(model: PreTrainedModel) -> None:
-    """Raise PolicyError if `forward_logprobs` would not return the log-probs of the model."""
-    head = model.get_output_embeddings()
-    tokens = torch.arange(4, device=model.device)[None]
-    with torch.no_grad():
-        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        same = head is not None and torch.equal(
-            head(hidden), model(input_ids=tokens, use_cache=False).logits
-        )
-    if not same:
-        raise PolicyError(
-            f"{type(model).__name__}: its logits are not the output of its language-model head "
-            "(soft-capping or scaling follows the head); choose a model without that"
-        )
-
-
-def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
-    """`packing`, or "rows" with a warning if the model does not support it."""
-    reason = incompatibility(model)
-    if reason and packing != "rows":
-        warnings.warn(
-            f"learner.packing = {packing!r}: model type {model.config.model_type!r} {reason}, so "
-            "its branches are computed one by one, padded to the longest",
-            stacklevel=3,
-        )
-        return "rows"
-    return packing
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,8 @@ class ToolParser:
     """Splits streamed text into content and tool calls.
 
     A malformed call is content, including its tags, and so is everything in the reasoning that an
-    answer begins with: a model may draft calls there. White space around a call is dropped.
+    answer begins with: a model may draft calls there. White space around calls is dropped, but for
+    what parts content before them from content after them.
 
     This class reads the format of Hermes; another format is a subclass with its own `opens`,
     `marks`, `between` and `read`.
@@ -51,7 +52,7 @@ class ToolParser:
     opens: ClassVar[tuple[str, ...]] = (OPEN,)  # what a call begins with
     # Of a call, which stay part of the text even if a tokenizer calls them special.
     marks: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
-    between: ClassVar[str] = ""  # what separates calls, besides white space
+    between: ClassVar[str] = ""  # characters that separate calls, besides white space
 
     def __init__(self, *, thinking: bool = False, tools: bytes = b"null") -> None:
         """thinking: the prompt has opened the reasoning. tools: those of the request, as JSON."""
@@ -59,6 +60,8 @@ class ToolParser:
         self._text = ""  # not yet classified
         self._begun = self._thinking = thinking
         self._after_call = False
+        self._said = False  # content beside the reasoning
+        self._gap = ""  # white space before the newest calls
         self._wait = 0  # length at which to read on
         self.count = 0
 
@@ -104,7 +107,10 @@ class ToolParser:
                 break
             before, end = self._text[:start], start + read[0]
             if read[1]:
-                found += self._content("" if self._separates(before) else before.rstrip())
+                said = "" if self._separates(before) else before.rstrip()
+                found += self._content(said)
+                if not self._after_call:
+                    self._gap = before[len(before.rstrip()) :]
                 found += [ToolCall(id=f"call_{uuid4().hex}", function=one) for one in read[1]]
                 self._after_call = True
                 self.count += len(read[1])
@@ -126,7 +132,7 @@ class ToolParser:
         return first and (first[0], first[2])
 
     def _separates(self, text: str) -> bool:
-        return self._after_call and text.strip() in ("", self.between)
+        return self._after_call and text.strip() in ("", *self.between)
 
     def _reasoning(self, last: bool) -> list[str | ToolCall]:
         """The text of the reasoning, if the answer begins with it."""
@@ -138,7 +144,8 @@ class ToolParser:
         thought, closed, _ = self._text.partition(THOUGHT)
         self._thinking = not closed
         end = len(self._text) if last else tag_start(self._text, THOUGHT)
-        return self._content(self._cut(len(thought) + len(THOUGHT) if closed else end))
+        text = self._cut(len(thought) + len(THOUGHT) if closed else end)
+        return [text] if text else []
 
     def _cut(self, end: int) -> str:
         text, self._text = self._text[:end], self._text[end:]
@@ -146,10 +153,12 @@ class ToolParser:
 
     def _content(self, text: str) -> list[str | ToolCall]:
         if self._after_call:
-            text = text.lstrip()
+            own = text.lstrip()
+            gap = self._gap or text[: len(text) - len(own)] or " "
+            text = gap + own if own and self._said else own
         if not text:
             return []
-        self._after_call = False
+        self._after_call, self._said = False, True
         return [text]
 
 

@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from agentrl.algorithms.preferences.draft import Draft
-from agentrl.algorithms.preferences.files import alike, export_rows
+from agentrl.algorithms.preferences.files import export_rows
 from agentrl.algorithms.preferences.formats import add_row
 from agentrl.algorithms.preferences.mining import MineSpec, mine
 from agentrl.base.images import described
@@ -181,7 +181,7 @@ async def export_command(store: Store, name: str, path: Path, version: int) -> N
     """Write NAME to PATH (.jsonl or .parquet) with TRL's columns and exact tokens."""
     _, items = await _items(store, name, version)
     rows = await export_rows(store, items)
-    write_rows(alike(rows) if path.suffix == ".parquet" else rows, path)
+    write_rows(rows, path)
     click.echo(f"{len(items)} items in {path}")
 
 

@@ -6,7 +6,7 @@ the tokens that the template adds for each answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from agentrl.base.images import with_data_urls
@@ -16,27 +16,6 @@ from agentrl.types import Image, Json
 
 Messages = list[dict[str, Json]]
 Written = Callable[[Messages, Mapping[str, Image]], Messages]
-
-
-def alike(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows for a file of typed columns, where contents are all text or all lists of parts."""
-    talks = [value for row in rows for value in row.values() if _is_talk(value)]
-    if not any(isinstance(one.get("content"), list) for talk in talks for one in talk):
-        return list(rows)
-    return [
-        {key: [*map(_in_parts, x)] if _is_talk(x) else x for key, x in row.items()} for row in rows
-    ]
-
-
-def _is_talk(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
-
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    return message | {"content": [{"type": "text", "text": content}]}
 
 
 async def export_rows(
@@ -53,6 +32,8 @@ async def export_rows(
         images = await store.images("", sorted(seen)) if seen else {}
         prompt = written(first.messages, images)
         row: dict[str, Any] = {"prompt": prompt, "split": item.split}
+        if first.tools:
+            row["tools"] = first.tools
         for word, digest in names.items():
             if digest:
                 calls = sides[digest]

@@ -14,6 +14,7 @@ import msgspec
 
 from agentrl.algorithms.preferences.draft import Draft
 from agentrl.base.images import digests
+from agentrl.base.jsonvalues import NotJsonError, as_json
 from agentrl.base.parts import installed_plugins
 from agentrl.errors import ConfigError
 from agentrl.store.records import Kind
@@ -24,8 +25,9 @@ Row = dict[str, Any]
 Message = dict[str, Json]
 FORMATS = (
     "chosen and rejected (with prompt, or messages that begin alike); prompt, completion, label; "
-    "prompt, completions and labels; context and completions with ranks; messages, or ShareGPT's "
-    "conversations; PRM800K's question and label; Math-Shepherd's input and label"
+    "prompt, completion; prompt, completions and labels; context and completions with ranks; "
+    "messages, or ShareGPT's conversations; PRM800K's question and label; "
+    "Math-Shepherd's input and label"
 )
 STEP_END = "ки"  # ends a step in Math-Shepherd's text
 # ShareGPT's names of roles, which differ between its users.
@@ -74,12 +76,10 @@ def add_row(draft: Draft, place: str, row: Row) -> None:
         for point in installed_plugins("media"):
             row, images = point.load()(row)
             draft.images |= {image.digest: image for image in images}
-        plain = msgspec.json.decode(msgspec.json.encode(row))  # a parquet file has more than JSON
-        msgspec.msgpack.encode(plain)  # as the store does, which has integers of 64 bits only
+        plain: Row = as_json(row)
         _add(draft, {key: value for key, value in plain.items() if value is not None})
-    except OverflowError:
-        why = "an integer has more than 64 bits; write it as text, or leave its column out"
-        raise ConfigError(f"{place}: {why}") from None
+    except NotJsonError as error:
+        raise ConfigError(f"{place}: {error.at('row')}") from None
     except (ConfigError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{place}: {error}") from None
 
@@ -99,6 +99,8 @@ def _add(draft: Draft, row: Row) -> None:
     elif "completion" in row and "label" in row:
         answer, label = _messages(row, "completion"), _number(row["label"], "label")
         _add_item(draft, row, "label", _prompt(row), answer, label=label)
+    elif "prompt" in row and "completion" in row:
+        _add_item(draft, row, "demonstration", _prompt(row), _messages(row, "completion"))
     elif "completions" in row:
         _add_ranked(draft, row)
     elif key := next((key for key in ("messages", "conversations") if key in row), None):

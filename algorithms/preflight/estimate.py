@@ -106,6 +106,9 @@ def trained_weights(config: RunConfig, network: Any) -> int:
 def adapter_weights(config: RunConfig, network: Any) -> int:
     """The number of weights of an adapter; 0: all weights are trained."""
     sizes = sum(module.in_features + module.out_features for module in _linear(network))
+    if config.learner.adapts_experts and config.engine.serves_adapted_experts:
+        stacks = (p for p in network.parameters() if p.dim() == 3 and min(p.shape) > 1)
+        sizes += sum(len(p) * (p.shape[1] + p.shape[2]) for p in stacks)
     return int(config.policy.lora.rank * sizes)
 
 

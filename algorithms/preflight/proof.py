@@ -16,14 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.data.batch import TokenRow
+from agentrl.algorithms.model.forward import forward_logprobs, incompatibility
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.packing import (
-    Packing,
-    forward_logprobs,
-    incompatibility,
-    pack_rows,
-)
+from agentrl.algorithms.model.packing import Packing, pack_rows
 from agentrl.base import memory
 from agentrl.config import PolicyConfig
 

@@ -31,20 +31,16 @@ from agentrl.algorithms.learners.optimizer import (
     read_trained,
     save_trained,
 )
+from agentrl.algorithms.model.forward import forward_logprobs, hidden_states
 from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.packing import (
-    Pack,
-    Packing,
-    forward_logprobs,
-    hidden_states,
-    pack_rows,
-)
+from agentrl.algorithms.model.packing import Pack, Packing, pack_rows
 from agentrl.base.failures import one_line
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import Group, Reward, Rollout, RolloutState, Scope, Transition
 
 SOURCE = "model:{}"  # `Reward.source`, with the model's name
 ENSEMBLE = "reward_heads"  # in a checkpoint's configuration: number of labels of an ensemble
+PADDING = "<|reward_model_padding|>"  # the token of a model whose policy has none of its own
 Scorer = Callable[[Sequence[Transition]], Tensor]
 """Calls -> scores, float64 [calls]."""
 
@@ -308,7 +304,7 @@ def load_scalar(
             f"{key} = {name!r}: {fault}; give a checkpoint of a decoder with a head of one label, "
             "as reward trainers save it"
         )
-    check_vocabulary(key, name, own, tokenizer)
+    check_vocabulary(key, name, own, tokenizer, added=PADDING)
     model.eval().requires_grad_(False)
     return model.to(policy.device)
 

@@ -22,8 +22,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from agentrl.algorithms.learners.optimizer import Optimizer
-from agentrl.algorithms.model.load import Tokenizer, no_progress_bars
-from agentrl.algorithms.reward_models.scorers import ENSEMBLE, ScalarScorer
+from agentrl.algorithms.model.load import (
+    Tokenizer,
+    end_tokens,
+    no_progress_bars,
+    vocabulary_size,
+)
+from agentrl.algorithms.reward_models.scorers import ENSEMBLE, PADDING, ScalarScorer
+from agentrl.base.files import share_weights
 from agentrl.errors import PolicyError, TrainingError
 
 Text = tuple[int, ...]  # token ids; the state after the last is scored
@@ -52,6 +58,9 @@ class RewardTrainer:
     optimizer: Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.tokenizer.pad_token_id != self.scorer.model.config.pad_token_id:
+            self.tokenizer = deepcopy(self.tokenizer)
+            self.tokenizer.add_special_tokens({"pad_token": PADDING})
         self.scorer.model.requires_grad_(True)
         self.optimizer = Optimizer(dict(self.scorer.model.named_parameters()))
 
@@ -90,6 +99,7 @@ class RewardTrainer:
         with no_progress_bars():
             self.scorer.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+        share_weights(directory)
 
 
 def _of_texts(examples: Sequence[Example], scores_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,15 +122,25 @@ def bootstrap_weights(example: Example, heads: int) -> list[float]:
 def make_scorer(
     policy: PreTrainedModel, tokenizer: Tokenizer, heads: int, token_budget: int
 ) -> ScalarScorer:
-    """A copy of a policy's decoder with a new head of `heads` scores, initialised to 0."""
+    """A copy of a policy's decoder with a new head of `heads` scores, initialised to 0.
+
+    transformers takes the score of the last token that is not padding. So where padding is what
+    ends an answer, the model pads with a token of its own, which `RewardTrainer` gives its
+    tokenizer."""
     config = deepcopy(policy.config)
-    config.num_labels, config.pad_token_id = heads, tokenizer.pad_token_id
+    config.num_labels = heads
     setattr(config, ENSEMBLE, heads)
     model = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
     if not hasattr(model, "score"):
         raise PolicyError(f"policy.model: {type(model).__name__} has no scalar head")
     model.base_model.load_state_dict(policy.base_model.state_dict())
     torch.nn.init.zeros_(model.score.weight)
+    padding = tokenizer.pad_token_id
+    if padding is None or padding in end_tokens(policy, tokenizer):
+        padding = len(tokenizer)
+        if padding >= vocabulary_size(model):
+            model.resize_token_embeddings(padding + 1, mean_resizing=False)
+    model.config.get_text_config().pad_token_id = model.config.pad_token_id = padding
     return ScalarScorer(model.eval().to(policy.device), token_budget=token_budget)
 
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from agentrl.algorithms.learners.auxiliary import freeze, load_auxiliary
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.attention import context_length
+from agentrl.algorithms.model.forward import supported_packing
 from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.packing import supported_packing
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.reward_models.scorers import (
     ImplicitScorer,

@@ -27,7 +27,8 @@ def crossplay(
     fresh: bool,
     plain: bool,
 ) -> None:
-    """Play checkpoints of RUN_FILE's policy, by default all on disk, against each other.
+    """Play checkpoints of RUN_FILE's policy against each other: by default all on disk and the
+    snapshots of its pool, so the first against the last, too.
 
     Prints the mean return of each pair, with seats swapped, and Elo ratings."""
     from agentrl.algorithms.selfplay import crossplay as commands

@@ -7,7 +7,7 @@ pairs (a, b) and (b, a) have the same lineups, which are played once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice, permutations
 from math import ceil, isfinite
@@ -19,8 +19,7 @@ from agentrl import config as settings  # first: it loads the tables of parts
 from agentrl.algorithms.selfplay.ratings import fit_ratings, game_score, returns
 from agentrl.algorithms.selfplay.table import learning_policy, selfplay_of
 from agentrl.checkpoints import saved as evaluation
-from agentrl.checkpoints.saved import SavedCheckpoint
-from agentrl.config.policies import Seats
+from agentrl.config.policies import FrozenPolicy, Seats
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.plans import play
 from agentrl.evaluation.plans.plan import EvaluationPlan
@@ -56,25 +55,20 @@ def crossplay(
     games: int = 20,
     fresh: bool = False,
 ) -> PayoffMatrix:
-    """Play checkpoints against each other: those at `paths` or the run's at every `every` steps (0:
-    all on disk).
+    """Play checkpoints against each other: those at `paths`, or the run's checkpoints and the
+    snapshots of its pool at every `every` steps (0: all on disk).
 
-    games: per pair; fresh: play all games again. Raises ConfigError for fewer than two
-    checkpoints."""
+    games: per pair; fresh: play all games again. Raises ConfigError for fewer than two players."""
     roles = selfplay_of(config).seats
     if not roles:
         raise ConfigError(
             "selfplay.seats is empty: name the roles of the agent that play against each other, "
             "such as selfplay.seats = ['player_0', 'player_1']"
         )
-    chosen = chosen_checkpoints(config, paths, every)
-    policy = learning_policy(config)
-    players = dict(play.frozen_policy(config, checkpoint, policy) for checkpoint in chosen)
-    if len(players) < len(chosen):
-        raise ConfigError("two checkpoints have the same name: give each only once")
+    players = chosen_players(config, paths, every)
     # The checkpoint for policies that are not compared: the run's last one on disk, else the last
-    # chosen one.
-    last = (evaluation.checkpoints_of(config) or chosen)[-1]
+    # given one.
+    last = (evaluation.checkpoints_of(config) or [evaluation.checkpoint_at(paths[-1])])[-1]
     tasks = [without_scripts(task, roles) for task in play.tasks_of(config)]
     plan = EvaluationPlan(
         players=players,
@@ -97,23 +91,40 @@ def without_scripts(task: dict[str, Json], roles: Sequence[str]) -> dict[str, Js
     return {**task, "input": {**game, "players": players}}
 
 
-def chosen_checkpoints(
+def chosen_players(
     config: settings.RunConfig, paths: Sequence[Path], every: int = 0
-) -> list[SavedCheckpoint]:
-    """The checkpoints to compare. Raises ConfigError for fewer than two."""
+) -> dict[str, FrozenPolicy]:
+    """The players to compare by their served names, oldest first. Raises ConfigError for fewer than
+    two."""
     if paths and every:
         raise ConfigError("--every chooses from the run's checkpoints: give --every or checkpoints")
-    if paths:
-        found = [evaluation.checkpoint_at(path) for path in paths]
-    else:
-        found = evaluation.checkpoints_of(config)
-        found = [made for made in found if not every or made.steps % every == 0]
+    policy = learning_policy(config)
+    own = evaluation.checkpoints_of(config)
+    checkpoints = [evaluation.checkpoint_at(path) for path in paths] if paths else own
+    found = [play.frozen_policy(config, checkpoint, policy) for checkpoint in checkpoints]
+    if len(dict(found)) < len(found):
+        raise ConfigError("two checkpoints have the same name: give each only once")
+    if not paths:
+        saved = {player.steps for _, player in found}
+        pool = (one for one in pool_players(config, policy) if one[1].steps not in saved)
+        found = sorted([*found, *pool], key=lambda one: (one[1].steps, one[0]))
+        found = [one for one in found if not every or one[1].steps % every == 0]
+    if not (paths or own):
+        raise ConfigError(f"{config.output} has no checkpoint yet; train it: agentrl train")
     if len(found) < 2:
         kept = "" if paths else f"; the run keeps keep_checkpoints = {config.keep_checkpoints}"
         raise ConfigError(
             f"cross-play needs at least two checkpoints, and there is {len(found)}{kept}"
         )
-    return found
+    return dict(found)
+
+
+def pool_players(config: settings.RunConfig, policy: str) -> Iterator[tuple[str, FrozenPolicy]]:
+    """The snapshots of a policy that are in the run's pool on disk."""
+    for folder in Path(config.output, "pool").glob(f"{policy}@*"):
+        steps = folder.name.partition("@")[2]
+        if steps.isdecimal() and folder.is_dir():
+            yield folder.name, FrozenPolicy(policy, str(folder.resolve()), int(steps))
 
 
 def schedule(players: Sequence[str], roles: Sequence[str]) -> dict[str, Seats]:

@@ -80,9 +80,11 @@ def add_adapter(adapters: Adapters, name: str, lora: LoraConfig, config: RunConf
     """Add the adapter of a policy. An adapter directory without a rank is loaded frozen."""
     if not lora.rank:
         adapters.open(name, config.path(lora.adapter))
+        log_phase(log, adapters.coverage(name))
         return
     rank, alpha, targets = lora.rank, lora.alpha, lora.targets
     adapters.add(name, rank=rank, alpha=alpha, targets=targets, seed=config.seed)
+    log_phase(log, adapters.coverage(name))
     if lora.adapter:
         adapters.restore(name, adapters.read(name, config.path(lora.adapter)))
 

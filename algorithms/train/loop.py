@@ -18,7 +18,12 @@ from agentrl.algorithms.diagnostics.metrics import Metrics, throughput
 from agentrl.algorithms.sampling.collect import Collected, GroupSource
 from agentrl.algorithms.sampling.evaluate import check_first
 from agentrl.algorithms.sampling.stragglers import settle_groups_ahead
-from agentrl.algorithms.train.empty_steps import check_empty_steps, empty_commit, is_empty
+from agentrl.algorithms.train.empty_steps import (
+    check_empty_steps,
+    check_failed,
+    empty_commit,
+    is_empty,
+)
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
 from agentrl.algorithms.train.hooks import Hooks, ServedRun
 from agentrl.algorithms.train.saving import Checkpoints
@@ -78,6 +83,7 @@ class TrainingLoop:
                     rollouts = [rollout for group in found for rollout in group.rollouts]
                     check_first(live.config, rollouts, unchanged_only=True)
                 await check_empty_steps(live.store, live.config)
+            check_failed(live.config, collected)
             await live.serving.announce(live.store, live.config.name, live.state.epoch)
             stalled = await self.evaluate(step + 1)
         await self.heldout.finish()

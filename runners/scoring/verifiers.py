@@ -36,11 +36,14 @@ class Verifier:
         self,
         outcome: Callable[..., Any] | None,
         rewards: Mapping[str, Callable[..., Any]] | None = None,
+        range: tuple[float, float] | None = None,
     ) -> None:
-        """`outcome`: the user's verifier. `rewards`: further functions by name.
+        """`outcome`: the user's verifier. `rewards`: further functions by name. `range`: the lowest
+        and the highest outcome.
 
         Raises AgentError if a function requires other parameters."""
         functions = {**({} if outcome is None else {"outcome": outcome}), **(rewards or {})}
+        self._range = range
         self._sources = {name: (call, _declared(call)) for name, call in functions.items()}
 
     @property
@@ -72,12 +75,30 @@ class Verifier:
         try:
             for row in rows:
                 check_reward(row, "the verifier")
+                self._check_range(row)
         except Invalid as error:
             raise VerifierError(str(error)) from None
         return rows
 
+    def _check_range(self, row: Reward) -> None:
+        """Raise VerifierError for an outcome outside of `verifier.range`: it is a mistake of the
+        function, and would shift the whole group."""
+        if self._range is None or row.name != "outcome" or row.scope is Scope.TRANSITION:
+            return
+        low, high = self._range
+        if not low <= row.value <= high:
+            raise VerifierError(
+                f"the verifier returned the outcome {row.value:g}, and verifier.range is {low:g} to"
+                f" {high:g}"
+            )
 
-def load(path: str | Callable[..., Any], rewards: Mapping[str, str], root: Path) -> Verifier:
+
+def load(
+    path: str | Callable[..., Any],
+    rewards: Mapping[str, str],
+    root: Path,
+    range: tuple[float, float] | None = None,
+) -> Verifier:
     """Load the verifier `path` (a name or a function) and the functions of `verifier.rewards`, each
     "file.py:name", "package.module:name" or an entry point of the group agentrl.rewards.
 
@@ -93,7 +114,7 @@ def load(path: str | Callable[..., Any], rewards: Mapping[str, str], root: Path)
         name: load_plugin("rewards", source, (), root, key=f"verifier.rewards.{name}")
         for name, source in rewards.items()
     }
-    return Verifier(outcome, functions)
+    return Verifier(outcome, functions, range)
 
 
 def as_rewards(returned: object, name: str = "outcome") -> list[Reward]:

@@ -142,6 +142,9 @@ def prompt_of(body: Body, memory: ConversationMemory) -> Body:
 def ignored(body: Body) -> list[str]:
     """List the request's options that have no effect, and its hosted tools."""
     found = [name for name in sorted(IDLE & body.keys()) if body[name]]
+    thinking = body.get("thinking") or {}  # the policy decides when it thinks, and shows it
+    if thinking.get("type") == "disabled" or thinking.get("display") == "omitted":
+        found.append("thinking")
     found += [f"tools: {tool['type']}" for tool in body.get("tools") or () if _hosted(tool)]
     return found + sorted(set(_unread(body)))
 

@@ -25,7 +25,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.data.merge import merge
-from agentrl.algorithms.model.packing import Packing, forward_logprobs, pack_rows
+from agentrl.algorithms.model.forward import forward_logprobs
+from agentrl.algorithms.model.packing import Packing, pack_rows
 from agentrl.types import Transition, float32, int32
 
 SCALE = 25  # lengths are so many times shorter than at real sizes

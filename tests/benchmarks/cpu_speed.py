@@ -33,8 +33,9 @@ from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.model.chat import Chat
+from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
+from agentrl.algorithms.model.packing import pack_rows
 from agentrl.algorithms.model.text import Codec
 from agentrl.types import POLICY, Sampling
 from tests.benchmarks.learner import batch_of, update

@@ -29,9 +29,10 @@ from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.lora.quantize import load_quantized
+from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.lm_head import action_logprobs
 from agentrl.algorithms.model.load import load_model, no_progress_bars
-from agentrl.algorithms.model.packing import Packing, forward_logprobs, pack_rows
+from agentrl.algorithms.model.packing import Packing, pack_rows
 from agentrl.algorithms.preflight.proof import trie_gap
 from agentrl.algorithms.train.serving import policy_server
 from agentrl.config import resolve

@@ -174,3 +174,11 @@ def build(directory, seed):
     steps = await trained(name, tmp_path, policy, *settings)
     (row,) = [row for row in steps if "rollouts" in row.metrics]
     assert (row.metrics["rollouts"], row.metrics["rollouts/failed"]) == (2, 0)
+
+
+def test_who_moves_first_in_a_simultaneous_game_is_paid_for_it() -> None:
+    moves = {"player_0": ["1"], "player_1": ["0"]}  # paper beats rock, twice
+    found = played("pettingzoo", "classic.rps_v2", moves, max_cycles=2)
+    assert found["problem"] == ""
+    assert found["by_role"] == {"player_0": 2.0, "player_1": -2.0}
+    assert sorted(step for step in found["steps"] if step) == [-1.0, -1.0, 1.0, 1.0]

@@ -109,7 +109,7 @@ async def test_an_agent_with_tools_that_makes_many_calls_does_not_loop(bench: An
 
 
 def test_calls_are_limited_by_default() -> None:
-    assert AgentConfig().max_calls == 256
+    assert AgentConfig().max_calls == 500
 
 
 async def test_an_agent_may_use_all_its_calls(bench: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from agentrl.environments import Endpoint, Environment
 from agentrl.environments.plugins.shared import held_out, some_key
+from agentrl.environments.toolbox import number
 from agentrl.types import Json
 
 STATE_THEIR_ANSWER = {"Match", "Includes", "FuzzyMatch", "JsonMatch"}
@@ -53,15 +54,16 @@ class Evals(Environment):
         kept: dict[str, Any] = {}  # of what the eval records
 
         def matched(correct: bool, **_: Any) -> None:
-            kept["outcome"] = float(correct)
+            kept["outcome"] = number(correct)
 
         recorder = SimpleNamespace(record_match=matched, record_metrics=kept.update)
         record._default_recorder.set(recorder)  # of this thread's context
         played = self.eval(endpoint, *map(endpoint.role, self.roles))
         rng = Random(f"{self.name}.{index}:{played.seed}".encode())  # as the package's
         played.eval_sample(deepcopy(self.samples[index]), rng)
-        if kept.setdefault("outcome", kept.get("score")) is None:
-            raise ValueError(f"it recorded no match and no score, only {kept}")
+        outcome = kept.setdefault("outcome", kept.get("score"))
+        if not isinstance(outcome, int | float):
+            raise ValueError(f"it recorded no match and no score that is a number, only {kept}")
         return {k: float(v) for k, v in kept.items() if isinstance(v, int | float)}
 
 

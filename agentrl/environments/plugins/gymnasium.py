@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from agentrl.environments import Episode
-from agentrl.environments.toolbox import Seeded, chosen, plain, rules, shortest, shown
+from agentrl.environments.toolbox import Seeded, chosen, number, plain, rules, shortest, shown
 
 # Of toy text: the words of the actions, and what is seen. Other actions are numbers.
 WORDS = {
@@ -48,7 +48,7 @@ class GymnasiumGame(Episode):
         if action is None:
             return self.seen("You named no action.\n"), self.plugin.illegal, late
         self.obs, reward, ended, cut, _ = self.env.step(action)
-        return self.seen(), float(reward), bool(ended or cut or late)
+        return self.seen(), number(reward), bool(ended or cut or late)
 
     def close(self) -> None:
         self.env.close()

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from agentrl.environments import Episode, EpisodeError
-from agentrl.environments.toolbox import Seeded, as_fields, content
+from agentrl.environments.toolbox import Seeded, as_fields, content, number
 from agentrl.errors import ConfigError
 
 FULL = """openenv:{}: its sessions were all taken for {:g} s (CAPACITY_REACHED): give the server's \
@@ -48,7 +48,8 @@ class OpenEnvSession(Episode):
             if isinstance(error, RuntimeError) and "VALIDATION_ERROR" not in str(error):
                 raise
             return f"That is no action: {error}", self.plugin.illegal, late
-        return json.dumps(result.observation), result.reward, bool(result.done or late)
+        reward = None if result.reward is None else number(result.reward)
+        return json.dumps(result.observation), reward, bool(result.done or late)
 
     def close(self) -> None:
         if self.env is not None:

@@ -6,7 +6,16 @@ from importlib import import_module
 from typing import Any
 
 from agentrl.environments import Episode
-from agentrl.environments.toolbox import BOARD, Seeded, board, by_role, named, rules, shortest
+from agentrl.environments.toolbox import (
+    BOARD,
+    Seeded,
+    board,
+    by_role,
+    named,
+    number,
+    rules,
+    shortest,
+)
 from agentrl.types import Reward
 
 
@@ -37,18 +46,26 @@ class PettingZooGame(Episode):
 
     def move(self, action: int | None) -> None:
         self.env.step(action)
-        self.total |= {n: self.total[n] + float(v) for n, v in self.env.rewards.items()}
+        self.total |= {n: self.total[n] + number(v) for n, v in self.env.rewards.items()}
 
-    def step(self, reply: dict[str, Any]) -> tuple[Any, float, bool]:
+    def step(self, reply: dict[str, Any]) -> tuple[Any, float | dict[str, float], bool]:
         mover, action = self.env.agent_selection, named(reply, self.names)
-        before, self.turns, self.moved = self.total[mover], self.turns + 1, self.moved | {mover}
+        before, self.turns, self.moved = dict(self.total), self.turns + 1, self.moved | {mover}
         if action is None:  # an illegal move loses, as PettingZoo has it
             self.total[mover] -= 1
-            return "", -1.0, True
+            return "", self.gains(before, mover), True
         self.move(int(action))
         said = self.turn()
         over = self.turns >= self.plugin.limit or not self.env.agents
-        return said, self.total[mover] - before, over
+        return said, self.gains(before, mover), over
+
+    def gains(self, before: dict[str, float], mover: str) -> float | dict[str, float]:
+        """What a move has brought: to the policy, or to each role. Others lose by it, and who moved
+        first in a simultaneous game is paid by the last one's move."""
+        gained = {name: value - before[name] for name, value in self.total.items()}
+        if self.learner:
+            return gained[mover]
+        return {name: gain for name, gain in gained.items() if gain or name == mover}
 
     def rewards(self) -> list[Reward] | None:
         return None if self.learner else by_role(self.total, self.moved)

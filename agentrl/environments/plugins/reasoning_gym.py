@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from agentrl.environments import Environment
+from agentrl.environments.toolbox import number
 from agentrl.types import Json
 
 
@@ -43,13 +44,16 @@ class ReasoningGym(Environment):
         said, entry = result if isinstance(result, str) else str(result), self._entry(task)
         score = self.data["train"].score_answer
         try:
-            return float(score(self.extract(said) or said.strip(), entry))
+            found = score(self.extract(said) or said.strip(), entry)
+        except (OSError, MemoryError):  # such as a time-out, which no answer causes
+            raise
         except Exception:  # noqa: BLE001 - some scorers parse an answer without a check
             score(entry["answer"] or "", entry)  # raises if it is not the answer's fault
             return 0.0
+        return number(found)
 
     def solution(self, given: Any) -> list[str] | None:
-        asked = given if isinstance(given, str) else given[-1]["content"]
+        asked = question_in(given)
         entries = (entry for rows in self.data.values() for entry in rows)
         found = next((entry["answer"] for entry in entries if entry["question"] == asked), None)
         return None if found is None else [found]
@@ -61,6 +65,11 @@ class ReasoningGym(Environment):
             entry: dict[str, Any] = literal_eval(task["entry"])
         except ValueError:
             entry = self.data[task["split"]][task["index"]]
-            if entry["question"] not in str(task["input"]):
+            if entry["question"] != question_in(task["input"]):
                 raise RuntimeError("set PYTHONHASHSEED=0, or each process has others") from None
         return entry
+
+
+def question_in(given: Any) -> str:
+    """The question of an input, which is a text, or messages if there is a system prompt."""
+    return str(given if isinstance(given, str) else given[-1]["content"])

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from agentrl.environments import Episode
-from agentrl.environments.toolbox import Seeded, by_role, content, shortest
+from agentrl.environments.toolbox import Seeded, by_role, content, number, shortest
 from agentrl.errors import ConfigError
 from agentrl.types import Reward
 
@@ -42,8 +42,13 @@ class TextArenaGame(Episode):
         done, _ = self.env.step(action=content(reply))
         if not done and self.turns < self.plugin.limit:
             return self.turn(), None, False
-        found = (self.env.close()[0] or {}) if done else {}  # a game that was cut short is a draw
-        self.scores = {name: float(found.get(i, 0)) for i, name in enumerate(self.plugin.names)}
+        names = self.plugin.names
+        found, info = self.env.close() if done else (dict.fromkeys(range(len(names)), 0.0), {})
+        if len(names) == 1 and (info or {}).get(0, {}).get("invalid_move"):
+            found = {0: self.plugin.illegal}  # games give part of their score, or the reason's text
+        if missing := [name for i, name in enumerate(names) if i not in (found or {})]:
+            raise ValueError(f"the game ended without a reward for {', '.join(missing)}")
+        self.scores = {name: number(found[i]) for i, name in enumerate(names)}
         return "", self.scores[mover], True
 
     def rewards(self) -> list[Reward] | None:
@@ -54,13 +59,16 @@ class TextArenaGame(Episode):
 class TextArena(Seeded):
     """Text games of TextArena, of one player, or of several, the roles player_0 and so on.
 
-    Options: players, episodes (of each split, by seed), limit (of turns); others are the game's."""
+    Options: players, episodes (of each split, by seed), limit (of turns: a game that is cut short
+    is a draw), illegal (reward of a single player whose illegal moves end the game); others are
+    the game's."""
 
     requires = ("textarena==0.7.4", "numpy==2.4.6")
     isolation = "process"  # many games draw from the generator of the process
 
     def __init__(self, what: str, players: int = 1, episodes: int = 64, limit: int = 100,
-                 **options: Any) -> None:  # fmt: skip
+                 illegal: float = -1.0, **options: Any) -> None:  # fmt: skip
+        self.illegal = illegal
         self.what, self.players, self.episodes, self.limit = what, players, episodes, limit
         self.names = [f"player_{i}" for i in range(players)] if players > 1 else ["agent"]
         self.options, self.roles = options, tuple(self.names) if players > 1 else ()

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from agentrl.environments import Environment, Episode
-from agentrl.environments.toolbox import content, fifths
+from agentrl.environments.toolbox import content, fifths, number
 from agentrl.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ class TextWorldGame(Episode):
 
         names = "objective description inventory max_score admissible_commands policy_commands"
         self.env = textworld.start(file, textworld.EnvInfos(**dict.fromkeys(names.split(), True)))
-        self.limit, self.commands, self.turns, self.score = limit, commands, 0, 0
+        self.limit, self.commands, self.turns, self.score = limit, commands, 0, 0.0
 
     def seen(self, state: Any, feedback: str = "") -> str:
         known = [state.objective, feedback, state.description, state.inventory]
@@ -35,6 +35,7 @@ class TextWorldGame(Episode):
         # The interpreter of games crashes at other letters, and at long lines.
         command = re.sub(r"[^ -~]", "", command)[:100].strip()
         state, score, done = self.env.step(command or "look")
+        score = number(score)
         gain, self.score, self.turns = score - self.score, score, self.turns + 1
         over = done or self.turns >= self.limit
         feedback = re.sub(r"\n>.*", "", state.feedback, flags=re.DOTALL)  # without the status line

@@ -18,9 +18,9 @@ from itertools import count
 import numpy as np
 
 from agentrl.algorithms.engines.base import RequestHold
-from agentrl.algorithms.engines.embedded.engine import CLOSED, Engine, TokenUpdates
+from agentrl.algorithms.engines.embedded.engine import CLOSED, ENDED, Engine, TokenUpdates
 from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, TokenUpdate
-from agentrl.algorithms.model.attention import context_length
+from agentrl.algorithms.model.attention import context_length, regime_end
 from agentrl.algorithms.model.chat import RequestError
 from agentrl.algorithms.model.inputs import ReadPrompt
 from agentrl.algorithms.model.text import Codec, TextStream
@@ -44,7 +44,8 @@ class PendingRequest:
         while left:
             index, update = await self.updates.get()
             if update.finish == "error":
-                raise RequestError(update.error, status=503 if update.error is CLOSED else 500)
+                ended = update.error == CLOSED or update.error.startswith(ENDED)
+                raise RequestError(update.error, status=503 if ended else 500)
             left -= update.finish is not None
             yield index, update
 
@@ -201,7 +202,8 @@ class Admission:
                 f"token {token} is not one of the model's {size} tokens", param="prompt"
             )
         if len(prompt) >= (longest := self.engine.max_context):
-            own = longest == context_length(self.engine.model)
+            limits = context_length(self.engine.model), regime_end(self.engine.model)
+            own = longest in limits
             raise RequestError(
                 f"the model's context is {longest} tokens, and the prompt of {len(prompt)} tokens "
                 "leaves no room to answer; shorten the messages or "

@@ -10,7 +10,6 @@ A step is one forward pass of the model itself with a `StepPlan` (see `model.att
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from agentrl.algorithms.model import attention
 from agentrl.algorithms.model.attention import KEY_BLOCK, whole_blocks
 from agentrl.algorithms.model.load import Model
-from agentrl.errors import PolicyError
 
 # Rows of a product that MKL, for 32 bits, computes in the order of larger ones. In 16 bits it would
 # take two, but they read the weights slower than four.
@@ -154,14 +152,5 @@ def _narrow_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) ->
 
 
 def install(model: Model) -> None:
-    """Compute the model's attention by `StepPlan.attend`.
-
-    Raises PolicyError for a model whose output this would change or make depend on its batch."""
-    network: Any = model
-    reason = attention.incompatibility(network)
-    if reason:
-        raise PolicyError(
-            f"model type {network.config.model_type!r} {reason}, so the embedded policy server "
-            "cannot batch it; choose a decoder with plain or sliding-window attention"
-        )
-    attention.install(network)
+    """Compute the model's attention by `StepPlan.attend`: see `proof` for which models."""
+    attention.install(model)

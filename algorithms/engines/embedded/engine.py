@@ -8,6 +8,7 @@ never reads keys that were computed with a version older than the one it begins 
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,19 +31,37 @@ from agentrl.algorithms.engines.embedded.kv_cache import (
     KVPool,
     RowTable,
     TokenUpdate,
+    cache_argument,
 )
+from agentrl.algorithms.engines.embedded.plain import PlainForward
 from agentrl.algorithms.engines.embedded.sampler import Ints, likeliest, sample, uniforms
 from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.attention import UNUSED, whole_blocks
 from agentrl.algorithms.model.inputs import inputs_of, rotary_positions
 from agentrl.algorithms.model.load import Model
-from agentrl.errors import PolicyError
+from agentrl.errors import AgentRLError, PolicyError
 
 PREFILL_TOKENS = 512  # most prompt tokens per step; more would stall running requests
 WORTH_WAITING = 16  # a request waits to copy this many prefix tokens that another is computing
 CLOSED = "the policy server is shutting down"
+ENDED = "the embedded engine ended with "  # and its cause
 
+log = logging.getLogger("agentrl.algorithm")
+
+EngineWay = Literal["batched", "cached", "whole"]
+"""`batched`: all rows in one pass (see `attention`); else the model's own forward pass for one row
+after the other (see `plain`), with the model's own cache, or from the first token each time."""
 TokenUpdates = list[tuple[GenerationRequest, TokenUpdate]]
+
+
+def sentence_of(error: BaseException) -> str:
+    """The error's first line, after its kind where the line alone does not tell."""
+    line = (str(error).splitlines() or [""])[0]
+    return (
+        line
+        if line and isinstance(error, RuntimeError | AgentRLError)
+        else f"{type(error).__name__}: {line}"
+    )
 
 
 class Engine:
@@ -60,11 +79,14 @@ class Engine:
         adapters: Adapters | None = None,
         policies: Sequence[str | None] = (None,),
         dropped: Callable[[str | None], object] = lambda adapter: None,
+        way: EngineWay = "batched",
     ) -> None:
         """deliver: called on the engine's thread with all token updates of a step. policies: the
         adapter of each policy by number; None: the model without adapters. dropped: called on the
-        engine's thread with the adapter of a retired policy once no request uses it."""
-        attention.install(model)
+        engine's thread with the adapter of a retired policy once no request uses it. way: how the
+        model is computed; see `proof`."""
+        if way == "batched":
+            attention.install(model)
         packed.install(model)
         config: Any = model.config
         self.model, self.deliver, self.threads, self.adapters = model, deliver, threads, adapters
@@ -81,7 +103,9 @@ class Engine:
         self.rows = RowTable(max_batch, idle=max_batch, context=max_context)
         layers = config.get_text_config().num_hidden_layers
         block, largest = (whole_blocks(size, self.dtype) for size in (1, max_context))
+        self.cache_argument = cache_argument(model)
         self.pool = KVPool(layers, len(self.rows.length) + 1, block, largest)
+        self.plain = None if way == "batched" else PlainForward(model, cached=way == "cached")
         self.eos = np.zeros(config.get_text_config().vocab_size, np.bool_)
         self.eos[list(eos)] = True
         self.waiting: deque[GenerationRequest] = deque()
@@ -90,6 +114,7 @@ class Engine:
         self.lock = threading.Lock()  # guards `closing`: no command is queued after the thread ends
         self.closing = False
         self.failure: Future[BaseException] = Future()  # the error that ended the thread
+        self.ending = CLOSED  # why requests are not answered once the thread has ended
 
     def start(self) -> None:
         self.thread.start()
@@ -97,7 +122,7 @@ class Engine:
     def submit(self, call: GenerationRequest) -> None:
         """Queue a request. Exactly one update, its last, will have `finish` set."""
         if not self._queue(lambda: self.waiting.append(call)):
-            self.deliver([(call, TokenUpdate([], [], "error", CLOSED))])
+            self.deliver([(call, TokenUpdate([], [], "error", self.ending))])
 
     def cancel(self, call: GenerationRequest) -> None:
         """End a request whose client has disconnected, if it is unfinished."""
@@ -116,7 +141,7 @@ class Engine:
         the seconds for which the engine paused."""
         done: Future[float] = Future()
         if not self._queue(lambda: self._swap(done, policy, version, load, keep)):
-            done.set_exception(PolicyError(CLOSED))
+            done.set_exception(PolicyError(self.ending))
         return done
 
     def retire(self, policy: int) -> None:
@@ -147,16 +172,16 @@ class Engine:
     def _main(self) -> None:
         try:
             while self._run_commands():
-                self._admit()
-                self._step()
+                self.compute_step()
         finally:
             if (error := sys.exception()) is not None:
+                self.ending = ENDED + sentence_of(error)
                 self.failure.set_result(error)
             with self.lock:
                 self.closing = True
             while not self.commands.empty():
                 self.commands.get()()
-            self._fail(CLOSED)
+            self._fail(self.ending)
 
     def _run_commands(self) -> bool:
         """Run all queued commands; wait for one if there is no request. False: closing."""
@@ -172,6 +197,11 @@ class Engine:
                 self.commands.get_nowait()()
             except Empty:
                 return not self.closing
+
+    def compute_step(self) -> None:
+        """Start waiting requests and sample a token for each row; on the thread that runs it."""
+        self._admit()
+        self._step()
 
     def _admit(self) -> None:
         """Start waiting requests, oldest first, but for those whose prefix is being computed."""
@@ -191,8 +221,9 @@ class Engine:
             return
         try:
             logits = self._forward()
-        except RuntimeError as error:  # out of memory, or a model that cannot run like this
-            self._fail(f"the model failed: {str(error).splitlines()[0]}")
+        except Exception as error:
+            log.exception("the model failed")
+            self._fail(f"the model failed: {sentence_of(error)}")
             return
         counters = rows.known[:n] - rows.prompt[:n]
         tokens_n, logprobs_n = sample(
@@ -211,6 +242,8 @@ class Engine:
 
     def _forward(self) -> Tensor:
         """Run the model on uncached tokens; returns logits [n, V] after each row's last one."""
+        if self.plain:
+            return self.plain.logits(self.rows, self._adapted)
         rows, pool, n = self.rows, self.pool, self.rows.n
         lengths, order = rows.length[:n], np.arange(n)
         pool.reserve(int(rows.known[:n].max()), rows.length)
@@ -247,10 +280,10 @@ class Engine:
                 input_ids=ids_N[None],
                 position_ids=torch.from_numpy(rotary).to(self.device)[..., None, :],
                 attention_mask=UNUSED,
-                past_key_values=pool,
                 use_cache=True,
                 logits_to_keep=max(n, few),
                 plan=StepPlan(chunks, positions_N[-n:], context, padding),
+                **{self.cache_argument: pool},
             ).logits[0, -n:]
         rows.length[:n] = last + 1
         return logits

@@ -1,19 +1,20 @@
 """The KV cache: one tensor each for keys and values, and the table of tokens in its rows.
 
-Only the engine's thread writes, inside a forward pass (`KVPool.update`) or between two.
+Only the engine's thread writes, inside a forward pass (`KVPool.write`) or between two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from agentrl.types import Sampling
 
@@ -55,26 +56,52 @@ class GenerationRequest:
     rotary: NDArray[np.int64] | None = None  # [axes, P], positions of the prompt; None: its places
 
 
+class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer of a pool, by the protocol of transformers 5.2 and after. A forward pass brings its
+    positions and a `StepPlan`, which knows windows, so lengths and masks are as without a past."""
+
+    is_sliding = False
+
+    def __init__(self, pool: KVPool, index: int) -> None:
+        super().__init__()
+        self.pool, self.index = pool, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the pool allocates all layers at its first update."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kw: object
+    ) -> tuple[Tensor, Tensor]:
+        return self.pool.write(self.index, key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query: Tensor | int) -> tuple[int, int]:
+        """Keys and their offset. query: number of queries, or before 5.4 their positions."""
+        return (query if isinstance(query, int) else len(query)), 0
+
+    def get_max_length(self) -> int:
+        return self.pool.largest
+
+    get_max_cache_shape = get_max_length  # its older name
+
+
 class KVPool(Cache):  # type: ignore[misc]
     """A transformers cache of [layers, rows, key heads, capacity, dim], allocated on first use.
 
-    Always true: entries after a row's length are finite, so masking them is exact. It grows with
-    the longest row, to at most `largest` tokens per row (`preflight.estimate` counts these)."""
+    transformers asks its layers for what it wants to know of a cache (`PoolLayer`). Always true:
+    entries after a row's length are finite, so masking them is exact. It grows with the longest
+    row, to at most `largest` tokens per row (`preflight.estimate` counts these)."""
 
     def __init__(self, layers: int, rows: int, capacity: int, largest: int) -> None:
         """capacity: tokens per row, which doubles when more are needed."""
-        self.depth, self.rows, self.largest = layers, rows, largest
+        super().__init__(layers=[PoolLayer(self, index) for index in range(layers)])
+        self.rows, self.largest = rows, largest
         self.capacity = min(capacity, largest)
         self.tensors: list[Tensor] = []  # keys, values
         self._target = (torch.empty(0), torch.empty(0))  # row and position of each input token
         self._slots: Tensor | None = None  # the same as indices into a flat layer, by key head
-
-    def __len__(self) -> int:
-        return self.depth
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0, because the model is always called with positions."""
-        return 0
 
     def reserve(self, capacity: int, length: NDArray[np.int64]) -> None:
         """Make room for `capacity` tokens per row. length: of each row, in tokens; empty rows are
@@ -92,23 +119,21 @@ class KVPool(Cache):  # type: ignore[misc]
         """Set where the next forward pass writes its N tokens: int64 [N] each."""
         self._target, self._slots = (rows, positions), None
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kw: object
-    ) -> tuple[Tensor, Tensor]:
+    def write(self, layer: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Write a step's [1, key heads, N, dim]; returns the layer's keys and values."""
         if not self.tensors:
             self.tensors = [
-                new.new_zeros(self.depth, self.rows, new.shape[1], self.capacity, new.shape[-1])
+                new.new_zeros(len(self), self.rows, new.shape[1], self.capacity, new.shape[-1])
                 for new in (key_states, value_states)
             ]
         if self._slots is None:
             heads, (rows, positions) = key_states.shape[1], self._target
             bases = rows[:, None] * heads + torch.arange(heads, device=rows.device)
             self._slots = (bases * self.capacity + positions[:, None]).view(-1)
-        keys, values = (tensor[layer_idx] for tensor in self.tensors)
-        for layer, new in ((keys, key_states), (values, value_states)):
+        keys, values = (tensor[layer] for tensor in self.tensors)
+        for cached, new in ((keys, key_states), (values, value_states)):
             flat = new[0].transpose(0, 1).reshape(-1, new.shape[-1])
-            layer.view(-1, new.shape[-1]).index_copy_(0, self._slots, flat)
+            cached.view(-1, new.shape[-1]).index_copy_(0, self._slots, flat)
         return keys, values
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -119,6 +144,13 @@ class KVPool(Cache):  # type: ignore[misc]
         """Set everything to 0, also entries that are not finite."""
         for tensor in self.tensors:
             tensor.zero_()
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """The argument of a model's forward that is its cache, which transformers 5.24 has renamed."""
+    network: Any = model
+    known = signature(network.base_model.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
 
 
 class RowTable:

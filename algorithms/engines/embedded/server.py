@@ -21,10 +21,10 @@ from aiohttp import web
 
 from agentrl.algorithms.engines.base import LoopThread, port_taken
 from agentrl.algorithms.engines.embedded.admission import Admission, deliver
-from agentrl.algorithms.engines.embedded.engine import Engine
+from agentrl.algorithms.engines.embedded.engine import ENDED, Engine, sentence_of
+from agentrl.algorithms.engines.embedded.proof import served_context, supported_way
 from agentrl.algorithms.engines.embedded.routes import Routes
 from agentrl.algorithms.model.adapters import Adapters
-from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.cpu_threads import sampling_threads
 from agentrl.algorithms.model.inputs import inputs_of
@@ -68,7 +68,7 @@ class EmbeddedServer:
         Serves every adapter that exists now under its name, and the model without adapters as
         `name`, if no adapter has that name. Requests without a model name get `name`.
 
-        Raises PolicyError for a model whose attention cannot be batched."""
+        Logs how the model is computed; raises PolicyError for one that cannot be served."""
         self.model = name
         self.base_url = ""
         self.in_flight, self._keep = keys is not None, keys == "keep"
@@ -89,12 +89,13 @@ class EmbeddedServer:
             model,
             eos=end_tokens(model, tokenizer),
             max_batch=max_batch,
-            max_context=min(max_context, context_length(model) or max_context),
+            max_context=served_context(model, max_context),
             threads=threads or sampling_threads(sum(p.numel() for p in model.parameters())),
             deliver=lambda updates: self._http.post(deliver, updates),
             adapters=adapters,
             policies=list(policies.values()),
             dropped=self._close_adapter,
+            way=supported_way(model),
         )
         codec = Codec(tokenizer)
         self._admission = Admission(engine, codec, list(policies))
@@ -143,7 +144,7 @@ class EmbeddedServer:
                 f"{blind.result()}. Then repeat the command with --fresh, if it has this option"
             )
         error = failure.result()
-        return PolicyError(f"the embedded engine ended with {type(error).__name__}: {error}")
+        return PolicyError(ENDED + sentence_of(error))
 
     async def add(self, policy: str, version: int) -> None:
         adapter = policy

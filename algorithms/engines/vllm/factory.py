@@ -22,9 +22,10 @@ from agentrl.algorithms.engines.vllm.table import vllm_of
 from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.cpu_threads import computing_with
+from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.inputs import Inputs, inputs_of
 from agentrl.algorithms.model.load import Tokenizer, checkpoint_weights
-from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
+from agentrl.algorithms.model.packing import pack_rows
 from agentrl.algorithms.model.tool_parser import TOOL_FORMAT
 from agentrl.algorithms.preflight.estimate import (
     GIB,

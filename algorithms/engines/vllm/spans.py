@@ -1,17 +1,20 @@
 """Middleware of a vLLM server that records which version sampled each token.
 
-vLLM has no token versions. The client that changes its weights pauses vLLM first, and names the new
-version here before it resumes: in between no token is sampled, and vLLM's output processor has
-every token sampled so far. A call has the version that it was admitted with in a header; if vLLM
-accepts it only after the update, because it was on its way or in the tokenizer, it belongs to the
-new version alone. Always true: the response of a call that spans an update has `agentrl_spans`, as
-the embedded server's (see `engines/base`).
+The client that changes vLLM's weights pauses it first, and names the new version here before it
+resumes: in between no token is sampled. Since 0.32 vLLM labels tokens with a version itself; its
+outputs have the labels, its HTTP answers do not, and the middleware reads them where an output
+passes. Before, vLLM's output processor has every token sampled so far when a version is named, and
+the middleware counts them there. A call has the version that it was admitted with in a header; if
+vLLM accepts it only after the update, because it was on its way or in the tokenizer, it belongs to
+the new version alone. Always true: the response of a call that spans an update has
+`agentrl_spans`, as the embedded server's (see `engines/base`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
@@ -53,7 +56,7 @@ class SpanMiddleware:
         self._calls: dict[str, _Call] = {}  # by request id
         # From the newest request for SPANS; None for adapters, whose calls keep their version.
         self._version: int | None = None
-        self._watched: Any = None  # vLLM's output processor
+        self._watched: Any = None  # vLLM's client of its engine, or its output processor
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         path, headers = scope.get("path"), dict(scope.get("headers", ()))
@@ -63,15 +66,55 @@ class SpanMiddleware:
         elif path == SPANS:
             if query := scope["query_string"].decode():
                 self._version = parse_versions(query).get("")
-                for request in self._watch(scope).request_states.values():
-                    self._change(request)
+                await self._name(scope["app"].state.engine_client)
             await answer(send, 200, b"{}")
         else:
             await self._app(scope, receive, send)
 
-    def _watch(self, scope: MutableMapping[str, Any]) -> Any:
-        """vLLM's output processor, patched to call `_change` for each request that it accepts."""
-        processor = scope["app"].state.engine_client.output_processor
+    async def _name(self, engine: Any) -> None:
+        """Record that the newest version samples the next tokens."""
+        if not _labels_tokens(engine):
+            for request in self._watch_processor(engine.output_processor).values():
+                self._change(request)
+        elif self._version is not None:
+            await engine.update_weight_version(str(self._version))
+
+    def _watch(self, engine: Any) -> None:
+        if not _labels_tokens(engine):
+            self._watch_processor(engine.output_processor)
+        elif engine is not self._watched:
+            self._watched, generate = engine, engine.generate
+
+            async def watched(
+                prompt: Any, sampling_params: Any, request_id: str, **named: Any
+            ) -> AsyncGenerator[Any, None]:
+                async with aclosing(
+                    generate(prompt, sampling_params, request_id, **named)
+                ) as outputs:
+                    async for output in outputs:
+                        self._note(request_id, sampling_params.n, output.outputs)
+                        yield output
+
+            engine.generate = watched
+
+    def _note(self, request_id: str, n: int, completions: Sequence[Any]) -> None:
+        """Record the labels of completions, which those have that end."""
+        named = REQUEST.fullmatch(request_id)
+        if self._version is None or named is None or (call := self._calls.get(named[1])) is None:
+            return
+        for completion in completions:
+            labels = completion.weight_versions or ()
+            # Weights that nobody has named yet are those that the call was admitted with.
+            spans = [
+                (label.start, int(label.version) if label.version.isdigit() else call.version)
+                for label in labels
+            ]
+            if any(version != call.version for _, version in spans):
+                call.choices[int(named[2] or 0) * n + completion.index] = spans
+
+    def _watch_processor(self, processor: Any) -> dict[str, Any]:
+        """The requests of vLLM's output processor, which is patched to call `_change` for each that
+        it accepts."""
         if processor is not self._watched:
             self._watched, take = processor, processor.add_request
 
@@ -82,7 +125,8 @@ class SpanMiddleware:
                     self._change(taken)
 
             processor.add_request = add_request
-        return processor
+        requests: dict[str, Any] = processor.request_states
+        return requests
 
     def _change(self, request: Any) -> None:
         """Record that the newest version samples the next tokens of one of vLLM's requests."""
@@ -122,13 +166,18 @@ class SpanMiddleware:
                 await send({**start, "type": "http.response.start", "headers": sized})
             await send({**message, "body": whole})
 
-        self._watch(scope)
+        self._watch(scope["app"].state.engine_client)
         self._calls[id] = call
         try:
             added = [*headers, (b"x-request-id", id.encode())]
             await self._app({**scope, "headers": added}, receive, send_with_spans)
         finally:
             del self._calls[id]
+
+
+def _labels_tokens(engine: Any) -> bool:
+    """Whether vLLM labels tokens with a version itself."""
+    return hasattr(engine, "update_weight_version")
 
 
 def _add_spans(body: bytes, choices: dict[int, VersionSpans]) -> bytes:

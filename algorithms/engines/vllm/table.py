@@ -74,6 +74,10 @@ class VllmEngineConfig(EngineConfig, frozen=True, tag="vllm"):
         return True
 
     @property
+    def serves_adapted_experts(self) -> bool:
+        return self.vllm.sync not in ("auto", "adapter")  # it gets them merged into the weights
+
+    @property
     def sent_keys(self) -> dict[str, str]:
         return {"engine.vllm": self.vllm.key_env}
 

@@ -37,7 +37,7 @@ from agentrl.algorithms.learners.base import (
     critic_metrics,
     fixed_coefficients,
 )
-from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, read_state
+from agentrl.algorithms.learners.optimizer import MASTER, NARROW, read_state, save_state
 from agentrl.algorithms.learners.verl.group import VerlWorkers
 from agentrl.algorithms.learners.verl.settings import FSDP2, VerlSettings, check_installed
 from agentrl.algorithms.learners.verl.shards import Shard, in_token_order, shards_of
@@ -248,7 +248,7 @@ class VerlLearner(PolicyWeights):
         weights = self.workers.all("weights", of)[0] if narrow else {}
         tensors |= {f"{name}/{MASTER}": weights[name] for name in narrow}
         tensors = {key: value.contiguous() for key, value in tensors.items()}
-        save_file(tensors, directory / FILE, metadata={"optimizer": "adamw"})
+        save_state(tensors, own, "adamw", directory)
 
     def _restore(self, of: str, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Send weights (the master weights if there are any) and moments to the workers."""

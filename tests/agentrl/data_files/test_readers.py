@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from agentrl.base.loading import load_tasks
+from agentrl.base.row_files import read_rows
 from agentrl.errors import ConfigError
 
 CHAT = [{"role": "user", "content": "2+2?"}]
@@ -156,6 +157,45 @@ def test_parquet(parquet: Any) -> None:
     assert "on" not in second
 
 
+def test_fields_that_a_table_adds_are_not_there(parquet: Any) -> None:
+    """A struct of a table has the fields of all rows."""
+    call = {"name": "add", "arguments": {"a": 1}}
+    other = {"name": "look", "arguments": {"b": "x", "deep": [{"c": 1}, {"d": 2}]}}
+    rows = [{"input": 1, "calls": [call]}, {"input": 2, "calls": [other]}]
+    assert [task["calls"] for task in tasks_in(parquet(rows))] == [[call], [other]]
+
+
+def test_parquet_of_datasets_with_json_inside(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", minversion="5.0", reason="pip install it")
+    said = [[{"role": "user", "content": "Say hi"}], [{"role": "user", "content": [{"x": 1}]}]]
+    rows = [
+        {"prompt": one, "args": {"a": arg}} for one, arg in zip(said, ([1], {"b": 2}), strict=True)
+    ]
+    made = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    made.to_parquet(str(tmp_path / "d.parquet"))
+    found = tasks_in(tmp_path / "d.parquet")
+    assert [task["input"] for task in found] == said
+    assert [task["args"] for task in found] == [{"a": [1]}, {"a": {"b": 2}}]
+    ((_, first), _) = read_rows(str(tmp_path / "d.parquet"))  # as `agentrl data import`
+    assert first == rows[0]
+
+
+@pytest.mark.parametrize("lost", ["007", "42", "null", "true"])
+def test_texts_whose_quotes_datasets_loses(lost: str, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", minversion="5.0", reason="pip install it")
+    given = [{"input": "a", "answer": [{"deep": value}]} for value in (lost, ["x"])]
+    made = datasets.Dataset.from_list(given, on_mixed_types="use_json")
+    made.to_parquet(str(tmp_path / "d.parquet"))
+    with pytest.raises(ConfigError, match=f"column 'answer' has values of several .*'{lost}'"):
+        tasks_in(tmp_path / "d.parquet")
+
+
+def test_null_in_json_is_a_value(tmp_path: Path) -> None:
+    rows = [{"input": 1, "a": None}, {"input": None, "prompt": "x"}]
+    one, other = tasks_in(write(tmp_path, "t.json", json.dumps(rows)))
+    assert (one, other) == ({"input": 1, "a": None}, {"prompt": "x", "input": "x"})
+
+
 def test_broken_parquet(parquet: Any) -> None:
     file = parquet([{"input": "a" * 1000, "id": 1}, {"input": "b", "id": 1}])
     with pytest.raises(ConfigError, match=r"t\.parquet\[0\] and t\.parquet\[1\] are two tasks"):
@@ -181,3 +221,37 @@ def test_a_folder_of_a_data_set(tmp_path: Path) -> None:
         assert [task["input"] for task in found] == wanted
     with pytest.raises(ConfigError, match=r"hf:set:none: .*none"):
         load_tasks("hf:set:none", tmp_path, key="tasks.train")
+
+
+def test_a_folder_of_a_data_set_has_the_values_of_its_files(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="pip install 'agentrl[data]'")
+    values = ["007", "null", "2026-01-02", "[1]", 1e-12, 0.1 + 0.2, [1], {"a": "42"}, None, True]
+    rows = [{"input": str(i), "when": "2026-01-02", "v": v} for i, v in enumerate(values)]
+    for name, text in {
+        "json": json.dumps(rows),
+        "jsonl": "\n".join(map(json.dumps, rows)),
+        "ndjson": "\n".join(map(json.dumps, rows)),
+    }.items():
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, f"train.{name}", text)
+        assert load_tasks(f"hf:{name}", tmp_path, key="tasks.train") == rows
+    (tmp_path / "csv" / "data").mkdir(parents=True)
+    for split, code in (("train", "007"), ("test", "null")):
+        write(tmp_path / "csv/data", f"{split}.csv", f"input,code\na,{code}\n")
+    found = load_tasks("hf:csv:train+test", tmp_path, key="tasks.train")
+    assert [task["code"] for task in found] == ["007", "null"]
+
+
+def test_what_datasets_must_load_and_would_change(tmp_path: Path) -> None:
+    """Options of the data set's own page, which only `datasets` knows."""
+    pytest.importorskip("datasets", reason="pip install 'agentrl[data]'")
+    page = "---\nconfigs:\n- config_name: default\n  data_files: rows.jsonl\n  field: null\n"
+    page += "  encoding: latin-1\n---\n"
+    for name in ("set", "other"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, "README.md", page)
+    write(tmp_path / "set", "rows.jsonl", b'{"input": "a", "when": "2026-01-02"}\n')
+    with pytest.raises(ConfigError, match=r"column 'when' of hf:set is read .* as timestamp"):
+        load_tasks("hf:set", tmp_path, key="tasks.train")
+    write(tmp_path / "other", "rows.jsonl", '{"input": "\u00e9"}'.encode("latin-1"))
+    assert load_tasks("hf:other", tmp_path, key="tasks.train") == [{"input": "\u00e9"}]

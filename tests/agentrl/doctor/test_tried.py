@@ -43,7 +43,7 @@ def tried() -> dict[str, str]:
     names = {
         canonicalize_name(Requirement(each).name) for each in project["dependencies"] + required
     }
-    known = pins("constraints.txt", "constraints-engines.txt")
+    known = pins(*(file.name for file in ROOT.glob("constraints*.txt")))
     return {name: known[name] for name in sorted(names | {*AGENTS}) if name in known}
 
 

@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
+from agentrl.algorithms.model.packing import pack_rows
 from agentrl.errors import TrainingError
 from agentrl.tiny.models import imitate, rows_of, word_tokenizer
 

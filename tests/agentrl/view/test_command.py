@@ -217,6 +217,11 @@ async def test_a_step_that_taught_nothing_says_why(config: RunConfig) -> None:
     row = StepRow(run="r", step=0, metrics=counts, committed=True, at=0.0)
     line = view.Progress(config, rows=[row]).line(row)
     assert line == "step 1/4  nothing to learn from: 6 of 8 rollouts failed"
+    counts = {"rollouts": 8.0, "rollouts/failed": 3.0, "reward/mean": 0.5}
+    counts |= {"rollouts/failed/verifier_error": 2.0, "rollouts/failed/timeout": 1.0}
+    row = StepRow(run="r", step=0, metrics=counts, committed=True, at=0.0)
+    line = view.Progress(config, rows=[row]).line(row)
+    assert "3 of 8 rollouts failed (1 timeout, 2 verifier_error)" in line
 
 
 async def test_report(config: RunConfig) -> None:

@@ -13,7 +13,7 @@ from PIL import Image as Pillow
 
 from agentrl.algorithms.preferences.completions import mismatched_rollout
 from agentrl.algorithms.preferences.draft import Draft
-from agentrl.algorithms.preferences.files import alike, export_rows
+from agentrl.algorithms.preferences.files import export_rows
 from agentrl.algorithms.preferences.formats import add_row
 from agentrl.algorithms.train import main
 from agentrl.base.images import described, url_of
@@ -287,7 +287,7 @@ async def test_a_parquet_file_brings_the_images_back(store: Any, tmp_path: Path)
     given = given | {"prompt": [{"role": "system", "content": "See."}, *given["prompt"]]}
     add_row(draft, "rows:1", given)
     await draft.commit()
-    write_rows(alike(await export_rows(store, await store.items("d", 1))), tmp_path / "d.parquet")
+    write_rows(await export_rows(store, await store.items("d", 1)), tmp_path / "d.parquet")
     again = Draft(store, "e", await store.draft_dataset("e", {}), test=0.0)
     for place, row in read_rows(str(tmp_path / "d.parquet")):
         add_row(again, place, row)

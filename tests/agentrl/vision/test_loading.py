@@ -75,6 +75,12 @@ def test_a_model_without_its_image_processor_is_refused(saved: Path, tmp_path: P
         load_model(tmp_path, device="cpu")
 
 
+def test_an_older_transformers_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "__version__", "5.9.0")
+    with pytest.raises(PolicyError, match=r"need transformers 5\.10 or newer, not 5\.9\.0; pip"):
+        load_model(saved, device="cpu")
+
+
 def test_a_model_of_text_has_nothing_to_look_with(tmp_path: Path) -> None:
     tokenizer = word_tokenizer(WORDS)
     make_model(tokenizer).save_pretrained(tmp_path)

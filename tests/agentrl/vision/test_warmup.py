@@ -11,8 +11,9 @@ import torch
 
 from agentrl.algorithms.demonstrations.demonstrator import NAME, kept_conversations
 from agentrl.algorithms.demonstrations.rows import ConversationReader
+from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import end_tokens, load_model
-from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
+from agentrl.algorithms.model.packing import pack_rows
 from agentrl.algorithms.reward_models.train import Reader
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import resolve

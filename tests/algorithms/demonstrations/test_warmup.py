@@ -18,8 +18,9 @@ from agentrl.algorithms.demonstrations.rows import ConversationReader
 from agentrl.algorithms.demonstrations.table import WarmupConfig
 from agentrl.algorithms.demonstrations.warmup import Patience, as_batch
 from agentrl.algorithms.learners.factory import torch_learner
+from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
+from agentrl.algorithms.model.packing import pack_rows
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import RunConfig, resolve

@@ -160,3 +160,42 @@ def test_tool_calls_that_are_no_list_are_refused(tokenizer: Any) -> None:
     said = {"role": "assistant", "content": "", "tool_calls": 1}
     with pytest.raises(RequestError, match=r"messages\[0\]\.tool_calls is not a list"):
         render(tokenizer, [said])
+
+
+KEYS = "{%- for m in messages %}{%- for k in m|sort %}{{ k }}={{ m[k] }};{%- endfor %}{%- endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("message", "seen"),
+    [
+        ({"content": "a", "name": None, "tool_calls": None}, "content=a;role=user;"),
+        ({"content": None}, "content=;role=user;"),
+        (
+            {"content": "a", "reasoning": "r"},
+            "content=a;reasoning=r;reasoning_content=r;role=user;thinking=r;",
+        ),
+        (
+            {"content": "a", "thinking": "t", "reasoning": "r"},
+            "content=a;reasoning=r;reasoning_content=t;role=user;thinking=t;",
+        ),
+        (
+            {"content": "a", "reasoning_content": "c", "thinking": "t"},
+            "content=a;reasoning_content=c;role=user;thinking=t;",
+        ),
+        (
+            {"content": "a", "reasoning_content": None, "reasoning": ""},
+            "content=a;reasoning=;reasoning_content=;role=user;thinking=;",
+        ),
+        ({"content": "a", "more": {"x": None}}, "content=a;more={'x': None};role=user;"),
+    ],
+)
+def test_templates_see_the_same_message_with_every_transformers(
+    tokenizer: Any, message: dict[str, Any], seen: str
+) -> None:
+    """transformers >= 5.21.1 edits messages before a template sees them; older ones do not."""
+    shown = copy.deepcopy(tokenizer)
+    shown.chat_template = KEYS
+    text = Chat(shown, Codec(shown))._render(
+        [Chat(shown, Codec(shown)).message({"role": "user", **message}, 0)], None, {}
+    )
+    assert text == seen

@@ -387,7 +387,9 @@ async def test_an_engine_that_ends_is_the_failure_of_its_server(
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)  # the thread's own report
     monkeypatch.setattr(server._admission.engine.rows, "source", broken)
-    assert (await chat(http)).status_code == 503
+    answer = await chat(http)
+    assert answer.status_code == 503
+    assert "the embedded engine ended with KeyError: 'a bug'" in answer.text
     async with asyncio.timeout(60):
         assert "KeyError: 'a bug'" in str(await waiting)
 

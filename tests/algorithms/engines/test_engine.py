@@ -15,10 +15,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.engines.embedded import engine as engine_module
 from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
-from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, TokenUpdate
+from agentrl.algorithms.engines.embedded.kv_cache import (
+    GenerationRequest,
+    KVPool,
+    TokenUpdate,
+    cache_argument,
+)
+from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
-from agentrl.errors import PolicyError
+from agentrl.algorithms.model.packing import pack_rows
 from agentrl.types import Sampling
 
 EOS = 2
@@ -289,24 +294,49 @@ def test_closing_fails_what_is_unfinished(desk: Callable[..., Desk]) -> None:
     assert "shutting down" in closing.result(late).error
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' rotary"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
-        ({"attn_logit_softcapping": 50.0}, "caps its attention scores"),
-    ],
-)
-def test_models_that_cannot_be_batched_exactly_are_refused(
-    tiny_model_dir: Path, settings: dict[str, Any], says: str
+@pytest.mark.parametrize("way", ["cached", "whole"])
+def test_calls_are_answered_by_the_models_own_forward_pass(
+    desk: Callable[..., Desk], way: str
 ) -> None:
-    model: Any = load_model(tiny_model_dir, device="cpu")[0]
-    for name, value in settings.items():
-        setattr(model.config, name, value)
-    with pytest.raises(PolicyError, match=says):
-        Engine(
-            model, eos=[EOS], max_batch=1, max_context=8, threads=1, deliver=lambda updates: None
-        )
+    served = desk(way=way)
+    settings = {"max_tokens": 6, "temperature": 0.7}
+    calls = [served.submit(prompt, seed=5, **settings) for prompt in ([5, 6, 7], [9, 5, 6, 7, 8])]
+    answers = [served.result(call) for call in calls]
+    again = served.run([5, 6, 7], seed=5, **settings)
+    assert again.tokens == answers[0].tokens
+    for call, answer in zip(calls, answers, strict=True):
+        ids = torch.tensor([[*call.prompt.tolist(), *answer.tokens]])
+        with torch.no_grad():
+            logits = served.model(input_ids=ids[:, :-1], use_cache=False).logits[0]
+        exact = (logits / 0.7).log_softmax(-1)[len(call.prompt) - 1 :]
+        expected = exact.gather(1, ids[0, len(call.prompt) :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["cached", "whole"])
+def test_new_weights_are_used_by_running_calls(desk: Callable[..., Desk], way: str) -> None:
+    served = desk(way=way)
+    before = served.run([5, 6, 7], max_tokens=5)
+    head = served.model.get_output_embeddings().weight
+    with torch.no_grad():
+        head.add_(torch.linspace(-1, 1, head.shape[1]))
+    served.engine.swap(version=1).result()
+    after = served.run([5, 6, 7], max_tokens=5)
+    assert after.logprobs != before.logprobs
+
+
+def test_any_error_of_the_model_is_its_sentence(desk: Callable[..., Desk]) -> None:
+    served = desk()
+
+    def broken(*given: object, **named: object) -> None:
+        raise AttributeError("'KVPool' object has no attribute 'layers'")
+
+    served.model.register_forward_pre_hook(broken)
+    answer = served.run([5, 6, 7], max_tokens=2)
+    assert answer.finish == "error"
+    assert answer.error == (
+        "the model failed: AttributeError: 'KVPool' object has no attribute 'layers'"
+    )
 
 
 def test_serving_does_not_change_what_is_trained_or_saved(
@@ -339,3 +369,31 @@ def test_one_model_is_served_and_trained_in_turns(desk: Callable[..., Desk]) -> 
     torch.autograd.backward(logprobs.sum())
     torch.testing.assert_close(logprobs.detach(), row.logprobs.repeat(2), atol=1e-4, rtol=0)
     assert served.run(prompt, max_tokens=8, temperature=0.7).tokens == before.tokens
+
+
+def test_the_pool_is_a_cache_by_the_protocol_of_transformers() -> None:
+    """What masks and layers ask of it: masks are the plan's, so no layer slides or has a past."""
+    pool = KVPool(layers=3, rows=2, capacity=8, largest=32)
+    assert len(pool) == len(pool.layers) == 3
+    assert pool.is_sliding == [False] * 3
+    assert [pool.get_seq_length(layer) for layer in range(3)] == [0] * 3
+    assert pool.layers[1].get_mask_sizes(5) == pool.layers[1].get_mask_sizes(torch.arange(5))
+    assert pool.layers[1].get_mask_sizes(5) == (5, 0)
+    assert (pool.layers[2].get_max_length(), pool.layers[2].get_max_cache_shape()) == (32, 32)
+    pool.set_write_positions(torch.tensor([1, 0]), torch.tensor([4, 0]))
+    new = torch.arange(12.0).view(1, 2, 2, 3)  # [1, heads, N, dim]
+    for layer in range(3):
+        keys, values = pool.update(new + layer, -new - layer, layer)
+        assert keys[1, :, 4].tolist() == (new + layer)[0, :, 0].tolist()
+        assert values[0, :, 0].tolist() == (-new - layer)[0, :, 1].tolist()
+    assert float(pool.tensors[0].count_nonzero()) == 3 * 12 - 1
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_has_the_name_that_the_model_gives_it(name: str) -> None:
+    class Decoder(torch.nn.Module):
+        base_model: Any = property(lambda self: self)
+
+    exec(f"def forward(self, input_ids, {name}=None): ...", scope := {})
+    Decoder.forward = scope["forward"]  # type: ignore[method-assign]
+    assert cache_argument(Decoder()) == name

@@ -83,7 +83,7 @@ def test_tags_in_a_string_are_part_of_it(string: str, size: int, where: str) -> 
         for name, arguments in (("one", first), ("two", second), ("three", "{}"))
     )
     parts = chunked(f"Look.\n{text}after", size)
-    assert "".join(part for part in parts if isinstance(part, str)) == "Look.after"
+    assert "".join(part for part in parts if isinstance(part, str)) == "Look.\nafter"
     functions = [part.function for part in parts if isinstance(part, ToolCall)]
     found = [(function.name, function.arguments) for function in functions]
     assert found == [("one", first), ("two", second), ("three", "{}")]

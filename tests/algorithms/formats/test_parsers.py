@@ -34,8 +34,17 @@ CASES: list[tuple[str, str, str, Calls]] = [
      "", [*A, ("f", {})]),
     ("llama3_json", '{"name": "query", "parameters": {"text": "a"}}; <|python_tag|>\n'
      '{"name": "f", "parameters": {}}', "", [*A, ("f", {})]),
-    ("llama3_json", 'Look.\n{"name": "query", "parameters": {"text": "a"}}\nDone.', "Look.Done.",
+    ("llama3_json", 'Look.\n{"name": "query", "parameters": {"text": "a"}}\nDone.', "Look.\nDone.",
      A),
+    ("llama3_json", '[{"name": "query", "parameters": {"text": "a"}}, {"name": "f", "parameters":'
+     ' {}}]', "", [*A, ("f", {})]),
+    ("llama3_json", 'Look: <|python_tag|>[\n {"name": "query", "parameters": {"text": "a"}}\n] ok',
+     "Look: ok", A),
+    ("llama3_json", '{"name": "query", "parameters": {"text": "a"}},\n{"name":"f","parameters":{}}',
+     "", [*A, ("f", {})]),
+    ("llama3_json", *("A list [1, 2], [x] and [] or [{}] or [{\"a\": 1}] here",) * 2, []),
+    ("llama3_json", *('[{"name": "query", "parameters": {}}, 3]',) * 2, []),
+    ("llama3_json", *('[{"name": "query", "parameters": {}}, {"na',) * 2, []),
     ("llama3_json", '{"name": "query", "parameters": {"text": "a"}}; and more', "; and more", A),
     ("llama3_json", *('<|python_tag|>search.call(query="a")',) * 2, []),
     ("llama3_json", 'int main() { return 0; }', "int main() { return 0; }", []),
@@ -113,6 +122,19 @@ CASES: list[tuple[str, str, str, Calls]] = [
      A),
     ("phi4_mini_json", *("import functools\nfunctools.cache",) * 2, []),
     ("phi4_mini_json", 'functools[{"name": "query"}]', 'functools[{"name": "query"}]', []),
+]  # fmt: skip
+CALL = '<tool_call>\n{"name": "query", "arguments": {"text": "a"}}\n</tool_call>'
+CASES += [
+    ("hermes", f"Before.\n\n{CALL}\nAfter.", "Before.\n\nAfter.", A),
+    ("hermes", f"Before. {CALL}After.", "Before. After.", A),
+    ("hermes", f"Before.{CALL} After.", "Before. After.", A),
+    ("hermes", f"Before.{CALL}After.", "Before. After.", A),
+    ("hermes", f"Before.\n{CALL}\n\n{CALL} Then.\n\n{CALL}\nAfter.\n",
+     "Before.\nThen.\n\nAfter.\n", [*A, *A, *A]),
+    ("hermes", f"\n{CALL}\nAfter.", "After.", A),
+    ("hermes", f"Before.\n{CALL}\n", "Before.", A),
+    ("mistral", 'Before. [TOOL_CALLS][{"name": "query", "arguments": {"text": "a"}}]\nAfter.',
+     "Before. After.", A),
 ]  # fmt: skip
 FORMATS = sorted({case[0] for case in CASES})
 
@@ -196,7 +218,7 @@ def test_a_format_of_ones_own_is_a_class_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     parser = load_format("mine.py:Shout", tmp_path)(tools=SCHEMAS)
     assert split(parser.push("Look. !query! Done.") + parser.finish()) == (
-        "Look.Done.",
+        "Look. Done.",
         [("query", {})],
     )
 

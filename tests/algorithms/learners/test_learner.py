@@ -20,8 +20,9 @@ from agentrl.algorithms.learners.base import Learner, LossCoefficients
 from agentrl.algorithms.learners.memory import is_out_of_memory, layers_of
 from agentrl.algorithms.learners.optimizer import FILE as OPTIMIZER
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.packing import Pack, forward_logprobs, pack_rows
+from agentrl.algorithms.model.packing import Pack, pack_rows
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import Rollout, Transition
 from tests import factories

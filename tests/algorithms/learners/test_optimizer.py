@@ -83,6 +83,33 @@ def test_what_was_saved_continues_bitwise(dtype: torch.dtype, tmp_path: Path) ->
     assert same(train(made), train(resumed))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_weight_without_gradient_continues_and_later_begins_to_learn(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Such as a vision tower's in training on text. One that is not in the model is refused."""
+
+    def on_layer_alone(made: Optimizer) -> None:
+        for _ in range(2):
+            made.parameters["layer.weight"].sum().backward()
+            made.step(1e-2)
+            made.zero_grad()
+
+    made, resumed = make(dtype), make(dtype)
+    on_layer_alone(made)
+    made.save(tmp_path)
+    with torch.no_grad():
+        for name, parameter in resumed.parameters.items():
+            parameter.copy_(made.parameters[name])
+    resumed.read(tmp_path)()
+    assert resumed.masters["bias"] not in resumed.inner.state
+    on_layer_alone(made)
+    on_layer_alone(resumed)
+    assert same(train(made), train(resumed))
+    with pytest.raises(PolicyError, match=r"bias is in the file, not in the policy"):
+        Optimizer({"layer.weight": made.parameters["layer.weight"]}).read(tmp_path)
+
+
 class Eight(torch.optim.Optimizer):
     """Keeps its state as bitsandbytes does: bytes and scales, and the step as a Python int."""
 

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.lora.adapters import WEIGHTS, LoraAdapters, fingerprint
+from agentrl.algorithms.lora.adapters import (
+    PLAIN_VALUES,
+    UNREAD,
+    WEIGHTS,
+    LoraAdapters,
+    fingerprint,
+)
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, PolicyError
+from agentrl.model_files.merged import export_merged
 from tests.algorithms.learners.test_learner import make_batch, psi_for
 
 TOKENS = torch.arange(3, 40)[None]
@@ -350,3 +359,101 @@ def test_what_cannot_be_added_is_refused(
     assert adapters.names == list(BOTH)
     with pytest.raises(PolicyError, match="no adapter 'planer'; did you mean 'planner'"):
         adapters.parameters("planer")
+
+
+def peft_adapter(base: Path, directory: Path, **settings: object) -> Path:
+    """An adapter that peft has made and trained, with these settings."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    named: dict[str, object] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    config = LoraConfig(**named | settings, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as of what cannot be merged
+        made = get_peft_model(model, config)
+        for name, parameter in made.named_parameters():
+            if ".lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+        made.save_pretrained(directory)
+    return directory
+
+
+COMPUTED: dict[str, dict[str, object]] = {
+    "regular expression": {"target_modules": r".*layers\.1.*(q|down)_proj"},
+    "some layers": {"layers_to_transform": [1]},
+    "all but some": {"target_modules": "all-linear", "exclude_modules": ["down_proj", "k_proj"]},
+    "dropout": {"lora_dropout": 0.1},
+    "another start": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "not of zeros": {"init_lora_weights": False},
+    "by weight": {"target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]},
+}
+
+
+@pytest.mark.parametrize("case", COMPUTED)
+def test_an_adapter_of_peft_computes_what_it_computes_there(
+    case: str, tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    made = peft_adapter(tiny_llama_dir, tmp_path, **COMPUTED[case])
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    theirs = logits(PeftModel.from_pretrained(model, made).eval())
+    adapters = LoraAdapters(load_model(tiny_llama_dir, device="cpu")[0])
+    adapters.open("policy", made)
+    torch.testing.assert_close(adapted(adapters, "policy"), theirs, rtol=0, atol=1e-5)
+    assert (theirs - adapted(adapters, None)).abs().max() > 0.01
+    export_merged(made, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), theirs, rtol=0, atol=1e-5)
+
+
+UNSUPPORTED: dict[str, dict[str, object]] = {
+    "alpha_pattern": {"alpha_pattern": {"q_proj": 32}},
+    "rank_pattern": {"rank_pattern": {"q_proj": 2}},
+    "init_lora_weights": {"init_lora_weights": "pissa"},
+    "init_lora_weights 2": {"init_lora_weights": "olora"},
+    "init_lora_weights 3": {"init_lora_weights": "pissa_niter_4"},
+    "init_lora_weights 4": {"init_lora_weights": "mica"},
+    "use_dora": {"use_dora": True},
+    "use_rslora": {"use_rslora": True},
+    "bias": {"bias": "lora_only"},
+    "lora_bias": {"lora_bias": True},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "trainable_token_indices": {"trainable_token_indices": [1, 2]},
+    "alora_invocation_tokens": {"alora_invocation_tokens": [5, 6]},
+    "layer_replication": {"layer_replication": [(0, 1), (0, 2)]},
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_an_adapter_that_computes_something_else_is_refused_by_the_name_of_its_setting(
+    case: str, tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    made = peft_adapter(tiny_llama_dir, tmp_path / "made", **UNSUPPORTED[case])
+    sets = rf"sets {case.partition(' ')[0]} = .*merge_and_unload"
+    with pytest.raises(PolicyError, match=sets):
+        make(tiny_llama_dir).open("other", made)
+    with pytest.raises(PolicyError, match=sets):
+        export_merged(made, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_what_a_newer_peft_has_set_is_refused(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    made = peft_adapter(tiny_llama_dir, tmp_path)
+    set_config(made, use_something_new=False)
+    with pytest.warns(UserWarning, match="use_something_new"):
+        make(tiny_llama_dir).open("other", made)
+    set_config(made, use_something_new=True)
+    unknown = pytest.warns(UserWarning, match="use_something_new")
+    with unknown, pytest.raises(PolicyError, match="sets use_something_new"):
+        make(tiny_llama_dir).open("another", made)
+
+
+def test_every_setting_of_peft_is_known() -> None:
+    """A new one is refused until somebody has looked at what it computes."""
+    known = UNREAD | PLAIN_VALUES.keys() | {case.partition(" ")[0] for case in UNSUPPORTED}
+    refused = {
+        "use_qalora", "kasa_config", "velora_config", "monteclora_config", "arrow_config",
+        "use_bdlora", "ensure_weight_tying",
+    }  # fmt: skip
+    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert fields <= known | refused
+    assert not UNREAD & refused

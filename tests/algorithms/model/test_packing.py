@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import logging
 import random
-import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -30,15 +30,14 @@ from transformers import (
 
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.data.merge import merge
-from agentrl.algorithms.model.packing import (
-    Packing,
+from agentrl.algorithms.model.forward import (
     check_model,
     forward_logprobs,
     hidden_states,
-    pack_rows,
     supported_packing,
     whole_blocks,
 )
+from agentrl.algorithms.model.packing import Packing, pack_rows
 from agentrl.errors import PolicyError
 from agentrl.types import Sampling, Transition
 from tests import factories
@@ -327,14 +326,17 @@ def test_a_model_that_is_trained_still_does_everything_else() -> None:
     assert torch.equal(model(input_ids=tokens, attention_mask=mask).logits, before)
 
 
-def test_the_packing_a_model_can_compute_is_said_once() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert supported_packing(model_of("llama"), "trie") == "trie"
-        assert supported_packing(model_of("capped scores"), "rows") == "rows"
-    with pytest.warns(UserWarning, match="packing = 'trie': model type 'gemma2' caps its") as said:
-        assert supported_packing(model_of("capped scores"), "trie") == "rows"
-    assert len(said) == 1
+def test_the_way_a_model_is_computed_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "agentrl")
+    assert supported_packing(model_of("llama"), "trie") == "trie"
+    (record,) = caplog.records
+    assert "'llama' is trained in packs (trie): a small copy differs" in record.message
+    caplog.clear()
+    capped = model_of("capped scores")
+    assert supported_packing(capped, "trie") == supported_packing(capped, "rows") == "rows"
+    said, _ = caplog.records
+    assert "packing = 'trie': model type 'gemma2' caps its" in said.message
+    assert said.levelno == logging.WARNING
 
 
 def test_states_are_those_before_each_action() -> None:

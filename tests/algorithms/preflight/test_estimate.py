@@ -15,7 +15,8 @@ from agentrl.algorithms.engines.embedded import packed
 from agentrl.algorithms.engines.embedded.engine import Engine
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.lora.adapters import LoraAdapters
-from agentrl.algorithms.model.packing import hidden_states, pack_rows
+from agentrl.algorithms.model.forward import hidden_states
+from agentrl.algorithms.model.packing import pack_rows
 from agentrl.algorithms.preflight import estimate
 from agentrl.algorithms.preflight.proof import one_row
 from agentrl.config import RunConfig, resolve

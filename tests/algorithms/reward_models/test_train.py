@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from msgspec import json
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.reward_models.scorers import ScalarScorer, load_scalar
@@ -103,6 +103,32 @@ def test_an_ensemble_learns_from_samples_of_its_own_and_its_doubt_lowers_the_rew
     assert heads.std() > 0
     doubted = ScalarScorer(model, disagreement=0.5)(asked)
     assert doubted[0] == heads.mean() - 0.5 * heads.std()
+
+
+@pytest.mark.parametrize("padding", ["end of a turn", "none", "its own"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_transformers_computes_the_same_scores_in_padded_batches(
+    padding: str, side: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """Also of texts that end with the token that the policy's tokenizer pads with."""
+    model, tokenizer = load_model(tiny_model_dir)
+    end = tokenizer.eos_token_id
+    if padding != "its own":
+        tokenizer.pad_token = tokenizer.eos_token if padding == "end of a turn" else None
+    trainer = RewardTrainer(make_scorer(model, tokenizer, 1, 10_000), tokenizer)
+    torch.nn.init.normal_(trainer.scorer.model.score.weight)
+    texts = [[5, 6, 7, 8, end], [9, end], [5, 6, 7, 11]]
+    ours = trainer.scorer.heads(texts)[:, 0]
+    trainer.save(tmp_path)
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    own = AutoTokenizer.from_pretrained(tmp_path, padding_side=side)
+    batch = own.pad({"input_ids": texts}, return_tensors="pt")
+    with torch.no_grad():
+        scores = theirs(**batch).logits[:, 0].double()
+    torch.testing.assert_close(scores, ours, rtol=0, atol=1e-5)
+    policy, tokenizer = load_model(tiny_model_dir)
+    scorer = ScalarScorer(load_scalar("m", str(tmp_path), policy, tokenizer))
+    torch.testing.assert_close(scorer.heads(texts)[:, 0], ours, rtol=0, atol=1e-6)
 
 
 class Fixed:

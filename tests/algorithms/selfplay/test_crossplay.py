@@ -74,15 +74,15 @@ def test_what_cannot_meet_is_refused(tmp_path: Path) -> None:
         crossplay.crossplay(config, [])
     one = checkpoint(tmp_path, "000010")
     with pytest.raises(ConfigError, match=r"there is 1; the run keeps keep_checkpoints"):
-        crossplay.chosen_checkpoints(config, [])
+        crossplay.chosen_players(config, [])
     with pytest.raises(ConfigError, match=r"there is 1$"):
-        crossplay.chosen_checkpoints(config, [one])
+        crossplay.chosen_players(config, [one])
     with pytest.raises(ConfigError, match="no such checkpoint"):
-        crossplay.chosen_checkpoints(config, [one, tmp_path / "000020"])
+        crossplay.chosen_players(config, [one, tmp_path / "000020"])
     with pytest.raises(ConfigError, match="is not a checkpoint of a run"):
-        crossplay.chosen_checkpoints(config, [one, tmp_path / "run"])
+        crossplay.chosen_players(config, [one, tmp_path / "run"])
     with pytest.raises(ConfigError, match="is not a checkpoint of a run"):
-        crossplay.chosen_checkpoints(config, [one, checkpoint(tmp_path, "best")])
+        crossplay.chosen_players(config, [one, checkpoint(tmp_path, "best")])
     playing = run_of(tmp_path, selfplay={"seats": ROLES})
     with pytest.raises(ConfigError, match="two checkpoints have the same name"):
         crossplay.crossplay(playing, [one, one])
@@ -136,10 +136,18 @@ def test_checkpoints_by_their_steps(tmp_path: Path) -> None:
         checkpoint(tmp_path, name)
     (tmp_path / "run" / "checkpoints" / "000030.tmp-1").mkdir()
     config = run_of(tmp_path)
-    steps = [made.steps for made in crossplay.chosen_checkpoints(config, [])]
-    assert steps == [5, 10, 15, 20]
-    every = crossplay.chosen_checkpoints(config, [], every=10)
-    assert [play.frozen_policy(config, made, "policy")[0] for made in every] == [
-        "policy@000010-2",
-        "policy@000020",
-    ]
+    assert [made.steps for made in crossplay.chosen_players(config, []).values()] == [5, 10, 15, 20]
+    every = crossplay.chosen_players(config, [], every=10)
+    assert [*every] == ["policy@000010-2", "policy@000020"]
+
+
+def test_snapshots_of_the_pool_play_too(tmp_path: Path) -> None:
+    """A run keeps two checkpoints, of which one is hardly older than the other."""
+    for name in ("000013", "000014"):
+        checkpoint(tmp_path, name)
+    for name in ("policy@000000", "policy@000013", "other@000001", "policy@000007.tmp-1"):
+        (tmp_path / "run" / "pool" / name).mkdir(parents=True)
+    found = crossplay.chosen_players(run_of(tmp_path), [])
+    assert [*found] == ["policy@000000", "policy@000013", "policy@000014"]
+    assert found["policy@000000"].directory == str(tmp_path / "run" / "pool" / "policy@000000")
+    assert Path(found["policy@000013"].directory).parent.name == "checkpoints"

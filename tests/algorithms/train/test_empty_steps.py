@@ -16,7 +16,12 @@ from msgspec.structs import replace
 from agentrl.algorithms.objective.core import ReferenceControl
 from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train import loop
-from agentrl.algorithms.train.empty_steps import check_empty_steps, failure_counts, is_empty
+from agentrl.algorithms.train.empty_steps import (
+    check_empty_steps,
+    check_failed,
+    failure_counts,
+    is_empty,
+)
 from agentrl.algorithms.train.hooks import Hooks, ServedRun, hooks_of
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.policy_set import PolicySet
@@ -25,7 +30,17 @@ from agentrl.config import resolve
 from agentrl.errors import TrainingError
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import EMPTY, Group, Json, RolloutState, RunState, StepCommit
+from agentrl.types import (
+    EMPTY,
+    ErrorKind,
+    Failure,
+    Group,
+    Json,
+    Reward,
+    RolloutState,
+    RunState,
+    StepCommit,
+)
 from tests import factories
 from tests.algorithms.train.test_hooks import Run
 from tests.algorithms.train.test_policy_set import config as team_config
@@ -210,3 +225,52 @@ def test_tools_that_no_prompt_names_are_counted() -> None:
     seeing = replace(call, role="seeing", tools=tools)
     texts = iter(["user: hi", 'tools: {"name": "query"} user: hi'])
     assert count_unseen_tools([call, *blind, seeing], lambda _: next(texts)) == 3
+
+
+def step_of(failures: Sequence[tuple[ErrorKind, str]], right: int, **fields: Any) -> Collected:
+    """A step with these failures, half of them in a group that was discarded."""
+    state = RolloutState.FAILED
+    rows = [
+        factories.rollout(f"f{i}", state=state, failure=Failure(kind=kind, message=text), **fields)
+        for i, (kind, text) in enumerate(failures)
+    ]
+    rows += [factories.rollout(f"s{i}", rewards=[Reward(1.0)]) for i in range(right)]
+    return Collected([factories.group(*rows[::2])], [factories.group(*rows[1::2], id="h")], {})
+
+
+def lost(count: int, kind: ErrorKind = ErrorKind.VERIFIER) -> list[tuple[ErrorKind, str]]:
+    return [(kind, f"EpisodeError: sandbox sb-{i}x7 was lost at 12:0{i}") for i in range(count)]
+
+
+def test_a_step_whose_rollouts_failed_for_one_cause_ends_the_run() -> None:
+    config = factories.config(steps=9)
+    with pytest.raises(TrainingError) as caught:
+        check_failed(config, step_of(lost(5), 4))
+    said = str(caught.value)
+    assert said.startswith("5 of the 9 rollouts of a step failed for one cause, verifier_error: ")
+    assert "sandbox sb-0x7 was lost" in said
+    assert "agentrl show f0" in said
+    assert said.endswith("or allow more by max_failed (now 0.5)")
+    with pytest.raises(TrainingError, match=r"max_failed \(now 0\.1\)"):
+        check_failed(factories.config(steps=9, max_failed=0.1), step_of(lost(5), 44))
+
+
+@pytest.mark.parametrize(
+    ("failures", "right"),
+    [
+        (lost(5), 5),  # no more than half
+        (lost(3), 0),  # too few to know
+        (lost(5, ErrorKind.LIMIT), 0),  # as the run file asks
+        (lost(5, ErrorKind.CANCELLED), 0),
+        ([*lost(4), *lost(4, ErrorKind.AGENT)], 1),  # for two causes
+        ([(ErrorKind.AGENT, text) for text in ("a", "b", "c", "d", "e")], 1),
+    ],
+)
+def test_a_step_goes_on(failures: list[tuple[ErrorKind, str]], right: int) -> None:
+    check_failed(factories.config(steps=9), step_of(failures, right))
+
+
+def test_failures_that_have_a_reward_are_no_reason_to_stop() -> None:
+    scored = step_of(lost(6, ErrorKind.TIMEOUT), 0, rewards=[Reward(0.0)])
+    check_failed(factories.config(steps=9), scored)
+    check_failed(factories.config(steps=9, max_failed=1.0), step_of(lost(6), 0))

@@ -13,7 +13,11 @@ import pytest
 
 from agentrl.config import AgentConfig, RoleRule, RunConfig, load, resolve, to_toml
 from agentrl.errors import ConfigError
+from agentrl.runners.dialects.base import CHAT
+from agentrl.runners.dialects.conversation import ConversationMemory
 from agentrl.runners.features import run_features
+from agentrl.runners.gateway.request import read_request
+from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.harnesses.executor import HarnessExecutor
 from agentrl.runners.harnesses.hooks import join
 from agentrl.runners.harnesses.preset import HARNESSES, Preset, load_preset
@@ -191,3 +195,21 @@ def test_a_rule_without_a_condition_is_refused() -> None:
         resolve({"roles": {"match": [{"role": "side"}]}}, source="test")
     assert RunConfig().role_rules == []
     assert json.loads(json.dumps(ODD))  # a preset is data
+
+
+def test_what_qwen_code_remembers_is_no_call_of_the_agent(tmp_path: Path) -> None:
+    """After each prompt version 0.24 asks what to remember, and offers tools for that."""
+    rules = load_preset("qwen", tmp_path).match
+    system = (
+        "You are now acting as the managed memory extraction subagent for an AI coding assistant."
+    )
+
+    def role_of(system: str) -> str | None:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "Fix it."}]
+        tool = {"type": "function", "function": {"name": "run_shell_command", "parameters": {}}}
+        raw = json.dumps({"model": "m", "messages": messages, "tools": [tool]}).encode()
+        request = read_request(CHAT, raw, ConversationMemory(), 0)
+        return role_of_request(rules, request, {}, raw)
+
+    assert role_of(system) == "side"
+    assert role_of("You are Qwen Code, a non-interactive CLI agent") is None

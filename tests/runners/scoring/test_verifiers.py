@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentrl.config import resolve
 from agentrl.errors import AgentError, ConfigError
 from agentrl.runners.scoring.verifiers import Verifier, VerifierError, as_rewards, load
 from agentrl.types import Reward, Scope
@@ -117,3 +118,20 @@ async def test_further_rewards_have_the_names_of_the_run_file(tmp_path: Path) ->
 def test_rewards_that_cannot_be_loaded(path: Any, sources: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(path, sources, Path())
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [1.5, {"outcome": -0.1, "format": 1}, Reward(2.0), [Reward(7.0, scope=Scope.ROLE, target="a")]],
+)
+async def test_an_outcome_outside_of_its_range_is_no_reward(returned: Any) -> None:
+    verifier = Verifier(lambda result: returned, range=(0.0, 1.0))
+    with pytest.raises(VerifierError, match=r"the outcome .*, and verifier\.range is 0 to 1"):
+        await verifier(task={}, result="", trace=None)
+
+
+async def test_other_rewards_have_no_range() -> None:
+    rows = {"outcome": 1, "length": 300}
+    assert await Verifier(lambda result: rows, range=(0, 1))(task={}, result="", trace=None)
+    with pytest.raises(ConfigError, match=r"verifier\.range = \[1\.0, 0\.0\]: write the lowest"):
+        resolve({"name": "r", "verifier": {"range": [1, 0]}}, source="run.toml")

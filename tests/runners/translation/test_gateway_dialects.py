@@ -648,3 +648,12 @@ async def test_a_failed_translation_is_not_called_the_servers_fault(
     assert answer.status_code == 502
     assert "a bug of agentrl (KeyError: 'of a bug')" in answer.json()["error"]["message"]
     assert "is not a completion" not in answer.text
+
+
+def test_thoughts_that_are_shown_although_a_client_wants_none_are_told() -> None:
+    def ignored(**thinking: str) -> list[str]:
+        return messages.ignored({"messages": [], "thinking": thinking})
+
+    assert ignored(type="adaptive") == []
+    assert ignored(type="adaptive", display="omitted") == ["thinking"]  # Claude Code's
+    assert ignored(type="disabled") == ["thinking"]

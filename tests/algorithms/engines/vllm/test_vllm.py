@@ -653,3 +653,86 @@ async def test_a_call_that_crossed_no_update_is_answered_in_vllms_own_bytes() ->
     choices = [{"index": i, "finish_reason": "length"} for i in range(2)]
     assert body["body"] == json.dumps({"choices": choices}).encode()
     assert start["status"] == 200
+
+
+class Labelled:
+    """vLLM since 0.32 behind the middleware: its outputs have the versions of their tokens."""
+
+    def __init__(self) -> None:
+        self.version, self.begun, self.finish = "default", asyncio.Event(), asyncio.Event()
+        self.middleware = SpanMiddleware(self.vllm)
+        self.starts: list[list[tuple[str, int]]] = [[], []]
+        engine = SimpleNamespace(
+            generate=self.generate, update_weight_version=self.update_weight_version
+        )
+        self.app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+        self.closed = 0
+
+    async def update_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def sample(self, choice: int, tokens: int) -> None:
+        self.starts[choice].append((self.version, tokens))
+
+    async def generate(self, prompt: str, sampling_params: Any, request_id: str) -> Any:
+        try:
+            yield SimpleNamespace(outputs=[SimpleNamespace(index=1, weight_versions=None)])
+            self.begun.set()
+            await self.finish.wait()
+            for index, starts in enumerate(self.starts):
+                labels = [SimpleNamespace(version=v, start=s, end=0) for v, s in starts]
+                yield SimpleNamespace(
+                    outputs=[SimpleNamespace(index=index, weight_versions=labels)]
+                )
+        finally:
+            self.closed += 1
+
+    async def vllm(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        (id,) = [value.decode() for name, value in scope["headers"] if name == b"x-request-id"]
+        engine = scope["app"].state.engine_client
+        for number in range(2):  # two prompts, of two choices each
+            params = SimpleNamespace(n=2)
+            async for _ in engine.generate("", params, f"cmpl-{id}-{number}"):
+                pass
+        choices = [{"index": i, "finish_reason": "stop"} for i in range(4)]
+        body = json.dumps({"choices": choices}).encode()
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def ask(self, path: str, query: bytes = b"") -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "path": path, "query_string": query}
+        scope |= {"headers": [(b"x-policy-version", b"7")], "app": self.app}
+        await self.middleware(scope, None, send)  # type: ignore[arg-type]
+        return sent
+
+
+async def test_the_labels_of_vllm_are_used_where_it_has_them() -> None:
+    labelled = Labelled()
+    assert (await labelled.ask("/agentrl/spans", b"policy=7&=7"))[0]["status"] == 200
+    assert labelled.version == "7"
+    call = asyncio.create_task(labelled.ask("/v1/completions"))
+    await labelled.begun.wait()
+    labelled.sample(0, 0)
+    await labelled.ask("/agentrl/spans", b"policy=8&=8")
+    labelled.sample(0, 12)
+    labelled.sample(1, 0)  # taken after the update
+    labelled.finish.set()
+    _, body = await call
+    spans = [choice.get("agentrl_spans") for choice in json.loads(body["body"])["choices"]]
+    assert spans == [[[0, 7], [12, 8]], [[0, 8]]] * 2
+    assert labelled.closed == 2
+    assert not labelled.middleware._calls
+    labelled.starts = [[("7", 0)], [("default", 0)]]  # of no other version than the call
+    _, plain = await labelled.ask("/v1/completions")
+    assert b"agentrl_spans" not in plain["body"]
+    await labelled.ask("/agentrl/spans", b"a=3&b=4")  # of adapters, which are not vLLM's weights
+    assert labelled.version == "8"
+    labelled.starts = [[("8", 0)], [("8", 0)]]
+    _, plain = await labelled.ask("/v1/completions")
+    assert b"agentrl_spans" not in plain["body"]

@@ -1,0 +1,429 @@
+"""Forward passes over packs of rows: log-probs of action tokens only, differentiable.
+
+There are three ways to compute a pack, from the fastest to the slowest. All give a model's own
+log-probs where they are right, and `prove` finds out which are, before anything is trained:
+
+- `packed`: the pack is one sequence, linear layers see every token once, and attention follows the
+  branches (see `attention`); it replaces the model's own.
+- `padded`: the model's own forward pass over right-padded batches of branches.
+- `plain`: the model's own forward pass over one branch at a time.
+
+Always true: the result of a row does not depend on the other rows of its pack. Hidden states are
+reduced to action positions before the language-model head (see `lm_head`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.utils.rnn import pad_sequence
+
+from agentrl.algorithms.data.batch import TokenRow
+from agentrl.algorithms.model import attention
+from agentrl.algorithms.model.cpu_threads import computing_with
+from agentrl.algorithms.model.inputs import inputs_of
+from agentrl.algorithms.model.lm_head import action_logprobs
+from agentrl.algorithms.model.packing import Pack, Packing, pack_rows
+from agentrl.algorithms.model.scaled import (
+    ORIGINAL,
+    VOCABULARY,
+    ScalingError,
+    attempt,
+    copy_key,
+    scaled_copy,
+)
+from agentrl.base.processes import log_phase
+from agentrl.errors import PolicyError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("agentrl.algorithm")
+
+Way = Literal["packed", "padded", "plain"]
+# Largest difference from a model's own forward pass: of log-probs in nats, and of gradients
+# relative to the largest one. Sums in another order move them by less than a hundredth of it.
+TOLERANCE = 5e-4
+ROUNDING = 1e-5  # likewise, of gradients in padded batches, where rows can be computed alone
+ATTRIBUTE = "agentrl_proof"  # of a model: its `Proof`
+
+
+def hidden_states(model: PreTrainedModel, pack: Pack, way: Way | None = None) -> Tensor:
+    """The last hidden state before each action, [n, H], on the model's device and differentiable in
+    its weights.
+
+    way: default, the fastest one that `prove` finds right. `packed` installs the attention function
+    of `attention`, which without a pack is SDPA. Raises PolicyError for a row that is longer than
+    the model's context, and for a model that cannot be computed."""
+    limit, longest = attention.context_length(model), int(pack.positions.max()) + 1
+    if limit and longest > limit:
+        raise PolicyError(
+            f"a row of {longest} tokens before its last action is longer than the context of model "
+            f"type {model.config.model_type!r}, {limit} tokens: serve it with that context limit"
+        )
+    way = way or prove(model).way
+    if way != "packed":
+        return _hidden_by_branch(model, pack, alone=way == "plain")
+    attention.install(model)
+    if model.device.type == "cuda":
+        pack = whole_blocks(pack)
+    decoder, read = _inputs(model, pack)
+    hidden_TH: Tensor = decoder(
+        **read,
+        attention_mask=attention.UNUSED,
+        use_cache=False,
+        plan=attention.TreePlan(pack.end, pack.positions),
+    ).last_hidden_state[0]
+    return hidden_TH[pack.states.to(model.device)]
+
+
+def whole_blocks(pack: Pack) -> Pack:
+    """The pack with branches of one unused token each, up to whole blocks of a GPU's kernel: see
+    `attention.kernel_options`."""
+    size, block = len(pack.end), attention.FLEX_BLOCK
+    new = torch.arange(size, -(-size // block) * block)
+    unused = torch.zeros_like(new)
+    return replace(
+        pack,
+        tokens=torch.cat((pack.tokens, unused)),
+        positions=torch.cat((pack.positions, unused)),
+        end=torch.cat((pack.end, new + 1)),
+    )
+
+
+def _inputs(model: PreTrainedModel, pack: Pack) -> tuple[Module, dict[str, Any]]:
+    """The decoder of a model, and a pack's tokens and positions for it."""
+    if inputs := inputs_of(model):
+        return inputs.of_pack(pack)
+    if int(pack.tokens.min()) < 0:
+        raise PolicyError(
+            f"model type {model.config.model_type!r} reads text alone, and the calls have images; "
+            "choose a model that reads images, such as the policy's"
+        )
+    ids, places = (x[None].to(model.device) for x in (pack.tokens, pack.positions))
+    return decoder_of(model), {"input_ids": ids, "position_ids": places}
+
+
+def decoder_of(model: PreTrainedModel) -> Module:
+    """What computes hidden states: the base model, which a few classes do not name rightly."""
+    has_head = model.get_output_embeddings() is not None
+    base: Module = model.base_model
+    if base is not model or not has_head:
+        return base
+    inner = (each for each in Module.children(model) if hasattr(each, "config"))
+    return next(inner, base)
+
+
+def forward_logprobs(model: PreTrainedModel, pack: Pack, way: Way | None = None) -> Tensor:
+    """log pi(action | all tokens before it in its row) at each action's temperature, [n]. way: see
+    `hidden_states`.
+
+    float32 (float64 for a float64 model), on the model's device, differentiable in its weights."""
+    logprobs_n, _ = action_logprobs(
+        model.get_output_embeddings(),
+        hidden_states(model, pack, way),
+        pack.actions.to(model.device),
+        pack.temperature.to(model.device),
+    )
+    return logprobs_n
+
+
+def incompatibility(model: PreTrainedModel) -> str | None:
+    """`attention.incompatibility`, which also checks the device of the model."""
+    if model.device.type not in ("cpu", "cuda"):
+        return f"is on device {model.device.type!r}, for which there is no tree attention"
+    return attention.incompatibility(model)
+
+
+def _hidden_by_branch(model: PreTrainedModel, pack: Pack, *, alone: bool) -> Tensor:
+    """`hidden_states` of branches by the model's own forward pass, alone or in right-padded
+    batches. Padding follows all real tokens and the model is causal, so it has no effect, for
+    recurrent decoders either."""
+    if inputs_of(model):
+        raise PolicyError(
+            f"model type {model.config.model_type!r} {prove(model).reason}, and its calls with "
+            "images can be computed in no other way; choose another model that reads images"
+        )
+    number = torch.arange(len(pack.end))
+    leaves = (pack.end == number + 1).nonzero().flatten()
+    # The first leaf at or after a token is in the token's subtree.
+    branch = torch.searchsorted(leaves, pack.states)
+    lengths = (pack.positions[leaves] + 1).tolist()
+    budget = 0 if alone else len(pack.tokens)
+    parts, order = [], []
+    for micro in _micro_batches(lengths, budget, attention.regime_end(model)):
+        ends = leaves[micro][:, None]
+        paths = [pack.tokens[path] for path in (number <= ends) & (pack.end > ends)]
+        tokens_BL = pad_sequence(paths, batch_first=True).to(model.device)
+        hidden_BLH = decoder_of(model)(input_ids=tokens_BL, use_cache=False).last_hidden_state
+        row, at = (branch == torch.tensor(micro)[:, None]).nonzero(as_tuple=True)
+        parts.append(
+            hidden_BLH[row.to(model.device), pack.positions[pack.states[at]].to(model.device)]
+        )
+        order.append(at)
+    return torch.cat(parts)[torch.cat(order).argsort().to(model.device)]
+
+
+def _micro_batches(
+    lengths: Sequence[int], token_budget: int, regime_end: int | None = None
+) -> Iterator[list[int]]:
+    """Yield lists of indices of sequences of similar length. Each list, padded to its longest, has
+    at most `token_budget` tokens, or a single sequence; none has sequences on both sides of
+    `regime_end`."""
+    micro: list[int] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        size = lengths[index]
+        crosses = regime_end is not None and micro and lengths[micro[0]] <= regime_end < size
+        if micro and (crosses or (len(micro) + 1) * size > token_budget):
+            yield micro
+            micro = []
+        micro.append(index)
+    if micro:
+        yield micro
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raise PolicyError if `forward_logprobs` would not return the log-probs of the model."""
+    head = model.get_output_embeddings()
+    tokens = torch.arange(4, device=model.device)[None]
+    with torch.no_grad():
+        try:
+            hidden = decoder_of(model)(input_ids=tokens, use_cache=False).last_hidden_state
+            logits = model(input_ids=tokens, use_cache=False).logits
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model that is no decoder fails in its own way
+            raise PolicyError(
+                f"{type(model).__name__}: it cannot be computed from token ids alone "
+                f"({_one_line(error)}); choose a decoder that reads text"
+            ) from error
+        same = head is not None and torch.equal(head(hidden), logits)
+    if not same:
+        raise PolicyError(
+            f"{type(model).__name__}: its logits are not the output of its language-model head "
+            "(soft-capping or scaling follows the head); choose a model without that"
+        )
+    prove(model)
+
+
+def _is_causal(model: PreTrainedModel, tokens: Tensor) -> bool:
+    """Whether the model's own forward pass gives tokens the log-probs that they have without those
+    that follow."""
+    with torch.no_grad():
+        long, *short = (
+            model(input_ids=tokens[None, :size], use_cache=False).logits[0].log_softmax(-1)
+            for size in (len(tokens), len(tokens) - 10, len(tokens) - 1)
+        )
+    return all(float((long[: len(s)] - s).abs().max()) <= TOLERANCE for s in short)
+
+
+def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
+    """`packing`, or "rows" if only that is right; logs in a line how the model is computed and why.
+    Raises PolicyError for a model that cannot be computed."""
+    proof, name = prove(model), repr(model.config.model_type)
+    found: Packing = "rows" if packing == "rows" else proof.packing
+    if proof.way == "packed" and found == packing:
+        log_phase(log, f"model type {name} is trained in packs ({found}): {proof}")
+        return found
+    ways = {
+        "packed": "its rows are packed without sharing prefixes",
+        "padded": "its branches are computed one by one, padded to the longest",
+        "plain": "its rows are computed one at a time by its own forward pass, which is slow",
+    }
+    log.warning(
+        "learner.packing = %r: model type %s %s, so %s", packing, name, proof.reason,
+        ways[proof.way],
+    )  # fmt: skip
+    return found
+
+
+# -- the proof -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Largest differences from the model's own forward pass: of log-probs in nats, of gradients
+    relative to the largest one."""
+
+    logprobs: float
+    gradients: float
+
+    def __bool__(self) -> bool:
+        return not (self.logprobs <= TOLERANCE and self.gradients <= TOLERANCE)
+
+    def __str__(self) -> str:
+        return f"log-probs by {self.logprobs:.1g} and gradients by {self.gradients:.1g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The fastest way to compute a model that gives its own log-probs and gradients."""
+
+    way: Way
+    packing: Packing
+    reason: str = ""  # why no faster way is right, as the predicate of a sentence about the model
+    gap: Gap | None = None  # of this way
+
+    def __str__(self) -> str:
+        return f"a small copy differs from its own forward pass in {self.gap}"
+
+
+_proofs: dict[object, Proof | PolicyError] = {}
+
+
+def prove(model: PreTrainedModel) -> Proof:
+    """Compare the ways to compute a model with its own forward pass, one row at a time, on a small
+    copy (see `scaled`). Once for each configuration and process.
+
+    Raises PolicyError if not even the plain way gives the model's own log-probs."""
+    if (known := vars(model).get(ATTRIBUTE)) is not None:
+        return known  # type: ignore[no-any-return]
+    key = (copy_key(model), incompatibility(model))
+    if key not in _proofs:
+        with computing_with(1):
+            _proofs[key] = _proof(model)
+    found = _proofs[key]
+    if isinstance(found, PolicyError):
+        raise found
+    setattr(model, ATTRIBUTE, found)
+    return found
+
+
+def _proof(model: PreTrainedModel) -> Proof | PolicyError:
+    rows = proof_rows(attention.regime_end(model) is not None)
+    try:
+        copy = scaled_copy(model)
+        exact = attempt(lambda: own_results(copy, rows))
+        if not exact[0].isfinite().all():
+            raise ScalingError("its log-probs are not finite")
+        causal = _is_causal(copy, rows[-1].tokens)
+    except ScalingError as error:
+        return Proof("plain", "rows", f"has no small copy to compare with ({error})")
+    if not causal:
+        return PolicyError(
+            f"{type(model).__name__}: its own forward pass makes a token's log-prob depend on the "
+            "tokens after it, so what is sampled is not what would be trained; choose a causal "
+            "decoder"
+        )
+    reason = incompatibility(model) or ""
+    if not reason:
+        trie, packed = (
+            _gap(scaled_copy(model), rows, exact, packing, "packed") for packing in ("trie", "rows")
+        )
+        if isinstance(trie, Gap) and not trie:
+            return Proof("packed", "trie", gap=trie)
+        if isinstance(packed, Gap) and not packed:
+            return Proof("packed", "rows", f"differs from its own forward pass in {trie}", packed)
+        reason = f"differs from its own forward pass in {packed} if rows are packed"
+    for way in ("padded", "plain"):
+        gap = _gap(copy, rows, exact, "rows", way)
+        if isinstance(gap, Gap) and not gap and (way == "plain" or _rounds_little(model, rows)):
+            return Proof(way, "rows", reason, gap)
+        if way == "padded":
+            reason += f", and in {gap} if they are padded"
+    return PolicyError(
+        f"{type(model).__name__}: its log-probs cannot be computed here, even one row at a time "
+        f"({gap} off its own output); choose another model"
+    )
+
+
+def _rounds_little(model: PreTrainedModel, rows: Sequence[TokenRow]) -> bool:
+    """Whether padding moves gradients by rounding alone as little as the order of sums does, on
+    copies with other weights. Some recurrent layers amplify it a thousand times."""
+    for seed in (1, 2, 7):
+        copy = scaled_copy(model, seed)
+        gap = _gap(copy, rows, own_results(copy, rows), "rows", "padded")
+        if not isinstance(gap, Gap) or gap.gradients > ROUNDING:
+            return False
+    return True
+
+
+def proof_rows(both_regimes: bool = False) -> list[TokenRow]:
+    """Rows beyond every window of a copy, which share prefixes of several lengths, and short ones.
+    both_regimes: shorter than the original context, too, which only a copy that has one tells."""
+    draw = torch.Generator().manual_seed(1)
+
+    def some(n: int) -> list[int]:
+        return torch.randint(4, VOCABULARY, (n,), generator=draw).tolist()
+
+    trunk = some(2 * ORIGINAL - 4)
+    deep = [*trunk, *some(9)]
+    sequences = [
+        [*trunk, *some(16)], [*deep, *some(10)], [*deep, *some(3)], [*trunk[:12], *some(26)],
+        some(7), *([some(ORIGINAL - 2)] if both_regimes else ()), some(41),
+    ]  # fmt: skip
+    rows = []
+    for tokens in sequences:
+        actions = torch.arange(3, len(tokens), 2 if len(tokens) > 40 else 1)
+        ones = torch.ones(len(actions))
+        rows.append(TokenRow(torch.tensor(tokens), actions, ones, ones, torch.zeros_like(actions)))
+    return rows
+
+
+Results = tuple[Tensor, list[Tensor | None]]
+"""Log-probs of the actions of rows, in their order, and gradients of their weighted sum."""
+
+
+def own_results(model: PreTrainedModel, rows: Sequence[TokenRow]) -> Results:
+    """By the model's own forward pass, one row at a time."""
+    parts = []
+    for row in rows:
+        # `int(row.actions[-1])`: what the last action predicts is not read
+        logits = model(input_ids=row.tokens[None, : int(row.actions[-1])], use_cache=False).logits
+        parts.append(
+            logits[0, row.actions - 1].log_softmax(-1).gather(1, row.tokens[row.actions, None])
+        )
+    return _with_gradients(model, torch.cat(parts)[:, 0])
+
+
+def results(
+    model: PreTrainedModel, rows: Sequence[TokenRow], packing: Packing, way: Way
+) -> Results:
+    """As the learner computes them."""
+    logprobs = torch.zeros(sum(len(row.actions) for row in rows))
+    found = [
+        (pack.index, forward_logprobs(model, pack, way)) for pack in pack_rows(rows, packing, 10**6)
+    ]
+    index, parts = (torch.cat(each) for each in zip(*found, strict=True))
+    return _with_gradients(model, logprobs.index_put((index,), parts))
+
+
+def _with_gradients(model: PreTrainedModel, logprobs: Tensor) -> Results:
+    weights = torch.linspace(-1, 1, len(logprobs))
+    learned = [weight for weight in model.parameters() if weight.requires_grad]
+    gradients = torch.autograd.grad((weights * logprobs).sum(), learned, allow_unused=True)
+    return logprobs.detach(), list(gradients)
+
+
+def gap_between(found: Results, exact: Results) -> Gap:
+    """NaN counts as infinitely far, and a missing gradient as zeros."""
+    largest, apart = 0.0, [0.0]
+    for mine, own in zip(found[1], exact[1], strict=True):
+        if own is not None and own.numel():
+            largest = max(largest, float(own.abs().max()))
+        if mine is not None or own is not None:
+            difference = (0 if mine is None else mine) - (0 if own is None else own)
+            apart.append(float(torch.as_tensor(difference).abs().amax()))
+    gaps = float((found[0] - exact[0]).abs().max()), max(apart) / (largest or 1.0)
+    return Gap(*(math.inf if math.isnan(gap) else gap for gap in gaps))
+
+
+def _gap(
+    copy: PreTrainedModel, rows: Sequence[TokenRow], exact: Results, packing: Packing, way: Way
+) -> Gap | str:
+    """The gap of a way, or the error that it ends with."""
+    try:
+        return gap_between(results(copy, rows, packing, way), exact)
+    except Exception as error:  # noqa: BLE001  a model fails in its own way
+        return f"everything ({_one_line(error)})"
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

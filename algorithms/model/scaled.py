@@ -1,0 +1,287 @@
+"""Small random copies of models: the same class and layers, and numbers that fit in a test.
+
+What a model computes depends on its class and on the numbers in its configuration: windows, chunks,
+the keys that an index keeps, the context before positions were extended. A copy has the same ones
+at a size at which a row of some tens of tokens is beyond all of them, and costs milliseconds
+whatever the model's size. `forward.prove` compares ways to compute a model on its copy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from agentrl.algorithms.model.inputs import inputs_of
+
+T = TypeVar("T")
+
+HIDDEN, HEADS, HEAD = 64, 4, 16
+VOCABULARY = 64
+SPREAD = 2.0  # of logits
+LAYERS = 8  # at most, unless it takes more to have each kind
+WINDOW, ORIGINAL, CONTEXT = 8, 16, 256
+THRESHOLD = 32  # a number above it that is no size of a weight is taken for a window
+
+# Sizes of weights by the names that configurations give them, and what a copy has at most. Products
+# must fit: heads times their size is the hidden size, as are a state-space layer's, times two.
+SIZES: dict[str, int] = {
+    r"hidden_size|n_embd|d_model|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim": HIDDEN,
+    r"input_embedding_size|output_embedding_size|lru_width|n_embed|backbone_hidden_size": HIDDEN,
+    r"out_hidden_size|projection_dim": HIDDEN,
+    r"attention_hidden_size|mamba_d_ssm|mamba_intermediate_size|text_hidden_size": 2 * HIDDEN,
+    r"(\w+_)?(intermediate_size|intermediate_size_mlp|ffn_dim|dim_ff|dff|d_inner)|n_inner": HIDDEN,
+    r"ffn_hidden_size|\w+_ffn_hidden_size|feed_forward_size|block_multiple_of": HIDDEN,
+    r"mamba_n_heads|n_mamba_heads|mamba_num_heads|mamba_heads": 2 * HEADS,
+    r"(\w+_)?(attention_heads|num_heads|n_heads?)|n_heads?|index_n_heads": HEADS,
+    r"head_dim|dim_head|d_head|attention_head_size|kv_channels|v_head_dim|qk_\w+_head_dim": HEAD,
+    r"swa_head_dim|swa_v_head_dim|head_size": HEAD,
+    r"global_head_dim|qk_head_dim|index_head_dim|attention_head_dim": 2 * HEAD,
+    r"mamba_d_head|mamba_head_?dim|mamba_headdim|linear_\w+_head_dim": HEAD,
+    r"linear_num_key_heads": HEADS // 2,
+    r"linear_num_value_heads": HEADS,
+    r"\w*lora_rank|laurel_rank|adapter_rank|hidden_size_per_layer_input|\w*state_size": HEAD,
+    r"mamba_d_state|mamba_dt_rank|time_step_rank|rotary_dim": HEAD // 2,
+    r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|zero_expert_num": 16,
+    r"num_centroids": 16,
+    r"(num_experts_per_tok|moe_topk|moe_k|top_k|num_experts_per_token|topk_group)": 2,
+    r"n_group|n_groups|mamba_n_groups|mamba_ngroups|o_groups": 2,
+    r"query_pre_attn_scalar|expand_ratio": HEAD,
+    r"image_size": 28,
+    r"patch_size|conv_kernel\w*|spatial_merge_size|temporal_patch_size": THRESHOLD,
+    r"num_position_embeddings": 64,
+}  # fmt: skip
+POSITIONS = (
+    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_\w+_positions|context_length"
+)
+VOCABULARIES = r"(\w+_)?vocab_size|vocab_size_per_layer_input"
+LAYER_COUNTS = (
+    r"num_hidden_layers|num_layers|n_layers?|(en|de)coder_layers|num_(en|de)coder_layers|depth"
+    r"|num_blocks|num_layers_per_stack"
+)
+KEY_HEADS = (
+    r"num_key_value_heads|num_kv_heads|n_head_kv|num_query_groups|num_global_key_value_heads"
+)
+INTERVALS = r"\w*(interval|period|pattern|every_n\w*|_step)"
+FIRST_LAYERS = r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|\w*offset"
+TOKENS = r"\w*_token(_id|_index|_idx|)s?|\w+_index|image_token_id"
+
+
+class ScalingError(Exception):
+    """There is no small copy of a model: with the reason."""
+
+
+class Headed(torch.nn.Module):
+    """A decoder without a language-model head, with a random one: a model of text as the learner
+    and the engine call it."""
+
+    def __init__(self, decoder: PreTrainedModel) -> None:
+        super().__init__()
+        self.decoder = decoder
+        width = decoder.get_input_embeddings().embedding_dim
+        self.head = torch.nn.Linear(width, VOCABULARY, bias=False)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("decoder"), name)
+
+    def get_output_embeddings(self) -> torch.nn.Linear:
+        return self.head
+
+    def forward(self, input_ids: torch.Tensor, logits_to_keep: int = 0, **given: Any) -> Any:
+        output = self.decoder.base_model(input_ids=input_ids, **given)
+        output.logits = self.head(output.last_hidden_state[:, -logits_to_keep:])
+        return output
+
+
+def scaled_copy(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """A random copy on the CPU, in float32 and eval mode: of the text decoder alone if the model
+    reads images through `inputs`. Raises ScalingError."""
+    network = _network(model)
+
+    def make() -> PreTrainedModel:
+        copy = type(network)._from_config(scaled_config(network.config), dtype=torch.float32)
+        copy = copy if copy.get_output_embeddings() else Headed(copy)
+        randomise(copy)
+        soften(copy)
+        return cast("PreTrainedModel", copy.eval())
+
+    # The state of the process's random numbers is the run's.
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        return attempt(make)
+
+
+def attempt(make: Callable[[], T]) -> T:
+    """What `make` returns. Raises ScalingError for any error: configurations and models check
+    themselves in ways of their own."""
+    try:
+        return make()
+    except ScalingError:
+        raise
+    except Exception as error:
+        raise ScalingError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+
+
+def copy_key(model: PreTrainedModel) -> object:
+    """Equal for models with equal copies."""
+    network = _network(model)
+    try:
+        values = scaled_config(network.config).to_dict()
+    except Exception:  # noqa: BLE001  see `attempt`
+        values = network.config.to_dict()
+    names = ("_name_or_path", "architectures", "transformers_version", "dtype", "id2label")
+    kept = {name: value for name, value in values.items() if name not in names}
+    return type(network), json.dumps(kept, sort_keys=True, default=str)
+
+
+def _network(model: PreTrainedModel) -> PreTrainedModel:
+    return cast("PreTrainedModel", model.get_decoder() if inputs_of(model) else model)
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> None:
+    """Weights with which attention is far from uniform, and every bias and gate has a part."""
+    for parameter in model.parameters():
+        if parameter.dim() < 2:
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        else:
+            size = parameter[0].numel() if parameter.dim() == 2 else parameter.shape[-1]
+            parameter.normal_(std=1.5 * size**-0.5)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    if hasattr(embedding, "weight"):
+        embedding.weight.normal_(std=1.0)
+
+
+@torch.no_grad()
+def soften(model: PreTrainedModel) -> None:
+    """Scale the head until its logits are some nats apart: beside a probability of one every error
+    is small."""
+    tokens = torch.arange(VOCABULARY)[None, 4:24]
+    for _ in range(3):  # a head may be the embeddings, too
+        spread = float(model(input_ids=tokens, use_cache=False).logits.std())
+        if spread > SPREAD:
+            model.get_output_embeddings().weight.mul_(SPREAD / spread)
+
+
+def scaled_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration with small numbers, of the same class."""
+    return type(config).from_dict(_scaled(config.to_dict(), {}))
+
+
+def _scaled(values: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:
+    whole = {**outer, **values}
+    layers = _layers(values)
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "quantization_config":
+            continue
+        if isinstance(value, Mapping):
+            found[name] = _scaled(value, whole) if name not in ("id2label", "label2id") else value
+        elif isinstance(value, bool | str) or value is None:
+            found[name] = value
+        elif isinstance(value, list | tuple):
+            found[name] = _list(name, list(value), layers, whole)
+        elif isinstance(value, int):
+            found[name] = _number(name, value, layers[1], whole)
+        else:
+            found[name] = value
+    if "rope_parameters" in found:
+        _positions(values, found)
+    return found
+
+
+def _layers(values: Mapping[str, Any]) -> tuple[int, int]:
+    """The number of layers, and that of a copy, in which each kind of them is present."""
+    numbers = {name: value for name, value in values.items() if isinstance(value, int)}
+    total = max((n for name, n in numbers.items() if re.fullmatch(LAYER_COUNTS, name)), default=0)
+    interval, first = (
+        max((min(n, LAYERS) for name, n in numbers.items() if re.fullmatch(names, name)), default=1)
+        for names in (INTERVALS, FIRST_LAYERS)
+    )
+    least = max(2, interval + first)
+    for value in values.values():
+        if isinstance(value, list) and len(value) == total and not _are_indices(value):
+            kinds = [str(each) for each in value]
+            least = max(least, *(kinds.index(kind) + 1 for kind in set(kinds)))
+    if values.get("num_kv_shared_layers"):
+        least *= 2
+    return total, min(total, least)
+
+
+def _number(name: str, value: int, layers: int, whole: Mapping[str, Any]) -> int:
+    if re.fullmatch(TOKENS, name):
+        return min(value, VOCABULARY - 1)
+    if re.fullmatch(LAYER_COUNTS, name):
+        return min(value, layers)
+    if name == "num_kv_shared_layers":
+        return min(value, layers // 2)
+    if re.fullmatch(KEY_HEADS, name):
+        heads = next(
+            (whole[k] for k in ("num_attention_heads", "n_head", "n_heads") if k in whole), 0
+        )
+        return min(value, HEADS if value == heads else HEADS // 2)
+    if re.fullmatch(POSITIONS, name):
+        return CONTEXT
+    if re.fullmatch(VOCABULARIES, name):
+        return VOCABULARY
+    if "original" in name:
+        return min(value, ORIGINAL)
+    if name == "num_heads" and "state_size" in whole:
+        return min(value, 2 * HEADS)  # of a state-space layer
+    if re.fullmatch("mamba_n_heads|mamba_num_heads", name):
+        heads = [v for k, v in whole.items() if re.fullmatch("mamba_d_head|mamba_head_?dim", k)]
+        return min(value, 2 * HIDDEN // min(*heads, HEAD) if heads else 2 * HEADS)
+    for pattern, most in SIZES.items():
+        if re.fullmatch(pattern, name):
+            return min(value, most)
+    return value if value <= THRESHOLD else WINDOW
+
+
+def _are_indices(value: list[Any]) -> bool:
+    """Whether these are the numbers of some layers."""
+    whole = all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+    return whole and len(value) > 1 and value == sorted(set(value))
+
+
+def _list(
+    name: str, value: list[Any], layers: tuple[int, int], whole: Mapping[str, Any]
+) -> list[Any]:
+    total, kept = layers
+    numbers = all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+    if _are_indices(value) and value[-1] == total - 1:
+        return [each for each in value if each < kept]
+    if len(value) == total and total:
+        value = value[:kept]
+    elif numbers and re.search("layer|ids|indices|indexes", name) and "token" not in name:
+        return [each for each in value if each < kept]
+    if numbers and not re.fullmatch(r"\w*section\w*|\w*_layers", name):
+        return [_number(name, each, kept, whole) for each in value]
+    if value and all(isinstance(each, list) for each in value):
+        return [_list(name, each, layers, whole) for each in value]
+    return value
+
+
+def _positions(values: Mapping[str, Any], found: dict[str, Any]) -> None:
+    """Keep the number of times by which positions were extended, and each head's rotation whole."""
+    for rope in _ropes(found):
+        for name in ("short_factor", "long_factor", "mrope_section"):
+            if name in rope and isinstance(rope[name], list):
+                rotated = HEAD // 2
+                part = len(rope[name])
+                rope[name] = (
+                    [rotated - 2 * (rotated // part), *[rotated // part] * (part - 1)]
+                    if name == "mrope_section"
+                    else [1.0 + (i if name == "long_factor" else 0.1 * i) for i in range(rotated)]
+                )
+
+
+def _ropes(found: dict[str, Any]) -> list[dict[str, Any]]:
+    rope = found["rope_parameters"] or {}
+    return [each for each in (rope, *rope.values()) if isinstance(each, dict)]

@@ -1,0 +1,232 @@
+"""Which classes of transformers train right: learner and engine against a model's own forward pass.
+
+Every class of `MODEL_FOR_CAUSAL_LM_MAPPING`, and the image-text classes that can be policies, small
+(see `model.scaled`) and random. The reference is the model as transformers runs it: float32, SDPA
+or eager, one row at a time, on rows beyond every window, chunk and index of the copy, with weights
+and rows that the proof at load has not seen. `right`: log-probs and every gradient of the learner,
+and the log-probs that the engine reports, are the model's own, in batches; `plain`: the same, where
+learner or engine take one row at a time; `refused`: a sentence at load; `wrong`: other values;
+`bare_errors`: an error that is no sentence. Gradients are relative to the largest one of the class.
+
+    python -m tests.benchmarks.models --group 1/3 --json   # each ends within ten minutes
+    python -m tests.benchmarks.models --write   # the page, from stored figures
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from agentrl.algorithms.data.batch import TokenRow
+from agentrl.algorithms.engines.embedded.proof import prove_engine, sampling_gap
+from agentrl.algorithms.model.forward import (
+    check_model,
+    gap_between,
+    own_results,
+    prove,
+    results,
+)
+from agentrl.algorithms.model.inputs import inputs_of
+from agentrl.algorithms.model.scaled import randomise, scaled_config, soften
+from agentrl.errors import PolicyError
+from agentrl.vision import tiny
+from agentrl.vision.classes import CLASSES
+
+STORED = Path(__file__).parent / "results" / "models.json"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+LOGPROBS, GRADIENTS = 1e-4, 1e-5  # largest difference of log-probs in nats, and of gradients
+SAMPLED = 5e-4  # likewise of sampled tokens, in float32: some recurrent models round more
+# What a class needs beyond its defaults to be a decoder that computes anything.
+NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "hunyuan_v1_dense": {"head_dim": 16}, "hunyuan_v1_moe": {"head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "ministral": {"head_dim": 16}, "nemotron": {"head_dim": 16, "num_key_value_heads": 8},
+    "reformer": {"is_decoder": True}, "zamba": {"use_mamba_kernels": False},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
+    "phimoe": {"sliding_window": 2048},
+}  # fmt: skip
+DECODERS = ("is_decoder", "add_cross_attention")  # of classes that are encoders by default
+
+
+def models() -> Iterator[tuple[str, Any]]:
+    """Name of each class, and a function that makes its model."""
+    seen = set()
+    for config, classes in MODEL_FOR_CAUSAL_LM_MAPPING.items():
+        for network in classes if isinstance(classes, tuple) else (classes,):
+            if network not in seen:
+                seen.add(network)
+                yield network.__name__, (lambda n=network, c=config: built(n, c))
+    for kind in CLASSES:
+        yield f"{kind} (image-text)", (lambda k=kind: tiny.make(k, ["a", "b"])[0])
+
+
+def built(network: Any, config: Any) -> Any:
+    own = network.config_class or config
+    shape = own(**NEEDED.get(config.model_type, {}))
+    if hasattr(shape, "is_decoder") and not shape.is_encoder_decoder:
+        shape.is_decoder = True
+    torch.manual_seed(7)
+    model = network._from_config(scaled_config(shape), dtype=torch.float32).eval()
+    randomise(model)
+    soften(model)
+    return model
+
+
+def rows(vocabulary: int) -> list[TokenRow]:
+    """Three branches of one prompt, another one, and short rows; seeds are not the proof's."""
+    draw = torch.Generator().manual_seed(5)
+
+    def some(n: int) -> list[int]:
+        return torch.randint(3, vocabulary, (n,), generator=draw).tolist()
+
+    prompt = some(25)
+    sequences = [[*prompt, *some(n)] for n in (18, 9, 14)] + [some(44), some(9), some(12)]
+    found = []
+    for tokens in sequences:
+        actions = torch.arange(4, len(tokens))
+        ones = torch.ones(len(actions))
+        found.append(TokenRow(torch.tensor(tokens), actions, ones, ones, torch.zeros_like(actions)))
+    return found
+
+
+def judged(make: Any) -> dict[str, Any]:
+    """The outcome of one class."""
+    try:
+        model = make()
+    except Exception as error:  # noqa: BLE001  the class has no decoder of these numbers
+        return {"outcome": "refused", "why": f"not built: {type(error).__name__}: {error}"[:160]}
+    try:
+        text = model.get_decoder().config if inputs_of(model) else model.config.get_text_config()
+        given = rows(min(64, int(text.vocab_size)))
+        check_model(model)
+        proof = prove(model)
+        try:
+            exact = own_results(model, given)
+        except Exception as error:  # noqa: BLE001  nothing to compare with, and nothing to train
+            return {"outcome": "refused", "why": f"its own forward pass fails: {error}"}
+        gap = gap_between(results(model, given, proof.packing, proof.way), exact)
+        found: dict[str, Any] = {"way": proof.way, "packing": proof.packing, "why": proof.reason}
+        found |= {"logprobs": gap.logprobs, "gradients": gap.gradients}
+        try:
+            engine, reason = prove_engine(model)
+        except PolicyError as error:
+            return {**found, **outcome(found), "engine": "refused", "engine_why": str(error)}
+        found |= {"engine": engine, "engine_why": reason}
+        if not inputs_of(model):
+            found["engine_logprobs"], _ = sampling_gap(make(), engine)
+        return {**found, **outcome(found)}
+    except PolicyError as error:
+        return {"outcome": "refused", "why": str(error)}
+    except Exception as error:
+        logging.getLogger(__name__).debug("bare", exc_info=True)
+        return {"outcome": "bare_error", "why": f"{type(error).__name__}: {error}"[:200]}
+
+
+def outcome(found: dict[str, Any]) -> dict[str, str]:
+    """NaN is wrong."""
+    right = found["logprobs"] <= LOGPROBS and found["gradients"] <= GRADIENTS
+    right &= found.get("engine_logprobs", 0.0) <= SAMPLED
+    slow = found["way"] == "plain" or found.get("engine") in ("cached", "whole")
+    return {"outcome": ("plain" if slow else "right") if right else "wrong"}
+
+
+def summary(stored: dict[str, Any]) -> dict[str, Any]:
+    of = [each["outcome"] for each in stored.values()]
+    counts = {name: of.count(name) for name in ("right", "plain", "refused", "wrong")}
+    gradients = [e["gradients"] for e in stored.values() if "gradients" in e]
+    return {
+        "classes": len(of), **counts, "bare_errors": of.count("bare_error"),
+        "gradients_most": max(gradients, default=0.0), "transformers": transformers.__version__,
+    }  # fmt: skip
+
+
+LEARNERS = {
+    ("packed", "trie"): "trie", ("packed", "rows"): "packed rows",
+    ("padded", "rows"): "padded", ("plain", "rows"): "one row at a time",
+}  # fmt: skip
+ENGINES = {
+    "batched": "batched", "cached": "one call at a time", "whole": "one call at a time, no cache",
+    "refused": "vLLM alone",
+}  # fmt: skip
+
+
+def page(stored: dict[str, Any], version: str) -> str:
+    counts = summary(stored)
+    lines = [
+        "# Models",
+        "",
+        f"Which classes of transformers {version} train, and how they are computed: written by "
+        "`python -m tests.benchmarks.models --write`. Before the first step of a run learner and "
+        "engine compare themselves with the model's own forward pass, on a small copy with the "
+        "same layers and scaled-down windows, and take the fastest way that gives its log-probs "
+        "and gradients; the console says which and why. No setting turns that off.",
+        "",
+        f"Of {counts['classes']} classes {counts['right']} train in batches, {counts['plain']} one "
+        f"row or call at a time, and {counts['refused']} are refused; {counts['wrong']} are wrong. "
+        f"Gradients differ by at most {counts['gradients_most']:.0e} of the largest one.",
+        "",
+        "| class | learner | engine | why not faster, or why refused |",
+        "|---|---|---|---|",
+    ]
+    for name, each in sorted(stored.items(), key=lambda item: item[0].lower()):
+        if "way" not in each:
+            lines.append(f"| {name} | {each['outcome']} | | {_cell(each['why'])} |")
+            continue
+        learner = LEARNERS[each["way"], each["packing"]]
+        reasons = each["why"] or each["engine_why"] if each["outcome"] != "right" else each["why"]
+        lines.append(f"| {name} | {learner} | {ENGINES[each['engine']]} | {_cell(reasons)} |")
+    return "\n".join([*lines, ""])
+
+
+def _cell(text: str) -> str:
+    short = text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    return short if len(short) <= 220 else f"{short[:217]}..."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--group", default="1/1", help="K/N: every Nth class, from the Kth")
+    parser.add_argument("--only", nargs="*", default=(), help="names of classes")
+    parser.add_argument("--write", action="store_true", help="write the page of stored figures")
+    given = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("agentrl").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    kept = json.loads(STORED.read_text()) if STORED.exists() else {}
+    if given.write:
+        PAGE.write_text(page(kept["classes"], kept["transformers"]))
+        return
+    k, n = map(int, given.group.split("/"))
+    found = {}
+    for index, (name, make) in enumerate(models()):
+        if (name in given.only) if given.only else index % n == k - 1:
+            started = time.monotonic()
+            found[name] = judged(make) | {"seconds": round(time.monotonic() - started, 2)}
+            if not given.json:
+                print(name, found[name], flush=True)
+    if found:
+        same = kept.get("transformers") == transformers.__version__
+        # Other groups may have written meanwhile.
+        kept = json.loads(STORED.read_text()) if same and STORED.exists() else {}
+        classes = kept.get("classes", {}) | found
+        stored = {"transformers": transformers.__version__, "classes": classes}
+        STORED.write_text(json.dumps(stored, indent=1) + "\n")
+    print(json.dumps(summary(found) | {"bad": {
+        name: each for name, each in found.items() if each["outcome"] in ("wrong", "bare_error")
+    }}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

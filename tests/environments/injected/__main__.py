@@ -1,0 +1,85 @@
+"""Plays a plug-in with a fault in each place, in the interpreter that has its package; prints what
+became of each rollout, as one line of JSON.
+
+`python -m tests.environments.injected NAME`"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from agentrl.environments import hosted
+from agentrl.environments.reference import Named
+from agentrl.environments.scripted import stage
+from tests.environments.injected import plugins
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+TIMEOUT = 4.0  # seconds of a rollout
+SLOW = {"verifiers-v1": 30.0, "inspect": 30.0}  # which start programs, or load for long
+EPISODE = ("open", "set-up", "step", "clean-up")
+CONVERTED = ("digits",)  # which these packages make a number of, before any plug-in sees it
+# Name -> class, what, options, places, and the model's replies, the last again and again.
+PLAYED: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...], list[str]]] = {
+    "gymnasium": ("Gymnasium", "FrozenLake-v1", {"limit": 4}, EPISODE, ["down"]),
+    "minigrid": ("MiniGrid", "MiniGrid-Empty-5x5-v0", {"limit": 4}, EPISODE, ["forward"]),
+    "textarena": (
+        "TextArena", "FrozenLake-v0", {"limit": 4}, ("open", "set-up", "step", "tool", "scoring"),
+        ["[nowhere]"],
+    ),
+    "pettingzoo": (
+        "PettingZoo", "classic.tictactoe_v3", {"opponents": "random"},
+        ("open", "set-up", "step", "tool"), ["0", "1", "2", "3", "4", "5", "6", "7", "8"],
+    ),
+    "reasoning-gym": ("ReasoningGym", "chain_sum", {"size": 5, "heldout": 5}, ("scoring",), ["4"]),
+    "verifiers": ("Verifiers", "words_env", {}, ("set-up", "scoring"), ["ant"]),
+    "verifiers-v1": (
+        "VerifiersV1", "faulty_taskset", {}, ("set-up", "scoring", "clean-up"), ["x"]
+    ),
+    "inspect": (
+        "Inspect", "faulty_tasks.py@faulty", {}, ("set-up", "scoring", "clean-up"), ["x"]
+    ),
+    "openai-evals": ("Evals", "crontab.dev.v0", {}, ("step", "scoring"), ["* * * * *"]),
+}  # fmt: skip
+
+
+async def ends(name: str) -> dict[str, dict[str, Any]]:
+    """What became of a rollout, by place and fault."""
+    class_, what, options, places, replies = PLAYED[name]
+    folder = ROOT / "tests/environments/verifiers" if name == "verifiers" else HERE
+    named = Named.read(f"{HERE}/plugins.py:{class_}:{what}", options, folder)
+    task, found = hosted.tasks(named, "train")[0], {}
+    faults = [(place, kind) for place in places for kind in (*plugins.RAISED, "hang")]
+    faults += [("set-up", "broken reset")] * ("open" in places)
+    own = CONVERTED if name in ("verifiers", "verifiers-v1", "inspect") else ()
+    faults += [("reward", kind) for kind in plugins.REWARDS if kind not in own]
+    timeout = SLOW.get(name, TIMEOUT)
+    os.environ["INJECTED_HANG"] = str(timeout + 2)
+    if name in SLOW:  # they play in processes of a pool, whose end is a fault of its own
+        faults = [(place, kind) for place, kind in faults if kind != "exit"]
+    tables = {"verifier": {"path": named.part("verifier"), "range": [-1.0, 1.0]}}
+    async with stage(named, timeout=timeout, **tables) as on:
+        first = [("", "")] * (2 if name == "inspect" else 1)  # it loads for long
+        for fault in [*first, *faults]:
+            said = iter([*replies, *[replies[-1]] * 50])
+
+            async def reply(role: str, messages: list[Any], tools: Any, said: Any = said) -> Any:
+                return {"role": "assistant", "content": next(said)}
+
+            os.environ["INJECTED_FAULT"] = ":".join(fault)
+            done = await on.play(task, reply)
+            found[" ".join(fault)] = {"outcome": done.outcome, "problem": done.problem[:400]}
+            print(fault, found[" ".join(fault)], file=sys.stderr, flush=True)
+    return found
+
+
+def main() -> None:
+    print(json.dumps(asyncio.run(ends(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()
