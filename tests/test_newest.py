@@ -129,3 +129,16 @@ def test_torch_is_read_from_this_environment(tmp_path: Path) -> None:
 def test_every_test_named_exists_and_its_packages_are_pinned(path: str) -> None:
     assert (Path(newest.__file__).parent / path).exists()
     assert not {*newest.TESTS[path]} - pins("constraints.txt").keys()
+
+
+@pytest.mark.slow
+def test_without_a_registry_it_ends_soon_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(newest, "ENVIRONMENT", tmp_path / "environment")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit, match="Could not install the newest packages: see pip's"):
+        newest.install(time.monotonic() + 100)
