@@ -76,7 +76,8 @@ TEST_TOOLS = {"pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "plu
 UNKNOWN = "(none of them)"  # the row of failures that no package's code or version explains
 FRAME = re.compile(r"site-packages/([A-Za-z0-9_]+)")
 BORROWED = re.compile("torch$|triton$|nvidia-")
-PATIENCE = ("--retries", "1", "--timeout", "15")  # without a registry it ends in 20 to 100 s
+# Only what is imported needs bytecode; without a registry this ends in 20 to 100 s.
+PIP = "-m pip install -q --disable-pip-version-check --no-compile --retries 1 --timeout 15"
 ALL = "tests"  # in place of a test: that they could not run, or not all of them
 OVERTIME = 124  # in place of an exit code, as of `timeout`
 GRACE = 20.0  # seconds between an interruption and the end
@@ -198,7 +199,7 @@ def borrow(folder: Path) -> list[str]:
     return found
 
 
-def install(deadline: float) -> Packages:
+def install(deadline: float) -> None:
     """Make the environment anew and install into it. Exits if that fails."""
     say(f"Installing the newest packages into {ENVIRONMENT.name} ...")
     python = ENVIRONMENT / "bin/python"
@@ -207,23 +208,16 @@ def install(deadline: float) -> Packages:
     constraints = borrow(ENVIRONMENT / "torch/site-packages")
     (site / "torch.pth").write_text(f"{ENVIRONMENT / 'torch/site-packages'}\n")
     (ENVIRONMENT / "constraints.txt").write_text("\n".join(constraints) + "\n")
-    pip: list[str | Path] = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        *PATIENCE,
-    ]
-    for what in (
-        ["--upgrade", "pip"],
-        ["-c", ENVIRONMENT / "constraints.txt", "-e", f".[{EXTRAS}]"],
-    ):
-        code, output = run([*pip, *what], deadline)
+    what = ("-c", ENVIRONMENT / "constraints.txt", "-e", f".[{EXTRAS}]")
+    for arguments in (("--upgrade", "pip"), what):
+        code, output = run([python, *PIP.split(), *arguments], deadline)
         if code:
             why = "not in time" if code == OVERTIME else "see pip's message above"
             sys.exit(f"{output[-2000:]}\nCould not install the newest packages: {why}")
+
+
+def installed(deadline: float) -> Packages:
+    python = ENVIRONMENT / "bin/python"
     versions, modules = json.loads(run([python, "-c", READ_INSTALLED], deadline)[1])
     return Packages(
         pins("constraints.txt"),
@@ -287,7 +281,8 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30, help="when to stop and report")
     deadline = time.monotonic() + 60 * parser.parse_args().minutes
-    packages = install(deadline)
+    install(deadline)
+    packages = installed(deadline)
     failures = train_demo(deadline)
     say("Running the tests that talk to other packages, with warnings as errors ...")
     if first := run_tests(deadline - (deadline - time.monotonic()) / 4):
