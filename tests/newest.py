@@ -234,7 +234,8 @@ def train_demo(deadline: float) -> list[Failure]:
             [agentrl, "train", DEMO, *DEMO_SETTINGS, f"output={folder}/run"], deadline
         )
     lines = [line for line in output.splitlines() if line.strip()] or ["no output"]
-    return [Failure(DEMO, f"exit code {code}: {lines[-1]}", output)] if code else []
+    why = "not finished in time" if code == OVERTIME else f"exit code {code}"
+    return [Failure(DEMO, f"{why}: {lines[-1]}", output)] if code else []
 
 
 def run_tests(deadline: float, *options: str) -> list[Failure]:
