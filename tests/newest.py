@@ -127,13 +127,14 @@ def table(packages: Packages, failures: Sequence[Failure]) -> list[tuple[str, st
     for failure in failures:
         for name in suspects(failure, packages):
             found.setdefault(name, []).append(failure)
+    clean = "not all tried" if any(each.test == ALL for each in failures) else "nothing"
     rows = []
     for name in sorted(packages.newer | found.keys(), key=lambda name: (name not in found, name)):
         broken = sum(each.broken for each in found.get(name, []))
         warned = len(found.get(name, [])) - broken
         counts = [f"{broken} broken"] * bool(broken) + [f"{warned} with warnings"] * bool(warned)
         versions = packages.pinned.get(name, "-"), packages.newest.get(name, "-")
-        rows.append((name, *versions, ", ".join(counts) or "nothing"))
+        rows.append((name, *versions, ", ".join(counts) or clean))
     return rows
 
 
@@ -221,7 +222,7 @@ def installed(deadline: float) -> Packages:
     versions, modules = json.loads(run([python, "-c", READ_INSTALLED], deadline)[1])
     return Packages(
         pins("constraints.txt"),
-        {canonicalize_name(name): version for name, version in versions.items()},
+        {canonicalize_name(name): version.partition("+")[0] for name, version in versions.items()},
         {module: canonicalize_name(names[0]) for module, names in modules.items()},
     )
 

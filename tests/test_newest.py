@@ -58,6 +58,8 @@ def test_the_table_has_what_is_newer_or_failed() -> None:
         ("openai", "3.54.0", "3.57.0", "1 broken, 1 with warnings"),
         ("langchain-core", "1.7.2", "1.8.3", "nothing"),
     ]
+    unfinished = newest.table(PACKAGES, [Failure(newest.ALL, "not finished in time", "")])
+    assert {row[3] for row in unfinished[1:]} == {"not all tried"}
     assert newest.report(PACKAGES, failures[1:2]).splitlines() == [
         "package         pin     newest  what failed",
         "openai          3.54.0  3.57.0  1 with warnings",
