@@ -16,7 +16,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo look smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-vllm templates test-harnesses test-frameworks test-environments check clean
+.PHONY: demo look smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-vllm templates test-harnesses test-frameworks test-environments newest check clean
 .PHONY: clients docs reference gallery constraints licenses release
 .DEFAULT_GOAL := help
 
@@ -98,6 +98,11 @@ test-environments: $(STAMP) ## Install the packages of environments, each apart,
 	@$(MAKE) --no-print-directory -j 2 $(ENVIRONMENTS:%=.environments/%/.installed)
 	$(BIN)/python -m pytest -rs -n 2 tests/environments
 
+# MINUTES: when it stops and reports what it has.
+newest: MINUTES ?= 30
+newest: $(STAMP) ## Try the newest versions of what constraints.txt pins, in a separate environment
+	$(BIN)/python -m tests.newest --minutes $(MINUTES)
+
 check: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -122,6 +127,7 @@ constraints: $(STAMP) $(DOCS)/.installed $(VENV)/.release ## Write what is insta
 	@awk -F== '$(MERGE)' $(VENV)/frozen constraints.txt | LC_ALL=C sort -f -t= -k1,1 > $(VENV)/merged
 	@{ echo '# What `make` installs, so that two machines have the same; `make constraints` renews it.'; \
 		cat $(VENV)/merged; } > constraints.txt
+	@$(BIN)/python -m tests.agentrl.doctor.test_tried
 
 licenses: $(STAMP) ## List the licences of what agentrl needs, and of what its tests need
 	@$(BIN)/python -c 'from importlib.metadata import distributions; \
@@ -237,4 +243,4 @@ templates: $(NEWEST)/.installed ## Write docs/reference/templates.md: what templ
 	@touch $@
 
 clean: ## Remove the virtual environments, all runs, the site and the built packages
-	rm -rf $(VENV) $(SMOLLM) $(ENGINES) $(NEWEST) $(TEMPLATES) $(DOCS) .harnesses .frameworks .clients .environments runs gallery site dist
+	rm -rf $(VENV) $(SMOLLM) $(ENGINES) $(NEWEST) $(TEMPLATES) $(DOCS) .venv-newest .harnesses .frameworks .clients .environments runs gallery site dist

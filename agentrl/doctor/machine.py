@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import re
 import shutil
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -31,6 +32,7 @@ from agentrl.store import open_store
 from agentrl.store.urls import split_secret
 
 DRIVER = Path("/proc/driver/nvidia")
+TRIED = Path(__file__).with_name("tried.json")  # `make constraints` writes it
 SHOWN = {"torch", "transformers", "peft", "bitsandbytes"}  # and those of learners and engines
 GPU_PATHS = (
     "weight sync by ipc and nccl, vLLM's sleep, learner.offload, updates with policy.quantize, "
@@ -50,6 +52,32 @@ def packages(config: RunConfig) -> tuple[Status, str]:
     asked = {name for kind in kinds if issubclass(kind, KindSection) for name in kind.packages}
     found = {f"{one.name} {one.version}" for one in distributions() if one.name in SHOWN | asked}
     return "ok", ", ".join((f"Python {platform.python_version()}", *sorted(found)))
+
+
+def versions(config: RunConfig) -> tuple[Status, str] | None:
+    """Installed libraries that are newer than the newest version agentrl's tests have run with."""
+    newer = {}
+    for name, tried in msgspec.json.decode(TRIED.read_bytes(), type=dict[str, str]).items():
+        with suppress(PackageNotFoundError):
+            if _release(installed := version(name)) > _release(tried):
+                newer[name] = installed, tried
+    if not newer:
+        return None
+    found = ", ".join(f"{name} {new} (tested: {old})" for name, (new, old) in newer.items())
+    pins = " ".join(f"{name}=={old}" for name, (_, old) in newer.items())
+    return "warn", (
+        f"newer than the newest version tested with agentrl: {found}; "
+        f"if something fails, run `pip install {pins}`"
+    )
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The release numbers of a version, without the zeros at their end: (2, 13) of 2.13.0+cpu."""
+    release = re.match(r"v?(\d+!)?(\d+(\.\d+)*)", text)
+    numbers = [int(each) for each in release[2].split(".")] if release else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
 
 
 def gpu(config: RunConfig) -> tuple[Status, str]:
@@ -165,7 +193,7 @@ def proxies(config: RunConfig) -> tuple[Status, str] | None:
 
 
 AT_START = (keys, ports, clock, disk, proxies)
-CHECKS = (packages, gpu, store, *AT_START)
+CHECKS = (packages, versions, gpu, store, *AT_START)
 
 
 def check_at_start(config: RunConfig) -> Iterator[str]:
