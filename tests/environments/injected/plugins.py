@@ -128,7 +128,7 @@ class TextArena(textarena.TextArena):
         return game
 
     def closed(self, ended: Any) -> Any:
-        found, info = ended
+        found, _ = ended
         if fault() == ("reward", "no reward"):
             return None, {}
         return {player: paid(value) for player, value in found.items()}, {}
