@@ -8,8 +8,8 @@
 - verifiers, sync and async, and one beside them
 - judges' answers
 - agents in the executors async, threads, pool and command, in workspaces, and in containers of
-  podman (if it is installed): what they raise, their hanging, their late results, the end of their process
-  or container, and verifiers of their results
+  podman (if it is installed): what they raise, their hanging, their late results, the end of their
+  process or container, and verifiers of their results
 
 `--only NAME ...` plays some of these: names of plug-ins, `own` for a user's environments and
 verifiers, `judges`, `executors`, `workspaces`, `containers`. `absent` lists what cannot be played
@@ -54,7 +54,7 @@ OWN = ("own", "judges", "executors", "workspaces", "containers")
 RUN = "injected"
 FAULTS = ("exception", "time-out", "hang", "lost sandbox", "exit", "no reward", "nan", "text",
           "digits", "out of range", "list", "nothing")  # fmt: skip
-TIMEOUT = 3.0  # seconds of a rollout
+TIMEOUT = 5.0  # seconds of a rollout
 # A user's file: `fault(place)` does what the variable says there.
 FILE = """
 import asyncio, math, os, sys, time
@@ -193,7 +193,7 @@ VERIFIED = tuple(kind for kind in FAULTS if kind != "hang")
 async def runs(name: str, tables: dict[str, Any], tasks: dict[str, Any], folder: Path) -> Ends:
     """What became of an agent's rollouts, by what went wrong in each."""
     (folder / "agent.py").write_text(AGENT.replace("SECONDS", f"{SECONDS:g}"))
-    data: dict[str, Any] = {"name": RUN, "root": str(folder), "output": str(folder / "out")}
+    data: dict[str, Any] = {"name": RUN, "root": str(folder), "output": str(folder / name)}
     data |= {"upstreams": {"script": {"text": ""}}, "roles": {"*": "script"}}
     data |= {"verifier": {"path": "agent.py:verify", "range": [-1.0, 1.0]}} | tables
     data["runner"] = {"concurrency": 1, "drain": 0.1} | tables.get("runner", {})
