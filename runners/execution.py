@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,6 +99,7 @@ class AttemptRunner:
     verifier: Verifier
     agent: AgentConfig = field(default_factory=AgentConfig)  # limits, retries, rewards of failures
     workspaces: WorkspaceSource | None = None
+    environment: str = ""  # that plays, in place of an agent
 
     def __post_init__(self) -> None:
         if self.verifier.wants_workspace and self.workspaces is None:
@@ -174,6 +176,7 @@ class AttemptRunner:
     async def run_agent(self, active: ActiveAttempt) -> ExecutionResult:
         """Run the agent and return its result or failure; later model calls are refused."""
         active.most_calls, active.most_tokens = self.agent.max_calls, self.agent.max_tokens
+        active.environment = self.environment
         try:
             ran = await self._within_limits(active)
             result, failure = stored_result(ran.result, ran.failure)
@@ -282,18 +285,21 @@ class AttemptRunner:
         self, attempt: Attempt, result: Any, trace: Trace | None, workspace: AttemptWorkspace | None
     ) -> list[Reward]:
         """Run the verifier in a separate trace, whose model clients reach the frozen endpoints."""
-        rollout = attempt.rollout
+        rollout, until = attempt.rollout, time.monotonic() + attempt.rollout.timeout
+        late = VerifierError(f"the verifier ran longer than {rollout.timeout:g} s")
         try:
             with self.gateway.scoring(attempt) as own, tracing.install().attempt(own):
                 async with asyncio.timeout(rollout.timeout) as limit:
-                    return await self.verifier(
+                    rewards = await self.verifier(
                         task=rollout.task, result=result, trace=trace, workspace=workspace
                     )
         except TimeoutError:
             if not limit.expired():
                 raise
-            message = f"the verifier ran longer than {rollout.timeout:g} s"
-            raise VerifierError(message) from None
+            raise late from None
+        if time.monotonic() > until:  # it blocked the event loop, which could not stop it
+            raise late
+        return rewards
 
     def _failed(self, active: ActiveAttempt, ran: ExecutionResult, failure: Failure) -> Outcome:
         """Build a failed outcome, with `agent.error_reward` as its reward if the agent raised after

@@ -52,6 +52,8 @@ class RunnerHooks:
     """Base class of what a part does in a runner; does nothing."""
 
     role_rules: Sequence[RoleRule] = ()
+    environment: str = ""
+    """The name of what plays the rollouts in place of an agent; its faults are not the policy's."""
 
     def executor(self, gateway: str) -> Executor | None:
         """Return what runs the run file's agent, instead of the executor that it names. `gateway`:

@@ -148,7 +148,8 @@ async def attempt_runner(
         await executor.start()
         if workspaces is not None:
             await workspaces.start()
-        yield AttemptRunner(store, gateway, executor, scores, config.agent, workspaces)
+        plays = "" if agent else next(filter(None, (part.environment for part in hooks)), "")
+        yield AttemptRunner(store, gateway, executor, scores, config.agent, workspaces, plays)
 
 
 async def _stop_at_end(store: Store, run: str, steps: int, stop: asyncio.Event) -> None:

@@ -26,6 +26,7 @@ class EnvironmentHooks(RunnerHooks):
 
     def __init__(self, config: RunConfig, root: Path, named: Named) -> None:
         self._config, self._root, self._named = config, root, named
+        self.environment = named.name
 
     def executor(self, gateway: str) -> Executor:
         from agentrl.runners.processes.pool import PoolExecutor
@@ -64,5 +65,5 @@ def join(config: RunConfig, root: Path) -> RunnerHooks | None:
     if hosted.is_hosted(named):
         return EnvironmentHooks(config, root, named)
     hooks = RunnerHooks()
-    hooks.role_rules = made(named).role_rules
+    hooks.role_rules, hooks.environment = made(named).role_rules, named.name
     return hooks

@@ -51,9 +51,24 @@ def input_of(active: ActiveAttempt) -> Json:
 
 
 def out_of_time(active: ActiveAttempt) -> Failure:
+    """The failure of an attempt that is not over at its deadline. What an environment does while it
+    waits for no model is not the policy's: no limit of agents applies to it."""
+    seconds = f"{active.attempt.rollout.timeout:g} s"
+    if active.environment and not active.was_waiting:
+        message = f"{active.environment}: the rollout ran longer than {seconds}, and its time ended"
+        message += f" in the environment's own code, after {active.stored} model calls"
+        return Failure(kind=ErrorKind.VERIFIER, message=message)
     waiting = f", waiting for {len(active.tasks)} model calls" if active.tasks else ""
-    message = f"the agent ran longer than {active.attempt.rollout.timeout:g} s{waiting}"
+    message = f"the agent ran longer than {seconds}{waiting}"
     return Failure(kind=ErrorKind.TIMEOUT, message=message)
+
+
+def ended_its_process(active: ActiveAttempt, how: str) -> Failure:
+    """The failure of an attempt whose process `how`."""
+    if active.environment:
+        message = f"{active.environment}: its process {how}"
+        return Failure(kind=ErrorKind.VERIFIER, message=message)
+    return Failure(kind=ErrorKind.AGENT, message=f"the agent's process {how}")
 
 
 def too_large(where: str) -> str:

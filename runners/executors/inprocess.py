@@ -175,12 +175,14 @@ class InProcessExecutor:
         return await in_trace(active.id, self._until_deadline(active))
 
     async def _until_deadline(self, active: ActiveAttempt) -> tuple[Any, Failure | None]:
-        """Run the agent until its deadline; one that ignores cancellation runs on unobserved."""
+        """Run the agent until its deadline; one that ignores cancellation runs on unobserved. A
+        result that comes later is none, as of an agent that blocks the event loop."""
         agent = self._in_thread if self.threaded else self.agent
         task = asyncio.create_task(run_guarded(agent, input_of(active)))
         try:
             await asyncio.wait({task}, timeout=active.left)
-            return task.result() if task.done() else (None, out_of_time(active))
+            in_time = task.done() and active.left > 0
+            return task.result() if in_time else (None, out_of_time(active))
         finally:
             task.cancel()
 

@@ -47,6 +47,7 @@ Work = Callable[["CallOrigin", web.Request], Awaitable[web.StreamResponse]]
 PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
 REMEMBERED_ATTEMPTS = 10_000  # ended attempts whose ids and keys are kept
 SILENT_SHARE = 0.5  # fraction of an attempt's time; a longer silence of the server fails the call
+TIMER_PRECISION = 0.01  # seconds by which the timer of a call may be early
 DEADLINE_MARGIN = 0.1  # seconds by which an executor may end the attempt early
 
 
@@ -89,6 +90,8 @@ class ActiveAttempt:
     abandoned: dict[int, float] = field(default_factory=dict)
     questions: Counter[bytes] = field(default_factory=Counter)  # digest of one -> calls so far
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
+    waits: int = 0  # calls in flight that began before the deadline
+    waited_until: float = 0.0  # time.monotonic() of the latest end of such a call
     memory: ConversationMemory = field(default_factory=ConversationMemory)
     roles: Collection[str] = ()  # roles named by the run file, a seat or a prompt
     # What features do to its calls, in this order; see `agentrl.runners.gateway.features`.
@@ -100,6 +103,7 @@ class ActiveAttempt:
     # and role, oldest first. Each is the answer to one later equal call.
     unread: dict[tuple[int, str], deque[Sequence[Transition]]] = field(default_factory=dict)
     place: AgentPlace | None = None
+    environment: str = ""  # that plays it, in place of an agent
     tokens: int = 0  # sampled so far
     most_calls: int = 0  # 0: no limit
     bare: int = 0  # calls in a row that add nothing to the policy's last answer
@@ -120,6 +124,11 @@ class ActiveAttempt:
     def left(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
+
+    @property
+    def was_waiting(self) -> bool:
+        """Whether the attempt waited for a model at its deadline, which ends calls, too."""
+        return self.waits > 0 or self.waited_until > self.deadline - TIMER_PRECISION
 
     def goes_on_unrecorded(self) -> bool:
         """Whether calls are answered although the store failed; none is recorded from then on."""
@@ -340,11 +349,15 @@ class AttemptRegistry:
         caller = self.caller(request.headers, request.match_info)
         task = asyncio.current_task()
         assert task is not None
-        caller.active.tasks.add(task)
+        active, in_time = caller.active, caller.active.left > 0
+        active.tasks.add(task)
+        active.waits += in_time
         try:
             return await work(caller, request)
         finally:
-            caller.active.tasks.discard(task)
+            active.tasks.discard(task)
+            if in_time:
+                active.waits, active.waited_until = active.waits - 1, time.monotonic()
 
     def _owner(
         self, headers: Mapping[str, str], path: Mapping[str, str], trace: str

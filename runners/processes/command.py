@@ -114,6 +114,8 @@ class CommandExecutor(SandboxExecutor):
             try:
                 async with asyncio.timeout(active.left):
                     status = await process.wait()
+                    if active.left <= 0:  # the event loop was blocked
+                        raise TimeoutError
             except (TimeoutError, asyncio.CancelledError):
                 late = out_of_time(active)
                 process.kill()

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from agentrl.config import AgentConfig
 from agentrl.errors import AgentError
-from agentrl.runners.executors import ExecutionResult, input_of, out_of_time
+from agentrl.runners.executors import ExecutionResult, ended_its_process, input_of, out_of_time
 from agentrl.runners.executors.environment import explained, withheld
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.processes import child, contract
@@ -50,6 +50,7 @@ class WarmProcess:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.requests: dict[str, asyncio.Future[ExecutionResult]] = {}
+        self.running: dict[str, ActiveAttempt] = {}  # those of the requests
         self.served, self.resident = 0, 0
         self.changed = False  # by a rollout, for those after it
         self.retired = False
@@ -63,8 +64,12 @@ class WarmProcess:
 
     def submit(self, active: ActiveAttempt) -> asyncio.Future[ExecutionResult]:
         future = self.requests[active.id] = asyncio.get_running_loop().create_future()
+        self.running[active.id] = active
         self.channel.writer.write(child.pack(child.RunRequest(active.id, input_of(active))))
         return future
+
+    def forget(self, active: ActiveAttempt) -> None:
+        del self.requests[active.id], self.running[active.id]
 
     async def read_responses(self) -> None:
         """Resolve the future of each response, until the process ends."""
@@ -87,12 +92,12 @@ class WarmProcess:
         """End the process and fail its pending attempts."""
         status = await self.channel.end()  # it may be alive, after an invalid message
         how = contract.describe_exit(status)
-        failure = Failure(kind=ErrorKind.AGENT, message=f"the agent's process {how}")
-        if (together := len(self.requests)) != 1:
-            message = f"the process {how} while it ran {together} rollouts"
-            failure = Failure(kind=ErrorKind.LOST_RUNNER, message=message)
-        for future in self.requests.values():
+        together = len(self.requests)
+        message = f"the process {how} while it ran {together} rollouts"
+        lost = Failure(kind=ErrorKind.LOST_RUNNER, message=message)
+        for id, future in self.requests.items():
             if not future.done():
+                failure = lost if together > 1 else ended_its_process(self.running[id], how)
                 future.set_result(ExecutionResult(failure=failure))
 
 
@@ -158,7 +163,7 @@ class PoolExecutor:
         future = process.submit(active)
         try:
             await asyncio.wait({future}, timeout=active.left)
-            if future.done():
+            if future.done() and active.left > 0:
                 ran = future.result()
                 silent = not (active.calls or ran.needs_no_call or self._calls_optional)
                 if silent and process.served > 1:  # an earlier rollout may be the cause
@@ -166,7 +171,7 @@ class PoolExecutor:
                 return self._explained(ran)
             return ExecutionResult(failure=out_of_time(active))
         finally:
-            del process.requests[active.id]
+            process.forget(active)
             await self._put_back(process, suspect=not future.done())
 
     def _explained(self, ran: ExecutionResult) -> ExecutionResult:

@@ -7,8 +7,13 @@
 - an environment of turns, one that plays itself and one that verifies, written by a user
 - verifiers, sync and async, and one beside them
 - judges' answers
+- agents in the executors async, threads, pool and command, in workspaces, and in containers of
+  podman (if it is installed): what they raise, their hanging, their late results, the end of their
+  process or container, and verifiers of their results
 
-Executors, containers and workspaces have the same faults in their own tests.
+`--only NAME ...` plays some of these: names of plug-ins, `own` for a user's environments and
+verifiers, `judges`, `executors`, `workspaces`, `containers`. `absent` lists what cannot be played
+here. `--merge FILE ...` adds up what others have printed by `--json`.
 
 Each rollout must have failed, with a cause that names the fault, or, of a judge, the reward must be
 missing. `became_a_reward` counts those with a number, `unnamed` failures without a cause."""
@@ -24,23 +29,32 @@ import sys
 import tempfile
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from agentrl.algorithms.judges import questions
 from agentrl.algorithms.judges.table import PointwiseJudge, PrincipleJudge
+from agentrl.base.user_code import UserCodeLoop
+from agentrl.config import resolve
 from agentrl.environments import hosted
 from agentrl.environments.reference import Named
 from agentrl.environments.scripted import stage
+from agentrl.runners.main import attempt_runner
+from agentrl.runners.worker import Worker
+from agentrl.store import open_store
+from agentrl.types import NewRollout
 from tests.environments.injected.__main__ import PLAYED
+from tests.runners.containers import real
 
 ROOT = Path(__file__).parents[2]
 Ends = dict[str, dict[str, Any]]
+OWN = ("own", "judges", "executors", "workspaces", "containers")
+RUN = "injected"
 FAULTS = ("exception", "time-out", "hang", "lost sandbox", "exit", "no reward", "nan", "text",
           "digits", "out of range", "list", "nothing")  # fmt: skip
-TIMEOUT = 3.0  # seconds of a rollout
+TIMEOUT = 5.0  # seconds of a rollout
 # A user's file: `fault(place)` does what the variable says there.
 FILE = """
 import asyncio, math, os, sys, time
@@ -90,7 +104,6 @@ class Judging(Environment):
 
 def verify(task, result): return fault("verifier")
 async def verify_async(result):
-    if os.environ.get("INJECTED_FAULT", "") == "verifier async:hang": await asyncio.sleep(6)
     return fault("verifier async")
 def beside(result): return fault("beside")
 """
@@ -110,8 +123,6 @@ def cases() -> Iterator[tuple[str, str, tuple[str, ...], dict[str, Any]]]:
 # What is no fault in a place: values where none is read, and "None", the sum of the rewards.
 MEANT = {(place, kind) for place in ("open", "close", "before") for kind in FAULTS[5:]}
 MEANT.add(("beside", "out of range"))  # only the outcome has a range
-# The end of a process by a verifier is in the tests of the executors, in processes of their own.
-MEANT |= {(place, "exit") for place in ("verifier", "verifier async", "beside")}
 
 
 async def own(folder: Path) -> Ends:
@@ -136,6 +147,165 @@ async def own(folder: Path) -> Ends:
 
 async def _said(role: str, messages: list[Any], tools: list[Any]) -> Any:
     return {"role": "assistant", "content": "x"}
+
+
+# A user's agent, verifier and command: the task says what goes wrong in them.
+AGENT = """
+import asyncio, json, math, os, shutil, signal, sys, time
+
+VALUES = {"no reward": None, "nan": math.nan, "text": "good", "digits": "1.0", "out of range": 7.0,
+          "list": [1.0], "nothing": {}}
+
+def fail(kind):
+    if kind == "exception": raise RuntimeError("broken")
+    if kind == "time-out": raise TimeoutError("no answer")
+    if kind == "lost sandbox": raise ConnectionResetError("sandbox sb-1 is gone")
+    if kind == "exit": sys.exit(3)
+    if kind == "hang": time.sleep(60)
+    if kind == "late": time.sleep(SECONDS + 1)
+    if kind == "killed": os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "closed": os._exit(4)
+    if kind == "large": return "x" * (17 * 2**20)
+    if kind == "no files": shutil.rmtree(os.getcwd())
+    return "done"
+
+def plain(task): return fail(task["fault"])
+async def agent(task):
+    if task["fault"] == "hang": await asyncio.sleep(60)
+    return fail(task["fault"])
+def verify(task, result):
+    kind = task["verify"]
+    if kind == "hang": time.sleep(SECONDS + 3)
+    else: fail(kind)
+    return VALUES.get(kind, float(result == "done"))
+async def verify_late(task, result): return verify(task, result)
+def verify_files(task, result, workspace):
+    return verify(task, (workspace.path / "a.txt").read_text())
+
+if __name__ == "__main__": print(json.dumps(plain(json.load(sys.stdin))))
+"""
+SECONDS = 5.0  # of a rollout, in which a process has to start
+ENDED = ("exception", "time-out", "lost sandbox", "exit", "hang", "late", "large")
+PROCESS = ("killed", "closed")  # not in the runner's own process
+VERIFIED = tuple(kind for kind in FAULTS if kind != "hang")
+
+
+async def runs(name: str, tables: dict[str, Any], tasks: dict[str, Any], folder: Path) -> Ends:
+    """What became of an agent's rollouts, by what went wrong in each."""
+    (folder / "agent.py").write_text(AGENT.replace("SECONDS", f"{SECONDS:g}"))
+    data: dict[str, Any] = {"name": RUN, "root": str(folder), "output": str(folder / name)}
+    data |= {"upstreams": {"script": {"text": ""}}, "roles": {"*": "script"}}
+    data |= {"verifier": {"path": "agent.py:verify", "range": [-1.0, 1.0]}} | tables
+    data["runner"] = {"concurrency": 1, "drain": 0.1} | tables.get("runner", {})
+    data["agent"] = {"calls_optional": True, "timeout": SECONDS} | tables["agent"]
+    config, found = resolve(data, source="injected"), Ends()
+    async with open_store(config.store) as store:
+        await store.open_run(RUN, {})
+        started = attempt_runner(store, RUN, config, folder, RUN, None, config.verifier.path)
+        async with started as execution:
+            stop = asyncio.Event()
+            worker = Worker(RUN, execution, config.runner, name=RUN)
+            working = asyncio.create_task(worker.run(stop))
+            for number, (key, task) in enumerate(tasks.items()):
+                group, known = f"{RUN}/{number}", {"fault": "", "verify": ""}
+                row = {"files": {"a.txt": "done"}, "verify": task.get("verify", "")} | task
+                row["input"] = known | {"fault": task.get("fault", "")}
+                row = {name: value for name, value in row.items() if value is not None}
+                one = NewRollout(id=f"{group}/0", task=row, run=RUN, group=group, index=0,
+                                 timeout=SECONDS, max_attempts=1)  # fmt: skip
+                await store.enqueue([one])
+                await store.settled(group)
+                rollout = next(r for r in await store.rollouts(RUN) if r.group == group)
+                outcome = next((r.value for r in rollout.rewards if r.name == "outcome"), None)
+                problem = rollout.failure.message if rollout.failure else ""
+                found[f"{name}/{key}"] = {"outcome": outcome, "problem": problem[:400]}
+                print(name, key, found[f"{name}/{key}"], file=sys.stderr, flush=True)
+            stop.set()
+            await working
+    return found
+
+
+def faults_of(agent: Iterable[str], verifier: Iterable[str] = ()) -> dict[str, Any]:
+    tasks: dict[str, Any] = {"": {}} | {f"agent {kind}": {"fault": kind} for kind in agent}
+    return tasks | {f"verifier {kind}": {"verify": kind} for kind in verifier}
+
+
+async def executors(folder: Path) -> Ends:
+    command = {"command": [sys.executable, "-S", str(folder / "agent.py")]}
+    late = {"verifier": {"path": "agent.py:verify_late", "range": [-1.0, 1.0]}}
+    kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "async": ({"path": "agent.py:agent"}, faults_of(ENDED, [*VERIFIED, "hang", "late"])),
+        "threads": ({"path": "agent.py:plain"}, faults_of(ENDED)),
+        "pool": ({"path": "agent.py:agent"}, faults_of((*ENDED, *PROCESS))),
+        "command": (command, faults_of((*ENDED, *PROCESS))),
+    }
+    found: Ends = {}
+    for kind, (agent, tasks) in kinds.items():
+        runner: dict[str, Any] = {"executor": kind}
+        runner |= {"pool": {"processes": 1}} if kind == "pool" else {}
+        tables = {"agent": agent, "runner": runner} | (late if kind == "async" else {})
+        found |= await runs(f"executors {kind}", tables, tasks, folder)
+    return found
+
+
+async def workspaces(folder: Path) -> Ends:
+    """Files that cannot be made, that the agent deletes, and verifiers of them."""
+    tables = {
+        "agent": {"command": [sys.executable, "-S", str(folder / "agent.py")]},
+        "workspace": {"source": "task.files", "folder": str(folder / "spaces")},
+        "verifier": {"path": "agent.py:verify_files", "range": [-1.0, 1.0]},
+    }
+    tasks = faults_of((*ENDED, *PROCESS, "no files"), [*VERIFIED, "hang"])
+    broken = {"missing": None, "number": 1, "no folder": "no/such", "outside": {"../b": "x"},
+              "no revision": "git:.@nothing", "value": {"a.txt": 1}}  # fmt: skip
+    tasks |= {f"files {key}": {"files": files} for key, files in broken.items()}
+    return await runs("workspaces", tables, tasks, folder)
+
+
+CONTAINED = """
+said=$(cat)
+case "$said" in
+*exception*) echo broken >&2; exit 1;;
+*exit*) exit 3;;
+*hang*) sleep 60;;
+*killed*) kill -9 $$;;
+*ended*) kill -9 -1; kill 1; sleep 60;;
+*missing*) exec /no/such/program;;
+*large*) head -c 18000000 /dev/zero | tr '\\0' x;;
+*lost*) sleep 60;;
+*) echo '"done"';;
+esac
+"""
+IN_CONTAINERS = ("exception", "exit", "hang", "killed", "ended", "missing", "large", "lost")
+
+
+async def containers(folder: Path) -> Ends | None:
+    if real.missing() or real.ENGINE != "podman":
+        return None
+    os.environ |= real.environment()
+    container = {"image": real.busybox_image(), "cli": "podman", "network": "none", "warm": 1}
+    tables = {
+        "agent": {"command": ["sh", "-c", CONTAINED]},
+        "runner": {"executor": "container", "container": container},
+    }
+    losing = asyncio.create_task(lost_containers())
+    try:
+        return await runs("containers", tables, faults_of(IN_CONTAINERS, VERIFIED), folder)
+    finally:
+        losing.cancel()
+
+
+async def lost_containers() -> None:
+    """Kill, from outside, each container in which the agent waits for that."""
+    while True:
+        await asyncio.sleep(0.5)
+        ask = ["podman", "ps", "--quiet", "--no-trunc"]
+        done = await asyncio.to_thread(subprocess.run, ask, capture_output=True, text=True)
+        for name in done.stdout.split():
+            look = ["podman", "exec", name, "sh", "-c", "cat /proc/[0-9]*/environ 2>/dev/null"]
+            seen = await asyncio.to_thread(subprocess.run, look, capture_output=True)
+            if b"lost" in seen.stdout:
+                await asyncio.to_thread(subprocess.run, ["podman", "kill", name])
 
 
 def judged() -> Ends:
@@ -174,12 +344,23 @@ def plugin(name: str) -> Ends | None:
     raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
 
 
+async def here(name: str, folder: Path) -> Ends | None:
+    if name == "judges":
+        return judged()
+    play: Any = {"own": own, "executors": executors, "workspaces": workspaces}
+    return await (play | {"containers": containers})[name](folder)  # type: ignore[no-any-return]
+
+
+def run_here(name: str) -> Ends | None:
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=UserCodeLoop) as on:
+        return on.run(here(name, Path(folder)))
+
+
 def measure(names: list[str]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        ends = asyncio.run(own(Path(folder))) | judged()
+    ends: Ends = {}
     absent = []
     for name in names:
-        if (found := plugin(name)) is None:
+        if (found := run_here(name) if name in OWN else plugin(name)) is None:
             absent.append(name)
         else:
             ends |= found
@@ -195,12 +376,23 @@ def measure(names: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def merged(files: list[str]) -> dict[str, Any]:
+    parts = [json.loads(Path(file).read_text()) for file in files]
+    whole = {key: sum((part[key] for part in parts), type(parts[0][key])())
+             for key in parts[0] if key != "by_place"}  # fmt: skip
+    by_place: Counter[str] = sum((Counter(part["by_place"]) for part in parts), Counter())
+    return whole | {"by_place": dict(by_place)}
+
+
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--json", action="store_true")
-    options.add_argument("--only", nargs="*", default=[*PLAYED], help="plug-ins")
+    options.add_argument("--only", nargs="*", default=[*OWN, *PLAYED], metavar="NAME")
+    options.add_argument("--merge", nargs="*", default=[], metavar="FILE")
     given = options.parse_args()
-    found = measure(given.only)
+    if unknown := {*given.only} - {*OWN, *PLAYED}:
+        options.error(f"there is no {', '.join(unknown)}; there is {', '.join([*OWN, *PLAYED])}")
+    found = merged(given.merge) if given.merge else measure(given.only)
     print(json.dumps(found) if given.json else "\n".join(f"{k}: {v}" for k, v in found.items()))
     sys.exit(bool(found["became_a_reward"] or found["unnamed"]))
 

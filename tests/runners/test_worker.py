@@ -240,6 +240,32 @@ async def test_verifier_raises_or_hangs(bench: Any) -> None:
     assert "longer than 0.05 s" in hung.failure.message
 
 
+async def test_what_blocks_the_event_loop_past_its_time_ran_out_of_time(bench: Any) -> None:
+    def agent(text: str) -> str:
+        return "in time"
+
+    async def late_agent(text: str) -> str:
+        time.sleep(1.3)  # noqa: ASYNC251
+        return "late"
+
+    async def late(result: Any) -> float:
+        time.sleep(1.3)  # noqa: ASYNC251
+        return 1.0
+
+    async def later(result: Any) -> dict[str, float]:
+        await asyncio.sleep(0)
+        return {"outcome": await late(result)}
+
+    for verify in (late, later):
+        (judged,) = await bench.run(agent, TASK, verifier=verify, timeout=1.0)
+        assert (judged.state, judged.failure.kind) == (RolloutState.FAILED, ErrorKind.VERIFIER)
+        assert "the verifier ran longer than 1 s" in judged.failure.message
+        assert judged.rewards == []
+    (played,) = await bench.run(late_agent, TASK, timeout=1.0)
+    assert (played.state, played.failure.kind) == (RolloutState.FAILED, ErrorKind.TIMEOUT)
+    assert (played.result, played.rewards) == (None, [])
+
+
 async def test_model_failure_is_tried_again_and_never_a_reward(bench: Any, ask: Any) -> None:
     bench.model.then(*[fail] * upstream.MAX_TRIES * 2)
     (rollout,) = await bench.run(ask, TASK, error_reward=-1.0, max_attempts=2)

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from agentrl.environments import Environment, Episode
-from agentrl.environments.toolbox import as_python, as_tool, as_tool_calls, fifths
+from agentrl.environments.toolbox import as_python, as_tool, as_tool_calls, fifths, number
 
 CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_"
 MORE = "I have updated some more functions you can choose from. What about now?"  # as BFCL
@@ -47,7 +47,7 @@ class Dialogue(Episode):
         if self.turn < len(self.truth):
             return self.reset(), None, False
         check = import_module(f"{CHECKER}checker").multi_turn_checker
-        return "", float(check(self.made, self.truth, self.entry, "", self.who)["valid"]), True
+        return "", number(check(self.made, self.truth, self.entry, "", self.who)["valid"]), True
 
     def close(self) -> None:
         known = vars(import_module(f"{CHECKER}utils"))

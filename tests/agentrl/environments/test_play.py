@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from agentrl.environments import Endpoint, EpisodeError, play
+from agentrl.environments.reference import Named
+from agentrl.environments.scripted import stage
 from agentrl.types import ErrorKind, Rollout, RolloutState, Scope
-from tests.agentrl.environments.conftest import Play, settings
+from tests.agentrl.environments.conftest import HERE, Play, settings
 from tests.agentrl.environments.worlds import Walk
 from tests.runners.conftest import Bench
 
@@ -179,3 +182,44 @@ async def test_episodes_are_played_outside_of_rollouts_too() -> None:
     assert [row.value for row in rows] == [pytest.approx(0.7)]
     with pytest.raises(EpisodeError, match=r"walk: an episode had not ended after 2 turns"):
         await play(Walk(3), Scripted("", ""), 2, name="walk")
+
+
+ZERO = {"on_truncation": "zero", "error_reward": -1.0, "timeout": 2.0, "calls_optional": True}
+
+
+@pytest.mark.parametrize(
+    ("world", "fault", "says"),
+    [
+        ("Line", "step hangs", "Line: the rollout ran longer than 2 s, and its time ended in the"),
+        ("Driver", "blocks", "Driver: the rollout ran longer than 2 s, and its time ended in the"),
+        ("Alone", "step hangs", "Alone: the rollout ran longer than 2 s, and its time ended in"),
+        ("Alone", "process ends", "Alone: its process ended with exit status 7"),
+    ],
+)
+async def test_an_environment_that_hangs_or_ends_is_not_paid_as_an_agent_would_be(
+    world: str, fault: str, says: str
+) -> None:
+    named = Named.read(f"worlds.py:{world}:1", {"fault": fault}, HERE)
+    task = {"id": "a", "input": {"goal": 2} if world != "Driver" else "x"}
+    roles = {"*": "script"}
+    async with stage(named, timeout=2.0, agent=ZERO, roles=roles) as on:
+
+        async def right(role: str, messages: Any, tools: Any) -> Any:
+            return {"role": "assistant", "content": "right"}
+
+        done = await on.play(task, right)
+    assert (done.outcome, done.rewards) == (None, {})
+    assert says in done.problem.replace("worlds.py:", "").replace(":1:", ":").replace("\n", " ")
+
+
+async def test_what_a_policy_that_takes_too_many_turns_gets_is_set_by_the_run_file() -> None:
+    named = Named.read("worlds.py:Line:1", {"goal": 3}, HERE)
+    async with stage(named, timeout=6.0, agent=ZERO) as on:
+
+        async def slow(role: str, messages: list[Any], tools: Any) -> Any:
+            await asyncio.sleep(2.5)  # below half of the time, which the server would be blamed for
+            return {"role": "assistant", "content": "right"}
+
+        done = await on.play({"id": "a", "input": {"goal": 3}}, slow)
+    assert done.outcome == 0.0
+    assert "the agent ran longer than 6 s, waiting for 1 model calls" in done.problem

@@ -39,6 +39,10 @@ class Walk(Episode):
             sys.exit(3)
         if self.fault == "step skips":
             pytest.skip("no dice")
+        if self.fault == "step hangs":
+            time.sleep(4)
+        if self.fault == "process ends":
+            os._exit(7)
         if self.fault == "step closes":
             raise GeneratorExit
         if self.fault == "step gives two":
@@ -94,7 +98,7 @@ class Alone(Line):
     def open(self, input: Any) -> Any:
         Alone.playing += 1
         assert Alone.playing == 1
-        return Lonely(input["goal"])
+        return Lonely(input["goal"], self.fault)
 
 
 class Lonely(Walk):
@@ -159,6 +163,8 @@ class Driver(Environment):
         reply = await endpoint.chat([{"role": "user", "content": asked["content"]}], max_tokens=9)
         if self.fault == "no reward":
             return None
+        if self.fault == "blocks":
+            time.sleep(4)  # noqa: ASYNC251
         return {"outcome": float(len(reply["content"])), "asked": 1.0}
 
 

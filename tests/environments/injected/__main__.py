@@ -6,9 +6,11 @@ became of each rollout, as one line of JSON.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,17 @@ from agentrl.environments import hosted
 from agentrl.environments.reference import Named
 from agentrl.environments.scripted import stage
 from tests.environments.injected import plugins
+from tests.environments.openenv.served import served
+from tests.environments.textworld.figures import make_games
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 TIMEOUT = 4.0  # seconds of a rollout
-SLOW = {"verifiers-v1": 30.0, "inspect": 30.0}  # which start programs, or load for long
+SLOW = {
+    "verifiers-v1": 30.0,
+    "inspect": 30.0,
+    "tau2": 15.0,
+}  # which start programs, or load for long
 EPISODE = ("open", "set-up", "step", "clean-up")
 CONVERTED = ("digits",)  # which these packages make a number of, before any plug-in sees it
 # Name -> class, what, options, places, and the model's replies, the last again and again.
@@ -43,27 +51,45 @@ PLAYED: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...], list[str]]] =
     "inspect": (
         "Inspect", "faulty_tasks.py@faulty", {}, ("set-up", "scoring", "clean-up"), ["x"]
     ),
+    "textworld": ("TextWorld", "games", {"limit": 4}, EPISODE, ["look"]),
+    "tau2": ("Tau2", "mock", {"max_steps": 6}, ("set-up", "scoring"), ["I am done. ###STOP###"]),
+    "bfcl": ("BFCL", "multi_turn_base", {}, ("open", "scoring"), ["Done."]),
+    "openenv": ("OpenEnv", "", {"limit": 2}, EPISODE, ["ten signs!"]),
     "openai-evals": ("Evals", "crontab.dev.v0", {}, ("step", "scoring"), ["* * * * *"]),
 }  # fmt: skip
 
 
 async def ends(name: str) -> dict[str, dict[str, Any]]:
     """What became of a rollout, by place and fault."""
-    class_, what, options, places, replies = PLAYED[name]
-    folder = ROOT / "tests/environments/verifiers" if name == "verifiers" else HERE
+    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
+        folder, what = HERE, PLAYED[name][1]
+        if name == "verifiers":
+            folder = ROOT / "tests/environments/verifiers"
+        if name == "textworld":
+            make_games(folder := Path(made))
+        if name == "openenv":
+            what, _ = stack.enter_context(served(Path(sys.executable), Path(made)))
+        return await played(name, what, folder)
+
+
+async def played(name: str, what: str, folder: Path) -> dict[str, dict[str, Any]]:
+    class_, _, options, places, replies = PLAYED[name]
     named = Named.read(f"{HERE}/plugins.py:{class_}:{what}", options, folder)
     task, found = hosted.tasks(named, "train")[0], {}
     faults = [(place, kind) for place in places for kind in (*plugins.RAISED, "hang")]
-    faults += [("set-up", "broken reset")] * ("open" in places)
+    faults += [("set-up", "broken reset")] * ("open" in places and "set-up" in places)
     own = CONVERTED if name in ("verifiers", "verifiers-v1", "inspect") else ()
     faults += [("reward", kind) for kind in plugins.REWARDS if kind not in own]
     timeout = SLOW.get(name, TIMEOUT)
     os.environ["INJECTED_HANG"] = str(timeout + 2)
-    if name in SLOW:  # they play in processes of a pool, whose end is a fault of its own
+    if name in (
+        "verifiers-v1",
+        "inspect",
+    ):  # they play in processes of a pool, whose end is a fault of its own
         faults = [(place, kind) for place, kind in faults if kind != "exit"]
     tables = {"verifier": {"path": named.part("verifier"), "range": [-1.0, 1.0]}}
     async with stage(named, timeout=timeout, **tables) as on:
-        first = [("", "")] * (2 if name == "inspect" else 1)  # it loads for long
+        first = [("", "")] * (2 if name in SLOW else 1)
         for fault in [*first, *faults]:
             said = iter([*replies, *[replies[-1]] * 50])
 

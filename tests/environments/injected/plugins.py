@@ -12,12 +12,15 @@ from importlib import import_module
 from typing import Any
 
 from agentrl.environments.plugins import (
+    bfcl,
     evals,
     gymnasium,
     inspect,
     minigrid,
+    openenv,
     pettingzoo,
     reasoning_gym,
+    tau2,
     textarena,
     textworld,
     verifiers,
@@ -100,21 +103,29 @@ def second(row: Any) -> Any:
     return (row[0], paid(row[1]), *row[2:])
 
 
+def with_faults(game: Any) -> Any:
+    game.env = Faulty(game.env, SETUP_STEP, {"step": second})
+    return game
+
+
 class Gymnasium(gymnasium.Gymnasium):
     def open(self, input: Any) -> Any:
         inject("open")
-        game = super().open(input)
-        game.env = Faulty(game.env, SETUP_STEP, {"step": second})
-        return game
+        return with_faults(super().open(input))
 
 
 class MiniGrid(minigrid.MiniGrid):
-    open = Gymnasium.open
+    def open(self, input: Any) -> Any:
+        inject("open")
+        return with_faults(super().open(input))
 
 
 class TextWorld(textworld.TextWorld):
     isolation = "none"
-    open = Gymnasium.open
+
+    def open(self, input: Any) -> Any:
+        inject("open")
+        return with_faults(super().open(input))
 
 
 class TextArena(textarena.TextArena):
@@ -128,7 +139,7 @@ class TextArena(textarena.TextArena):
         return game
 
     def closed(self, ended: Any) -> Any:
-        found, _info = ended
+        found, _ = ended
         if fault() == ("reward", "no reward"):
             return None, {}
         return {player: paid(value) for player, value in found.items()}, {}
@@ -212,6 +223,70 @@ class Evals(evals.Evals):
         finally:
             self.eval, record.record_match, api.record_match = inner, match, known
             del module
+
+
+class Tau2(tau2.Tau2):
+    def run(self, id: str, endpoint: Any) -> Any:
+        package = import_module("tau2.run")
+        known = package.run_task
+
+        def run_task(*given: Any, **named: Any) -> Any:
+            inject("set-up")
+            done = known(*given, **named)
+            inject("scoring")
+            done.reward_info.__dict__["reward"] = paid(done.reward_info.reward)
+            if fault() == ("reward", "no reward"):
+                done.reward_info = None
+            return done
+
+        package.run_task = run_task
+        try:
+            return super().run(id, endpoint)
+        finally:
+            package.run_task = known
+
+
+class BFCL(bfcl.BFCL):
+    isolation = "none"
+
+    def open(self, input: Any) -> Any:
+        inject("open")
+        game = super().open(input)
+        for module, name, place in (
+            ("utils", "execute_multi_turn_func_call", "tool"),
+            ("checker", "multi_turn_checker", "scoring"),
+        ):
+            package = import_module(f"{bfcl.CHECKER}{module}")
+            own = f"known_{name}"
+            vars(package).setdefault(own, getattr(package, name))
+            setattr(package, name, getattr(Faulty(package, {own: place}, {own: checked}), own))
+        return game
+
+
+def checked(found: Any) -> Any:
+    return found | {"valid": paid(found["valid"])} if isinstance(found, dict) else found
+
+
+class OpenEnv(openenv.OpenEnv):
+    def open(self, input: Any) -> Any:
+        package = import_module("openenv")
+        inner = vars(package).setdefault("KnownClient", package.GenericEnvClient)
+        places = SETUP_STEP | {"connect": "open"}
+
+        class Client:
+            def __init__(self, **given: Any) -> None:
+                self.client = inner(**given)
+
+            def sync(self) -> Any:
+                return Faulty(self.client.sync(), places, {"step": result_of})
+
+        package.GenericEnvClient = Client
+        return super().open(input)
+
+
+def result_of(result: Any) -> Any:
+    result.reward = paid(result.reward)
+    return result
 
 
 class VerifiersV1(verifiers_v1.VerifiersV1):

@@ -36,7 +36,7 @@ def served(python: Path, folder: Path, sessions: int = 1) -> Iterator[tuple[str,
 
 
 def _wait(server: subprocess.Popen, url: str, log: Path) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 180
     while True:
         with contextlib.suppress(httpx.HTTPError):
             httpx.get(f"{url}/schema")
