@@ -18,6 +18,7 @@ from markupsafe import Markup
 from msgspec.json import encode
 
 from agentrl.base.parts import installed_plugins
+from agentrl.scores import missing_text
 from agentrl.view.pages import Page
 from agentrl.view.records import LONGEST_TEXT, gist, placed, text_of
 
@@ -94,6 +95,7 @@ def environment() -> Environment:
     loader = FileSystemLoader([HERE / "templates", *own])
     found = Environment(loader=loader, undefined=StrictUndefined, **options)
     found.filters |= {"shown": shown, "ago": ago, "text": text_of, "heat": heat, "score": score}
+    found.filters["missing"] = missing_text
     found.filters |= {"duration": duration, "gist": gist, "placed": placed}
     found.filters |= {"island": island, "quoted": quoted, "clipped": clipped}
     found.globals["cap"] = LONGEST_TEXT

@@ -44,6 +44,7 @@ from agentrl.types import (
     float32,
 )
 from agentrl.view import charts, explanation, records, settings, summaries, training
+from agentrl.view import command as view_command
 from agentrl.view.export import export
 from agentrl.view.home import server
 from agentrl.view.home.home import Home
@@ -629,3 +630,19 @@ def test_a_redacted_export_has_no_match_in_any_byte(tmp_path: Path, pattern: str
     assert len([one for one in index if one.startswith("/rollout/")]) == 2
     assert linked
     assert linked <= index.keys()
+
+
+def test_a_headline_says_what_has_no_score() -> None:
+    """100 % of 44 tasks, of which 40 have no score, is no success."""
+    curves = {"eval/score": [(0, 0.5), (4, 1.0)], "eval/score_missing": [(0, 0.0), (4, 40.0)]}
+    found = summaries.verdict(curves)
+    assert (found.first.missing, found.last.missing) == (0.0, 40.0)
+    shown = environment().from_string(
+        '{% from "macros.html" import change with context %}{{ change(v) }}'
+    )
+    assert "40 rollouts without a score" in shown.render(v=found, export=False)
+    assert "without" not in shown.render(
+        v=summaries.verdict({"eval/score": [(0, 1.0)]}), export=False
+    )
+    words = view_command._score(found, found.last, named=False)
+    assert words == "100.0%, 40 rollouts without a score"
