@@ -7,6 +7,7 @@ from math import isfinite, isnan
 
 ROUNDING, SMALL = 1e-9, 0.0005
 SCORES = ("eval/score", "eval/sampled")
+MISSING = tuple(f"{name}_missing" for name in SCORES)  # metrics: rollouts without a score
 REWARDS = {"reward/mean", "reward/std"}
 
 
@@ -17,6 +18,11 @@ def decisive(names: Iterable[str]) -> list[str]:
         for name in names
         if name in REWARDS or (name.startswith(SCORES) and not name.endswith("_missing"))
     ]
+
+
+def missing_text(missing: float) -> str:
+    """What follows a score that rollouts are not part of, since they have none; else empty."""
+    return f", {missing:.0f} rollout{'s' * (missing != 1)} without a score" if missing else ""
 
 
 def are_shares(rows: Iterable[Mapping[str, float]], outcomes: Iterable[float] = ()) -> bool:

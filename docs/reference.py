@@ -264,7 +264,7 @@ def described(path: str, thing: Any) -> Iterator[str]:
     name = path.rpartition(".")[2]
     yield f"### `{name}`\n"
     is_record = inspect.isclass(thing) and issubclass(thing, msgspec.Struct)
-    yield f"```python\n{path}{'' if is_record else signature(thing)}\n```\n"
+    yield f"```text\n{path}{'' if is_record else signature(thing)}\n```\n"
     yield papers(plain(own_doc(thing))) + "\n"
     if inspect.isclass(thing) and issubclass(thing, Enum):
         yield f"Values: {', '.join(code(each.value) for each in thing)}.\n"

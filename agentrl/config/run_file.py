@@ -18,6 +18,17 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.store.urls import split_secret
 
+DEEPEST = 100  # tables and arrays inside each other, and parts of a dotted key
+LONGEST_SHOWN = 80  # characters of a setting in an error
+TOO_DEEP = f"it has a key or value of more than {DEEPEST} levels; no setting is so deep"
+TOO_LARGE = "it has an integer of more than 64 bits, which TOML does not allow"
+# A dotted key, where one may begin; nothing of it is read twice.
+LONG_KEY = re.compile(
+    r"""(?:^|[\[{,])[ \t]*+(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+)"""
+    rf"{{{DEEPEST}}}",
+    re.MULTILINE,
+)
+
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a run file and apply `key.sub=value` overrides.
@@ -25,10 +36,10 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     Raises ConfigError naming the file, the key and the nearest valid name."""
     text = ""
     try:
-        data = tomllib.loads(text := path.read_text(encoding="utf-8"))
+        data = read_toml(text := path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file; give the path of a TOML file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         said = f"not a readable TOML file: {error}{hint('syntax', text, str(error))}"
         raise ConfigError(f"{path}: {said}") from None
     data.setdefault("root", str(path.parent.resolve()))
@@ -36,6 +47,31 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     if "name" not in data and not any(each.startswith("name=") for each in overrides):
         data |= {"name": path.parent.resolve().name, "file": str(path.resolve())}
     return resolve(data, source=str(path), overrides=overrides)
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """Read TOML, in time linear in the text: `tomllib` takes the square of a long dotted key, and
+    fails on deep values by the recursion limit. Raises ValueError with a sentence."""
+    if LONG_KEY.search(text):
+        raise ValueError(TOO_DEEP)
+    try:
+        data = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        raise ValueError(TOO_LARGE) from None
+    level: list[Any] = [data]
+    for _ in range(DEEPEST + 1):
+        if any(isinstance(one, int) and one.bit_length() > 63 for one in level):
+            raise ValueError(TOO_LARGE)
+        tables = [one.values() for one in level if isinstance(one, dict)]
+        arrays = [one for one in level if isinstance(one, list)]
+        level = [inner for one in (*tables, *arrays) for inner in one]
+        if not level:
+            return data
+    raise ValueError(TOO_DEEP)
 
 
 def resolve(data: Mapping[str, Any], *, source: str, overrides: Iterable[str] = ()) -> RunConfig:
@@ -154,10 +190,14 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"override {override!r}: write it as key.sub=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = read_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string, so the command line needs no quotes
+    except ValueError as error:
+        raise ConfigError(f"override {override[:LONGEST_SHOWN]!r}: {error}") from None
     *parents, last = key.split(".")
+    if len(parents) > DEEPEST:
+        raise ConfigError(f"override {override[:LONGEST_SHOWN]!r}: {TOO_DEEP}")
     table = data
     for parent in parents:
         table = table.setdefault(parent, {})

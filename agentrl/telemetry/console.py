@@ -24,7 +24,7 @@ from agentrl.base.failures import how_many
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
-from agentrl.scores import are_shares, score_text
+from agentrl.scores import are_shares, missing_text, score_text
 from agentrl.store.base import Store
 from agentrl.telemetry import report
 from agentrl.telemetry.report import (
@@ -247,6 +247,7 @@ class Progress:
         """Of how many tasks a held-out score is, and its interval if they are few."""
         count = row.metrics.get("eval/tasks")
         tasks = f" of {count:.0f} task{'s' * (count != 1)}" if count else ""
+        tasks += missing_text(row.metrics.get("eval/score_missing", 0.0))
         ends = ("eval/score_low", "eval/score_high")
         bounds = [row.metrics.get(end, math.nan) for end in ends]
         if self.fractions and bounds[1] - bounds[0] > WIDE:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.scores import decisive
+from agentrl.scores import MISSING, decisive
 from agentrl.store.base import Store
 from agentrl.types import RunState
 from agentrl.view import records
@@ -168,7 +168,7 @@ async def page(
     played, paid, trained = games(names), rewards(names), training(names, list(policies))
     every = [*([top] if top else []), *chosen, *played, *paid, *trained]
     asked = {metric for chart in every for metric in chart.metrics}
-    asked |= {*decisive(names)}
+    asked |= {*decisive(names), *MISSING}
     found = await store.series(state.run, sorted(asked), points=POINTS)
     percent = shares(found)
     first = drawn(top, found, percent=percent) if top else None

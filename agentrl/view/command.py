@@ -17,7 +17,7 @@ from agentrl.base.parts import has
 from agentrl.cli import print_result
 from agentrl.config import store_with
 from agentrl.errors import ConfigError, NotFound, StoreError, install_command
-from agentrl.scores import score_text
+from agentrl.scores import missing_text, score_text
 from agentrl.store import open_store
 from agentrl.types import Json
 from agentrl.view.summaries import Score, Summary, Verdict, matrix, summary, whole_settings
@@ -145,7 +145,8 @@ def _score(verdict: Verdict, score: Score | None, *, named: bool) -> str:
         for x in (score.value, score.low, score.high)
         if x is not None
     )
-    return f"{what}{value}" + (f" ({' to '.join(ends)})" if ends else "")
+    interval = f" ({' to '.join(ends)})" if ends else ""
+    return f"{what}{value}{interval}{missing_text(score.missing)}"
 
 
 def _lines(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> str:

@@ -10,7 +10,7 @@ import base64
 import gzip
 import random
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -22,24 +22,73 @@ from agentrl.base.images import data_url
 from agentrl.errors import ConfigError, NotFound
 from agentrl.store.base import Store
 from agentrl.types import Image, RolloutState
-from agentrl.view.pages import Pages
-from agentrl.view.templates import EXPORTED, STATIC, environment, island, render
+from agentrl.view.pages import Page, Pages
+from agentrl.view.templates import EXPORTED, STATIC, environment, hiding, island, render
 
 PAGES_PER_CHUNK = 100  # pages per compressed chunk
 GROUPS_PER_READ = 200  # groups per read
 IMAGE_BYTES = 100_000_000  # of the images' files, which are a third larger in the exported file
 REDACTED = "--redact cannot read images, so all are left out"
 HIDDEN = "█"
+BLOCK = re.compile(rf"({HIDDEN}\d*)")
+FREE = {"task", "result", "content", "arguments"}  # JSON of agents, with keys of their own
+# Keys of chat messages in it, by which pages read them.
+PROTOCOL = {"role", "content", "type", "text", "image_url", "url", "tool_calls", "function"}
+PROTOCOL |= {"name", "arguments"}
 TEXTS = {"task", "result", "messages", "answer", "failure", "message", "traceback", "transitions"}
 TEXTS |= {"rewards", "note", "texts", "text", "seed", "question"}
+BARE: dict[str, Any] = {"layout": "bare.html", "export": True}
+Exported = tuple[tuple[str, str], Page, dict[str, Any]]  # two parts of an address, page, values
+RECORDS = {"failure", "transitions", "rewards"}  # of them: other records
 READ = {"trace", "rollouts", "failures", "attempts", "sides", "calls"}
 
 
-class RedactedStore:
-    """A store that hides matches of a pattern in the texts of agents, tasks and failures."""
+class Redaction:
+    """Hides the matches of a pattern: each becomes a block and a number, equal for equal matches,
+    so that links still lead to their pages."""
 
-    def __init__(self, store: Store, pattern: re.Pattern[str]) -> None:
-        self._store, self._pattern = store, pattern
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._pattern = pattern
+        self._numbers: dict[str, int] = {}
+
+    def hide(self, value: Any, *, free: bool = True) -> Any:
+        """A text or value of JSON without matches; other objects are unchanged. `free`: the keys
+        of objects are hidden too, except in a message those of the protocol."""
+        if isinstance(value, str):
+            parts = BLOCK.split(value)  # what is hidden already, and what is between
+            parts[::2] = [self._pattern.sub(self._block, one) for one in parts[::2]]
+            return "".join(parts)
+        if isinstance(value, dict):
+            return {
+                self._key(key, free): self.hide(one, free=free or key in FREE)
+                for key, one in value.items()
+            }
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            return type(value)(self.hide(one, free=free) for one in value)
+        return value
+
+    def _key(self, key: Any, free: bool) -> Any:
+        return self.hide(key) if free and key not in PROTOCOL else key
+
+    def _block(self, found: re.Match[str]) -> str:
+        number = self._numbers.setdefault(found[0], len(self._numbers) + 1)
+        return f"{HIDDEN}{number}" if found[0] else ""
+
+    def hide_tokens(self, values: dict[str, Any]) -> None:
+        """Hide the text and ids of tokens that overlap with a match."""
+        at, spans = 0, [one.span() for one in self._pattern.finditer("".join(values["text"]))]
+        for i, piece in enumerate(values["text"]):
+            if any(start < at + len(piece) and at < end for start, end in spans):
+                values["text"][i], values["ids"][i] = HIDDEN, None
+            at += len(piece)
+
+
+class RedactedStore:
+    """A store that hides matches in the texts of agents, tasks and failures, before a page cuts
+    them. Names and ids, by which pages find their records, are hidden where they are shown."""
+
+    def __init__(self, store: Store, redaction: Redaction) -> None:
+        self._store, self._redaction = store, redaction
 
     def __getattr__(self, verb: str) -> Any:
         method = getattr(self._store, verb)
@@ -57,9 +106,16 @@ class RedactedStore:
         return {key: self._hide_texts(one) for key, one in found.items()}
 
     def _hide_texts(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return fields | {name: self.hide(fields[name]) for name in TEXTS & fields.keys()}
+        hidden = {
+            name: self.hide(fields[name])
+            if name in RECORDS
+            else self._redaction.hide(fields[name], free=name in FREE)
+            for name in TEXTS & fields.keys()
+        }
+        return fields | hidden
 
     def hide(self, value: Any) -> Any:
+        """Records, at any depth of a verb's answer, with texts that have no match."""
         if isinstance(value, msgspec.Struct):
             own = self._hide_texts(asdict(value))
             if isinstance(own.get("rollout"), msgspec.Struct):
@@ -69,15 +125,7 @@ class RedactedStore:
             return {key: self.hide(one) for key, one in value.items()}
         if isinstance(value, list):
             return [self.hide(one) for one in value]
-        return self._pattern.sub(HIDDEN, value) if isinstance(value, str) else value
-
-    def hide_tokens(self, values: dict[str, Any]) -> None:
-        """Hide the text and ids of tokens that overlap with a match."""
-        at, spans = 0, [one.span() for one in self._pattern.finditer("".join(values["text"]))]
-        for i, piece in enumerate(values["text"]):
-            if any(start < at + len(piece) and at < end for start, end in spans):
-                values["text"][i], values["ids"][i] = HIDDEN, None
-            at += len(piece)
+        return self._redaction.hide(value)
 
 
 async def export(
@@ -90,21 +138,23 @@ async def export(
     image_bytes: int = IMAGE_BYTES,
 ) -> str:
     """Write a run to `file`; returns a sentence about its content. `rollouts`: all, failures or
-    sample:N; `redact`: a regular expression whose matches are hidden in texts and tokens, without
-    images then; `image_bytes`: of all images' files, of which later ones are left out.
+    sample:N; `redact`: a regular expression whose matches are hidden in every text, without images
+    then; `image_bytes`: of all images' files, of which later ones are left out.
 
     Raises ConfigError for an invalid `rollouts` or `redact`, NotFound for an unknown run."""
     try:
-        redacted = RedactedStore(store, re.compile(redact)) if redact else None
+        redaction = Redaction(re.compile(redact)) if redact else None
     except re.error as error:
         raise ConfigError(f"--redact {redact!r} is not a regular expression: {error}") from None
-    pages = Pages(cast(Store, redacted or store))
+    hide: Callable[[Any], Any] = redaction.hide if redaction else lambda one: one
+    using = hiding(hide) if redaction else environment()
+    pages = Pages(cast(Store, RedactedStore(store, redaction)) if redaction else store)
     chosen, total = await _chosen(store, run, rollouts)
     note = f"{sum(map(len, chosen.values())):,} of {total:,} rollouts"
     style = _static("uPlot.min.css", "view.css")
     script = _static("uPlot.iife.min.js", "view.js")
     hashes = {"style": _hash(style), "script": _hash(script)}
-    head = environment().get_template("export.html")
+    head = using.get_template("export.html")
     partial, size = file.with_name(f"{file.name}.partial"), 0
     file.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("w", encoding="utf-8") as out:
@@ -112,7 +162,8 @@ async def export(
         index: dict[str, int] = {}
         chunk: dict[str, str] = {}
         shown: dict[str, None] = {}  # digests, in the order of the pages
-        async for url, html in _pages(pages, redacted, run, chosen):
+        async for address, page, more in _pages(pages, redaction, run, chosen):
+            url, html = "/".join(map(hide, address)), render(page, using=using, **BARE, **more)
             chunk[url], index[url] = html, len(index) // PAGES_PER_CHUNK
             shown |= dict.fromkeys(EXPORTED.findall(html))
             if len(chunk) == PAGES_PER_CHUNK:
@@ -150,47 +201,40 @@ async def _write_images(out: TextIO, images: AsyncIterator[Image], limit: int) -
 
 
 async def _pages(
-    pages: Pages, redacted: RedactedStore | None, run: str, chosen: dict[str, list[str]]
-) -> AsyncIterator[tuple[str, str]]:
-    """Yield the address and content of every page of the file."""
+    pages: Pages, redaction: Redaction | None, run: str, chosen: dict[str, list[str]]
+) -> AsyncIterator[Exported]:
+    """Yield every page of the file."""
     front = await pages.run(run, {})
     while front.values["reasons"] is None:  # of a long run
         front = await pages.run(run, {})
-    if redacted:
-        rows = front.values["settings"].items()
-        hidden = {
-            name: [one._replace(value=redacted.hide(one.value)) for one in found]
-            for name, found in rows
-        }
-        front.values.update(settings=hidden, facts=redacted.hide(front.values["facts"]))
-    yield f"/run/{run}", _content(front)
+    yield ("/run", run), front, {}
     for dataset in front.values["datasets"]:
-        yield f"/data/{dataset.name}", _content(await pages.data(dataset.name, {}))
+        yield ("/data", dataset.name), await pages.data(dataset.name, {}), {}
     for address, part in pages.parts.items():
         for id in await part.ids(run):
-            yield f"/{address}/{id}", _content(await part.page(id, {"run": run}))
-    yield f"/policies/{run}", _content(await pages.policies(run))
-    yield f"/groups/{run}", _content(await pages.groups(run, {}))
-    yield f"/tasks/{run}", _content(await pages.tasks(run, {}))
+            yield (f"/{address}", id), await part.page(id, {"run": run}), {}
+    yield ("/policies", run), await pages.policies(run), {}
+    yield ("/groups", run), await pages.groups(run, {}), {}
+    yield ("/tasks", run), await pages.tasks(run, {}), {}
     steps: set[int] = set()
     for group, ids in chosen.items():
         page = await pages.group(run, group)
         first = page.values["first"]
         steps |= {first.step, first.step if first.trained is None else first.trained}
-        yield f"/group/{group}", _content(page)
-        async for one in _rollouts(pages, redacted, ids):
+        yield ("/group", group), page, {}
+        async for one in _rollouts(pages, redaction, ids):
             yield one
     own = {id for ids in chosen.values() for id in ids}
     examples = [one.rollout for one in front.values["examples"] if one.rollout not in own]
-    async for one in _rollouts(pages, redacted, examples):
+    async for one in _rollouts(pages, redaction, examples):
         yield one
     for step in sorted(steps):
-        yield f"/step/{step}/{run}", _content(await pages.step(run, step))
+        yield (f"/step/{step}", run), await pages.step(run, step), {}
 
 
 async def _rollouts(
-    pages: Pages, redacted: RedactedStore | None, ids: Sequence[str]
-) -> AsyncIterator[tuple[str, str]]:
+    pages: Pages, redaction: Redaction | None, ids: Sequence[str]
+) -> AsyncIterator[Exported]:
     """Yield the pages of rollouts that have begun."""
     for id in ids:
         try:
@@ -198,11 +242,11 @@ async def _rollouts(
         except NotFound:
             continue  # not claimed yet
         tokens = await pages.tokens(id, range(len(page.values["calls"])))
-        for values in tokens.values() if redacted else ():
-            cast(RedactedStore, redacted).hide_tokens(values)
-        yield f"/rollout/{id}", _content(page, tokens_of=tokens)
+        for values in tokens.values() if redaction else ():
+            cast(Redaction, redaction).hide_tokens(values)
+        yield ("/rollout", id), page, {"tokens_of": tokens}
         if len(page.values["roles"]) > 1:
-            yield f"/lanes/{id}", _content(await pages.lanes(id))
+            yield ("/lanes", id), await pages.lanes(id), {}
 
 
 async def _chosen(store: Store, run: str, rollouts: str) -> tuple[dict[str, list[str]], int]:
@@ -224,10 +268,6 @@ async def _chosen(store: Store, run: str, rollouts: str) -> tuple[dict[str, list
     for group, id in found:
         chosen.setdefault(group, []).append(id)
     return chosen, total
-
-
-def _content(page: Any, **more: Any) -> str:
-    return render(page, layout="bare.html", export=True, **more)
 
 
 def _packed(n: int, pages: dict[str, str]) -> str:

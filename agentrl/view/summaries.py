@@ -17,7 +17,7 @@ import msgspec
 from agentrl.config import from_store
 from agentrl.config.keys import flatten
 from agentrl.errors import AgentRLError
-from agentrl.scores import ROUNDING, are_shares, decisive
+from agentrl.scores import MISSING, ROUNDING, are_shares, decisive
 from agentrl.store.base import Store
 from agentrl.types import Json, RunState
 
@@ -44,6 +44,7 @@ class Score:
     value: float
     low: float | None = None
     high: float | None = None
+    missing: float = 0.0  # rollouts without a score, which it does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,10 @@ def verdict_on(metric: str, curves: Mapping[str, Points]) -> Verdict:
         return Verdict(metric)
     bounds = (curves.get(f"{metric}_{end}", ()) for end in ("low", "high"))
     low, high = map(dict, bounds)
+    missing = dict(curves.get(f"{metric}_missing", ()))
     first, last = (
-        Score(step, value, low.get(step), high.get(step)) for step, value in (points[0], points[-1])
+        Score(step, value, low.get(step), high.get(step), missing.get(step, 0.0))
+        for step, value in (points[0], points[-1])
     )
     if metric == REWARD and len(points) >= 10:  # single steps are noisy
         fifth = len(points) // 5
@@ -175,7 +178,7 @@ class Summary:
 async def summary(store: Store, state: RunState) -> Summary:
     known = await store.metric_names(state.run)
     own = [name for name in known if name.startswith(FUNCTIONS)]
-    names = [SCORE, *decisive(known), *own, "run/ended"]
+    names = [SCORE, *decisive(known), *own, *MISSING, "run/ended"]
     curves: dict[str, Points] = dict(await store.series(state.run, names, points=POINTS))
     found = verdict(curves)
     rows = await store.steps(state.run, after=max(state.step - 2, -1))

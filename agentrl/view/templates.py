@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
+from markupsafe import Markup
 from msgspec.json import encode
 
 from agentrl.base.parts import installed_plugins
+from agentrl.scores import missing_text
 from agentrl.view.pages import Page
 from agentrl.view.records import LONGEST_TEXT, gist, placed, text_of
 
@@ -91,16 +95,47 @@ def environment() -> Environment:
     loader = FileSystemLoader([HERE / "templates", *own])
     found = Environment(loader=loader, undefined=StrictUndefined, **options)
     found.filters |= {"shown": shown, "ago": ago, "text": text_of, "heat": heat, "score": score}
+    found.filters["missing"] = missing_text
     found.filters |= {"duration": duration, "gist": gist, "placed": placed}
     found.filters |= {"island": island, "quoted": quoted, "clipped": clipped}
     found.globals["cap"] = LONGEST_TEXT
     return found
 
 
-def render(page: Page, *, layout: str = "base.html", base: str = "", **more: Any) -> str:
+class Hidden(str):
+    """A text in which nothing is left to hide; a template still escapes it."""
+
+    __slots__ = ()
+
+
+def hiding(hide: Callable[[Any], Any]) -> Environment:
+    """An environment whose every output goes through `hide`, which gets texts and values of JSON:
+    before they are cut, encoded or escaped. What the templates themselves say stays."""
+    done = (Markup, Hidden)
+    found = environment().overlay(finalize=lambda one: one if isinstance(one, done) else hide(one))
+
+    def before(filter: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda value, *args: filter(hide(value), *args)
+
+    own = {name: before(found.filters[name]) for name in ("text", "gist", "quoted", "clipped")}
+    own["placed"] = lambda rollout: hide(placed(rollout))
+    own["island"] = lambda value: Hidden(island(hide(value)))
+    own["urlencode"] = lambda value: Markup(quote(hide(value)))
+    found.filters = found.filters | own
+    return found
+
+
+def render(
+    page: Page,
+    *,
+    layout: str = "base.html",
+    base: str = "",
+    using: Environment | None = None,
+    **more: Any,
+) -> str:
     """A page as HTML. `layout`: base.html, or bare.html for the content only; `base`: where the
-    addresses of its store begin, which templates write without it."""
+    addresses of its store begin, which templates write without it; `using`: other filters."""
     values: dict[str, Any] = {"title": page.title, "run": None, "layout": layout, "base": base}
     values |= {"export": False, "tokens_of": None, "values_of": None, "image_urls": None}
-    text = environment().get_template(page.template).render(values | page.values | more)
+    text = (using or environment()).get_template(page.template).render(values | page.values | more)
     return OWN_ADDRESS.sub(rf'\1="{base}/', text) if base else text

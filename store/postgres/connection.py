@@ -17,7 +17,7 @@ from psycopg import conninfo
 from psycopg.rows import DictRow, dict_row
 from psycopg.types.numeric import Int8Dumper
 
-from agentrl.errors import Invalid, Unavailable
+from agentrl.errors import Invalid, StoreError, Unavailable
 from agentrl.store.postgres.backend import split_password
 from agentrl.store.sql.database import Parameters, Statement
 
@@ -26,6 +26,16 @@ STARTING_PATIENCE = 60.0  # seconds to wait for a server that says that it is st
 REFUSED_PATIENCE = 3.0  # seconds to wait for one that refuses connections: it may be restarting
 RETRY_PAUSE = 0.2  # seconds between two tries
 CONNECT_TIMEOUT = 10  # seconds to establish a connection
+POOLER_CHECKS = 10  # that another client of a pooler takes the server process between, each time
+WHO = "select pg_backend_pid() as pid, pg_postmaster_start_time() as since"
+# What a role, a database or the server's configuration sets for all programs and a store cannot
+# have: limits of time that end an enqueue or an idle writer, and an isolation that fails updates.
+# The options of the URL stay.
+SETTINGS = """select set_config(name, case name when 'default_transaction_isolation'
+    then 'read committed' else '0' end, false) from pg_settings where source <> 'client'
+    and name in ('statement_timeout', 'lock_timeout', 'transaction_timeout',
+    'idle_in_transaction_session_timeout', 'idle_session_timeout', 'default_transaction_isolation')
+"""
 ADVICE = (
     ("password authentication failed", "check user and password"),
     ("no password supplied", "set PGPASSWORD, or put the password into the URL or ~/.pgpass"),
@@ -34,6 +44,11 @@ ADVICE = (
     ("permission denied", "let this user create tables there, or choose another database"),
     ("no schema has been selected", "create the schema that the URL's search_path names"),
     ("too many clients|remaining connection slots", "raise max_connections of the server"),
+    (
+        "(statement|lock|session|transaction) timeout",
+        "remove the limit of time from the options of the URL or PGOPTIONS, or raise it",
+    ),
+    ("query_wait_timeout", "its pooler has too few connections: raise its pool_size"),
     ("refused|No such file|could not translate|resolve|timeout|timed out", "is it running there?"),
 )
 
@@ -86,11 +101,33 @@ class PostgresServer:
 
     def connect(self) -> psycopg.Connection[DictRow]:
         """Open a connection in autocommit mode: transactions begin explicitly."""
-        conn = psycopg.connect(self.url, autocommit=True, row_factory=dict_row, **self.options)
+        conn = self._connect()
         configure(conn)
         if self.readonly:
             conn.execute("set default_transaction_read_only = on")
         return conn
+
+    def _connect(self) -> psycopg.Connection[DictRow]:
+        return psycopg.connect(self.url, autocommit=True, row_factory=dict_row, **self.options)
+
+    def check_sessions(self) -> None:
+        """Raise StoreError if two connections share a server process, as behind a pooler that
+        lends one for a transaction only: prepared statements and settings would be another
+        client's, and notifications lost. Sets nothing, since others would get that too."""
+        with closing(self._connect()) as one, closing(self._connect()) as other:
+            first, pids = None, (one.info.backend_pid, other.info.backend_pid)
+            for _ in range(POOLER_CHECKS):
+                mine, others = (_one(conn.execute(WHO, prepare=False)) for conn in (one, other))
+                if mine == others or mine != (first or mine):
+                    raise StoreError(
+                        f"Store {self.url}: a connection pooler there (such as pgbouncer) lends "
+                        "server processes for a transaction or a statement only, and a store needs "
+                        "its own for a session; give the address of the database itself or of the "
+                        "pooler's session mode (pool_mode = session)."
+                    )
+                first = mine
+                if (mine["pid"], others["pid"]) == pids:
+                    return  # a pooler has numbers of its own
 
     def wait(self) -> None:
         """Wait until the server accepts connections, if it is restarting. Raises psycopg.Error if
@@ -98,7 +135,7 @@ class PostgresServer:
         since, warned = time.monotonic(), False
         while True:
             try:
-                self.connect().close()
+                self._connect().close()
                 return
             except psycopg.OperationalError as error:
                 why = _server_message(error)
@@ -131,14 +168,20 @@ class PostgresServer:
 
 def configure(conn: psycopg.Connection[Any]) -> None:
     """Send booleans as integers, and all integers with one size: each statement is then prepared
-    only once."""
+    only once. Set what a store needs of a session, see `SETTINGS`."""
     conn.adapters.register_dumper(int, Int8Dumper)
     conn.adapters.register_dumper(bool, _FlagDumper)
+    conn.execute(SETTINGS)
 
 
 class _FlagDumper(Int8Dumper):
     def dump(self, obj: bool) -> bytes:
         return b"1" if obj else b"0"
+
+
+def _one(rows: psycopg.Cursor[DictRow]) -> DictRow:
+    (row,) = rows
+    return row
 
 
 def _patience(why: str) -> float:

@@ -20,11 +20,12 @@ SCRIPTS = database.migrations("postgres/migrations")
 def prepare(server: PostgresServer, *, create: bool = True) -> None:
     """Apply missing migrations to the first schema of the search path.
 
-    Raises StoreError for a database without a store (unless `create`), with other tables, or
-    written by a newer version of agentrl; Unavailable if the server does not respond. Changes
-    nothing on a `readonly` server, see `database.check_readable`."""
+    Raises StoreError for a database without a store (unless `create`), with other tables, behind a
+    pooler that shares sessions, or written by a newer version of agentrl; Unavailable if the server
+    does not respond. Changes nothing on a `readonly` server, see `database.check_readable`."""
     try:
         server.wait()
+        server.check_sessions()
         with server.connect() as conn:
             missing = pending(conn, server, create=create and not server.readonly)
             if server.readonly:

@@ -166,6 +166,14 @@ def test_rewards_are_percentages_until_one_is_no_fraction(tmp_path: Path) -> Non
     assert progress.scores_line(progress.rows[0]) == "untrained:  held-out 0.500"
 
 
+def test_a_held_out_score_says_what_has_none(tmp_path: Path) -> None:
+    config = resolve({"name": "r", "output": str(tmp_path), "steps": 9}, source="test")
+    metrics = {"eval/score": 1.0, "eval/tasks": 44.0, "eval/score_missing": 40.0}
+    row = replace(stepped(9), metrics=metrics)
+    said = Progress(config, [row]).scores_line(row)
+    assert said.endswith("held-out 100.0% of 44 tasks, 40 rollouts without a score")
+
+
 def test_a_step_says_the_reward_that_is_trained(tmp_path: Path) -> None:
     """The outcome alone would be the verifier's, while a judge's is maximised."""
     settings = {"name": "r", "output": str(tmp_path), "steps": 9}

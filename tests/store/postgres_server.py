@@ -109,3 +109,37 @@ def running() -> Iterator[Server]:
     finally:  # each database is hundreds of files: on a busy disk that takes longer than a test may
         removing = subprocess.Popen(["rm", "-rf", folder], start_new_session=True)
         removing.returncode = 0  # nobody waits for it
+
+
+@contextlib.contextmanager
+def pooler(url: str, folder: Path, mode: str) -> Iterator[str]:
+    """The URL of pgbouncer in front of a server, which lends its sessions by `mode`."""
+    params = psycopg.conninfo.conninfo_to_dict(url)
+    port = 6432  # of a Unix socket, so any number is free
+    settings = folder / "pgbouncer.ini"
+    settings.write_text(
+        f"[databases]\n* = host={params['host']} user=agentrl\n[pgbouncer]\nlisten_addr =\n"
+        f"unix_socket_dir = {folder}\nlisten_port = {port}\nauth_type = any\npool_mode = {mode}\n"
+    )
+    user = unprivileged()
+    if user:
+        os.chown(folder, user["user"], user["group"])
+        folder.chmod(0o755)
+    program = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin")
+    assert program is not None
+    with (folder / "pgbouncer.log").open("wb") as log:
+        process = subprocess.Popen([program, settings], stdout=log, stderr=log, cwd=folder, **user)
+    try:
+        at = f"postgresql:///{params['dbname']}?host={folder}&port={port}&user=agentrl"
+        for _ in range(200):
+            with contextlib.suppress(psycopg.OperationalError):
+                psycopg.connect(at).close()
+                break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
+        else:
+            raise RuntimeError((folder / "pgbouncer.log").read_text())
+        yield at
+    finally:
+        process.terminate()
+        process.wait()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import gzip
 import hashlib
 import html
+import itertools
+import json
 import math
 import os
 import re
@@ -13,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import click
 import httpx
@@ -24,8 +28,24 @@ from agentrl.base.access import ANYBODY
 from agentrl.cli.main import cli
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
-from agentrl.types import Credit, Trace, float32
+from agentrl.types import (
+    Credit,
+    ErrorKind,
+    Failure,
+    NewRollout,
+    Outcome,
+    PolicyVersion,
+    Purpose,
+    Reward,
+    Scope,
+    Span,
+    StepCommit,
+    Trace,
+    float32,
+)
 from agentrl.view import charts, explanation, records, settings, summaries, training
+from agentrl.view import command as view_command
+from agentrl.view.export import export
 from agentrl.view.home import server
 from agentrl.view.home.home import Home
 from agentrl.view.pages import Page, Pages
@@ -530,3 +550,117 @@ async def test_a_pause_between_two_starts_is_no_work(tmp_path: Path) -> None:
             await store.commit_step(row)
         page = await Pages(store).run("run", {})
     assert re.search(r"<dt>took</dt><dd[^>]*>25\s", render(page))
+
+
+CANARY = "sk-canary"
+
+
+def unpacked(file: Path) -> str:
+    """All of an exported file, with its pages as a browser unpacks them."""
+    text = file.read_text()
+    chunks = re.findall(r'id="chunk-\d+">([^<]*)<', text)
+    pages = [gzip.decompress(base64.b64decode(one)).decode() for one in chunks]
+    return unquote("\n".join([text, *pages]))
+
+
+async def fill_with_canaries(url: str, folder: Path) -> str:
+    """A run in which every text that an agent, a task or a setting has is a canary of its own;
+    returns the rollout. One stands where a page cuts a text."""
+    numbers = itertools.count()
+
+    def name() -> str:
+        return f"{CANARY}{next(numbers):03}x"
+
+    run = name()
+    settings = {name(): 1, name(): {name(): [name()]}, "agent": {"env": {name(): name()}}}
+    async with open_store(url) as store:
+        state = await store.open_run(run, filled.config(folder, None) | settings)
+        for purpose in (Purpose.EVAL, Purpose.TRAIN):
+            group = f"{run}/{purpose.value}/{name()}"
+            new = NewRollout(
+                id=f"{group}/{name()}", run=run, group=group, index=0, step=0, purpose=purpose,
+                task={name(): {name(): name()}, "input": name()}, max_attempts=1,
+                seats={name(): name()},
+            )  # fmt: skip
+            await store.enqueue([new])
+            (attempt,) = await store.claim(1, runner="t", lease=60.0, run=run, timeout=5.0)
+            cut = "a" * (records.LONGEST_TEXT - 4) + name()
+            talk = [
+                {"role": "user", "content": cut},
+                {"role": name(), "content": [{"type": "text", "text": name()}]},
+                {"role": "tool", "content": {name(): name()}, "name": name()},
+            ]
+            tool = {"function": {"name": name(), "arguments": json.dumps({name(): name()})}}
+            answer = {"role": "assistant", "content": name(), "tool_calls": [tool]}
+            made = [
+                filled.call(
+                    attempt, i, talk, answer=answer, role=name(), policy=name(), finish=name()
+                )
+                for i in range(2)
+            ]
+            await store.add_transitions(made)
+            span = Span(
+                id="00000000000000aa", attempt=attempt.id, parent=None, name=name(), kind=name(),
+                start=1, end=2,
+            )  # fmt: skip
+            rewards = [
+                Reward(value=1.0, name=name(), source=name(), note=name()),
+                Reward(value=1.0),
+            ]
+            rewards.append(Reward(value=1.0, scope=Scope.ROLE, target=name()))
+            outcome: Any = {"rewards": rewards, "result": {name(): name()}}
+            if purpose is Purpose.EVAL:
+                outcome = {
+                    "failure": Failure(kind=ErrorKind.AGENT, message=name(), traceback=name())
+                }
+            given = Outcome(attempt=attempt.id, fence=attempt.fence, spans=[span], **outcome)
+            await store.finish([given])
+        await store.claim_groups(run, state.epoch, 1, timeout=5.0)
+        metrics = {f"reward/{name()}": 1.0, "selfplay/elo/" + name(): 1.0, "reward/mean": 1.0}
+        commit: Any = {
+            "run": run,
+            "epoch": state.epoch,
+            "step": 0,
+            "groups": [group],
+            "checkpoint": None,
+        }
+        await store.commit_step(StepCommit(**commit, versions={name(): 1}, metrics=metrics))
+        version: Any = {"run": run, "policy": name(), "version": 1, "base_url": f"http://{name()}"}
+        await store.publish(PolicyVersion(**version, model=name()))
+    return new.id
+
+
+@pytest.mark.parametrize("pattern", [rf"{CANARY}\w+", rf"(?i){CANARY.upper()}\d+"])
+def test_a_redacted_export_has_no_match_in_any_byte(tmp_path: Path, pattern: str) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    rollout = asyncio.run(fill_with_canaries(url, tmp_path))
+
+    async def write(name: str, redact: str) -> str:
+        async with open_store(url, readonly=True) as store:
+            await export(store, rollout.partition("/")[0], tmp_path / name, redact=redact)
+        return unpacked(tmp_path / name)
+
+    shown, hidden = asyncio.run(write("all.html", "")), asyncio.run(write("x.html", pattern))
+    assert len(set(re.findall(rf"{CANARY}\d+x", shown))) > 60
+    assert re.findall(rf".{{0,80}}{CANARY[:4]}.{{0,60}}", hidden) == []
+    index = json.loads(re.search(r'id="index">([^<]*)<', hidden)[1])
+    linked = set(re.findall(r'href=\\?"(/rollout/[^"?#\\]+)', hidden))
+    assert len([one for one in index if one.startswith("/rollout/")]) == 2
+    assert linked
+    assert linked <= index.keys()
+
+
+def test_a_headline_says_what_has_no_score() -> None:
+    """100 % of 44 tasks, of which 40 have no score, is no success."""
+    curves = {"eval/score": [(0, 0.5), (4, 1.0)], "eval/score_missing": [(0, 0.0), (4, 40.0)]}
+    found = summaries.verdict(curves)
+    assert (found.first.missing, found.last.missing) == (0.0, 40.0)
+    shown = environment().from_string(
+        '{% from "macros.html" import change with context %}{{ change(v) }}'
+    )
+    assert "40 rollouts without a score" in shown.render(v=found, export=False)
+    assert "without" not in shown.render(
+        v=summaries.verdict({"eval/score": [(0, 1.0)]}), export=False
+    )
+    words = view_command._score(found, found.last, named=False)
+    assert words == "100.0%, 40 rollouts without a score"

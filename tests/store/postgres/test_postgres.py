@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from hashlib import blake2b
+from pathlib import Path
 from types import SimpleNamespace
 
 import psycopg
@@ -26,7 +29,9 @@ from agentrl.store.records import Item, Side
 from agentrl.store.sql import database, datasets, idempotency, writer
 from agentrl.store.sqlite import migrations
 from agentrl.types import RolloutState
+from tests.store.postgres_server import pooler
 
+POOLER = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
 NOUNS = ("datasets", "maintenance", "traces", "feed", "requests", "rewind", "rollouts", "runs")
 
 
@@ -42,9 +47,20 @@ def sql(url: str, *statements: str) -> None:
             conn.execute(statement.encode())
 
 
+def database_of(url: str) -> str:
+    return str(psycopg.conninfo.conninfo_to_dict(url)["dbname"])
+
+
 @pytest.fixture
 def url(postgres: Callable[[], str]) -> str:
     return postgres()
+
+
+@pytest.fixture
+def pooler_folder() -> Iterator[Path]:
+    """Not in pytest's folder, which another user cannot enter."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-pooler-") as folder:
+        yield Path(folder)
 
 
 # -- opening ---------------------------------------------------------------------------------------
@@ -143,6 +159,66 @@ def test_no_error_and_no_url_has_the_password(server, monkeypatch: pytest.Monkey
 )
 def test_without_password(url: str, public: str, password: str | None) -> None:
     assert split_password(url) == (public, password)
+
+
+@pytest.mark.skipif(not POOLER, reason="needs pgbouncer")
+@pytest.mark.parametrize("mode", ["transaction", "statement"])
+@pytest.mark.parametrize("readonly", [False, True])
+def test_a_pooler_that_lends_no_sessions_is_refused(
+    url: str, pooler_folder: Path, mode: str, readonly: bool
+) -> None:
+    sql(url, f"alter database {database_of(url)} set lock_timeout = '7s'")
+    with pooler(url, pooler_folder, mode) as pooled:
+        assert "pool_mode = session" in refused(pooled, readonly=readonly)
+        with psycopg.connect(pooled, autocommit=True) as conn:  # nothing was set for its others
+            assert conn.execute("show lock_timeout").fetchone() == ("7s",)
+
+
+@pytest.mark.skipif(not POOLER, reason="needs pgbouncer")
+async def test_a_pooler_of_sessions_serves(url: str, pooler_folder: Path, kit) -> None:
+    with pooler(url, pooler_folder, "session") as pooled:
+        async with open_store(pooled) as one, open_store(pooled) as other:
+            await one.open_run("run", {})
+            await one.enqueue(kit.group("g", 3))
+            assert len(await other.rollouts("run", group="g")) == 3
+
+
+async def test_a_limit_of_time_of_the_role_does_not_apply(url: str, kit) -> None:
+    """Hosted databases set it. Another's lock makes the statement wait for longer."""
+    sql(
+        url,
+        *(
+            f"alter role agentrl in database {database_of(url)} set {name}"
+            for name in (
+                "statement_timeout = 50",
+                "lock_timeout = 50",
+                "idle_in_transaction_session_timeout = 50",
+                "default_transaction_isolation = 'serializable'",
+            )
+        ),
+    )
+    async with open_store(url) as store:
+        await store.open_run("run", {})
+        with psycopg.connect(url, autocommit=True) as other:
+            other.execute("set statement_timeout = 0")
+            other.execute("set idle_in_transaction_session_timeout = 0")
+            other.execute("begin")
+            other.execute("lock table rollouts in access exclusive mode")
+            adding = asyncio.ensure_future(store.enqueue(kit.group("g", 2)))
+            _, waiting = await asyncio.wait([adding], timeout=0.5)
+            assert waiting
+            other.execute("rollback")
+        await adding
+        assert len(await store.rollouts("run", group="g")) == 2
+
+
+async def test_a_limit_of_time_in_the_url_is_named(url: str, kit) -> None:
+    async with open_store(f"{url}&options=-cstatement_timeout%3D100") as store:
+        await store.open_run("run", {})
+        with psycopg.connect(url) as other:
+            other.execute("lock table rollouts in access exclusive mode")
+            with pytest.raises(Unavailable, match="options of the URL"):
+                await store.enqueue(kit.group("g", 2))
 
 
 def test_a_database_of_something_else(server) -> None:
