@@ -7,8 +7,8 @@ prefix of an attempt. The gateway reads the names once, when it starts.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from agentrl.runners.gateway.attribution import CallOrigin
     from agentrl.runners.gateway.endpoints import Endpoints
 
+    Answer = Callable[[Endpoints, CallOrigin, web.Request], Awaitable[web.StreamResponse]]
+
 __all__ = [
     "OWN",
     "Dialect",
@@ -30,6 +32,7 @@ __all__ = [
     "UntranslatableError",
     "client_api",
     "dialect_of",
+    "listed",
     "model_apis",
 ]
 
@@ -40,9 +43,10 @@ OWN = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
 class ModelApi:
     """What the gateway answers on a path, and how it tells errors there."""
 
-    answer: Callable[[Endpoints, CallOrigin, web.Request], Awaitable[web.StreamResponse]]  # a POST
+    answer: Answer | None  # a POST
     dialect: Dialect  # of errors
-    get: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+    get: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None  # of no attempt
+    others: Mapping[str, Answer] = field(default_factory=dict)  # by method, such as GET or DELETE
     header: str = ""  # that clients of this API send with every request
     models: Callable[[Sequence[str]], Body] | None = None  # the list of models, for these clients
 
@@ -51,6 +55,14 @@ class ModelApi:
 def model_apis() -> dict[str, ModelApi]:
     """The APIs of installed parts, by path."""
     return {point.name: point.load() for point in installed_plugins("dialects")}
+
+
+def listed() -> list[str]:
+    """Return what is answered, as method and path."""
+    apis = model_apis().items()
+    methods = ((path, [*(["POST"] if api.answer else []), *api.others]) for path, api in apis)
+    found = [f"POST {path}" for path in OWN]
+    return found + [f"{method} {path}" for path, called in methods for method in called]
 
 
 def client_api(request: web.Request) -> ModelApi | None:

@@ -48,16 +48,24 @@ class Endpoints:
         within, apis = self._attempts.within, dialects.model_apis()
         posts: dict[str, Work] = {
             **{path: partial(self.call, dialect) for path, dialect in dialects.OWN.items()},
-            **{path: partial(api.answer, self) for path, api in apis.items()},
+            **{path: partial(api.answer, self) for path, api in apis.items() if api.answer},
             **{one.name: partial(self.spans, one.load()) for one in installed_plugins("spans")},
             "/v1/embeddings": self.embeddings,
         }
-        refused = {p: kind for kind in ("dialects", "spans") for p in known(kind) if p not in posts}
+        others = [
+            (method, path, partial(answer, self))
+            for path, api in apis.items()
+            for method, answer in api.others.items()
+        ]
+        refused = {path: kind for kind in ("dialects", "spans") for path in known(kind)}
+        refused = {path: refused[path] for path in refused.keys() - posts.keys() - apis.keys()}
         gets: dict[str, Handler] = {path: api.get for path, api in apis.items() if api.get}
         gets |= {"/v1/models": self.models, "/v1/models/{model}": self.models}
         for prefix in PREFIXES:
             for path, work in posts.items():
                 app.router.add_post(f"{prefix}{path}", partial(within, work))
+            for method, path, work in others:
+                app.router.add_route(method, f"{prefix}{path}", partial(within, work))
             for path, kind in refused.items():
                 app.router.add_post(f"{prefix}{path}", partial(without_part, kind, path))
             for path, answer in gets.items():

@@ -195,8 +195,8 @@ def _meaning(request: web.Request, error: BaseException) -> tuple[int, str, str]
             return 408, "request_timeout", str(error.text)
     assert isinstance(error, web.HTTPException)
     received = (point.name for point in installed_plugins("spans"))
-    posts = [*dialects.OWN, *dialects.model_apis(), "/v1/embeddings", *received]
-    known = ", ".join(f"POST {path}" for path in posts)
+    posts = (f"POST {path}" for path in ("/v1/embeddings", *received))
+    known = ", ".join([*dialects.listed(), *posts])
     known += ", GET /v1/models, GET /v1/models/{model}"
     why = f"{request.method} {request.path}: {error.reason}; there is {known}"
     return error.status, "unknown_url", why

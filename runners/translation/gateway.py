@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -17,6 +17,9 @@ from agentrl.runners.gateway.prompt_size import RefusedPromptError, prompt_size
 from agentrl.runners.gateway.refusals import RefusedError, UpstreamError, translate_error
 from agentrl.runners.gateway.upstream import Route
 from agentrl.runners.translation import google, messages, responses
+from agentrl.types import Json
+
+NOTHING: Mapping[str, Json] = {}
 
 
 async def answer_responses(
@@ -78,9 +81,11 @@ async def count_tokens(
     dialect: Dialect,
     prompt_of: Callable[[Body, ConversationMemory], Body],
     field: str,
+    *,
+    about: Mapping[str, Json] = NOTHING,
 ) -> web.StreamResponse:
     """Count a request's prompt tokens as rendered by the policy server. `prompt_of` converts it to
-    a chat completion request; `field`: name of the count in the response."""
+    a chat completion request; `field`: name of the count in the response, beside `about`."""
     raw, upstream = await read_body(request), endpoints.upstream
     memory = caller.active.memory
     chat = prompt_of(msgspec.json.decode(raw, type=Body), memory)
@@ -99,7 +104,7 @@ async def count_tokens(
             why = f"the endpoint {route.policy!r} does not tell how many tokens a prompt has"
             why = f"{why}; estimate it, or leave it out"
             raise RefusedError(404, "not_counted", why) from None
-        return web.json_response({field: size.count})
+        return web.json_response({**about, field: size.count})
 
     return await endpoints.unrecorded(
         caller, raw, str(chat.get("model") or ""), "count_tokens", once

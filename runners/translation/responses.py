@@ -1,8 +1,8 @@
 """OpenAI's Responses API on top of chat completions.
 
 Client tools, parallel calls, reasoning and structured output are translated, and so are
-`previous_response_id` and references to items within one attempt. Hosted tools are dropped; files
-and server-side conversations are refused.
+`previous_response_id`, `conversation` and references to items within one attempt, which `stored`
+serves. Hosted tools are dropped; files are refused.
 Source: https://platform.openai.com/docs/api-reference/responses
 """
 
@@ -31,7 +31,6 @@ from agentrl.types import Json
 ALLOWED: dict[str, tuple[Json, ...]] = {
     "background": (None, False),
     "context_management": (None, []),
-    "conversation": (None,),
     "moderation": (None,),
     "prompt": (None,),
     "truncation": (None, "auto", "disabled"),  # a prompt that is too long is refused either way
@@ -41,8 +40,11 @@ ALLOWED: dict[str, tuple[Json, ...]] = {
 # passed on. Hosted tools are listed in `client_tools.HOSTED`.
 IDLE = {"access_programs", "background_options", "client_metadata", "image", "max_tool_calls"}
 IDLE |= {"metadata", "prompt_cache_options", "stream_options"}
-TRANSLATED = {"include", "input", "instructions", "max_output_tokens", "previous_response_id"}
-TRANSLATED |= {"reasoning", "store", "text", "tool_choice", "tools"}
+TRANSLATED = {"conversation", "include", "input", "instructions", "max_output_tokens"}
+TRANSLATED |= {"previous_response_id", "reasoning", "store", "text", "tool_choice", "tools"}
+# Fields of a request to input_tokens.
+COUNTED = {"conversation", "input", "instructions", "model", "parallel_tool_calls", "reasoning"}
+COUNTED |= {"previous_response_id", "text", "tool_choice", "tools", "truncation"}
 LOGPROBS = "message.output_text.logprobs"
 # Other accepted values of `include`: the first is always there, the others concern hosted tools or
 # the agent's input.
@@ -57,6 +59,8 @@ NO_SUMMARY = {"context", "generate_summary", "summary"}
 REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 COMPUTER = "computer"  # the function of a computer's actions
+# The message in place of what was compacted: its prefix marks the compactions of this gateway.
+SUMMARY = "The conversation before this was replaced by your summary of it:\n\n"
 SCREENS = {"computer_screenshot", "input_image"}  # types of a computer's output
 
 # Key of a chat message -> type of the item, type of its part, the part's field.
@@ -154,6 +158,48 @@ def _reasoning(options: Body) -> Body:
     return {} if effort is None else {"reasoning_effort": effort}
 
 
+def messages_of(items: list[Body], memory: ConversationMemory) -> list[Body]:
+    """Return the chat messages of items, which may refer to items of stored responses."""
+    return _messages([], items, memory)
+
+
+def items_of(given: Json) -> list[Body]:
+    """Return the items of an `input`, of which a text is a message of the user."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return [*base.objects(given, "input")]
+
+
+def history(id: str | None, memory: ConversationMemory) -> list[Body]:
+    """Return the items up to a stored response, with its own; none for no response."""
+    if id is None or id not in memory.kept["responses"]:
+        return []
+    answer, before = memory.kept["responses"][id]
+    return [*before, *answer["output"]]
+
+
+def _conversation(body: Body, memory: ConversationMemory) -> Any:
+    """Return the conversation that a request continues, a `stored.Conversation`; None if none."""
+    given = body.get("conversation")
+    id = given.get("id") if isinstance(given, dict) else given
+    if id is None and given is None:
+        return None
+    if not isinstance(id, str) or id not in memory.kept["conversations"]:
+        why = f"{id!r:.80} is no conversation of this attempt; make one with POST /v1/conversations"
+        raise UntranslatableError("conversation", why, code="conversation_not_found")
+    conversation = memory.kept["conversations"][id]
+    conversation.refuse_if_full()
+    return conversation
+
+
+def prompt_of(body: Body, memory: ConversationMemory) -> Body:
+    """Return the chat completion whose prompt a request to input_tokens counts."""
+    if unknown := sorted(body.keys() - COUNTED):
+        raise common.impossible("input_tokens", ", ".join(unknown))
+    with base.typed():
+        return ResponsesTranslation(body, memory).chat
+
+
 def _messages(earlier: list[Body], items: Json, memory: ConversationMemory) -> list[Body]:
     """Return the `earlier` chat messages and those of input items."""
     turns = common.Turns(earlier)
@@ -192,10 +238,21 @@ def _add(turns: common.Turns, item: Body, where: str, memory: ConversationMemory
             turns.think(thought)
         else:
             _add(turns, _remembered(item.get("id"), where, memory), where, memory)
+    elif kind in ("compaction", "compaction_summary"):
+        turns.add("user", _summary(item, where))
     elif kind == "item_reference":
         _add(turns, _remembered(item.get("id"), where, memory), where, memory)
     else:
         raise UntranslatableError(where, f"an item of type {kind!r:.80} is not possible here")
+
+
+def _summary(item: Body, where: str) -> str:
+    """Return the message in place of what a compaction has replaced."""
+    text = common.unseal(item.get("encrypted_content"))
+    if not text.startswith(SUMMARY):
+        why = "this compaction is of another server, and only that can read it; send the items"
+        raise UntranslatableError(where, f"{why} that it replaced, or compact them here")
+    return text
 
 
 def _remembered(id: Json, where: str, memory: ConversationMemory) -> Body:
@@ -240,15 +297,28 @@ def _screenshot(output: Json, where: str) -> list[Body]:
 
 class ResponsesTranslation(common.ChatTranslation):
     def __init__(self, body: Body, memory: ConversationMemory) -> None:
-        previous = body.get("previous_response_id")
+        previous, self._conversation = body.get("previous_response_id"), _conversation(body, memory)
+        earlier: list[Body] = []
+        if previous is not None and self._conversation is not None:
+            why = "has all before this call, and so has previous_response_id; leave one out"
+            raise UntranslatableError("conversation", why)
         if previous is not None and previous not in memory.kept["answers"]:
             why = f"{previous!r:.80} is not a stored response of this attempt"
             code = "previous_response_not_found"
             raise UntranslatableError("previous_response_id", why, code=code)
-        earlier = [] if previous is None else memory.kept["answers"][previous]
+        if previous is not None:
+            earlier = memory.kept["answers"][previous]
+        self.history = history(previous, memory)  # items before the answer
+        if self._conversation is not None:
+            self.history = [*self._conversation.items]
+            earlier = messages_of(self.history, memory)
+        self._new = items_of(body.get("input"))
+        self.history += self._new
         self._tools = ClientTools()
         chat = chat_request(body, memory, self._tools, earlier)
         super().__init__(chat, _envelope(body), streamed=bool(body.get("stream")))
+        if self._conversation is not None:
+            self.answer["conversation"] = {"id": self._conversation.id}
         self.ignored = ignored(body) + self._tools.ignored
         self._memory = memory if body.get("store") is not False else ConversationMemory()
         self._system = body.get("instructions") is not None  # not kept for later calls
@@ -266,7 +336,7 @@ class ResponsesTranslation(common.ChatTranslation):
     def _write(self, key: str, text: str, choice: Body) -> None:
         kind, part_type, field = PARTS[key]
         if self._switch(key):
-            item: Body = {"type": kind, "id": _id("rs" if kind == "reasoning" else "msg")}
+            item: Body = {"type": kind, "id": new_id("rs" if kind == "reasoning" else "msg")}
             item |= {"status": "in_progress", "content": []}
             extra: Body = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
             item |= extra
@@ -287,7 +357,7 @@ class ResponsesTranslation(common.ChatTranslation):
     def _begin_call(self, id: str, name: str) -> None:
         head = self._tools.item(name)
         custom = head["type"] == "custom_tool_call"
-        item = {"id": _id("ctc" if custom else "fc"), "status": "in_progress"} | head
+        item = {"id": new_id("ctc" if custom else "fc"), "status": "in_progress"} | head
         self._add_item(item | {"call_id": id, "input" if custom else "arguments": ""})
 
     def _add_arguments(self, arguments: str) -> None:
@@ -324,6 +394,9 @@ class ResponsesTranslation(common.ChatTranslation):
             self.answer |= {"status": "completed", "completed_at": int(time.time())}
         said = self.chat["messages"][self._system :]
         self._memory.kept["answers"][self.answer["id"]] = _messages(said, self._items, self._memory)
+        self._memory.kept["responses"][self.answer["id"]] = self.answer, self.history
+        if self._conversation is not None:
+            self._conversation.add([*self._new, *self._items])
         self._event(f"response.{self.answer['status']}", response=self.answer)
 
     def _add_item(self, item: Body) -> None:
@@ -349,7 +422,7 @@ def _envelope(body: Body) -> Body:
     defaults["text"] = {"format": {"type": "text"}}
     defaults["reasoning"] = {"effort": None, "summary": None}
     echoed = {k: v if body.get(k) is None else body[k] for k, v in defaults.items()}
-    head: Body = {"id": _id("resp"), "object": "response", "created_at": int(time.time())}
+    head: Body = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
     head |= {"status": "in_progress", "background": False, "error": None, "model": ""}
     return head | {"incomplete_details": None, "output": [], "usage": None} | echoed
 
@@ -366,7 +439,7 @@ def _usage(usage: Body) -> Body:
     }
 
 
-def _id(prefix: str) -> str:
+def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid4().hex}"
 
 
