@@ -52,6 +52,7 @@ Way = Literal["packed", "padded", "plain"]
 # relative to the largest one. Sums in another order move them by less than a hundredth of it.
 TOLERANCE = 5e-4
 ROUNDING = 1e-5  # likewise, of gradients in padded batches, where rows can be computed alone
+SHORT_FLOATS = 0.25  # of log-probs, in nats, where a model without a copy is of 16-bit numbers
 ATTRIBUTE = "agentrl_proof"  # of a model: its `Proof`
 
 
@@ -204,11 +205,14 @@ def check_model(model: PreTrainedModel) -> None:
                 f"{type(model).__name__}: it cannot be computed from token ids alone "
                 f"({_one_line(error)}); choose a decoder that reads text"
             ) from error
-        same = head is not None and torch.equal(head(hidden), logits)
+        # A projection before the head may change the width.
+        fits = head is not None and head.weight.shape[-1] == hidden.shape[-1]
+        same = fits and torch.equal(head(hidden), logits)
     if not same:
         raise PolicyError(
             f"{type(model).__name__}: its logits are not the output of its language-model head "
-            "(soft-capping or scaling follows the head); choose a model without that"
+            "(soft-capping or scaling follows the head, or layers come before it); choose a model "
+            "without that"
         )
     prove(model)
 
@@ -221,7 +225,8 @@ def _is_causal(model: PreTrainedModel, tokens: Tensor) -> bool:
             model(input_ids=tokens[None, :size], use_cache=False).logits[0].log_softmax(-1)
             for size in (len(tokens), len(tokens) - 10, len(tokens) - 1)
         )
-    return all(float((long[: len(s)] - s).abs().max()) <= TOLERANCE for s in short)
+    most = TOLERANCE if long.dtype in (torch.float32, torch.float64) else SHORT_FLOATS
+    return all(float((long[: len(s)] - s).abs().max()) <= most for s in short)
 
 
 def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
@@ -305,13 +310,9 @@ def _proof(model: PreTrainedModel) -> Proof | PolicyError:
             raise ScalingError("its log-probs are not finite")
         causal = _is_causal(copy, rows[-1].tokens)
     except ScalingError as error:
-        return Proof("plain", "rows", f"has no small copy to compare with ({error})")
+        return _proof_of_itself(model, f"has no small copy to compare with ({error})")
     if not causal:
-        return PolicyError(
-            f"{type(model).__name__}: its own forward pass makes a token's log-prob depend on the "
-            "tokens after it, so what is sampled is not what would be trained; choose a causal "
-            "decoder"
-        )
+        return _not_causal(model)
     reason = incompatibility(model) or ""
     if not reason:
         trie, packed = (
@@ -331,6 +332,40 @@ def _proof(model: PreTrainedModel) -> Proof | PolicyError:
     return PolicyError(
         f"{type(model).__name__}: its log-probs cannot be computed here, even one row at a time "
         f"({gap} off its own output); choose another model"
+    )
+
+
+def _proof_of_itself(model: PreTrainedModel, reason: str) -> Proof | PolicyError:
+    """Of a model without a copy: that its own forward pass over a row can be computed with
+    gradients, gives the same twice, and is causal."""
+    tokens = proof_rows()[-1].tokens.to(model.device)
+
+    def logits() -> Tensor:
+        found: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+        return found
+
+    try:
+        attempt(lambda: logits().sum()).detach()
+        with torch.no_grad():
+            same = attempt(lambda: torch.equal(logits(), logits()))
+        causal = attempt(lambda: _is_causal(model, tokens))
+    except ScalingError as error:
+        return PolicyError(
+            f"{type(model).__name__}: its own forward pass over {len(tokens)} tokens fails "
+            f"({error}); choose another model"
+        )
+    if not same:
+        return PolicyError(
+            f"{type(model).__name__}: its own forward pass gives other log-probs each time, so "
+            "what is sampled is not what would be trained; choose another model"
+        )
+    return Proof("plain", "rows", reason) if causal else _not_causal(model)
+
+
+def _not_causal(model: PreTrainedModel) -> PolicyError:
+    return PolicyError(
+        f"{type(model).__name__}: its own forward pass makes a token's log-prob depend on the "
+        "tokens after it, so what is sampled is not what would be trained; choose a causal decoder"
     )
 
 

@@ -15,6 +15,7 @@ learner or engine take one row at a time; `refused`: a sentence at load; `wrong`
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import logging
 import time
@@ -194,6 +195,17 @@ def _cell(text: str) -> str:
     return short if len(short) <= 220 else f"{short[:217]}..."
 
 
+def store(path: Path, found: dict[str, Any], version: str) -> None:
+    """Add figures to those of the same version of transformers. Groups may run together."""
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        kept = json.loads(file.read() or "{}")
+        known = kept["classes"] if kept.get("transformers") == version else {}
+        file.truncate(0)
+        file.write(json.dumps({"transformers": version, "classes": known | found}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
@@ -204,8 +216,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     logging.getLogger("agentrl").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    kept = json.loads(STORED.read_text()) if STORED.exists() else {}
     if given.write:
+        kept = json.loads(STORED.read_text())
         PAGE.write_text(page(kept["classes"], kept["transformers"]))
         return
     k, n = map(int, given.group.split("/"))
@@ -216,13 +228,7 @@ def main() -> None:
             found[name] = judged(make) | {"seconds": round(time.monotonic() - started, 2)}
             if not given.json:
                 print(name, found[name], flush=True)
-    if found:
-        same = kept.get("transformers") == transformers.__version__
-        # Other groups may have written meanwhile.
-        kept = json.loads(STORED.read_text()) if same and STORED.exists() else {}
-        classes = kept.get("classes", {}) | found
-        stored = {"transformers": transformers.__version__, "classes": classes}
-        STORED.write_text(json.dumps(stored, indent=1) + "\n")
+    store(STORED, found, transformers.__version__)
     print(json.dumps(summary(found) | {"bad": {
         name: each for name, each in found.items() if each["outcome"] in ("wrong", "bare_error")
     }}))  # fmt: skip

@@ -116,6 +116,45 @@ def test_a_model_without_a_small_copy_is_computed_by_its_own_forward_pass(
     assert "one at a time" in record.message
 
 
+def test_a_model_without_a_small_copy_is_refused_unless_its_own_values_can_be_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A random one, one whose forward pass fails, and one that reads the future."""
+
+    def none(model: PreTrainedModel) -> PreTrainedModel:
+        raise forward.ScalingError("unknown")
+
+    monkeypatch.setattr(forward, "scaled_copy", none)
+    for index, (change, sentence) in enumerate(
+        {
+            "random": "gives other log-probs each time",
+            "fails": r"over 41 tokens fails \(ValueError: too long\)",
+            "ahead": "depend on the tokens after it",
+        }.items()
+    ):
+        model = network("llama", **SHAPE, rms_norm_eps=1e-6 * (index + 2))
+
+        def changed(
+            module: Any, args: Any, output: torch.Tensor, change: str = change
+        ) -> torch.Tensor:
+            if change == "fails":
+                raise ValueError("too long")
+            return output + (torch.rand(()) if change == "random" else output.mean(1, True))
+
+        model.get_input_embeddings().register_forward_hook(changed)
+        with pytest.raises(PolicyError, match=sentence):
+            prove(model)
+
+
+def test_a_projection_to_another_width_before_the_head_is_refused() -> None:
+    shape = AutoConfig.for_model(
+        "rembert", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, input_embedding_size=16, output_embedding_size=16, is_decoder=True,
+    )  # fmt: skip
+    with pytest.raises(PolicyError, match="layers come before it"):
+        check_model(AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval())
+
+
 def test_no_argument_that_changes_scores_is_dropped() -> None:
     layer, plan = torch.nn.Module(), attention.TreePlan(torch.tensor([1]), torch.tensor([0]))
     one = torch.zeros(1, 1, 1, 16)
