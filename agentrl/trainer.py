@@ -47,9 +47,11 @@ from agentrl.telemetry.console import LogFollower, show_progress
 from agentrl.telemetry.report import print_report
 from agentrl.types import Json, RunState
 
+DEMONSTRATIONS = "demonstrations.jsonl"  # given as objects, in the output folder
 RUN_OUTPUTS = (
     *("store.db*", "run.json", "logs", "checkpoints", "plan.json"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl", "players", measured.FILE),
+    DEMONSTRATIONS,
 )  # what a run writes into its output folder, besides its parts
 
 
@@ -93,7 +95,8 @@ class Trainer:
     number or named numbers. Each may also be "file.py:name", as in a run file, and is left out if
     an environment has it: `Trainer(environment="PLUGIN:WHAT", policy=...)`. `policy` is a Hugging
     Face directory or name, and may be omitted if each of several policies has its own model.
-    `callbacks` have `on_step` or `on_evaluation`.
+    `callbacks` have `on_step` or `on_evaluation`. Conversations to imitate first may be a list,
+    too: `warmup={"data": [{"messages": [...], "tools": [...]}, ...]}`.
 
     Every setting of a run file can be given, tables as dicts or by names with dots:
     `Trainer(..., algorithm={"lr": 1e-5}, **{"eval.every": 5})`. Of `agent`, `tasks`, `verifier` and
@@ -131,7 +134,9 @@ class Trainer:
 
     async def fit_async(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """`fit` for an event loop. If it is cancelled, it stops its processes."""
-        tables, agent, verifier, train, heldout = self.given
+        tables, agent, verifier, train, heldout, demonstrations = self.given
+        if demonstrations is not None:  # named for the checks, and written after them
+            tables = {**tables, "warmup": tables["warmup"] | {"data": DEMONSTRATIONS}}
 
         def resolved() -> RunConfig:
             config = hide_secrets(resolve(tables, source="Trainer"))
@@ -148,6 +153,9 @@ class Trainer:
             if own is not None:
                 file = task_file(own, output / f"{key}.jsonl", config.tasks.columns)
                 tables = {**tables, "tasks": tables.get("tasks", {}) | {key: file}}
+        if demonstrations is not None:
+            file = task_file(demonstrations, output / DEMONSTRATIONS, needs="messages")
+            tables = {**tables, "warmup": tables["warmup"] | {"data": file}}
         check(resolved())
         for key, value in (await measured.complete(tables, output, Console())).items():
             tables = given({}, "", {**tables, key: value}).tables

@@ -199,13 +199,18 @@ def _plain_task(row: dict[str, Any], inputs: Iterable[str]) -> dict[str, Any]:
 
 
 def task_file(
-    tasks: Iterable[dict[str, Json]] | str, file: Path, columns: Mapping[str, str] = NO_COLUMNS
+    tasks: Iterable[dict[str, Json]] | str,
+    file: Path,
+    columns: Mapping[str, str] = NO_COLUMNS,
+    needs: str = "input",
 ) -> str:
-    """The name of a task file; writes tasks given as objects to `file`."""
+    """The name of a task file; writes tasks given as objects to `file`. needs: a required key.
+
+    Raises ConfigError, as `load_tasks` does."""
     if isinstance(tasks, str):
         return tasks
     items = {f"task {index}": item for index, item in enumerate(tasks)}
-    _checked(items, file.stem, columns=columns)
+    _checked(items, file.stem, needs, columns)
     file.write_bytes(msgspec.json.Encoder().encode_lines(items.values()))
     return str(file)
 

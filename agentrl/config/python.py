@@ -10,7 +10,10 @@ from agentrl.errors import ConfigError
 
 # A parameter of `Trainer` that is no table is the first setting of its table.
 FIRST = {"agent": "path", "tasks": "train", "verifier": "path", "policy": "model"}
-OBJECTS = (("agent", "path"), ("verifier", "path"), ("tasks", "train"), ("tasks", "heldout"))
+OBJECTS = (
+    *(("agent", "path"), ("verifier", "path"), ("tasks", "train"), ("tasks", "heldout")),
+    ("warmup", "data"),
+)
 
 
 class Given(NamedTuple):
@@ -21,6 +24,7 @@ class Given(NamedTuple):
     verifier: Any = None
     train: Any = None
     heldout: Any = None
+    demonstrations: Any = None
 
 
 def given(parameters: Mapping[str, Any], heldout: Any, settings: Mapping[str, Any]) -> Given:

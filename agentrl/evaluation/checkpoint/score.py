@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -77,7 +78,7 @@ def _evaluate(
     config: RunConfig, checkpoint: Path | None, tasks: str | None, level: int
 ) -> TrainingResult:
     replace = msgspec.structs.replace
-    name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = evaluation_name(config.name)
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
     own = without_making(evaluation_run(config, name, checkpoint and checkpoint.resolve()))
     evaluated = {key: one.evaluated(config) for key, one in tables(own) if "." not in key}
@@ -92,6 +93,11 @@ def _evaluate(
     if scored := scored_line(config, checkpoint):
         Console().print(scored, highlight=False, markup=False, soft_wrap=True)
     return run_blocking(_score(config, level))
+
+
+def evaluation_name(run: str) -> str:
+    """A name of its own for an evaluation of a run, also beside one that begins in this second."""
+    return f"{run}-eval-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 async def _score(config: RunConfig, level: int) -> TrainingResult:

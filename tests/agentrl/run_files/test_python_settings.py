@@ -11,6 +11,8 @@ import pytest
 from rich.console import Console
 
 from agentrl import Trainer, measured, trainer
+from agentrl.algorithms.demonstrations.table import WarmupConfig, warmup_of
+from agentrl.base.loading import load_tasks
 from agentrl.config import RunConfig, resolve
 from agentrl.config.python import given
 from agentrl.errors import ConfigError
@@ -63,6 +65,34 @@ def test_a_dict_is_the_table_and_anything_else_its_first_setting(tmp_path: Path)
     made = given({"tasks": tasks}, "held.jsonl", {})
     assert made.tables == {"tasks": {"columns": {"answer": "a"}, "heldout": "held.jsonl"}}
     assert made.train == [{"input": "b"}]
+
+
+def test_conversations_to_imitate_may_be_objects(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[RunConfig] = []
+
+    async def front(config: RunConfig, **_: Any) -> None:
+        started.append(config)
+
+    monkeypatch.setattr(trainer, "front", front)
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+    def train(demonstrations: Any) -> WarmupConfig:
+        Trainer(
+            *(print, [{"input": "a"}], len, tiny_model_dir),
+            **{"output": str(tmp_path), "warmup.steps": 3, "warmup.data": demonstrations},
+        ).fit(fresh=True)
+        return warmup_of(started[-1])
+
+    for written in ([chat, chat], (one for one in (chat, chat))):
+        settings = train(written)
+        assert settings.steps == 3
+        assert load_tasks(settings.data, tmp_path, key="k", needs="messages") == [chat, chat]
+    assert train(str(tmp_path / "own.jsonl")).data == str(tmp_path / "own.jsonl")
+    assert not (tmp_path / "demonstrations.jsonl").exists()  # of the run before, which was cleared
+    with pytest.raises(ConfigError, match="task 1 has no 'messages', a chat to imitate"):
+        train([chat, {"input": "a"}])
 
 
 @pytest.mark.parametrize(
