@@ -199,7 +199,8 @@ env = {{ B = "b" }}
     rollout.write(
         {"task.toml": table, DOCKERFILE: "FROM BASE\nRUN mkdir /opt\n", "tests/test.sh": check}
     )
-    assert await rollout(['echo "$A$B $(pwd) $(id -u)"'], "Done.") == {"outcome": 1.0}
+    given = {"variables": ["HARBOR_HERE"]}
+    assert await rollout(['echo "$A$B $(pwd) $(id -u)"'], "Done.", **given) == {"outcome": 1.0}
     assert rollout.told == "here /opt 65534"
 
 

@@ -106,7 +106,7 @@ def test_the_command_prints_calls_and_needs(odd: Path) -> None:
     assert "its preset was not tested with version 1.2.3" in ended.output
     assert ended.exit_code == 1
     listed = CliRunner().invoke(cli, ["harness", "list"])
-    assert "codex     0.171.0   npm install @openai/codex@0.171.0" in listed.output
+    assert "codex     0.169.0 to 0.171.0 npm install @openai/codex@0.171.0" in listed.output
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:

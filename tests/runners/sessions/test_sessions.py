@@ -444,7 +444,9 @@ async def test_headers_that_are_no_text_are_refused_or_passed_by(
     ):
         served = await start(settings(**given))
         body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + sent
+        head = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + sent
+        )
         head += b"\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
         port = int(served.url.split(":")[2].split("/")[0])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

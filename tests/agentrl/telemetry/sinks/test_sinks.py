@@ -550,7 +550,7 @@ def test_sinks_are_checked_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="'wandb' twice"):
         resolve({"metrics": {"sinks": ["wandb", "wandb"]}}, source="run.toml")
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"'trackio' is not installed.*agentrl\[trackio\]"):
+    with pytest.raises(ConfigError, match=r"'trackio' is not installed.*\[trackio\]"):
         resolve({"metrics": {"sinks": ["trackio"]}}, source="run.toml")
 
 
