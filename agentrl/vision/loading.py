@@ -55,7 +55,7 @@ def load(
     if Version(transformers.__version__) < Version(OLDEST):
         raise PolicyError(
             f"model {name!r}: models that look need transformers {OLDEST} or newer, not "
-            f"{transformers.__version__}; pip install -U 'agentrl[vision]'"
+            f"{transformers.__version__}; {install_command('vision', ' -U')}"
         )
     if config is not None and setting:
         check(config, setting)

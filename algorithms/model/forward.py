@@ -338,6 +338,8 @@ def _proof(model: PreTrainedModel) -> Proof | PolicyError:
 def _proof_of_itself(model: PreTrainedModel, reason: str) -> Proof | PolicyError:
     """Of a model without a copy: that its own forward pass over a row can be computed with
     gradients, gives the same twice, and is causal."""
+    if model.get_output_embeddings() is None:  # a critic's: what it predicts is compared elsewhere
+        return Proof("plain", "rows", reason)
     tokens = proof_rows()[-1].tokens.to(model.device)
 
     def logits() -> Tensor:
