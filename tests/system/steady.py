@@ -67,8 +67,8 @@ def team_config(folder: Path, model: Path, dtype: str = "float32") -> RunConfig:
 
 
 def failing_config(folder: Path, model: Path, dtype: str = "float32") -> RunConfig:
-    """The same, of whose task nothing comes."""
-    made = config(folder, model, dtype)
+    """The same, of whose task nothing comes; it ends by `max_empty_steps`, not by `max_failed`."""
+    made = replace(config(folder, model, dtype), max_failed=1.0)
     (folder / "tasks.jsonl").write_text('{"input": "fail"}\n')
     return made
 
