@@ -47,6 +47,7 @@ def config(folder: Path, model: Path, dtype: str = "float32") -> RunConfig:
         "agent": {"path": "agent.py:agent"}, "tasks": {"train": "tasks.jsonl"},
         "policy": {"model": str(model), "dtype": dtype, "device": "cpu"},
         "algorithm": algorithm, "learner": {"threads": 1, "token_budget": 60},
+        "max_failed": 1.0,  # what fails ends by max_empty_steps
     }  # fmt: skip
     return resolve(settings, source="test")
 
@@ -67,8 +68,8 @@ def team_config(folder: Path, model: Path, dtype: str = "float32") -> RunConfig:
 
 
 def failing_config(folder: Path, model: Path, dtype: str = "float32") -> RunConfig:
-    """The same, of whose task nothing comes; it ends by `max_empty_steps`, not by `max_failed`."""
-    made = replace(config(folder, model, dtype), max_failed=1.0)
+    """The same, of whose task nothing comes."""
+    made = config(folder, model, dtype)
     (folder / "tasks.jsonl").write_text('{"input": "fail"}\n')
     return made
 
