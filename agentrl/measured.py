@@ -16,7 +16,10 @@ from typing import Any
 from rich.console import Console
 
 from agentrl.base.files import replace_file
+from agentrl.base.loading import is_installed
+from agentrl.base.parts import has
 from agentrl.config.keys import flatten
+from agentrl.errors import install_command
 
 FILE = "measured.json"  # in the output folder
 # What is measured, by the setting that it becomes. An adapter and its learning rate are one choice.
@@ -37,6 +40,9 @@ async def complete(tables: Mapping[str, Any], output: Path, console: Console) ->
     if not model or not _trains_it_here(tables):
         return {}
     wanted = {key: name for key, name in SETTINGS.items() if key not in said}
+    if not (has("lora") and is_installed("peft")):
+        console.print(f"all weights are trained; an adapter needs less: {install_command('lora')}")
+        wanted = {key: name for key, name in wanted.items() if key not in ADAPTER}
     if ADAPTER - wanted.keys() or any(key.startswith("policy.lora.") for key in said):
         wanted = {key: name for key, name in wanted.items() if key not in ADAPTER}
     if not wanted:
