@@ -28,7 +28,6 @@ def is_loopback_host(host: str) -> bool:
     return is_loopback(host.removeprefix("[").removesuffix("]"))
 
 
-@lru_cache(64)
 def is_for_this_machine(host: bytes) -> bool:
     """Whether the header Host names this machine. Otherwise a web page may have resolved its own
     name to this address (DNS rebinding) to read a server through its visitor's browser."""
@@ -38,6 +37,7 @@ def is_for_this_machine(host: bytes) -> bool:
     return not name or is_loopback_host(name)
 
 
+@lru_cache(64)  # the calls of a client have the same headers
 def cross_site(
     method: str, host: bytes, content_type: bytes, origin: bytes = b""
 ) -> tuple[int, str] | None:

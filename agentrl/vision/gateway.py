@@ -28,7 +28,9 @@ from agentrl.config.infrastructure import EmbeddedEngineConfig
 from agentrl.errors import NotFound, StoreError
 from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
 from agentrl.runners.gateway.features import Feature
-from agentrl.runners.gateway.media import (
+from agentrl.runners.gateway.refusals import UpstreamError
+from agentrl.runners.gateway.request import (
+    Fields,
     Sight,
     is_empty,
     kind_of,
@@ -37,8 +39,6 @@ from agentrl.runners.gateway.media import (
     other_model,
     parts_of,
 )
-from agentrl.runners.gateway.refusals import UpstreamError
-from agentrl.runners.gateway.request import Fields
 from agentrl.runners.gateway.upstream import Messages, Route
 from agentrl.store.base import Store
 from agentrl.types import Image, Json, Transition

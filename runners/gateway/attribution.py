@@ -32,9 +32,8 @@ from agentrl.base.failures import LOOPS
 from agentrl.base.http_server import bearer, given_key, read_body
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.conversation import ConversationMemory
-from agentrl.runners.gateway.media import Sight
 from agentrl.runners.gateway.refusals import TOLD, RefusedError, told
-from agentrl.runners.gateway.request import ModelRequest, read_request
+from agentrl.runners.gateway.request import ModelRequest, Sight, read_request
 from agentrl.runners.gateway.upstream import NO_SEATS, Seats
 from agentrl.runners.tracing.roles import DEFAULT, NAMES, ROLE
 from agentrl.types import Attempt, Sampling, Transition

@@ -11,7 +11,7 @@ from tests.benchmarks import step_trace
 from tests.benchmarks.size import files, measure
 
 MOST_FILES = 19  # of a step up to its gradient; only falls
-MOST_CALL_FILES = 19  # of a model call up to its row; only falls
+MOST_CALL_FILES = 17  # of a model call up to its row; only falls
 
 
 def test_what_is_linked_counts_once(tmp_path: Path) -> None:

@@ -61,9 +61,7 @@ class Evals(Environment):
         played = self.eval(endpoint, *map(endpoint.role, self.roles))
         rng = Random(f"{self.name}.{index}:{played.seed}".encode())  # as the package's
         played.eval_sample(deepcopy(self.samples[index]), rng)
-        outcome = kept.setdefault("outcome", kept.get("score"))
-        if not isinstance(outcome, int | float):
-            raise ValueError(f"it recorded no match and no score that is a number, only {kept}")
+        kept["outcome"] = number(kept.get("outcome", kept.get("score")))  # None if it has neither
         return {k: float(v) for k, v in kept.items() if isinstance(v, int | float)}
 
 

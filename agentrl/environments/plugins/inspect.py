@@ -3,21 +3,16 @@ rollout. Other models that it asks, such as `grader`, are roles."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentrl.environments import Endpoint, Environment
 from agentrl.environments.plugins.shared import held_out
+from agentrl.environments.plugins.verdicts import check_choice, no_timeouts, numbered, scores
 from agentrl.types import Json
 
 SAMPLING = dict.fromkeys(("temperature", "top_p", "top_k", "seed", "num_choices"))  # the run's
-VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
-WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
-SAMPLES = "inspect_ai._eval.task.run"  # logger of what plays samples
 GRADER = 'it asks the role grader: set environment_options.roles = ["grader"]'
 
 
@@ -38,12 +33,7 @@ class Inspect(Environment):
         self.task.config = self.task.config.model_copy(update=SAMPLING)
         scorers = [(registry_info(s).name.split("/")[-1], s) for s in self.task.scorer or ()]
         names = numbered([name for name, _ in scorers])
-        if not names:
-            raise ValueError("the task has no scorer, so nothing would be learned from it")
-        if len(names) > 1 and not score:
-            raise ValueError(f"set environment_options.score to one of its scores: {names}")
-        if score and score.partition("/")[0] not in names:
-            raise ValueError(f"environment_options.score = {score!r}: it has the scores {names}")
+        check_choice(names, score)
         known = [(name, registry_params(scorer)) for name, scorer in scorers]
         judged = [p for n, p in known if "model_graded" in n and not p.get("model")]
         seen = [*(p.get("model_role", "grader") for p in judged), *(self.task.model_roles or ())]
@@ -71,74 +61,12 @@ class Inspect(Environment):
         roles |= {role: model(endpoint.role(role)) for role in self.roles}
         task = task_with(copy(self.task), dataset=MemoryDataset([dict(self.pairs)[id]]))
         play = {"model": model(endpoint), "model_roles": roles, "epochs": 1, "max_retries": 2}
-        with TemporaryDirectory() as logs, unexpected_timeouts() as late:
+        with TemporaryDirectory() as logs, no_timeouts():
             [log] = await eval_async(task, fail_on_error=False, log_dir=logs, **play)
             [sample] = log.samples or [None]  # read from the folder
-        if late:
-            raise RuntimeError("a solver or tool ran out of time (TimeoutError)")
         if error := log.error or (sample and sample.error):
             raise RuntimeError(GRADER if "No model specified" in error.message else error.message)
         limit = sample and sample.limit and sample.limit.type
         if limit in ("time", "working"):
             raise RuntimeError(f"the sample ran into the task's {limit} limit")
         return scores((sample and sample.scores) or {}, self.score)
-
-
-@contextmanager
-def unexpected_timeouts() -> Iterator[list[str]]:
-    """What Inspect logs of a TimeoutError of a solver or tool, after which it goes on to score."""
-    found: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "timeout error" in record.getMessage():
-                found.append(record.getMessage())
-
-    logger, handler = logging.getLogger(SAMPLES), Kept(logging.WARNING)
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-
-
-def numbered(names: list[str]) -> list[str]:
-    """Names as Inspect writes them into its log: the second of a name ends in 1."""
-    found: list[str] = []
-    for name in names:
-        count = sum(other == name for other in names[: len(found)])
-        found.append(f"{name}{count}" if count else name)
-    return found
-
-
-def scores(given: dict[str, Any], score: str) -> dict[str, float]:
-    """All scores of a sample as numbers, and the one named `score`, or the only one, as the
-    outcome. Raises RuntimeError if it is not clear which one counts."""
-    found: dict[str, float] = {}
-    for scorer, row in given.items():
-        rows = row.value if isinstance(row.value, dict) else {"": row.value}
-        for key, value in rows.items():
-            name = f"{scorer}/{key}".rstrip("/")
-            found[name] = number(value, name)
-    if not found:
-        raise RuntimeError("no scorer gave a score")
-    if score not in found and (score or len(found) > 1):
-        wanted = [name for name in found if name.partition("/")[0] == score] or [*found]
-        if score and len(wanted) == 1:
-            return found | {"outcome": found[wanted[0]]}
-        raise RuntimeError(f"set environment_options.score to one of its scores: {wanted}")
-    return found | {"outcome": found[score or next(iter(found))]}
-
-
-def number(value: Any, name: str) -> float:
-    """A score as Inspect reads it, but for what it would read as 0 with a warning."""
-    if isinstance(value, str):
-        if (word := VALUES.get(value, WORDS.get(value.lower()))) is not None:
-            return word
-        try:
-            return float(value)
-        except ValueError:
-            raise RuntimeError(f"the score {name} is {value!r:.80}, which is no number") from None
-    if not isinstance(value, int | float):
-        raise RuntimeError(f"the score {name} is {value!r:.80}, which is no number")
-    return float(value)

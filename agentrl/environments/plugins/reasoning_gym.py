@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from agentrl.environments import Environment
+from agentrl.environments.plugins.shared import question_in
 from agentrl.environments.toolbox import number
 from agentrl.types import Json
 
@@ -68,8 +69,3 @@ class ReasoningGym(Environment):
             if entry["question"] != question_in(task["input"]):
                 raise RuntimeError("set PYTHONHASHSEED=0, or each process has others") from None
         return entry
-
-
-def question_in(given: Any) -> str:
-    """The question of an input, which is a text, or messages if there is a system prompt."""
-    return str(given if isinstance(given, str) else given[-1]["content"])

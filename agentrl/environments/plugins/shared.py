@@ -47,3 +47,8 @@ class OfThisRollout:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own.get(), name)
+
+
+def question_in(given: Any) -> str:
+    """The question of an input, which is a text, or messages if there is a system prompt."""
+    return str(given if isinstance(given, str) else given[-1]["content"])

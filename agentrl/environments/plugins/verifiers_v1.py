@@ -12,6 +12,7 @@ from typing import Any
 
 from agentrl.environments import Endpoint, Environment
 from agentrl.environments.plugins.shared import held_out
+from agentrl.environments.plugins.verdicts import scores_of_episode
 from agentrl.types import Json
 
 
@@ -64,25 +65,4 @@ class VerifiersV1(Environment):
         client = vf.EvalClientConfig(base_url=endpoint.url, api_key_var="OPENAI_API_KEY")
         model = vf.ModelContext(model=endpoint.model, client=client, sampling=vf.SamplingConfig())
         [slot] = self.env.slots(self.known[key], 1)
-        return scores(await self.env.run_slot(slot, model, None, None))
-
-
-def scores(episode: Any) -> dict[str, float]:
-    """The rewards of an episode. Raises RuntimeError if it was not judged: its own sum leaves out
-    rewards that were never given, also after a time-out, which is no error in its list."""
-    traces = episode.traces
-    errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
-    if errors:
-        raise RuntimeError(errors[0].message)
-    if late := [trace for trace in traces if trace.is_timeout]:
-        raise RuntimeError(f"it ran out of time ({late[0].stop_condition})")
-    if episode.is_timeout or not episode.ok:
-        raise RuntimeError("the episode did not end well, and gave no reason")
-    if len(traces) != 1:
-        raise RuntimeError(f"{len(traces)} agents played; one is supported")
-    rewards = traces[0].rewards
-    if missing := [name for name, row in rewards.items() if row is None]:
-        raise RuntimeError(f"it gave no reward {missing[0]!r}")
-    if not rewards:
-        raise RuntimeError("it gave no reward: the taskset has no function with @vf.reward")
-    return {name: row.value for name, row in rewards.items()} | {"outcome": traces[0].reward}
+        return scores_of_episode(await self.env.run_slot(slot, model, None, None))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.environments.plugins import inspect, reasoning_gym, textarena, verifiers_v1
+from agentrl.environments.plugins import reasoning_gym, textarena, verdicts
 
 pytestmark = pytest.mark.part
 
@@ -24,7 +24,7 @@ def episode(*traces: Any, **fields: Any) -> Any:
 
 
 def test_verifiers_v1_scores_an_episode_that_was_judged() -> None:
-    assert verifiers_v1.scores(episode(trace())) == {"right": 1.0, "outcome": 1.0}
+    assert verdicts.scores_of_episode(episode(trace())) == {"right": 1.0, "outcome": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_verifiers_v1_scores_an_episode_that_was_judged() -> None:
 )
 def test_verifiers_v1_gives_no_number_for_one_that_was_not(found: Any, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        verifiers_v1.scores(found)
+        verdicts.scores_of_episode(found)
 
 
 def score(value: Any) -> Any:
@@ -64,7 +64,7 @@ def score(value: Any) -> Any:
     ],
 )
 def test_inspect_scores(given: Any, chosen: str, outcome: float) -> None:
-    assert inspect.scores(given, chosen)["outcome"] == outcome
+    assert verdicts.scores(given, chosen)["outcome"] == outcome
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def test_inspect_scores(given: Any, chosen: str, outcome: float) -> None:
 )
 def test_inspect_gives_no_number_where_none_is_meant(given: Any, chosen: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        inspect.scores(given, chosen)
+        verdicts.scores(given, chosen)
 
 
 def test_two_scorers_of_one_name_are_two() -> None:
-    assert inspect.numbered(["match", "f1", "match", "match"]) == [
+    assert verdicts.numbered(["match", "f1", "match", "match"]) == [
         "match",
         "f1",
         "match1",

@@ -1,0 +1,107 @@
+"""What packages with scorers of their own say of a rollout, as rewards. What was not judged raises:
+it is never a number."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # of Inspect
+WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
+SAMPLES = "inspect_ai._eval.task.run"  # logger of what plays samples
+
+
+@contextmanager
+def no_timeouts() -> Iterator[None]:
+    """Raises RuntimeError at its end if Inspect logged a TimeoutError of a solver or tool, after
+    which it goes on to score."""
+    found: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "timeout error" in record.getMessage():
+                found.append(record.getMessage())
+
+    logger, handler = logging.getLogger(SAMPLES), Kept(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+    if found:
+        raise RuntimeError("a solver or tool ran out of time (TimeoutError)")
+
+
+def check_choice(names: list[str], score: str) -> None:
+    """Raises ValueError unless `score` says which of a task's scores counts."""
+    if not names:
+        raise ValueError("the task has no scorer, so nothing would be learned from it")
+    if len(names) > 1 and not score:
+        raise ValueError(f"set environment_options.score to one of its scores: {names}")
+    if score and score.partition("/")[0] not in names:
+        raise ValueError(f"environment_options.score = {score!r}: it has the scores {names}")
+
+
+def numbered(names: list[str]) -> list[str]:
+    """Names as Inspect writes them into its log: the second of a name ends in 1."""
+    found: list[str] = []
+    for name in names:
+        count = sum(other == name for other in names[: len(found)])
+        found.append(f"{name}{count}" if count else name)
+    return found
+
+
+def scores(given: dict[str, Any], score: str) -> dict[str, float]:
+    """All scores of a sample as numbers, and the one named `score`, or the only one, as the
+    outcome. Raises RuntimeError if it is not clear which one counts."""
+    found: dict[str, float] = {}
+    for scorer, row in given.items():
+        rows = row.value if isinstance(row.value, dict) else {"": row.value}
+        for key, value in rows.items():
+            name = f"{scorer}/{key}".rstrip("/")
+            found[name] = number(value, name)
+    if not found:
+        raise RuntimeError("no scorer gave a score")
+    if score not in found and (score or len(found) > 1):
+        wanted = [name for name in found if name.partition("/")[0] == score] or [*found]
+        if score and len(wanted) == 1:
+            return found | {"outcome": found[wanted[0]]}
+        raise RuntimeError(f"set environment_options.score to one of its scores: {wanted}")
+    return found | {"outcome": found[score or next(iter(found))]}
+
+
+def number(value: Any, name: str) -> float:
+    """A score as Inspect reads it, but for what it would read as 0 with a warning."""
+    if isinstance(value, str):
+        if (word := VALUES.get(value, WORDS.get(value.lower()))) is not None:
+            return word
+        try:
+            return float(value)
+        except ValueError:
+            raise RuntimeError(f"the score {name} is {value!r:.80}, which is no number") from None
+    if not isinstance(value, int | float):
+        raise RuntimeError(f"the score {name} is {value!r:.80}, which is no number")
+    return float(value)
+
+
+def scores_of_episode(episode: Any) -> dict[str, float]:
+    """The rewards of an episode. Raises RuntimeError if it was not judged: its own sum leaves out
+    rewards that were never given, also after a time-out, which is no error in its list."""
+    traces = episode.traces
+    errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
+    if errors:
+        raise RuntimeError(errors[0].message)
+    if late := [trace for trace in traces if trace.is_timeout]:
+        raise RuntimeError(f"it ran out of time ({late[0].stop_condition})")
+    if episode.is_timeout or not episode.ok:
+        raise RuntimeError("the episode did not end well, and gave no reason")
+    if len(traces) != 1:
+        raise RuntimeError(f"{len(traces)} agents played; one is supported")
+    rewards = traces[0].rewards
+    if missing := [name for name, row in rewards.items() if row is None]:
+        raise RuntimeError(f"it gave no reward {missing[0]!r}")
+    if not rewards:
+        raise RuntimeError("it gave no reward: the taskset has no function with @vf.reward")
+    return {name: row.value for name, row in rewards.items()} | {"outcome": traces[0].reward}
