@@ -54,11 +54,12 @@ def out_of_time(active: ActiveAttempt) -> Failure:
     """The failure of an attempt that is not over at its deadline. What an environment does while it
     waits for no model is not the policy's: no limit of agents applies to it."""
     seconds = f"{active.attempt.rollout.timeout:g} s"
-    if active.environment and not active.was_waiting:
+    if active.environment and not active.waiting:
         message = f"{active.environment}: the rollout ran longer than {seconds}, and its time ended"
         message += f" in the environment's own code, after {active.stored} model calls"
         return Failure(kind=ErrorKind.VERIFIER, message=message)
-    waiting = f", waiting for {len(active.tasks)} model calls" if active.tasks else ""
+    calls = "1 model call" if active.waiting == 1 else f"{active.waiting} model calls"
+    waiting = f", waiting for {calls}" if active.waiting else ""
     message = f"the agent ran longer than {seconds}{waiting}"
     return Failure(kind=ErrorKind.TIMEOUT, message=message)
 

@@ -90,7 +90,7 @@ class ActiveAttempt:
     questions: Counter[bytes] = field(default_factory=Counter)  # digest of one -> calls so far
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
     waits: int = 0  # calls in flight that began before the deadline
-    waited_until: float = 0.0  # time.monotonic() of the latest end of such a call
+    cut: int = 0  # of these, how many ended at the deadline or later
     memory: ConversationMemory = field(default_factory=ConversationMemory)
     roles: Collection[str] = ()  # roles named by the run file, a seat or a prompt
     # What features do to its calls, in this order; see `agentrl.runners.gateway.features`.
@@ -125,9 +125,9 @@ class ActiveAttempt:
         return self.deadline - time.monotonic()
 
     @property
-    def was_waiting(self) -> bool:
-        """Whether the attempt waited for a model at its deadline, which ends calls, too."""
-        return self.waits > 0 or self.waited_until > self.deadline - TIMER_PRECISION
+    def waiting(self) -> int:
+        """Model calls that the attempt waited for at its deadline, which ends calls, too."""
+        return self.waits + self.cut
 
     def goes_on_unrecorded(self) -> bool:
         """Whether calls are answered although the store failed; none is recorded from then on."""
@@ -356,7 +356,8 @@ class AttemptRegistry:
         finally:
             active.tasks.discard(task)
             if in_time:
-                active.waits, active.waited_until = active.waits - 1, time.monotonic()
+                active.waits -= 1
+                active.cut += active.left < TIMER_PRECISION
 
     def _owner(
         self, headers: Mapping[str, str], path: Mapping[str, str], trace: str

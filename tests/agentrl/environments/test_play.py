@@ -222,4 +222,4 @@ async def test_what_a_policy_that_takes_too_many_turns_gets_is_set_by_the_run_fi
 
         done = await on.play({"id": "a", "input": {"goal": 3}}, slow)
     assert done.outcome == 0.0
-    assert "the agent ran longer than 6 s, waiting for 1 model calls" in done.problem
+    assert "the agent ran longer than 6 s, waiting for 1 model call" in done.problem

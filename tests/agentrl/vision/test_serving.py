@@ -19,7 +19,7 @@ from agentrl.types import Sampling, Transition, int32
 from agentrl.vision import tiny
 from tests.agentrl.vision.looks import KINDS, WORDS, digest, eyes_of, own_logprobs, png
 
-CLOSE = 2e-6  # nats
+CLOSE = 1e-5  # nats; float32, whose last bits depend on a batch's shape and on the processor
 
 
 def image(body: bytes) -> dict[str, Any]:
@@ -133,10 +133,10 @@ async def test_an_update_encodes_images_with_the_new_tower() -> None:
             for weight in model.model.vision_tower.parameters():
                 weight.mul_(1.5)
         again = await ask(http, messages, temperature=0)
-        assert call_of(again, [png(3)])[1] == call_of(before, [png(3)])[1]
+        assert call_of(again, [png(3)])[1] == pytest.approx(call_of(before, [png(3)])[1], abs=CLOSE)
         await server.publish(1)
         after = await ask(http, messages, temperature=0)
-        assert call_of(after, [png(3)])[1] != call_of(before, [png(3)])[1]
+        assert call_of(after, [png(3)])[1] != pytest.approx(call_of(before, [png(3)])[1], abs=1e-3)
         assert gap(model, after, [png(3)]) <= CLOSE
 
 
@@ -187,11 +187,12 @@ async def test_images_of_the_store_are_fetched_by_digest() -> None:
     async with serving("llava") as (server, http):
         eyes_of(server.network).source = source
         named = {"type": "image_url", "image_url": {"url": f"image:{digest(png(6006))}"}}
-        found = [
-            (await ask(http, [user(part, text("what"))], temperature=0))["choices"]
+        by_digest, by_value = [
+            call_of(await ask(http, [user(part, text("what"))], temperature=0), [png(6006)])
             for part in (named, image(png(6006)))
         ]
-        assert found[0] == found[1]
+        assert list(by_digest[0].completion) == list(by_value[0].completion)
+        assert by_digest[1] == pytest.approx(by_value[1], abs=CLOSE)
         assert asked == [[digest(png(6006))]]
         lost = {"type": "image_url", "image_url": {"url": f"image:{digest(b'lost')}"}}
         response = await http.post("/v1/chat/completions", json={"messages": [user(lost)]})
