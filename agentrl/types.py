@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import field
@@ -108,7 +108,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Sampling(Record, frozen=True):
     """Sampling parameters. In a rollout: defaults for parameters that the agent does not set."""
 
-    renamed: ClassVar[dict[str, str]] = {"force": "override_agent"}  # as in `config.base.Section`
     temperature: float = 1.0  # Temperature of sampling; 0: greedy. Training needs about 1.
     top_p: float = 1.0  # Probability mass of the candidate tokens (nucleus sampling); train with 1.
     top_k: int = 0  # Number of candidate tokens; 0: no limit.

@@ -150,7 +150,7 @@ def attempt(
     row: Row, id: str, fence: int, lease_until: float, prompts: list[types.PromptText]
 ) -> types.Attempt:
     """Build an attempt from a rollout's row."""
-    sampling = types.Sampling(**_read_sampling(row["sampling"]))
+    sampling = types.Sampling(**msgspec.json.decode(row["sampling"]))
     rollout = record(types.NewRollout, row, sampling=sampling, **_rollout_fields(row))
     return types.Attempt(
         id=id,
@@ -222,13 +222,6 @@ def _sampling(t: types.Transition) -> types.Json:
     return asdict(t.sampling) | {"processors": t.processors} if t.processors else t.sampling
 
 
-def _read_sampling(text: str) -> dict[str, Any]:
-    """The content of a column `sampling`, which an earlier version may have written."""
-    found: dict[str, Any] = msgspec.json.decode(text)
-    renamed = types.Sampling.renamed
-    return {renamed.get(name, name): value for name, value in found.items()}
-
-
 def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[types.Transition]]:
     """Build calls by attempt, in order of index: either the regular or the late ones. `rows`:
     complete attempts in order of arrival, so that parents precede their children."""
@@ -242,7 +235,7 @@ def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[ty
         messages = shared[: row["chat_shared"]] + from_json(row["messages"])
         chats[row["seq"]] = messages if answer is None else [*messages, answer]
         if bool(row["late"]) is late:
-            sampling = _read_sampling(row["sampling"])
+            sampling = msgspec.json.decode(row["sampling"])
             call = record(
                 types.Transition,
                 row,

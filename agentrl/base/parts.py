@@ -46,7 +46,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     follows: Objects = {}  # (store, run, a `Trainer`'s callbacks) -> context of what calls them
     presets: Objects = {}
     learners: Objects = {}
-    older: Objects = {}  # learners of an earlier version: (learner, what made it) -> today's form
     engines: Objects = {}
     executors: Objects = {}
     harnesses: Objects = {}

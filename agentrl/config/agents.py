@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -34,7 +34,6 @@ class AgentConfig(Section, frozen=True):
     """The unmodified agent and how it runs: a Python object (`path`), a `command`, or a coding
     `harness` with a preset."""
 
-    renamed: ClassVar[dict[str, str]] = {"partial": "on_truncation"}
     path: str = ""  # Agent, as "file.py:name" or "package.module:name".
     command: str | list[str] = []  # Program in any language; a string is split like in a shell.
     # Coding harness: codex, claude, qwen, gemini, opencode, pi, mini, aider, or your own as

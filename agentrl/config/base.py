@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from functools import cache, reduce
+from collections.abc import Iterator
+from functools import reduce
 from operator import or_
 from types import GenericAlias, UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
@@ -29,7 +29,6 @@ EXTERNAL = "external"  # tag of kinds from outside the library; `factory` has th
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the run file's tables."""
 
-    renamed: ClassVar[Mapping[str, str]] = {}  # old -> new key; the old one is read for one version
     plays: ClassVar[bool] = False  # of a part's table: whether rollouts depend on it
     # Whether it gives rollouts a reward: one of several tables by name, which is the reward's.
     gives_reward: ClassVar[bool] = False
@@ -71,12 +70,6 @@ def without_making(config: S) -> S:
     """The settings of a run that begins with the weights of its policy as they are."""
     made = {key: type(own)() for key, own in tables(config) if own.makes_weights}
     return msgspec.structs.replace(config, **made)
-
-
-@cache
-def say_renamed(old: str, new: str) -> None:
-    """Once per process."""
-    log.warning("%s is now called %s; its old name ends with the next version", old, new)
 
 
 def kind_of(section: Section) -> str:

@@ -91,7 +91,6 @@ class ExternalLearnerConfig(LearnerConfig, frozen=True, kw_only=True, tag=EXTERN
 class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     """Settings of every policy server."""
 
-    renamed: ClassVar[dict[str, str]] = {"keys": "kv_on_update"}
     serves_images: ClassVar[bool] = False  # Whether the messages of calls may have images.
     host: str = "127.0.0.1"  # address on which it listens and at which runners call it
     port: Port = 0  # Port on which it listens; 0: any free one.
@@ -196,7 +195,6 @@ class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
 
     runs_paths: ClassVar[bool] = False  # whether agents are `agent.path` only
     runs_commands: ClassVar[bool] = False  # whether agents are programs only
-    renamed: ClassVar[dict[str, str]] = {"prepare": "prefetch", "score": "scoring_concurrency"}
 
     processes: Natural = 1  # Runner processes on this machine; 0: start none here.
     concurrency: Count = 64  # running rollouts per process

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 
 from agentrl.base.parts import hint, installed_plugins, missing
-from agentrl.config.base import EXTERNAL, field_types, say_renamed, structs_of
+from agentrl.config.base import EXTERNAL, field_types, structs_of
 from agentrl.config.policies import TABLES
 from agentrl.config.schema import LoraConfig, MemberConfig, RunConfig
 from agentrl.errors import ConfigError, nearest
@@ -49,7 +49,6 @@ class _Reader:
     def table(self, kinds: Structs, data: Mapping[str, Any], path: str) -> dict[str, Any]:
         """kinds: the types of the table, one per kind, the default first."""
         section, table = self._choose(kinds, dict(data), path)
-        self._rename(section, table, path)
         types = field_types(section) | (OVERRIDDEN if section is MemberConfig else {})
         for key, value in list(table.items()):
             if key in types:
@@ -58,16 +57,6 @@ class _Reader:
                 self._check_other(kinds, section, table, key, path)
                 del table[key]
         return table
-
-    def _rename(self, section: Struct, table: dict[str, Any], path: str) -> None:
-        for old, new in getattr(section, "renamed", {}).items():
-            if old not in table:
-                continue
-            if new in table:
-                raise ConfigError(f"{self.source}: {path}{old} is now {path}{new}; remove {old}")
-            table[new] = table.pop(old)
-            if not self.stored:
-                say_renamed(f"{path}{old}", f"{path}{new}")
 
     def _value(self, kind: Any, value: Any, path: str) -> Any:
         if not isinstance(value, dict):

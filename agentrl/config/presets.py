@@ -6,31 +6,18 @@ tests.algorithms.presets.test_names` writes `presets.json`; a test compares it w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from agentrl.base.parts import hint, installed_plugins, missing
-from agentrl.config.base import say_renamed
 from agentrl.config.policies import trained_policies, view
 from agentrl.config.schema import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError, nearest
 
 TABLE = Path(__file__).with_name("presets.json")
-
-
-ALIASES = {
-    "dro": "kimi", "gspo-token": "gspo", "+equal": "+mean-by", "+fade": "+call-discount",
-    "+table": "+tabular",
-}  # fmt: skip
-"""Old names, which end with the next version, of presets and modifiers."""
-OPTION_ALIASES = {
-    "equal_units": "mean_by_units", "fade_gamma": "call_discount_gamma",
-    "table_gamma": "tabular_gamma", "table_lam": "tabular_lam",
-}  # fmt: skip
 
 
 class PresetNames(msgspec.Struct, frozen=True):
@@ -60,36 +47,14 @@ def _check(algorithm: AlgorithmConfig) -> None:
     name, known = algorithm.preset, preset_names()
     if ":" in name:
         return
-    host, modifiers = find_preset(current_name(name))
+    host, modifiers = find_preset(name)
     if host not in known.presets or not known.modifiers.keys() >= set(modifiers):
         return
     options = [*known.presets[host], *(o for word in modifiers for o in known.modifiers[word])]
-    for option in current_options(algorithm.options):
+    for option in algorithm.options:
         if option not in options:
             said = hint("setting", option, None, options) or nearest(option, options)
             raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {said}")
-
-
-def current_name(name: str) -> str:
-    """An algorithm with the current names of its preset and modifiers; logs a change."""
-    host, *added = name.split("+")
-    words = [host, *(f"+{word}" for word in added)]
-    return "".join(_current("preset", word, ALIASES) for word in words)
-
-
-def current_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by their current names; logs a change. Raises ConfigError for one given twice."""
-    found = {_current("options", name, OPTION_ALIASES): value for name, value in options.items()}
-    if len(found) < len(options):
-        twice = next(new for old, new in OPTION_ALIASES.items() if {old, new} <= options.keys())
-        raise ConfigError(f"algorithm.options.{twice} is also given by its old name; remove that")
-    return found
-
-
-def _current(key: str, name: str, aliases: Mapping[str, str]) -> str:
-    if name in aliases:
-        say_renamed(f"algorithm.{key}: {name}", aliases[name])
-    return aliases.get(name, name)
 
 
 def find_preset(

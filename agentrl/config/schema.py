@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -104,7 +104,6 @@ class LoraConfig(Section, frozen=True):
 class PolicyConfig(Section, frozen=True):
     """The model to train: a Hugging Face checkpoint directory or hub name."""
 
-    renamed: ClassVar[dict[str, str]] = {"messages": "unsupported_roles"}
     model: str = ""  # Hub name or directory of the model; default with `build`: <output>/policy.
     # Function that creates `model` if it is absent, called as (directory, seed): "file.py:name".
     build: str = ""
@@ -151,10 +150,6 @@ class TeamConfig(Section, frozen=True):
 class AlgorithmConfig(Section, frozen=True):
     """How a policy learns from a batch. `options` are arguments of the preset."""
 
-    renamed: ClassVar[dict[str, str]] = {
-        "inexact": "missing_token_ids", "overlap": "async_sampling", "order": "group_order",
-        "stale": "stale_tokens", "close_at": "group_quorum", "lr_ess": "ess_for_full_lr",
-    }  # fmt: skip
     # Name from `agentrl algorithms`, with modifiers as in "grpo+tis", or your own "file.py:name".
     preset: str = "auto"
     # arguments of the preset: `agentrl algorithms show NAME` lists them
@@ -249,7 +244,6 @@ class CriticConfig(Section, frozen=True):
 class ReferenceConfig(Section, frozen=True):
     """The reference policy of KL penalties."""
 
-    renamed: ClassVar[dict[str, str]] = {"target": "target_kl", "horizon": "kl_horizon"}
     # A checkpoint directory or hub name; empty: the initial policy or, for an adapter, its base.
     model: str = ""
     every: Natural = 0  # steps between resets of the reference to the current policy; 0: never
@@ -298,7 +292,6 @@ class CheckpointConfig(Section, frozen=True):
 class EvalConfig(Section, frozen=True):
     """Held-out evaluations before, during and after training."""
 
-    renamed: ClassVar[dict[str, str]] = {"beside": "concurrent"}
     # Steps between evaluations; 0: only before and after training, as one of 64 tasks plays as many
     # rollouts as a step of 8 groups of 8.
     every: Natural = 0

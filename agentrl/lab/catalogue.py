@@ -13,7 +13,6 @@ from agentrl.algorithms.presets import catalogue as presets
 from agentrl.algorithms.presets.declare import EMPTY, AlgoModifier, AlgoPreset
 from agentrl.algorithms.presets.registry import ALL_STREAMS, parts_of_name
 from agentrl.base.parts import known
-from agentrl.config.presets import current_name
 
 
 def catalogue() -> list[str]:
@@ -62,7 +61,7 @@ def record(name: str) -> list[str]:
 
 def options_of(name: str) -> dict[str, Any]:
     """Options of a preset with modifiers, with defaults (`EMPTY`: required). Raises as `make`."""
-    host, added = parts_of_name(current_name(name), Path())
+    host, added = parts_of_name(name, Path())
     accepted = [host.options(), *(modifier.options() for modifier in added)]
     return {option: default for own in accepted for option, (_, default) in own.items()}
 

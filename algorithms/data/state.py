@@ -9,7 +9,6 @@ checkpoint before it gives the same psi bit for bit. Credit stays pure: it reads
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import ClassVar, Protocol, runtime_checkable
@@ -23,9 +22,6 @@ from agentrl.errors import PolicyError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
-# What runs on data sets wrote up to 0.1, and nothing reads.
-UNREAD = ("step_size",)
-CLASS = re.compile(r"\b[A-Z]\w*(?=\()")
 
 
 class StatePart(Protocol):
@@ -147,9 +143,8 @@ class AlgorithmState:
     def restore(self, data: Mapping[str, Json]) -> None:
         """Restore the state of a checkpoint. A part missing from an older checkpoint keeps its
         initial state, with a warning. Raises PolicyError for a part of another algorithm."""
-        data = self._with_current_names(data)
         for name in data:
-            if name not in self.parts and name not in UNREAD:
+            if name not in self.parts:
                 hint = nearest(name, self.parts) if self.parts else "this algorithm has no state"
                 raise PolicyError(
                     f"the checkpoint has state {name!r} of another algorithm; {hint}. Continue "
@@ -168,14 +163,3 @@ class AlgorithmState:
                 raise PolicyError(
                     f"the checkpoint's state {name!r} is damaged ({error}); resume from another one"
                 ) from error
-
-    def _with_current_names(self, data: Mapping[str, Json]) -> dict[str, Json]:
-        """Checkpoints up to 0.1 name a column's state by its repr, with older names of classes."""
-        current = {CLASS.sub("", repr(column)): column.name for column in self.remembered}
-        found = dict[str, Json]()
-        for written, saved in data.items():
-            name = current.get(CLASS.sub("", written), written)
-            if name != written:
-                log.warning("The checkpoint's %s is now called %s.", written, name)
-            found[name] = saved
-        return found

@@ -46,8 +46,6 @@ def make_learner(
     for what is no learner or lacks a stream."""
     factory = learner_factory(config)
     learner: Learner = factory(config, algo, model, tokenizer, adapters, policy)
-    for point in installed_plugins("older"):
-        learner = point.load()(learner, by=factory)
     check_protocol(learner, Learner, by=factory, key="learner.kind")
     try:
         _check_fit(config, algo, learner)

@@ -34,7 +34,6 @@ from agentrl.algorithms.objective.ratios import (
     GivenLogProbs,
     LogProbs,
     Model,
-    model_named,
 )
 from agentrl.errors import TrainingError
 from agentrl.plugins import where
@@ -61,10 +60,6 @@ class Gate:
     how: How = "mean"
     pre: GateFn | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num", model_named(self.num))
-        object.__setattr__(self, "den", model_named(self.den))
-
 
 @dataclass(frozen=True, slots=True)
 class KLPenalty:
@@ -73,9 +68,6 @@ class KLPenalty:
     kind: KLEstimator
     beta: float
     den: Model = "reference"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "den", model_named(self.den))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from math import inf
-from typing import ClassVar, Literal, Protocol, cast
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,23 +24,6 @@ LOG_LIMIT = 20.0  # |log r| is clamped to this against overflow
 Model = Literal["current", "old", "sampler", "reference", "teacher"]
 """Whose log-probs: the current policy's, its before the first update of the batch, those that the
 tokens were sampled with, and two frozen models'. Papers say p or pi, o, b or mu, q and t."""
-LETTERS = {
-    "p": "current", "o": "old", "b": "sampler", "q": "reference", "t": "teacher",
-    "o_K": "old", "t_K": "teacher", "p_K": "current",
-}  # fmt: skip
-"""The names of an earlier version, which plug-ins may still use. Goes with the next version."""
-
-
-def model_named(name: str) -> Model:
-    """A model by its name, or by its letter of an earlier version, which is logged once."""
-    if name in LETTERS:
-        _say_renamed(name, LETTERS[name])
-    return cast("Model", LETTERS.get(name, name))
-
-
-@cache
-def _say_renamed(letter: str, name: str) -> None:
-    log.warning("An algorithm of yours calls log-probs %r, which are now %r.", letter, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +53,6 @@ class LogProbs:
         if found is None:
             raise TrainingError(f"the log-probs of the {model} are not computed; see `Algo.needs`")
         return found
-
-    def __getitem__(self, letter: str) -> Tensor:
-        """As in an earlier version, by letter: p, o, b, q, t, and p_K, o_K, t_K of candidates."""
-        name = model_named(letter)
-        found: Tensor | None = getattr(self.candidates if "_K" in letter else self, name, None)
-        if found is None:
-            raise KeyError(letter)
-        return found
-
-    def __contains__(self, letter: str) -> bool:
-        owner = self.candidates if "_K" in letter else self
-        return getattr(owner, model_named(letter), None) is not None
 
 
 @dataclass(frozen=True, slots=True)

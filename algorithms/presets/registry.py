@@ -31,7 +31,7 @@ from agentrl.algorithms.presets.declare import (
 from agentrl.base.loading import import_error, load_attribute
 from agentrl.base.parts import installed_plugins, known
 from agentrl.base.user_code import contained
-from agentrl.config.presets import current_name, current_options, find_preset, preset_names
+from agentrl.config.presets import find_preset, preset_names
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, nearest
 from agentrl.plugins import check_call, load_plugin, where
@@ -61,7 +61,6 @@ def make(
     Raises ConfigError for an unknown preset, modifier or option, a missing option, one of the wrong
     type or out of range, a stream that the run does not have, two corrections of one mismatch, and
     a user's preset that is no function of options, raises, or does not return an Algo."""
-    name, options = current_name(name), current_options(options)
     host, added = parts_of_name(name, root)
     accepted = [host.options(), *(modifier.options() for modifier in added)]
     valid = {option: kind for own in accepted for option, kind in own.items()}

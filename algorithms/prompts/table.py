@@ -29,7 +29,6 @@ class PromptComponent(Section, frozen=True):
 class PromptsConfig(Section, frozen=True):
     """A search for better texts with rollouts on `tasks.train`: `agentrl prompts`."""
 
-    renamed: ClassVar[dict[str, str]] = {"perfect": "perfect_score"}
     # Texts by name, each as a file or a table; none: no search.
     components: dict[Name, str | PromptComponent] = {}
     # Method of the search: GEPA (arXiv 2507.19457) or APO (arXiv 2305.03495).

@@ -44,7 +44,6 @@ class CounterfactualConfig(Joining, frozen=True):
     """Replays of rollouts with other policies in some roles, queued when the rollouts have ended.
     They measure the contribution of a role."""
 
-    renamed: ClassVar[dict[str, str]] = {"stand_ins": "substitutes"}
     # Replacement of each role: a policy, an upstream, or "first", the role's own policy before
     # training. The contributions of these roles are measured.
     substitutes: dict[str, str] = {}

@@ -15,7 +15,6 @@ from agentrl.types import POLICY
 class SelfplayConfig(Section, frozen=True, tag_field="opponents", tag="self"):
     """Games with several seats; the trained policy plays all of them."""
 
-    renamed: ClassVar[dict[str, str]] = {"k": "elo_k"}
     plays: ClassVar[bool] = True
     seats: list[str] = []  # roles of the game; none: no self-play
     policy: str = ""  # the policy that plays; default: the run's only trained policy

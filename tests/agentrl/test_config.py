@@ -1,4 +1,3 @@
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +5,6 @@ import msgspec
 import pytest
 
 from agentrl.config import RunConfig, differences, from_store, load, resolve, to_toml
-from agentrl.config.base import say_renamed
 from agentrl.errors import ConfigError
 from tests.factories import Register
 from tests.spine import of_part
@@ -316,59 +314,3 @@ def test_a_rule_of_roles_is_named_as_in_the_run_file() -> None:
 def test_a_run_on_data_refuses_what_is_about_rollouts(table: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"has no effect in a run on \[data\]"):
         resolve({"data": {"name": "likes"}, **table}, source="test")
-
-
-@pytest.mark.part
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("engine.keys='keep'", "engine.kv_on_update"),
-        ("eval.beside=true", "eval.concurrent"),
-        ("algorithm.inexact='retokenize'", "algorithm.missing_token_ids"),
-        ("algorithm.overlap='drained'", "algorithm.async_sampling"),
-        ("algorithm.order='ready'", "algorithm.group_order"),
-        ("algorithm.close_at=7", "algorithm.group_quorum"),
-        ("algorithm.lr_ess=0.5", "algorithm.ess_for_full_lr"),
-        ("runner.prepare=1", "runner.prefetch"),
-        ("runner.score=1", "runner.scoring_concurrency"),
-        ("policy.messages='as_sent'", "policy.unsupported_roles"),
-        ("agent.partial='zero'", "agent.on_truncation"),
-        ("sampling.force=true", "sampling.override_agent"),
-        ("reference.target=0.1", "reference.target_kl"),
-        ("reference.horizon=9", "reference.kl_horizon"),
-        ("policies.a.reference.horizon=9", "policies.a.reference.kl_horizon"),
-        (
-            "algorithm.counterfactual.stand_ins={ any = 'first' }",
-            "algorithm.counterfactual.substitutes",
-        ),
-    ],
-)
-def test_a_setting_is_read_by_its_old_name_for_one_version(
-    old: str, new: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    name, value = old.split("=", 1)
-    needed = ["algorithm.async_sampling=in_flight", "algorithm.max_staleness=1", "eval.every=1"]
-    needed += ["tasks.heldout=tasks.py:heldout"]
-    needed = needed[new == "algorithm.async_sampling" :]
-    needed = [] if "counterfactual" in old else needed
-    if "policies" in old:
-        needed += ["policies.a.roles=['a']", "policy.model=m", "policies.a.lora.rank=4"]
-    say_renamed.cache_clear()
-    config = load(run_file(tmp_path, ""), [*needed, old])
-    assert f"{name} is now called {new}; its old name ends with the next version" in caplog.text
-    assert config == load(run_file(tmp_path, ""), [*needed, f"{new}={value}"])
-    written = tomllib.loads(to_toml(config))
-    for key in new.split(".")[:-1]:
-        written = written[key]
-    assert name.rpartition(".")[2] not in written
-    with pytest.raises(ConfigError, match=f"{name} is now {new}; remove"):
-        load(run_file(tmp_path, ""), [*needed, old, f"{new}={value}"])
-    caplog.clear()
-    say_renamed.cache_clear()
-    stored = msgspec.to_builtins(config)
-    table = stored
-    for key in new.split(".")[:-1]:
-        table = table[key]
-    table[name.rpartition(".")[2]] = table.pop(new.rpartition(".")[2])
-    assert from_store(stored) == config
-    assert not caplog.text  # a run that was stored by an earlier version needs no change

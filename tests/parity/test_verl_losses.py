@@ -300,7 +300,7 @@ def test_a_correction_weighs_the_penalty_of_verls_dro_and_only_the_reward_here()
     """Every host is corrected alike here: a gate is a factor of the advantage."""
     data = rollouts(0)
     weight = (data.o - data.b).exp().clamp(max=2.0)
-    algo = replace(make("dro+tis", {"beta": 0.3}), agg=AVERAGES["token-mean"])
+    algo = replace(make("kimi+tis", {"beta": 0.3}), agg=AVERAGES["token-mean"])
     both = theirs("dro", data, data.o, "token-mean", weight)
     tokens = data.mask.sum()
     once = weight * data.advantage - 0.3 * (data.p - data.o)

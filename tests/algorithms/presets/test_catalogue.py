@@ -145,7 +145,6 @@ CASES: dict[str, Case] = {
     "gspo": (zscore, sequence_clip(3e-4, 4e-4), row_means, {}),
     "cispo": (zscore, truncated("o", 5), tokens, {}),
     "agl-v1": (zscore, PPO, rollouts, {}),
-    "gspo-token": (zscore, sequence_clip(3e-4, 4e-4), row_means, {}),
     "distill": (nothing, to_teacher, tokens, {}),
     "grpo+distill": (
         zscore,

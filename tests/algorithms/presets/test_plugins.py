@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,6 @@ from agentrl.algorithms.presets.catalogue import installed, make
 from agentrl.algorithms.presets.declare import modifier, preset
 from agentrl.base.parts import known
 from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.config.base import say_renamed
 from agentrl.config.presets import check_presets, preset_names
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.worlds import EVERY_OUTPUT, Call, Play, world
@@ -228,45 +226,6 @@ def test_the_catalogue_shows_what_is_installed(without_parts: None) -> None:
     lines = "\n".join(catalogue())
     assert " grpo " in lines
     assert "treerl" not in lines
-
-
-Named = tuple[str, dict[str, Any]]
-NEW_NAMES: list[tuple[Named, Named, str]] = [
-    (("gspo-token", {}), ("gspo", {}), "gspo-token is now called gspo"),
-    (("dro+tis", {}), ("kimi+tis", {}), "dro is now called kimi"),
-    (
-        ("grpo+fade", {"fade_gamma": 0.5}),
-        ("grpo+call-discount", {"call_discount_gamma": 0.5}),
-        "fade_gamma is now called call_discount_gamma",
-    ),
-    (
-        ("grpo+equal", {"equal_units": ["role"]}),
-        ("grpo+mean-by", {"mean_by_units": ["role"]}),
-        "+equal is now called +mean-by",
-    ),
-    (
-        ("agent-r1+table", {"table_lam": 0.5}),
-        ("agent-r1+tabular", {"tabular_lam": 0.5}),
-        "+table is now called +tabular",
-    ),
-]
-
-
-@pytest.mark.part
-@pytest.mark.parametrize(("old", "new", "said"), NEW_NAMES)
-def test_an_old_name_is_read_and_says_the_new_one(
-    old: Named, new: Named, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    say_renamed.cache_clear()
-    check_presets(run_with(old[0], **old[1]))
-    assert make(*old, streams=EVERY_OUTPUT) == make(*new, streams=EVERY_OUTPUT)
-    assert said in caplog.text
-
-
-def test_an_option_is_not_given_by_two_names() -> None:
-    twice = {"fade_gamma": 0.5, "call_discount_gamma": 0.5}
-    with pytest.raises(ConfigError, match="call_discount_gamma is also given by its old name"):
-        make("grpo+call-discount", twice)
 
 
 @pytest.mark.part

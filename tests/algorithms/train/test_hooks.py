@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 import agentrl.algorithms
 from agentrl.algorithms.credit.peers import no_evidence
 from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.objective.core import Algo, Gate, KLPenalty
-from agentrl.algorithms.objective.ratios import Candidates, LogProbs, _say_renamed
+from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train import saving
 from agentrl.algorithms.train.hooks import AllHooks, Hooks, hooks_of
@@ -164,27 +160,3 @@ def test_a_run_has_the_parts_that_its_settings_ask_for(
     if "data" not in tables:
         found.remove("TemplateChecks")  # it watches what the prompts of any run leave out
     assert found == expected
-
-
-def test_gates_and_penalties_of_an_earlier_version_still_work(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    _say_renamed.cache_clear()
-
-    def mine(lr: Tensor, advantage: Tensor, streams: Any) -> Tensor:
-        assert ("o_K" in streams, "b" in streams) == (False, True)
-        return (streams["p"] - streams["b"]).exp()
-
-    old: Any = Gate(mine, "p", "b"), KLPenalty("k2", 0.1, "t")  # type: ignore[arg-type]
-    new = Gate(mine, "current", "sampler"), KLPenalty("k2", 0.1, "teacher")
-    assert old == new
-    assert "calls log-probs 'b', which are now 'sampler'" in caplog.text
-    assert Algo(catalogue.make("grpo", {}).credit, (old[0],), (old[1],)).needs == {
-        "sampler", "teacher",
-    }  # fmt: skip
-    x = torch.zeros(2)
-    assert mine(x, x, LogProbs(x + 1, x, x)).tolist() == pytest.approx([math.e] * 2)
-    candidates = LogProbs(x, x, x, candidates=Candidates(old=x[None]))
-    assert "o_K" in candidates
-    with pytest.raises(KeyError):
-        candidates["q"]

@@ -91,7 +91,6 @@ CASES: dict[str, Case] = {
     "kimi": (centred, kimi, tokens, {}),
     "gmpo": (zscore, gmpo, row_means, {"log_low": 0.2, "log_high": 0.2}),
     "dppo-kl": (centred, dppo_kl, constant, {"low": 0.01, "high": 0.01}),
-    "dro": (centred, kimi, tokens, {}),
     "grpo+seq-tis": (zscore, weighted(PPO, lambda d: min(d.sum().exp(), 2)), row_means, {}),
     "grpo+mis": (
         zscore,

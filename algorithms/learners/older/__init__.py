@@ -1,1 +1,0 @@
-"""Learners of packages for an earlier version."""
