@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 from agentrl.base.late import late
 
 if TYPE_CHECKING:
-    from agentrl.algorithms.credit.call_credit import Returns as Returns
+    from agentrl.algorithms.credit.calls import CallRewards as CallRewards
+    from agentrl.algorithms.credit.calls import PotentialShaping as PotentialShaping
+    from agentrl.algorithms.credit.calls import Returns as Returns
+    from agentrl.algorithms.credit.calls import StepGae as StepGae
+    from agentrl.algorithms.credit.calls import TurnDiscount as TurnDiscount
     from agentrl.algorithms.credit.core import AllFilters as AllFilters
     from agentrl.algorithms.credit.core import Credit as Credit
     from agentrl.algorithms.credit.core import CriticValues as CriticValues
@@ -21,11 +25,7 @@ if TYPE_CHECKING:
     from agentrl.algorithms.credit.core import rewards as rewards
     from agentrl.algorithms.credit.core import standardise as standardise
     from agentrl.algorithms.credit.core import weighted_sum as weighted_sum
-    from agentrl.algorithms.credit_blocks.calls import CallRewards as CallRewards
-    from agentrl.algorithms.credit_blocks.calls import PotentialShaping as PotentialShaping
-    from agentrl.algorithms.credit_blocks.calls import StepGae as StepGae
-    from agentrl.algorithms.credit_blocks.calls import TurnDiscount as TurnDiscount
-    from agentrl.algorithms.credit_blocks.running_means import Ema as Ema
+    from agentrl.algorithms.credit.running_means import Ema as Ema
     from agentrl.algorithms.data.batch import Batch as Batch
     from agentrl.algorithms.objective.core import Algo as Algo
     from agentrl.algorithms.objective.core import Average as Average
@@ -37,23 +37,22 @@ if TYPE_CHECKING:
     from agentrl.algorithms.objective.ratios import RatioInRange as RatioInRange
     from agentrl.algorithms.objective.ratios import Truncate as Truncate
     from agentrl.algorithms.objective.ratios import TrustRegion as TrustRegion
-    from agentrl.algorithms.presets.catalogue import make as make
     from agentrl.algorithms.presets.declare import Discount as Discount
     from agentrl.algorithms.presets.declare import Num as Num
     from agentrl.algorithms.presets.declare import modifier as modifier
     from agentrl.algorithms.presets.declare import preset as preset
+    from agentrl.algorithms.presets.registry import make as make
 
 # Imported lazily: torch takes seconds to import, and most commands do not need it.
 LATE = {
     "credit.core": "AllFilters Credit CriticValues Gae GroupRelative RewardToGo TokenKLPenalty "
     "Whiten ZeroAdvantage rewards standardise weighted_sum",
-    "credit.call_credit": "Returns",
-    "credit_blocks.calls": "CallRewards PotentialShaping StepGae TurnDiscount",
-    "credit_blocks.running_means": "Ema",
+    "credit.calls": "CallRewards PotentialShaping Returns StepGae TurnDiscount",
+    "credit.running_means": "Ema",
     "data.batch": "Batch",
     "objective.core": "Algo Average Gate KLPenalty",
     "objective.ratios": "Clip InRange Ratio RatioInRange Truncate TrustRegion",
-    "presets.catalogue": "make",
+    "presets.registry": "make",
     "presets.declare": "Discount Num modifier preset",
 }
 __getattr__ = late(__name__, LATE)

@@ -24,7 +24,7 @@ from msgspec.structs import fields
 
 from agentrl.algorithms import LATE
 from agentrl.algorithms.objective import core
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.cli.main import cli
 from agentrl.lab.catalogue import record
 from agentrl.run_files.command import comments, run_file_schema, sections
@@ -344,13 +344,13 @@ def family_of(made: Any) -> str:
 
 
 def page_of(family: str) -> str:
-    """The name of a family's page: `grpo`, `zoo-trees`."""
+    """The name of a family's page: `teams`, `replays`."""
     return family.removeprefix("agentrl.algorithms.").removeprefix("presets.").replace(".", "-")
 
 
 def words() -> dict[str, Any]:
     """All presets and, with "+", modifiers; those of the short list first."""
-    presets, modifiers = catalogue.installed()
+    presets, modifiers = registry.installed()
     known = presets | {f"+{name}": made for name, made in modifiers.items()}
     return dict(sorted(known.items(), key=lambda item: (not item[1].usual, item[0])))
 

@@ -15,7 +15,7 @@ import pytest
 TESTS = Path(__file__).parent
 WITHOUT_PARTS = os.environ.get("WITHOUT_PARTS") == "all"
 FOLDERS = {"agentrl", "algorithms", "runners", "store", "system"}
-PARTS = [TESTS / "algorithms/zoo"] + [
+PARTS = [
     TESTS / file.parent.relative_to(TESTS.parent)
     for top in FOLDERS - {"system"}
     for file in (TESTS.parent / top).rglob("part.py")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from agentrl.algorithms.credit.call_credit import Returns
+from agentrl.algorithms.credit.calls import Returns
 from agentrl.algorithms.credit.peers import LAMBDA, evidence, trust
 from agentrl.algorithms.credit.states import calls_of, mean_by
 from agentrl.algorithms.data.batch import Batch

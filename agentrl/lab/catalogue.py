@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from agentrl.algorithms.credit.parts import format_record
+from agentrl.algorithms.credit.records import format_record
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.presets import catalogue as presets
+from agentrl.algorithms.presets import registry as presets
 from agentrl.algorithms.presets.declare import EMPTY, AlgoModifier, AlgoPreset
 from agentrl.algorithms.presets.registry import ALL_STREAMS, parts_of_name
 from agentrl.base.parts import known

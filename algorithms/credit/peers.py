@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from agentrl.algorithms.credit import call_credit, core
+from agentrl.algorithms.credit import core
+from agentrl.algorithms.credit.calls import Returns
 from agentrl.algorithms.credit.core import Column
 from agentrl.algorithms.credit.scale import SCALE_DECAY, JudgedColumn
 from agentrl.algorithms.credit.states import (
@@ -285,7 +286,7 @@ class PeerAdvantages(JudgedColumn):
         self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
     ) -> tuple[Tensor, StatePart]:
         assert isinstance(part, Evidence)
-        total = call_credit.Returns(self.reward, 1.0)(batch)
+        total = Returns(self.reward, 1.0)(batch)
         calls, index = calls_of(batch, self.reward, self.gamma, total)
         advantage = torch.where(total.isnan(), total, 0.0)
         if not calls.unit:

@@ -10,7 +10,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit import call_credit, core
+from agentrl.algorithms.credit import core
+from agentrl.algorithms.credit.calls import Returns
 from agentrl.algorithms.credit.core import Column, Credit
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, reduce_by, units
@@ -68,7 +69,7 @@ class ReturnScale(JudgedColumn):
         self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
     ) -> tuple[Tensor, StatePart]:
         assert isinstance(part, Spread)
-        returns = call_credit.Returns(self.reward)(batch)
+        returns = Returns(self.reward)(batch)
         group, owner = units(batch, "transition", "group"), batch.transition_rollout
         known = (~returns.isnan()).double()
         weight = known / reduce_by(known, owner)[owner].clamp(min=1.0)
@@ -94,7 +95,7 @@ class GrpoScale:
     scale: Column | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
-        known = ~call_credit.Returns(self.reward)(batch).isnan()
+        known = ~Returns(self.reward)(batch).isnan()
         rollouts = reduce_by(known, batch.transition_rollout, len(batch.rollouts)) > 0
         n = reduce_by(rollouts, batch.rollout_group)[batch.rollout_group]
         scale = (self.scale or ReturnScale(self.reward))(batch)

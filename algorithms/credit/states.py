@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit import call_credit, core
+from agentrl.algorithms.credit import core
+from agentrl.algorithms.credit.calls import Returns, call_rewards
 from agentrl.algorithms.credit.core import Column
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
@@ -53,10 +54,10 @@ def calls_of(
     logprob.index_add_(0, call, behaviour)
     norm.index_add_(0, call, (1 - behaviour.exp()).square())
     rollout = batch.transition_rollout[index]
-    returns = total if gamma == 1.0 else call_credit.Returns(reward, gamma)(batch)
+    returns = total if gamma == 1.0 else Returns(reward, gamma)(batch)
     calls = Calls(
         returns=returns[index].nan_to_num(nan=0.0),  # missing if gamma is 0 and rewards are later
-        received=call_credit.call_rewards(batch, reward)[index].nan_to_num(nan=0.0),
+        received=call_rewards(batch, reward)[index].nan_to_num(nan=0.0),
         gamma=gamma,
         rollout=key(rollout),
         group=key(group[index]),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch
 
-from agentrl.algorithms.credit_blocks.running_means import CountedMeans
+from agentrl.algorithms.credit.running_means import CountedMeans
 from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.sampling.task_sampler import TaskSampler

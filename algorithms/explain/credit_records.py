@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import CriticValues, GroupRelative, TokenKLPenalty
-from agentrl.algorithms.credit.parts import nested_records
+from agentrl.algorithms.credit.records import nested_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn

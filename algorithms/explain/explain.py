@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import GroupRelative, WeightedSum
-from agentrl.algorithms.credit.parts import format_record
+from agentrl.algorithms.credit.records import format_record
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner
 from agentrl.algorithms.data.merge import build_batch, check_rewards, reward_reference

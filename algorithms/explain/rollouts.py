@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from agentrl.algorithms.explain.explain import compared, explain, pushed, report
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.algorithms.presets.registry import ALL_STREAMS
 from agentrl.config import RunConfig, from_store
 from agentrl.config import policies as team
@@ -37,7 +37,7 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
     lines = [compared(rollout, groups)]
     for policy in team.trained_policies(config):
         settings = team.view(config, policy).algorithm
-        algo = catalogue.make(
+        algo = registry.make(
             settings.preset, settings.options, streams=ALL_STREAMS, root=Path(config.root)
         )
         own = {row.transition: row for row in credits if row.policy == policy}

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from agentrl.algorithms.credit.core import TokenKLPenalty
-from agentrl.algorithms.credit.parts import map_records, nested_records
+from agentrl.algorithms.credit.records import map_records, nested_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo, ReferenceControl
 from agentrl.algorithms.train.hooks import Hooks

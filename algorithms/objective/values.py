@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import Column, CriticValues
-from agentrl.algorithms.credit.parts import nested_records
+from agentrl.algorithms.credit.records import nested_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo
 from agentrl.errors import TrainingError

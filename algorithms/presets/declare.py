@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 import msgspec
 
 from agentrl.algorithms.credit.core import Credit
-from agentrl.algorithms.credit.parts import rewards_read
+from agentrl.algorithms.credit.records import rewards_read
 from agentrl.algorithms.objective.core import Algo, Gate, KLPenalty
+from agentrl.algorithms.objective.prepare import Prepare
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.config.presets import preset_names
 from agentrl.errors import ConfigError
@@ -148,6 +149,7 @@ presets: dict[str, AlgoPreset] = {}
 # Also by function: two files may use one name.
 declared: dict[Callable[..., Any], AlgoPreset] = {}
 modifiers: dict[str, AlgoModifier] = {}
+added_rewards: dict[str, Prepare] = {}  # by the reference of a reward that presets read
 
 
 def preset(

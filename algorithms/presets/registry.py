@@ -1,9 +1,9 @@
-"""Build an algorithm from a name and options.
+"""Algorithms by name.
 
 `make("grpo+tis", {"clip_high": 0.28, "tis_cap": 3.0})` builds an algorithm from a preset, any
 modifiers, and the keyword options of all of them. An option that none of them has is an error.
-Names that are not in `presets/` are entry points of the group `agentrl.presets`, "+name" for a
-modifier: those of the library's own families, and other packages'.
+Names that the library does not have are entry points of the group `agentrl.presets`, "+name" for a
+modifier, or the user's own "file.py:name".
 """
 
 from __future__ import annotations
@@ -15,11 +15,20 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from agentrl.algorithms.credit.parts import rewards_read
+from agentrl.algorithms.credit.records import rewards_read
 from agentrl.algorithms.objective.core import IN_WORDS, Algo
 from agentrl.algorithms.objective.prepare import Prepare
 from agentrl.algorithms.objective.ratios import Model
-from agentrl.algorithms.presets import declare
+from agentrl.algorithms.presets import (  # noqa: F401  (importing them registers their presets)
+    calls,
+    declare,
+    imitation,
+    policy_gradient,
+    process,
+    states,
+    teams,
+    trust_regions,
+)
 from agentrl.algorithms.presets.declare import (
     EMPTY,
     AlgoModifier,
@@ -109,9 +118,23 @@ def modifier_named(name: str) -> AlgoModifier:
     return declare.modifiers.get(name) or AlgoModifier(name, function)
 
 
+def installed() -> tuple[dict[str, AlgoPreset], dict[str, AlgoModifier]]:
+    """The library's presets and modifiers that this installation has, by name."""
+    names, there, elsewhere = preset_names(), installed_plugins("presets").names, known("presets")
+    words = [*names.presets, *(f"+{name}" for name in names.modifiers)]
+    here = [word for word in words if word not in elsewhere or word in there]
+    return (
+        {word: preset_named(word) for word in here if word[0] != "+"},
+        {word[1:]: modifier_named(word[1:]) for word in here if word[0] == "+"},
+    )
+
+
 def _adding(read: Collection[str]) -> list[Prepare]:
-    """What adds the rewards that an algorithm reads to groups, where a package knows how."""
-    return [point.load() for point in installed_plugins("added_rewards") if point.name in read]
+    """What adds the rewards that an algorithm reads to groups, where the library or a package knows
+    how."""
+    own = [add for reward, add in declare.added_rewards.items() if reward in read]
+    points = installed_plugins("added_rewards")
+    return [*own, *(point.load() for point in points if point.name in read)]
 
 
 def _built(host: AlgoPreset, options: Mapping[str, Any]) -> Algo:

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import msgspec
 
 from agentrl.algorithms.credit.core import GroupRelative, Whiten
-from agentrl.algorithms.credit.parts import nested_records
-from agentrl.algorithms.credit_blocks.running_means import Ema
+from agentrl.algorithms.credit.records import nested_records
+from agentrl.algorithms.credit.running_means import Ema
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.selfplay.ratings import elo, game_score, priorities, returns, win_rate
 from agentrl.algorithms.selfplay.table import PfspOpponents, SelfplayConfig, SnapshotOpponents

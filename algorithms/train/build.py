@@ -11,7 +11,7 @@ from agentrl.algorithms.diagnostics.bad_steps import BadSteps
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.objective.core import Algo, ReferenceControl
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.algorithms.presets.registry import check_group, check_staleness
 from agentrl.algorithms.sampling.collect import resampling_reward
 from agentrl.algorithms.train.hooks import Hooks, hooks_of
@@ -67,7 +67,7 @@ def load_algorithm(config: RunConfig, hooks: Hooks | None = None) -> Algo:
     """Build the algorithm of the run file. Raises ConfigError for settings that do not fit it."""
     streams = factory.available_streams(config)
     settings = config.algorithm
-    algo = catalogue.make(
+    algo = registry.make(
         settings.preset, settings.options, streams=streams, root=Path(config.root)
     )
     algo = (hooks or hooks_of(config)).algorithm(config, algo)

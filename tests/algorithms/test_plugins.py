@@ -14,7 +14,7 @@ import torch
 from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.plugins import engine_factory, learner_factory
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.algorithms.train.serving import policy_server
 from agentrl.config import resolve
 from agentrl.errors import ConfigError

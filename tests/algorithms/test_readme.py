@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import agentrl.algorithms
-from agentrl.algorithms.presets.catalogue import make, presets
+from agentrl.algorithms.presets.registry import make, presets
 from agentrl.errors import ConfigError
 from tests.algorithms.train.test_update import Recorder, group, updater
 from tests.algorithms.worlds import Call, Play, world

@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 
-from agentrl.algorithms.credit.call_credit import Returns
+from agentrl.algorithms.credit.calls import Returns, StepGae, ValuesFromReward
 from agentrl.algorithms.credit.core import Credit, GroupRelative
 from agentrl.algorithms.credit.peers import PeerAdvantages
-from agentrl.algorithms.credit_blocks.calls import StepGae, ValuesFromReward
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import compute_advantages, loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.zoo.states.presets import BatchTd
+from agentrl.algorithms.presets.registry import make
+from agentrl.algorithms.presets.states import BatchTd
 
 from . import world_figures
 from .team_variance import team_variance

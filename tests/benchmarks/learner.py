@@ -38,7 +38,7 @@ from agentrl.algorithms.learners.memory import process_peak
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.types import (
     Group,
     Purpose,

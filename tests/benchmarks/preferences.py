@@ -47,7 +47,7 @@ from agentrl.algorithms.preferences.completions import (
     with_mismatched,
 )
 from agentrl.algorithms.preferences.pairing import choose_pairs
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.types import Group, Reward
 from tests import factories
 from tests.factories import call

@@ -17,11 +17,11 @@ import numpy as np
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import Credit, GroupRelative
-from agentrl.algorithms.credit.parts import nested_records
+from agentrl.algorithms.credit.records import nested_records
 from agentrl.algorithms.credit.scale import GrpoScale
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.state import RememberedColumn
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 
 from . import held_out_worlds, world_list
 from .worlds import Array, Compiled, World, estimates, figures, samples

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.algorithms.objective.core import Algo, Gate
 from agentrl.algorithms.objective.ratios import InRange, RatioInRange
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 
 from .batches import Rollouts, rollouts
 from .test_verl_losses import AVERAGES, ours, theirs

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.presets.catalogue import installed, make
+from agentrl.algorithms.presets.registry import installed, make
 
 from .batches import WHITE, Rollouts, rollouts
 

@@ -22,7 +22,7 @@ from agentrl.algorithms.objective.core import (
     weights,
 )
 from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs, Truncate
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 
 from .batches import Rollouts, rollouts
 

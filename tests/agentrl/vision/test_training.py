@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.algorithms.train.build import make_updater
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.errors import ConfigError

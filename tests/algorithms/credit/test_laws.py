@@ -37,7 +37,7 @@ from agentrl.algorithms.objective.ratios import (
     Truncate,
     TrustRegion,
 )
-from agentrl.algorithms.presets.catalogue import installed, make
+from agentrl.algorithms.presets.registry import installed, make
 from tests.algorithms.worlds import EVERY_OUTPUT, coefficients_of
 
 law = settings(max_examples=30, deadline=None, derandomize=True)

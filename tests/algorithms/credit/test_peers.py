@@ -18,7 +18,7 @@ from agentrl.algorithms.credit import peers
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.objective.core import compute_advantages
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from tests import factories
 from tests.algorithms.naive import naive_auto, naive_peers
 from tests.algorithms.worlds import NAN, Call, Play, random_plays, world

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.credit_blocks.running_means import CountedMeans
+from agentrl.algorithms.credit.running_means import CountedMeans
 from agentrl.algorithms.curriculum.training import DIFFICULTY, Curriculum, TaskDifficulty, task_name
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.sampling.collect import Collector

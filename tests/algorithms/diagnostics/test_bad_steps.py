@@ -10,7 +10,7 @@ import torch
 from agentrl.algorithms.diagnostics.bad_steps import BadSteps, Dump
 from agentrl.algorithms.objective.core import loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.errors import TrainingError
 from tests.algorithms.learners.test_learner import make_batch
 

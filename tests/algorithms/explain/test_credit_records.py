@@ -19,13 +19,13 @@ from agentrl.algorithms.explain.credit_records import (
 )
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import Credit, Group, float32
+from tests.algorithms.presets.test_baselines import recalled, step_of
 from tests.algorithms.train.test_update import Recorder, group
 from tests.algorithms.worlds import NAN
-from tests.algorithms.zoo.test_baselines import recalled, step_of
 
 
 def updater(learner: Recorder, name: str = "grpo", **settings: object) -> Updater:

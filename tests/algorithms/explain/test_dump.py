@@ -16,7 +16,7 @@ from agentrl.algorithms.diagnostics.bad_steps import BadSteps, Dump
 from agentrl.algorithms.explain.dump import keep_in, load_dump, save_dump
 from agentrl.algorithms.objective.core import loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.errors import TrainingError
 from tests.algorithms.learners.test_learner import make_batch
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from agentrl.algorithms.credit.parts import format_record
+from agentrl.algorithms.credit.records import format_record
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState
@@ -24,7 +24,7 @@ from agentrl.algorithms.explain.explain import compared, explain, links, report
 from agentrl.algorithms.kl_target.training import AdaptiveControl, KlController
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.presets.catalogue import installed, make
+from agentrl.algorithms.presets.registry import installed, make
 from agentrl.algorithms.train.prepare import Completer, Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.cli.main import cli

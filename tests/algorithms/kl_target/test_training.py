@@ -15,7 +15,7 @@ from agentrl.algorithms.kl_target.training import (
     make_kl_controller,
 )
 from agentrl.algorithms.objective.core import KLPenalty
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.config import resolve
 from agentrl.errors import ConfigError
 from agentrl.types import RolloutState

@@ -19,7 +19,7 @@ from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as targets
 from agentrl.algorithms.objective.core import ReferenceControl
 from agentrl.algorithms.objective.values import ValueTerms
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater

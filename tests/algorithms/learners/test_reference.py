@@ -15,7 +15,7 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective.core import kl_to_reference
 from agentrl.algorithms.objective.values import value_terms
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import POLICY
 from tests.algorithms.learners.test_learner import make_batch, psi_for

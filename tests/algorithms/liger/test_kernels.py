@@ -9,7 +9,7 @@ import pytest
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.liger.kernels import use_liger
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
 

@@ -31,7 +31,7 @@ from agentrl.algorithms.multiagent.episodes import JointActionSpace, TeamEpisode
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.train.build import make_updater
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.errors import PolicyError, TrainingError

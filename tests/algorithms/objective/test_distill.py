@@ -18,7 +18,7 @@ from agentrl.algorithms.model.packing import Packing
 from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
 from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError

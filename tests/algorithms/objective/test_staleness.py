@@ -13,7 +13,7 @@ from agentrl.algorithms.diagnostics.metrics import ratio_metrics
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.objective.staleness import effective_share, old_policy_share
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.train.build import load_algorithm
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, resolve

@@ -24,7 +24,7 @@ from agentrl.algorithms.objective.core import Algo, loss_coefficients, loss_term
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.preferences.completions import MISMATCHED, WEIGHT, with_mismatched
 from agentrl.algorithms.preferences.pairing import choose_pairs
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import Group, Reward
 from tests import factories

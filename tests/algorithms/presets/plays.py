@@ -13,7 +13,7 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from tests.algorithms.naive import compare, naive_gae
 from tests.algorithms.worlds import NAN, Play, random_plays, world
 

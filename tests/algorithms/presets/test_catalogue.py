@@ -16,7 +16,7 @@ from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import compute_advantages, loss_terms
 from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.presets.padded import (
     CHECKS,

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.algorithms.presets.registry import ENTROPY
 from agentrl.config.presets import TABLE, PresetNames, preset_names
 

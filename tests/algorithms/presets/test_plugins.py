@@ -16,8 +16,8 @@ from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.objective.core import Algo, compute_advantages
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.algorithms.presets import declare
-from agentrl.algorithms.presets.catalogue import installed, make
 from agentrl.algorithms.presets.declare import modifier, preset
+from agentrl.algorithms.presets.registry import installed, make
 from agentrl.base.parts import known
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.config.presets import check_presets, preset_names
@@ -240,7 +240,7 @@ def test_no_two_presets_are_the_same() -> None:
 def test_training_needs_no_part() -> None:
     code = """
 import agentrl.algorithms.train.main
-from agentrl.algorithms.presets.catalogue import installed, make
+from agentrl.algorithms.presets.registry import installed, make
 print(make("auto+peers", {}).name, len(installed()[0]))
 """
     without = {"WITHOUT_PARTS": "all", "PYTHONPATH": "tests/without"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentrl.algorithms.objective.core import compute_advantages
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.config import AlgorithmConfig
 from agentrl.errors import ConfigError
 from tests.algorithms.naive import (

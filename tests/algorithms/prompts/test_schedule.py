@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agentrl.algorithms.credit_blocks.running_means import Ema
+from agentrl.algorithms.credit.running_means import Ema
 from agentrl.algorithms.prompts import stored
 from agentrl.algorithms.prompts.records import Candidate, candidates_of, put_candidates
 from agentrl.algorithms.prompts.schedule import PromptSchedule
@@ -113,8 +113,6 @@ def test_a_running_baseline_is_that_of_a_candidate() -> None:
     rows = [rollout("r", candidate=candidate) for candidate in (None, "c", "d")]
     with pytest.MonkeyPatch.context() as patch:
         owners = torch.tensor([0, 1, 2])
-        patch.setattr(
-            "agentrl.algorithms.credit_blocks.running_means.rollout_of", lambda *_: owners
-        )
+        patch.setattr("agentrl.algorithms.credit.running_means.rollout_of", lambda *_: owners)
         names = Ema(at="rollout").names(batch, rows)
     assert names == ["/", "c//", "d//"]

@@ -14,7 +14,7 @@ import pytest
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.objective.core import compute_advantages
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.replays.training import replay_metrics
 from agentrl.config import resolve
 from agentrl.store import open_store

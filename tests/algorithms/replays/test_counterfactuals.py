@@ -14,7 +14,7 @@ from agentrl.algorithms.data.merge import build_batch, valid
 from agentrl.algorithms.diagnostics import metrics
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.objective.prepare import TrainedPolicy
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.replays.counterfactuals import (
     RoleRewards,
     check_counterfactuals,

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.replays.presets import BranchAdvantage
-from tests.algorithms.credit_blocks.test_calls import SEEDS, agree, near
+from tests.algorithms.credit.test_calls import SEEDS, agree, near
 from tests.algorithms.naive import (
     naive_siblings,
     naive_tree,

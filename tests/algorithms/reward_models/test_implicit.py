@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.algorithms.reward_models import training
 from agentrl.algorithms.reward_models.scorers import ImplicitTrainer, RewardModel
 from agentrl.algorithms.reward_models.training import RewardModels

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.algorithms.reward_models import training
 from agentrl.algorithms.reward_models.scorers import (
     ImplicitScorer,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.sampling.collect import (
     Collected,
     Collector,

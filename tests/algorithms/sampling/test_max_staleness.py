@@ -18,7 +18,7 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.objective.staleness import withhold
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import RunConfig

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.algorithms.selfplay.pool import (
     MEMORY,
     OpponentPool,

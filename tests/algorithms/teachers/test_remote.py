@@ -22,7 +22,7 @@ from agentrl.algorithms.chat_completions import client as chat_completion
 from agentrl.algorithms.chat_completions.client import ModelServer
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.teachers.remote import RemoteTeacher, make_teacher
 from agentrl.algorithms.train.build import load_algorithm
 from agentrl.algorithms.train.step import Updater

@@ -14,7 +14,7 @@ from agentrl.algorithms.credit.peers import no_evidence
 from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.algorithms.train import saving
 from agentrl.algorithms.train.hooks import AllHooks, Hooks, hooks_of
 from agentrl.algorithms.train.loop import TrainingLoop

@@ -22,7 +22,7 @@ from agentrl.algorithms.learners.auxiliary import ValueModel
 from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.algorithms.train import build, optimize
 from agentrl.algorithms.train.hooks import Hooks
 from agentrl.algorithms.train.optimize import MAX_KL, measured_rows

@@ -17,7 +17,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.diagnostics.bad_steps import BadSteps
 from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, StepReport
 from agentrl.algorithms.objective.values import ValueTerms
-from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets import registry as catalogue
 from agentrl.algorithms.train.build import load_algorithm
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater

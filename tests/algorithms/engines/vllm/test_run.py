@@ -31,7 +31,7 @@ from agentrl.algorithms.engines.vllm.weight_sync import SharedMemorySync
 from agentrl.algorithms.learners.auxiliary import Reference
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.teachers.remote import RemoteTeacher
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig, resolve

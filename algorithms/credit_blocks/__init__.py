@@ -1,1 +1,0 @@
-"""Building blocks of credit that families of presets share."""

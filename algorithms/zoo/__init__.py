@@ -1,1 +1,0 @@
-"""Algorithms beyond those of `presets/`, by family: parts, registered by entry points."""

@@ -1,1 +1,0 @@
-"""Other baselines, scales and rewards of groups."""

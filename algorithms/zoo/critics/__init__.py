@@ -1,1 +1,0 @@
-"""Other critics of calls."""

@@ -1,1 +1,0 @@
-"""Other trust regions and corrections of ratios."""

@@ -1,1 +1,0 @@
-"""Credit of two levels: rollouts and calls, subgoals, main and sub-agents."""

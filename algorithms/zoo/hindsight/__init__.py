@@ -1,1 +1,0 @@
-"""Credit of calls in hindsight."""

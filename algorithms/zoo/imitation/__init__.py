@@ -1,1 +1,0 @@
-"""Imitation of demonstrations, of the best rollouts, or of a teacher."""

@@ -1,1 +1,0 @@
-"""Process rewards beside outcomes."""

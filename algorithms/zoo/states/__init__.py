@@ -1,1 +1,0 @@
-"""Credit of calls from calls in the same state."""

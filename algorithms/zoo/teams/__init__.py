@@ -1,1 +1,0 @@
-"""Credit and averages for teams and self-play."""
