@@ -32,19 +32,18 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_keys(
-    section: Struct, data: Mapping[str, Any], *, source: str, prefix: str = "", stored: bool = False
+    section: Struct, data: Mapping[str, Any], *, source: str, prefix: str = ""
 ) -> dict[str, Any]:
     """The table in the form that msgspec can convert to `section`: adds the tags of kinds, and
     removes settings of other kinds that have their default values.
 
-    stored: remove all settings of other kinds, which earlier versions stored. Raises ConfigError
-    for an unknown key in the table or a nested one."""
-    return _Reader(source, stored).table((section,), data, prefix)
+    Raises ConfigError for an unknown key in the table or a nested one."""
+    return _Reader(source).table((section,), data, prefix)
 
 
 class _Reader:
-    def __init__(self, source: str, stored: bool) -> None:
-        self.source, self.stored = source, stored
+    def __init__(self, source: str) -> None:
+        self.source = source
 
     def table(self, kinds: Structs, data: Mapping[str, Any], path: str) -> dict[str, Any]:
         """kinds: the types of the table, one per kind, the default first."""
@@ -102,8 +101,6 @@ class _Reader:
         if not others:
             where = f" in [{path.rstrip('.')}]" if path else ""
             kind = missing("kinds", path + key)  # which is not the one that was chosen
-            if kind and self.stored:
-                return
             table = re.sub(r"^policies\.[^.]+", "policy", path) + key
             known = field_types(section)
             told = missing("tables", table) or kind or hint("setting", key, data[key], known)
@@ -112,7 +109,7 @@ class _Reader:
         default = flatten({key: _default_of(others[0], key)})
         given = flatten({key: data[key]})
         changed = [name for name, value in given.items() if value != default.get(name)]
-        if changed and not self.stored:
+        if changed:
             field = str(section.__struct_config__.tag_field)
             names = (str(other.__struct_config__.tag) for other in others)
             tags = " or ".join(repr(n if n != EXTERNAL else "file.py:name") for n in names)

@@ -120,10 +120,9 @@ def store_with(name: str) -> str:
 
 
 def from_store(data: Mapping[str, Any]) -> RunConfig:
-    """The settings of a run from its store, which an earlier version may have written. Raises
-    ConfigError if this version cannot read them."""
+    """The settings of a run from its store. Raises ConfigError if this version cannot read them."""
     try:
-        return msgspec.convert(check_keys(RunConfig, data, source="store", stored=True), RunConfig)
+        return msgspec.convert(check_keys(RunConfig, data, source="store"), RunConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"store: {format_validation_error(str(error))}") from None
 

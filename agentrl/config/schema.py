@@ -393,10 +393,8 @@ class RunConfig(Section, frozen=True):
         return str(own) if own.is_dir() else name
 
     def checkpoint_path(self, name: str) -> Path:
-        """The directory of a checkpoint with this name in the store, which is relative to `output`.
-        Earlier versions stored absolute paths, but the folder may have moved since."""
-        own = Path(self.output, "checkpoints", Path(name).name)
-        return own if own.is_dir() else Path(self.output, name)
+        """The directory of a checkpoint by its name in the store, relative to `output`."""
+        return Path(self.output, name)
 
 
 if not TYPE_CHECKING:

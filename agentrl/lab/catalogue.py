@@ -12,20 +12,28 @@ from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import registry as presets
 from agentrl.algorithms.presets.declare import EMPTY, AlgoModifier, AlgoPreset
 from agentrl.algorithms.presets.registry import ALL_STREAMS, parts_of_name
-from agentrl.base.parts import known
+
+LIBRARY = "agentrl.algorithms."
+COMMON = "presets"  # heading of the short list
 
 
 def catalogue() -> list[str]:
     """One line per preset and modifier: its name, docstring, and the fields that it sets. The
-    others follow the short list, by part."""
-    parts, (found, changes) = known("presets"), presets.installed()
+    others follow the short list, by module."""
+    found, changes = presets.installed()
     made = found | {f"+{name}": change for name, change in changes.items()}
-    homes = {word: "presets" if one.usual else parts[word] for word, one in made.items()}
+    homes = {word: COMMON if one.usual else _home(one) for word, one in made.items()}
     lines = []
-    for home in ("presets", *sorted({*homes.values()} - {"presets"})):
+    for home in (COMMON, *sorted({*homes.values()} - {COMMON})):
         own = (word for word in made if homes[word] == home)
         lines += [home, *(_line(word, made[word]) for word in sorted(own, key=_presets_first))]
     return lines
+
+
+def _home(made: AlgoPreset | AlgoModifier) -> str:
+    """The name of a preset's module, or of its package."""
+    package, _, module = made.function.__module__.removeprefix(LIBRARY).rpartition(".")
+    return (module if package in ("", "presets") else package).replace("_", " ")
 
 
 def _presets_first(word: str) -> tuple[bool, str]:

@@ -5,6 +5,5 @@ HERE = "agentrl.algorithms.curriculum"
 PART = Part(
     name="curriculum",
     summary="Choose training tasks by how often they were solved.",
-    needs=("credit blocks",),
     training={"tasks.order": f"{HERE}.training:join"},
 )

@@ -6,7 +6,6 @@ PART = Part(
     name="self-play",
     summary="Train a policy against itself and its snapshots; play checkpoints against each other.",
     uses=("checkpoints", "evaluation plans"),
-    needs=("credit blocks",),
     outputs=("pool",),
     tables={"selfplay": f"{HERE}.table:Selfplay"},
     commands={"crossplay": f"{HERE}.command:crossplay"},

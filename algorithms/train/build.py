@@ -67,9 +67,7 @@ def load_algorithm(config: RunConfig, hooks: Hooks | None = None) -> Algo:
     """Build the algorithm of the run file. Raises ConfigError for settings that do not fit it."""
     streams = factory.available_streams(config)
     settings = config.algorithm
-    algo = registry.make(
-        settings.preset, settings.options, streams=streams, root=Path(config.root)
-    )
+    algo = registry.make(settings.preset, settings.options, streams=streams, root=Path(config.root))
     algo = (hooks or hooks_of(config)).algorithm(config, algo)
     check_group(settings, algo)
     check_staleness(settings, algo)

@@ -199,7 +199,13 @@ def test_without_its_part_a_preset_is_refused_by_the_name_of_the_part(
 
 
 def test_without_all_parts_the_other_presets_work(without_parts: None) -> None:
-    needed = {"credit": {"credit": "agentrl.algorithms.credit.core:response_lengths"}}
+    needed: dict[str, dict[str, object]] = {
+        "credit": {"credit": "agentrl.algorithms.credit.core:response_lengths"},
+        "streams": {"streams": {"process": {"scope": "transition"}}},
+        "process": {"process_streams": {"process": {"scope": "transition"}}},
+        "only": {"only_roles": ["agent"]},
+        "mean-by": {"mean_by_units": ["role"]},
+    }
     here, changes = installed()
     assert here.keys() == NAMES.presets.keys() - OF_FAMILIES
     assert {f"+{name}" for name in changes} == {

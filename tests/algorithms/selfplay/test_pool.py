@@ -136,7 +136,7 @@ def test_who_plays_is_a_function_of_seed_and_checkpoint() -> None:
 
 
 def test_a_win_moves_both_ratings_and_the_record_of_the_seat() -> None:
-    made = grown(0, k=32.0)
+    made = grown(0, elo_k=32.0)
     found = made.record_games(groups(game([1, -1], "policy", "policy@000000")))
     assert made.drawn[0].rating == found["selfplay/elo/policy@000000"] == 984.0
     assert found["selfplay/elo"] == 1016.0
