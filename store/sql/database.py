@@ -23,7 +23,6 @@ from agentrl.errors import StoreError
 
 T = TypeVar("T")
 Parameters = Mapping[str, Any] | Sequence[Any]
-INDEXES = ("0011_failures", "0012_pages")  # migrations that only add indexes
 SQL_FOLDER = Path(__file__).parent
 MARK = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 LISTED = r"= any (array(select json_array_elements_text(\1::json)))"
@@ -117,11 +116,11 @@ def missing_migrations(scripts: Mapping[str, Path], applied: set[str], store: st
 
 
 def check_readable(missing: Sequence[str], store: str) -> None:
-    """Raise StoreError if a store lacks migrations other than indexes."""
-    if older := [name for name in missing if name not in INDEXES]:
+    """Raise StoreError if a store lacks migrations."""
+    if missing:
         raise StoreError(
-            f"Store {store} was written by an older agentrl (it lacks {older[0]}) and is open for "
-            "reading only: migrate it, or a copy of it, with `agentrl store stats`."
+            f"Store {store} was written by an older agentrl (it lacks {missing[0]}) and is open "
+            "for reading only: migrate it, or a copy of it, with `agentrl store stats`."
         )
 
 

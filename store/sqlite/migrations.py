@@ -55,8 +55,7 @@ def prepare(location: Location, *, create: bool = True) -> None:
 
 
 def check(location: Location) -> None:
-    """Raise StoreError for a file that cannot be read without a migration, see `prepare`. A file of
-    an older version may lack indexes, but not columns."""
+    """Raise StoreError for a file that cannot be read without a migration, see `prepare`."""
     _check_path(location, create=False)
     with location.translated_errors(), closing(location.connect()) as conn:
         _check_header(conn, location)

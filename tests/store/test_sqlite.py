@@ -21,7 +21,6 @@ from agentrl.store.sql.feed import QUEUE
 from agentrl.store.sqlite import connection, migrations
 from agentrl.store.sqlite.connection import Location
 from agentrl.store.sqlite.notify import folder
-from agentrl.types import Sampling
 
 
 def refused(url: object, **options: object) -> str:
@@ -526,18 +525,3 @@ def test_an_interrupt_leaves_no_verb_unanswered_and_no_lock(
         with contextlib.closing(sqlite3.connect(tmp_path / "a.db", timeout=5)) as other:
             other.execute("begin immediate")  # nobody holds the lock
         runner.run(store.close())
-
-
-async def test_sampling_that_an_earlier_version_stored_is_read(tmp_path: Path, kit) -> None:
-    old = '{"temperature":0.7,"force":true}'
-    async with open_store(str(tmp_path / "store.db")) as store:
-        await store.open_run("run", {})
-        await store.enqueue(kit.group("a"))
-        change = "update {} set sampling = ?"
-        await store._writer.post(lambda tx: tx.conn.execute(change.format("rollouts"), (old,)))
-        (attempt,) = await store.claim(1, runner="r", lease=10)
-        assert attempt.rollout.sampling == Sampling(temperature=0.7, override_agent=True)
-        await store.add_transitions([kit.call(attempt, [1], [2])])
-        await store._writer.post(lambda tx: tx.conn.execute(change.format("transitions"), (old,)))
-        (call,) = (await store.trace("a/0")).transitions
-        assert call.sampling == attempt.rollout.sampling
