@@ -84,9 +84,8 @@ def sample_of(values: Any, error: Exception | None = None, scorers: int = 1) -> 
         [log] = ai.eval(task, fail_on_error=False, **given)
         [sample] = log.samples
     scores = {name: score.value for name, score in (sample.scores or {}).items()}
-    metrics = [
-        m.value for s in (log.results.scores if log.results else []) for m in s.metrics.values()
-    ]
+    found = log.results.scores if log.results else []
+    metrics = [metric.value for score in found for metric in score.metrics.values()]
     return [bool(sample.error), scores, metrics]
 
 
@@ -197,14 +196,9 @@ def math_of_a_list() -> Any:
 
 @check("verifiers")
 def math_of_two_boxes() -> Any:
-    return [math_pays("$16$", said) for said in
-            (r"\boxed{16} \boxed{17}", r"\boxed{17} \boxed{16}", r"\boxed{15}, not \boxed{16}")]  # fmt: skip
-
-
-@check("verifiers")
-def math_of_a_plain_gold() -> Any:
-    gold = import_module("math_verify").parse(r"\frac{1}{2}")
-    return [len(gold), math_pays(r"\frac{1}{2}", "$0.5$"), math_pays(r"$\frac{1}{2}$", "$0.5$")]
+    return [
+        math_pays("$16$", said) for said in (r"\boxed{16} \boxed{17}", r"\boxed{17} \boxed{16}")
+    ]
 
 
 @check("verifiers")
@@ -291,11 +285,6 @@ def episode_of(fault: str) -> Any:
 
 
 @check("verifiers-v1")
-def v1_clean() -> Any:
-    return episode_of("")
-
-
-@check("verifiers-v1")
 def v1_setup_raises() -> Any:
     return episode_of("set-up:exception")
 
@@ -314,20 +303,10 @@ def v1_finalize_raises() -> Any:
 
 
 @check("reasoning-gym")
-def unreadable_answer() -> Any:
-    made = import_module("reasoning_gym").create_dataset
-    found = {}
-    for name in ("chain_sum", "knights_knaves", "countdown", "codeio", "game_of_life"):
-        data = made(name, size=1, seed=1)
-        found[name] = raised(data.score_answer, "I do not know: {[", data[0])
-    return sorted({*found.values()} - {"nothing"})
-
-
-@check("reasoning-gym")
 def silence_is_paid() -> Any:
     made = import_module("reasoning_gym").create_dataset
     found = {}
-    for name in ("chain_sum", "basic_arithmetic", "leg_counting", "word_sorting", "countdown"):
+    for name in ("chain_sum", "leg_counting", "word_sorting", "countdown"):
         data = made(name, size=1, seed=1)
         found[name] = [data.score_answer(said, data[0]) for said in (None, "", "I do not know")]
     return found
@@ -468,10 +447,8 @@ def reset_gives_none() -> Any:
 def step_after_the_end() -> Any:
     env = import_module("gymnasium").make("FrozenLake-v1", is_slippery=False)
     env.reset(seed=3)
-    found = []
-    for action in (1, 1, 2, 1, 2, 2, 2):  # to the goal, and on
-        found.append([float(env.step(action)[1]), bool(env.unwrapped.s == 15)])
-    return [reward for reward, at_goal in found if at_goal]
+    taken = [env.step(action) for action in (1, 1, 2, 1, 2, 2, 2)]  # to the goal, and on
+    return [[float(step[1]), bool(step[2])] for step in taken if step[0] == 15]
 
 
 def steps(env: Any, **seed: int) -> list[Any]:
@@ -535,11 +512,6 @@ def match_by_prefix() -> Any:
 @check("openai-evals")
 def fuzzy() -> Any:
     return [matches("fuzzy_match", said, "16") for said in ("1", "It is not 16.", "160")]
-
-
-@check("openai-evals")
-def fuzzy_silence() -> Any:
-    return [matches("fuzzy_match", said, "16") for said in ("", "...", "the")]
 
 
 def main() -> None:
