@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
 # Natural guess: the seed of a game's reset fixes the game, as Gymnasium's does, and nothing else.
 # What is so: TextArena seeds Python's generator for the whole process, so what is drawn after a reset,
-# by whatever code, is the same in each rollout of that seed, and two games that are played side by side
-# change each other's draws.
-# Why it matters: what explores, samples opponents or shuffles with `random` beside the games repeats
-# itself in each rollout of a group, which compares rollouts that should differ; and a seeded game is
-# another one when a second game runs in the process.
+# by whatever code, is the same after each reset with that seed.
+# Why it matters: what explores, picks opponents or shuffles with `random` beside the games repeats itself
+# in each rollout of a group, which compares rollouts that should differ.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
