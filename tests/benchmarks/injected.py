@@ -129,6 +129,7 @@ class Game(Episode):
         fault("close")
 
 class Turns(Environment):
+    limit = 5
     def tasks(self, split): return [{"id": split, "input": 1}]
     def open(self, input):
         fault("open")

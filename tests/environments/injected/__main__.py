@@ -61,7 +61,7 @@ PLAYED: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...], list[str]]] =
     "textworld": ("TextWorld", "games", {"limit": 4}, EPISODE, ["look"]),
     "tau2": ("Tau2", "mock", {"max_steps": 6}, ("set-up", "scoring"), ["I am done. ###STOP###"]),
     "bfcl": ("BFCL", "multi_turn_base", {}, ("open", "scoring"), ["Done."]),
-    "openenv": ("OpenEnv", "", {"limit": 2}, EPISODE, ["ten signs!"]),
+    "openenv": ("OpenEnv", "", {"limit": 1}, EPISODE, ["ten signs!"]),
     "openai-evals": ("Evals", "crontab.dev.v0", {}, ("step", "scoring"), ["* * * * *"]),
 }  # fmt: skip
 
