@@ -65,9 +65,10 @@ def write(found: Found) -> None:
     pay = table(PAY, found, titles)
     seeds = table(SEEDS, found, ["package", "what was run", "a seed fixes", "known by"])
     before, first, second = PAGE.read_text(encoding="utf-8").split(MARK)
-    texts = [old.strip("\n").partition("\n\n")[2] for old in (first, second)]
-    parts = ["\n\n" + "\n".join([*new, "", text]) for new, text in
-             zip((pay, seeds), texts, strict=True)]  # fmt: skip
+    parts = []
+    for new, old, end in ((pay, first, "\n\n"), (seeds, second, "\n")):
+        text = old.strip("\n").partition("\n\n")[2]  # below the table
+        parts.append("\n\n" + "\n".join([*new, "", text]) + end)
     PAGE.write_text(MARK.join([before, *parts]), encoding="utf-8")
 
 
