@@ -115,6 +115,10 @@ class JudgeClient:
         verdicts = await self._verdicts(asked, subject)
         return [_reward(settings, verdict, "score") for verdict in verdicts]
 
+    def begin_step(self) -> None:
+        self.counts.clear()
+        self.refused = None
+
     def forget_asked(self) -> None:
         """Ask the same question again, or look in the store, the next time."""
         self._pending.clear()
@@ -241,8 +245,7 @@ class Judges:
         self.rewards.clear()
         metrics: dict[str, float] = {}
         for judge in self.clients:
-            judge.counts.clear()
-            judge.refused = None
+            judge.begin_step()
             judged = await asyncio.gather(*(self._judged(judge, group) for group in groups))
             if judge.refused is not None and not any(rewards for _, rewards in judged):
                 raise judge.refused  # the server answers no question

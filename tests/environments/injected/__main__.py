@@ -87,6 +87,7 @@ async def played(name: str, what: str, folder: Path) -> dict[str, dict[str, Any]
     faults += [("set-up", "broken reset")] * ("open" in places and "set-up" in places)
     own = CONVERTED.get(name, ())
     faults += [("reward", kind) for kind in plugins.REWARDS if kind not in own]
+    faults.sort(key=lambda fault: fault[1] == "hang")  # last: they hold what the others need
     timeout = SLOW.get(name, TIMEOUT)
     os.environ["INJECTED_HANG"] = str(timeout + 2)
     if name in (
