@@ -48,23 +48,29 @@ def test_its_verifier_pays_only_for_the_answer() -> None:
     assert [verify(task, reply) for reply in wrong] == [0.0] * len(wrong)
 
 
-SPRAYED = {
-    "docs/own-agent.md": [],
-    "docs/how-to/README.md": [],
-    "docs/how-to/teams.md": [],
-    "agentrl/coding_agents/SKILL.md": [],
-    "agentrl/run_files/starter/verifier.py": [],
-    "agentrl/run_files/starter/pretrained/verifier.py": [],
-    "examples/staff/verifier.py": [],
-    "examples/look/verifier.py": [],
-    "examples/smollm/verifier.py": ["It is not 16."],
-    "examples/smollm/calculator/verifier.py": ["It is not 16.", "116 16", "1, 2, 16"],
-    "examples/frameworks/verifier.py": ["It is not 16.", "116 16", "1, 2, 16"],
-}  # what else pays: a number that is the last one of the reply
+EXACT: list[str] = []
+ONE_NUMBER = ["The lamp costs 16 dollars.", "16. There is no other.", "I'm not sure! It costs $16"]
+LAST_NUMBER = [*ONE_NUMBER, "8 plus 8 is 16", "8 + 8 = 16."]
+PAID = {
+    "docs/own-agent.md": EXACT,
+    "docs/how-to/README.md": EXACT,
+    "docs/how-to/teams.md": EXACT,
+    "agentrl/coding_agents/SKILL.md": EXACT,
+    "agentrl/run_files/starter/verifier.py": EXACT,
+    "agentrl/run_files/starter/pretrained/verifier.py": EXACT,
+    "examples/staff/verifier.py": EXACT,
+    "examples/look/verifier.py": EXACT,
+    "examples/smollm/verifier.py": ONE_NUMBER,
+    "examples/smollm/calculator/verifier.py": LAST_NUMBER,
+    "examples/frameworks/verifier.py": LAST_NUMBER,
+}  # beside the answer alone
+UNPAID = ["", "It is not 16.", "It isn't 16.", "It isn\u2019t 16", "16 is wrong",
+          "No lamp costs 16.", "never 16!", "Neither 8 nor 16", "116 16", "1, 2, 16", "16 or 17",
+          "16 16", "16, no, 17", "-16", "16.5", "160", "1", "6"]  # fmt: skip
 
 
-@pytest.mark.parametrize("source", SPRAYED)
-def test_no_verifier_that_is_shown_pays_for_a_list_of_answers(source: str) -> None:
+@pytest.mark.parametrize("source", PAID)
+def test_no_verifier_that_is_shown_pays_for_a_list_of_answers_or_a_denied_one(source: str) -> None:
     text = (README.parent / source).read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) or [text]
     (block,) = [block for block in blocks if "def verify" in block]
@@ -82,8 +88,8 @@ def test_no_verifier_that_is_shown_pays_for_a_list_of_answers(source: str) -> No
 
     assert score("16") == 1.0
     sprays = [" ".join(map(str, range(17 + n))) for n in (1, 20)]
-    replies = ["", *sprays, "It is not 16.", "116 16", "1, 2, 16", "16 or 17", "160", "1", "6"]
-    assert [reply for reply in replies if score(reply)] == SPRAYED[source]
+    replies = [*LAST_NUMBER, *sprays, *UNPAID]
+    assert [reply for reply in replies if score(reply)] == PAID[source]
 
 
 def test_the_streaming_example_pays_for_a_sentence_and_not_for_its_subject_eight_times() -> None:

@@ -7,6 +7,7 @@ import csv
 import io
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,9 +26,16 @@ LARGEST_FIELD = 2**31 - 1  # characters; the default of 128 KiB refuses long doc
 
 
 def read_parquet(source: str, root: Path = Path()) -> Rows:
-    from pyarrow import parquet
+    from pyarrow import ArrowNotImplementedError, parquet
 
-    with parquet.ParquetFile(root / source) as file:
+    try:
+        opened = parquet.ParquetFile(root / source)
+    except ArrowNotImplementedError as error:
+        raise ConfigError(
+            f"{_unreadable(source, root)} cannot be read ({error}): write it as text, or the rows"
+            " as .jsonl"
+        ) from None
+    with opened as file:
         if twice := _repeated(file.schema_arrow.names):
             raise ConfigError(f"{source} has several columns {twice!r}; rename one")
         count = 0
@@ -35,6 +43,26 @@ def read_parquet(source: str, root: Path = Path()) -> Rows:
             for row in plain_rows(batch, count):
                 yield f"{source}[{count}]", row
                 count += 1
+
+
+def _unreadable(source: str, root: Path) -> str:
+    """The column of a type that pyarrow does not have, such as whole numbers of more than 64 bits,
+    which polars writes as 16 bytes that are of no type of Parquet's."""
+    from pyarrow import ArrowNotImplementedError
+    from pyarrow.parquet.core import ParquetReader
+
+    reader = ParquetReader()
+    with suppress(ArrowNotImplementedError):
+        reader.open(root / source)
+    schema, count = reader.metadata.schema, reader.metadata.num_columns  # read before it failed
+    reader.close()
+    leaves = [schema.column(number) for number in range(count)]
+    untyped = [leaf for leaf in leaves if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY"
+               and str(leaf.logical_type) == "None"]  # fmt: skip
+    found = dict.fromkeys(leaf.path if leaf.path == leaf.name else leaf.path.partition(".")[0]
+                          for leaf in untyped or leaves)  # fmt: skip
+    names = ", ".join(map(repr, found))
+    return f"column {names} of {source}" if len(found) == 1 else f"{source}: one of {names}"
 
 
 def read_json_lines(source: str, root: Path = Path()) -> Rows:

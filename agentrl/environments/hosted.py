@@ -115,10 +115,10 @@ def agent(named: Named) -> Callable[[Json], Awaitable[Any]]:
 
 def verifier(named: Named) -> Callable[..., Awaitable[list[Reward]]]:
     """What scores the environment's rollouts."""
-    helper = Helper(named)
+    helper, scores_itself = Helper(named), describe(named).kind != "verify"
 
     async def verify(task: dict[str, Json], result: Json, trace: Trace) -> list[Reward]:
-        if isinstance(result, dict) and result.get("environment") == named.name:
+        if scores_itself and isinstance(result, dict) and result.get("environment") == named.name:
             rows = msgspec.convert(result["rewards"], list[Reward])  # it has scored itself
             return with_outcome(rows, trace.transitions)
         if is_hosted(named):

@@ -19,7 +19,7 @@ from agentrl.environments.base import Environment, Episode, EpisodeError, Messag
 from agentrl.environments.endpoints import Endpoint
 from agentrl.errors import AgentError, Invalid, PolicyError
 from agentrl.runners.scoring.rewards import PENDING, SOURCE
-from agentrl.runners.scoring.verifiers import VerifierError, as_rewards
+from agentrl.runners.scoring.verifiers import VerifierError, as_number, as_rewards
 from agentrl.runners.tracing import attempt_log
 from agentrl.store.limits import check_reward
 from agentrl.types import Json, Reward, Scope, Transition
@@ -97,6 +97,9 @@ async def _turn(episode: Episode, endpoint: Endpoint, turns: Turns, said: Said) 
             " None, and whether the episode has ended"
         )
     said, reward, done = step
+    if done is None or isinstance(done, str | bytes):
+        what = f"step returned {done!r:.80} as whether the episode has ended; return True or False"
+        raise EpisodeError(f"{turns.name}: {what}")
     turns.count, turns.done = turns.count + 1, bool(done)
     if reward is not None:
         rewards = reward if isinstance(reward, dict) else {who: reward}
@@ -120,10 +123,8 @@ class Turns:
         """Store the reward of a step for the latest call of this role."""
         about = self.calls.get(who, "")
         try:
-            if isinstance(reward, str | bytes):
-                raise TypeError
-            value = float(reward)
-        except (TypeError, ValueError, OverflowError):
+            value = as_number(reward)
+        except ValueError:
             raise EpisodeError(f"{self.name}: step gave the reward {reward!r:.80}") from None
         self._check(value, f"step gave the reward {value:g}")
         self.totals[who] = self.totals.get(who, 0.0) + value

@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl.environments.base import Environment, Episode, Message
 from agentrl.errors import ConfigError
+from agentrl.runners.scoring.verifiers import as_number
 from agentrl.types import Reward, Scope
 
 COLORED = re.compile(r"\x1b\[([34])\d(;1)?m([^\x1b]*)\x1b\[0m")
@@ -60,9 +61,10 @@ def content(reply: Message) -> str:
 def number(value: Any) -> float:
     """A reward as a package gives it. Raises ValueError for a text, even one of digits, and for
     whatever else is no number."""
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise ValueError(f"the reward {value!r:.80} is no number")
-    return float(value)
+    try:
+        return as_number(value)
+    except ValueError:
+        raise ValueError(f"the reward {value!r:.80} is no number") from None
 
 
 def named(reply: Message, actions: Iterable[str]) -> str | None:

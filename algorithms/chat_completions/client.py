@@ -16,6 +16,7 @@ from agentrl.store.base import Store
 from agentrl.types import Json
 
 REFUSED = (400, 413, 422)  # status of servers' answers to a question that they do not take
+RESUMES = "; the same command resumes from here"  # end of an error
 REQUEST_TRIES = 8  # most attempts at a busy or unreachable server
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds between attempts; doubled, or its retry-after
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=600.0)  # seconds
@@ -114,7 +115,7 @@ async def post(
         if number + 1 < REQUEST_TRIES:
             await asyncio.sleep(min(wait, LONGEST_WAIT))
     kind = TrainingError if status in REFUSED else AgentRLError
-    raise kind(f"{who}: {url} {why}; the same command resumes from here")
+    raise kind(f"{who}: {url} {why}{RESUMES}")
 
 
 def _read(content: bytes, who: str) -> Completion:

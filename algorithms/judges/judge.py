@@ -2,7 +2,8 @@
 
 Owns the connections. Always true: a verdict is stored before it is used, under a hash of the judge
 and the whole question, so no question is paid twice, even if the process is killed; a verdict that
-cannot be obtained is missing, never 0; only training rollouts that succeeded are judged.
+cannot be obtained is missing, never 0, and an error if a server that refuses a question gives no
+verdict in the whole step; only training rollouts that succeeded are judged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from msgspec.structs import replace
 from agentrl.config import RunConfig  # before this part's table, which its schema imports
 
 # isort: split
-from agentrl.algorithms.chat_completions.client import ModelServer, complete, find_endpoint
+from agentrl.algorithms.chat_completions.client import (
+    RESUMES,
+    ModelServer,
+    complete,
+    find_endpoint,
+)
 from agentrl.algorithms.judges import questions
 from agentrl.algorithms.judges.questions import Messages, Question, Verdict
 from agentrl.algorithms.judges.table import (
@@ -37,7 +43,7 @@ from agentrl.algorithms.judges.table import (
     judges_of,
 )
 from agentrl.algorithms.sampling.collect import is_learned_from
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, TrainingError
 from agentrl.store.base import Store
 from agentrl.store.records import Judgement
 from agentrl.types import Group, Reward, RolloutState, StepReward
@@ -73,7 +79,8 @@ class Asked:
 
 @dataclass(slots=True)
 class JudgeClient:
-    """One judge of a run. counts: of this step, by the last component of the metric's name."""
+    """One judge of a run. counts: of this step, by the last component of the metric's name.
+    skips_refused: a question that its server refuses has no verdict, and is no error."""
 
     name: str
     settings: Judge
@@ -82,6 +89,8 @@ class JudgeClient:
     session: aiohttp.ClientSession
     spent: Counts = field(default_factory=lambda: defaultdict(float))  # calls, usd of earlier steps
     counts: Counts = field(default_factory=lambda: defaultdict(float))
+    skips_refused: bool = False
+    refused: TrainingError | None = None  # of this step, the latest question without an answer
     _pending: dict[str, Asked] = field(default_factory=dict)
     _slots: asyncio.Semaphore = field(init=False)
 
@@ -105,6 +114,10 @@ class JudgeClient:
         asked = [questions.pointwise(settings, r) for r in records]
         verdicts = await self._verdicts(asked, subject)
         return [_reward(settings, verdict, "score") for verdict in verdicts]
+
+    def begin_step(self) -> None:
+        self.counts.clear()
+        self.refused = None
 
     def forget_asked(self) -> None:
         """Ask the same question again, or look in the store, the next time."""
@@ -159,7 +172,13 @@ class JudgeClient:
             for _ in range(ANSWER_TRIES):
                 self._check_budget()
                 started = time.monotonic()
-                raw, cost = await self._complete(question.text, endpoint)
+                try:
+                    raw, cost = await self._complete(question.text, endpoint)
+                except TrainingError as error:  # it would be refused again
+                    if not self.skips_refused:
+                        raise
+                    self.refused, why = error, _why(error)
+                    break
                 self.counts["usd"] += cost
                 try:
                     verdict = question.read(raw)
@@ -197,6 +216,11 @@ class JudgeClient:
         return answer.text, cost / 1e6
 
 
+def _why(error: TrainingError) -> str:
+    """An error as a part of a sentence."""
+    return str(error).partition(": ")[2].removesuffix(RESUMES)
+
+
 def _reward(settings: PointwiseJudge, verdict: Verdict | None, key: str) -> float | None:
     """The reward for the score `key` of a verdict, by the judge's calibration."""
     if verdict is None:
@@ -221,8 +245,10 @@ class Judges:
         self.rewards.clear()
         metrics: dict[str, float] = {}
         for judge in self.clients:
-            judge.counts.clear()
+            judge.begin_step()
             judged = await asyncio.gather(*(self._judged(judge, group) for group in groups))
+            if judge.refused is not None and not any(rewards for _, rewards in judged):
+                raise judge.refused  # the server answers no question
             groups = [group for group, _ in judged]
             self.rewards += [reward for _, rewards in judged for reward in rewards]
             if judge.name not in self.probed and not isinstance(judge.settings, PairwiseJudge):
@@ -269,7 +295,10 @@ class Judges:
 async def make_judges(config: RunConfig, store: Store, session: aiohttp.ClientSession) -> Judges:
     """Build the judges of a run. Their budgets include the use of committed steps."""
     judges = judges_of(config).items()
-    clients = [JudgeClient(name, settings, config, store, session) for name, settings in judges]
+    clients = [
+        JudgeClient(name, settings, config, store, session, skips_refused=True)
+        for name, settings in judges
+    ]
     for row in await store.steps(config.name) if clients else []:
         for judge in clients:
             for key in ("calls", "usd"):

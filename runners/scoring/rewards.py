@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from agentrl.errors import Invalid
-from agentrl.runners.scoring.verifiers import VerifierError, as_scope
+from agentrl.runners.scoring.verifiers import VerifierError, as_number, as_scope
 from agentrl.runners.tracing import attempt_log
 from agentrl.store.limits import check_reward
 from agentrl.store.rows import storable_text
@@ -37,9 +37,13 @@ def reward(
     else of the LangGraph node around it, else of the agent. Scope "role" rewards the role `target`,
     by default that of the latest call; scope "rollout" the whole rollout. Several rewards with the
     same name and target are all stored, if the attempt succeeds.
-    Raises ValueError if the value is not finite or too large, the scope is unknown or does not
-    allow a target, or no model call precedes a reward that needs one."""
-    row = Reward(float(value), storable_text(str(name)), as_scope(scope), target, SOURCE)
+    Raises ValueError if the value is no number, not finite or too large, the scope is unknown or
+    does not allow a target, or no model call precedes a reward that needs one."""
+    try:
+        number = as_number(value)
+    except ValueError:
+        raise ValueError(f"a reward must be a number, not {value!r:.80}") from None
+    row = Reward(number, storable_text(str(name)), as_scope(scope), target, SOURCE)
     if not math.isfinite(row.value):
         raise ValueError(f"a reward must be a finite number, not {row.value}")
     if row.scope is not Scope.ROLE and target is not None:

@@ -159,15 +159,27 @@ def as_scope(scope: Scope | str) -> Scope:
         raise ValueError(f"there is no reward scope {scope!r:.80}; there is {known}") from None
 
 
+def as_number(value: Any) -> float:
+    """A number of any class that is one, such as an array of one number. Raises ValueError for
+    all else: a text that `float` would read, in any class of texts, and dates too."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")  # of numpy's arrays and scalars
+    has_value = hasattr(value, "__float__") or hasattr(value, "__index__")
+    if isinstance(value, str | bytes) or kind not in "biuf" or not has_value:
+        raise ValueError("it is no number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except TypeError as error:  # such as an array of several
+        raise ValueError(str(error)) from None
+
+
 def _number(value: Any, name: object) -> float:
     try:
-        number = None if isinstance(value, str | bytes) else float(value)
-    except OverflowError:
-        number = math.inf
-    except (TypeError, ValueError):  # such as an array
-        number = None
-    if number is None:
-        raise VerifierError(f"the verifier returned {value!r:.80} as {name!r}; return a number")
+        number = as_number(value)
+    except ValueError:
+        what = f"the verifier returned {value!r:.80} as {name!r}; return a number"
+        raise VerifierError(what) from None
     if not math.isfinite(number):
         raise VerifierError(f"the verifier returned {number} as {name!r}; return a finite number")
     return number

@@ -5,8 +5,9 @@
 - the plug-ins whose interpreters are in `.environments` (`make test-environments` makes them): the
   faults are inside of the packages that they play (`tests/environments/injected`)
 - an environment of turns, one that plays itself and one that verifies, written by a user
+- the same three in processes of their own, as packages are that share nothing
 - verifiers, sync and async, and one beside them
-- judges' answers
+- judges' answers, and those of their servers
 - agents in the executors async, threads, pool and command, in workspaces, and in containers of
   podman (if it is installed): what they raise, their hanging, their late results, the end of their
   process or container, and verifiers of their results
@@ -16,13 +17,15 @@ verifiers, `judges`, `executors`, `workspaces`, `containers`. `absent` lists wha
 here. `--merge FILE ...` adds up what others have printed by `--json`.
 
 Each rollout must have failed, with a cause that names the fault, or, of a judge, the reward must be
-missing. `became_a_reward` counts those with a number, `unnamed` failures without a cause."""
+missing. `became_a_reward` counts those with a number, `unnamed` failures without a cause, and
+`ran_late` those whose time ended before the fault came, as on a busy machine: play them again."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -34,13 +37,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+from aiohttp import web
+
 from agentrl.algorithms.judges import questions
-from agentrl.algorithms.judges.table import PointwiseJudge, PrincipleJudge
+from agentrl.algorithms.judges.judge import JudgeClient
+from agentrl.algorithms.judges.table import PointwiseJudge, PrincipleJudge, judges_of
 from agentrl.base.user_code import UserCodeLoop
 from agentrl.config import resolve
 from agentrl.environments import hosted
 from agentrl.environments.reference import Named
 from agentrl.environments.scripted import stage
+from agentrl.errors import AgentRLError
 from agentrl.runners.main import attempt_runner
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
@@ -52,38 +60,76 @@ ROOT = Path(__file__).parents[2]
 Ends = dict[str, dict[str, Any]]
 OWN = ("own", "judges", "executors", "workspaces", "containers")
 RUN = "injected"
-FAULTS = ("exception", "time-out", "hang", "lost sandbox", "exit", "no reward", "nan", "text",
-          "digits", "out of range", "list", "nothing")  # fmt: skip
+RAISED = ("exception", "time-out", "hang", "lost sandbox", "exit")
+VALUES = ("no reward", "nan", "text", "digits", "out of range", "list", "nothing", "numpy nan",
+          "decimal nan", "truth in text", "text array", "bytes", "coroutine", "one missing",
+          "generator")  # fmt: skip
+FAULTS = RAISED + VALUES
+PROCESS = ("killed", "closed")  # not in the runner's own process
+LATE = "ran longer than"
 TIMEOUT = 5.0  # seconds of a rollout
-# A user's file: `fault(place)` does what the variable says there.
-FILE = """
-import asyncio, math, os, sys, time
+# Functions of a user's file: what is no reward, by kind.
+NO_REWARD = """
+import asyncio, decimal, math
+
+def no_reward(kind, value):
+    import numpy
+    known = {"no reward": None, "nan": math.nan, "text": "good", "digits": "1.0",
+             "out of range": 7.0, "list": [1.0], "nothing": {}, "numpy nan": numpy.float32("nan"),
+             "decimal nan": decimal.Decimal("NaN"), "truth in text": "True",
+             "text array": numpy.array("1.0"), "bytes": bytearray(b"1.0"),
+             "one missing": {"outcome": 1.0, "format": None}, "generator": iter([1.0])}
+    if kind == "coroutine": return {"outcome": never_awaited()}
+    return known.get(kind, value)
+
+async def never_awaited(): return 1.0
+"""
+# A user's file: `fault(place)` does what the file beside it says there.
+FILE = (
+    NO_REWARD
+    + """
+import os, sys, time, signal
+from pathlib import Path
+import agentrl
 from agentrl.environments import Environment, Episode
 
-VALUES = {"no reward": None, "nan": math.nan, "text": "good", "digits": "1.0", "out of range": 7.0,
-          "list": [1.0], "nothing": {}}
+def told(): return Path(__file__).with_name("fault").read_text().partition(":")
 
 def fault(place, value=1.0):
-    here, _, kind = os.environ.get("INJECTED_FAULT", "").partition(":")
+    here, _, kind = told()
     if here != place: return value
     if kind == "exception": raise RuntimeError("broken")
     if kind == "time-out": raise TimeoutError("no answer")
-    if kind == "hang": time.sleep(6)
+    if kind == "hang": time.sleep(22)
     if kind == "lost sandbox": raise ConnectionResetError("sandbox sb-1 is gone")
     if kind == "exit": sys.exit(3)
-    return VALUES.get(kind, value)
+    if kind == "killed": os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "closed": os._exit(4)
+    if kind == "no stdout": os.close(1); sys.stdout.close(); os._exit(0)
+    return no_reward(kind, value)
 
 class Game(Episode):
     def reset(self):
         said = fault("reset", "begin")
         return said if isinstance(said, str) and said == "begin" else None
-    def step(self, reply): return "", fault("step"), True
+    def step(self, reply):
+        kind = told()[2] if told()[0] == "end" else ""
+        if kind == "text": return "", 1.0, "no"
+        if kind == "none": return "", 1.0, None
+        if kind == "five": return "", 1.0, True, False, {}
+        if kind == "never": return "", 1.0, False
+        if kind == "role": return "", {"nobody": 1.0}, True
+        if kind == "half": return "", {"agent": 1.0, "other": None}, True
+        return "", fault("step"), True
     def rewards(self):
         # None is the sum of the steps' rewards, as a plug-in may mean
         return fault("rewards", None)
-    def close(self): fault("close")
+    def close(self):
+        if told() == ("close", ":", "late reward"): agentrl.reward(1.0)
+        fault("close")
 
 class Turns(Environment):
+    limit = 5
     def tasks(self, split): return [{"id": split, "input": 1}]
     def open(self, input):
         fault("open")
@@ -92,8 +138,7 @@ class Turns(Environment):
 class Itself(Environment):
     def tasks(self, split): return [{"id": split, "input": 1}]
     async def run(self, input, endpoint):
-        if os.environ.get("INJECTED_FAULT", "") in ("before:hang", "run:hang"):
-            await asyncio.sleep(6)
+        if told()[0] in ("before", "run") and told()[2] == "hang": await asyncio.sleep(22)
         fault("before")
         await endpoint.chat([{"role": "user", "content": "x"}])
         return fault("run")
@@ -102,11 +147,16 @@ class Judging(Environment):
     def tasks(self, split): return [{"id": split, "input": "x"}]
     def verify(self, task, result): return fault("verify")
 
+class TurnsApart(Turns): isolation = "process"
+class ItselfApart(Itself): isolation = "process"
+class JudgingApart(Judging): isolation = "process"
+
 def verify(task, result): return fault("verifier")
 async def verify_async(result):
     return fault("verifier async")
 def beside(result): return fault("beside")
 """
+)
 
 
 def cases() -> Iterator[tuple[str, str, tuple[str, ...], dict[str, Any]]]:
@@ -114,6 +164,9 @@ def cases() -> Iterator[tuple[str, str, tuple[str, ...], dict[str, Any]]]:
     yield "turns", "Turns", ("open", "reset", "step", "close"), {}
     yield "itself", "Itself", ("before", "run"), {}
     yield "judging", "Judging", ("verify",), {}
+    yield "apart turns", "TurnsApart", ("open", "reset", "step", "close"), {}
+    yield "apart itself", "ItselfApart", ("before", "run"), {}
+    yield "apart judging", "JudgingApart", ("verify",), {}
     ways = (("verifier", "verify", {}), ("verifier async", "verify_async", {}))
     for place, name, rewards in (*ways, ("beside", "verify", {"beside": "file.py:beside"})):
         verifier = {"path": f"file.py:{name}", "rewards": rewards, "range": [-1.0, 1.0]}
@@ -121,7 +174,7 @@ def cases() -> Iterator[tuple[str, str, tuple[str, ...], dict[str, Any]]]:
 
 
 # What is no fault in a place: values where none is read, and "None", the sum of the rewards.
-MEANT = {(place, kind) for place in ("open", "close", "before") for kind in FAULTS[5:]}
+MEANT = {(place, kind) for place in ("open", "close", "before") for kind in VALUES}
 MEANT.add(("beside", "out of range"))  # only the outcome has a range
 
 
@@ -133,11 +186,11 @@ async def own(folder: Path) -> Ends:
         named = Named.read(f"file.py:{class_}:x", {}, folder)
         known = {"verifier": {"path": named.part("verifier"), "range": [-1.0, 1.0]}} | tables
         task = hosted.tasks(named, "train")[0]
-        async with stage(named, timeout=TIMEOUT, **known) as on:
-            for fault in [("", ""), *((place, kind) for place in places for kind in FAULTS)]:
-                if fault in MEANT:
-                    continue
-                os.environ["INJECTED_FAULT"] = ":".join(fault)
+        # One that is apart starts a process, and another after each that was ended.
+        timeout = TIMEOUT * (4 if name.startswith("apart") else 1)
+        async with stage(named, timeout=timeout, **known) as on:
+            for fault in [("", ""), *faults_in(name, places)]:
+                (folder / "fault").write_text(":".join(fault) if any(fault) else "")
                 done = await on.play(task, _said)
                 found[f"{name}/{' '.join(fault)}"] = {
                     "outcome": done.outcome, "problem": done.problem
@@ -145,16 +198,25 @@ async def own(folder: Path) -> Ends:
     return found
 
 
+def faults_in(name: str, places: Iterable[str]) -> Iterator[tuple[str, str]]:
+    apart = name.startswith("apart")
+    for place in places:
+        kinds = FAULTS + (*PROCESS, "no stdout") * apart
+        yield from ((place, kind) for kind in kinds if (place, kind) not in MEANT)
+    if "step" in places:
+        yield from (("end", kind) for kind in ("text", "none", "five", "never", "role", "half"))
+        yield "close", "late reward"
+
+
 async def _said(role: str, messages: list[Any], tools: list[Any]) -> Any:
     return {"role": "assistant", "content": "x"}
 
 
 # A user's agent, verifier and command: the task says what goes wrong in them.
-AGENT = """
-import asyncio, json, math, os, shutil, signal, sys, time
-
-VALUES = {"no reward": None, "nan": math.nan, "text": "good", "digits": "1.0", "out of range": 7.0,
-          "list": [1.0], "nothing": {}}
+AGENT = (
+    NO_REWARD
+    + """
+import json, os, shutil, signal, sys, time
 
 def fail(kind):
     if kind == "exception": raise RuntimeError("broken")
@@ -177,16 +239,16 @@ def verify(task, result):
     kind = task["verify"]
     if kind == "hang": time.sleep(SECONDS + 3)
     else: fail(kind)
-    return VALUES.get(kind, float(result == "done"))
+    return no_reward(kind, float(result == "done"))
 async def verify_late(task, result): return verify(task, result)
 def verify_files(task, result, workspace):
     return verify(task, (workspace.path / "a.txt").read_text())
 
 if __name__ == "__main__": print(json.dumps(plain(json.load(sys.stdin))))
 """
+)
 SECONDS = 5.0  # of a rollout, in which a process has to start
 ENDED = ("exception", "time-out", "lost sandbox", "exit", "hang", "late", "large")
-PROCESS = ("killed", "closed")  # not in the runner's own process
 VERIFIED = tuple(kind for kind in FAULTS if kind != "hang")
 
 
@@ -308,6 +370,60 @@ async def lost_containers() -> None:
                 await asyncio.to_thread(subprocess.run, ["podman", "kill", name])
 
 
+VERDICT = '{"reason": "r", "score": 9}'
+SERVED: dict[str, Any] = {
+    "": {"choices": [{"message": {"content": VERDICT}}]},
+    "no choice": {"choices": []},
+    "choices are null": {"choices": None},
+    "no choices": {"object": "chat.completion"},
+    "no message": {"choices": [{"finish_reason": "content_filter"}]},
+    "message is null": {"choices": [{"message": None}]},
+    "content is null": {"choices": [{"message": {"content": None}}]},
+    "content is parts": {"choices": [{"message": {"content": [{"type": "text"}]}}]},
+    "content is a number": {"choices": [{"message": {"content": 9}}]},
+    "refusal": {"choices": [{"message": {"content": None, "refusal": VERDICT}}]},
+    "cut off": {"choices": [{"message": {"content": VERDICT[:-1]}, "finish_reason": "length"}]},
+    "reasoning only": {"choices": [{"message": {"content": "", "reasoning_content": VERDICT}}]},
+    "error": {"error": {"message": "overloaded"}},
+    "array": [9],
+    "number": 9,
+}
+
+
+async def asked(folder: Path) -> Ends:
+    """What became of what a judge's server answers with status 200."""
+    said: list[str] = []
+    keep = logging.Handler()
+    keep.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("agentrl.algorithm").addHandler(keep)
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(SERVED[key])
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    judge = {"upstream": "j", "kind": "pointwise"}
+    data = {"judges": {"q": judge}, "upstreams": {"j": {"base_url": url, "model": "m"}}}
+    config, found = resolve(data, source="injected"), Ends()
+    store_url = f"sqlite:///{folder / 'judged.db'}"
+    async with aiohttp.ClientSession() as session, open_store(store_url) as store:
+        for key in SERVED:
+            client = JudgeClient("q", judges_of(config)["q"], config, store, session)
+            record, outcome = [{"role": "assistant", "content": key}], None
+            said.clear()
+            try:
+                [outcome] = await client.score([record])  # type: ignore[list-item]
+            except AgentRLError as error:
+                said.append(str(error))
+            found[f"judges served/{key}"] = {"outcome": outcome, "problem": " ".join(said)}
+    await runner.cleanup()
+    return found
+
+
 def judged() -> Ends:
     """What became of judges' answers: a verdict is one only in the form that was asked for."""
     point, principles = PointwiseJudge(upstream="j"), PrincipleJudge(upstream="j", principles=["a"])
@@ -346,7 +462,7 @@ def plugin(name: str) -> Ends | None:
 
 async def here(name: str, folder: Path) -> Ends | None:
     if name == "judges":
-        return judged()
+        return judged() | await asked(folder)
     play: Any = {"own": own, "executors": executors, "workspaces": workspaces}
     return await (play | {"containers": containers})[name](folder)  # type: ignore[no-any-return]
 
@@ -368,10 +484,13 @@ def measure(names: list[str]) -> dict[str, Any]:
     faults = {key: ended for key, ended in ends.items() if key not in clean}
     numbers = [key for key, ended in faults.items() if ended["outcome"] is not None]
     unnamed = [key for key, ended in faults.items() if not ended["problem"]]
+    late = [key for key, ended in faults.items() if LATE in ended["problem"]
+            and not key.endswith(("hang", "late"))]  # fmt: skip
     broken = [key for key, ended in clean.items() if ended["outcome"] is None]
     return {
         "faults": len(faults), "became_a_reward": len(numbers), "unnamed": len(unnamed),
-        "clean_failed": len(broken), "which": [*numbers, *unnamed, *broken],
+        "ran_late": len(late), "clean_failed": len(broken),
+        "which": [*numbers, *unnamed, *late, *broken],
         "by_place": dict(Counter(key.partition("/")[0] for key in faults)), "absent": absent,
     }  # fmt: skip
 

@@ -61,8 +61,9 @@ def test_a_product_is_asked_for_once_and_read_with_commas(
     tasks, verify = calculator["tasks"], calculator["verifier"].verify
     every = tasks.train + tasks.heldout
     assert len({task["id"] for task in every}) == len(every) == 192
-    assert verify({"answer": 3225}, "It is 3,225.") == 1
-    assert verify({"answer": 3225}, "It is 3.225 or 32251.") == 0
+    task = {"input": "What is 43 times 75?", "answer": 3225}
+    assert verify(task, "43 times 75 is 3,225.") == 1
+    assert [verify(task, reply) for reply in ("3.225 or 32251", "32 3225", "not 3225")] == [0] * 3
 
 
 def test_demonstrations_call_the_agents_tool_and_three_of_ten_are_right(

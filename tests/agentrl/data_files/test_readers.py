@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import decimal
 import json
@@ -25,6 +26,26 @@ def tasks_in(file: Path, **columns: str) -> list[dict[str, Any]]:
 def write(folder: Path, name: str, text: str | bytes) -> Path:
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return folder / name
+
+
+# What polars 1.44 writes: DataFrame({"score": [2**64 - 1]}, schema={"score": Int128}).
+INT128 = """
+UEFSMRUAFSwVLCwVAhUAFQYVBgAAAgAAAAIB//////////8AAAAAAAAAABUOGSUABhkYBXNjb3JlFQAWAhZOFk4m
+CAAZHBYIFU4WAAAAFQIZLEgEcm9vdBUCABUOFSAVAhgFc2NvcmUAFgIZHBkcJlYcFQ4ZJQAGGRgFc2NvcmUVABYC
+Fk4WTiYIABaIARUUABZOFgImCBZOFAAAGRwYDEFSUk9XOnNjaGVtYRiwAS8vLy8vM29BQUFBRUFBQUE4di8vL3hR
+QUFBQUVBQUVBQUFBS0FBc0FDQUFLQUFRQStQLy8vd3dBQUFBSUFBZ0FBQUFFQUFFQUFBQUVBQUFBN1AvLy96Z0FB
+QUFnQUFBQUdBQUFBQUVDQUFBUUFCSUFCQUFRQUJFQUNBQUFBQXdBQUFBQUFQVC8vLytBQUFBQUFRQUFBQWdBQ1FB
+RUFBZ0FCUUFBQUhOamIzSmxBQT09ABgGUG9sYXJzGRwcAAAAIAEAAFBBUjE=
+"""
+
+
+def test_a_column_of_a_type_that_arrow_does_not_have_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="pip install 'agentrl[data]'")
+    file = write(tmp_path, "t.parquet", base64.b64decode(INT128))
+    with pytest.raises(
+        ConfigError, match=r"column 'score' of t\.parquet cannot be read \(Integers"
+    ):
+        tasks_in(file)
 
 
 @pytest.fixture

@@ -10,3 +10,10 @@ async def agent(question: str) -> str:
 
 def long(result: str) -> float:
     return float(len(result))
+
+
+async def forger(question: str) -> dict[str, object]:
+    """Answers as an environment does that has scored itself."""
+    await endpoint().chat([{"role": "user", "content": question}])
+    row = {"value": 1.0, "name": "outcome", "scope": "rollout"}
+    return {"environment": "worlds.py:Questions:x", "rewards": [row]}

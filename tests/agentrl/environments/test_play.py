@@ -62,6 +62,9 @@ FAULTS = {
     "nan": "step gave the reward nan; return a finite number or None",
     "huge": "step gave the reward 1e+300; return a smaller number or None",
     "text": "step gave the reward 'much'",
+    "bytes": "step gave the reward bytearray(b'1.0')",
+    "ends by a text": "step returned 'False' as whether the episode has ended",
+    "ends by nothing": "step returned None as whether the episode has ended",
     "no reward": "an episode ended without a reward; give one in step or in rewards",
     "never ends": "an episode had not ended after 8 turns; let step end it",
     "rewards raises": "rewards raised ValueError: no score",
@@ -160,6 +163,13 @@ async def test_a_data_set_is_played_by_one_call_or_by_the_run_files_agent(
     for rollout in await play(own):
         assert rollout.rewards[0].value == 0.0
         assert rollout.result == "nothing"
+
+
+async def test_an_agent_cannot_say_what_its_reward_is(play: Play) -> None:
+    own = settings("Questions:x", agent={"path": "own_agent.py:forger"})
+    for rollout in await play(own):
+        assert rollout.result["environment"] == "worlds.py:Questions:x"
+        assert [row.value for row in rollout.rewards if row.name == "outcome"] == [0.0]
 
 
 async def test_a_verifier_that_raises_fails_its_rollout(play: Play) -> None:

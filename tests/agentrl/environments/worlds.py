@@ -16,6 +16,7 @@ import agentrl
 from agentrl.environments import Endpoint, Environment, Episode
 
 NAN = float("nan")
+ENDS = {"ends by a text": "False", "ends by nothing": None}
 
 
 class Walk(Episode):
@@ -47,12 +48,18 @@ class Walk(Episode):
             raise GeneratorExit
         if self.fault == "step gives two":
             return "a", 1.0
+        if self.fault in ENDS:
+            return "a", 1.0, ENDS[self.fault]
         self.at += 1 if "right" in reply["content"] else -1
         done = self.at == self.goal or abs(self.at) > 3
         reward: Any = (1.0 if self.at == self.goal else 0.0) - 0.1
-        reward = {"no reward": None, "nan": NAN, "text": "much", "huge": 1e300}.get(
-            self.fault, reward
-        )
+        reward = {
+            "no reward": None,
+            "nan": NAN,
+            "text": "much",
+            "huge": 1e300,
+            "bytes": bytearray(b"1.0"),
+        }.get(self.fault, reward)
         return self.said(), reward, done and self.fault != "never ends"
 
     def rewards(self) -> Any:

@@ -18,7 +18,7 @@ from agentrl.algorithms.chat_completions import client as chat_completion
 from agentrl.algorithms.judges.judge import Asked, JudgeClient, Judges, make_judges
 from agentrl.algorithms.judges.questions import record_of
 from agentrl.config import RunConfig, resolve
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, TrainingError
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Group, Json, Transition
@@ -222,6 +222,32 @@ async def test_an_answer_that_is_none_is_a_missing_reward(
     assert found == {}
     assert message in caplog.text
     assert metrics["judges/quality/calls"] == 3 * metrics["judges/quality/unreadable"]
+
+
+async def test_a_question_that_is_refused_is_a_missing_reward_and_all_of_them_an_error(
+    store: Store, serve: Callable[[web.Application], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        text = (await request.json())["messages"][0]["content"]
+        if "4" in text.partition("\n")[2].partition("\n")[0]:  # a filter of contents
+            return web.json_response({"choices": []})
+        message = {"content": '{"reason": "", "score": 5}'}
+        return web.json_response({"choices": [{"message": message}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    upstream = {"base_url": f"{await serve(app)}/v1", "model": "m"}
+    judge = {"upstream": "gpt", "kind": "pointwise"}
+    config = resolve({"judges": {"quality": judge}, "upstreams": {"gpt": upstream}}, source="test")
+    async with aiohttp.ClientSession() as session:
+        judges = await make_judges(config, store, session)
+        judges.probed.add("quality")
+        (made,), metrics = await judges.complete([group("4", "3")])
+        assert [[r.value for r in row.rewards] for row in made.rollouts] == [[], [0.5]]
+        assert (metrics["judges/quality/calls"], metrics["judges/quality/unreadable"]) == (2, 1)
+        assert "returned no chat completion" in caplog.text
+        with pytest.raises(TrainingError, match="returned no chat completion"):
+            await judges.complete([group("4")])
 
 
 async def test_a_budget_ends_the_run_and_is_that_of_the_whole_run(store: Store) -> None:

@@ -24,13 +24,20 @@ from tests.environments.textworld.figures import make_games
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 TIMEOUT = 4.0  # seconds of a rollout
+LOADING = 120.0  # of the first one, in which packages are imported
 SLOW = {
     "verifiers-v1": 30.0,
     "inspect": 30.0,
     "tau2": 15.0,
+    "openenv": 15.0,
 }  # which start programs, or load for long
 EPISODE = ("open", "set-up", "step", "clean-up")
-CONVERTED = ("digits",)  # which these packages make a number of, before any plug-in sees it
+# What these packages make a number of, before any plug-in sees it.
+CONVERTED = {
+    "verifiers": ("digits", "bytes"),
+    "verifiers-v1": ("digits", "bytes", "mapping"),  # which are rewards by name
+    "inspect": ("digits", "truth in text", "bytes", "mapping"),  # which has one score
+}  # fmt: skip
 # Name -> class, what, options, places, and the model's replies, the last again and again.
 PLAYED: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...], list[str]]] = {
     "gymnasium": ("Gymnasium", "FrozenLake-v1", {"limit": 4}, EPISODE, ["down"]),
@@ -54,7 +61,7 @@ PLAYED: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...], list[str]]] =
     "textworld": ("TextWorld", "games", {"limit": 4}, EPISODE, ["look"]),
     "tau2": ("Tau2", "mock", {"max_steps": 6}, ("set-up", "scoring"), ["I am done. ###STOP###"]),
     "bfcl": ("BFCL", "multi_turn_base", {}, ("open", "scoring"), ["Done."]),
-    "openenv": ("OpenEnv", "", {"limit": 2}, EPISODE, ["ten signs!"]),
+    "openenv": ("OpenEnv", "", {"limit": 1}, EPISODE, ["ten signs!"]),
     "openai-evals": ("Evals", "crontab.dev.v0", {}, ("step", "scoring"), ["* * * * *"]),
 }  # fmt: skip
 
@@ -78,8 +85,9 @@ async def played(name: str, what: str, folder: Path) -> dict[str, dict[str, Any]
     task, found = hosted.tasks(named, "train")[0], {}
     faults = [(place, kind) for place in places for kind in (*plugins.RAISED, "hang")]
     faults += [("set-up", "broken reset")] * ("open" in places and "set-up" in places)
-    own = CONVERTED if name in ("verifiers", "verifiers-v1", "inspect") else ()
+    own = CONVERTED.get(name, ())
     faults += [("reward", kind) for kind in plugins.REWARDS if kind not in own]
+    faults.sort(key=lambda fault: fault[1] == "hang")  # last: they hold what the others need
     timeout = SLOW.get(name, TIMEOUT)
     os.environ["INJECTED_HANG"] = str(timeout + 2)
     if name in (
@@ -88,19 +96,26 @@ async def played(name: str, what: str, folder: Path) -> dict[str, dict[str, Any]
     ):  # they play in processes of a pool, whose end is a fault of its own
         faults = [(place, kind) for place, kind in faults if kind != "exit"]
     tables = {"verifier": {"path": named.part("verifier"), "range": [-1.0, 1.0]}}
+    os.environ["INJECTED_FAULT"] = ""
+    async with stage(named, timeout=LOADING, **tables) as on:
+        await on.play(task, replied(replies))
     async with stage(named, timeout=timeout, **tables) as on:
         first = [("", "")] * (2 if name in SLOW else 1)
         for fault in [*first, *faults]:
-            said = iter([*replies, *[replies[-1]] * 50])
-
-            async def reply(role: str, messages: list[Any], tools: Any, said: Any = said) -> Any:
-                return {"role": "assistant", "content": next(said)}
-
             os.environ["INJECTED_FAULT"] = ":".join(fault)
-            done = await on.play(task, reply)
+            done = await on.play(task, replied(replies))
             found[" ".join(fault)] = {"outcome": done.outcome, "problem": done.problem[:400]}
             print(fault, found[" ".join(fault)], file=sys.stderr, flush=True)
     return found
+
+
+def replied(replies: list[str]) -> Any:
+    said = iter([*replies, *[replies[-1]] * 50])
+
+    async def reply(role: str, messages: list[Any], tools: Any) -> Any:
+        return {"role": "assistant", "content": next(said)}
+
+    return reply
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from decimal import Decimal
 from importlib import import_module
 from typing import Any
 
@@ -36,7 +37,8 @@ RAISED = {
 }
 REWARDS: dict[str, Any] = {
     "no reward": None, "nan": math.nan, "infinite": -math.inf, "text": "well done", "digits": "0.5",
-    "out of range": 7.0, "list": [1.0],
+    "out of range": 7.0, "list": [1.0], "decimal nan": Decimal("NaN"), "bytes": bytearray(b"0.5"),
+    "truth in text": "True", "mapping": {"score": 1.0}, "complex": 1 + 0j,
 }  # fmt: skip
 
 
@@ -89,8 +91,11 @@ class Faulty:
             place = self.places[name]
             if fault() == (place, "broken reset"):
                 return None
-            inject(place)
+            if place != "clean-up":
+                inject(place)
             returned = found(*given, **named)
+            if place == "clean-up":  # what was not released would be missing for the next faults
+                inject(place)
             return self.change[name](returned) if name in self.change else returned
 
         return method

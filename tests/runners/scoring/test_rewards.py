@@ -260,8 +260,11 @@ def test_outside_of_a_rollout_only_mistakes_are_noticed() -> None:
         lambda: agentrl.reward(1.0, scope="rollout", target="x"),
         lambda: agentrl.reward(1.0, target="x"),
         lambda: agentrl.reward("much"),  # type: ignore[arg-type]
+        lambda: agentrl.reward("1.0"),  # type: ignore[arg-type]
+        lambda: agentrl.reward(bytearray(b"1.0")),  # type: ignore[arg-type]
+        lambda: agentrl.reward(None),  # type: ignore[arg-type]
     ):
-        with pytest.raises(ValueError, match=r"finite number|reward scope|no target|could not"):
+        with pytest.raises(ValueError, match=r"number, not|reward scope|no target"):
             wrong()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +74,20 @@ WRONG_ROWS = [
     [
         *(None, "1", NAN, float("inf"), {}, [], {"a": None}, [1], *WRONG_ROWS),
         *(np.array([0.5]), {"a": np.array([1, 2])}, 10**400, {1: 0.5, "1": 0.6}),
+        *(bytearray(b"1"), memoryview(b"1"), np.array("1"), np.array("1", dtype=object)),
+        *(np.datetime64(1, "s"), Decimal("nan"), np.float32("nan"), {"outcome": 1, "a": None}),
     ],
 )
 def test_what_is_not_a_reward(value: Any) -> None:
     with pytest.raises(VerifierError, match="the verifier returned"):
         as_rewards(value)
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(0.5), np.array(0.5), Decimal("0.5"), Fraction(1, 2), np.bool_(False) + 0.5]
+)
+def test_numbers_of_other_classes_are_rewards(value: Any) -> None:
+    assert as_rewards(value) == [Reward(value=0.5)]
 
 
 @pytest.mark.parametrize("function", [lambda task, answer: 1, lambda: 1, 17, lambda task, /: 1])

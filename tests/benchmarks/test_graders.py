@@ -1,0 +1,34 @@
+"""The page of what graders pay says what its rows say, and how each is known."""
+
+from __future__ import annotations
+
+from tests.benchmarks.graders.__main__ import MARK, PAGE, changed, table
+from tests.benchmarks.graders.checks import CHECKS
+from tests.benchmarks.graders.rows import PAY, SEEDS
+
+
+def test_the_page_has_each_row_and_how_it_is_known() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.count(MARK) == 2
+    shown = [line for line in page.splitlines() if line.startswith("| ")]
+    assert len(shown) == len(PAY) + len(SEEDS) + 2
+    for row in (*PAY, *SEEDS):
+        known = "run with " if row.check else f"read in {row.version} "
+        words = [row.package, row.happens, row.pays, *([row.agentrl] if row.agentrl else [])]
+        assert any(f"| {' | '.join(words)} | {known}" in line for line in shown), row
+    assert page.count("| run with ") >= 25
+
+
+def test_each_check_is_of_a_row() -> None:
+    rows = {(row.plugin, row.check) for row in (*PAY, *SEEDS) if row.check}
+    assert rows == {(plugin, check) for plugin, each in CHECKS.items() for check in each}
+
+
+def test_a_row_that_is_no_longer_so_is_named() -> None:
+    row = next(row for row in PAY if row.check)
+    checks = {one.check: one.found for one in PAY + SEEDS if one.plugin == row.plugin}
+    found = {row.plugin: {"versions": {row.package: "9"}, "found": checks}}
+    assert changed(found) == {}
+    found[row.plugin]["found"] = checks | {row.check: "another"}
+    assert changed(found) == {f"{row.plugin}/{row.check}": "another"}
+    assert table([row], found, ["a"])[-1].endswith("| run with 9 |")
