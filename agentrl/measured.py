@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,6 +31,14 @@ SETTINGS = {
     "runner.concurrency": "concurrency",
 }  # fmt: skip
 ADAPTER = {"policy.lora.rank", "algorithm.lr"}
+CALLS, SLACK = 4, 4  # calls of a rollout; how many times as long as measured it may take
+LEAST_TIMEOUT = 60  # seconds
+
+
+def timeout(per_token: float, max_tokens: int) -> int:
+    """Seconds for a rollout whose completions have at most `max_tokens` tokens, each of which is
+    decoded in `per_token` seconds."""
+    return max(LEAST_TIMEOUT, math.ceil(SLACK * CALLS * max_tokens * per_token / 10) * 10)
 
 
 async def complete(tables: Mapping[str, Any], output: Path, console: Console) -> dict[str, Any]:
@@ -51,7 +60,7 @@ async def complete(tables: Mapping[str, Any], output: Path, console: Console) ->
     found: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         found = json.loads(file.read_bytes())
-    if found.get("of") != model:
+    if found.get("of") != model or "per_token" not in found:
         console.print(f"measuring {model} on this machine (seconds; minutes if it is large) ...")
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "agentrl.run_files.pretrained", model,
@@ -69,6 +78,8 @@ async def complete(tables: Mapping[str, Any], output: Path, console: Console) ->
             return {}
         found = json.loads(out) | {"of": model}
         replace_file(file, json.dumps(found).encode())
+    if isinstance(length := said.get("sampling.max_tokens"), int):
+        found["timeout"] = timeout(found["per_token"], length)
     chosen = {key: found[name] for key, name in wanted.items()}
     shown = ", ".join(f"{key} = {value}" for key, value in chosen.items())
     console.print(f"measured: {shown} (yours if you set them)", highlight=False)
