@@ -165,6 +165,20 @@ async def test_the_time_out_is_that_of_the_completions_that_are_allowed(
     assert "agent.timeout" not in own
 
 
+@pytest.mark.parametrize(("size", "groups"), [(None, 4), (2, 16), (8, 4), (64, 4)])
+async def test_the_rollouts_of_a_step_are_those_that_are_decoded_together(
+    tmp_path: Path, size: int | None, groups: int
+) -> None:
+    """As `agentrl init --model` has it; no step has fewer than four tasks."""
+    write_measured(tmp_path, concurrency=32)
+    tables = given({"policy": "m"}, "", {} if size is None else {"algorithm.group_size": size})
+    chosen, _ = await completed(tables.tables, tmp_path)
+    assert chosen["algorithm.groups"] == groups
+    console = Console(file=io.StringIO())
+    chosen = await measured.complete(tables.tables, tmp_path, console, plays_rollouts=False)
+    assert "algorithm.groups" not in chosen  # there it is the rows of a step
+
+
 @pytest.mark.parametrize(
     "said",
     [
