@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.why import changes, rules
-from agentrl.algorithms.why.changes import HELD_OUT, SAMPLED, TRAINING, Change
 from agentrl.algorithms.why.record import Alike, PolicyRun, _alike
+from agentrl.changes import HELD_OUT, SAMPLED, TRAINING, Change
 from agentrl.config import resolve
 from agentrl.store import open_store
 from agentrl.types import ErrorKind, FailureCount, NewRollout, Outcome, Reward, Rollout
