@@ -27,7 +27,9 @@ from agentrl.config import RunConfig, resolve
 from agentrl.config.policies import initial_version
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.evaluation.checkpoint.runs import evaluation_run
+from agentrl.telemetry.console import Progress
 from agentrl.tiny.models import rows_of
+from agentrl.types import StepRow
 
 SHOWN: list[dict[str, Any]] = [
     {
@@ -285,3 +287,12 @@ def test_fresh_deletes_it(tiny_model_dir: Path, tmp_path: Path) -> None:
     Path(config.output, "warmup").mkdir(parents=True)
     trainer.clear(config)
     assert not Path(config.output, "warmup").exists()
+
+
+@pytest.mark.parametrize(
+    ("warmup", "when"), [({}, "untrained"), ({"data": "shown.jsonl"}, "before the first step")]
+)
+def test_a_score_after_it_is_not_called_untrained(warmup: dict[str, Any], when: str) -> None:
+    config = resolve({"steps": 9, "warmup": warmup}, source="test")
+    row = StepRow(run="r", step=0, metrics={"eval/score": 0.5}, committed=False, at=0.0)
+    assert Progress(config, [row]).scores_line(row) == f"{when}:  held-out 50.0%"
