@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithms.why import changes, rules
+from agentrl import changes
+from agentrl.algorithms.why import rules
 from agentrl.algorithms.why.record import Alike, PolicyRun, _alike
 from agentrl.changes import HELD_OUT, SAMPLED, TRAINING, Change
 from agentrl.config import resolve
