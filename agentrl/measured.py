@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from rich.console import Console
 from agentrl.base.files import replace_file
 from agentrl.base.loading import is_installed
 from agentrl.base.parts import has
+from agentrl.config import AlgorithmConfig
 from agentrl.config.keys import flatten
 from agentrl.errors import install_command
 
@@ -27,14 +29,25 @@ SETTINGS = {
     "policy.dtype": "dtype", "policy.lora.rank": "rank", "algorithm.lr": "lr",
     "engine.threads": "threads", "engine.max_batch": "concurrency", "engine.max_context": "context",
     "sampling.max_tokens": "max_tokens", "agent.timeout": "timeout",
-    "runner.concurrency": "concurrency",
+    "runner.concurrency": "concurrency", "algorithm.groups": "groups",
 }  # fmt: skip
 ADAPTER = {"policy.lora.rank", "algorithm.lr"}
+CALLS, SLACK = 4, 4  # calls of a rollout; how many times as long as measured it may take
+LEAST_TIMEOUT = 60  # seconds
+MIN_GROUPS = 4  # a step of fewer tasks learns from too few
 
 
-async def complete(tables: Mapping[str, Any], output: Path, console: Console) -> dict[str, Any]:
+def timeout(per_token: float, max_tokens: int) -> int:
+    """Seconds for a rollout whose completions have at most `max_tokens` tokens, each of which is
+    decoded in `per_token` seconds."""
+    return max(LEAST_TIMEOUT, math.ceil(SLACK * CALLS * max_tokens * per_token / 10) * 10)
+
+
+async def complete(
+    tables: Mapping[str, Any], output: Path, console: Console, *, plays_rollouts: bool = True
+) -> dict[str, Any]:
     """The settings, by dotted names, that the machine's measurements add to these tables. Prints
-    what was chosen, or why nothing was."""
+    what was chosen, or why nothing was. plays_rollouts: whether the run learns from rollouts."""
     said = flatten(tables)
     model = said.get("policy.model")
     if not model or not _trains_it_here(tables):
@@ -45,13 +58,15 @@ async def complete(tables: Mapping[str, Any], output: Path, console: Console) ->
         wanted = {key: name for key, name in wanted.items() if key not in ADAPTER}
     if ADAPTER - wanted.keys() or any(key.startswith("policy.lora.") for key in said):
         wanted = {key: name for key, name in wanted.items() if key not in ADAPTER}
+    if not plays_rollouts:  # the groups of a step are rows of a data set
+        wanted.pop("algorithm.groups", None)
     if not wanted:
         return {}
     file = output / FILE
     found: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         found = json.loads(file.read_bytes())
-    if found.get("of") != model:
+    if found.get("of") != model or "per_token" not in found:
         console.print(f"measuring {model} on this machine (seconds; minutes if it is large) ...")
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "agentrl.run_files.pretrained", model,
@@ -69,6 +84,11 @@ async def complete(tables: Mapping[str, Any], output: Path, console: Console) ->
             return {}
         found = json.loads(out) | {"of": model}
         replace_file(file, json.dumps(found).encode())
+    if isinstance(length := said.get("sampling.max_tokens"), int):
+        found["timeout"] = timeout(found["per_token"], length)
+    size = said.get("algorithm.group_size", AlgorithmConfig().group_size)
+    if isinstance(size, int) and size > 0:  # else it is refused in a moment
+        found["groups"] = max(MIN_GROUPS, found["concurrency"] // size)
     chosen = {key: found[name] for key, name in wanted.items()}
     shown = ", ".join(f"{key} = {value}" for key, value in chosen.items())
     console.print(f"measured: {shown} (yours if you set them)", highlight=False)

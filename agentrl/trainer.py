@@ -103,8 +103,9 @@ class Trainer:
     `policy` a dict is the table, and anything else its first setting:
     `policy={"model": ..., "lora": {"rank": 16}}`, `agent={"path": make_agent, "max_calls": 20}`.
 
-    Of one model that is trained here, dtype, adapter with learning rate, threads, context and
-    length of completions are measured, as `agentrl init --model` does, where they are not given."""
+    Of one model that is trained here, dtype, adapter with learning rate, threads, context, length
+    of completions, time-out and tasks per step are measured, as `agentrl init --model` does, where
+    they are not given."""
 
     def __init__(
         self,
@@ -156,8 +157,11 @@ class Trainer:
         if demonstrations is not None:
             file = task_file(demonstrations, output / DEMONSTRATIONS, needs="messages")
             tables = {**tables, "warmup": tables["warmup"] | {"data": file}}
-        check(resolved())
-        for key, value in (await measured.complete(tables, output, Console())).items():
+        check(config := resolved())
+        found = await measured.complete(
+            tables, output, Console(), plays_rollouts=config.plays_rollouts
+        )
+        for key, value in found.items():
             tables = given({}, "", {**tables, key: value}).tables
         local = None
         if agent is not None or verifier is not None:

@@ -3,11 +3,13 @@ while it writes them."""
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentrl.errors import ConfigError
@@ -17,9 +19,10 @@ PARTIAL = ".tmp-"  # in the name of a directory that is being written or deleted
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A new directory to write into. It becomes `path` on exit, and is deleted on an error."""
-    partial = partial_name(path)
-    partial.mkdir(parents=True)
+    """A new directory to write into. It becomes `path` on exit, and is deleted on an error; what a
+    killed process has left of it, by the next one that writes `path`."""
+    delete_partial(path)
+    partial, descriptor = _locked_partial(path)
     try:
         yield partial
         share_weights(partial)
@@ -32,6 +35,38 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         _sync(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # it was renamed, unless an error occurred
+        os.close(descriptor)
+
+
+def delete_partial(path: Path) -> None:
+    """Delete the partial directories of `path` that no process is writing."""
+    for partial in path.parent.glob(f"{glob.escape(path.name)}{PARTIAL}{'[0-9a-f]' * 8}"):
+        with suppress(OSError):  # its writer lives, another process deletes it, or no locks here
+            descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(partial, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _locked_partial(path: Path) -> tuple[Path, int]:
+    """A new directory, and a descriptor that holds its lock, which the kernel frees even if this
+    process is killed: what `delete_partial` can lock has no writer."""
+    while True:
+        partial = partial_name(path)
+        partial.mkdir(parents=True)
+        descriptor = -1
+        try:
+            descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with suppress(OSError):  # a file system without locks, on which nothing is deleted
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.samestat(partial.stat(), os.fstat(descriptor)):
+                return partial, descriptor
+        except FileNotFoundError:  # another process deleted it before it was locked
+            pass
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def share_weights(path: Path) -> None:

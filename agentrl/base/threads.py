@@ -70,9 +70,7 @@ def _run(work: Callable[[], Any], future: Future[Any]) -> None:
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine and return its result, also in a notebook, whose event loop is running."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _in_event_loop():  # outside of an `except`, which would be the context of its errors
         return asyncio.run(work)
     with ThreadPoolExecutor(1, thread_name_prefix="agentrl-front") as executor:
         loop = asyncio.new_event_loop()
@@ -84,3 +82,11 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         except KeyboardInterrupt:  # "interrupt" in a notebook: stop the children, then the cell
             loop.call_soon_threadsafe(task.cancel)
             raise
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -14,7 +14,7 @@ from transformers.utils import quantization_config
 from agentrl.algorithms.model.load import DTYPES, Model, Tokenizer, load_model, no_progress_bars
 from agentrl.algorithms.model.text import Codec
 from agentrl.base.failures import one_line
-from agentrl.base.files import atomic_directory
+from agentrl.base.files import atomic_directory, delete_partial
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.model_files.gguf_file import BYTE, CONTROL, USER_DEFINED, GgufFile
@@ -70,6 +70,7 @@ def import_gguf(
 def _check_target(file: GgufFile, target: Path, size: int) -> None:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target} is there already: give another folder, or delete it")
+    delete_partial(target)  # of a killed import, before the room is measured
     near = next(path for path in target.absolute().parents if path.is_dir())
     needed, free = file.parameters * size * 1.05, shutil.disk_usage(near).free
     if needed > free:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -20,12 +19,12 @@ from agentrl.algorithms.model.load import DTYPES, check_directory, load_model, n
 from agentrl.algorithms.preflight import estimate
 from agentrl.config import LoraConfig, RunConfig
 from agentrl.errors import PolicyError
+from agentrl.measured import timeout
 
 RANK, LEARNING_RATE = 16, 2e-4  # of an adapter
 MAX_TOKENS = 128  # of one completion
 MAX_CONTEXT, LEAST_CONTEXT = 4096, 512  # tokens to look for between
 CONCURRENCY = 32  # rollouts whose calls are decoded together
-CALLS, SLACK = 4, 4  # calls of a rollout; how many times as long as measured it may take
 MEASUREMENTS = 3
 
 
@@ -53,13 +52,13 @@ def settings(model: str) -> dict[str, Any]:
             raise PolicyError(f"model {model!r} needs more memory than there is: {sentence}")
         context = max(LEAST_CONTEXT, context // 2)
     per_token = seconds_per_token(source, dtype)
-    longest = SLACK * CALLS * MAX_TOKENS * per_token
     return {
         "model": source,
         "threads": sampling_threads(sum(each.numel() for each in shape.parameters())),
         "dtype": dtype, "rank": RANK, "lr": LEARNING_RATE, "context": context,
         "max_tokens": MAX_TOKENS, "concurrency": CONCURRENCY,
-        "timeout": max(60, math.ceil(longest / 10) * 10), "rate": round(CONCURRENCY / per_token),
+        "per_token": per_token, "timeout": timeout(per_token, MAX_TOKENS),
+        "rate": round(CONCURRENCY / per_token),
     }  # fmt: skip
 
 

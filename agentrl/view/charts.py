@@ -21,6 +21,7 @@ from agentrl.view.summaries import (
     offset,
     shares,
     verdict,
+    with_changes,
 )
 
 POINTS = 400  # per curve
@@ -181,5 +182,6 @@ async def page(
         values["quiet"] += [one for one in made if one not in values[name]]
     if first is None and values["played"]:
         first = values["played"].pop(0)
-    values |= {"main": first, "verdict": verdict(found), "percent": percent}
+    (said,) = await with_changes(store, state.run, verdict(found))
+    values |= {"main": first, "verdict": said, "percent": percent}
     return values | {"series": {name: records.finite(one) for name, one in found.items()}}

@@ -22,6 +22,8 @@ from agentrl.store import open_store
 from agentrl.types import Json
 from agentrl.view.summaries import Score, Summary, Verdict, matrix, summary, whole_settings
 
+OUTCOMES = {"better": "better", "worse": "worse", "same": "no more than chance"}
+
 
 @click.command()
 @click.argument("stores", metavar="[STORE]...", nargs=-1)
@@ -106,8 +108,8 @@ def view(
 @click.option("--store", help="Store URL; default: those that have the runs, below this folder.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object per run.")
 def compare(runs: tuple[str, ...], store: str | None, as_json: bool) -> None:
-    """Compare each RUN: scores before and after training, its state, and the settings that
-    differ."""
+    """Compare each RUN: scores before and after training, whether that is more than chance, its
+    state, and the settings that differ."""
     rows = [asyncio.run(_read(store or store_with(run), run)) for run in runs]
     settings = matrix([whole_settings(row) for row in rows])
     print_result(_lines(rows, settings) if as_json else _table(rows, settings))
@@ -130,10 +132,18 @@ def _table(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> Rende
             own = len(names) > 1  # then each has its name with it
             scores = [_score(one, getattr(one, end), named=own) for one in found]
             table.add_row(word if own else f"{names[0]}, {word}", *scores)
+        if any(map(_changed, found)):
+            words = [OUTCOMES[one.outcome] if _changed(one) else "-" for one in found]
+            table.add_row("change" if len(names) > 1 else f"{names[0]}, change", *words)
     table.add_row("state", *(f"{row.condition()}, {row.state.step} steps" for row in rows))
     for key, values in settings.items():
         table.add_row(key, *("-" if value is None else str(value) for value in values))
     return table
+
+
+def _changed(verdict: Verdict) -> bool:
+    """Whether it was measured twice."""
+    return bool(verdict.first and verdict.last and verdict.first.step != verdict.last.step)
 
 
 def _score(verdict: Verdict, score: Score | None, *, named: bool) -> str:
@@ -156,6 +166,7 @@ def _lines(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> str:
             "metric": row.verdict.metric,
             "before": row.verdict.first,
             "after": row.verdict.last,
+            "outcome": row.verdict.outcome,
             "sampled_before": row.sampled.first,
             "sampled_after": row.sampled.last,
             "state": row.condition(),

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from agentrl.changes import HELD_OUT, Change, held_out_changes, paired
+from agentrl.changes import SAMPLED as SAMPLED_HELD_OUT
 from agentrl.config import from_store
 from agentrl.config.keys import flatten
 from agentrl.errors import AgentRLError
@@ -23,7 +25,7 @@ from agentrl.types import Json, RunState
 
 SCORE, REWARD, FUNCTIONS = "eval/score", "reward/mean", "eval/function/"
 SAMPLED = "eval/sampled"
-POINTS = 60  # of a curve in a list
+POINTS, EVERY = 60, 10**6  # of a curve in a list; all of them
 PLAIN_NAMES = {"model", "policy", "checkpoint", "best", "final"}  # of folders, which say little
 BY_STATE = "credit/by_state"  # how far the preset `auto` trusts values of states
 ENDLESS = 10**9  # steps of a run that trains until it is stopped
@@ -56,6 +58,7 @@ class Verdict:
     last: Score | None = None
     percent: bool = False  # whether it lies in 0 to 1
     less: bool = False  # whether less is better
+    change: Change | None = None  # of a held-out score, with what chance does
 
     @property
     def name(self) -> str:
@@ -71,7 +74,10 @@ class Verdict:
 
     @property
     def outcome(self) -> str:
-        """better or worse, if it is more than the intervals allow by chance, else same."""
+        """better or worse, if it is more than chance does, else same: as `agentrl why` says of a
+        held-out score, and of other measures if their intervals are apart."""
+        if self.change is not None and math.isfinite(self.change.noise):
+            return "better" if self.change.risen else "worse" if self.change.fallen else "same"
         if self.first is None or self.last is None or self.first.step == self.last.step:
             return "same"
         below, above = (self.first, self.last) if self.gain > 0 else (self.last, self.first)
@@ -145,6 +151,25 @@ def verdict_on(metric: str, curves: Mapping[str, Points]) -> Verdict:
     return Verdict(metric, first, last, percent, less)
 
 
+async def with_changes(store: Store, run: str, *verdicts: Verdict) -> list[Verdict]:
+    """The same with how held-out scores changed, each task compared with itself."""
+    keys = {SCORE: HELD_OUT, SAMPLED: SAMPLED_HELD_OUT}
+    if not any(one.metric in keys and one.last for one in verdicts):
+        return [*verdicts]
+    names = [f"{key}{end}" for key in keys for end in ("", "_low", "_high")]
+    curves = await store.series(run, [*names, "eval/common"], points=EVERY)
+    rows: dict[int, dict[str, float]] = defaultdict(dict)
+    for name, points in curves.items():
+        for step, y in points:
+            rows[step][name] = y
+    by_step = [rows[step] for step in sorted(rows)]
+    steps = {
+        name: [step for step in sorted(rows) if key in rows[step]] for key, name in keys.items()
+    }
+    found = await paired(store, run, held_out_changes(by_step), steps)
+    return [replace(one, change=found.get(keys.get(one.metric, ""))) for one in verdicts]
+
+
 def _finite(points: Points) -> list[tuple[int, float]]:
     return [(step, y) for step, y in points if math.isfinite(y)]
 
@@ -180,13 +205,14 @@ async def summary(store: Store, state: RunState) -> Summary:
     own = [name for name in known if name.startswith(FUNCTIONS)]
     names = [SCORE, *decisive(known), *own, *MISSING, "run/ended"]
     curves: dict[str, Points] = dict(await store.series(state.run, names, points=POINTS))
-    found = verdict(curves)
+    named = verdict(curves), verdict_on(SAMPLED, curves)
+    found, sampled = await with_changes(store, state.run, *named)
     rows = await store.steps(state.run, after=max(state.step - 2, -1))
     return Summary(
         run=state.run,
         state=state,
         verdict=found,
-        sampled=verdict_on(SAMPLED, curves),
+        sampled=sampled,
         curve=curves.get(found.metric, ()),
         percent=shares(curves),
         ended=bool(curves["run/ended"]),

@@ -95,7 +95,8 @@ def cure(tokenizer: Tokenizer) -> str:
     if name is None or templates()[name].text == tokenizer.chat_template:
         return "name a file with a template that does in policy.chat_template"
     return (
-        f"set policy.chat_template = {name!r}, a template for this model's family with tools"
+        f"set policy.chat_template = {name!r} (in Python: policy={{'model': ..., 'chat_template':"
+        f" {name!r}}}), the built-in template for this model, which has tools"
         f" (calls in the format {templates()[name].tool_format!r}, policy.tool_format)"
     )
 

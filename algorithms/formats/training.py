@@ -71,7 +71,8 @@ def check_tools(tokenizer: Tokenizer, call: Transition) -> None:
         Chat(tokenizer, Codec(tokenizer)).encode(list(call.messages), list(call.tools))
     except RequestError as error:
         if error.body.error.code == BLIND:
-            raise TrainingError(f"{error}. Then repeat the command with --fresh") from None
+            again = "the same command with --fresh; in Python fit(fresh=True)"
+            raise TrainingError(f"{error}. Then start over: {again}") from None
 
 
 def continued(calls: Iterable[Transition]) -> Iterator[tuple[Transition, Transition]]:

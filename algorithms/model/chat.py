@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache
@@ -101,8 +102,9 @@ class Chat:
         text = self._render(conversation, definitions, settings)
         if definitions and tools not in self._shown:
             if text == self._render(conversation, None, settings):
-                self._check_described(definitions, text)
-            self._shown.add(tools)
+                self._check_described(definitions, text)  # each time: messages differ
+            else:
+                self._shown.add(tools)
         text = self._as_written(text, conversation, definitions, settings)
         return self.tokens(text, messages)
 
@@ -119,16 +121,19 @@ class Chat:
 
     def _check_described(self, tools: list[dict[str, Json]], text: str) -> None:
         """For tools that the template drops: an agent may describe them in a message instead, and
-        then the text has their names. Raises RequestError if it has none."""
+        then the text has their descriptions. Raises RequestError unless it has those of all."""
         cure = template_cure(self._tokenizer)
-        if any(name in text for name in tool_names(tools)):
+        hidden = [tool for tool in tools if not is_described(tool, text)]
+        if not hidden:
             say_described(cure)
             return
         sentence = (
             "the model's chat template does not render tools, so the model would not see "
-            f"{', '.join(tool_names(tools)) or 'them'}; {cure}"
+            f"{', '.join(tool_names(hidden)) or 'them'}; {cure}"
             "choose a model whose template renders them (an instruct model with tool calls)"
-            ", replace its chat_template.jinja, or send no tools"
+            ", replace its chat_template.jinja, repeat their descriptions in a message, or send no"
+            " tools. A model that was never trained with tools needs demonstrations of calls, too"
+            " ([warmup]; docs/how-to/tools.md)"
         )
         if not self.blind.done():
             self.blind.set_result(sentence)
@@ -184,10 +189,27 @@ def template_cure(tokenizer: Tokenizer) -> str:
 def say_described(cure: str) -> None:
     """Once per process."""
     log.warning(
-        "The chat template does not render tools. A message names one, and is taken to describe"
-        " them; if it does not, %sor send no tools.",
+        "The chat template does not render tools, which messages describe instead; to let it"
+        " render them, too, %sor send no tools.",
         cure,
     )
+
+
+def is_described(tool: dict[str, Json], text: str) -> bool:
+    """Whether a prompt has a tool's name and the first line of its description, as text or in JSON;
+    of a tool that has none, its name as others are written: name(, "name", `name` or name:."""
+    function = tool.get("function", tool)
+    if not isinstance(function, dict):
+        return False
+    name, description = (function.get(key) for key in ("name", "description"))
+    if not isinstance(name, str) or name not in text:
+        return False
+    if not (isinstance(description, str) and description.strip()):
+        named = re.escape(name)
+        return bool(re.search(rf"""(?<!\w){named}[(:]|["'`]{named}["'`]""", text))
+    words, shown = " ".join(description.strip().splitlines()[0].split()), " ".join(text.split())
+    written = [json.dumps(words, ensure_ascii=plain)[1:-1] for plain in (False, True)]
+    return any(one in shown for one in (words, *written))
 
 
 def tool_names(tools: list[dict[str, Json]]) -> list[str]:

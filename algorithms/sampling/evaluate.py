@@ -18,6 +18,7 @@ from agentrl.algorithms.sampling.scores import (
 )
 from agentrl.base.failures import commonest_message, cure_of
 from agentrl.base.processes import log_phase
+from agentrl.changes import trial_name
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import TrainingError
@@ -104,11 +105,6 @@ def check_first(
         f"all {len(rollouts)} rollouts failed{why}. Example: agentrl show {rollouts[0].id}."
         f" {cure_of(kind, message)}, and repeat the command"
     )
-
-
-def trial_name(name: str, trial: int) -> str:
-    """The name of an evaluation that is played again, after so many that failed."""
-    return f"{name}.{trial:02d}" if trial else name
 
 
 async def failed_trials(store: Store, run: str) -> int:

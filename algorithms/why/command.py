@@ -14,9 +14,9 @@ from agentrl.config import store_with
 @click.option("--store", help="Store URL; default: the one that has the run, below this folder.")
 def why(run: str, store: str | None) -> None:
     """Print whether RUN learned and, if not, why: likeliest reasons first, and what to change."""
-    from agentrl.algorithms.why.changes import changes_text
     from agentrl.algorithms.why.record import PolicyRun, read
     from agentrl.algorithms.why.rules import opening, reasons
+    from agentrl.changes import changes_text
     from agentrl.store import open_store
 
     url = store or store_with(run)

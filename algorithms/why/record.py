@@ -12,7 +12,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from agentrl.algorithms.why.changes import (
+from agentrl.changes import (
     HELD_OUT,
     SAMPLED,
     TRAINING,

@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
-from agentrl.algorithms.why.changes import HELD_OUT, SAMPLED, TRAINING
 from agentrl.algorithms.why.reason import NO_REASON, RANKED_SHARE, REPORTED_SHARE, Reason
 from agentrl.algorithms.why.record import PolicyRun
 from agentrl.algorithms.why.task_rules import (
@@ -29,6 +28,7 @@ from agentrl.algorithms.why.task_rules import (
     repeated_tasks,
 )
 from agentrl.base.failures import LOOPS, TOO_LONG, one_line
+from agentrl.changes import HELD_OUT, SAMPLED, TRAINING
 from agentrl.types import EMPTY, ErrorKind, RolloutState
 
 DETERMINISTIC_ENTROPY = 0.02  # nats per token, entropy of a deterministic policy

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.algorithms.why.changes import not_improved
 from agentrl.algorithms.why.record import read
 from agentrl.algorithms.why.rules import missing_rewards, reasons
+from agentrl.changes import not_improved
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
 from agentrl.types import StepRow
@@ -21,5 +21,5 @@ async def cause(store: Store, run: str, steps: int) -> str:
 
 def verdict(config: RunConfig, steps: Sequence[StepRow]) -> str:
     """What shows that a finished run did not improve, and a command; empty if it did."""
-    sentence = not_improved([row.metrics for row in steps], config) if config.steps else ""
+    sentence = not_improved([row.metrics for row in steps]) if config.steps else ""
     return f"{sentence}; agentrl why {config.name}" if sentence else ""

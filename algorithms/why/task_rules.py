@@ -6,9 +6,9 @@ import json
 import math
 from statistics import fmean, variance
 
-from agentrl.algorithms.why.changes import HELD_OUT, LOOKS_Z, SAMPLED, TRAINING
 from agentrl.algorithms.why.reason import NO_REASON, REPORTED_SHARE, Reason
 from agentrl.algorithms.why.record import PolicyRun
+from agentrl.changes import HELD_OUT, LOOKS_Z, SAMPLED, TRAINING
 from agentrl.types import ErrorKind, Json, Rollout
 
 FEWEST_COMPARED = 4  # rollouts of each kind whose rewards are compared

@@ -141,7 +141,8 @@ class EmbeddedServer:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if blind.done():
             return PolicyError(
-                f"{blind.result()}. Then repeat the command with --fresh, if it has this option"
+                f"{blind.result()}. Then start over: the same command with --fresh, if it has this"
+                " option; in Python fit(fresh=True)"
             )
         error = failure.result()
         return PolicyError(ENDED + sentence_of(error))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentrl.base.files import atomic_directory
+from agentrl.base.files import atomic_directory, delete_directory
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
@@ -33,3 +36,40 @@ def test_weights_have_the_permissions_of_the_files_beside_them(
     }
     written = ("config.json", "model.safetensors", "parts/model.safetensors")
     assert modes == dict.fromkeys(written, mode) | {"secret": 0o600}
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from agentrl.base.files import atomic_directory
+
+with atomic_directory(Path(sys.argv[1])) as partial:
+    (partial / "weights").write_text("half")
+    print(partial.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_a_killed_process_has_left_is_deleted_at_the_next_start(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    target, other = tmp_path / "model", tmp_path / "model.tmp-notes"
+    other.mkdir()
+    command = [sys.executable, "-c", WRITER, str(target)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as killed:
+        assert killed.stdout
+        left = tmp_path / killed.stdout.readline().strip()
+        killed.send_signal(number)
+    with subprocess.Popen(command, text=True, **pipes) as living:
+        assert living.stdout
+        written = tmp_path / living.stdout.readline().strip()
+        assert not left.exists()
+        with atomic_directory(target) as partial:
+            (partial / "weights").write_text("whole")
+        assert (written / "weights").read_text() == "half", "another process is writing it"
+        assert (target / "weights").read_text() == "whole"
+        delete_directory(target)
+    assert living.returncode == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "model.tmp-notes"}

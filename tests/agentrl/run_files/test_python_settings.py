@@ -136,10 +136,47 @@ async def test_what_python_does_not_say_is_measured_once_and_printed(
 async def test_an_adapter_and_its_learning_rate_are_one_choice(
     tmp_path: Path, said: dict[str, Any]
 ) -> None:
-    found = dict.fromkeys(measured.SETTINGS.values(), 1) | {"of": "m"}
-    (tmp_path / measured.FILE).write_bytes(measured.json.dumps(found).encode())
+    write_measured(tmp_path)
     chosen, _ = await completed(given({"policy": "m"}, "", said).tables, tmp_path)
     assert chosen.keys() == measured.SETTINGS.keys() - measured.ADAPTER
+
+
+def write_measured(folder: Path, **figures: Any) -> None:
+    """What an earlier measurement of the model "m" has left in the output folder."""
+    found = dict.fromkeys(measured.SETTINGS.values(), 1) | {"of": "m", "per_token": 1} | figures
+    (folder / measured.FILE).write_bytes(measured.json.dumps(found).encode())
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "seconds"), [(None, 260), (16, 60), (64, 130), (128, 260), (2048, 4100)]
+)
+async def test_the_time_out_is_that_of_the_completions_that_are_allowed(
+    tmp_path: Path, max_tokens: int | None, seconds: int
+) -> None:
+    """Four times as long as four completions of that length take; a minute at least."""
+    write_measured(tmp_path, per_token=0.125, max_tokens=128, timeout=260)
+    said: dict[str, Any] = {"policy": {"model": "m"}}
+    if max_tokens is not None:
+        said["sampling"] = {"max_tokens": max_tokens}
+    chosen, _ = await completed(said, tmp_path)
+    assert chosen["agent.timeout"] == seconds
+    assert chosen.get("sampling.max_tokens") == (128 if max_tokens is None else None)
+    own, _ = await completed({**said, "agent": {"timeout": 5.0}}, tmp_path)
+    assert "agent.timeout" not in own
+
+
+@pytest.mark.parametrize(("size", "groups"), [(None, 4), (2, 16), (8, 4), (64, 4)])
+async def test_the_rollouts_of_a_step_are_those_that_are_decoded_together(
+    tmp_path: Path, size: int | None, groups: int
+) -> None:
+    """As `agentrl init --model` has it; no step has fewer than four tasks."""
+    write_measured(tmp_path, concurrency=32)
+    tables = given({"policy": "m"}, "", {} if size is None else {"algorithm.group_size": size})
+    chosen, _ = await completed(tables.tables, tmp_path)
+    assert chosen["algorithm.groups"] == groups
+    console = Console(file=io.StringIO())
+    chosen = await measured.complete(tables.tables, tmp_path, console, plays_rollouts=False)
+    assert "algorithm.groups" not in chosen  # there it is the rows of a step
 
 
 @pytest.mark.parametrize(

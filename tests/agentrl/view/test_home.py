@@ -297,12 +297,14 @@ def test_compare_says_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
     said = CliRunner().invoke(cli, ["compare", "a", "b"]).output
     rows = [line.split("│")[1].strip() for line in said.splitlines() if "│" in line]
     assert rows == [
-        "held-out, before", "held-out, after", "sampled held-out, before",
-        "sampled held-out, after", "state", "algorithm.lr",
+        "held-out, before", "held-out, after", "held-out, change", "sampled held-out, before",
+        "sampled held-out, after", "sampled held-out, change", "state", "algorithm.lr",
     ]  # fmt: skip
+    assert said.count("better") == 4
     assert "45.0% (40.0% to 50.0%)" in said
     line = json.loads(CliRunner().invoke(cli, ["compare", "a", "--json"]).output)
     assert (line["sampled_before"]["value"], line["after"]["value"]) == (0.1, 0.9)
+    assert line["outcome"] == "better"
 
 
 def test_a_score_of_one_task_is_neither_better_nor_worse() -> None:

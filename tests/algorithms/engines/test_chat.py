@@ -52,13 +52,55 @@ def test_tools_that_the_template_does_not_render_are_refused(
             chat.prompt(hi, tools, b"{}")
     assert refused.value.body.error.code == "tools_not_rendered"
     assert chat.prompt(hi, b"null", b"{}") == chat.prompt(hi, b"[]", b"{}")
-    told = [{"role": "system", "content": "You may call query(sql)."}, *messages]
+    told = [{"role": "system", "content": "query(sql), and search: words"}, *messages]
     assert "query(sql)" in render(blind, told, [TOOL, other])
     assert "search" in render(tokenizer, messages, [TOOL, other])
     (said,) = caplog.messages
-    assert said.startswith("The chat template does not render tools. A message names one")
-    render(blind, [{"role": "user", "content": "Please search for Ada."}], [TOOL, other])
+    assert said.startswith("The chat template does not render tools, which messages describe")
+    seen = json.dumps(told).encode()
+    assert chat.prompt(seen, tools, b"{}")
     assert caplog.messages == [said]
+    hello = json.dumps([{"role": "user", "content": "Hello"}]).encode()
+    with pytest.raises(RequestError, match="would not see query, search"):  # in another request
+        chat.prompt(hello, tools, b"{}")
+
+
+def function(name: str, description: str = "") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": description}}
+
+
+PRICE = function("price", 'The "price" of an item,\n    in dollars.')
+CONVERT = function("convert", "Convert between units of length.")
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "hidden"),
+    [
+        ([PRICE, CONVERT], "What is the price of a saw? Please convert it.", "price, convert"),
+        ([PRICE], 'You have price(item): The "price" of  an item, in dollars.', ""),
+        ([PRICE], json.dumps(PRICE), ""),
+        ([PRICE, CONVERT], json.dumps(PRICE), "convert"),
+        ([PRICE, CONVERT], json.dumps([PRICE, CONVERT]), ""),
+        ([CONVERT], "Convert between units of length.", "convert"),  # by what name, is not said
+        ([function("search")], "Please search for Ada.", "search"),
+        ([function("search")], "research(it): not this one", "search"),
+        ([function("search")], "Use `search`.", ""),
+        ([function("search")], "search(words) finds pages.", ""),
+        ([{"type": "web_search"}], "web_search", "them"),
+    ],
+)
+def test_tools_are_seen_only_if_the_prompt_has_their_descriptions(
+    tokenizer: Any, tools: list[Any], text: str, hidden: str
+) -> None:
+    blind = copy.deepcopy(tokenizer)
+    blind.chat_template = PLAIN
+    for role in ("system", "user"):
+        messages = [{"role": role, "content": text}]
+        if not hidden:
+            render(blind, messages, tools)
+            continue
+        with pytest.raises(RequestError, match=f"would not see {hidden};"):
+            render(blind, messages, tools)
 
 
 def history(*arguments: object) -> list[Any]:

@@ -88,7 +88,8 @@ def test_tools_that_the_template_drops_end_the_run_before_a_step(folder: Path) -
     assert ended.returncode == 2
     assert "does not render tools" in ended.stderr
     assert "set policy.chat_template = 'chatml'" in ended.stderr
-    assert "repeat the command with --fresh" in ended.stderr
+    assert "in Python: policy={'model': ..., 'chat_template': 'chatml'}" in ended.stderr
+    assert "the same command with --fresh, if it has this option; in Python fit(" in ended.stderr
     assert asyncio.run(stored(folder))[0] == 0
 
     assert train(folder, "policy.chat_template=chatml", "--fresh").returncode == 0

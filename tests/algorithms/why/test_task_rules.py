@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithms.why import changes, rules
-from agentrl.algorithms.why.changes import HELD_OUT, SAMPLED, TRAINING, Change
+from agentrl import changes
+from agentrl.algorithms.why import rules
 from agentrl.algorithms.why.record import Alike, PolicyRun, _alike
+from agentrl.changes import HELD_OUT, SAMPLED, TRAINING, Change
 from agentrl.config import resolve
 from agentrl.store import open_store
 from agentrl.types import ErrorKind, FailureCount, NewRollout, Outcome, Reward, Rollout

@@ -16,14 +16,14 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from agentrl import changes
 from agentrl.algorithms.train import main
-from agentrl.algorithms.why import changes
 from agentrl.algorithms.why import record as records
 from agentrl.algorithms.why import rules as why
-from agentrl.algorithms.why.changes import HELD_OUT, TRAINING, Change
 from agentrl.algorithms.why.reason import Reason
 from agentrl.algorithms.why.record import PolicyRun
 from agentrl.base.failures import LOOPS
+from agentrl.changes import HELD_OUT, TRAINING, Change
 from agentrl.cli.main import cli
 from agentrl.config import resolve
 from agentrl.errors import NotFound, TrainingError
@@ -388,7 +388,13 @@ def rows(**columns: list[float]) -> list[dict[str, float]]:
 )
 def test_whether_a_run_improved(columns: dict[str, list[float]], sentence: str) -> None:
     expected = f"no improvement was measured ({sentence})" if sentence else ""
-    assert changes.not_improved(rows(**columns), resolve({}, source="test")) == expected
+    assert changes.not_improved(rows(**columns)) == expected
+
+
+def test_a_run_that_lost_what_it_had_gained_is_reported_as_worse() -> None:
+    """Though its last score is above its first one."""
+    said = changes.not_improved(bounded(0.1, 0.9, 0.3))
+    assert said.startswith("it got worse (held-out 10.0% to 30.0%, at best 90.0%, where chance")
 
 
 @pytest.mark.parametrize(
@@ -396,7 +402,7 @@ def test_whether_a_run_improved(columns: dict[str, list[float]], sentence: str) 
 )
 def test_a_reward_of_chosen_or_recorded_rollouts_is_no_evidence(settings: dict[str, Any]) -> None:
     config = resolve(settings, source="test")
-    assert changes.not_improved(rows(reward=[0.5, 0.5]), config) == ""
+    assert changes.not_improved(rows(reward=[0.5, 0.5])) == ""
     assert changes.changes_of(rows(reward=[0.1, 0.9]), config) == {}
 
 

@@ -1,4 +1,5 @@
-"""How the scores of a run changed, and what chance alone could have changed."""
+"""How the scores of a run changed, and what chance alone could have changed: the one rule by which
+the report, `agentrl view` and `agentrl why` say whether a run became better or worse."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from statistics import fmean, stdev
 
-from agentrl.algorithms.sampling.evaluate import trial_name
 from agentrl.config import RunConfig
 from agentrl.scores import are_shares, gain_text, score_text
 from agentrl.store.base import Store
@@ -76,24 +76,38 @@ def changes_of(rows: Sequence[Mapping[str, float]], config: RunConfig) -> dict[s
     the rewards of a data set do not change."""
     chosen = config.tasks.order == "difficulty" or not config.plays_rollouts
     game = any("selfplay/games" in row for row in rows)
-    measured = {
-        HELD_OUT: [_held_out(row, "eval/score") for row in rows if "eval/score" in row],
-        SAMPLED: [_held_out(row, "eval/sampled") for row in rows if "eval/sampled" in row],
-        TRAINING: [_trained(row) for row in rows if "reward/mean" in row and not (game or chosen)],
-    }
+    trained = [_trained(row) for row in rows if "reward/mean" in row and not (game or chosen)]
+    found = held_out_changes(rows)
+    if len(trained) > 1:
+        found[TRAINING] = change_of(trained, same_tasks=False, share=are_shares(rows))
+    return found
+
+
+def held_out_changes(rows: Sequence[Mapping[str, float]]) -> dict[str, Change]:
+    """How the scores of evaluations changed, by their name. rows: the metrics of steps."""
     share = are_shares(rows)
+    measured = {
+        name: [_held_out(row, f"eval/{key}") for row in rows if f"eval/{key}" in row]
+        for name, key in EVALUATIONS.items()
+    }
     return {
-        name: change_of(values, same_tasks=name != TRAINING, share=share)
+        name: change_of(values, same_tasks=True, share=share)
         for name, values in measured.items()
         if len(values) > 1
     }
 
 
-def not_improved(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
+def not_improved(rows: Sequence[Mapping[str, float]]) -> str:
     """A sentence with the evidence that a run did not improve; empty without evidence, or if
-    a score rose. The training reward is none: it is of other tasks at each step."""
-    changes = changes_of(rows, config)
-    known = {name: change for name, change in changes.items() if name != TRAINING}
+    a score rose and none fell. The training reward is none: it is of other tasks at each step."""
+    known = held_out_changes(rows)
+    fallen = [
+        f"{name} {x.said(x.first)} to {x.said(x.last)}, at best {x.said(x.best)}{_by_luck(x)}"
+        for name, x in known.items()
+        if x.fallen
+    ]
+    if fallen:
+        return f"it got worse ({', '.join(fallen)})"
     if any(x.last > x.first or x.first == x.last == 1.0 for x in known.values()):
         return ""
     found = [
@@ -120,6 +134,11 @@ def change_of(
     if not same_tasks and len(measured) >= LEAST_TREND:
         noise = min(noise, _by_chance([x for x, _ in measured], len(measured) - size))
     return Change(means[0], fmean(x for x, _ in last), max(means), noise, share)
+
+
+def trial_name(name: str, trial: int) -> str:
+    """The name of an evaluation that is played again, after so many that failed."""
+    return f"{name}.{trial:02d}" if trial else name
 
 
 async def evaluation(store: Store, run: str, step: int, name: str) -> list[Rollout]:
