@@ -95,13 +95,14 @@ async def test_an_agents_run_is_stored_before_it_is_scored(bench: Any) -> None:
         return str(await ask(text))
 
     async def verify(result: Any) -> float:
-        (row,) = await bench.store.rollouts("run")
+        (run,) = await bench.store.runs()
+        (row,) = await bench.store.rollouts(run)
         (attempt,) = await bench.store.attempts(row.id)
-        ran.append((row.state, attempt.calls, await kept(bench.store, row.id)))
+        ran.append((attempt.calls, await kept(bench.store, row.id)))
         return 1.0
 
     (rollout,) = await bench.run(agent, {"input": "x"}, verifier=verify)
-    ((_, calls, stored),) = ran
+    ((calls, stored),) = ran
     assert (calls, stored["result"]) == (1, rollout.result)
 
 
