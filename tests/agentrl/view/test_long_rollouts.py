@@ -119,9 +119,16 @@ def test_an_explanation_is_paged(store: str) -> None:
     assert page["paging"] == Paging(50, 100, CALLS)
 
 
-async def test_an_exported_rollout_has_all_its_pages(store: str, tmp_path: Path) -> None:
-    async with open_store(store, readonly=True) as opened:
-        await export(opened, "run", tmp_path / "run.html")
+def write(store: str, file: Path) -> None:
+    async def export_run() -> None:
+        async with open_store(store, readonly=True) as opened:
+            await export(opened, "run", file)
+
+    finish(export_run())
+
+
+def test_an_exported_rollout_has_all_its_pages(store: str, tmp_path: Path) -> None:
+    write(store, tmp_path / "run.html")
     text = (tmp_path / "run.html").read_text()
     pages = dict[str, str]()
     for chunk in re.findall(r'id="chunk-\d+">([^<]+)<', text):
@@ -135,11 +142,7 @@ async def test_an_exported_rollout_has_all_its_pages(store: str, tmp_path: Path)
 def test_a_link_to_a_call_opens_the_page_that_has_it(
     client: httpx.Client, store: str, tmp_path: Path, new_page: Any
 ) -> None:
-    async def write() -> None:
-        async with open_store(store, readonly=True) as opened:
-            await export(opened, "run", tmp_path / "run.html")
-
-    finish(write())
+    write(store, tmp_path / "run.html")
     served, file = f"{client.base_url}rollout/{LONG}", f"file://{tmp_path / 'run.html'}"
     page, found = new_page(), list[int]()
     links = f"{served}#call-120", f"{served}#call-77.3", f"{file}#/rollout/{LONG}#call-120"
@@ -175,7 +178,7 @@ def test_conversations_are_found_in_linear_work(shape: str) -> None:
     assert work[1] <= 4.5 * work[0]
 
 
-async def test_the_answer_is_shown_once_if_the_agent_changes_its_form() -> None:
+def test_the_answer_is_shown_once_if_the_agent_changes_its_form() -> None:
     go, answer = {"role": "user", "content": "go"}, {"role": "assistant", "content": "a"}
     other = {"role": "assistant", "content": [{"type": "text", "text": "a"}]}
     more = {"role": "user", "content": "more"}
