@@ -6,7 +6,7 @@ task -> group -> rollout -> attempt -> call. Records are frozen; only the store 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -208,9 +208,13 @@ class Transition(Record, frozen=True):
 
     @property
     def versions(self) -> str:
-        """The versions for display, `v7` or `v7→v8@12`; empty if unknown."""
-        first = "" if self.version is None else f"v{self.version}"
-        return first + "".join(f"→v{version}@{start}" for start, version in self.spans[1:])
+        return versions_in_words(self.version, self.spans)
+
+
+def versions_in_words(first: int | None, spans: Sequence[tuple[int, int]]) -> str:
+    """The versions of a call for display, `v7` or `v7→v8@12`; empty if unknown."""
+    text = "" if first is None else f"v{first}"
+    return text + "".join(f"→v{version}@{start}" for start, version in spans[1:])
 
 
 class Image(Record, frozen=True):

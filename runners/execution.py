@@ -146,7 +146,7 @@ class AttemptRunner:
                         ran = replace(ran, spans=await _with_diff(ran.spans, workspace))
                     is_scored = self._is_scored(active, ran)
                     if not (stages.scored_apart and is_scored):
-                        if is_scored and self.agent.retries.verifier_error != 0:
+                        if is_scored:  # a verifier may end the process, and no other run follows
                             ran = await self._keep_run(active, ran, *opened)
                         return await self._score(active, ran, *opened)
                 active.extend(math.inf)

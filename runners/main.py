@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.descendants import ending_descendants
 from agentrl.base.processes import freeze_loaded, log_phase, log_to_stderr
 from agentrl.base.threads import DaemonThreads
 from agentrl.base.user_code import UserCodeLoop
@@ -62,8 +63,10 @@ def main(
         options |= {"ready": _tune_gc, "on_blocked": _end_process}
         await start_runner(store_url, run, stop=stop, **options)
 
-    with asyncio.Runner(loop_factory=UserCodeLoop) as runner:
+    with ending_descendants() as ended, asyncio.Runner(loop_factory=UserCodeLoop) as runner:
         runner.run(until_signal())
+    if ended:
+        log.warning("ended %d programs that agents had left running", len(ended))
     return 0
 
 

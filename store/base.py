@@ -249,13 +249,22 @@ class Store(Protocol):
         `budget` seconds returns a partial page; pass its `cursor` as `before` to continue. Raises
         Invalid unless `limit` > 0 and 0 < `budget` <= 10, and for an invalid `before`."""
 
-    async def trace(self, rollout: str) -> types.Trace | None:
+    async def trace(
+        self, rollout: str, *, first: int = 0, limit: int | None = None
+    ) -> types.Trace | None:
         """Return the last attempt of a rollout with its calls, rewards and spans (late spans
-        too, but no late calls or rewards). None if it has no attempt."""
+        too, but no late calls or rewards). None if it has no attempt. Every call has its whole
+        conversation, so readers of long rollouts ask for at most `limit` calls, from the one at
+        position `first`. Raises Invalid for a negative number."""
 
-    async def attempts(self, rollout: str) -> list[records.AttemptRow]:
+    async def outline(self, rollout: str) -> list[records.CallRow]:
+        """List what there is to know of each call of `trace` without its texts and tokens, in
+        order; [] if the rollout has no attempt."""
+
+    async def attempts(self, rollout: str, *, limit: int | None = None) -> list[records.AttemptRow]:
         """List all attempts of a rollout in order, with late rows; [] if the rollout is unknown or
-        was never claimed."""
+        was never claimed. Each has at most `limit` of its calls and of its late calls. Raises
+        Invalid for a negative limit."""
 
     async def credits(self, rollout: str) -> list[types.Credit]:
         """List the credit of a rollout's calls from the step that trained it, in order of calls; []
@@ -371,6 +380,8 @@ class Store(Protocol):
         keep_last: int | None = None,
         older_than: float | None = None,
         dry_run: bool = False,
+        after: int | None = None,
+        seconds: float | None = None,
     ) -> records.Pruned:
         """Remove rollouts and events that no step will read again, of one run or of all.
 
@@ -382,8 +393,9 @@ class Store(Protocol):
 
         Removes a few complete rollouts per transaction, so other writers do not wait long; cursors
         keep growing. Later writes to a pruned attempt raise NotFound. `dry_run` changes nothing and
-        returns what would be removed. Raises Invalid if neither limit is given or one is invalid;
-        NotFound for an unknown run."""
+        returns what would be removed. With `seconds` it stops after about so long, and `after` of
+        its answer, given to the next call, goes on from there. Raises Invalid if neither limit is
+        given or one is invalid; NotFound for an unknown run."""
 
     async def forget(self, rollouts: Sequence[str], *, dry_run: bool = False) -> records.Forgotten:
         """Delete rollouts and their branches, trained or not, with calls, rewards, judgements and

@@ -27,6 +27,7 @@ from agentrl.types import (
     Transition,
     float32,
     int32,
+    versions_in_words,
 )
 
 Kind = Literal["pair", "label", "steps", "demonstration"]
@@ -81,6 +82,29 @@ class Found(NamedTuple):
     looked: int
 
 
+class CallRow(Record, frozen=True):
+    """A call without its texts and tokens. `parent`: position of the earlier call whose
+    conversation it continues; None: it starts one. Its first `shared` messages are those of
+    `parent`, the answer included if the agent sent it as it was."""
+
+    id: str
+    role: str
+    policy: str
+    version: int | None
+    spans: list[tuple[int, int]]  # as in `Transition`
+    started: float
+    seconds: float
+    tokens: int  # sampled
+    sampled: str  # digest of the sampled tokens
+    messages: int
+    parent: int | None
+    shared: int
+
+    @property
+    def versions(self) -> str:
+        return versions_in_words(self.version, self.spans)
+
+
 class AttemptRow(Record, frozen=True):
     """One attempt at a rollout with all its rows. Rows that arrived after its end, or with an old
     fence, are late: stored for inspection and never trained."""
@@ -97,6 +121,8 @@ class AttemptRow(Record, frozen=True):
     spans: list[Span]
     late_transitions: list[Transition]
     late_rewards: list[Reward]
+    calls: int  # number of its calls, of which `transitions` may have the first ones
+    late_calls: int
 
 
 class Stats(Record, frozen=True):
@@ -119,6 +145,8 @@ class Pruned(Record, frozen=True):
     events: int = 0
     images: int = 0
     bytes: int = 0  # of tokens, log-probs, messages, spans and images
+    after: int | None = None  # where the next call goes on; None: all is done
+    share: float = 1.0  # of the store's rollouts, by age, that were looked at
 
 
 class Forgotten(Record, frozen=True):

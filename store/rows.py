@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +14,7 @@ from msgspec.structs import asdict, replace
 
 from agentrl import types
 from agentrl.errors import Invalid
+from agentrl.store.records import CallRow
 
 Columns = dict[str, Any]
 Row = Any  # a database row, read by column name
@@ -222,39 +223,115 @@ def _sampling(t: types.Transition) -> types.Json:
     return asdict(t.sampling) | {"processors": t.processors} if t.processors else t.sampling
 
 
-def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[types.Transition]]:
-    """Build calls by attempt, in order of index: either the regular or the late ones. `rows`:
-    complete attempts in order of arrival, so that parents precede their children."""
-    tokens: dict[int, bytes] = {}
-    chats: dict[int, list[dict[str, types.Json]]] = {}
-    found: dict[str, list[types.Transition]] = {}
+def transitions(
+    rows: Sequence[Row], *, late: bool = False, some: slice = slice(None)
+) -> dict[str, list[types.Transition]]:
+    """Build calls by attempt, in order of index: either the regular or the late ones, and of each
+    attempt those of the slice `some`. `rows`: complete attempts in order of arrival."""
+    tree, own = _CallRows(rows), dict[str, list[Row]]()
     for row in rows:
-        prompt = tokens.get(row["parent"], b"") + without_runs(row["prompt"])
-        tokens[row["seq"]] = prompt + row["completion"]
-        shared, answer = chats.get(row["chat_parent"], []), from_json(row["answer"])
-        messages = shared[: row["chat_shared"]] + from_json(row["messages"])
-        chats[row["seq"]] = messages if answer is None else [*messages, answer]
         if bool(row["late"]) is late:
-            sampling = msgspec.json.decode(row["sampling"])
-            call = record(
-                types.Transition,
+            own.setdefault(row["attempt_id"], []).append(row)
+    found: dict[str, list[types.Transition]] = {}
+    for attempt, calls in own.items():
+        calls.sort(key=lambda row: row["position"])
+        found[attempt] = [tree.call(row) for row in calls[some]]
+    return found
+
+
+class _CallRows:
+    """The rows of attempts' calls, each with only what its parents lack. A few calls at the end of
+    a long conversation cost what they hold, not what all calls before them hold together."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = {row["seq"]: row for row in rows}
+        self._built: dict[int, types.Transition] = {}
+        self._said: dict[int, tuple[list[dict[str, types.Json]], types.Json]] = {}
+
+    def call(self, row: Row) -> types.Transition:
+        sampling = msgspec.json.decode(row["sampling"])
+        self._built[row["seq"]] = call = record(
+            types.Transition,
+            row,
+            processors=sampling.pop("processors", {}),
+            sampling=types.Sampling(**sampling),
+            prompt=from_blob("i", self._prompt(row)),
+            completion=from_blob("i", row["completion"]),
+            logprobs=from_blob("f", row["logprobs"]),
+            exact=bool(row["exact"]),
+            messages=self._messages(row),
+            tools=from_json(row["tools_body"]) or [],
+            answer=self._own(row)[1],
+            ignored=from_json(row["left_out"]) or [],
+            spans=version_spans(row),
+            images=_digests(row["images"]),
+        )
+        return call
+
+    def _prompt(self, row: Row) -> bytes:
+        parts = [without_runs(row["prompt"])]
+        while parent := self._rows.get(row["parent"]):
+            if call := self._built.get(parent["seq"]):
+                parts += [to_blob(call.completion), to_blob(call.prompt)]
+                break
+            parts += [parent["completion"], without_runs(parent["prompt"])]
+            row = parent
+        return b"".join(reversed(parts))
+
+    def _messages(self, row: Row) -> list[dict[str, types.Json]]:
+        """Equal messages of several calls are the same objects."""
+        parts, taken = [self._own(row)[0]], row["chat_shared"]
+        while taken and (parent := self._rows.get(row["chat_parent"])):
+            if call := self._built.get(parent["seq"]):
+                parts.append(self._with_answer(call.messages, call.answer, taken))
+                break
+            known = parent["chat_shared"] if parent["chat_parent"] in self._rows else 0
+            if taken > known:
+                parts.append(self._with_answer(*self._own(parent), taken - known))
+                taken = known
+            row = parent
+        return list(chain.from_iterable(reversed(parts)))
+
+    @staticmethod
+    def _with_answer(messages: Any, answer: Any, n: int) -> list[dict[str, types.Json]]:
+        """The first `n` messages of a conversation, of which an answer is the last."""
+        found: list[dict[str, types.Json]] = messages[:n]
+        return found if n <= len(messages) or answer is None else [*found, answer]
+
+    def _own(self, row: Row) -> tuple[list[dict[str, types.Json]], Any]:
+        seq = row["seq"]
+        if seq not in self._said:
+            self._said[seq] = from_json(row["messages"]), from_json(row["answer"])
+        return self._said[seq]
+
+
+def version_spans(row: Row) -> list[tuple[int, int]]:
+    return [(first, version) for first, version in from_json(row["spans"]) or ()]
+
+
+MESSAGES = msgspec.json.Decoder(list[msgspec.Raw])  # to count them
+
+
+def outline(rows: Sequence[Row]) -> list[CallRow]:
+    """Build the outline of an attempt from the rows of its regular calls, in order of index."""
+    place = {row["seq"]: at for at, row in enumerate(rows)}
+    found: list[CallRow] = []
+    for at, row in enumerate(rows):
+        parent = place.get(row["chat_parent"], at)
+        shared = row["chat_shared"] if parent < at else 0
+        sampled = row["completion"]
+        found.append(
+            record(
+                CallRow,
                 row,
-                processors=sampling.pop("processors", {}),
-                sampling=types.Sampling(**sampling),
-                prompt=from_blob("i", prompt),
-                completion=from_blob("i", row["completion"]),
-                logprobs=from_blob("f", row["logprobs"]),
-                exact=bool(row["exact"]),
-                messages=messages,
-                tools=from_json(row["tools_body"]) or [],
-                answer=answer,
-                ignored=from_json(row["left_out"]) or [],
-                spans=[(first, version) for first, version in from_json(row["spans"]) or ()],
-                images=_digests(row["images"]),
+                spans=version_spans(row),
+                tokens=len(sampled) // 4,
+                sampled=digest(sampled).hex(),
+                messages=shared + len(MESSAGES.decode(row["messages"])),
+                parent=parent if parent < at else None,
+                shared=shared,
             )
-            found.setdefault(row["attempt_id"], []).append(call)
-    for calls in found.values():
-        calls.sort(key=lambda call: call.index)
+        )
     return found
 
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.types import Transition
+from agentrl.store.records import CallRow
+from agentrl.view.records import Paging
 
 HEADING = re.compile(r"\S.*, step \d+, .+")
 REWARD = re.compile(r"  (?P<name>.+?) = (?P<value>\S+) \((?P<source>.*)\)")
@@ -26,9 +27,9 @@ WORDS = {  # of parts of a credit
 }
 
 
-def read(text: str, calls: Sequence[Transition] = ()) -> dict[str, Any]:
-    """Values of the template: what is said first (`verdict`), `rewards`, `calls` with their steps
-    and weight, `gates`, `notes`, `text`."""
+def read(text: str, calls: Sequence[CallRow] = (), at: int | None = None) -> dict[str, Any]:
+    """Values of the template: what is said first (`verdict`), `rewards`, a page of `calls` with
+    their steps and weight, `gates`, `notes`, `text`. at: a call on the page."""
     rewards: list[dict[str, str]] = []
     found: list[dict[str, Any]] = []
     verdict: list[str] = []
@@ -51,11 +52,13 @@ def read(text: str, calls: Sequence[Transition] = ()) -> dict[str, Any]:
             _of_call(found[-1], line)
         elif line.strip():
             place.append(line.strip())
+    paging = Paging.of(len(found), at)
+    found = found[paging.first : paging.end]
     for each in found:  # each step goes on with what the one before it found
         depths = [step["depth"] for step in each["steps"]]
         each["chain"] = len({*depths}) == len(depths)
     shown = {"verdict": verdict, "rewards": rewards, "calls": found, "gates": gates}
-    return {**shown, "notes": notes, "text": text}
+    return {**shown, "notes": notes, "text": text, "paging": paging}
 
 
 def _of_call(call: dict[str, Any], line: str) -> None:

@@ -22,7 +22,8 @@ from agentrl.base.images import data_url
 from agentrl.errors import ConfigError, NotFound
 from agentrl.store.base import Store
 from agentrl.types import Image, RolloutState
-from agentrl.view.pages import Page, Pages
+from agentrl.view.pages import LANES_PER_PAGE, Page, Pages
+from agentrl.view.records import CALLS_PER_PAGE
 from agentrl.view.templates import EXPORTED, STATIC, environment, hiding, island, render
 
 PAGES_PER_CHUNK = 100  # pages per compressed chunk
@@ -38,7 +39,8 @@ PROTOCOL |= {"name", "arguments"}
 TEXTS = {"task", "result", "messages", "answer", "failure", "message", "traceback", "transitions"}
 TEXTS |= {"rewards", "note", "texts", "text", "seed", "question"}
 BARE: dict[str, Any] = {"layout": "bare.html", "export": True}
-Exported = tuple[tuple[str, str], Page, dict[str, Any]]  # two parts of an address, page, values
+# Two parts of an address, its query, the page, values.
+Exported = tuple[tuple[str, str], str, Page, dict[str, Any]]
 RECORDS = {"failure", "transitions", "rewards"}  # of them: other records
 READ = {"trace", "rollouts", "failures", "attempts", "sides", "calls"}
 
@@ -158,12 +160,13 @@ async def export(
     partial, size = file.with_name(f"{file.name}.partial"), 0
     file.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("w", encoding="utf-8") as out:
-        out.write(head.render(run=run, style=style, hashes=hashes, note=note))
+        out.write(head.render(run=run, style=style, hashes=hashes, note=note, size=CALLS_PER_PAGE))
         index: dict[str, int] = {}
         chunk: dict[str, str] = {}
         shown: dict[str, None] = {}  # digests, in the order of the pages
-        async for address, page, more in _pages(pages, redaction, run, chosen):
-            url, html = "/".join(map(hide, address)), render(page, using=using, **BARE, **more)
+        async for address, query, page, more in _pages(pages, redaction, run, chosen):
+            url = "/".join(map(hide, address)) + query
+            html = render(page, using=using, **BARE, **more)
             chunk[url], index[url] = html, len(index) // PAGES_PER_CHUNK
             shown |= dict.fromkeys(EXPORTED.findall(html))
             if len(chunk) == PAGES_PER_CHUNK:
@@ -207,21 +210,21 @@ async def _pages(
     front = await pages.run(run, {})
     while front.values["reasons"] is None:  # of a long run
         front = await pages.run(run, {})
-    yield ("/run", run), front, {}
+    yield ("/run", run), "", front, {}
     for dataset in front.values["datasets"]:
-        yield ("/data", dataset.name), await pages.data(dataset.name, {}), {}
+        yield ("/data", dataset.name), "", await pages.data(dataset.name, {}), {}
     for address, part in pages.parts.items():
         for id in await part.ids(run):
-            yield (f"/{address}", id), await part.page(id, {"run": run}), {}
-    yield ("/policies", run), await pages.policies(run), {}
-    yield ("/groups", run), await pages.groups(run, {}), {}
-    yield ("/tasks", run), await pages.tasks(run, {}), {}
+            yield (f"/{address}", id), "", await part.page(id, {"run": run}), {}
+    yield ("/policies", run), "", await pages.policies(run), {}
+    yield ("/groups", run), "", await pages.groups(run, {}), {}
+    yield ("/tasks", run), "", await pages.tasks(run, {}), {}
     steps: set[int] = set()
     for group, ids in chosen.items():
         page = await pages.group(run, group)
         first = page.values["first"]
         steps |= {first.step, first.step if first.trained is None else first.trained}
-        yield ("/group", group), page, {}
+        yield ("/group", group), "", page, {}
         async for one in _rollouts(pages, redaction, ids):
             yield one
     own = {id for ids in chosen.values() for id in ids}
@@ -229,7 +232,7 @@ async def _pages(
     async for one in _rollouts(pages, redaction, examples):
         yield one
     for step in sorted(steps):
-        yield (f"/step/{step}", run), await pages.step(run, step), {}
+        yield (f"/step/{step}", run), "", await pages.step(run, step), {}
 
 
 async def _rollouts(
@@ -238,15 +241,26 @@ async def _rollouts(
     """Yield the pages of rollouts that have begun."""
     for id in ids:
         try:
-            page = await pages.rollout(id)
+            loaded = await pages.load(id)
         except NotFound:
             continue  # not claimed yet
-        tokens = await pages.tokens(id, range(len(page.values["calls"])))
-        for values in tokens.values() if redaction else ():
-            cast(Redaction, redaction).hide_tokens(values)
-        yield ("/rollout", id), page, {"tokens_of": tokens}
-        if len(page.values["roles"]) > 1:
-            yield ("/lanes", id), await pages.lanes(id), {}
+        total, size = loaded.paging.total, loaded.paging.size
+        for first in range(0, max(total, 1), size):
+            query = {"call": str(first)}
+            page = await pages.rollout(id, query)
+            tokens = await pages.tokens(id, range(first, min(first + size, total)))
+            for values in tokens.values() if redaction else ():
+                cast(Redaction, redaction).hide_tokens(values)
+            yield ("/rollout", id), _query(first), page, {"tokens_of": tokens}
+        if len({call.role for call in loaded.outline}) < 2:
+            continue
+        for first in range(0, total, LANES_PER_PAGE):
+            yield ("/lanes", id), _query(first), await pages.lanes(id, {"call": str(first)}), {}
+
+
+def _query(first: int) -> str:
+    """What a page's address ends with that begins with a call; `view.js` finds it by any call."""
+    return f"?call={first}" if first else ""
 
 
 async def _chosen(store: Store, run: str, rollouts: str) -> tuple[dict[str, list[str]], int]:

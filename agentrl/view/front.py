@@ -8,11 +8,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from agentrl.base.parts import installed_plugins
 from agentrl.errors import AgentRLError
 from agentrl.store.base import Store
 from agentrl.store.records import GroupRow, RolloutRow
-from agentrl.types import Json, Purpose, RolloutState, RunState, Scope
+from agentrl.types import Json, Purpose, RolloutState, RunState, Scope, Trace
 from agentrl.view import records
 from agentrl.view.groups import Listed
 from agentrl.view.pictures import Album, Picture
@@ -184,9 +186,10 @@ async def _example(
     note: str = "",
     outcome: float | None = None,
 ) -> ShownRollout | None:
-    trace = await store.trace(id)
-    if trace is None:
+    found = await _ends(store, id)
+    if found is None:
         return None
+    trace, between = found
     pictures = await album.of(trace.rollout.run, trace.transitions)
     talk = [
         one
@@ -213,8 +216,26 @@ async def _example(
         if failure
         else "",
         talk=talk[: MESSAGES - 1] + talk[-1:] if len(talk) > MESSAGES else talk,
-        left_out=max(len(talk) - MESSAGES, 0),
+        left_out=max(len(talk) + between - MESSAGES, 0),
     )
+
+
+async def _ends(store: Store, id: str) -> tuple[Trace, int] | None:
+    """The first and the last call of a rollout, with those between if there are few, and the number
+    of messages in calls that are left out."""
+    trace = await store.trace(id, limit=records.CALLS_PER_PAGE)
+    if trace is None or len(trace.transitions) < records.CALLS_PER_PAGE:
+        return None if trace is None else (trace, 0)
+    outline = await store.outline(id)
+    left_out = outline[len(trace.transitions) : -1]
+    last = await store.trace(id, first=len(outline) - 1, limit=1)
+    if not last or len(outline) <= len(trace.transitions):
+        return trace, 0
+    (call,), row = last.transitions, outline[-1]
+    # What it says for the first time is shown, not all that was said before.
+    new = replace(call, messages=call.messages[records.shown_before(call, row, outline) :])
+    between = sum(row.messages - row.shared + 1 for row in left_out)
+    return replace(trace, transitions=[*trace.transitions, new]), between
 
 
 async def held_out_tasks(

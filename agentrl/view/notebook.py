@@ -33,30 +33,31 @@ class Shown:
         )
 
 
-def show(name: str, *, store: str | None = None) -> Shown:
+def show(name: str, *, store: str | None = None, call: int = 0) -> Shown:
     """Show a rollout, by an id such as staff/train/g0000007/0003, or a run with its curves, by its
     name, in a notebook. `store`: URL; default: the one that has the run, below the working
-    directory.
+    directory. `call`: of a rollout with many calls, one of those on the page.
 
     Raises StoreError if the store has neither."""
     with ThreadPoolExecutor(1) as pool:  # a notebook's own event loop is running in this thread
         url = store or pool.submit(store_with, name).result()
-        page, values, images = pool.submit(asyncio.run, _read(url, name)).result()
+        page, values, images = pool.submit(asyncio.run, _read(url, name, call)).result()
     style = (STATIC / "view.css").read_text()
     given: Any = {"style": style, "values_of": values, "image_urls": images}
     document = render(page, layout="notebook.html", export=True, **given)
     return Shown(page.title, document, 620)
 
 
-async def _read(url: str, name: str) -> tuple[Page, dict[str, Any], dict[str, str]]:
+async def _read(url: str, name: str, call: int) -> tuple[Page, dict[str, Any], dict[str, str]]:
     """A page, the values of its tokens, and its images as data URLs."""
     async with open_store(url, readonly=True) as store:
         pages, values = Pages(store), dict[str, Any]()
         if await store.run(name) is not None:
             page = await pages.run(name, {})
         else:
-            page = await pages.rollout(name)
-            values = await pages.tokens(name, range(len(page.values["calls"])))
+            page = await pages.rollout(name, {"call": str(call)})
+            paging = page.values["paging"]
+            values = await pages.tokens(name, range(paging.first, paging.end))
         run, images, left = page.values["run"], dict[str, str](), LARGEST_IMAGES
         shown = EXPORTED.findall(render(page, layout="bare.html", export=True))
         async for image in pages.album.files(run, list(dict.fromkeys(shown))):

@@ -6,13 +6,16 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from agentrl.base.parts import installed_plugins
 from agentrl.config import from_store
 from agentrl.errors import AgentRLError, Forbidden, Invalid, NotFound
 from agentrl.store.base import Store
-from agentrl.store.records import Dataset, GroupRow
+from agentrl.store.records import CallRow, Dataset, GroupRow
 from agentrl.telemetry.report import policies_without_calls, untrained_sentences
 from agentrl.traces.spelling import Spelling, spelling
 from agentrl.types import (
@@ -25,6 +28,7 @@ from agentrl.types import (
     RunState,
     StepRow,
     Trace,
+    Transition,
 )
 from agentrl.view import charts, front, groups, records, settings, summaries
 from agentrl.view.pictures import LOST, Album
@@ -32,10 +36,12 @@ from agentrl.view.summaries import BY_STATE, REWARD, SCORE, condition, facts
 
 SHOWN = [SCORE, REWARD, *charts.TRAINING]  # curves of a comparison
 GROUPS_PER_PAGE, FOUND_PER_PAGE, ITEMS_PER_PAGE = 30, 50, 10  # rows per page
+LANES_PER_PAGE = 200  # calls of a table
 RATING, RATE = "selfplay/elo/", "selfplay/win_rate/"  # metrics of snapshots
 RECENT_STEPS = 12  # last steps for which notes are shown
 CACHED_ROLLOUTS = 8  # rollouts that are cached until the store changes
 Query = Mapping[str, str]
+NO_QUERY: Query = MappingProxyType({})
 Values = dict[str, Any]
 
 
@@ -60,11 +66,16 @@ class PartPage(Protocol):
 
 
 class Loaded(NamedTuple):
-    """The stored records of a started rollout."""
+    """The stored records of a started rollout, and of its calls those of a page."""
 
     trace: Trace
+    paging: records.Paging
+    outline: list[CallRow]
     credits: list[Credit]
     state: RunState
+
+    def call(self, at: int) -> Transition:
+        return self.trace.transitions[at - self.paging.first]
 
 
 def _choice(query: Query, name: str, kind: type[StrEnum]) -> Any:
@@ -81,7 +92,7 @@ class Pages:
         self.store = store
         points = installed_plugins("pages")
         self.parts: dict[str, PartPage] = {point.name: point.load()(store) for point in points}
-        self._kept: dict[tuple[str, int], Loaded] = {}
+        self._kept: dict[tuple[str, int, int], Loaded] = {}
         self._spellings: dict[tuple[str, int, str], Spelling] = {}
         self._reasons = front.Reasons(store)
         self.album = Album(store)
@@ -271,56 +282,71 @@ class Pages:
         values |= {"name": name, "states": list(RolloutState), "errors": list(ErrorKind)}
         return Page("find.html", f"{run} rollouts", values)
 
-    async def rollout(self, id: str) -> Page:
-        loaded = await self.load(id)
+    async def rollout(self, id: str, query: Query = NO_QUERY) -> Page:
+        """A page of its calls: those around the call `call` of the query."""
+        loaded = await self.load(id, records.read_number(query, "call"))
         row, calls = loaded.trace.rollout, loaded.trace.transitions
         values = {"run": row.run, "o": row, "spans": loaded.trace.spans, "parts": self.parts}
-        values["roles"] = sorted({call.role for call in calls})
+        values["roles"] = sorted({call.role for call in loaded.outline})
+        values["paging"] = loaded.paging
         values["rewards"] = sorted(row.rewards, key=lambda one: one.target or "")
-        given = loaded.trace, loaded.credits, self._speller(loaded)
-        values["calls"] = records.call_rows(*given, await self.album.of(row.run, calls))
+        values["calls"] = records.call_rows(
+            loaded.trace,
+            loaded.paging.first,
+            loaded.outline,
+            loaded.credits,
+            self._speller(loaded),
+            await self.album.of(row.run, calls),
+        )
         values["siblings"] = await self.store.rollouts(row.run, group=row.group)
         return Page("rollout.html", id, values)
 
     async def attempts(self, id: str) -> Page:
         """All attempts of a rollout, with late results."""
-        values = {"id": id, "rows": await self.store.attempts(id)}
+        limit = records.CALLS_PER_PAGE
+        values = {"id": id, "rows": await self.store.attempts(id, limit=limit)}
         return Page("attempts.html", f"{id} attempts", values)
 
     async def tokens(self, id: str, calls: Sequence[int]) -> dict[str, Any]:
         """Call -> the values of its tokens, see `records.token_values`."""
-        loaded = await self.load(id)
-        trace, spell = loaded.trace, self._speller(loaded)
-        by_call, found = records.credit_by_call(trace, loaded.credits), {}
-        k = records.baseline_count(trace, by_call)
+        found: dict[str, Any] = {}
+        pages: dict[int, list[int]] = {}
         for at in calls:
-            if not 0 <= at < len(trace.transitions):
-                raise NotFound(f"rollout {id!r} has no call {at}")
-            call = trace.transitions[at]
-            found[str(at)] = records.token_values(call, by_call.get(call.id), spell(call.policy), k)
+            pages.setdefault(at // records.CALLS_PER_PAGE, []).append(at)
+        for own in pages.values():
+            loaded = await self.load_call(id, own[0])
+            spell = self._speller(loaded)
+            by_call = records.credit_by_call(loaded.outline, loaded.credits)
+            k = records.baseline_count(loaded.outline, by_call)
+            for at in own:
+                if not 0 <= at < loaded.paging.total:
+                    raise NotFound(f"rollout {id!r} has no call {at}")
+                call = loaded.call(at)
+                given = call, by_call.get(call.id), spell(call.policy), k
+                found[str(at)] = records.token_values(*given)
         return found
 
     async def numbers(self, id: str, at: int) -> Page:
         """A table of a call's tokens, for readers without JavaScript."""
-        tokens, trace = await self.tokens(id, [at]), (await self.load(id)).trace
-        values = {"id": id, "at": at, "tokens": tokens[str(at)], "call": trace.transitions[at]}
-        return Page("numbers.html", f"{id} call {at}", values | {"run": trace.rollout.run})
+        tokens, loaded = await self.tokens(id, [at]), await self.load_call(id, at)
+        values = {"id": id, "at": at, "tokens": tokens[str(at)], "call": loaded.call(at)}
+        return Page("numbers.html", f"{id} call {at}", values | {"run": loaded.state.run})
 
     async def raw(self, id: str, query: Query) -> str:
         """The uncut text of the task, the result, the rendered prompt of a call, or a message."""
-        loaded = await self.load(id)
+        at, index = records.read_number(query, "call"), records.read_number(query, "message")
+        loaded = await self.load(id, at)
         trace, what = loaded.trace, query.get("what")
         if what in ("task", "result"):
             return records.text_of(getattr(trace.rollout, str(what)))
-        at, index = records.read_number(query, "call"), records.read_number(query, "message")
         try:
-            call = trace.transitions[at]
+            call = (await self.load_call(id, at)).call(at)
             if what == "prompt":
                 known = await self.album.of(trace.rollout.run, [call])
                 images = [known.get(digest, LOST).label for digest in call.images]
                 return self._speller(loaded)(call.policy).prompt(call.prompt.tolist(), images)
             return records.text_of(call.answer if index == -1 else call.messages[index])
-        except (IndexError, TypeError):
+        except (IndexError, TypeError, NotFound):
             missing = "" if what == "prompt" else f" message {index} of"
             raise NotFound(f"rollout {id!r} has no{missing} call {at}") from None
 
@@ -328,24 +354,53 @@ class Pages:
         """The file of an image of a run's calls."""
         return await self.album.file(query["run"], digest)
 
-    async def lanes(self, id: str) -> Page:
-        trace = (await self.load(id)).trace
-        values = {"o": trace.rollout, "run": trace.rollout.run, "calls": trace.transitions}
+    async def lanes(self, id: str, query: Query = NO_QUERY) -> Page:
+        """When each role made its calls; the table has a page of them."""
+        at = records.read_number(query, "call")
+        loaded = await self.load(id, at)
+        trace, calls = loaded.trace, loaded.outline
+        values: Values = {"o": trace.rollout, "run": trace.rollout.run, "calls": calls}
         values["tools"] = [span for span in trace.spans if span.kind == "tool"]
+        lanes: dict[str, list[tuple[int, CallRow]]] = {}
+        for n, call in enumerate(calls):
+            lanes.setdefault(call.role, []).append((n, call))
+        values |= {"lanes": lanes, "paging": records.Paging.of(len(calls), at, LANES_PER_PAGE)}
         return Page("lanes.html", f"{id} lanes", values)
 
-    async def compare(self, a: str, b: str) -> Page:
-        """A diff of two rollouts by call and token."""
-        left, right = await self.load(a), await self.load(b)
-        rows = records.compared(left.trace, right.trace, self._speller(left), self._speller(right))
-        values = {"a": left.trace.rollout, "b": right.trace.rollout, "rows": rows}
-        return Page("compare.html", "Compare rollouts", values | {"run": left.state.run})
+    async def compare(self, a: str, b: str, query: Query = NO_QUERY) -> Page:
+        """A diff of two rollouts by call and token: a page of their calls."""
+        at = records.read_number(query, "call")
+        left, right = await self.load(a, at), await self.load(b, at)
+        total = max(left.paging.total, right.paging.total)
+        paging = records.Paging.of(total, at)
+        a_here, b_here = (  # the shorter one may have no call on this page
+            one.trace if one.paging.first == paging.first else replace(one.trace, transitions=[])
+            for one in (left, right)
+        )
+        spell_a, spell_b = self._speller(left), self._speller(right)
+        rows = records.compared(a_here, b_here, spell_a, spell_b, paging.first)
+        values: Values = {"rows": rows, "paging": paging}
+        values["first"] = records.first_difference(left.outline, right.outline)
+        values |= {"a": left.trace.rollout, "b": right.trace.rollout, "run": left.state.run}
+        return Page("compare.html", "Compare rollouts", values)
 
-    async def load(self, id: str) -> Loaded:
-        """The stored records of a rollout. Raises NotFound if it has not started."""
-        key = (id, await self.store.cursor())
+    async def load_call(self, id: str, at: int) -> Loaded:
+        """As `load`. Raises NotFound if the rollout has no call `at`."""
+        loaded = await self.load(id, at)
+        if not 0 <= at < loaded.paging.total:
+            raise NotFound(f"rollout {id!r} has no call {at}")
+        return loaded
+
+    async def load(self, id: str, at: int | None = None) -> Loaded:
+        """The stored records of a rollout, with the page of its calls that has the call `at`.
+        Raises NotFound if it has not started."""
+        key = (id, (at or 0) // records.CALLS_PER_PAGE, await self.store.cursor())
         if key not in self._kept:
-            trace, credits = await asyncio.gather(self.store.trace(id), self.store.credits(id))
+            outline, credits = await asyncio.gather(self.store.outline(id), self.store.credits(id))
+            paging = records.Paging.of(len(outline), at)
+            # Not `size`: the rollout may have made more calls since.
+            limit = paging.end - paging.first
+            trace = await self.store.trace(id, first=paging.first, limit=limit)
             if trace is None:
                 raise NotFound(
                     f"there is no rollout {id!r} that has begun; it may be queued, or a prune may "
@@ -353,7 +408,8 @@ class Pages:
                 )
             while len(self._kept) >= CACHED_ROLLOUTS:
                 del self._kept[next(iter(self._kept))]
-            self._kept[key] = Loaded(trace, credits, await self._state(trace.rollout.run))
+            state = await self._state(trace.rollout.run)
+            self._kept[key] = Loaded(trace, paging, outline, credits, state)
         return self._kept[key]
 
     def _speller(self, loaded: Loaded) -> records.Spell:

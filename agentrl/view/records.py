@@ -6,16 +6,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
-from itertools import takewhile
-from typing import Any, Protocol, TypeVar
+from itertools import takewhile, zip_longest
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from agentrl.base.images import digest_of, in_words, url_of
 from agentrl.errors import Invalid
-from agentrl.store.records import Item
+from agentrl.store.records import CallRow, Item
+from agentrl.store.rows import digest
 from agentrl.traces.spelling import Spelling
-from agentrl.types import Credit, Json, Purpose, Rollout, Trace, Transition
+from agentrl.types import Credit, Json, Purpose, Reward, Rollout, Trace, Transition
 from agentrl.view.pictures import LOST, Picture
 
 # Characters of a message, task or result on a page; another page has all of it.
@@ -85,32 +86,108 @@ def _parts(content: Json, pictures: Mapping[str, Picture]) -> Iterable[str | Pic
         left -= len(text)
 
 
-def continues(calls: Sequence[Transition], at: int) -> tuple[int | None, int]:
-    """The earlier call whose conversation the call at index `at` continues (None: it starts one),
-    and the number of its messages that are shown there. The longest such conversation counts; the
-    agent may have changed the form of the answer."""
-    messages = calls[at].messages
-    for i in sorted(range(at), key=lambda i: (len(calls[i].messages), i), reverse=True):
-        known = calls[i].messages
-        if known and messages[: len(known)] == known:
-            more = messages[len(known) : len(known) + 1]
-            return i, len(known) + (bool(more) and more[0].get("role") == "assistant")
-    return None, 0
+CALLS_PER_PAGE = 50  # of a rollout; a page is addressed by any call on it
+PAGES_LISTED = 60  # links to pages, at regular distances if there are more
 
 
-def credit_by_call(trace: Trace, credits: Sequence[Credit]) -> dict[str, Credit]:
+class Paging(NamedTuple):
+    """The page of some calls: those from `first`, before `end`, of `total`."""
+
+    first: int
+    end: int
+    total: int
+    size: int = CALLS_PER_PAGE
+
+    @classmethod
+    def of(cls, total: int, at: int | None, size: int = CALLS_PER_PAGE) -> Paging:
+        """The page that has the call `at`, or the nearest one."""
+        first = max(0, min(at or 0, total - 1)) // size * size
+        return cls(first, min(first + size, total), total, size)
+
+    @property
+    def last(self) -> int:
+        """The first call of the last page."""
+        return max(self.total - 1, 0) // self.size * self.size
+
+    @property
+    def pages(self) -> list[tuple[int, int]]:
+        """(first call, last call) of each page, or of `PAGES_LISTED` at regular distances."""
+        starts = range(0, self.total, self.size)
+        listed = starts[:: -(-len(starts) // PAGES_LISTED) or 1]
+        return [(start, min(start + self.size, self.total) - 1) for start in listed]
+
+
+class Conversations:
+    """Finds for each call of a list, in order, the conversation that it continues. The work is
+    proportional to the messages of the calls, of which a call that goes on with a call of its role
+    counts only the new ones."""
+
+    def __init__(self) -> None:
+        self.compared = 0  # messages that were looked at one by one
+        self._ends: dict[bytes, int] = {}  # digest of a conversation -> its last call
+        self._last: dict[str, tuple[Sequence[Any], list[bytes]]] = {}  # role -> its last call
+        self._digests: dict[int, tuple[Any, bytes]] = {}  # id of a message -> it and its digest
+
+    def add(self, at: int, call: Transition) -> tuple[int | None, int]:
+        """The earlier call whose conversation the call at position `at` continues (None: it starts
+        one), and the number of its messages that are shown there. The longest such conversation
+        counts; the agent may have changed the form of the answer."""
+        messages = call.messages
+        before, known = self._last.get(call.role, ([], []))
+        chain = [*known] if before and messages[: len(before)] == before else []
+        for message in messages[len(chain) :]:
+            chain.append(digest(b"".join([*chain[-1:], self._digest(message)])))
+        self._last[call.role] = messages, chain
+        found: tuple[int | None, int] = None, 0
+        for n in range(len(chain), 0, -1):
+            self.compared += 1
+            if (parent := self._ends.get(chain[n - 1])) is not None:
+                more = messages[n : n + 1]
+                found = parent, n + (bool(more) and more[0].get("role") == "assistant")
+                break
+        if chain:
+            self._ends[chain[-1]] = at
+        return found
+
+    def _digest(self, message: Json) -> bytes:
+        self.compared += 1
+        if (known := self._digests.get(id(message))) is None:
+            known = message, digest(msgspec.json.encode(message, order="sorted"))
+            self._digests[id(message)] = known
+        return known[1]
+
+
+def shown_before(call: Transition, row: CallRow, outline: Sequence[CallRow]) -> int:
+    """The number of a call's first messages that the page of its parent shows; the agent may have
+    changed the form of the answer."""
+    if row.parent is None:
+        return 0
+    more = call.messages[row.shared : row.shared + 1]
+    changed = row.shared == outline[row.parent].messages and bool(more)
+    return row.shared + (changed and more[0].get("role") == "assistant")
+
+
+def depths(outline: Sequence[CallRow]) -> list[int]:
+    """How often the conversation of each call has forked."""
+    found: list[int] = []
+    for at, row in enumerate(outline):
+        found.append(0 if row.parent is None else found[row.parent] + (row.parent != at - 1))
+    return found
+
+
+def credit_by_call(outline: Sequence[CallRow], credits: Sequence[Credit]) -> dict[str, Credit]:
     """Call -> its credit from its own policy's training, else from another policy's."""
-    own = {call.id: call.policy for call in trace.transitions}
+    own = {call.id: call.policy for call in outline}
     ordered = sorted(credits, key=lambda credit: credit.policy == own.get(credit.transition))
     return {credit.transition: credit for credit in ordered}
 
 
-def baseline_count(trace: Trace, credits: Mapping[str, Credit]) -> int:
+def baseline_count(outline: Sequence[CallRow], credits: Mapping[str, Credit]) -> int:
     """The number of baselines of the step. A call stores all of them once, or once per token, and
     all calls have the same number."""
     found: set[int] = set()
-    for call in trace.transitions:
-        if (credit := credits.get(call.id)) and (n := len(call.completion)):
+    for call in outline:
+        if (credit := credits.get(call.id)) and (n := call.tokens):
             stored = len(credit.baseline)
             one = {stored} if stored % n else {stored, stored // n}
             found = found & one or one
@@ -133,17 +210,26 @@ def token_values(
 
 
 def call_rows(
-    trace: Trace, credits: Sequence[Credit], spell: Spell, pictures: Mapping[str, Picture] = {}
+    trace: Trace,
+    first: int,
+    outline: Sequence[CallRow],
+    credits: Sequence[Credit],
+    spell: Spell,
+    pictures: Mapping[str, Picture] = {},
 ) -> list[dict[str, Any]]:
-    """The calls of a rollout in order, each with its new messages, text, rewards and credit."""
-    calls, by_call = trace.transitions, credit_by_call(trace, credits)
+    """The calls of a trace in order, each with its new messages, text, rewards and credit. `first`:
+    the position of the first one in the rollout, of which `outline` has all."""
+    by_call, depth = credit_by_call(outline, credits), depths(outline)
+    rewards: dict[str | None, list[Reward]] = {}
+    for one in trace.rollout.rewards:
+        rewards.setdefault(one.target, []).append(one)
     rows: list[dict[str, Any]] = []
-    for at, call in enumerate(calls):
-        parent, known = continues(calls, at)
+    for at, call in enumerate(trace.transitions, first):
+        parent, known = outline[at].parent, shown_before(call, outline[at], outline)
         credit, spelling = by_call.get(call.id), spell(call.policy)
         row: dict[str, Any] = {"call": call, "at": at, "parent": parent, "credit": credit}
         row["fresh"], row["forked"] = parent is None and at > 0, parent not in (None, at - 1)
-        row["depth"] = 0 if parent is None else rows[parent]["depth"] + row["forked"]
+        row["depth"] = depth[at]
         new = range(known, len(call.messages))
         row["new"] = [message(call.messages[i], i, pictures) for i in new]
         row["exact"] = call.exact and len(call.completion) > 0
@@ -154,7 +240,7 @@ def call_rows(
         advantages = set(map(number, credit.advantage)) if credit else set()
         row["varies"] = len(advantages) > 1
         row["advantage"] = advantages.pop() if len(advantages) == 1 else None
-        row["rewards"] = [one for one in trace.rollout.rewards if one.target == call.id]
+        row["rewards"] = rewards.get(call.id, [])
         rows.append(row)
     return rows
 
@@ -178,9 +264,17 @@ def nested(rows: Sequence[T], origin: Callable[[T], str]) -> list[tuple[int, T]]
     return list(walk("", 0))
 
 
-def compared(a: Trace, b: Trace, spell_a: Spell, spell_b: Spell) -> list[dict[str, Any]]:
-    """The calls of two rollouts in pairs, with the text of each side as (differs, text) parts from
-    a diff of tokens, not of characters."""
+def first_difference(a: Sequence[CallRow], b: Sequence[CallRow]) -> int | None:
+    """The first call that two rollouts have not sampled alike; None: there is none."""
+    pairs = enumerate(zip_longest((one.sampled for one in a), (one.sampled for one in b)))
+    return next((at for at, (x, y) in pairs if x != y), None)
+
+
+def compared(
+    a: Trace, b: Trace, spell_a: Spell, spell_b: Spell, first: int = 0
+) -> list[dict[str, Any]]:
+    """The calls of two traces in pairs, with the text of each side as (differs, text) parts from a
+    diff of tokens, not of characters. `first`: the position of the first ones in their rollouts."""
     rows: list[dict[str, Any]] = []
     for at in range(max(len(a.transitions), len(b.transitions))):
         calls = [one.transitions[at] if at < len(one.transitions) else None for one in (a, b)]
@@ -194,7 +288,7 @@ def compared(a: Trace, b: Trace, spell_a: Spell, spell_b: Spell) -> list[dict[st
             parts[0].append((tag != "equal", "".join(texts[0][i:j])))
             parts[1].append((tag != "equal", "".join(texts[1][k:m])))
         same = None not in calls and ids[0] == ids[1]
-        rows.append({"at": at, "x": calls[0], "y": calls[1], "same": same, "texts": parts})
+        rows.append({"at": first + at, "x": calls[0], "y": calls[1], "same": same, "texts": parts})
     return rows
 
 
@@ -215,8 +309,9 @@ def talk(
 ) -> list[dict[str, Any]]:
     """Each message of the calls once; answers have their `label` from `steps`."""
     rows: list[dict[str, Any]] = []
+    conversations = Conversations()
     for at, call in enumerate(calls):
-        new = call.messages[continues(calls, at)[1] :]
+        new = call.messages[conversations.add(at, call)[1] :]
         rows += [message(row, 0, pictures) for row in new]
         label = steps[at] if at < len(steps) else None
         rows.append(message({"role": "assistant"} | (call.answer or {}), -1) | {"label": label})

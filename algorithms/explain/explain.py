@@ -169,8 +169,10 @@ def report(
         for row in found.rewards
     ] or ["  none"]
     mine = batch.token_rollout == batch.rollouts.index(rollout)
+    order = batch.token_transition.argsort(stable=True)
+    ends = batch.token_transition[order].bincount().cumsum(0).tolist()  # of each call's tokens
     for call in sorted(set(batch.token_transition[mine].tolist())):
-        at = (batch.token_transition == call).nonzero().squeeze(1)
+        at = order[ends[call - 1] if call else 0 : ends[call]]
         role = batch.roles[int(batch.transition_role[call])]
         id = batch.transitions[call]
         by = f" by {versions[id]}" if versions[id] else ""

@@ -50,10 +50,9 @@ class DeepSeekV3(ToolParser):
             if not end or not is_object(text[head.end() : end]):
                 return []
             found.append(Function(head[1].strip(), text[head.end() : end]))
-            rest = text[end:]
-            if cut and self.tail.startswith(rest):
+            if cut and len(text) < end + len(self.tail) and self.tail.startswith(text[end:]):
                 return found
-            if not rest.startswith(self.tail):
+            if not text.startswith(self.tail, end):
                 return []
             at = end + len(self.tail)
         return [] if text[at:].strip() else found

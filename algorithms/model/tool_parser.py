@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TOOL_FORMAT = "tool_format"  # the key of a format's name in `tokenizer_config.json`
+SHORT_CALL = 1024  # characters within which most calls end
+MAX_LONG_FAILURES = 64  # openings of an answer with no end within so many, and no call
 THINK, THOUGHT = "<think>", "</think>"
 # A JSON string; group 1 is its closing quote, empty if more text could still close it.
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*+("|\\?\Z)')
@@ -58,6 +60,10 @@ class ToolParser:
         """thinking: the prompt has opened the reasoning. tools: those of the request, as JSON."""
         self.tools = tools
         self._text = ""  # not yet classified
+        self._new: list[str] = []  # what came since, of `_held` characters
+        self._held = self._long_failures = 0
+        tags = sorted(self.opens, key=len, reverse=True)
+        self._opening = re.compile("|".join(map(re.escape, tags)))
         self._begun = self._thinking = thinking
         self._after_call = False
         self._said = False  # content beside the reasoning
@@ -67,8 +73,9 @@ class ToolParser:
 
     def push(self, text: str) -> list[str | ToolCall]:
         """Add text; returns the content and calls that are final."""
-        self._text += text
-        return self._take(last=False)
+        self._new.append(text)
+        self._held += len(text)
+        return [] if len(self._text) + self._held < self._wait else self._take(last=False)
 
     def finish(self) -> list[str | ToolCall]:
         """The remaining content and calls. A call may lack its closing tag."""
@@ -94,18 +101,21 @@ class ToolParser:
         return (len(OPEN) + end + len(CLOSE), [found]) if found else (0, ())
 
     def _take(self, *, last: bool) -> list[str | ToolCall]:
+        self._text += "".join(self._new)
+        self._new.clear()
+        self._held = self._wait = 0
         found = self._reasoning(last)
-        if (not last and (not self._begun or len(self._text) < self._wait)) or self._thinking:
+        if (not last and not self._begun) or self._thinking:
             return found
-        self._wait = 0
-        while opening := self._opening():
-            start, tag = opening
-            read = self.read(self._text[start:], last=last)
+        text, at = self._text, 0
+        while opening := self._opening.search(text, at):
+            start, tag = opening.start(), opening[0]
+            read = self._read(text, start, last=last)
             if read is None:
                 # Reading all of a long call with each token would take its square.
-                self._wait = (len(self._text) - start) * 17 // 16
+                self._wait = (len(text) - start) * 17 // 16
                 break
-            before, end = self._text[:start], start + read[0]
+            before, end = text[at:start], start + read[0]
             if read[1]:
                 said = "" if self._separates(before) else before.rstrip()
                 found += self._content(said)
@@ -116,20 +126,33 @@ class ToolParser:
                 self.count += len(read[1])
             else:
                 end = max(end, start + len(tag))
-                found += self._content(self._text[:end])
-            self._text = self._text[end:]
+                found += self._content(text[at:end])
+            at = end
+        self._text = text[at:]
         if last:
             return found + self._content(self._cut(len(self._text)))
-        text = self._text[: opening[0]] if opening else self._text
+        text = text[at : opening.start()] if opening else self._text
         ends = [len(text.rstrip())] if opening else [tag_start(text, tag) for tag in self.opens]
         end = min(ends)
         return found + self._content(self._cut(0 if self._separates(text[:end]) else end))
 
-    def _opening(self) -> tuple[int, str] | None:
-        """The first place where a call may begin, and with what."""
-        places = ((self._text.find(tag), -len(tag), tag) for tag in self.opens)
-        first = min((place for place in places if place[0] >= 0), default=None)
-        return first and (first[0], first[2])
+    def _read(self, text: str, start: int, *, last: bool) -> tuple[int, Sequence[Function]] | None:
+        """`read` from a place where a call may begin, in time linear in the whole answer: of as
+        much text as it takes. Each opening without an end would read all that follows, so after
+        `MAX_LONG_FAILURES` only short calls are looked for."""
+        size = SHORT_CALL
+        while start + size < len(text):
+            found = self.read(text[start : start + size], last=False)
+            if found is None and self._long_failures >= MAX_LONG_FAILURES:
+                return 0, ()
+            if found is not None:
+                break
+            size *= 4
+        else:
+            found = self.read(text[start:], last=last)
+        if found is not None and not found[1]:
+            self._long_failures += size > SHORT_CALL
+        return found
 
     def _separates(self, text: str) -> bool:
         return self._after_call and text.strip() in ("", *self.between)

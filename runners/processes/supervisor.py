@@ -7,7 +7,9 @@ its child, in a new session. Linux only.
 Invariant: a supervisor is the subreaper of its payload, so all that the payload starts stays a
 descendant of the supervisor, even if it daemonizes. The connection between supervisor and runner is
 open while both are alive. When the payload ends, or the runner closes the connection or dies, the
-supervisor kills every descendant, and only then reports and exits.
+supervisor kills every descendant, and only then reports and exits. The template is a subreaper
+too: what a supervisor leaves behind that was killed itself, by its payload or the system, becomes a
+child of the template, which kills it.
 
 Small processes import this module: import only the standard library here.
 """
@@ -35,6 +37,7 @@ HEADER = struct.Struct("!I")  # length of the JSON that follows
 MOST_FDS = 8
 CANNOT_RUN = 127  # exit status, the same as a shell's
 CLEANUP_TIMEOUT = 10.0  # seconds for `after`
+LEFT_PAUSE = 20  # milliseconds until children of killed orphans are looked for
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -57,18 +60,54 @@ def run_template(control: socket.socket, serve: Serve | None = None) -> None:
     """Fork a supervisor for each message, until the runner closes `control` or dies."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report on their connection
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    supervisors: set[int] = set()  # as file descriptors, which are readable after the end
+    known = set(_children())  # which the user's module started when it was imported
+    poll, left = select.poll(), False
+    poll.register(control, select.POLLIN)
     while True:
+        ready = {fd for fd, _ in poll.poll(LEFT_PAUSE if left else None)}
+        for ended in ready & supervisors:
+            poll.unregister(ended)
+            supervisors.remove(ended)
+            os.close(ended)
+        if control.fileno() not in ready:
+            left = _kill_left(known)
+            continue
         message, fds, *_ = socket.recv_fds(control, 1, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
         if not message:
+            _kill_left(known)
             return
-        if os.fork() == 0:
+        if (pid := os.fork()) == 0:
             control.close()
+            for fd in supervisors:
+                os.close(fd)
             try:
                 _supervise(fds[0], fds[1:], serve)
             finally:
                 os._exit(0)
         for fd in fds:
             os.close(fd)
+        try:
+            supervisor = os.pidfd_open(pid)
+        except ProcessLookupError:  # it has ended already
+            left = True
+        else:
+            supervisors.add(supervisor)
+            poll.register(supervisor, select.POLLIN)
+
+
+def _kill_left(known: set[int]) -> bool:
+    """Kill the children in other sessions than this process, but for those that are `known`:
+    payloads and what they started, for they begin a session, and supervisors do not. Return whether
+    there were any, as their own children come next."""
+    own, found = os.getsid(0), False
+    for child in set(_children()) - known:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(child) != own:
+                os.kill(child, signal.SIGKILL)
+                found = True
+    return found
 
 
 def _supervise(line_fd: int, fds: list[int], serve: Serve | None) -> None:

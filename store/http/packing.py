@@ -7,6 +7,8 @@ database, and a link to the rest.
 
 from __future__ import annotations
 
+from bisect import insort_right
+
 from msgspec.structs import replace
 
 from agentrl.store.rows import digest, from_blob, to_blob
@@ -34,20 +36,20 @@ class PackedTrace(Record, frozen=True):
 
 def pack(trace: Trace) -> PackedTrace:
     calls, links = list[Transition](), list[CallLink]()
-    nodes: list[TreeNode] = []  # of calls with tokens; `seq` is the call's index
+    nodes: list[TreeNode] = []  # of calls with tokens, longest first; `seq` is the call's index
     chats: list[list[Json]] = []
     sent: list[int] = []  # the first call with each set of tools
     holders: dict[tuple[int, int], int] = {}  # (position, id) of a message -> its latest call
     for place, call in enumerate(trace.transitions):
         prompt = to_blob(call.prompt)
-        parent = deepest_prefix(prompt, sorted(nodes, key=lambda node: -node.size))
+        parent = deepest_prefix(prompt, nodes)
         chat, shared = _deepest_chat(call.messages, chats, holders)
         tools = next((i for i in sent if trace.transitions[i].tools == call.tools), NONE)
         if tools == NONE:
             sent.append(place)
         links.append(CallLink(NONE if parent is None else parent.seq, chat, shared, tools))
         if tokens := prompt + to_blob(call.completion):
-            nodes.append(TreeNode(place, len(tokens), digest(tokens)))
+            insort_right(nodes, TreeNode(place, len(tokens), digest(tokens)), key=_shortness)
         chats.append([*call.messages, *([] if call.answer is None else [call.answer])])
         holders |= {(i, id(message)): place for i, message in enumerate(chats[-1])}
         short = {
@@ -73,6 +75,10 @@ def unpack(packed: PackedTrace) -> Trace:
         tokens.append(prompt + to_blob(call.completion))
         chats.append([*full["messages"], *([] if call.answer is None else [call.answer])])
     return replace(packed.trace, transitions=calls)
+
+
+def _shortness(node: TreeNode) -> int:
+    return -node.size
 
 
 def _deepest_chat(

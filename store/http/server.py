@@ -285,7 +285,8 @@ class StoreApp:
         body = await self._bodies.read(headers, request.receive)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         kind = headers.get(b"content-type", b"").decode("latin-1")
-        body = ingest.decompress(body, encoding, self._largest)
+        if encoding != "identity":  # others are answered while it is unpacked
+            body = await asyncio.to_thread(ingest.decompress, body, encoding, self._largest)
         answer, form = await ingest.receive_spans(
             self.store, body, kind, partial(self._claims.check_run, caller=caller)
         )

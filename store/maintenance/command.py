@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -14,10 +15,10 @@ from rich.filesize import decimal
 from agentrl.cli.store import age
 from agentrl.errors import NotFound, StoreError
 from agentrl.store import Store, open_store
-from agentrl.store.records import Pruned
 from agentrl.store.urls import backend_of, split_secret
 
 T = TypeVar("T")
+SECONDS_PER_STEP = 2.0  # of a prune, after each of which it prints a line
 store_option = click.option(
     "--store", "url", help="Store URL; default: the only store below runs/."
 )
@@ -80,15 +81,29 @@ def prune(
     """Remove traces of trained groups and evaluations that no step will read again.
 
     With both limits, traces that either of them keeps stay. Steps, metrics, checkpoints and
-    untrained groups always stay. `agentrl store vacuum` shrinks the file."""
+    untrained groups always stay. `agentrl store vacuum` shrinks the file. It may be stopped at any
+    time: the next one goes on."""
 
-    async def tidy(store: Store) -> Pruned:
-        return await store.prune(
-            run=run, keep_last=keep_last, older_than=older_than, dry_run=dry_run
-        )
+    limits: Any = {"run": run, "keep_last": keep_last, "older_than": older_than}
 
-    pruned = asyncio.run(_with(url or only_store(), tidy))
-    counts = msgspec.structs.asdict(pruned)
+    async def tidy(store: Store) -> dict[str, Any]:
+        if dry_run:
+            return msgspec.structs.asdict(await store.prune(**limits, dry_run=True))
+        total, after = Counter[str](), None
+        while True:  # a prune that is stopped between two steps has lost nothing
+            found = msgspec.structs.asdict(
+                await store.prune(**limits, after=after, seconds=SECONDS_PER_STEP)
+            )
+            after, share = found.pop("after"), found.pop("share")
+            total.update(found)
+            if after is None:
+                return {name: total[name] for name in found}
+            done = f"{total['rollouts']:,} rollouts with {total['transitions']:,} calls"
+            click.echo(f"{share:.0%}: removed {done}", err=True)
+
+    counts = asyncio.run(_with(url or only_store(), tidy))
+    for name in ("after", "share"):
+        counts.pop(name, None)
     size = decimal(counts.pop("bytes"))
     what = ", ".join(f"{n:,} {table}" for table, n in counts.items())
     click.echo(f"{'Would remove' if dry_run else 'Removed'} {what}: {size}")

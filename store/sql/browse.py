@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
@@ -151,10 +152,13 @@ def search(
     return _search(conn, end_of, matches, columns, budget)
 
 
-def attempts(conn: Connection, rollout: str) -> list[AttemptRow]:
+def attempts(conn: Connection, rollout: str, *, limit: int | None = None) -> list[AttemptRow]:
+    some = traces.some_calls(0, limit)
     found = conn.execute(SQL["attempts"], (rollout,)).fetchall()
     ids = [row["id"] for row in found]
-    calls, late_calls = traces.transitions(conn, ids), traces.transitions(conn, ids, late=True)
+    given = traces.call_rows(conn, ids)
+    calls, late_calls = (rows.transitions(given, late=late, some=some) for late in (False, True))
+    numbers = Counter((row["attempt_id"], bool(row["late"])) for row in given)
     rewards, late_rewards = traces.rewards(conn, ids), traces.rewards(conn, ids, late=True)
     return [
         rows.record(
@@ -163,9 +167,11 @@ def attempts(conn: Connection, rollout: str) -> list[AttemptRow]:
             state=types.AttemptState(row["state"]),
             failure=rows.failure(row),
             transitions=calls.get(row["id"], []),
+            calls=numbers[row["id"], False],
             rewards=rewards.get(row["id"], []),
             spans=traces.spans(conn, row["id"]),
             late_transitions=late_calls.get(row["id"], []),
+            late_calls=numbers[row["id"], True],
             late_rewards=late_rewards.get(row["id"], []),
         )
         for row in found

@@ -2,20 +2,23 @@
 
 Invariant: a rollout and all rows of its attempts are removed in one transaction, so readers never
 see a partial one; a transaction of a prune removes about `ROWS_PER_TRANSACTION`, for which other
-writers wait milliseconds, and keeps the run's counters, steps and metrics. The next prune continues
-a killed one. A rewind is one transaction: it settles the groups of its steps again and removes
-their credit, rewards and metrics; runners' records stay.
+writers wait tens of milliseconds, and keeps the counters, steps and metrics of runs. The next prune
+continues a killed one. A rewind is one transaction: it settles the groups of its steps again and
+removes their credit, rewards and metrics; runners' records stay.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from agentrl.errors import Conflict, Invalid
 from agentrl.store import rows
@@ -29,8 +32,8 @@ from agentrl.types import RolloutState
 SQL = load_sql("maintenance")
 FEED = load_sql("feed")
 REWIND = load_sql("rewind")
-ROWS_PER_TRANSACTION = 1000  # calls and spans to remove; a single rollout may have more
-ROLLOUTS_PER_READ = 256  # rollouts per read
+ROWS_PER_TRANSACTION = 2000  # calls and spans to remove; a single rollout may have more
+ROLLOUTS_PER_READ = 1024  # rollouts per read
 EVENTS_PER_TRANSACTION = 10_000  # range of cursors per transaction
 AT_REST = ("trained", "discarded", "settled")  # states of groups without queued or running rollouts
 TABLES = ("credits", "transitions", "spans", "rewards", "rollout_images", "attempts", "rollouts")
@@ -46,33 +49,56 @@ def limits(now: float, run: str | None, keep_last: int | None, older_than: float
     if older_than is not None and not 0 <= older_than < math.inf:
         raise Invalid(f"older_than is a number of seconds, not {older_than}.")
     before = math.inf if older_than is None else now - older_than
-    return {"run": run, "keep": keep_last or 0, "before": before, "now": now}
+    aged = int(older_than is not None)
+    return {"run": run, "keep": keep_last or 0, "before": before, "aged": aged, "now": now}
 
 
-def stats(conn: Connection) -> Stats:
-    size = conn.execute(SQL["size"]).fetchone()
-    return Stats(
-        rows={row["name"]: row["n"] for row in conn.execute(SQL["rows"])},
-        bytes=size["bytes"],
-        free=size["free"],
-        cursor=conn.execute(FEED["cursor"]).fetchone()["newest"],
-    )
+async def stats(readers: ReaderThreads) -> Stats:
+    """The tables are counted at the same time, each as it is then."""
+
+    def count(conn: Connection, table: str) -> int:
+        return int(conn.execute(SQL[f"rows_{table}"]).fetchone()["n"])
+
+    def of_all(conn: Connection) -> tuple[int, int, int]:
+        size, newest = conn.execute(SQL["size"]).fetchone(), conn.execute(FEED["cursor"]).fetchone()
+        return size["bytes"], size["free"], newest["newest"]
+
+    tables = [name.removeprefix("rows_") for name in SQL if name.startswith("rows_")]
+    first = sorted(tables, key=lambda name: name not in TABLES)  # the large ones
+    counted = await asyncio.gather(*(readers.read(partial(count, table=name)) for name in first))
+    rows = dict(zip(first, counted, strict=True))
+    size, free, cursor = await readers.read(of_all)
+    return Stats(rows={name: rows[name] for name in tables}, bytes=size, free=free, cursor=cursor)
 
 
-async def prune(readers: ReaderThreads, writer: Writer, limits: Limits, *, dry_run: bool) -> Pruned:
+async def prune(
+    readers: ReaderThreads,
+    writer: Writer,
+    limits: Limits,
+    *,
+    dry_run: bool,
+    after: int | None = None,
+    seconds: float | None = None,
+) -> Pruned:
     """Prune in many transactions, see the module's docstring."""
-    total, after, gone = Pruned(), -1, list[str]()
+    if seconds is not None and not 0 <= seconds < math.inf:
+        raise Invalid(f"seconds is how long to work, not {seconds}.")
+    ends = math.inf if seconds is None else time.monotonic() + seconds
+    total, gone, at = Pruned(), list[str](), -1 if after is None else after
     if limits["run"] is not None:
         await readers.read(partial(runs.find_run, run=limits["run"]))
-    while page := await readers.read(partial(_page, limits=limits, after=after)):
-        after = page[-1][0]
-        found = await readers.read(partial(_evidence, rollouts=[id for _, id in page]))
+    while page := await readers.read(partial(_page, limits=limits, after=at)):
         if dry_run:
-            total = _sum(total, _pruned(found))
-            gone += [row["id"] for row in found]
-        else:
-            for part in _parts(found):
-                total = _sum(total, await writer.post(partial(remove, rollouts=part)))
+            ids = [row["id"] for row in page]
+            total = _sum(total, _pruned(await readers.read(partial(_evidence, rollouts=ids))))
+            gone += ids
+        for part in [] if dry_run else _parts(page):
+            ids = [row["id"] for row in part]
+            total = _sum(total, await writer.post(partial(remove, rollouts=ids)))
+            if not dry_run and time.monotonic() > ends:
+                newest = await readers.read(_newest)
+                return replace(total, after=part[-1]["seq"], share=part[-1]["seq"] / newest)
+        at = page[-1]["seq"]
     for run in await readers.read(partial(_runs, limits=limits)):
         upto, first, events = await readers.read(partial(_old_events, limits=limits, run=run))
         if events and not dry_run:
@@ -93,25 +119,29 @@ async def prune(readers: ReaderThreads, writer: Writer, limits: Limits, *, dry_r
 # -- rollouts --------------------------------------------------------------------------------------
 
 
-def _page(conn: Connection, limits: Limits, after: int) -> list[tuple[int, str]]:
+def _page(conn: Connection, limits: Limits, after: int) -> list[Any]:
     columns = {**limits, "after": after, "n": ROLLOUTS_PER_READ}
-    return [(row["seq"], row["id"]) for row in conn.execute(SQL["prunable"], columns)]
+    return list(conn.execute(SQL["prunable"], columns).fetchall())
+
+
+def _newest(conn: Connection) -> int:
+    """The position of the newest rollout; at least 1."""
+    return max(1, int(conn.execute(SQL["newest_rollout"]).fetchone()["seq"]))
 
 
 def _evidence(conn: Connection, rollouts: Sequence[str]) -> list[Any]:
     return list(conn.execute(SQL["evidence"], _ids(rollouts)).fetchall())
 
 
-def _parts(found: Sequence[Any]) -> Iterator[list[str]]:
+def _parts(found: Sequence[Any]) -> Iterator[list[Any]]:
     """Split rollouts into parts to remove in one transaction each."""
-    part, weight = list[str](), 0
+    part, weight = list[Any](), 0
     for row in found:
-        size = row["transitions"] + row["spans"]
-        if part and weight + size > ROWS_PER_TRANSACTION:
+        if part and weight + row["weight"] > ROWS_PER_TRANSACTION:
             yield part
             part, weight = [], 0
-        part.append(row["id"])
-        weight += size
+        part.append(row)
+        weight += row["weight"]
     if part:
         yield part
 
@@ -149,7 +179,7 @@ def _pruned(found: Sequence[Any]) -> Pruned:
 
 
 def _sum(one: Pruned, other: Pruned) -> Pruned:
-    names = Pruned.__struct_fields__
+    names = set(Pruned.__struct_fields__) - {"after", "share"}
     return Pruned(**{name: getattr(one, name) + getattr(other, name) for name in names})
 
 

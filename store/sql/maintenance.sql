@@ -1,25 +1,65 @@
--- name: rows
-select 'runs' as name, count(*) as n from runs
-union all select 'groups', count(*) from groups
-union all select 'rollouts', count(*) from rollouts
-union all select 'attempts', count(*) from attempts
-union all select 'transitions', count(*) from transitions
-union all select 'payloads', count(*) from payloads
-union all select 'images', count(*) from images
-union all select 'spans', count(*) from spans
-union all select 'rewards', count(*) from rewards
-union all select 'credits', count(*) from credits
-union all select 'steps', count(*) from steps
-union all select 'metrics', count(*) from metrics
-union all select 'documents', count(*) from documents
-union all select 'policies', count(*) from policies
-union all select 'events', count(*) from events
-union all select 'requests', count(*) from requests
-union all select 'datasets', count(*) from datasets
-union all select 'items', count(*) from items
-union all select 'sides', count(*) from sides
-union all select 'judgements', count(*) from judgements
-union all select 'logprobs', count(*) from logprobs;
+-- name: rows_runs
+select count(*) as n from runs;
+
+-- name: rows_groups
+select count(*) as n from groups;
+
+-- name: rows_rollouts
+select count(*) as n from rollouts;
+
+-- name: rows_attempts
+select count(*) as n from attempts;
+
+-- name: rows_transitions
+select count(*) as n from transitions;
+
+-- name: rows_payloads
+select count(*) as n from payloads;
+
+-- name: rows_images
+select count(*) as n from images;
+
+-- name: rows_spans
+select count(*) as n from spans;
+
+-- name: rows_rewards
+select count(*) as n from rewards;
+
+-- name: rows_credits
+select count(*) as n from credits;
+
+-- name: rows_steps
+select count(*) as n from steps;
+
+-- name: rows_metrics
+select count(*) as n from metrics;
+
+-- name: rows_documents
+select count(*) as n from documents;
+
+-- name: rows_policies
+select count(*) as n from policies;
+
+-- name: rows_events
+select count(*) as n from events;
+
+-- name: rows_requests
+select count(*) as n from requests;
+
+-- name: rows_datasets
+select count(*) as n from datasets;
+
+-- name: rows_items
+select count(*) as n from items;
+
+-- name: rows_sides
+select count(*) as n from sides;
+
+-- name: rows_judgements
+select count(*) as n from judgements;
+
+-- name: rows_logprobs
+select count(*) as n from logprobs;
 
 -- name: size
 select pages.page_count * size.page_size as bytes, free.freelist_count * size.page_size as free
@@ -27,7 +67,15 @@ from pragma_page_count as pages, pragma_page_size as size, pragma_freelist_count
 
 -- In order of arrival, page by page: reads the table only once.
 -- name: prunable
-select r.seq, r.id
+select
+    r.seq, r.id,
+    (
+        select count(*) from attempts a join transitions t on t.attempt_id = a.id
+        where a.rollout_id = r.id
+    ) + (
+        select count(*) from attempts a join spans s on s.attempt_id = a.id
+        where a.rollout_id = r.id
+    ) as weight
 from rollouts r join groups g on g.id = r.group_id join runs u on u.id = r.run_id
 where r.seq > :after
   and r.run_id = coalesce(:run, r.run_id)
@@ -39,12 +87,15 @@ where r.seq > :after
     )
     or (g.purpose = 'eval' and g.state = 'settled')
   )
-  and coalesce((
+  and (:aged = 0 or coalesce((
     select max(a.ended_at) from rollouts m join attempts a on a.rollout_id = m.id
     where m.run_id = g.run_id and m.group_id = g.id
-  ), 0) <= :before
+  ), 0) <= :before)
   and not exists (select 1 from sides s where s.rollout_id = r.id and s.own is null)
 order by r.seq limit :n;
+
+-- name: newest_rollout
+select coalesce(max(seq), 0) as seq from rollouts;
 
 -- Number of rows of each rollout in a JSON list of ids; bytes of the large columns.
 -- name: evidence

@@ -257,7 +257,15 @@ def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
             "agent ends or blocks the process, or runs out of memory. Fix it, or set "
             'runner.executor = "pool", which protects the runner.'
         )
-    lost = types.Failure(kind=types.ErrorKind.LOST_RUNNER, message=message)
+    kind = types.ErrorKind.LOST_RUNNER
+    if together <= 1 and row["scoring"]:  # the agent had ended, and is not run again
+        kind = types.ErrorKind.VERIFIER
+        message = (
+            f"{runner} fell silent while it scored rollout {row['id']}, the only one in it: "
+            "probably the verifier ends or blocks the process, or runs out of memory. Fix it, or "
+            "let it run what may do so in a process of its own."
+        )
+    lost = types.Failure(kind=kind, message=message)
     _end_attempt(tx, row, types.AttemptState.EXPIRED, lost)
     if together > 1:
         _requeue(tx, row, "requeue_free", together=most)

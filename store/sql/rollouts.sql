@@ -112,7 +112,8 @@ select null;  -- not needed: there is only one writer
 -- name: expired
 select
     a.id as attempt, a.runner, a.together as known, a.started_at,
-    r.id, r.run_id, r.group_id, r.attempts, r.max_attempts, r.together
+    r.id, r.run_id, r.group_id, r.attempts, r.max_attempts, r.together,
+    r.ran is not null as scoring
 from attempts a join rollouts r on r.id = a.rollout_id
 where a.state = 'running' and a.lease_until <= ?
 order by r.seq;

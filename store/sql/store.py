@@ -223,6 +223,7 @@ class SqlStore:
     groups = _reading(browse.groups)
     search = _reading(browse.search)
     trace = _reading(traces.trace)
+    outline = _reading(traces.outline)
     attempts = _reading(browse.attempts)
     credits = _reading(traces.credits)
     steps = _reading(training.steps)
@@ -232,7 +233,6 @@ class SqlStore:
     failures = _reading(queue.failures)
     policies = _reading(training.policies)
     documents = _reading(documents.documents)
-    stats = _reading(maintenance.stats)
     images = _reading(pictures.images)
 
     # -- data sets ---------------------------------------------------------------------------------
@@ -274,6 +274,9 @@ class SqlStore:
 
     # -- maintenance -------------------------------------------------------------------------------
 
+    async def stats(self) -> records.Stats:
+        return await maintenance.stats(self._readers)
+
     async def prune(
         self,
         *,
@@ -281,10 +284,13 @@ class SqlStore:
         keep_last: int | None = None,
         older_than: float | None = None,
         dry_run: bool = False,
+        after: int | None = None,
+        seconds: float | None = None,
     ) -> records.Pruned:
         now = await self._writer.post(lambda tx: tx.now)
         limits = maintenance.limits(now, run, keep_last, older_than)
-        return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)
+        some: Any = {"dry_run": dry_run, "after": after, "seconds": seconds}
+        return await maintenance.prune(self._readers, self._writer, limits, **some)
 
     async def forget(self, rollouts: Sequence[str], *, dry_run: bool = False) -> records.Forgotten:
         delete = partial(forgetting.forget, rollouts=rollouts, dry_run=dry_run)

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from agentrl import types
 from agentrl.errors import Invalid, NotFound
 from agentrl.store import limits, rows
+from agentrl.store.records import CallRow
 from agentrl.store.rows import digest
 from agentrl.store.sql import images as pictures
 from agentrl.store.sql.database import Connection, Cursor, joined, load_sql
@@ -193,7 +194,10 @@ def rollouts(
     return [rows.rollout(row, given_rewards.get(row["attempt_id"], [])) for row in found]
 
 
-def trace(conn: Connection, rollout: str) -> types.Trace | None:
+def trace(
+    conn: Connection, rollout: str, *, first: int = 0, limit: int | None = None
+) -> types.Trace | None:
+    some = some_calls(first, limit)
     row = conn.execute(SQL["rollout"], (rollout,)).fetchone()
     if row is None or row["attempt_id"] is None:
         return None
@@ -201,9 +205,20 @@ def trace(conn: Connection, rollout: str) -> types.Trace | None:
     return types.Trace(
         rollout=rows.rollout(row, rewards(conn, [attempt]).get(attempt, [])),
         attempt=attempt,
-        transitions=transitions(conn, [attempt]).get(attempt, []),
+        transitions=rows.transitions(call_rows(conn, [attempt]), some=some).get(attempt, []),
         spans=spans(conn, attempt),
     )
+
+
+def outline(conn: Connection, rollout: str) -> list[CallRow]:
+    return rows.outline(conn.execute(SQL["outline"], (rollout,)).fetchall())
+
+
+def some_calls(first: int, limit: int | None) -> slice:
+    """The calls from position `first`, at most `limit`. Raises Invalid for a negative number."""
+    if first < 0 or (limit is not None and limit < 0):
+        raise Invalid(f"first and limit are numbers of calls, not {first} and {limit}.")
+    return slice(first, None if limit is None else first + limit)
 
 
 def credits(conn: Connection, rollout: str) -> list[types.Credit]:
@@ -225,8 +240,13 @@ def transitions(
     conn: Connection, attempts: Sequence[str], *, late: bool = False
 ) -> dict[str, list[types.Transition]]:
     """Load calls by attempt: either the regular or the late ones."""
+    return rows.transitions(call_rows(conn, attempts), late=late)
+
+
+def call_rows(conn: Connection, attempts: Sequence[str]) -> Sequence[rows.Row]:
+    """The rows of the regular and the late calls of attempts, in order of arrival."""
     query = conn.execute(SQL["transitions"], (rows.to_json(attempts, "attempts"),))
-    return rows.transitions(query.fetchall(), late=late)
+    return query.fetchall()
 
 
 def spans(conn: Connection, attempt: str) -> list[types.Span]:

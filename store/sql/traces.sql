@@ -118,6 +118,14 @@ from transitions t left join payloads p on p.hash = t.tools
 where t.attempt_id in (select value from json_each(?))
 order by t.seq;
 
+-- name: outline
+select
+    t.seq, t.id, t.role, t.policy, t.version, t.spans, t.started_at, t.seconds, t.completion,
+    t.messages, t.chat_parent, t.chat_shared
+from rollouts r join transitions t on t.attempt_id = r.attempt_id
+where r.id = ? and t.late = 0
+order by t.position, t.seq;
+
 -- name: spans
 select * from spans where attempt_id = ? order by started_at, rowid;
 

@@ -28,6 +28,7 @@ UNFIT = (
 LOCK_PAUSE = 0.001  # seconds between two tries for the write lock
 CHECKPOINT_ROWS = 1000  # rows written between two checkpoints, each of which costs two disk syncs
 LARGEST_LOG = 16_000  # pages of write-ahead log after which the writer itself makes a checkpoint
+CACHE_KIB = 16_384  # pages of a connection that are kept: a transaction of a prune fits
 ADVICE = {
     "MOVED": "the file was deleted, moved or replaced while it was in use; start again where it is "
     "now",
@@ -109,6 +110,7 @@ class Location:
         conn.row_factory = sqlite3.Row
         conn.execute(f"pragma synchronous = {self.synchronous}")
         conn.execute(f"pragma wal_autocheckpoint = {LARGEST_LOG}")
+        conn.execute(f"pragma cache_size = -{CACHE_KIB}")
         if readonly or self.readonly:
             conn.execute("pragma query_only = on")
         return conn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from typing import Any
@@ -83,3 +84,30 @@ async def test_without_stages_a_rollout_keeps_its_slot_to_its_end(bench: Any) ->
     await run_at(bench, pace, 6, concurrency=2)
     assert max(pace.most.values()) == 2
     assert pace.total == 2
+
+
+async def test_an_agents_run_is_stored_before_it_is_scored(bench: Any) -> None:
+    """A verifier may end the process with `os._exit`: whoever claims the rollout next only scores
+    it, so that the policy answers each task once."""
+    ran = list[Any]()
+
+    async def agent(text: str) -> str:
+        return str(await ask(text))
+
+    async def verify(result: Any) -> float:
+        (run,) = await bench.store.runs()
+        (row,) = await bench.store.rollouts(run)
+        (attempt,) = await bench.store.attempts(row.id)
+        ran.append((attempt.calls, await kept(bench.store, row.id)))
+        return 1.0
+
+    (rollout,) = await bench.run(agent, {"input": "x"}, verifier=verify)
+    ((calls, stored),) = ran
+    assert (calls, stored["result"]) == (1, rollout.result)
+
+
+async def kept(store: Any, rollout: str) -> Any:
+    def read(conn: Any) -> Any:
+        return conn.execute("select ran from rollouts where id = ?", (rollout,)).fetchone()["ran"]
+
+    return json.loads(await store._readers.read(read))

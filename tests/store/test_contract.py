@@ -411,6 +411,65 @@ async def test_what_ran_is_scored_by_whoever_claims_it_next(store, kit, clock):
     assert (await store.counts("run")).transitions == 2
 
 
+async def test_a_runner_lost_while_it_scored_is_the_verifiers_failure(store, kit, clock):
+    """Which is not mistaken for one of the agent, and the agent is not run again."""
+    await store.enqueue(kit.group("a", 1, max_attempts=2))
+    for fence in (1, 2):
+        (attempt,) = await claim(store, lease=10)
+        assert (attempt.fence, attempt.ran) == (fence, None if fence == 1 else {"calls": 0})
+        if fence == 1:
+            await store.finish([Outcome(attempt=attempt.id, fence=fence, ran={"calls": 0})])
+        clock.now += 10
+    assert await claim(store) == []
+    (rollout,) = await store.rollouts("run")
+    assert rollout.failure.kind is ErrorKind.VERIFIER
+    assert "fell silent while it scored rollout" in rollout.failure.message
+
+
+async def test_the_outline_of_a_rollout_has_what_its_calls_have(store, kit):
+    said = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
+    more = {"role": "tool", "content": "row"}
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    chats = [said[:1], [*said, more], [more], [*said[:1], more], [*said, more, said[1], more]]
+    prompts = [[1], [1, 2, 3], [9], [1, 4], [1, 2, 3, 2, 5]]
+    calls = [
+        kit.call(attempt, prompt, [2], index=i, messages=chat, answer=said[1], role=f"r{i % 2}")
+        for i, (prompt, chat) in enumerate(zip(prompts, chats, strict=True))
+    ]
+    await store.add_transitions(calls)
+    rows = await store.outline("a/0")
+    assert [(row.id, row.role, row.tokens) for row in rows] == [(c.id, c.role, 1) for c in calls]
+    assert [row.messages for row in rows] == [len(chat) for chat in chats]
+    assert [(row.parent, row.shared) for row in rows] == [
+        (None, 0), (0, 2), (None, 0), (0, 1), (1, 4),
+    ]  # fmt: skip
+    assert len({row.sampled for row in rows}) == 1
+    assert await store.outline("unknown") == []
+
+
+async def test_some_calls_of_a_rollout_are_as_among_all(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    chat, prompt = [{"role": "user", "content": "go"}], [1]
+    for i in range(7):
+        answer = {"role": "assistant", "content": f"answer {i}"}
+        call = kit.call(attempt, prompt, [2, i], index=i, messages=chat, answer=answer)
+        await store.add_transitions([call])
+        chat, prompt = [*chat, answer, {"role": "tool", "content": f"{i}"}], [*prompt, 2, i, 5]
+    whole = await store.trace("a/0")
+    assert [len(call.messages) for call in whole.transitions] == [1, 3, 5, 7, 9, 11, 13]
+    for first, limit in ((0, 3), (2, 2), (5, None), (6, 1), (7, 2), (0, 0)):
+        some = await store.trace("a/0", first=first, limit=limit)
+        end = None if limit is None else first + limit
+        assert some == replace(whole, transitions=whole.transitions[first:end])
+    (row,) = await store.attempts("a/0", limit=2)
+    assert (row.transitions, row.calls, row.late_calls) == (whole.transitions[:2], 7, 0)
+    for wrong in ({"first": -1}, {"limit": -1}):
+        with pytest.raises(Invalid, match="numbers of calls"):
+            await store.trace("a/0", **wrong)
+
+
 async def test_what_came_late_is_whole_after_the_rest_has_passed_on(store, kit, clock):
     """And so is what followed it, once all leases were extended."""
     chat = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]

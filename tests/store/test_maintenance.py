@@ -273,3 +273,27 @@ async def test_vacuum_keeps_everything(store, kit, clock):
     assert (after.rows, after.cursor) == (before.rows, before.cursor)
     assert after.bytes <= before.bytes
     assert await store.claim_groups("run", 1, 2) == waiting
+
+
+@pytest.mark.parametrize("seconds", [0, 3600])
+async def test_a_prune_in_steps_removes_the_same(store, kit, clock, monkeypatch, seconds):
+    """Each step goes on where the one before it stopped, and a new prune at what is left."""
+    monkeypatch.setattr(maintenance, "ROWS_PER_TRANSACTION", 1)
+    await other_run(store, kit, clock)
+    await train(store, kit, clock)
+    predicted = await store.prune(keep_last=1, dry_run=True)
+    steps, after = [], None
+    while True:
+        steps.append(await store.prune(keep_last=1, after=after, seconds=seconds))
+        if (after := steps[-1].after) is None:
+            break
+        if len(steps) == 2:
+            after = None  # as if it had been killed
+    assert (len(steps) > 3) is (seconds == 0)
+    shares = [step.share for step in steps]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    for name in ("rollouts", "attempts", "transitions", "spans", "rewards", "events", "bytes"):
+        assert sum(getattr(step, name) for step in steps) == getattr(predicted, name)
+    with pytest.raises(Invalid, match="seconds is how long"):
+        await store.prune(keep_last=1, seconds=-1.0)

@@ -33,6 +33,7 @@ from agentrl.live.records.documents import (
     told,
     unmet,
 )
+from agentrl.scores import missing_text
 from agentrl.store import open_store
 from agentrl.store.base import Store
 
@@ -134,7 +135,7 @@ def _figures(found: Compared | None, side: int) -> tuple[str, str, str, str]:
         "" if mean is None else f"{mean:.1%}",
         str(found.sessions[side]),
         between,
-        "" if score is None else f"{score:.1%}",
+        "" if score is None else f"{score:.1%}{missing_text(found.missing[side])}",
     )
 
 

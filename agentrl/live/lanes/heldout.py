@@ -34,6 +34,7 @@ from agentrl.config.run_file import store_in
 from agentrl.errors import AgentRLError, StoreError
 from agentrl.live.lanes.verdict import Scored
 from agentrl.live.records.documents import Documents, HeldOutScore, Told, Version, put_score
+from agentrl.scores import missing_text
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Json, Purpose
@@ -74,12 +75,11 @@ async def run(store: Store, config: RunConfig) -> None:
             log.info("version %d: not played further, it is in no lane now", version.version)
         else:
             await put_score(store, config.name, score)
-            missing = f", {score.missing} rollouts failed" if score.missing else ""
             log.info(
                 "version %d: %.1f %% held-out%s",
                 version.version,
                 100 * (score.score or 0.0),
-                missing,
+                missing_text(score.missing),
             )
         delete_directory(folder_of(config, version.version, digest))
 

@@ -9,6 +9,7 @@ from agentrl.live.lanes.comparison import Difference
 from agentrl.live.lanes.served import ServedSession
 from agentrl.live.records.documents import Compared, EventKind, HeldOutScore, Lanes, points
 from agentrl.live.records.table import PromotionConfig
+from agentrl.scores import missing_text
 
 Scored = HeldOutScore | None  # None: not known
 
@@ -46,8 +47,8 @@ def held_out_worse(ours: Scored, theirs: Scored) -> str:
     if ours.high >= theirs.low:
         return ""
     return (
-        f"it solves fewer held-out tasks: {ours.score:.0%} (at most {ours.high:.0%}) against "
-        f"{theirs.score:.0%}"
+        f"it solves fewer held-out tasks: {ours.score:.0%}{missing_text(ours.missing)} (at most "
+        f"{ours.high:.0%}) against {theirs.score:.0%}{missing_text(theirs.missing)}"
     )
 
 
@@ -77,6 +78,7 @@ def compared(
         means=(_known(found.candidate), _known(found.serving)),
         signals={name: (_mean(name, ours), _mean(name, theirs)) for name in names},
         held_out=(_score(scores[0]), _score(scores[1])),
+        missing=(_missing(scores[0]), _missing(scores[1])),
     )  # fmt: skip
 
 
@@ -87,6 +89,10 @@ def _mean(signal: str, sessions: Sequence[ServedSession]) -> float | None:
 
 def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+def _missing(found: Scored) -> int:
+    return 0 if found is None else found.missing
 
 
 def _score(found: Scored) -> float | None:

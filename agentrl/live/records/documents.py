@@ -112,6 +112,7 @@ class Compared(Record, frozen=True):
     clipped: int = 0
     signals: dict[str, tuple[float | None, float | None]] = {}  # name -> means of the two
     held_out: tuple[float | None, float | None] = (None, None)
+    missing: tuple[int, int] = (0, 0)  # held-out rollouts without an outcome, which it leaves out
 
 
 class HeldOutScore(Record, frozen=True):

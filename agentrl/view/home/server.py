@@ -32,6 +32,7 @@ from agentrl.view import explanation
 from agentrl.view.home.home import Home
 from agentrl.view.live import ChangeFeed
 from agentrl.view.pages import Page, Pages
+from agentrl.view.records import read_number
 from agentrl.view.templates import STATIC, render
 
 KEY, COOKIE = "AGENTRL_VIEW_KEY", "agentrl-view"
@@ -65,12 +66,12 @@ PATHS: dict[str, Shown] = {
     "/policies/{id:path}": lambda pages, id, _: pages.policies(id),
     "/data/{id:path}": lambda pages, id, asked: pages.data(id, asked.query_params),
     "/group/{id:path}": lambda pages, id, asked: pages.group(asked.query_params["run"], id),
-    "/rollout/{id:path}": lambda pages, id, _: pages.rollout(id),
+    "/rollout/{id:path}": lambda pages, id, asked: pages.rollout(id, asked.query_params),
     "/attempts/{id:path}": lambda pages, id, _: pages.attempts(id),
-    "/lanes/{id:path}": lambda pages, id, _: pages.lanes(id),
+    "/lanes/{id:path}": lambda pages, id, asked: pages.lanes(id, asked.query_params),
     "/call/{n:int}/{id:path}": lambda pages, id, asked: pages.numbers(id, asked.path_params["n"]),
     "/compare": lambda pages, _, asked: pages.compare(
-        asked.query_params["a"], asked.query_params["b"]
+        asked.query_params["a"], asked.query_params["b"], asked.query_params
     ),
     "/raw/{id:path}": lambda pages, id, asked: pages.raw(id, asked.query_params),
     "/series/{id:path}": lambda pages, id, asked: pages.series(
@@ -181,7 +182,8 @@ class ViewApp:
         if loaded.trace.rollout.trained is not None and len(self._explained) < MOST_EXPLAINED:
             self._explained[place.key, id] = text
         values = {"run": loaded.state.run, "o": loaded.trace.rollout, "id": id}
-        values |= explanation.read(text, loaded.trace.transitions)
+        at = read_number(asked.query_params, "call")
+        values |= explanation.read(text, loaded.outline, at)
         return Page("explain.html", f"{id} explained", values)
 
     async def _explanation(self, store: str, id: str) -> str:

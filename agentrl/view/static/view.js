@@ -253,10 +253,18 @@ function hold(span, scroll) {
   if (!exported) history.replaceState(null, "", `#call-${block.dataset.call}.${i}`);
 }
 
-/** A link such as #call-7.123 leads to a token. */
+/** A link such as #call-7.123 leads to a token; the call may be on another page of the rollout. */
 async function openHash() {
-  const found = /^#call-(\d+)\.(\d+)$/.exec(location.hash);
+  const found = /^#call-(\d+)(?:\.(\d+))?$/.exec(location.hash);
   if (!found) return;
+  if (!document.getElementById(`call-${found[1]}`)) {
+    const url = new URL(location.href), known = +($(".rollout")?.dataset.calls ?? 0);
+    if (exported || +found[1] >= known || url.searchParams.get("call") === found[1]) return;
+    url.searchParams.set("call", found[1]);
+    location.replace(url);
+    return;
+  }
+  if (found[2] === undefined) return;
   const block = $(`.tokens[data-call="${found[1]}"]`);
   if (!block) return;
   block.scrollIntoView({block: "center"});
@@ -443,10 +451,18 @@ async function unpack(n) {
   return chunks.get(n);
 }
 
+/** The key of a page: a long rollout has one for some calls each, which any of their links opens. */
+function pageOf(index, url, hash) {
+  const bare = url.split("?")[0], size = +document.body.dataset.calls;
+  const call = /[?&]call=(\d+)/.exec(url)?.[1] ?? /^call-(\d+)/.exec(hash ?? "")?.[1] ?? 0;
+  const part = `${bare}?call=${Math.floor(call / size) * size}`;
+  return index[part] === undefined ? bare : part;
+}
+
 async function openPage() {
   const index = json($("#index")), main = $("#main");
   const [url, hash] = decodeURIComponent(location.hash.slice(1) || `/run/${document.body.dataset.run}`).split("#");
-  const bare = url.split("?")[0];
+  const bare = pageOf(index, url, hash);
   main.replaceChildren();
   if (index[bare] === undefined) {
     main.append(make("h1", "Not in this file"), make("p", `${bare} was not exported.`, "empty"));

@@ -140,8 +140,7 @@ create table transitions (
     spans text,                         -- JSON [[first token, version], ...]; null: one
     images blob                         -- digests in order, 32 bytes each; null: none
 ) strict;
-create index transitions_by_tokens on transitions (attempt_id, size, digest);
-create index transitions_by_chat on transitions (attempt_id, chat_size, chat_digest, answer_digest);
+create index transitions_by_attempt on transitions (attempt_id);
 create index transitions_by_tools on transitions (tools) where tools is not null;
 
 create table spans (

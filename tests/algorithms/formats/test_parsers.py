@@ -238,3 +238,46 @@ class Shout(ToolParser):
             return (0, ()) if last else None
         return end + 1, [Function(text[1:end], "{}")]
 '''
+
+
+LONG = 1_000_000  # characters
+OPEN_ENDED = {
+    "hermes": ['<tool_call>{"name": "', '<tool_call>{"name": "f", "arguments": {}}</tool_call>'],
+    "qwen3_coder": ["<function=f>\n<parameter=a>\n", "<function=f><parameter=a>b</parameter>", XML],
+    "llama3_json": ['{"name": [', '{"name": "f", "parameters": {}};'],
+    "mistral": ["[TOOL_CALLS]f{", '[TOOL_CALLS]f[ARGS]{"a": 1}'],
+    "pythonic": ["[f(a=(", "[f(a=1)]"],
+    "phi4_mini_json": ["functools[{", 'functools[{"name": "f", "arguments": {}}]'],
+    "deepseek_v3": [OPEN_BLOCK := BEGIN + ONE, BEGIN + V3 + DONE],
+}
+
+
+@pytest.mark.parametrize("name", OPEN_ENDED)
+def test_the_work_is_linear_in_the_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a call seems to begin: characters that are read, of texts of two lengths."""
+    format = ToolParser if name == "hermes" else load_format(name, Path())
+    for unit in OPEN_ENDED[name]:
+        sizes = []
+        for length in (LONG // 40, LONG // 10):
+            read, own = [0], format.read
+
+            def counted(self: ToolParser, text: str, *, last: bool, own=own, read=read):  # type: ignore[no-untyped-def]
+                read[0] += len(text)
+                return own(self, text, last=last)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(format, "read", counted)
+                text = unit * (length // len(unit))
+                content, calls = format().whole(text)
+            assert len(content) in (0, len(text)) or calls
+            sizes.append(read[0] / length)
+        assert sizes[1] < 1.5 * sizes[0] + 10, (unit, sizes)
+
+
+def test_a_call_of_a_megabyte_is_read_token_by_token() -> None:
+    value = "x\n" * (LONG // 2)
+    text = f"<function=query>\n<parameter=text>\n{value}\n</parameter>\n</function>"
+    parser = load_format("qwen3_coder", Path())(tools=SCHEMAS)
+    found = [part for at in range(0, len(text), 16) for part in parser.push(text[at : at + 16])]
+    (call,) = found + parser.finish()
+    assert json.loads(call.function.arguments) == {"text": value}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -342,3 +347,52 @@ async def test_what_is_too_large_is_limited_and_said(
     said = capfd.readouterr().err
     assert "the rest is not kept" in said
     assert len(said) < 2_000_000
+
+
+LEAVES = """
+import os, signal, subprocess, sys
+
+def build():
+    return agent
+
+def agent(text):
+    pids, sleep = [], [sys.executable, "-c", "import time; time.sleep(600)"]
+    for start in ({"start_new_session": True}, {"env": {}, "start_new_session": True}):
+        pids.append(subprocess.Popen(sleep, **start).pid)
+    read, write = os.pipe()
+    if os.fork() == 0:  # a daemon: another session, and no parent
+        os.setsid()
+        if os.fork() == 0:
+            os.write(write, str(os.getpid()).encode())
+            os.closerange(0, 64)
+            signal.pause()
+        os._exit(0)
+    os.wait()
+    pids.append(int(os.read(read, 16)))
+    open(text, "w").write(" ".join(map(str, [os.getppid(), *pids])))
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+async def test_a_killed_supervisor_leaves_nothing(
+    bench: Any, pool: Any, tmp_path: Path, start: str
+) -> None:
+    """Not even what has a session and no parent of its own."""
+    executor = await pool(LEAVES, start=start)
+    (rollout,) = await bench.run(executor, {"input": str(tmp_path / "pids")})
+    assert rollout.state is RolloutState.FAILED
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(set(pids)) == 4
+    try:
+        for pid in pids:  # a descriptor of a process is readable once it has ended
+            with suppress(ProcessLookupError):
+                (ready, *_) = await asyncio.to_thread(
+                    select.select, [os.pidfd_open(pid)], [], [], 10
+                )
+                assert ready
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

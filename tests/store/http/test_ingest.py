@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import threading
 
 import httpx
 import pytest
@@ -17,6 +18,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+
+from agentrl.store.http import ingest
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
 
@@ -117,3 +120,18 @@ def test_what_is_no_trace(admin, content, headers, status):
     headers = {"content-type": "application/x-protobuf", **headers}
     answer = admin.post("/v1/traces", content=content, headers=headers)
     assert (answer.status_code, "error" in answer.json()) == (status, True)
+
+
+def test_others_are_answered_while_a_body_is_unpacked(admin, attempt, monkeypatch):
+    threads, unpack = list[str](), ingest.decompress
+
+    def decompress(*args):
+        threads.append(threading.current_thread().name)
+        return unpack(*args)
+
+    monkeypatch.setattr(ingest, "decompress", decompress)
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    body = gzip.compress(b'{"resourceSpans": []}')
+    assert admin.post("/v1/traces", content=body, headers=headers).status_code == 200
+    (name,) = threads
+    assert name.startswith("asyncio_")  # a thread of the loop's pool

@@ -150,6 +150,7 @@ READS = {
     "series": {"run": "RUN", "names": []},
     "trace": {"rollout": "RUN/0"},
     "attempts": {"rollout": "RUN/0"},
+    "outline": {"rollout": "RUN/0"},
     "credits": {"rollout": "RUN/0"},
     "settled": {"group": "RUN", "timeout": 0},
 }

@@ -70,6 +70,7 @@ create table rollouts (
     candidate text collate "C"          -- candidates.id of its run; null: none
 );
 create index rollouts_by_group on rollouts (run_id, group_id, position);
+create index rollouts_of_group on rollouts (group_id);  -- read when a group is deleted
 create index rollouts_queue on rollouts (priority desc, seq) where state = 'queued';
 create index rollouts_queue_of_run on rollouts (run_id, priority desc, seq) where state = 'queued';
 create index rollouts_suspect on rollouts (state)
@@ -142,8 +143,7 @@ create table transitions (
     spans text,                         -- JSON [[first token, version], ...]; null: one
     images bytea                        -- digests in order, 32 bytes each; null: none
 );
-create index transitions_by_tokens on transitions (attempt_id, size, digest);
-create index transitions_by_chat on transitions (attempt_id, chat_size, chat_digest, answer_digest);
+create index transitions_by_attempt on transitions (attempt_id);
 create index transitions_by_tools on transitions (tools) where tools is not null;
 
 create table spans (

@@ -15,9 +15,17 @@ from msgspec.structs import replace
 
 from agentrl.errors import Conflict
 from agentrl.live import watch
-from agentrl.live.lanes import decide
+from agentrl.live.lanes import command, decide, verdict
 from agentrl.live.lanes.decide import Decider
-from agentrl.live.records.documents import EVENTS, GIVEN, Documents, HeldOutScore, Lanes, put_score
+from agentrl.live.records.documents import (
+    EVENTS,
+    GIVEN,
+    Compared,
+    Documents,
+    HeldOutScore,
+    Lanes,
+    put_score,
+)
 from agentrl.store import open_store
 from agentrl.types import StepCommit
 from tests.agentrl.live.lanes.played import RUN, Shop, config
@@ -263,3 +271,16 @@ async def test_a_damaged_document_is_logged_and_decisions_go_on_after_its_repair
         while len((await live.told()).events) < 3:
             cursor = await live.store.wait(cursor, timeout=10.0)
         watching.cancel()
+
+
+def test_what_a_score_leaves_out_is_said_beside_it() -> None:
+    ours, theirs = replace(score(4, 0.4), missing=3), score(0, 0.8)
+    assert verdict.held_out_worse(ours, theirs) == (
+        "it solves fewer held-out tasks: 40%, 3 rollouts without a score (at most 50%) against 80%"
+    )
+    found = Compared(
+        version=4, serving=0, time=0.0, sessions=(9, 9), low=-1.0, high=1.0, means=(None, None),
+        held_out=(0.4, 0.8), missing=(3, 0),
+    )  # fmt: skip
+    figures = [command._figures(found, side)[-1] for side in (0, 1)]
+    assert figures == ["40.0%, 3 rollouts without a score", "80.0%"]
