@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from tests.tiny_models import trained_tokenizer
 
 VOCABULARY = 128
 
@@ -110,12 +117,10 @@ GEMMA4 = {
     "layer_types": LOCAL,
 }
 ASSISTANT = GEMMA4 | {"vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0}
-# Those that transformers itself cannot build from a configuration of the mapping, and why.
-UNBUILT = {
-    "gemma3n": "its vision tower needs timm",
-    "musicgen": "the class reads the configuration of its decoder, not that of the mapping",
-    "musicgen_melody": "the class reads the configuration of its decoder, not that of the mapping",
-}
+# Of a composition, the class reads the configuration of its decoder.
+DECODERS = ("musicgen", "musicgen_melody")
+# What cannot be built here, and why: its folder has a configuration and no weights.
+UNBUILT = {"gemma3n": "its vision tower needs timm"}
 # What the sizes above do not fit, and at least one layer of each kind that the class has.
 CLASSES: dict[str, dict[str, Any]] = {
     "afmoe": {"num_dense_layers": 1, "layer_types": LOCAL},
@@ -211,13 +216,19 @@ CLASSES: dict[str, dict[str, Any]] = {
 
 
 def names() -> list[str]:
-    """The model types of transformers' mapping of causal language models that can be built."""
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in UNBUILT]
+    """The model types of transformers' mapping of causal language models."""
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def class_name(model_type: str) -> str:
+    """The class of a model type."""
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
 def small_config(model_type: str) -> PretrainedConfig:
     """The configuration of the class, with small sizes."""
     kind, own = CONFIG_MAPPING[model_type], CLASSES.get(model_type, {})
+    kind = _network(model_type).config_class if model_type in DECODERS else kind
     config: PretrainedConfig = kind(**_sizes(kind(), own))
     return config
 
@@ -225,9 +236,27 @@ def small_config(model_type: str) -> PretrainedConfig:
 def build(model_type: str, *, seed: int = 0) -> PreTrainedModel:
     """A model of the class with random weights, in float32 and eval mode."""
     config = small_config(model_type)
+    network = _network(model_type) if model_type in DECODERS else None
+    make = network._from_config if network else AutoModelForCausalLM.from_config
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = make(config, dtype=torch.float32)
     return model.eval()
+
+
+def save(model_type: str, folder: Path) -> None:
+    """Write a model of the class and a tokenizer, as a user has them: with the configuration of the
+    whole, of which the model may be a part."""
+    if model_type in UNBUILT:
+        folder.mkdir(exist_ok=True)
+        save_file({}, folder / "model.safetensors", {"format": "pt"})
+    else:
+        build(model_type).save_pretrained(folder)
+    small_config(model_type).save_pretrained(folder)
+    trained_tokenizer().save_pretrained(folder)
+
+
+def _network(model_type: str) -> Any:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
 
 
 def _sizes(default: PretrainedConfig, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,17 +18,22 @@ from torch import Tensor
 from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, RowTable
 from agentrl.algorithms.engines.embedded.sampler import Ints
 from agentrl.algorithms.model.load import Model
+from agentrl.errors import PolicyError
 
-CACHES = ("past_key_values", "cache_params")  # what classes call their cache
+# What classes call their cache: transformers 5.24 has renamed the first two.
+CACHES = ("cache", "past_key_values", "cache_params", "state")
 
 
 class PlainForward:
-    """Logits of a model after each running row's last token."""
+    """Logits of a model after each running row's last token. Raises PolicyError if the model has no
+    cache to keep."""
 
     def __init__(self, model: Model, *, cached: bool) -> None:
         names = inspect.signature(model.forward).parameters
         self.model = model
         self.cache_name = next((name for name in CACHES if name in names), "") if cached else ""
+        if cached and not self.cached:
+            raise PolicyError("its forward pass takes no cache")
         # Others compute logits for the whole prompt.
         self.keep: dict[str, int] = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
         self.caches: dict[GenerationRequest, tuple[int, Any]] = {}  # tokens in it, and the cache
