@@ -184,7 +184,7 @@ def page(stored: dict[str, Any], version: str) -> str:
 
 def _cell(text: str) -> str:
     short = text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
-    return short if len(short) <= 220 else f"{short[:217]}..."
+    return short if len(short) <= 400 else f"{short[:397]}..."
 
 
 def store(path: Path, found: dict[str, Any], version: str) -> None:
