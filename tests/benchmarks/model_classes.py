@@ -163,7 +163,7 @@ CLASSES: dict[str, dict[str, Any]] = {
         "backbone_hidden_size": 32, "num_centroids": 4, "centroid_intermediate_top_k": 2},
     "glm4_moe": {"first_k_dense_replace": 1},
     "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse"]},
-    "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"], "num_key_value_heads": 4},
+    "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hy_v3": {"first_k_dense_replace": 1},
@@ -269,4 +269,6 @@ def _sizes(default: PretrainedConfig, own: Mapping[str, Any]) -> dict[str, Any]:
             inner = kind()
         if isinstance(inner, PretrainedConfig):
             found[key] = _sizes(inner, own.get(key, {})) | {"model_type": inner.model_type}
+    if {"kv_lora_rank", "num_key_value_heads"} <= found.keys():  # keys are not shared by heads
+        found["num_key_value_heads"] = found["num_attention_heads"]
     return copy.deepcopy(found)
