@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -261,12 +262,13 @@ def _network(model_type: str) -> Any:
 
 def _sizes(default: PretrainedConfig, own: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the configuration's class."""
-    fields = type(default).__dataclass_fields__
+    kind = type(default)  # before transformers 5.4 it is no dataclass
+    fields = getattr(kind, "__dataclass_fields__", None) or signature(kind).parameters
     found = {key: value for key, value in SIZES.items() if key in fields} | dict(own)
-    for key, kind in default.sub_configs.items():
+    for key, inner_kind in default.sub_configs.items():
         inner = getattr(default, key, None)
         if inner is None and key in own:
-            inner = kind()
+            inner = inner_kind()
         if isinstance(inner, PretrainedConfig):
             found[key] = _sizes(inner, own.get(key, {})) | {"model_type": inner.model_type}
     if {"kv_lora_rank", "num_key_value_heads"} <= found.keys():  # keys are not shared by heads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -17,11 +18,15 @@ from agentrl.algorithms.model.load import checkpoint_weights, load_model
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
-from tests.benchmarks.model_classes import build
+from tests.benchmarks.model_classes import build, names
 from tests.benchmarks.models_lora import built, compare_resume, compare_with_peft
 
 # The version of transformers in which some classes call other layers than in 5.10.
 NEW = Version(transformers.__version__) >= Version("5.24")
+
+
+def needs(kind: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(kind not in names(), reason="transformers has no such class")
 
 
 def adapters_of(base: Path, *, experts: bool = True) -> LoraAdapters:
@@ -94,6 +99,7 @@ def test_routers_are_never_adapted(name: str, router: str) -> None:
         adapters.add("other", rank=2, alpha=4.0, targets=[target])
 
 
+@needs("deepseek_v4")
 def test_a_layer_that_is_no_linear_one_or_is_not_called_has_no_adapter() -> None:
     targets = LoraAdapters(build("deepseek_v4")).targets
     grouped = [path for path in targets.left_out if path.endswith("o_a_proj")]
@@ -103,6 +109,7 @@ def test_a_layer_that_is_no_linear_one_or_is_not_called_has_no_adapter() -> None
     assert all(path.startswith("model.language_model") for path in shared.layers)
 
 
+@needs("laguna")
 def test_what_peft_would_not_read_again_is_refused() -> None:
     """peft 0.21 reads `shared_experts` as `shared_experts.` there, and so nothing."""
     with pytest.raises(PolicyError, match=r"peft would not read an adapter on .*shared_experts"):
@@ -138,6 +145,10 @@ def test_names_of_experts_are_targets_and_each_token_has_its_own(tiny_moe_dir: P
         torch.testing.assert_close(mixed[token], own[token], rtol=0, atol=1e-6)
 
 
+@pytest.mark.skipif(
+    Version(peft.__version__) < Version("0.19"),
+    reason="peft 0.18 refuses a second adapter on parameters, which is a PolicyError",
+)
 def test_copies_and_duplicates_have_the_experts_too(tiny_moe_dir: Path) -> None:
     adapters = adapters_of(tiny_moe_dir)
     adapters.add("policy", rank=2, alpha=4.0)

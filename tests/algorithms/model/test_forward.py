@@ -134,8 +134,8 @@ def test_a_model_that_reads_the_future_in_short_rows_alone_is_refused() -> None:
 
 
 @pytest.mark.skipif(
-    Version(transformers.__version__) >= Version(forward.COMPUTES_CHUNKS),
-    reason="transformers computes them rightly",
+    not Version("5.10") <= Version(transformers.__version__) < Version(forward.COMPUTES_CHUNKS),
+    reason="transformers has no such classes, or computes them rightly",
 )
 @pytest.mark.parametrize("kind", ["nemotron_h", "zamba2"])
 def test_state_space_layers_that_read_ahead_name_the_version_that_does_not(kind: str) -> None:

@@ -87,7 +87,7 @@ def test_a_checkpoint_without_some_of_its_weights_is_refused(
 def test_a_decoder_that_could_not_be_loaded_again_is_refused_before_training(
     tmp_path: Path,
 ) -> None:
-    """Of Emu3 transformers loads a decoder, and none from what `save_pretrained` writes of it."""
-    model_classes.save("emu3", tmp_path)
+    """Of Mllama transformers loads a decoder, and none from what `save_pretrained` writes of it."""
+    model_classes.save("mllama", tmp_path)
     with pytest.raises(PolicyError, match="could not load what would be saved"):
         load_model(tmp_path, device="cpu", template=False)
