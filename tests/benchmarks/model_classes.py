@@ -132,6 +132,10 @@ CLASSES: dict[str, dict[str, Any]] = {
         "decoder_config": {"hidden_size_global": 32},
         "patch_size": 4,
     },
+    "cohere_compass_text": {
+        "layer_types": LOCAL,
+        "rope_parameters": {k: {"rope_type": "default", "rope_theta": 1e4} for k in LOCAL},
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 32, "moe_num_experts": 4,
@@ -209,6 +213,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "xlm": {"emb_dim": 32},
     "xlnet": {"d_inner": 48},
     "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
     "zamba": {"num_hidden_layers": 5, "mamba_dt_rank": 4, "attn_layer_period": 2,
               "attn_layer_offset": 1, "attention_head_dim": 16,
               "use_mamba_kernels": False},
