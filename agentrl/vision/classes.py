@@ -8,10 +8,25 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.nn import Module
 
+from agentrl.errors import PolicyError, install_command
 from agentrl.vision.images import Ids, Pixels
+
+# Older ones compute other embeddings or positions of images than Qwen's classes should.
+OLDEST = "5.10"  # transformers, as in the extra `vision`
+
+
+def check_version(what: str) -> None:
+    """Raise PolicyError about `what` if transformers cannot compute what looks."""
+    if Version(transformers.__version__) < Version(OLDEST):
+        raise PolicyError(
+            f"{what}: models that look need transformers {OLDEST} or newer, not "
+            f"{transformers.__version__}; {install_command('vision', ' -U')}"
+        )
 
 
 @lru_cache(256)  # screenshots have one size, and a process sees millions

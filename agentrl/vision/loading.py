@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import transformers
-from packaging.version import Version
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -17,13 +15,11 @@ from agentrl.base.failures import one_line
 from agentrl.config import RunConfig
 from agentrl.config.infrastructure import EmbeddedEngineConfig
 from agentrl.errors import ConfigError, PolicyError, install_command
-from agentrl.vision.classes import CLASSES, REASONS
+from agentrl.vision.classes import CLASSES, REASONS, check_version
 from agentrl.vision.eyes import ImageInputs
 from agentrl.vision.table import vision_of
 
 log = logging.getLogger("agentrl.algorithm")
-# Older ones compute other embeddings or positions of images than Qwen's classes should.
-OLDEST = "5.10"  # transformers, as in the extra `vision`
 SENSES = {"vision_config": "images", "audio_config": "audio"}
 
 
@@ -52,11 +48,7 @@ def load(
                 f" choose a model of type {_types()}"
             )
         return None
-    if Version(transformers.__version__) < Version(OLDEST):
-        raise PolicyError(
-            f"model {name!r}: models that look need transformers {OLDEST} or newer, not "
-            f"{transformers.__version__}; {install_command('vision', ' -U')}"
-        )
+    check_version(f"model {name!r}")
     if config is not None and setting:
         check(config, setting)
     try:

@@ -17,7 +17,7 @@ from agentrl.base.files import share_weights
 from agentrl.tiny import models as text
 from agentrl.types import Json
 from agentrl.vision.chat import data_of, image_urls
-from agentrl.vision.classes import CLASSES
+from agentrl.vision.classes import CLASSES, check_version
 from agentrl.vision.eyes import Embeddings, ImageInputs
 from agentrl.vision.images import Seen, ids_of
 
@@ -65,7 +65,8 @@ def make(
 
     trained: whether its tower learns. hidden: 64, or 128 for vLLM on a CPU. patch: pixels of a
     patch's side, default 14 (LLaVA) or 7. most: pixels of an image that Qwen's copies
-    see; larger ones are made smaller."""
+    see; larger ones are made smaller. Raises PolicyError if transformers is too old."""
+    check_version(f"a tiny {kind}")
     torch.manual_seed(seed)
     marks = _marks(kind)
     tokenizer = text.word_tokenizer([*words, *marks.values()], ROLES, **marks)

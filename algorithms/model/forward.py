@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
@@ -53,6 +55,9 @@ Way = Literal["packed", "padded", "plain"]
 TOLERANCE = 5e-4
 ROUNDING = 1e-5  # likewise, of gradients in padded batches, where rows can be computed alone
 SHORT_FLOATS = 0.25  # of log-probs, in nats, where a model without a copy is of 16-bit numbers
+# Of modules of transformers with Mamba-2 layers: a kernel that only GPUs have. In place of it,
+# some read tokens after a chunk before this version.
+KERNEL, COMPUTES_CHUNKS = "mamba_chunk_scan_combined", "5.24"
 ATTRIBUTE = "agentrl_proof"  # of a model: its `Proof`
 
 
@@ -217,16 +222,23 @@ def check_model(model: PreTrainedModel) -> None:
     prove(model)
 
 
-def _is_causal(model: PreTrainedModel, tokens: Tensor) -> bool:
-    """Whether the model's own forward pass gives tokens the log-probs that they have without those
-    that follow."""
+def _is_causal(model: PreTrainedModel, rows: Sequence[Tensor]) -> bool:
+    """Whether the model's own forward pass gives the tokens of rows the log-probs that they have
+    without those that follow."""
+
+    def logprobs(tokens: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
+        return found
+
     with torch.no_grad():
-        long, *short = (
-            model(input_ids=tokens[None, :size], use_cache=False).logits[0].log_softmax(-1)
-            for size in (len(tokens), len(tokens) - 10, len(tokens) - 1)
-        )
-    most = TOLERANCE if long.dtype in (torch.float32, torch.float64) else SHORT_FLOATS
-    return all(float((long[: len(s)] - s).abs().max()) <= most for s in short)
+        for tokens in rows:
+            whole = logprobs(tokens)
+            most = TOLERANCE if whole.dtype in (torch.float32, torch.float64) else SHORT_FLOATS
+            for size in {len(tokens) - 1, max(1, len(tokens) - 10), len(tokens) // 2}:
+                apart = (whole[:size] - logprobs(tokens[:size])).abs().max()
+                if not float(apart) <= most:
+                    return False
+    return True
 
 
 def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
@@ -308,7 +320,7 @@ def _proof(model: PreTrainedModel) -> Proof | PolicyError:
         exact = attempt(lambda: own_results(copy, rows))
         if not exact[0].isfinite().all():
             raise ScalingError("its log-probs are not finite")
-        causal = _is_causal(copy, rows[-1].tokens)
+        causal = _is_causal(copy, [row.tokens for row in rows])
     except ScalingError as error:
         return _proof_of_itself(model, f"has no small copy to compare with ({error})")
     if not causal:
@@ -350,7 +362,7 @@ def _proof_of_itself(model: PreTrainedModel, reason: str) -> Proof | PolicyError
         attempt(lambda: logits().sum()).detach()
         with torch.no_grad():
             same = attempt(lambda: torch.equal(logits(), logits()))
-        causal = attempt(lambda: _is_causal(model, tokens))
+        causal = attempt(lambda: _is_causal(model, [tokens]))
     except ScalingError as error:
         return PolicyError(
             f"{type(model).__name__}: its own forward pass over {len(tokens)} tokens fails "
@@ -365,10 +377,17 @@ def _proof_of_itself(model: PreTrainedModel, reason: str) -> Proof | PolicyError
 
 
 def _not_causal(model: PreTrainedModel) -> PolicyError:
-    return PolicyError(
+    ahead = (
         f"{type(model).__name__}: its own forward pass makes a token's log-prob depend on the "
-        "tokens after it, so what is sampled is not what would be trained; choose a causal decoder"
+        "tokens after it, so what is sampled is not what would be trained"
     )
+    if hasattr(sys.modules[type(model).__module__], KERNEL):
+        return PolicyError(
+            f"{ahead}: without the kernels of mamba_ssm, transformers {transformers.__version__} "
+            "computes its state-space layers wrongly in sequences longer than a chunk; install "
+            f"transformers {COMPUTES_CHUNKS} or newer, or choose a model without such layers"
+        )
+    return PolicyError(f"{ahead}; choose a causal decoder")
 
 
 def _rounds_little(model: PreTrainedModel, rows: Sequence[TokenRow]) -> bool:

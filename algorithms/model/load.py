@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Embedding, Module
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from agentrl.base.failures import one_line
@@ -86,7 +87,14 @@ def _load(name: str, config: RunConfig | None, options: dict[str, Any]) -> tuple
     for point in installed_plugins("loaders"):
         if (found := point.load()(name, shape, config, options)) is not None:
             return cast("tuple[Any, Any]", found)
-    return cast("tuple[Any, Any]", AutoModelForCausalLM.from_pretrained(name, **options))
+    model, loading = AutoModelForCausalLM.from_pretrained(name, **options)
+    if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise PolicyError(
+            f"model {name!r}: {type(model).__name__} is a part of it, and transformers could not "
+            f"load what would be saved, of type {model.config.model_type!r}; choose a model whose "
+            "decoder is a model of its own"
+        )
+    return model, loading
 
 
 def device_of(setting: str) -> str:

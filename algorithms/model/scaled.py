@@ -69,6 +69,7 @@ KEY_HEADS = (
 INTERVALS = r"\w*(interval|period|pattern|every_n\w*|_step)"
 FIRST_LAYERS = r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|\w*offset"
 TOKENS = r"\w*_token(_id|_index|_idx|)s?|\w+_index|image_token_id"
+UNSET = ("_name_or_path", "output_attentions")  # which not every class of configurations takes
 
 
 class ScalingError(Exception):
@@ -180,7 +181,7 @@ def _scaled(values: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, An
     layers = _layers(values)
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if name == "quantization_config":
+        if name == "quantization_config" or (name in UNSET and not value):
             continue
         if isinstance(value, Mapping):
             found[name] = _scaled(value, whole) if name not in ("id2label", "label2id") else value
@@ -227,6 +228,8 @@ def _number(name: str, value: int, layers: int, whole: Mapping[str, Any]) -> int
             (whole[k] for k in ("num_attention_heads", "n_head", "n_heads") if k in whole), 0
         )
         return min(value, HEADS if value == heads else HEADS // 2)
+    if name == "attention_hidden_size" and value == whole.get("hidden_size"):
+        return min(value, HIDDEN)
     if re.fullmatch(POSITIONS, name):
         return CONTEXT
     if re.fullmatch(VOCABULARIES, name):

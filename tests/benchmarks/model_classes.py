@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from tests.tiny_models import trained_tokenizer
 
 VOCABULARY = 128
 
@@ -110,12 +118,10 @@ GEMMA4 = {
     "layer_types": LOCAL,
 }
 ASSISTANT = GEMMA4 | {"vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0}
-# Those that transformers itself cannot build from a configuration of the mapping, and why.
-UNBUILT = {
-    "gemma3n": "its vision tower needs timm",
-    "musicgen": "the class reads the configuration of its decoder, not that of the mapping",
-    "musicgen_melody": "the class reads the configuration of its decoder, not that of the mapping",
-}
+# Of a composition, the class reads the configuration of its decoder.
+DECODERS = ("musicgen", "musicgen_melody")
+# What cannot be built here, and why: its folder has a configuration and no weights.
+UNBUILT = {"gemma3n": "its vision tower needs timm"}
 # What the sizes above do not fit, and at least one layer of each kind that the class has.
 CLASSES: dict[str, dict[str, Any]] = {
     "afmoe": {"num_dense_layers": 1, "layer_types": LOCAL},
@@ -125,6 +131,10 @@ CLASSES: dict[str, dict[str, Any]] = {
         "encoder_config": {"hidden_size_global": 32},
         "decoder_config": {"hidden_size_global": 32},
         "patch_size": 4,
+    },
+    "cohere_compass_text": {
+        "layer_types": LOCAL,
+        "rope_parameters": {k: {"rope_type": "default", "rope_theta": 1e4} for k in LOCAL},
     },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
@@ -158,7 +168,7 @@ CLASSES: dict[str, dict[str, Any]] = {
         "backbone_hidden_size": 32, "num_centroids": 4, "centroid_intermediate_top_k": 2},
     "glm4_moe": {"first_k_dense_replace": 1},
     "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse"]},
-    "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"], "num_key_value_heads": 4},
+    "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hy_v3": {"first_k_dense_replace": 1},
@@ -203,6 +213,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "xlm": {"emb_dim": 32},
     "xlnet": {"d_inner": 48},
     "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
     "zamba": {"num_hidden_layers": 5, "mamba_dt_rank": 4, "attn_layer_period": 2,
               "attn_layer_offset": 1, "attention_head_dim": 16,
               "use_mamba_kernels": False},
@@ -211,13 +222,19 @@ CLASSES: dict[str, dict[str, Any]] = {
 
 
 def names() -> list[str]:
-    """The model types of transformers' mapping of causal language models that can be built."""
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in UNBUILT]
+    """The model types of transformers' mapping of causal language models."""
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def class_name(model_type: str) -> str:
+    """The class of a model type."""
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
 def small_config(model_type: str) -> PretrainedConfig:
     """The configuration of the class, with small sizes."""
     kind, own = CONFIG_MAPPING[model_type], CLASSES.get(model_type, {})
+    kind = _network(model_type).config_class if model_type in DECODERS else kind
     config: PretrainedConfig = kind(**_sizes(kind(), own))
     return config
 
@@ -225,19 +242,40 @@ def small_config(model_type: str) -> PretrainedConfig:
 def build(model_type: str, *, seed: int = 0) -> PreTrainedModel:
     """A model of the class with random weights, in float32 and eval mode."""
     config = small_config(model_type)
+    network = _network(model_type) if model_type in DECODERS else None
+    make = network._from_config if network else AutoModelForCausalLM.from_config
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = make(config, dtype=torch.float32)
     return model.eval()
+
+
+def save(model_type: str, folder: Path) -> None:
+    """Write a model of the class and a tokenizer, as a user has them: with the configuration of the
+    whole, of which the model may be a part."""
+    if model_type in UNBUILT:
+        folder.mkdir(exist_ok=True)
+        save_file({}, folder / "model.safetensors", {"format": "pt"})
+    else:
+        build(model_type).save_pretrained(folder)
+    small_config(model_type).save_pretrained(folder)
+    trained_tokenizer().save_pretrained(folder)
+
+
+def _network(model_type: str) -> Any:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
 
 
 def _sizes(default: PretrainedConfig, own: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the configuration's class."""
-    fields = type(default).__dataclass_fields__
+    kind = type(default)  # before transformers 5.4 it is no dataclass
+    fields = getattr(kind, "__dataclass_fields__", None) or signature(kind).parameters
     found = {key: value for key, value in SIZES.items() if key in fields} | dict(own)
-    for key, kind in default.sub_configs.items():
+    for key, inner_kind in default.sub_configs.items():
         inner = getattr(default, key, None)
         if inner is None and key in own:
-            inner = kind()
+            inner = inner_kind()
         if isinstance(inner, PretrainedConfig):
             found[key] = _sizes(inner, own.get(key, {})) | {"model_type": inner.model_type}
+    if {"kv_lora_rank", "num_key_value_heads"} <= found.keys():  # keys are not shared by heads
+        found["num_key_value_heads"] = found["num_attention_heads"]
     return copy.deepcopy(found)

@@ -1,9 +1,9 @@
 """Which classes of transformers train right: learner and engine against a model's own forward pass.
 
 Every class of `MODEL_FOR_CAUSAL_LM_MAPPING`, and the image-text classes that can be policies, small
-(see `model.scaled`) and random. The reference is the model as transformers runs it: float32, SDPA
-or eager, one row at a time, on rows beyond every window, chunk and index of the copy, with weights
-and rows that the proof at load has not seen. `right`: log-probs and every gradient of the learner,
+(see `model_classes`) and random. The reference is the model as transformers runs it: float32, SDPA
+or eager, one row at a time, on rows beyond every window, chunk and index, with sizes, weights and
+rows that the proof at load has not seen. `right`: log-probs and every gradient of the learner,
 and the log-probs that the engine reports, are the model's own, in batches; `plain`: the same, where
 learner or engine take one row at a time; `refused`: a sentence at load; `wrong`: other values;
 `bare_errors`: an error that is no sentence. Gradients are relative to the largest one of the class.
@@ -18,14 +18,15 @@ import argparse
 import fcntl
 import json
 import logging
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.engines.embedded.proof import prove_engine, sampling_gap
@@ -37,50 +38,44 @@ from agentrl.algorithms.model.forward import (
     results,
 )
 from agentrl.algorithms.model.inputs import inputs_of
-from agentrl.algorithms.model.scaled import randomise, scaled_config, soften
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.scaled import randomise, soften
 from agentrl.errors import PolicyError
 from agentrl.vision import tiny
 from agentrl.vision.classes import CLASSES
+from tests.benchmarks import model_classes
 
 STORED = Path(__file__).parent / "results" / "models.json"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 LOGPROBS, GRADIENTS = 1e-4, 1e-5  # largest difference of log-probs in nats, and of gradients
 SAMPLED = 5e-4  # likewise of sampled tokens, in float32: some recurrent models round more
-# What a class needs beyond its defaults to be a decoder that computes anything.
-NEEDED: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8},
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
-    "hunyuan_v1_dense": {"head_dim": 16}, "hunyuan_v1_moe": {"head_dim": 16},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-    "ministral": {"head_dim": 16}, "nemotron": {"head_dim": 16, "num_key_value_heads": 8},
-    "reformer": {"is_decoder": True}, "zamba": {"use_mamba_kernels": False},
-    "xmod": {"default_language": "en_XX", "is_decoder": True},
-    "phimoe": {"sliding_window": 2048},
-}  # fmt: skip
-DECODERS = ("is_decoder", "add_cross_attention")  # of classes that are encoders by default
 
 
 def models() -> Iterator[tuple[str, Any]]:
     """Name of each class, and a function that makes its model."""
     seen = set()
-    for config, classes in MODEL_FOR_CAUSAL_LM_MAPPING.items():
-        for network in classes if isinstance(classes, tuple) else (classes,):
-            if network not in seen:
-                seen.add(network)
-                yield network.__name__, (lambda n=network, c=config: built(n, c))
+    for kind in model_classes.names():
+        if (name := model_classes.class_name(kind)) not in seen:
+            seen.add(name)
+            yield name, (lambda k=kind: built(k))
     for kind in CLASSES:
         yield f"{kind} (image-text)", (lambda k=kind: tiny.make(k, ["a", "b"])[0])
 
 
-def built(network: Any, config: Any) -> Any:
-    own = network.config_class or config
-    shape = own(**NEEDED.get(config.model_type, {}))
-    if hasattr(shape, "is_decoder") and not shape.is_encoder_decoder:
-        shape.is_decoder = True
-    torch.manual_seed(7)
-    model = network._from_config(scaled_config(shape), dtype=torch.float32).eval()
+def built(kind: str) -> Any:
+    """A model of the class whose contexts matter; of those that cannot be built, what `load_model`
+    says."""
+    if kind in model_classes.UNBUILT:
+        with tempfile.TemporaryDirectory() as folder:
+            model_classes.save(kind, Path(folder))
+            try:
+                return load_model(folder, template=False)[0]
+            except PolicyError as error:
+                raise PolicyError(str(error).partition("cannot be loaded: ")[2]) from error
+    model = model_classes.build(kind, seed=7)
     randomise(model)
-    soften(model)
+    with suppress(Exception):  # what cannot read token ids alone is for `check_model` to refuse
+        soften(model)
     return model
 
 
@@ -105,9 +100,6 @@ def judged(make: Any) -> dict[str, Any]:
     """The outcome of one class."""
     try:
         model = make()
-    except Exception as error:  # noqa: BLE001  the class has no decoder of these numbers
-        return {"outcome": "refused", "why": f"not built: {type(error).__name__}: {error}"[:160]}
-    try:
         text = model.get_decoder().config if inputs_of(model) else model.config.get_text_config()
         given = rows(min(64, int(text.vocab_size)))
         check_model(model)
@@ -192,7 +184,7 @@ def page(stored: dict[str, Any], version: str) -> str:
 
 def _cell(text: str) -> str:
     short = text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
-    return short if len(short) <= 220 else f"{short[:217]}..."
+    return short if len(short) <= 400 else f"{short[:397]}..."
 
 
 def store(path: Path, found: dict[str, Any], version: str) -> None:

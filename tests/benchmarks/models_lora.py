@@ -47,7 +47,6 @@ from agentrl.errors import AgentRLError
 from agentrl.types import POLICY, Rollout
 from tests import factories
 from tests.benchmarks import model_classes
-from tests.tiny_models import trained_tokenizer
 
 NATS, OF_LARGEST = 1e-4, 1e-5
 RANK, ALPHA = 4, 8.0
@@ -210,8 +209,7 @@ def built(name: str) -> Iterator[tuple[Path, Path]]:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as of a class whose branches are computed apart
         base = Path(folder, "base")
-        model_classes.build(name).save_pretrained(base)
-        trained_tokenizer().save_pretrained(base)
+        model_classes.save(name, base)
         yield base, Path(folder)
 
 
@@ -238,7 +236,7 @@ def measure(names: list[str], show: Callable[[str], None]) -> dict[str, Any]:
         for part in ("lora", "resume", "lora_resume")
         for verdict in ("right", "refused", "wrong", "bare_error")
     }
-    return {"classes": len(table), **counts, "unbuilt": model_classes.UNBUILT, "table": table}
+    return {"classes": len(table), **counts, "table": table}
 
 
 def main() -> None:

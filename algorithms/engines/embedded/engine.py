@@ -101,7 +101,8 @@ class Engine:
         self.device, self.dtype = weight.device, weight.dtype
         # An idle row for each running one keeps the prefix of the next call of its conversation.
         self.rows = RowTable(max_batch, idle=max_batch, context=max_context)
-        layers = config.get_text_config().num_hidden_layers
+        # Some models have no such number, and none of the pool.
+        layers = config.get_text_config().num_hidden_layers if way == "batched" else 0
         block, largest = (whole_blocks(size, self.dtype) for size in (1, max_context))
         self.cache_argument = cache_argument(model)
         self.pool = KVPool(layers, len(self.rows.length) + 1, block, largest)

@@ -1,4 +1,4 @@
-"""Middleware of a vLLM server that records which version sampled each token.
+"""Middleware of a vLLM server: which version sampled each token, and what was cut short.
 
 The client that changes vLLM's weights pauses it first, and names the new version here before it
 resumes: in between no token is sampled. Since 0.32 vLLM labels tokens with a version itself; its
@@ -8,6 +8,10 @@ the middleware counts them there. A call has the version that it was admitted wi
 vLLM accepts it only after the update, because it was on its way or in the tokenizer, it belongs to
 the new version alone. Always true: the response of a call that spans an update has
 `agentrl_spans`, as the embedded server's (see `engines/base`).
+
+vLLM says `tool_calls` of a whole answer with a call in it even where the token limit ended it, such
+as within a second call (a stream says `length`). Always true: an answer that the limit ended says
+`length`.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ def parse_versions(query: str) -> dict[str, int]:
 class _Call:
     version: int  # at admission
     choices: dict[int, VersionSpans] = field(default_factory=dict)  # choices that span an update
+    cut: set[int] = field(default_factory=set)  # choices that the token limit ended
 
 
 class SpanMiddleware:
@@ -56,7 +61,8 @@ class SpanMiddleware:
         self._calls: dict[str, _Call] = {}  # by request id
         # From the newest request for SPANS; None for adapters, whose calls keep their version.
         self._version: int | None = None
-        self._watched: Any = None  # vLLM's client of its engine, or its output processor
+        self._watched: Any = None  # vLLM's client of its engine
+        self._processor: Any = None  # its output processor, where outputs have no labels
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         path, headers = scope.get("path"), dict(scope.get("headers", ()))
@@ -82,7 +88,7 @@ class SpanMiddleware:
     def _watch(self, engine: Any) -> None:
         if not _labels_tokens(engine):
             self._watch_processor(engine.output_processor)
-        elif engine is not self._watched:
+        if engine is not self._watched:
             self._watched, generate = engine, engine.generate
 
             async def watched(
@@ -98,25 +104,30 @@ class SpanMiddleware:
             engine.generate = watched
 
     def _note(self, request_id: str, n: int, completions: Sequence[Any]) -> None:
-        """Record the labels of completions, which those have that end."""
+        """Record how completions end, and their labels, which those have that end."""
         named = REQUEST.fullmatch(request_id)
-        if self._version is None or named is None or (call := self._calls.get(named[1])) is None:
+        if named is None or (call := self._calls.get(named[1])) is None:
             return
         for completion in completions:
-            labels = completion.weight_versions or ()
+            index = int(named[2] or 0) * n + completion.index
+            if completion.finish_reason == "length":
+                call.cut.add(index)
+            if self._version is None:
+                continue
+            labels = getattr(completion, "weight_versions", None) or ()
             # Weights that nobody has named yet are those that the call was admitted with.
             spans = [
                 (label.start, int(label.version) if label.version.isdigit() else call.version)
                 for label in labels
             ]
             if any(version != call.version for _, version in spans):
-                call.choices[int(named[2] or 0) * n + completion.index] = spans
+                call.choices[index] = spans
 
     def _watch_processor(self, processor: Any) -> dict[str, Any]:
         """The requests of vLLM's output processor, which is patched to call `_change` for each that
         it accepts."""
-        if processor is not self._watched:
-            self._watched, take = processor, processor.add_request
+        if processor is not self._processor:
+            self._processor, take = processor, processor.add_request
 
             def add_request(request: Any, *arguments: Any, **named: Any) -> None:
                 take(request, *arguments, **named)
@@ -159,7 +170,7 @@ class SpanMiddleware:
             stream = any(value.startswith(b"text/event-stream") for _, value in start["headers"])
             if message.get("more_body") and not stream:
                 return
-            whole, body = _add_spans(body, call.choices), b""
+            whole, body = _completed(body, call), b""
             if start.pop("type", None):
                 length = b"content-length"
                 sized = [(k, b"%d" % len(whole) if k == length else v) for k, v in start["headers"]]
@@ -180,21 +191,29 @@ def _labels_tokens(engine: Any) -> bool:
     return hasattr(engine, "update_weight_version")
 
 
-def _add_spans(body: bytes, choices: dict[int, VersionSpans]) -> bytes:
-    """Add the spans of each finished choice to a response, or to the events of a streamed one."""
-    if not choices:
+def _completed(body: bytes, call: _Call) -> bytes:
+    """A response, or the events of a streamed one, whose finished choices have their spans and say
+    `length` if they were cut. vLLM's own bytes where that changes nothing."""
+    if not call.choices and not call.cut:
         return body
     if body.startswith(DATA):
         events = [event.removeprefix(DATA) for event in body.split(b"\n\n")]
-        return b"\n\n".join(event and DATA + _add_spans(event, choices) for event in events)
+        return b"\n\n".join(event and DATA + _completed(event, call) for event in events)
     try:
         answer = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.DecodeError:  # an error message, or the end of a stream
         return body
+    changed = False
     for choice in answer.get("choices", ()):
-        if choice.get("finish_reason") and (spans := choices.get(choice["index"])):
+        if not (finish := choice.get("finish_reason")):
+            continue
+        if choice["index"] in call.cut and finish != "length":
+            choice["finish_reason"] = "length"
+            changed = True
+        if spans := call.choices.get(choice["index"]):
             choice["agentrl_spans"] = spans
-    return msgspec.json.encode(answer)
+            changed = True
+    return msgspec.json.encode(answer) if changed else body
 
 
 async def answer(send: Send, status: int, body: bytes = b"") -> None:

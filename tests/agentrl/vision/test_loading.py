@@ -81,6 +81,14 @@ def test_an_older_transformers_is_refused(saved: Path, monkeypatch: pytest.Monke
         load_model(saved, device="cpu")
 
 
+def test_a_tiny_model_is_refused_where_transformers_is_too_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hf, "__version__", "5.9.0")
+    with pytest.raises(PolicyError, match=r"a tiny llava: .* need transformers 5\.10 or newer"):
+        tiny.make("llava", WORDS)
+
+
 def test_a_model_of_text_has_nothing_to_look_with(tmp_path: Path) -> None:
     tokenizer = word_tokenizer(WORDS)
     make_model(tokenizer).save_pretrained(tmp_path)

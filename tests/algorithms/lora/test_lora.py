@@ -9,8 +9,10 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -388,7 +390,11 @@ COMPUTED: dict[str, dict[str, object]] = {
     "by weight": {"target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]},
 }
 
+# peft 0.21 with transformers 5.23 and after; the product ignores it where it imports peft.
+PEFT_READS = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 
+
+@pytest.mark.filterwarnings(PEFT_READS)
 @pytest.mark.parametrize("case", COMPUTED)
 def test_an_adapter_of_peft_computes_what_it_computes_there(
     case: str, tiny_llama_dir: Path, tmp_path: Path
@@ -427,6 +433,8 @@ UNSUPPORTED: dict[str, dict[str, object]] = {
 def test_an_adapter_that_computes_something_else_is_refused_by_the_name_of_its_setting(
     case: str, tiny_llama_dir: Path, tmp_path: Path
 ) -> None:
+    if case == "init_lora_weights 4" and Version(peft.__version__) < Version("0.21"):
+        pytest.skip("peft has no such start")
     made = peft_adapter(tiny_llama_dir, tmp_path / "made", **UNSUPPORTED[case])
     sets = rf"sets {case.partition(' ')[0]} = .*merge_and_unload"
     with pytest.raises(PolicyError, match=sets):

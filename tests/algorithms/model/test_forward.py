@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,9 +18,12 @@ from transformers import (
     Phi3ForCausalLM,
     PreTrainedModel,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from agentrl.algorithms.data.batch import TokenRow
+from agentrl.algorithms.engines.embedded.plain import PlainForward
 from agentrl.algorithms.engines.embedded.proof import (
+    ANSWER,
     prove_engine,
     sampling_gap,
     served_context,
@@ -93,9 +99,49 @@ def test_a_window_that_only_the_mask_knows_is_found() -> None:
     assert "if rows are packed" in prove(model).reason
 
 
+def test_layers_that_drop_the_plan_of_a_pack_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Nemotron's of transformers 5.24, which call attention without further arguments."""
+
+    def dropped(layer: Any, *given: Any, plan: object = None, **known: Any) -> Any:
+        return attend(layer, *given, **known)
+
+    attend = LlamaAttention.forward
+    monkeypatch.setattr(LlamaAttention, "forward", dropped)
+    model, rows = network("llama", rms_norm_eps=1.1e-6), proof_rows()
+    proof = prove(model)
+    assert (proof.way, proof.packing) == ("padded", "rows")
+    exact = own_results(model, rows)
+    assert gap_between(results(model, rows, proof.packing, proof.way), exact).logprobs < 1e-4
+    assert prove_engine(model)[0] == "cached"
+
+
 @pytest.mark.parametrize("kind", ["doge", "glm_moe_dsa"])
 def test_a_model_that_reads_the_future_beyond_its_index_is_refused(kind: str) -> None:
     with pytest.raises(PolicyError, match="depend on the tokens after it"):
+        check_model(network(kind))
+
+
+def test_a_model_that_reads_the_future_in_short_rows_alone_is_refused() -> None:
+    """Doge has no causal mask within its window, and in longer rows none that a test would see."""
+    shape = AutoConfig.for_model(
+        "doge", **SHAPE | {"head_dim": 8}, keep_window_size=2048, num_experts=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval()
+    randomise(model)
+    with pytest.raises(PolicyError, match="depend on the tokens after it"):
+        check_model(model)
+
+
+@pytest.mark.skipif(
+    not Version("5.10") <= Version(transformers.__version__) < Version(forward.COMPUTES_CHUNKS),
+    reason="transformers has no such classes, or computes them rightly",
+)
+@pytest.mark.parametrize("kind", ["nemotron_h", "zamba2"])
+def test_state_space_layers_that_read_ahead_name_the_version_that_does_not(kind: str) -> None:
+    with pytest.raises(
+        PolicyError, match=r"without the kernels of mamba_ssm.*install transformers"
+    ):
         check_model(network(kind))
 
 
@@ -255,6 +301,7 @@ def test_a_yarn_row_beyond_the_original_context_is_computed() -> None:
         ("phimoe", {"sliding_window": 2048}, "cached"),
         ("gpt_oss", {}, "cached"),
         ("mamba", {}, "cached"),
+        ("rwkv", {}, "cached"),
         ("llama4_text", {}, "cached"),
         ("bamba", {}, "whole"),
     ],
@@ -268,6 +315,25 @@ def test_the_engine_samples_with_the_models_own_logprobs(
     gap, answered = sampling_gap(model, found)
     assert answered
     assert gap < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba", "rwkv"])
+def test_a_call_with_a_cache_reads_every_token_once(kind: str) -> None:
+    model, sizes = network(kind), list[int]()
+    model.register_forward_pre_hook(
+        lambda _, __, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    sampling_gap(model, "cached")
+    assert sizes[1:ANSWER] == [1] * (ANSWER - 1)  # of the first call, which runs alone
+
+
+def test_a_model_whose_forward_pass_takes_no_cache_is_not_sampled_with_one() -> None:
+    class Whole(torch.nn.Module):
+        def forward(self, input_ids: Tensor, use_cache: bool = False) -> None: ...
+
+    assert not PlainForward(Whole(), cached=False).cached
+    with pytest.raises(PolicyError, match="takes no cache"):
+        PlainForward(Whole(), cached=True)
 
 
 def test_longrope_is_served_up_to_where_its_rotations_change() -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.algorithms.model.load import load_model
 from agentrl.errors import PolicyError
+from tests.benchmarks import model_classes
 
 
 @pytest.fixture
@@ -81,3 +82,12 @@ def test_a_checkpoint_without_some_of_its_weights_is_refused(
     load_model(untied, head=False)
     with pytest.raises(PolicyError, match=r"such as model\.embed_tokens\.weight"):
         load_model(without(untied, "model.embed_tokens.weight"), head=False)
+
+
+def test_a_decoder_that_could_not_be_loaded_again_is_refused_before_training(
+    tmp_path: Path,
+) -> None:
+    """Of Mllama transformers loads a decoder, and none from what `save_pretrained` writes of it."""
+    model_classes.save("mllama", tmp_path)
+    with pytest.raises(PolicyError, match="could not load what would be saved"):
+        load_model(tmp_path, device="cpu", template=False)

@@ -540,7 +540,7 @@ class Crossed:
         self.tokenized.set()
         self.middleware = SpanMiddleware(self.vllm)
         self.processor = SimpleNamespace(request_states=self.requests, add_request=self.take)
-        engine = SimpleNamespace(output_processor=self.processor)
+        engine = SimpleNamespace(output_processor=self.processor, generate=None)
         self.app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
 
     def take(self, request: Any, parent: Any, index: int) -> None:
@@ -655,6 +655,44 @@ async def test_a_call_that_crossed_no_update_is_answered_in_vllms_own_bytes() ->
     assert start["status"] == 200
 
 
+@pytest.mark.parametrize("labels", [{}, {"update_weight_version": None}], ids=["0.31", "0.32"])
+async def test_an_answer_that_the_token_limit_ended_says_so(labels: dict[str, None]) -> None:
+    """vLLM says `tool_calls` where the limit cut the second call."""
+
+    async def generate(prompt: str, sampling_params: Any, request_id: str) -> Any:
+        for index, reason in enumerate((None, "length", "stop")):
+            yield SimpleNamespace(
+                outputs=[SimpleNamespace(index=max(0, index - 1), finish_reason=reason)]
+            )
+
+    async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        (id,) = [value.decode() for name, value in scope["headers"] if name == b"x-request-id"]
+        params = SimpleNamespace(n=2)
+        async for _ in scope["app"].state.engine_client.generate("", params, f"chatcmpl-{id}"):
+            pass
+        choices = [{"index": i, "finish_reason": "tool_calls"} for i in range(2)]
+        body = json.dumps({"choices": choices}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    processor = SimpleNamespace(request_states={}, add_request=None)
+    engine = SimpleNamespace(generate=generate, output_processor=processor, **labels)
+    scope = {"type": "http", "path": "/v1/chat/completions", "query_string": b""}
+    scope |= {"headers": [(b"x-policy-version", b"7")]}
+    scope |= {"app": SimpleNamespace(state=SimpleNamespace(engine_client=engine))}
+    await SpanMiddleware(vllm)(scope, None, send)  # type: ignore[arg-type]
+    start, body = sent
+    ends = [choice["finish_reason"] for choice in json.loads(body["body"])["choices"]]
+    assert ends == ["length", "tool_calls"]
+    assert dict(start["headers"])[b"content-length"] == b"%d" % len(body["body"])
+
+
 class Labelled:
     """vLLM since 0.32 behind the middleware: its outputs have the versions of their tokens."""
 
@@ -676,14 +714,14 @@ class Labelled:
 
     async def generate(self, prompt: str, sampling_params: Any, request_id: str) -> Any:
         try:
-            yield SimpleNamespace(outputs=[SimpleNamespace(index=1, weight_versions=None)])
+            first = SimpleNamespace(index=1, weight_versions=None, finish_reason=None)
+            yield SimpleNamespace(outputs=[first])
             self.begun.set()
             await self.finish.wait()
             for index, starts in enumerate(self.starts):
                 labels = [SimpleNamespace(version=v, start=s, end=0) for v, s in starts]
-                yield SimpleNamespace(
-                    outputs=[SimpleNamespace(index=index, weight_versions=labels)]
-                )
+                last = SimpleNamespace(index=index, weight_versions=labels, finish_reason="stop")
+                yield SimpleNamespace(outputs=[last])
         finally:
             self.closed += 1
 
