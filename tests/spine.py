@@ -15,7 +15,9 @@ import pytest
 TESTS = Path(__file__).parent
 WITHOUT_PARTS = os.environ.get("WITHOUT_PARTS") == "all"
 FOLDERS = {"agentrl", "algorithms", "runners", "store", "system"}
-PARTS = [
+# Tests of all presets, which some parts have.
+PRESETS = ("credit_page", "families", "gates_symbols", "states_credit")
+PARTS = [TESTS / f"algorithms/presets/test_{name}.py" for name in PRESETS] + [
     TESTS / file.parent.relative_to(TESTS.parent)
     for top in FOLDERS - {"system"}
     for file in (TESTS.parent / top).rglob("part.py")

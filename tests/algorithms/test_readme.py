@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import agentrl.algorithms
-from agentrl.algorithms.presets.registry import make, presets
+from agentrl.algorithms.presets.declare import presets
+from agentrl.algorithms.presets.registry import make
 from agentrl.errors import ConfigError
 from tests.algorithms.train.test_update import Recorder, group, updater
 from tests.algorithms.worlds import Call, Play, world

@@ -83,4 +83,4 @@ def test_training_goes_on_and_a_killed_evaluation_is_ended_by_the_next_process(
 
 def test_it_is_refused_where_nothing_is_scored_between() -> None:
     with pytest.raises(ConfigError, match=r"eval.concurrent scores copies"):
-        resolve({"name": "r", "eval": {"beside": True}}, source="test")
+        resolve({"name": "r", "eval": {"concurrent": True}}, source="test")

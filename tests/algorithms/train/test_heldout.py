@@ -44,7 +44,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def make_evaluator(output: Path) -> HeldoutEvaluator:
-    settings = {"every": 2, "tasks": 4, "curve_tasks": 1, "beside": True}
+    settings = {"every": 2, "tasks": 4, "curve_tasks": 1, "concurrent": True}
     asked = {"name": "r", "output": str(output), "steps": 4, "eval": settings}
     config = resolve(asked | {"tasks": {"heldout": "t.jsonl"}}, source="test")
     policies: Any = SimpleNamespace(versions=lambda step: {"policy": step})
