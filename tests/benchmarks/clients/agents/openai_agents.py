@@ -1,5 +1,11 @@
-from agents import Agent, OpenAIConversationsSession, Runner, SQLiteSession, function_tool
-from agents import set_default_openai_api
+from agents import (
+    Agent,
+    OpenAIConversationsSession,
+    Runner,
+    SQLiteSession,
+    function_tool,
+    set_default_openai_api,
+)
 from play import ARGUMENT, SYSTEM, add, play
 
 if ARGUMENT == "chat":
