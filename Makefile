@@ -89,7 +89,7 @@ FRAMEWORKS := $(patsubst examples/frameworks/%/requirements.txt,%,$(wildcard exa
 test-frameworks: $(STAMP) $(FRAMEWORKS:%=.frameworks/%/.installed) ## Install the frameworks of the recipes, each apart, and run them
 	$(BIN)/python -m pytest -rs tests/frameworks
 
-clients: $(STAMP) ## Install 46 clients (4 GB), play a script with each and write docs/reference/clients.md
+clients: $(STAMP) ## Install 48 clients (4 GB), play a script with each and write docs/reference/clients.md
 	@$(BIN)/python -m tests.benchmarks.clients.install
 	$(BIN)/python -m tests.benchmarks.clients --page
 

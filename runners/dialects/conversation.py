@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from agentrl.types import Json
 Body = dict[str, Json]
 
 
+NOTHING: Mapping[str, Json] = {}
 THOUGHTS = ("reasoning_content", "reasoning")  # servers' names for the thought of a message
 
 
@@ -36,6 +37,10 @@ class ConversationMemory:
     kept: dict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
     """What a translated API lets later calls refer to: its kind, such as "items" -> id -> it."""
 
+    walked: tuple[int, int, int, int] | None = None
+    """The conversation that `recall` saw last, if nothing in it changed: the length of its JSON
+    without the end, the hash of that, its number of messages, and its key."""
+
     def has_any(self, ids: Iterable[str]) -> bool:
         """Whether any of the ids is one of what is kept."""
         return any(id in kept for id in ids for kept in self.kept.values())
@@ -49,8 +54,12 @@ class ConversationMemory:
         if conversation is not None:  # without the many fields that servers leave empty
             said = {name: value for name, value in answer.items() if value or name == "content"}
             self.answers.setdefault(conversation, []).append(said)
+            if self.walked is not None and conversation != self.walked[-1]:
+                self.walked = None  # this answer may be in the middle of it
 
-    def recall(self, messages: list[Json], *, joined: bool) -> tuple[list[Json], int]:
+    def recall(
+        self, messages: list[Json], *, joined: bool, raw: bytes = b""
+    ) -> tuple[list[Json], int]:
         """Return the messages with each answer of this conversation as it was given, and the key of
         the conversation; the same list if nothing changes.
 
@@ -59,35 +68,53 @@ class ConversationMemory:
         than the sampled ones, and the call would not extend the previous one. An answer is known by
         the conversation that it was given in and by what it says, so what another agent has said,
         or this agent has changed, is left alone. `joined`: in this API neighbouring messages of the
-        assistant are one turn, also those that the gateway did not give."""
-        found: list[Json] = []
+        assistant are one turn, also those that the gateway did not give. `raw`: the JSON of the
+        messages; if it begins with the latest conversation, only what is new is looked at."""
+        found: list[Json] | None = None  # none while nothing has changed
         new_ids: dict[str, Json] = {}
-        key = index = 0
-        changed = False
+        index, key = self._resumed(raw)
         while index < len(messages):
-            message, count = messages[index], 1
-            if _is_said(message):
+            message = turn = messages[index]
+            count, role = 1, message.get("role") if isinstance(message, dict) else None
+            if role == "assistant":
                 turn, count, ids = self._turn(messages, index, key, joined=joined)
-                changed = changed or count > 1 or turn != message
-                message, new_ids = turn, new_ids | ids
-            elif new_ids and isinstance(message, dict) and message.get("role") == "tool":
+                if ids:
+                    new_ids |= ids
+            elif new_ids and role == "tool":
                 id = message.get("tool_call_id")
-                message = message | {"tool_call_id": new_ids.get(str(id), id)}
-            found.append(message)
-            key = hash((key, *_essence(message)))
+                turn = message | {"tool_call_id": new_ids.get(str(id), id)}
+            if turn is not message and found is None and (count > 1 or turn != message):
+                found = messages[:index]
+            if found is not None:
+                found.append(turn)
+            key = _next_key(key, turn)
             index += count
-        return found if changed else messages, key
+        self.walked = None
+        if raw.endswith(b"}]") and found is None and not _is_said(messages[-1]):
+            self.walked = len(raw) - 1, hash(raw[:-1]), len(messages), key
+        return messages if found is None else found, key
+
+    def _resumed(self, raw: bytes) -> tuple[int, int]:
+        """Return the number of messages that were looked at before, and the key of these."""
+        if self.walked is None:
+            return 0, 0
+        length, digest, count, key = self.walked
+        same = raw[length : length + 1] == b"," and hash(raw[:length]) == digest
+        return (count, key) if same else (0, 0)
 
     def _turn(
         self, messages: list[Json], start: int, key: int, *, joined: bool
-    ) -> tuple[Body, int, dict[str, Json]]:
+    ) -> tuple[Body, int, Mapping[str, Json]]:
         """Return the assistant's turn at `start`, the number of its messages, and new ids of its
         tool calls by those that they have there. `key`: of the conversation before it."""
         answers, best = self.answers.get(key, ()), None
         turn: Body = messages[start]
         end = start + 1
-        if turn in answers and (end == len(messages) or not _is_said(messages[end])):
-            return turn, 1, {}  # as most clients send it
+        alone = end == len(messages) or not _is_said(messages[end])
+        if alone and turn in answers:
+            return turn, 1, NOTHING  # as most clients send it
+        if alone and not answers:
+            return self._with_arguments(turn), 1, NOTHING
         while True:
             if given := _as_given(turn, answers):
                 best = (given, end - start, _renamed(turn, given))  # the longest is meant
@@ -97,12 +124,13 @@ class ConversationMemory:
         if best is not None:
             return best
         whole, count = (turn, end - start) if joined else (messages[start], 1)
-        return self._with_arguments(whole), count, {}
+        return self._with_arguments(whole), count, NOTHING
 
     def _with_arguments(self, turn: Body) -> Body:
         """Return a turn that is no answer to this conversation, such as one from before the agent
         shortened it, with the arguments of its calls as the model wrote them."""
-        calls = [_with_text(call, self.arguments.get(str(call.get("id")))) for call in _calls(turn)]
+        sent = _calls(turn) if self.arguments else []
+        calls = [_with_text(call, self.arguments.get(str(call.get("id")))) for call in sent]
         return turn | {"tool_calls": calls} if calls else turn
 
 
@@ -115,8 +143,10 @@ def _calls(message: Body) -> list[Body]:
     calls = message.get("tool_calls")
     if not calls or not isinstance(calls, list):
         return []
-    formed = (isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
-    return calls if all(formed) else []
+    for call in calls:
+        if not (isinstance(call, dict) and isinstance(call.get("function"), dict)):
+            return []
+    return calls
 
 
 def _text(content: Json) -> str:
@@ -140,17 +170,20 @@ def _thought(message: Body) -> str:
     return next((_text(message[name]) for name in THOUGHTS if message.get(name)), "")
 
 
-def _essence(message: Json) -> Iterator[Hashable]:
-    """Yield what makes a message of a conversation this one: not its thought, which agents leave
-    out later, nor ids, which they change, nor whether its text is in parts."""
+def _next_key(key: int, message: Json) -> int:
+    """Return the key of a conversation with one more message: of what makes it this one. Left out
+    are its thought, which agents leave out later, ids, which they change, and whether its text is
+    in parts."""
     if not isinstance(message, dict):
-        yield repr(message)
-        return
-    yield str(message.get("role"))
-    yield _text(message.get("content"))
-    for call in _calls(message) if message.get("tool_calls") else ():
-        yield str(call["function"].get("name"))
-        yield str(call["function"].get("arguments"))
+        return hash((key, repr(message)))
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if not calls and isinstance(content, str) and isinstance(role, str):  # most messages
+        return hash((key, role, content))
+    said = [key, str(role), _text(content)]
+    for call in _calls(message):
+        function = call["function"]
+        said += str(function.get("name")), str(function.get("arguments"))
+    return hash(tuple(said))
 
 
 def _join(turn: Body, more: Body) -> Body:

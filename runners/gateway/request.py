@@ -164,7 +164,9 @@ def read_request(
     logprobs, messages, prompt = (value(fields, k) for k in ("logprobs", "messages", "prompt"))
     conversation = None
     if isinstance(messages, list):
-        said, conversation = memory.recall(messages, joined=translation is not None)
+        sent, joined = fields["messages"], translation is not None
+        written = bytes(sent) if isinstance(sent, msgspec.Raw) else b""
+        said, conversation = memory.recall(messages, joined=joined, raw=written)
         if said is not messages:
             fields["messages"] = messages = said
         if translation is not None:

@@ -20,6 +20,10 @@ SEPARATOR = "__"
 HOSTED = {"code_interpreter", "file_search", "image_generation", "mcp", "programmatic_tool_calling"}
 HOSTED |= {"web_search", "web_search_2025_08_26", "web_search_preview"}
 HOSTED |= {"web_search_preview_2025_03_11"}
+# What is read of tools. Other fields are for OpenAI's server, and are listed.
+READ = {"namespace": {"type", "name", "tools"}}
+READ["function"] = {"type", "name", "description", "parameters", "strict"}
+READ["custom"] = {"type", "name", "description", "format"}
 INPUT: Body = {"type": "object", "properties": {"input": {"type": "string"}}}
 INPUT |= {"required": ["input"], "additionalProperties": False}
 
@@ -43,6 +47,9 @@ class ClientTools:
     def add(self, tools: Json, where: str, namespace: str = "") -> None:
         for index, tool in enumerate(base.objects(tools, where)):
             here, kind = f"{where}[{index}]", tool.get("type")
+            if kind in READ:
+                unread = sorted(name for name in tool.keys() - READ[kind] if tool[name])
+                self.ignored += [f"tools.{kind}.{name}" for name in unread]
             if kind == "namespace" and not namespace:
                 self.add(tool.get("tools"), f"{here}.tools", base.text(tool.get("name"), here))
             elif kind in ("function", "custom"):
@@ -66,7 +73,8 @@ class ClientTools:
 
     def _add(self, tool: Body, where: str, namespace: str) -> None:
         name = base.text(tool.get("name"), f"{where}.name")
-        function = {k: v for k, v in tool.items() if k not in ("type", "format")}
+        kept = READ[tool["type"]] - {"type", "format"}
+        function = {k: v for k, v in tool.items() if k in kept}
         if tool["type"] == "custom":
             function |= {"parameters": INPUT}
             if (syntax := tool.get("format") or {}).get("type") == "grammar":

@@ -101,7 +101,7 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
         chat["tools"] = tools
     kind = (body.get("thinking") or {}).get("type")
     if kind not in (None, "adaptive", "disabled"):
-        raise common.impossible("thinking", "a budget")
+        raise common.impossible("thinking", "a budget" if kind == "enabled" else f"{kind!r:.80}")
     config = body.get("output_config") or {}
     if config.get("effort"):
         chat["reasoning_effort"] = config["effort"]
@@ -145,6 +145,7 @@ def ignored(body: Body) -> list[str]:
     thinking = body.get("thinking") or {}  # the policy decides when it thinks, and shows it
     if thinking.get("type") == "disabled" or thinking.get("display") == "omitted":
         found.append("thinking")
+    found += [f"thinking.{k}" for k in sorted(thinking.keys() - {"type", "display"}) if thinking[k]]
     found += [f"tools: {tool['type']}" for tool in body.get("tools") or () if _hosted(tool)]
     return found + sorted(set(_unread(body)))
 
@@ -155,13 +156,21 @@ def _unread(body: Body) -> Iterator[str]:
         ("tools", READ["tools"], tool) for tool in body.get("tools") or () if not _hosted(tool)
     ]
     parts += [(n, READ[n], body[n]) for n in ("output_config", "tool_choice") if body.get(n)]
+    if isinstance(system := body.get("system"), list):
+        parts += [("system.text", READ["text"], block) for block in system]
     for message in body["messages"]:
         parts.append(("messages", READ["messages"], message))
-        for block in message["content"] if isinstance(message["content"], list) else ():
-            kind = block["type"]
-            parts.append((f"messages.{kind}", READ[kind], block))
+        parts += _blocks(message["content"], "messages")
     for where, read, part in parts:
         yield from (f"{where}.{name}" for name in part.keys() - read if part[name])
+
+
+def _blocks(content: Json, where: str) -> Iterator[tuple[str, set[str], Body]]:
+    """Yield the blocks of a content and those inside of them, each with what is read of it."""
+    for block in content if isinstance(content, list) else ():
+        kind = block["type"]
+        yield f"{where}.{kind}", READ[kind], block
+        yield from _blocks(block.get("content"), f"{where}.{kind}")
 
 
 def _hosted(tool: Body) -> bool:

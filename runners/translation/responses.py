@@ -9,6 +9,7 @@ Source: https://platform.openai.com/docs/api-reference/responses
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -48,14 +49,32 @@ COUNTED |= {"previous_response_id", "text", "tool_choice", "tools", "truncation"
 LOGPROBS = "message.output_text.logprobs"
 # Other accepted values of `include`: the first is always there, the others concern hosted tools or
 # the agent's input.
+HOSTED_DATA = {"code_interpreter_call.outputs", "file_search_call.results"}
+HOSTED_DATA |= {"web_search_call.action.sources", "web_search_call.results"}
 INCLUDED = {"reasoning.encrypted_content", "message.input_image.image_url"}
-INCLUDED |= {"code_interpreter_call.outputs", "computer_call_output.output.image_url"}
-INCLUDED |= {"file_search_call.results", "web_search_call.action.sources"}
-INCLUDED |= {"web_search_call.results"}
+INCLUDED |= {"computer_call_output.output.image_url", *HOSTED_DATA}
 # Options of `reasoning`, as in `ALLOWED`. `NO_SUMMARY` is dropped: a summary does not change the
 # answer, and the policy's chat template decides which turns keep their reasoning.
 REASONING: dict[str, tuple[Json, ...]] = {"mode": (None, "standard")}
 NO_SUMMARY = {"context", "generate_summary", "summary"}
+# What is read of items and of their parts, by type. Other fields have no effect on the policy, and
+# are listed; a mark for the cache of prompts changes no answer anywhere.
+ITEM = {"type", "id", "status"}
+READ = {"message": ITEM | {"role", "content"}, "item_reference": ITEM}
+READ["function_call"] = ITEM | {"call_id", "name", "namespace", "arguments"}
+READ["custom_tool_call"] = ITEM | {"call_id", "name", "namespace", "input"}
+READ["computer_call"] = ITEM | {"call_id", "action", "actions"}
+READ |= dict.fromkeys(
+    ("function_call_output", "custom_tool_call_output", "computer_call_output"),
+    ITEM | {"call_id", "output"},
+)
+READ["reasoning"] = ITEM | {"summary", "content", "encrypted_content"}
+READ |= dict.fromkeys(("compaction", "compaction_summary"), ITEM | {"encrypted_content"})
+PART = {"type", "prompt_cache_breakpoint"}
+READ |= dict.fromkeys(("input_text", "text"), PART | {"text"})
+READ["output_text"] = PART | {"text", "logprobs"}  # the policy's own log-probs
+READ["refusal"] = PART | {"refusal"}
+READ |= dict.fromkeys(("input_image", "computer_screenshot"), PART | {"image_url", "detail"})
 REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 COMPUTER = "computer"  # the function of a computer's actions
@@ -108,9 +127,24 @@ def chat_request(
 def ignored(body: Body) -> list[str]:
     """List the request's options that have no effect; for tools see `ClientTools.ignored`."""
     found = [name for name in sorted(IDLE & body.keys()) if body[name]]
+    found += ["truncation"] if body.get("truncation") == "auto" else []
+    found += [f"include: {name}" for name in sorted(HOSTED_DATA & {*(body.get("include") or ())})]
     asked = body.get("reasoning") or {}
     idle = sorted(NO_SUMMARY & asked.keys())
-    return found + [f"reasoning.{name}" for name in idle if asked[name]]
+    found += [f"reasoning.{name}" for name in idle if asked[name]]
+    items = body.get("input")
+    return found + (sorted(set(_unread(items, "input"))) if isinstance(items, list) else [])
+
+
+def _unread(parts: list[Body], where: str) -> Iterator[str]:
+    """Yield fields inside of items, or of the parts of one, that have no effect."""
+    for part in parts:
+        kind = part.get("type") or ("message" if "role" in part else "item_reference")
+        if kind in READ:
+            yield from (f"{where}.{kind}.{name}" for name in part.keys() - READ[kind] if part[name])
+        for name in ("content", "output"):
+            if isinstance(inner := part.get(name), list):
+                yield from _unread(inner, f"{where}.{kind}.{name}")
 
 
 def _settings(items: list[Body], tools: ClientTools, reasoning: Body) -> tuple[list[Body], Body]:

@@ -14,7 +14,7 @@ from tests.benchmarks.clients import install
 from tests.benchmarks.clients.drive import Played, play
 from tests.benchmarks.clients.install import Client, clients
 from tests.benchmarks.clients.judge import CLIENT, EXACT, GATEWAY, Cell, cell_of
-from tests.benchmarks.clients.page import Row, row_of, write
+from tests.benchmarks.clients.page import Row, _beside, row_of, write
 from tests.benchmarks.clients.policy import (
     CASES,
     SUM,
@@ -118,6 +118,16 @@ def test_clients_with_the_same_packages_share_an_environment() -> None:
     assert chat.versions.startswith("openai ")
     assert all((install.HERE / "agents" / one.program).is_file() for one in every if one.program)
     assert all("==" in one.packages[0] for one in every if one.packages), "pinned"
+
+
+def test_what_a_client_asks_beside_is_counted_without_ids() -> None:
+    found = played("words", WORDS, WORDS)
+    for number in range(3):
+        place = f"POST /a/{number:032x}/v1/conversations/conv_{number:032x}/items?limit=1"
+        found.seen.append(SeenRequest(0.0, place, 0, {}, status=200))
+    assert _beside(found, {id(one) for one in found.seen[:2]}) == (
+        "POST /v1/conversations/{id}/items (3 times)"
+    )
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -29,6 +29,7 @@ from tests.benchmarks.clients.wire import api_of, items_of
 
 PAGE = Path("docs/reference/clients.md")
 ATTEMPT = re.compile(r"/a/[0-9a-f]{32}(/[^/]+)?(?=/v1)")
+ID = re.compile(r"(?<=/)[a-z]+_[0-9a-f]{32}\b")  # of an object that the gateway keeps
 HEAD = """# What clients send
 
 Real clients against the gateway, in front of a policy that answers by a script: words, a thought,
@@ -189,7 +190,7 @@ def _beside(played: Played, own: set[int]) -> str:
     for one in played.seen:
         if id(one) in own:
             continue
-        path = ATTEMPT.sub("", one.path.partition("?")[0])
+        path = ID.sub("{id}", ATTEMPT.sub("", one.path.partition("?")[0]))
         if api := api_of(one.path):
             texts = [item.text for item in items_of(api, one.body) if item.kind == "system"]
             path = f"a call with another system prompt: {_cut(texts[0] if texts else '', 80)}"

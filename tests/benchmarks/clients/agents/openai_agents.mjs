@@ -1,5 +1,5 @@
-import { Agent, MemorySession, run, tool } from "@openai/agents";
-import { SCHEMA, SYSTEM, add, play } from "./play.mjs";
+import { Agent, MemorySession, OpenAIConversationsSession, run, tool } from "@openai/agents";
+import { ARGUMENT, SCHEMA, SYSTEM, add, play } from "./play.mjs";
 
 const adds = tool({
   name: "add",
@@ -11,7 +11,8 @@ const adds = tool({
 
 await play(async (questions, streamed) => {
   const agent = new Agent({ name: "solver", instructions: SYSTEM, tools: [adds], model: "policy" });
-  const session = new MemorySession();
+  const kept = ARGUMENT === "conversations"; // by the server
+  const session = kept ? new OpenAIConversationsSession() : new MemorySession();
   for (const question of questions) {
     const result = await run(agent, question, { session, stream: streamed });
     if (streamed) {
@@ -20,4 +21,5 @@ await play(async (questions, streamed) => {
       if (result.error) throw result.error;
     }
   }
+  await session.clearSession();
 });

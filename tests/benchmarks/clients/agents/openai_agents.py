@@ -1,4 +1,11 @@
-from agents import Agent, Runner, SQLiteSession, function_tool, set_default_openai_api
+from agents import (
+    Agent,
+    OpenAIConversationsSession,
+    Runner,
+    SQLiteSession,
+    function_tool,
+    set_default_openai_api,
+)
 from play import ARGUMENT, SYSTEM, add, play
 
 if ARGUMENT == "chat":
@@ -7,7 +14,8 @@ if ARGUMENT == "chat":
 
 async def talk(questions, streamed):
     agent = Agent(name="solver", instructions=SYSTEM, tools=[function_tool(add)], model="policy")
-    session = SQLiteSession("one")  # in memory
+    kept = ARGUMENT == "conversations"  # by the server
+    session = OpenAIConversationsSession() if kept else SQLiteSession("one")  # in memory
     for question in questions:
         if streamed:
             run = Runner.run_streamed(agent, question, session=session)
@@ -15,7 +23,7 @@ async def talk(questions, streamed):
                 pass
         else:
             await Runner.run(agent, question, session=session)
-    session.close()
+    await session.clear_session()
 
 
 play(talk)
