@@ -122,10 +122,14 @@ def rooms() -> tuple[int, int]:
     return len(arrows), sum(room in reach(room) for room in list(below))
 
 
-def cycles() -> list[list[str]]:
-    """Modules that import each other on a circle, also within functions: each circle once."""
+def imports() -> dict[str, set[str]]:
+    """What each module of the library imports, also within functions."""
     graph = grimp.build_graph("agentrl", exclude_type_checking_imports=True)
-    imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    return {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+
+
+def cycles(imported: Mapping[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other in a circle; each cycle once."""
     importing: dict[str, set[str]] = defaultdict(set)
     for module, others in imported.items():
         for other in others:
@@ -155,9 +159,8 @@ def contracts() -> list[dict[str, Any]]:
     return found
 
 
-def upward() -> set[tuple[str, str]]:
+def upward(imported: Mapping[str, set[str]]) -> set[tuple[str, str]]:
     """Imports from a layer of a contract to one above it, which the contract leaves out."""
-    graph = grimp.build_graph("agentrl", exclude_type_checking_imports=True)
     found = set[tuple[str, str]]()
     for contract in contracts():
         for container in contract.get("containers", [""]) if contract["type"] == "layers" else ():
@@ -172,9 +175,9 @@ def upward() -> set[tuple[str, str]]:
                     module = module.rpartition(".")[0]
                 return (place[module], module) if module else None
 
-            for module in graph.modules:
+            for module, others in imported.items():
                 own = layer_of(module)
-                for other in graph.find_modules_directly_imported_by(module) if own else ():
+                for other in others if own else ():
                     its = layer_of(other)
                     if own and its and own[1] != its[1] and its[0] <= own[0]:
                         found.add((module, other))
@@ -265,7 +268,8 @@ def processor_seconds(*command: str) -> float:
 
 def house() -> dict[str, Any]:
     """What a reader and a user have before them, beside the lines of the library."""
-    circles, arrows = cycles(), upward()
+    imported = imports()
+    circles, arrows = cycles(imported), upward(imported)
     return {
         "test_lines": sum(lines(file) for file in (ROOT / "tests").rglob("*.py")),
         "settings": settings(),

@@ -442,3 +442,71 @@ class RunWriter:
 
     async def log(self, step: int, metrics: Mapping[str, float]) -> None:
         await self.store.log(self.run, step, dict(metrics), epoch=self.epoch)
+
+
+# -- the learner -----------------------------------------------------------------------------------
+
+
+def trained(
+    settings: Mapping[str, Any],
+    groups: list[Any],
+    fill: Callable[[int, Any], Any],
+    folder: Path,
+    reference: bool = False,
+) -> tuple[dict[str, float], dict[str, Any], dict[str, Any]]:
+    """A training step of the embedded learner on a small Qwen2 in float64: its metrics, and for
+    each weight its gradient and its value afterwards.
+
+    fill: returns the values of weight number i with a shape. reference: there is a reference model,
+    with other weights."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    from agentrl.algorithms.train.build import load_algorithm, make_updater
+    from agentrl.algorithms.train.hooks import hooks_of
+    from agentrl.algorithms.train.load_policies import LoadedModel
+    from agentrl.config import resolve
+
+    shape = Qwen2Config(
+        vocab_size=24,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(shape).to(torch.float64)
+    end = "<|endoftext|>"
+    names = [end, *(f"t{i}" for i in range(1, 24))]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=end))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=end, unk_token=end)
+
+    def filled(shift: int) -> None:
+        with torch.no_grad():
+            for number, weight in enumerate(model.parameters()):
+                weight.copy_(fill(number + shift, weight.shape))
+
+    own: dict[str, Any] = {"policy": {"model": "-", "dtype": "float32"}, "output": str(folder)}
+    if reference:
+        filled(7)
+        model.save_pretrained(folder / "reference")
+        tokenizer.save_pretrained(folder / "reference")
+        own["reference"] = {"model": str(folder / "reference")}
+    filled(0)
+    config = resolve({**own, **settings}, source="golden")
+    loaded = LoadedModel("-", model, tokenizer, policies=["policy"])
+    updater = make_updater(config, "policy", load_algorithm(config), loaded)
+    updater = hooks_of(config).updater(updater, loaded)
+    gradients: dict[str, Any] = {}
+
+    def keep(name: str) -> Callable[[Any], None]:
+        return lambda weight: gradients.update({name: weight.grad.detach().clone()})
+
+    parameters = dict(model.named_parameters())
+    for name, weight in parameters.items():
+        weight.register_post_accumulate_grad_hook(keep(name))
+    metrics = updater.update(0, groups)
+    return metrics, gradients, {name: x.detach().clone() for name, x in parameters.items()}
