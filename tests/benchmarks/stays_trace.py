@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
@@ -96,8 +96,10 @@ async def agent(task: str) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
-def verify(task: dict[str, Any], result: str) -> float:
-    return float(len(result) % 3)
+def verifier() -> Callable[[dict[str, Any], str], float]:
+    """Rewards that differ, so that the step has a gradient."""
+    rewards = cycle([0.0, 1.0])
+    return lambda task, result: next(rewards)
 
 
 def journeys() -> tuple[Journey, Journey]:
@@ -125,7 +127,7 @@ def journeys() -> tuple[Journey, Journey]:
         }  # fmt: skip
         config = resolve(given, source="stays")
         with following(setting, task):
-            runner = RunnerThread(config.store, "stays", agent=agent, verifier=verify)
+            runner = RunnerThread(config.store, "stays", agent=agent, verifier=verifier())
             runner.start()
             try:
                 asyncio.run(training.run(config))

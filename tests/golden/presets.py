@@ -88,6 +88,7 @@ def needed(name: str, kind: str) -> dict[str, Any]:
 Spec = tuple[str, str, dict[str, Any], bool]  # kind of batch, preset, options, all numbers
 
 
+@cache
 def specs() -> dict[str, Spec]:
     """The cases by name: all names on all batches, then each option on one of them."""
     found: dict[str, Spec] = {}

@@ -16,6 +16,7 @@ from tests.golden import access, files
 from tests.golden.normal import normal
 
 Record = dict[str, Any]
+STORE = "sqlite:///FOLDER/runs/fallen/store.db"  # of one of the runs
 QUESTIONS = ("Where is it warm?", "What is 7 * 6?", "Who leads sales?", "Sort 3 1 2.")
 
 
@@ -389,6 +390,10 @@ def commands(stories: list[Record]) -> Iterator[list[str]]:
         for record in first[: 4 if story["name"] in ("team", "failing") else 1]:
             yield ["show", record["id"]]
             yield ["explain", record["id"]]
+    for words in (["why"], ["compare", "fallen"], ["metrics"]):
+        yield [*words, "learned", "--store", STORE.replace("fallen", "learned")]
+    yield ["show", "fallen/train/g0000000/0000", "--store", STORE]
+    yield ["explain", "fallen/train/g0000000/0000", "--store", STORE]
     yield ["show", "team/train/g0000000/0001", "--prompt"]
     yield ["show", "team/train/nothing"]
     yield ["explain", "team/train/g0000000/0000", "--tokens"]
@@ -406,7 +411,8 @@ def cases() -> Iterator[tuple[str, files.Case]]:
             own.mkdir(parents=True)
             asyncio.run(write(story, f"sqlite:///{own / 'store.db'}", folder))
         for words in commands(stories):
-            printed = access.command(*words, folder=folder)
+            given = [word.replace("FOLDER", str(folder)) for word in words]
+            printed = access.command(*given, folder=folder)
             yield (
                 " ".join(words),
                 {
