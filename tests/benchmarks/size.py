@@ -267,7 +267,7 @@ def processor_seconds(*command: str) -> float:
 
 
 def house() -> dict[str, Any]:
-    """What a reader and a user have before them, beside the lines of the library."""
+    """What a reader and a user see, apart from the lines of the library."""
     imported = imports()
     circles, arrows = cycles(imported), upward(imported)
     return {

@@ -47,7 +47,7 @@ def toml(settings: dict[str, Any]) -> str:
 
 
 def whole(block: dict[str, Any]) -> dict[str, Any]:
-    """A block of settings with what a run file needs beside it; runs on data have no agent."""
+    """A block of settings with what else a run file needs; runs on data have no agent."""
     played = ("agent", "tasks", "verifier")
     base = {key: x for key, x in BASE.items() if "data" not in block or key not in played}
     return merged(base, block)

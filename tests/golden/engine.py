@@ -101,43 +101,43 @@ class Engine:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
-        said = self.script.pop(0) if self.script else Scripted("Nothing is written.")
+        reply = self.script.pop(0) if self.script else Scripted("Nothing is written.")
         headers = {"x-policy-version": "7"}
-        if said.error is not None and said.cut is None:
-            if isinstance(said.error, str):
-                return web.Response(text=said.error, status=said.status, headers=headers)
-            return web.json_response(said.error, status=said.status, headers=headers)
+        if reply.error is not None and reply.cut is None:
+            if isinstance(reply.error, str):
+                return web.Response(text=reply.error, status=reply.status, headers=headers)
+            return web.json_response(reply.error, status=reply.status, headers=headers)
         chat = request.path.endswith("chat/completions")
         if not body.get("stream"):
-            return web.json_response(whole(said, body, chat), headers=headers)
+            return web.json_response(whole(reply, body, chat), headers=headers)
         response = web.StreamResponse(headers=headers | {"content-type": "text/event-stream"})
         await response.prepare(request)
-        events = list(streamed(said, body, chat))
-        for event in events[: said.cut]:
+        events = list(streamed(reply, body, chat))
+        for event in events[: reply.cut]:
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
-        if said.cut is None:
+        if reply.cut is None:
             await response.write(b"data: [DONE]\n\n")
-        elif said.error is not None:
-            await response.write(f"data: {json.dumps(said.error)}\n\n".encode())
+        elif reply.error is not None:
+            await response.write(f"data: {json.dumps(reply.error)}\n\n".encode())
         elif request.transport is not None:
             await asyncio.sleep(0.01)
             request.transport.close()
         return response
 
 
-def usage(said: Scripted) -> Body:
-    n = len(said.tokens)
+def usage(reply: Scripted) -> Body:
+    n = len(reply.tokens)
     return {"prompt_tokens": 5, "completion_tokens": n, "total_tokens": 5 + n}
 
 
-def prompt(said: Scripted, body: Body) -> Body:
-    if not (said.ids and body.get("return_token_ids")):
+def prompt(reply: Scripted, body: Body) -> Body:
+    if not (reply.ids and body.get("return_token_ids")):
         return {}
     read = json.dumps([body.get("messages"), body.get("prompt"), body.get("tools")])
     return {"prompt_token_ids": [1, token(read), 2]}
 
 
-def sampled(said: Scripted, body: Body, tokens: list[str], chat: bool) -> Body:
+def sampled(reply: Scripted, body: Body, tokens: list[str], chat: bool) -> Body:
     found: Body = {}
     if body.get("logprobs"):
         values = [-round(token(text) / 400 + 0.01, 4) for text in tokens]
@@ -148,7 +148,7 @@ def sampled(said: Scripted, body: Body, tokens: list[str], chat: bool) -> Body:
         found["logprobs"] = (
             {"content": entries} if chat else {"token_logprobs": values, "tokens": tokens}
         )
-    if said.ids and body.get("return_token_ids"):
+    if reply.ids and body.get("return_token_ids"):
         found["token_ids"] = [token(text) for text in tokens]
     return found
 
@@ -157,17 +157,17 @@ def head(body: Body, kind: str) -> Body:
     return {"id": "chatcmpl-0001", "object": kind, "created": 1_700_000_000, "model": body["model"]}
 
 
-def whole(said: Scripted, body: Body, chat: bool) -> Body:
-    choice: Body = {"index": 0, "finish_reason": said.finish, "logprobs": None}
-    choice |= {"message": said.message} if chat else {"text": said.content}
-    choice |= {key: value for key, value in said.fields.items() if key != "finish_reason"}
-    choice |= sampled(said, body, said.tokens, chat)
+def whole(reply: Scripted, body: Body, chat: bool) -> Body:
+    choice: Body = {"index": 0, "finish_reason": reply.finish, "logprobs": None}
+    choice |= {"message": reply.message} if chat else {"text": reply.content}
+    choice |= {key: value for key, value in reply.fields.items() if key != "finish_reason"}
+    choice |= sampled(reply, body, reply.tokens, chat)
     kind = "chat.completion" if chat else "text_completion"
     choices = [choice | {"index": i} for i in range(body.get("n") or 1)]
-    return head(body, kind) | {"choices": choices, "usage": usage(said)} | prompt(said, body)
+    return head(body, kind) | {"choices": choices, "usage": usage(reply)} | prompt(reply, body)
 
 
-def streamed(said: Scripted, body: Body, chat: bool) -> Iterator[Body]:
+def streamed(reply: Scripted, body: Body, chat: bool) -> Iterator[Body]:
     base = head(body, "chat.completion.chunk" if chat else "text_completion")
 
     def chunk(delta: Body, finish: str | None = None, **more: Any) -> Body:
@@ -176,24 +176,24 @@ def streamed(said: Scripted, body: Body, chat: bool) -> Iterator[Body]:
         return base | {"choices": [choice | more]}
 
     if chat:
-        yield chunk({"role": "assistant", "content": ""}) | prompt(said, body)
-    for text in pieces(said.thought):
-        yield chunk({"reasoning_content": text}, **sampled(said, body, [text], chat))
-    for number, text in enumerate(pieces(said.content or "")):
-        event = chunk({"content": text}, **sampled(said, body, [text], chat))
-        yield event if chat or number else event | prompt(said, body)
-    for number, (id, name, arguments) in enumerate(said.calls):
+        yield chunk({"role": "assistant", "content": ""}) | prompt(reply, body)
+    for text in pieces(reply.thought):
+        yield chunk({"reasoning_content": text}, **sampled(reply, body, [text], chat))
+    for number, text in enumerate(pieces(reply.content or "")):
+        event = chunk({"content": text}, **sampled(reply, body, [text], chat))
+        yield event if chat or number else event | prompt(reply, body)
+    for number, (id, name, arguments) in enumerate(reply.calls):
         first = {"index": number, "id": id, "type": "function"}
         function = {"name": name, "arguments": ""}
         yield chunk(
             {"tool_calls": [first | {"function": function}]},
-            **sampled(said, body, [f" {name}"], chat),
+            **sampled(reply, body, [f" {name}"], chat),
         )
         for place, text in enumerate(pieces(f" {arguments}")):
             part = {"index": number, "function": {"arguments": text[not place :]}}
-            yield chunk({"tool_calls": [part]}, **sampled(said, body, [text], chat))
-    if said.more:
-        yield chunk(dict(said.more))
-    yield chunk({}, said.finish)
+            yield chunk({"tool_calls": [part]}, **sampled(reply, body, [text], chat))
+    if reply.more:
+        yield chunk(dict(reply.more))
+    yield chunk({}, reply.finish)
     if (body.get("stream_options") or {}).get("include_usage"):
-        yield base | {"choices": [], "usage": usage(said)}
+        yield base | {"choices": [], "usage": usage(reply)}

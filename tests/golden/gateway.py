@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from tests.golden import access, asked, files
-from tests.golden.asked import Step
+from tests.golden import access, api_requests, files
+from tests.golden.api_requests import Step
 from tests.golden.engine import Engine
 
 KEYS = {"messages": "x-api-key", "google": "x-goog-api-key"}  # header; default: bearer
@@ -63,8 +63,8 @@ async def play(folder: Path) -> dict[str, files.Case]:
                 access.ServedGateway(folder, url) as gateway,
                 httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
             ):
-                for api in asked.APIS:
-                    for name, stream, steps in asked.cases(api):
+                for api in api_requests.APIS:
+                    for name, stream, steps in api_requests.cases(api):
                         case = f"{api}: {name}{', streamed' if stream else ''}"
                         assert case not in found
                         found[case] = await played(gateway, http, engine, api, steps)
@@ -84,7 +84,7 @@ async def played(
     names, answers, last = Names(key, active.id, active.attempt.rollout.id), [], ""
     engine.requests.clear()
     for step in steps:
-        engine.script = list(step.said)
+        engine.script = list(step.replies)
         used = step.key or key
         header = {KEYS[api]: used} if api in KEYS else {"authorization": f"Bearer {used}"}
         raw = None if step.body is None else json.dumps(step.body).replace("$response", last)

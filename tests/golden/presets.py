@@ -17,7 +17,7 @@ STREAMS = {"outcome": {"norm": "std"}, "process": {"scope": "transition", "gate"
 PLAIN_STREAMS = {"outcome": {}, "process": {"scope": "transition"}}
 ROLES = {"team": ["planner", "solver", "critic"], "process": ["planner", "agent"]}  # else: agent
 COMA = {"roles": ROLES["team"], "actions": ["left", "right"], "width": 8}
-# What a preset or modifier needs beside its defaults.
+# What a preset or modifier needs in addition to its defaults.
 NEEDED: dict[str, dict[str, Any]] = {
     "streams": {"streams": STREAMS},
     "gdpo": {"rewards": {"outcome": 1.0, "style": 0.5}},
@@ -94,8 +94,8 @@ def specs() -> dict[str, Spec]:
     found: dict[str, Spec] = {}
 
     def add(kind: str, preset: str, options: dict[str, Any], whole: bool = True) -> None:
-        told = " ".join(f"{key}={value}" for key, value in sorted(options.items()))
-        found[f"{preset} on {kind}{' with ' + told if told else ''}"] = kind, preset, options, whole
+        text = " ".join(f"{key}={value}" for key, value in sorted(options.items()))
+        found[f"{preset} on {kind}{' with ' + text if text else ''}"] = kind, preset, options, whole
 
     for name in listed():
         for kind in batches.KINDS:

@@ -33,7 +33,7 @@ class Step:
     """An HTTP request. `body` may have "$response", the id of the answer before."""
 
     body: Any
-    said: tuple[Scripted, ...] = ()
+    replies: tuple[Scripted, ...] = ()
     path: str = ""
     method: str = "POST"
     key: str = ""  # in place of the attempt's; "-": none
@@ -41,7 +41,7 @@ class Step:
 
 
 Message = tuple[Any, ...]
-"""("user", text), ("image", text), ("said", Scripted) or ("result", id, name, text, failed)."""
+"""("user", text), ("image", text), ("assistant", Scripted), ("result", id, name, text, failed)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def chat(ask: Ask) -> tuple[str, Body]:
         elif kind == "image":
             url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
             turns.append({"role": "user", "content": [{"type": "text", "text": rest[0]}, url]})
-        elif kind == "said":
+        elif kind == "assistant":
             turns.append(rest[0].message)
         else:
             id, _, text, _ = rest
@@ -120,25 +120,25 @@ def responses(ask: Ask) -> tuple[str, Body]:
             items.append(
                 {"role": "user", "content": [{"type": "input_text", "text": rest[0]}, image]}
             )
-        elif kind == "said":
-            said: Scripted = rest[0]
-            if said.thought:
+        elif kind == "assistant":
+            reply: Scripted = rest[0]
+            if reply.thought:
                 items.append(
                     {
                         "type": "reasoning",
                         "id": "rs_1",
                         "summary": [],
-                        "content": [{"type": "reasoning_text", "text": said.thought}],
+                        "content": [{"type": "reasoning_text", "text": reply.thought}],
                     }
                 )
-            if said.content:
-                text = {"type": "output_text", "text": said.content, "annotations": []}
+            if reply.content:
+                text = {"type": "output_text", "text": reply.content, "annotations": []}
                 items.append(
                     {"type": "message", "role": "assistant", "content": [text], "id": "msg_1"}
                 )
             items += [
                 {"type": "function_call", "call_id": id, "name": name, "arguments": arguments}
-                for id, name, arguments in said.calls
+                for id, name, arguments in reply.calls
             ]
         else:
             id, _, text, _ = rest
@@ -172,16 +172,16 @@ def messages(ask: Ask) -> tuple[str, Body]:
             source = {"type": "base64", "media_type": "image/png", "data": PIXEL}
             parts = [{"type": "text", "text": rest[0]}, {"type": "image", "source": source}]
             turns.append({"role": "user", "content": parts})
-        elif kind == "said":
-            said: Scripted = rest[0]
+        elif kind == "assistant":
+            reply: Scripted = rest[0]
             blocks: list[Body] = []
-            if said.thought:
-                blocks.append({"type": "thinking", "thinking": said.thought, "signature": ""})
-            if said.content:
-                blocks.append({"type": "text", "text": said.content})
+            if reply.thought:
+                blocks.append({"type": "thinking", "thinking": reply.thought, "signature": ""})
+            if reply.content:
+                blocks.append({"type": "text", "text": reply.content})
             blocks += [
                 {"type": "tool_use", "id": id, "name": name, "input": read(arguments)}
-                for id, name, arguments in said.calls
+                for id, name, arguments in reply.calls
             ]
             turns.append({"role": "assistant", "content": blocks})
         else:
@@ -232,22 +232,22 @@ def google(ask: Ask) -> tuple[str, Body]:
         elif kind == "image":
             image = {"inlineData": {"mimeType": "image/png", "data": PIXEL}}
             contents.append({"role": "user", "parts": [{"text": rest[0]}, image]})
-        elif kind == "said":
-            said: Scripted = rest[0]
+        elif kind == "assistant":
+            reply: Scripted = rest[0]
             parts: list[Body] = []
-            if said.thought:
-                parts.append({"text": said.thought, "thought": True})
-            if said.content:
-                parts.append({"text": said.content})
+            if reply.thought:
+                parts.append({"text": reply.thought, "thought": True})
+            if reply.content:
+                parts.append({"text": reply.content})
             parts += [
                 {"functionCall": {"id": id, "name": name, "args": read(arguments)}}
-                for id, name, arguments in said.calls
+                for id, name, arguments in reply.calls
             ]
             contents.append({"role": "model", "parts": parts})
         else:
             id, name, text, failed = rest
-            told = {"error" if failed else "output": text}
-            part = {"functionResponse": {"id": id, "name": name, "response": told}}
+            content = {"error" if failed else "output": text}
+            part = {"functionResponse": {"id": id, "name": name, "response": content}}
             if contents[-1]["role"] == "user" and "functionResponse" in contents[-1]["parts"][0]:
                 contents[-1]["parts"].append(part)
             else:
@@ -318,18 +318,18 @@ SHARED: dict[str, list[Exchange]] = {
     "greedy": [(replace(ASKED, temperature=0.0), (LIMA,))],
     "history": [
         (
-            Ask([HELLO, ("said", LIMA), ("user", "And cold?")]),
+            Ask([HELLO, ("assistant", LIMA), ("user", "And cold?")]),
             (Scripted("In Oslo."),),
         )
     ],
     "continued": [
         (ASKED, (LIMA,)),
-        (Ask([HELLO, ("said", LIMA), ("user", "And cold?")]), (Scripted("In Oslo."),)),
+        (Ask([HELLO, ("assistant", LIMA), ("user", "And cold?")]), (Scripted("In Oslo."),)),
     ],
     "changed history": [
         (ASKED, (LIMA,)),
         (
-            Ask([HELLO, ("said", Scripted("In Rome.")), ("user", "And cold?")]),
+            Ask([HELLO, ("assistant", Scripted("In Rome.")), ("user", "And cold?")]),
             (Scripted("In Oslo."),),
         ),
     ],
@@ -338,13 +338,13 @@ SHARED: dict[str, list[Exchange]] = {
     "several calls": [(replace(ASKED, tools=(TOOL, OTHER)), (BOTH,))],
     "tool result": [
         (replace(ASKED, tools=(TOOL,)), (CALL,)),
-        (Ask([HELLO, ("said", CALL), RESULT], tools=(TOOL,)), (LIMA,)),
+        (Ask([HELLO, ("assistant", CALL), RESULT], tools=(TOOL,)), (LIMA,)),
     ],
     "several results": [
         (replace(ASKED, tools=(TOOL, OTHER)), (BOTH,)),
         (
             Ask(
-                [HELLO, ("said", BOTH), RESULT, ("result", "call_2", "clock", "9:00", False)],
+                [HELLO, ("assistant", BOTH), RESULT, ("result", "call_2", "clock", "9:00", False)],
                 tools=(TOOL, OTHER),
             ),
             (LIMA,),
@@ -352,11 +352,11 @@ SHARED: dict[str, list[Exchange]] = {
     ],
     "failed tool": [
         (replace(ASKED, tools=(TOOL,)), (CALL,)),
-        (Ask([HELLO, ("said", CALL), FAILED], tools=(TOOL,)), (LIMA,)),
+        (Ask([HELLO, ("assistant", CALL), FAILED], tools=(TOOL,)), (LIMA,)),
     ],
     "malformed arguments": [
         (replace(ASKED, tools=(TOOL,)), (BROKEN,)),
-        (Ask([HELLO, ("said", BROKEN), FAILED], tools=(TOOL,)), (LIMA,)),
+        (Ask([HELLO, ("assistant", BROKEN), FAILED], tools=(TOOL,)), (LIMA,)),
     ],
     "result without call": [(Ask([HELLO, RESULT], tools=(TOOL,)), (LIMA,))],
     "must call": [(replace(ASKED, tools=(TOOL, OTHER), choice="required"), (CALL,))],
@@ -367,7 +367,7 @@ SHARED: dict[str, list[Exchange]] = {
     "thought": [(ASKED, (THOUGHT,))],
     "thought again": [
         (replace(ASKED, tools=(TOOL,)), (LOOKED,)),
-        (Ask([HELLO, ("said", LOOKED), RESULT], tools=(TOOL,)), (THOUGHT,)),
+        (Ask([HELLO, ("assistant", LOOKED), RESULT], tools=(TOOL,)), (THOUGHT,)),
     ],
     "cut by length": [
         (replace(ASKED, limit=2), (replace(LIMA, fields={"finish_reason": "length"}),))
@@ -400,8 +400,8 @@ def body_of(api: str, ask: Ask = ASKED, **more: Any) -> Body:
     return RENDER[api](ask)[1] | more
 
 
-def own(api: str, body: Body, *said: Scripted, path: str = "", **fields: Any) -> Step:
-    return Step(body, said or (LIMA,), path or RENDER[api](ASKED)[0], **fields)
+def own(api: str, body: Body, *replies: Scripted, path: str = "", **fields: Any) -> Step:
+    return Step(body, replies or (LIMA,), path or RENDER[api](ASKED)[0], **fields)
 
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -705,7 +705,7 @@ def cases(api: str) -> Iterator[tuple[str, bool, list[Step]]]:
     """Name, whether it is streamed, and steps of each case of an API."""
     for stream in (False, True):
         for name, exchanges in SHARED.items():
-            steps = [Step(*_flip(RENDER[api](ask), said)) for ask, said in exchanges]
+            steps = [Step(*_flip(RENDER[api](ask), replies)) for ask, replies in exchanges]
             yield name, stream, [streamed(api, step) if stream else step for step in steps]
         for name, own_steps in OWN[api].items():
             steps = [streamed(api, step) if stream else step for step in own_steps]
@@ -713,9 +713,9 @@ def cases(api: str) -> Iterator[tuple[str, bool, list[Step]]]:
                 yield name, stream, steps
 
 
-def _flip(rendered: tuple[str, Body], said: tuple[Scripted, ...]) -> tuple[Body, Any, str]:
+def _flip(rendered: tuple[str, Body], replies: tuple[Scripted, ...]) -> tuple[Body, Any, str]:
     path, body = rendered
-    return body, said, path
+    return body, replies, path
 
 
 STREAMS = ("/chat/completions", "/completions", "/responses", "/messages")
