@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import io
 import json
+import re
+import resource
+import subprocess
+import sys
+import tokenize
+import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from statistics import median, quantiles
@@ -22,6 +29,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "agentrl"
 LIBRARY = ("agentrl", "algorithms", "runners", "store")
 LONG = 900  # lines of a module that is too long
+SHORT = 60  # lines below which a module is hardly a noun that a reader looks for
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)  # code in a document
+TRIES = 5  # of a command whose time is measured
 
 
 def folders(top: Path) -> set[Path]:
@@ -41,6 +51,23 @@ def functions(file: Path) -> Iterator[int]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def comment_lines(file: Path) -> int:
+    """Lines that have a comment, alone or after code."""
+    with io.BytesIO(file.read_bytes()) as text:
+        tokens = tokenize.tokenize(text.readline)
+        return len({token.start[0] for token in tokens if token.type == tokenize.COMMENT})
+
+
+def docstring_lines(file: Path) -> int:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = 0
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+            text = node.body[0]
+            found += (text.end_lineno or text.lineno) - text.lineno + 1
+    return found
 
 
 def in_library(code: CodeType) -> bool:
@@ -95,6 +122,171 @@ def rooms() -> tuple[int, int]:
     return len(arrows), sum(room in reach(room) for room in list(below))
 
 
+def imports() -> dict[str, set[str]]:
+    """What each module of the library imports, also within functions."""
+    graph = grimp.build_graph("agentrl", exclude_type_checking_imports=True)
+    return {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+
+
+def cycles(imported: Mapping[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other in a circle; each cycle once."""
+    importing: dict[str, set[str]] = defaultdict(set)
+    for module, others in imported.items():
+        for other in others:
+            importing[other].add(module)
+
+    def reached(start: str, arrows: Mapping[str, set[str]]) -> set[str]:
+        found, waiting = {start}, [start]
+        while waiting:
+            new = arrows.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        return found
+
+    left, circles = set(imported), list[list[str]]()
+    while left:
+        module = left.pop()
+        circle = reached(module, imported) & reached(module, importing)
+        left -= circle
+        if len(circle) > 1:
+            circles.append(sorted(circle))
+    return sorted(circles)
+
+
+def contracts() -> list[dict[str, Any]]:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found: list[dict[str, Any]] = settings["tool"]["importlinter"]["contracts"]
+    return found
+
+
+def upward(imported: Mapping[str, set[str]]) -> set[tuple[str, str]]:
+    """Imports from a layer of a contract to one above it, which the contract leaves out."""
+    found = set[tuple[str, str]]()
+    for contract in contracts():
+        for container in contract.get("containers", [""]) if contract["type"] == "layers" else ():
+            place = {
+                f"{container}.{name.strip().strip('()')}".lstrip("."): number
+                for number, layer in enumerate(contract["layers"])
+                for name in layer.split("|")
+            }
+
+            def layer_of(module: str, place: Mapping[str, int] = place) -> tuple[int, str] | None:
+                while module and module not in place:
+                    module = module.rpartition(".")[0]
+                return (place[module], module) if module else None
+
+            for module, others in imported.items():
+                own = layer_of(module)
+                for other in others if own else ():
+                    its = layer_of(other)
+                    if own and its and own[1] != its[1] and its[0] <= own[0]:
+                        found.add((module, other))
+    return found
+
+
+def settings() -> int:
+    """Settings of the run file, by the table that they are in; tables are not counted. A name that
+    several kinds of one table have counts once."""
+    text = run_command("config", "schema")
+    schema = json.loads(text)
+    tables = schema["$defs"]
+
+    def tables_in(one: Mapping[str, Any]) -> list[str]:
+        names = [one["$ref"].rpartition("/")[2]] if "$ref" in one else []
+        inner = [part for key in ("anyOf", "oneOf", "allOf") for part in one.get(key, ())]
+        inner += [one[key] for key in ("additionalProperties", "items") if one.get(key)]
+        names += [name for part in inner if isinstance(part, dict) for name in tables_in(part)]
+        return [
+            name
+            for found in names
+            for name in ([found] if "properties" in tables[found] else tables_in(tables[found]))
+        ]
+
+    waiting, done = [("", tables_in(schema))], set[tuple[str, ...]]()
+    count = set[str]()
+    for path, kinds in waiting:  # grows during the loop
+        for kind in kinds:
+            for name, one in tables[kind]["properties"].items():
+                inner = tuple(tables_in(one))
+                if not inner:
+                    count.add(f"{path}.{name}")
+                elif inner not in done:
+                    done.add(inner)
+                    waiting.append((f"{path}.{name}", list(inner)))
+    return len(count)
+
+
+def run_command(*words: str) -> str:
+    command = [sys.executable, "-m", "agentrl", *words]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
+
+
+def commands() -> int:
+    """Commands that a user can type, hidden ones too, and groups that do something themselves."""
+    import click
+
+    from tests.golden import access
+
+    def inside(group: click.Group) -> int:
+        context = click.Context(group)
+        names = group.list_commands(context)
+        found = [one for name in names if (one := group.get_command(context, name)) is not None]
+        groups = [one for one in found if isinstance(one, click.Group)]
+        runnable = sum(one.invoke_without_command for one in groups)
+        return len(found) - len(groups) + runnable + sum(map(inside, groups))
+
+    return inside(access.commands())
+
+
+def presets() -> int:
+    """Presets and modifiers."""
+    return len(re.findall(r"^  \S", run_command("algorithms"), re.MULTILINE))
+
+
+def documents() -> list[Path]:
+    listed = ["git", "ls-files", "-z", "*.md"]
+    names = subprocess.run(listed, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
+    return [ROOT / name for name in names.split("\0") if name]
+
+
+def words() -> int:
+    """Words of all documents, without blocks of code."""
+    return sum(len(FENCED.sub("", file.read_text()).split()) for file in documents())
+
+
+def processor_seconds(*command: str) -> float:
+    """The least processor time of a process in a few tries."""
+    found = []
+    for _ in range(TRIES):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+        found.append(sum(used))
+    return round(min(found), 3)
+
+
+def house() -> dict[str, Any]:
+    """What a reader and a user see, apart from the lines of the library."""
+    imported = imports()
+    circles, arrows = cycles(imported), upward(imported)
+    return {
+        "test_lines": sum(lines(file) for file in (ROOT / "tests").rglob("*.py")),
+        "settings": settings(),
+        "commands": commands(),
+        "presets_and_modifiers": presets(),
+        "documents": len(documents()),
+        "words": words(),
+        "import_cycles": len(circles),
+        "modules_on_cycles": sum(map(len, circles)),
+        "imports_upward": len(arrows),
+        "contracts": len(contracts()),
+        "help_seconds": processor_seconds("-m", "agentrl", "--help"),
+        "import_seconds": processor_seconds("-c", "import agentrl"),
+        "python_seconds": processor_seconds("-c", "pass"),
+    }
+
+
 def measure(package: Path = PACKAGE) -> dict[str, Any]:
     root = package.resolve().parent
     modules = [file for folder in sorted(folders(package)) for file in sorted(folder.glob("*.py"))]
@@ -111,6 +303,13 @@ def measure(package: Path = PACKAGE) -> dict[str, Any]:
         "function_median": median(lengths),
         "function_p95": quantiles(lengths, n=20)[-1],
         "modules_over_900": sum(size > LONG for size in sizes.values()),
+        "modules_below_60": sum(
+            size < SHORT for file, size in sizes.items() if file.name != "__init__.py"
+        ),
+        "largest_module": max(sizes.values()),
+        "longest_function": max(lengths),
+        "comment_share": round(sum(map(comment_lines, modules)) / sum(sizes.values()), 4),
+        "docstring_share": round(sum(map(docstring_lines, modules)) / sum(sizes.values()), 4),
         "most_modules_in_a_folder": max(
             Counter(file.parent for file in modules if file.name != "__init__.py").values()
         ),
@@ -121,13 +320,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", action="store_true")
     # They import torch and aiohttp, which `measure` does not need.
-    from tests.benchmarks import call_trace, step_trace
+    from tests.benchmarks import call_trace, stays_trace, step_trace
 
     parts = lines_of_parts()
     arrows, on_circles = rooms()
     measured = measure() | {"parts": parts, "arrows": arrows, "rooms_on_circles": on_circles}
     measured["spine_lines"] = measured["lines"] - sum(parts.values())
-    measured |= step_trace.measure() | call_trace.measure()
+    measured |= step_trace.measure() | call_trace.measure() | house() | stays_trace.measure()
     if parser.parse_args().json:
         print(json.dumps(measured))
         return

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from tests.benchmarks import step_trace
-from tests.benchmarks.size import files, measure
+from tests.benchmarks.size import cycles, files, measure
+from tests.benchmarks.stays_trace import Journey
 
 MOST_FILES = 19  # of a step up to its gradient; only falls
 MOST_CALL_FILES = 17  # of a model call up to its row; only falls
@@ -29,6 +30,36 @@ def test_what_is_linked_counts_once(tmp_path: Path) -> None:
     assert found["sql_lines"] == 7
     assert (found["modules"], found["modules_over_900"]) == (3, 1)
     assert (found["function_median"], found["most_modules_in_a_folder"]) == (3.0, 1)
+    assert (found["modules_below_60"], found["largest_module"]) == (2, 901)
+    assert found["longest_function"] == 4
+
+
+def test_comments_and_docstrings_are_shares_of_lines(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(
+        '"""A page\n\nof text."""\n# why\nx = "# no comment"  # a comment\n\n\n'
+        'def f():\n    """One line."""\n    return """no docstring"""\n'
+    )
+    (tmp_path / "two.py").write_text("def g():\n" + "    x = 1\n" * 9)
+    found = measure(tmp_path)
+    assert (found["comment_share"], found["docstring_share"]) == (0.1, 0.2)
+
+
+def test_modules_that_import_each_other_are_one_cycle() -> None:
+    imported = {
+        "a": {"b"},
+        "b": {"c", "x"},
+        "c": {"a", "b"},
+        "d": {"a", "d"},
+        "x": set(),
+        "y": {"x"},
+    }
+    assert cycles(imported) == [["a", "b", "c"]]
+
+
+def test_stays_are_of_rooms_and_stops_of_modules() -> None:
+    journey = Journey(bool, ["a/one.py", "a/two.py", "b/one.py", "a/two.py"])
+    figures = {"stays": 3, "rooms": 2, "returns": 1, "stops": 4, "modules": 3}
+    assert journey.figures() == figures
 
 
 def test_the_library_is_measured_whole() -> None:
