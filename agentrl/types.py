@@ -24,6 +24,7 @@ ENDED = "run/ended"  # metric of a run's last step: 1 once no more rollouts will
 SESSION = -1  # step of rollouts that are sessions of a deployed agent; never trained
 FEEDBACK, CORRECTION = "feedback", "correction"  # rewards; a correction's text is in its note
 SIGNAL = "signal"  # reward of a call: what the message or tool result after it says about it
+HINDSIGHT = "hindsight"  # reward of a call: its log-prob once the outcome is known
 
 
 if TYPE_CHECKING:

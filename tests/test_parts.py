@@ -107,7 +107,7 @@ def things_of(part: Part) -> list[list[str]]:
         *part.commands,
         *(f"{option} 0 examples/staff/run.toml" for option in part.restarts),
     ]
-    contributed = commands, settings, part.kinds, part.libraries, part.stores, posts
+    contributed = commands, settings, part.libraries, part.stores, posts
     return [list(names) for names in contributed]
 
 
@@ -115,7 +115,7 @@ def things_of(part: Part) -> list[list[str]]:
 def found(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
     """What was found without each part."""
     folder = tmp_path_factory.mktemp("without")
-    asked = {name: things_of(part) for name, part in NAMES.items()} | {"all": [[]] * 6}
+    asked = {name: things_of(part) for name, part in NAMES.items()} | {"all": [[]] * 5}
     command = [str(ROOT / "tests/without/each.py"), str(tiny_model_dir), str(folder)]
     subprocess.run(
         [sys.executable, *command, " ".join(TABLES)],

@@ -16,7 +16,6 @@ import msgspec
 from agentrl.algorithms.credit.core import Credit
 from agentrl.algorithms.credit.records import rewards_read
 from agentrl.algorithms.objective.core import Algo, Gate, KLPenalty
-from agentrl.algorithms.objective.prepare import Prepare
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.config.presets import preset_names
 from agentrl.errors import ConfigError
@@ -149,7 +148,6 @@ presets: dict[str, AlgoPreset] = {}
 # Also by function: two files may use one name.
 declared: dict[Callable[..., Any], AlgoPreset] = {}
 modifiers: dict[str, AlgoModifier] = {}
-added_rewards: dict[str, Prepare] = {}  # by the reference of a reward that presets read
 
 
 def preset(

@@ -19,6 +19,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from agentrl import types
 from agentrl.algorithms.credit import calls, core
 from agentrl.algorithms.credit.calls import Agreement, CallRewards, GatedByOutcome
 from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum, weighted_sum
@@ -267,7 +268,7 @@ def istar(reward: str, *, process: str = "transition:process", weight: Share = 1
     return Algo(core.weighted_sum((GroupRelative(reward, norm="std"), 1.0), (steps, weight)))
 
 
-HINDSIGHT = "transition:hindsight"  # the reward that `add_hindsight` adds
+HINDSIGHT = f"transition:{types.HINDSIGHT}"  # the reward that `add_hindsight` adds
 
 
 TOLD = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
@@ -290,9 +291,6 @@ def add_hindsight(groups: list[Group], policy: TrainedPolicy) -> list[Group]:
     mean = (total / reduce_by(call >= 0, call, n)).tolist()
     scores = {id: x for id, x in zip(batch.transitions, mean, strict=True) if not isnan(x)}
     return with_call_rewards(groups, HINDSIGHT, scores)
-
-
-declare.added_rewards[HINDSIGHT] = add_hindsight
 
 
 def _told(rollout: Rollout, policy: TrainedPolicy) -> Iterator[Transition]:

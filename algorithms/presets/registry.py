@@ -132,7 +132,7 @@ def installed() -> tuple[dict[str, AlgoPreset], dict[str, AlgoModifier]]:
 def _adding(read: Collection[str]) -> list[Prepare]:
     """What adds the rewards that an algorithm reads to groups, where the library or a package knows
     how."""
-    own = [add for reward, add in declare.added_rewards.items() if reward in read]
+    own = [process.add_hindsight] if process.HINDSIGHT in read else []
     points = installed_plugins("added_rewards")
     return [*own, *(point.load() for point in points if point.name in read)]
 

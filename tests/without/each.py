@@ -47,14 +47,14 @@ async def answers(paths: list[str]) -> list[str]:
         return [(await answer.json())["error"]["message"] for answer in found]
 
 
-def look(commands: Any, settings: Any, kinds: Any, libraries: Any, schemes: Any, posts: Any) -> Any:
+def look(commands: Any, settings: Any, libraries: Any, schemes: Any, posts: Any) -> Any:
     """Imports what installed parts contribute; what commands, settings and stores of others say."""
     from click.testing import CliRunner
 
     from agentrl.base.loading import load_attribute
     from agentrl.base.parts import KINDS, parts
     from agentrl.cli.main import cli
-    from agentrl.config import from_store, load
+    from agentrl.config import load
     from agentrl.errors import ConfigError, Invalid
     from agentrl.store import open_store
     from agentrl.store.urls import split_secret
@@ -79,9 +79,6 @@ def look(commands: Any, settings: Any, kinds: Any, libraries: Any, schemes: Any,
             load_attribute(f"{module}:x", Path(), key="agent.path")
         except ConfigError as error:
             sentences.append(str(error))
-    for kind in kinds:  # a run that uses another kind was stored where the part is installed
-        table, _, tag = kind.rpartition(".")
-        from_store({table: {tag: {"x": 1}}})
     for url in [f"{scheme}://me:hush@host/db" for scheme in schemes]:
         for use in (open_store, split_secret):
             try:

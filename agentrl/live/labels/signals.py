@@ -18,7 +18,17 @@ import msgspec
 from agentrl.base.parts import installed_plugins
 from agentrl.live.records.marks import FAILED, MARK, OUTCOME
 from agentrl.runners.sessions.feedback import Feedback
-from agentrl.types import CORRECTION, FEEDBACK, SIGNAL, Json, Record, Reward, Scope, Transition
+from agentrl.types import (
+    CORRECTION,
+    FEEDBACK,
+    HINDSIGHT,
+    SIGNAL,
+    Json,
+    Record,
+    Reward,
+    Scope,
+    Transition,
+)
 
 Message = dict[str, Json]
 VERIFIER, NEXT_MESSAGE = "verifier", "next_message"  # signals that nobody posts
@@ -150,7 +160,7 @@ def unfit(said: Feedback) -> str:
 def reserved() -> set[str]:
     """Rewards that a run makes itself: whoever could post them would write what is learned."""
     added = {point.name.rpartition(":")[2] for point in installed_plugins("added_rewards")}
-    return {*ASKED, SIGNAL, MARK, OUTCOME, FAILED, *added}
+    return {*ASKED, SIGNAL, MARK, OUTCOME, FAILED, HINDSIGHT, *added}
 
 
 def task_of(calls: Sequence[Transition]) -> Message:

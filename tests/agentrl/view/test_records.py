@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agentrl.base.images import describe
+from agentrl.store import open_store
+from agentrl.store.records import CallRow
 from agentrl.traces.spelling import Spelling
-from agentrl.types import Credit, Image, Trace, Transition, float32, int32
+from agentrl.types import Credit, Image, NewRollout, Outcome, Trace, Transition, float32, int32
 from agentrl.view import records
 from tests import factories
 
@@ -26,28 +29,35 @@ def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
-def shown(calls: list[Transition]) -> list[dict]:
-    trace = Trace(rollout=factories.rollout(), attempt="a", transitions=calls, spans=[])
-    return records.call_rows(trace, [], lambda _: Spelling(None))
+async def shown(folder: Path, calls: list[Transition]) -> list[dict]:
+    async with open_store(str(folder / "store.db")) as store:
+        await store.open_run("run", {})
+        await store.enqueue([NewRollout(id="g/0", run="run", group="g", index=0, task={})])
+        (attempt,) = await store.claim(1, runner="r", lease=60)
+        await store.add_transitions([replace(call, attempt=attempt.id) for call in calls])
+        await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence)])
+        trace, outline = await store.trace("g/0"), await store.outline("g/0")
+    return records.call_rows(trace, 0, outline, [], lambda _: Spelling(None))
 
 
-def test_every_message_is_shown_once() -> None:
+async def test_every_message_is_shown_once(tmp_path: Path) -> None:
     answer = {"role": "assistant", "content": "written otherwise"}
-    rows = shown([call(0, [user("q")]), call(1, [user("q"), answer, user("more")])])
+    rows = await shown(tmp_path, [call(0, [user("q")]), call(1, [user("q"), answer, user("more")])])
     assert [[m["text"] for m in row["new"]] for row in rows] == [["q"], ["more"]]
     assert not rows[1]["fresh"]
     assert not rows[1]["forked"]
 
 
-def test_branches_and_new_conversations_are_told_apart() -> None:
+async def test_branches_and_new_conversations_are_told_apart(tmp_path: Path) -> None:
     rest = [user("q"), {"role": "assistant", "content": "a"}]
-    rows = shown(
+    rows = await shown(
+        tmp_path,
         [
             call(0, [user("q")]),
             call(1, [*rest, user("one")]),
             call(2, [*rest, user("two")]),
             call(3, [user("another")]),
-        ]
+        ],
     )
     assert [(row["parent"], row["fresh"], row["forked"]) for row in rows] == [
         (None, False, False), (0, False, False), (0, False, True), (None, True, False),
@@ -68,8 +78,10 @@ def test_baselines_are_cut_where_the_step_joined_them(sizes, k, data) -> None:
             transition=f"t{at}", policy="policy", advantage=empty, baseline=float32(stored),
             gate=empty, weight=empty, psi=empty,
         )  # fmt: skip
-    trace = Trace(rollout=factories.rollout(), attempt="a", transitions=calls, spans=[])
-    found = records.baseline_count(trace, credits)
+    about = {"role": "agent", "policy": "policy", "version": 0, "spans": [], "sampled": ""}
+    about |= {"started": 0.0, "seconds": 0.0, "messages": 0, "parent": None, "shared": 0}
+    outline = [CallRow(id=one.id, tokens=len(one.completion), **about) for one in calls]
+    found = records.baseline_count(outline, credits)
     assert found == k
     for one in calls:
         values = records.token_values(one, credits[one.id], Spelling(None), found)
