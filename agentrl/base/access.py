@@ -39,11 +39,12 @@ def is_for_this_machine(host: bytes) -> bool:
 
 @lru_cache(64)  # the calls of a client have the same headers
 def cross_site(
-    method: str, host: bytes, content_type: bytes, origin: bytes = b""
+    method: str, host: bytes, content_type: bytes, origin: bytes = b"", *, has_key: bool = False
 ) -> tuple[int, str] | None:
-    """Status and sentence for a request without a key that a web page may have sent; None for
+    """Status and sentence for a request without a valid key that a web page may have sent; None for
     others. A page can send to this machine what browsers do not ask about first, and by a name of
-    its own also read the answer.
+    its own also read the answer. has_key: whether it has a header for a key, even an empty one,
+    about which browsers ask first.
 
     The others are values of headers, empty without one. Browsers send the header Origin with what
     writes, and need not send a Content-Type."""
@@ -52,7 +53,7 @@ def cross_site(
     kind = content_type.partition(b";")[0].strip().lower()
     if method in READING or (kind.startswith(b"application/") and kind != FORM):
         return None
-    if not kind and not origin:  # a program that leaves it out
+    if has_key or (not kind and not origin):  # a program that leaves it out
         return None
     return 415, "send the header Content-Type: application/json, or that of another API's data"
 

@@ -21,6 +21,7 @@ NO_KEY = "the API key is missing or unknown; send one of engine.key_env as a bea
 KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")  # of Anthropic, Google and Azure
 NAMING = ("host", "content-type", "origin")  # headers that tell a web page from a program
 HEADER = ("utf-8", "surrogateescape")  # how aiohttp decodes headers
+BODY = web.RequestKey("body", bytes)  # what was read of a body that came after its headers
 LARGEST_TEXT = 16 * 2**20  # bytes of a request without files
 FILES = (b"base64", b"inlineData", b"inline_data", b"input_audio", b"file_data")  # announce files
 REQUEST_TIMEOUT = 120.0  # seconds for the headers, and again for the body
@@ -88,8 +89,9 @@ def _no_web_page(access: Access) -> Middleware:
     ) -> web.StreamResponse:
         if access.keys and access.allows(given_key(request.headers)):
             return await handler(request)
+        has_key = any(name in request.headers for name in ("authorization", *KEY_HEADERS))
         sent = (request.headers.get(name, "").encode(*HEADER) for name in NAMING)
-        refused = cross_site(request.method, *sent)
+        refused = cross_site(request.method, *sent, has_key=has_key)
         if refused is None:
             return await handler(request)
         status, why = refused
@@ -113,17 +115,21 @@ def ask_for_key(access: Access) -> Middleware:
 
 
 async def read_body(request: web.Request, timeout: float = REQUEST_TIMEOUT) -> bytes:
-    """The body of a request, without a byte order mark.
+    """The body of a request, without a byte order mark; the same if it is read again.
 
     Raises HTTPRequestEntityTooLarge as soon as more than LARGEST_TEXT bytes have come and nothing
     says that files are among them, and HTTPRequestTimeout if the body does not arrive within
     `timeout` seconds; aiohttp then closes the connection after the response."""
+    known: bytes | None = request.get(BODY)
+    if known is not None:
+        return known
     largest = min(LARGEST_TEXT, request.client_max_size or LARGEST_TEXT)
     if request.content.is_eof() and request.content.total_bytes <= largest:
         return (await request.read()).removeprefix(BOM_UTF8)  # most arrive with the headers
     try:
         async with asyncio.timeout(timeout):
-            return (await _read_checked(request)).removeprefix(BOM_UTF8)
+            body = request[BODY] = (await _read_checked(request)).removeprefix(BOM_UTF8)
+            return body
     except TimeoutError:
         raise web.HTTPRequestTimeout(
             text=f"the request's body did not arrive within {timeout:g} s"

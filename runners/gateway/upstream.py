@@ -329,6 +329,10 @@ class Upstream:
             )
         url = f"{route.base_url}/{api}"
         sent = forwarded(headers)
+        if body.startswith(
+            b"{"
+        ):  # whatever the agent called it: wget and curl say that it is a form
+            sent["content-type"] = "application/json"
         if route.frozen:
             for name in PRIVATE:
                 sent.popall(name, None)

@@ -96,7 +96,7 @@ import policy
 
 turns = itertools.cycle((0.0, 1.0))  # so that there is something to learn from
 verify = lambda task, result: next(turns)
-policy.READINGS, policy.DEMONSTRATIONS, policy.STEPS = 0, 50, 60
+policy.READINGS, policy.DEMONSTRATIONS, policy.STEPS = 0, 50, 120
 build = policy.build
 """
 

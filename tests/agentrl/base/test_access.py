@@ -149,3 +149,11 @@ def test_what_a_web_page_may_send(
 ) -> None:
     refused = cross_site(method, host, kind, origin)
     assert (refused and refused[0]) == status
+
+
+def test_a_header_with_a_key_is_not_of_a_page() -> None:
+    form = b"application/x-www-form-urlencoded"  # as wget and curl send without an option
+    assert cross_site("POST", b"localhost:80", form, has_key=True) is None
+    assert cross_site("POST", b"evil.example", form, has_key=True) == cross_site(
+        "POST", b"evil.example", b"application/json"
+    )

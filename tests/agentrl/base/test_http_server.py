@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 from aiohttp import web
 
@@ -91,3 +93,24 @@ def test_servers_run_on_the_loop_that_is_there(
         assert loop.run_until_complete(asyncio.sleep(0, "served")) == "served"
     finally:
         loop.close()
+
+
+async def test_a_body_is_read_again_as_it_was() -> None:
+    """Also one that came after its headers: middleware and handler both read it."""
+
+    async def twice(request: web.Request) -> web.Response:
+        return web.json_response([(await read_body(request)).decode() for _ in range(2)])
+
+    async def slow() -> AsyncIterator[bytes]:
+        for part in (b'{"a"', b": 1}"):
+            await asyncio.sleep(0.02)
+            yield part
+
+    app = web.Application()
+    app.router.add_post("/", twice)
+    runner, url = await listen(app, "127.0.0.1", 0)
+    async with httpx.AsyncClient() as client:
+        for body in (b'{"a": 1}', slow()):
+            answer = await client.post(url, content=body)
+            assert answer.json() == ['{"a": 1}'] * 2
+    await runner.cleanup()

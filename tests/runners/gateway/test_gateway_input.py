@@ -85,6 +85,15 @@ async def test_what_is_no_json_object(
     assert bench.model.requests == []
 
 
+async def test_a_form_is_sent_on_as_json(bench: Any, active: Any, http: httpx.AsyncClient) -> None:
+    """wget and curl call every body a form if nobody says what it is."""
+    headers = key(active) | {"content-type": "application/x-www-form-urlencoded"}
+    content = json.dumps(ASK["chat/completions"]).encode()
+    answer = await http.post("/chat/completions", content=content, headers=headers)
+    assert answer.status_code == 200
+    assert bench.model.headers[-1]["content-type"] == "application/json"
+
+
 @APIS
 async def test_what_is_no_gzip(bench: Any, active: Any, http: httpx.AsyncClient, api: str) -> None:
     headers = key(active) | {"content-encoding": "gzip"}
