@@ -329,9 +329,7 @@ class Upstream:
             )
         url = f"{route.base_url}/{api}"
         sent = forwarded(headers)
-        if body.startswith(
-            b"{"
-        ):  # whatever the agent called it: wget and curl say that it is a form
+        if body.startswith(b"{"):  # which wget and curl call a form unless told otherwise
             sent["content-type"] = "application/json"
         if route.frozen:
             for name in PRIVATE:
