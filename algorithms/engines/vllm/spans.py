@@ -17,6 +17,7 @@ as within a second call (a stream says `length`). Always true: an answer that th
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -187,8 +188,12 @@ class SpanMiddleware:
 
 
 def _labels_tokens(engine: Any) -> bool:
-    """Whether vLLM labels tokens with a version itself."""
-    return hasattr(engine, "update_weight_version")
+    """Whether vLLM labels tokens with a version itself. 0.31 takes the name of a version, but its
+    outputs have no labels."""
+    outputs = sys.modules.get("vllm.outputs")
+    fields = getattr(outputs, "CompletionOutput", object)
+    has_labels = outputs is None or "weight_versions" in getattr(fields, "__annotations__", {})
+    return has_labels and hasattr(engine, "update_weight_version")
 
 
 def _completed(body: bytes, call: _Call) -> bytes:
