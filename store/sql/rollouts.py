@@ -248,12 +248,12 @@ def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
     most = max(1, min(together, row["together"] or together) // SUSPECT_SHARE)
     if together > 1:
         message = (
-            f"{runner} fell silent with {together} rollouts in it: this one is tried again among "
-            f"at most {most}, and this does not count as an attempt."
+            f"{runner} stopped responding while running {together} rollouts: this one is "
+            f"tried again among at most {most}, and this does not count as an attempt."
         )
     else:
         message = (
-            f"{runner} fell silent while rollout {row['id']} was the only one in it: probably its "
+            f"{runner} stopped responding while running rollout {row['id']} alone: probably its "
             "agent ends or blocks the process, or runs out of memory. Fix it, or set "
             'runner.executor = "pool", which protects the runner.'
         )
@@ -261,7 +261,7 @@ def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
     if together <= 1 and row["scoring"]:  # the agent had ended, and is not run again
         kind = types.ErrorKind.VERIFIER
         message = (
-            f"{runner} fell silent while it scored rollout {row['id']}, the only one in it: "
+            f"{runner} stopped responding while scoring rollout {row['id']} alone: "
             "probably the verifier ends or blocks the process, or runs out of memory. Fix it, or "
             "let it run what may do so in a process of its own."
         )

@@ -14,7 +14,7 @@ import torch
 from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.plugins import engine_factory, learner_factory
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.algorithms.train.serving import policy_server
 from agentrl.config import resolve
 from agentrl.errors import ConfigError
@@ -41,7 +41,7 @@ async def test_an_engine_of_the_users_serves_the_policy(
 
 
 def test_a_learner_of_the_users_trains_the_policy(tiny_model_dir: Path) -> None:
-    algo, batch = catalogue.make("grpo", {}), make_batch()
+    algo, batch = registry.make("grpo", {}), make_batch()
     moved = []
     for kind, lr in (("torch", 0.5e-2), ("learner.py:half", 1e-2)):
         model, tokenizer = load_model(tiny_model_dir, device="cpu")
@@ -79,7 +79,7 @@ def test_what_is_made_must_fit_the_protocol(tmp_path: Path, tiny_model_dir: Path
         )
     run = factories.config(tmp_path, learner={"kind": "unfit.py:make"})
     with pytest.raises(ConfigError, match=r"unfit\.py:1\) returned int, which is no Learner"):
-        make_learner(run, catalogue.make("grpo", {}), model, tokenizer)
+        make_learner(run, registry.make("grpo", {}), model, tokenizer)
 
 
 def poor_learner(folder: Path, model: Path) -> tuple[Any, ...]:
@@ -99,7 +99,7 @@ class PoorLearner(HalfLearner):
 """
     (folder / "poor.py").write_text(source)
     run = factories.config(folder, learner={"kind": "poor.py:half"})
-    algo = catalogue.make("grpo", {"kl": 0.1}, streams=("old", "sampler", "reference"))
+    algo = registry.make("grpo", {"kl": 0.1}, streams=("old", "sampler", "reference"))
     return run, algo, *load_model(model, device="cpu")
 
 

@@ -327,7 +327,7 @@ async def test_who_falls_silent_alone_fails_and_is_named(store, kit, clock):
     assert (rows["a/1"].state, done) == (RolloutState.SUCCEEDED, [True])
     assert (rows["a/0"].state, rows["a/0"].attempts) == (RolloutState.FAILED, 3)
     assert rows["a/0"].failure.kind is ErrorKind.LOST_RUNNER
-    assert "while rollout a/0 was the only one in it" in rows["a/0"].failure.message
+    assert "while running rollout a/0 alone" in rows["a/0"].failure.message
 
 
 async def test_leases_of_one_runner_that_end_one_after_the_other_are_one_death(store, kit, clock):
@@ -423,7 +423,7 @@ async def test_a_runner_lost_while_it_scored_is_the_verifiers_failure(store, kit
     assert await claim(store) == []
     (rollout,) = await store.rollouts("run")
     assert rollout.failure.kind is ErrorKind.VERIFIER
-    assert "fell silent while it scored rollout" in rollout.failure.message
+    assert "stopped responding while scoring rollout" in rollout.failure.message
 
 
 async def test_the_outline_of_a_rollout_has_what_its_calls_have(store, kit):

@@ -63,7 +63,7 @@ class Try:
     attempt: Attempt
     until: float
     runner: str
-    together: int = 0  # that its runner held when it fell silent
+    together: int = 0  # that its runner held when it stopped responding
     state: str = "running"
     calls: list[str] = field(default_factory=list)  # that count
     sent: list[Outcome] = field(default_factory=list)
@@ -303,7 +303,7 @@ class Machine(RuleBasedStateMachine):
         if outcome.failure == STOPPED:  # it was no try
             self.forgive(row)
         elif outcome.retry and not row.spent:
-            row.together = math.inf  # nothing fell silent
+            row.together = math.inf  # every runner responded
         row.state = "queued" if outcome.retry and not row.spent else one.state
 
     # -- what the algorithm does -------------------------------------------------------------------

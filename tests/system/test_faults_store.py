@@ -89,7 +89,7 @@ async def test_an_agent_that_ends_the_process_fails_alone(tmp_path: Path, execut
     assert culprit.state is RolloutState.FAILED
     assert culprit.failure is not None
     assert culprit.failure.kind is ErrorKind.LOST_RUNNER
-    assert f"rollout {culprit.id} was the only one in it" in culprit.failure.message
+    assert f"while running rollout {culprit.id} alone" in culprit.failure.message
 
 
 async def ended(store: Store, runner: Child) -> list[Rollout]:

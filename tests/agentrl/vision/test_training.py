@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.algorithms.train.build import make_updater
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.errors import ConfigError
@@ -41,7 +41,7 @@ def loaded(folder: Path) -> LoadedModel:
 
 def updater(model: LoadedModel, **tables: Any) -> Any:
     config = factories.config(policy={"model": model.source}, **tables)
-    return make_updater(config, POLICY, catalogue.make("grpo", {}), model)
+    return make_updater(config, POLICY, registry.make("grpo", {}), model)
 
 
 async def test_a_step_trains_on_images_of_the_store(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from agentrl.algorithms.diagnostics.bad_steps import BadSteps, Dump
 from agentrl.algorithms.objective.core import loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.errors import TrainingError
 from tests.algorithms.learners.test_learner import make_batch
 
@@ -18,7 +18,7 @@ from tests.algorithms.learners.test_learner import make_batch
 @pytest.mark.part
 def test_without_a_part_failed_steps_are_counted_and_end_the_run() -> None:
     batch = make_batch()
-    terms = loss_terms(catalogue.make("sft", {}), batch, GivenLogProbs(), fresh=True)
+    terms = loss_terms(registry.make("sft", {}), batch, GivenLogProbs(), fresh=True)
     unknown = torch.full((batch.n_tokens,), math.nan)
     failed = Dump(batch, terms, unknown, loss=math.nan, grad_norm=1.0)
     steps = BadSteps(limit=2)

@@ -16,7 +16,7 @@ from agentrl.algorithms.diagnostics.bad_steps import BadSteps, Dump
 from agentrl.algorithms.explain.dump import keep_in, load_dump, save_dump
 from agentrl.algorithms.objective.core import loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.errors import TrainingError
 from tests.algorithms.learners.test_learner import make_batch
 
@@ -27,7 +27,7 @@ def make_dump() -> Dump:
     outcome[-1:] = math.nan
     memory = {"ema": torch.rand(len(batch.rollouts)).double()}
     batch = dataclasses.replace(batch, rewards={"outcome": outcome}, remembered=memory)
-    terms = loss_terms(catalogue.make("gspo+tis", {}), batch, GivenLogProbs(), fresh=True)
+    terms = loss_terms(registry.make("gspo+tis", {}), batch, GivenLogProbs(), fresh=True)
     return Dump(batch, terms, batch.behaviour * math.inf, loss=math.nan, grad_norm=math.inf)
 
 

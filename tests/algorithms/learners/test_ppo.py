@@ -19,7 +19,7 @@ from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as targets
 from agentrl.algorithms.objective.core import ReferenceControl
 from agentrl.algorithms.objective.values import ValueTerms
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
@@ -87,7 +87,7 @@ def example() -> list[Group]:
 
 def updater(learner: object, preset: str = "ppo", **settings: object) -> Updater:
     options = {key: settings.pop(key) for key in ("kl", "kl_reward") if key in settings}
-    algo = catalogue.make(preset, options, streams=EVERY_OUTPUT)
+    algo = registry.make(preset, options, streams=EVERY_OUTPUT)
     reference_control = settings.pop("reference_control", ReferenceControl())
     preprocessor = Preprocessor(settings.pop("scorers", ()))
     config = replace(AlgorithmConfig(min_group=1, lr=1e-2), **settings)
@@ -189,7 +189,7 @@ def test_a_reward_model_s_rewards_are_credited() -> None:
     def count(calls: object) -> Tensor:
         return torch.tensor([float(len(call.completion)) for call in calls])  # type: ignore[attr-defined]
 
-    algo = catalogue.make("grpo", {"reward": "length"})
+    algo = registry.make("grpo", {"reward": "length"})
     learner = Recorder({})
     config = RunConfig(algorithm=AlgorithmConfig(min_group=1))
     with pytest.raises(TrainingError, match="a reward 'length'"):

@@ -15,7 +15,7 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective.core import kl_to_reference
 from agentrl.algorithms.objective.values import value_terms
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import POLICY
 from tests.algorithms.learners.test_learner import make_batch, psi_for
@@ -100,7 +100,7 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
     start = str(tiny_model_dir)
     settings = config(critic={"model": "copy"}, teacher={"model": start})
-    grpo, ppo = catalogue.make("grpo", {}), catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
+    grpo, ppo = registry.make("grpo", {}), registry.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     assert factory.make_frozen_models(settings, grpo, model, tokenizer, start) == {}
     frozen = factory.make_frozen_models(settings, ppo, model, tokenizer, start)
     assert set(frozen) == {"reference"}
@@ -113,7 +113,7 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
     assert shared is not None
     assert (critic.lr, shared.lr) == (1e-5, 0.05 / model.config.hidden_size)
     assert factory.make_critic(config(), model, tokenizer, start) is None
-    distill = catalogue.make("distill", {}, streams=EVERY_OUTPUT)
+    distill = registry.make("distill", {}, streams=EVERY_OUTPUT)
     assert set(factory.make_frozen_models(settings, distill, model, tokenizer, start)) == {
         "teacher"
     }
@@ -138,7 +138,7 @@ def test_streams_are_those_that_the_run_file_configures() -> None:
         "entropy",
     }
     with pytest.raises(ConfigError, match=r"set critic\.model"):
-        catalogue.make("ppo", {}, streams=factory.available_streams(config()))
+        registry.make("ppo", {}, streams=factory.available_streams(config()))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_what_could_not_matter_is_refused(
     preset: str, sections: dict[str, object], message: str
 ) -> None:
     options = {"kl": 0.1} if preset == "ppo+kl" else {}
-    algo = catalogue.make(preset.removesuffix("+kl"), options, streams=EVERY_OUTPUT)
+    algo = registry.make(preset.removesuffix("+kl"), options, streams=EVERY_OUTPUT)
     with pytest.raises(ConfigError, match=message):
         factory.refuse_unused_settings(config(**sections), algo)
 
@@ -179,7 +179,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
     adapters = LoraAdapters(model)
     adapters.add(POLICY, rank=4, alpha=32.0)
     settings = config(policy={"lora": {"rank": 4}})
-    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
+    algo = registry.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     assert factory.make_frozen_models(settings, algo, model, tokenizer, str(tiny_model_dir)) == {}
     critic = ValueModel(model, lr=1e-2)
     learner = TorchLearner(model, tokenizer, adapters=adapters, critic=critic, threads=1)
@@ -197,13 +197,13 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
 
 @pytest.mark.part
 def test_settings_that_matter_pass() -> None:
-    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
+    algo = registry.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     sections = {
         "critic": {"model": "shared", "coefficient": 1.0, "lr": 0.1},
         "reference": {"every": 3, "target_kl": 0.1, "kl_horizon": 5},
     }
     factory.refuse_unused_settings(config(**sections), algo)
-    factory.refuse_unused_settings(config(), catalogue.make("grpo", {}))
+    factory.refuse_unused_settings(config(), registry.make("grpo", {}))
 
 
 def test_an_unknown_key_names_the_nearest() -> None:

@@ -9,7 +9,7 @@ import pytest
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.liger.kernels import use_liger
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
 
@@ -58,7 +58,7 @@ def test_only_the_given_model_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_patches_the_model_that_it_trains(tiny_model_dir: Path) -> None:
     settings = resolve({"learner": {"liger_kernel": True}}, source="test")
-    algo = catalogue.make("grpo", {})
+    algo = registry.make("grpo", {})
     loaded, tokenizer = load_model(tiny_model_dir, device="cpu")
     with pytest.raises(PolicyError, match=r"learner.liger_kernel: the policy is on cpu"):
         factory.make_learner(settings, algo, loaded, tokenizer)

@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.algorithms.presets.registry import ENTROPY
 from agentrl.config.presets import TABLE, PresetNames, preset_names
 
 
 def names() -> PresetNames:
-    found, changes = catalogue.installed()
+    found, changes = registry.installed()
     return PresetNames(
         {name: sorted({*found[name].options(), *ENTROPY.options()}) for name in sorted(found)},
         {name: sorted(changes[name].options()) for name in sorted(changes)},

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.algorithms.reward_models import training
 from agentrl.algorithms.reward_models.scorers import ImplicitTrainer, RewardModel
 from agentrl.algorithms.reward_models.training import RewardModels
@@ -100,7 +100,7 @@ def test_it_comes_to_know_the_outcome_and_its_rewards_are_older_than_that(
     tiny_model_dir: Path,
 ) -> None:
     model, trainer = make(tiny_model_dir, lr=1e-3)
-    algo = catalogue.make("streams", {"streams": {"outcome": {}, "prm": {}}})
+    algo = registry.make("streams", {"streams": {"outcome": {}, "prm": {}}})
     learner = TorchLearner(*load_model(tiny_model_dir, device="cpu"), threads=1)
     config = RunConfig(steps=20, algorithm=AlgorithmConfig(min_group=1))
     steps = Updater(config, algo, learner, preprocessor=Preprocessor((model,), (trainer,)))
@@ -153,7 +153,7 @@ def test_outcomes_that_are_no_probability_are_refused(tiny_model_dir: Path) -> N
 
 
 def test_a_scalar_model_does_not_learn() -> None:
-    algo = catalogue.make("streams", {"streams": {"prm": {}}})
+    algo = registry.make("streams", {"streams": {"prm": {}}})
     for settings, why in (
         ({"train": True}, r"prm\.train is for .*kind = 'implicit', and it is 'scalar'"),
         ({"kind": "implicit", "lr": 1e-3}, r"prm\.lr is set, and it does not learn without train"),
@@ -167,7 +167,7 @@ def test_a_scalar_model_does_not_learn() -> None:
 
 @pytest.mark.parametrize("kind", ["verl", "mine.py:learner"])
 def test_it_learns_beside_the_torch_learner_only(kind: str) -> None:
-    algo = catalogue.make("streams", {"streams": {"prm": {}}})
+    algo = registry.make("streams", {"streams": {"prm": {}}})
     table = {"prm": {"model": "m", "kind": "implicit", "train": True}}
     tables = {"reward_models": table, "learner": {"kind": kind}}
     with pytest.raises(ConfigError, match=r"reward_models\.prm\.train: .* hold no reward model"):

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.algorithms.reward_models import training
 from agentrl.algorithms.reward_models.scorers import (
     ImplicitScorer,
@@ -181,10 +181,10 @@ def test_the_run_file_names_them(tiny_model_dir: Path, score_dir: Path) -> None:
     assert len(given(made, "taste")) == 2
     assert set(given(made, "hunch").values()) == {0.0}
     streams = {"taste": {}, "hunch": {"scope": "transition"}}
-    algo = catalogue.make("streams", {"streams": streams})
+    algo = registry.make("streams", {"streams": streams})
     training.refuse_unused_settings(config, algo)
     with pytest.raises(ConfigError, match=r"reward_models\.taste is set, .* no reward 'taste'"):
-        training.refuse_unused_settings(config, catalogue.make("grpo", {}))
+        training.refuse_unused_settings(config, registry.make("grpo", {}))
     odd = {"taste": {"model": "x", "beta": 0.1}}
     with pytest.raises(ConfigError, match=r"reward_models\.taste\.beta is for .*kind = 'implicit'"):
         resolve({"reward_models": odd}, source="run.toml")

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.algorithms.selfplay.pool import (
     MEMORY,
     OpponentPool,
@@ -338,24 +338,24 @@ def test_several_policies_say_who_plays() -> None:
     ],
 )
 def test_fair_comparisons(name: str, options: dict[str, Any]) -> None:
-    check_seat_comparison(catalogue.make(name, options))
+    check_seat_comparison(registry.make(name, options))
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr-grpo", "rloo", "reinforce+ema", "liteppo", "dapo"])
 def test_seats_are_not_compared_with_each_other(name: str) -> None:
     with pytest.raises(ConfigError, match="compares the seats"):
-        check_seat_comparison(catalogue.make(name, {}))
+        check_seat_comparison(registry.make(name, {}))
 
 
 @pytest.mark.parametrize("name", ["auto+per-role", "peers", "batch-td", "gigpo", "reinforce++"])
 def test_what_all_seats_earn_is_not_added_up(name: str) -> None:
     """The last mover alone would be credited with its return."""
     with pytest.raises(ConfigError, match="adds up what they earn; choose spiral, or grpo"):
-        check_seat_comparison(catalogue.make(name, {"reward": "role:outcome"}))
+        check_seat_comparison(registry.make(name, {"reward": "role:outcome"}))
 
 
 def test_seats_are_not_scaled_by_each_other() -> None:
-    algo = catalogue.make("liteppo+per-role", {"reward": "role:outcome"})
+    algo = registry.make("liteppo+per-role", {"reward": "role:outcome"})
     check_seat_comparison(algo)
     with pytest.raises(ConfigError, match="compares the seats"):
         check_seat_comparison(replaced(algo, credit=replaced(algo.credit, norm_by=("all",))))

@@ -14,7 +14,7 @@ from agentrl.algorithms.credit.peers import no_evidence
 from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.algorithms.train import saving
 from agentrl.algorithms.train.hooks import AllHooks, Hooks, hooks_of
 from agentrl.algorithms.train.loop import TrainingLoop
@@ -118,7 +118,7 @@ async def test_the_loop_calls_every_part_in_order(
 async def test_several_parts_are_one() -> None:
     seen: list[str] = []
     parts = AllHooks(Noted("a", seen), Noted("b", seen))
-    algo = parts.algorithm(resolve({}, source="test"), catalogue.make("grpo", {}))
+    algo = parts.algorithm(resolve({}, source="test"), registry.make("grpo", {}))
     assert algo.rewards == ("outcome", "a", "b")
     assert parts.state().keys() == {"a", "b"}
     assert parts.claimed([]) == {"a": 0.0, "b": 0.0}

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.diagnostics.metrics import merge_policies
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.algorithms.train import serving as module
 from agentrl.algorithms.train.build import (
     group_requirements,
@@ -82,7 +82,7 @@ def recording(
     updaters = {
         name: Updater(
             team.view(made, name),
-            catalogue.make("grpo", {}),
+            registry.make("grpo", {}),
             learner,
             recorder=recorder(name),
             policy=name,

@@ -22,7 +22,7 @@ from agentrl.algorithms.learners.auxiliary import ValueModel
 from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.algorithms.train import build, optimize
 from agentrl.algorithms.train.hooks import Hooks
 from agentrl.algorithms.train.optimize import MAX_KL, measured_rows
@@ -86,7 +86,7 @@ def updater(learner: Any, preset: str = "grpo", **settings: Any) -> Updater:
     streams = frozenset({"old", "sampler", "values"})
     limit = optimize.KlLimit(learner, optimize.largest_kl(config.algorithm), config.seed)
     state = AlgorithmState(parts={optimize.STEP_SIZE: limit})
-    algo = catalogue.make(preset, {}, streams=streams)
+    algo = registry.make(preset, {}, streams=streams)
     return Updater(config, algo, learner, state=state, limit=limit)
 
 
@@ -253,7 +253,7 @@ def test_tokens_outside_the_loss_do_not_count() -> None:
     mixed = replace(whole, rollouts=[first, replace(second, transitions=calls)])
     for roles, moves in ((["agent"], False), (["critic"], True)):
         made = updater(OneRole(undoable=False), lr=0.1)
-        algo = catalogue.make("grpo+only", {"only_roles": roles})
+        algo = registry.make("grpo+only", {"only_roles": roles})
         metrics = dataclasses.replace(made, algo=algo).update(0, [mixed])
         assert (metrics["update/kl"] > 0) is moves
 
@@ -364,7 +364,7 @@ def test_what_cannot_be_undone_is_refused_where_it_is_asked_for(tmp_path: Path) 
         "    return made\n"
     )
     settings = ["learner.kind=mine.py:learner", "algorithm.max_kl=0.1"]
-    config, algo = load(tmp_path / "run.toml", settings), catalogue.make("grpo", {})
+    config, algo = load(tmp_path / "run.toml", settings), registry.make("grpo", {})
     made: Any = None, None
     with pytest.raises(ConfigError, match=r"algorithm.max_kl: learner.kind = .* undoes no step"):
         factory.make_learner(config, algo, *made)

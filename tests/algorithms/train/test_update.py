@@ -17,7 +17,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.diagnostics.bad_steps import BadSteps
 from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, StepReport
 from agentrl.algorithms.objective.values import ValueTerms
-from agentrl.algorithms.presets import registry as catalogue
+from agentrl.algorithms.presets import registry
 from agentrl.algorithms.train.build import load_algorithm
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
@@ -70,13 +70,13 @@ class Recorder(LearnerDefaults):
 
 def test_an_entropy_bonus_weighs_tokens_as_the_loss_does_and_learns_where_credit_does_not() -> None:
     learner = Recorder()
-    algo = catalogue.make("grpo", {"entropy": 0.25}, streams=learner.supplies)
+    algo = registry.make("grpo", {"entropy": 0.25}, streams=learner.supplies)
     config = RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0))
     found = Updater(config, algo, learner).update(0, [group("a", 1.0, 1.0)])
     assert found["update/skipped"] == 0
     assert (learner.coefficients[0] == 0).all()
     assert learner.etas[0].tolist() == pytest.approx([0.25 / len(learner.etas[0])] * 4)
-    algo = catalogue.make("grpo", {})
+    algo = registry.make("grpo", {})
     Updater(config, algo, learner).update(0, [group("a", 1.0, 0.0)])
     assert learner.etas[1] is None
 
@@ -107,13 +107,13 @@ def group(name: str, *rewards: float | None) -> Group:
 def updater(learner: Recorder, seed: int = 0, **settings: object) -> Updater:
     algorithm = AlgorithmConfig(lr=1.0, **settings)  # type: ignore[arg-type]
     config = RunConfig(steps=5, seed=seed, algorithm=algorithm)
-    return Updater(config, catalogue.make("grpo", {}), learner)
+    return Updater(config, registry.make("grpo", {}), learner)
 
 
 @pytest.mark.part
 def test_pairs_of_each_group_are_what_a_loss_of_pairs_learns_from() -> None:
     learner = Recorder()
-    algo = catalogue.make("simpo", {"how": "all"})
+    algo = registry.make("simpo", {"how": "all"})
     made = dataclasses.replace(updater(learner, min_group=2), algo=algo)
     groups = [group("a", 1.0, 0.0, 0.5), group("b", 0.5, 0.5), group("c", 1.0)]
     metrics = made.update(0, groups)
@@ -305,7 +305,7 @@ def test_one_number_names_a_step_whatever_its_groups_were_planned_for(
         algo = dataclasses.replace(made.algo, credit=infinite)
         with pytest.raises(TrainingError, match="step 5: 8 of 8 advantages are infinite"):
             dataclasses.replace(made, algo=algo).update(4, of_steps(*planned))
-        algo = catalogue.make("grpo", {"reward": "quality"})
+        algo = registry.make("grpo", {"reward": "quality"})
         with pytest.raises(TrainingError, match="4 rollouts of step 5, 4 of which"):
             dataclasses.replace(made, algo=algo).update(4, of_steps(*planned))
     orders = []
@@ -361,7 +361,7 @@ def test_the_learning_rate_is_that_of_the_step() -> None:
 def test_a_reward_that_no_rollout_carries_stops_the_run() -> None:
     learner = Recorder()
     step = updater(learner)
-    algo = catalogue.make("grpo", {"reward": "transition:quality"})
+    algo = registry.make("grpo", {"reward": "transition:quality"})
     with pytest.raises(TrainingError, match=r"2 rollouts of step 1.*'transition:quality'"):
         dataclasses.replace(step, algo=algo).update(0, [group("a", 1.0, 0.0)])
     assert learner.batches == []
@@ -379,7 +379,7 @@ def test_a_filter_sees_the_whole_batch_however_it_is_cut() -> None:
     groups[1] = replace(last, rollouts=rollouts)
     learner = Recorder()
     step = updater(learner, minibatches=2)
-    algo = catalogue.make("grpo+only", {"only_roles": ["critic"]})
+    algo = registry.make("grpo+only", {"only_roles": ["critic"]})
     metrics = dataclasses.replace(step, algo=algo).update(0, groups)
     assert (metrics["update/steps"], metrics["update/skipped"]) == (2, 1)
     assert learner.batches[0].groups == ["b"]
