@@ -251,6 +251,8 @@ async def test_a_session_is_of_its_user_alone(tmp_path, model):
             assert len((await shop.store.calls([row.id]))[row.id]) == 2
             end = ("sessions/end", {"session": "a"})
             assert (await shop.post(*end, x_user_id="ann"))[0] == 200
+            assert (await shop.post(*end, **{TOKEN: token}))[0] == 200
+            assert (await shop.post(*end, **{TOKEN: token[::-1]}))[0] == 403
         token = await shop.say("hi", "b")  # of nobody
         assert await shop.say("more", "b", x_user_id="eve") == token
 
