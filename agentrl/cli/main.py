@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from agentrl import __version__
-from agentrl.base.parts import installed_plugins, missing
 from agentrl.base.processes import (
     ERROR_MARK,
     PARENT,
@@ -75,8 +74,6 @@ def train(
     """Train the agent of RUN_FILE, or resume a stopped run.
 
     OVERRIDES are settings such as `algorithm.lr=1e-4`."""
-    if start and (why := missing("restarts", "train --from")):
-        raise click.UsageError(f"--from {start}: {why}")
     level = level_of(quiet=quiet, verbose=verbose)
     named = {"seed": seed, "steps": steps}
     extra = [f"{key}={value}" for key, value in named.items() if value is not None]
@@ -89,14 +86,17 @@ def train(
         show_settings(config)
         return
     from agentrl import trainer
+    from agentrl.doctor.machine import check_at_start
+    from agentrl.run_files.names import check_name
 
-    for point in installed_plugins("starts"):
-        for warning in point.load()(config):
-            click.echo(f"WARNING {warning}")
+    for warning in check_at_start(config):
+        click.echo(f"WARNING {warning}")
+    check_name(config)
     if start:
+        from agentrl.checkpoints.restart import go_back
+
         trainer.check(config)
-        for point in installed_plugins("restarts"):
-            point.load()(config, start, take_over=take_over)
+        go_back(config, start, take_over=take_over)
     trainer.run_training(config, fresh=fresh, take_over=take_over, level=level)
 
 

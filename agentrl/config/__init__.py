@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from agentrl.config.run_file import resolve as resolve
     from agentrl.config.run_file import store_in as store_in
     from agentrl.config.run_file import store_of as store_of
-    from agentrl.config.run_file import store_with as store_with
     from agentrl.config.run_file import to_toml as to_toml
     from agentrl.config.schema import AlgorithmConfig as AlgorithmConfig
     from agentrl.config.schema import LoraConfig as LoraConfig
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 # Imported late: `schema` imports the tables of parts, and these the modules above.
 LATE = {
-    "run_file": "differences from_store load resolve store_in store_of store_with to_toml",
+    "run_file": "differences from_store load resolve store_in store_of to_toml",
     "schema": "AlgorithmConfig LoraConfig PolicyConfig RunConfig UpstreamConfig",
 }
 __getattr__ = late(__name__, LATE)

@@ -8,8 +8,9 @@ from typing import Any, get_args
 
 import msgspec
 
-from agentrl.base.parts import hint, installed_plugins, missing
+from agentrl.base.parts import installed_plugins, missing
 from agentrl.config.base import EXTERNAL, field_types, structs_of
+from agentrl.config.hints import setting_hint
 from agentrl.config.policies import TABLES
 from agentrl.config.schema import LoraConfig, MemberConfig, RunConfig
 from agentrl.errors import ConfigError, nearest
@@ -103,7 +104,7 @@ class _Reader:
             kind = missing("kinds", path + key)  # which is not the one that was chosen
             table = re.sub(r"^policies\.[^.]+", "policy", path) + key
             known = field_types(section)
-            told = missing("tables", table) or kind or hint("setting", key, data[key], known)
+            told = missing("tables", table) or kind or setting_hint(key, data[key], known)
             told = told or nearest(key, known)
             raise ConfigError(f"{self.source}: unknown key {path + key!r}{where}; {told}")
         default = flatten({key: _default_of(others[0], key)})

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from agentrl.base.parts import hint, installed_plugins, missing
+from agentrl.base.parts import installed_plugins, missing
+from agentrl.config.hints import preset_hint, setting_hint
 from agentrl.config.policies import trained_policies, view
 from agentrl.config.schema import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError, nearest
@@ -53,7 +54,7 @@ def _check(algorithm: AlgorithmConfig) -> None:
     options = [*known.presets[host], *(o for word in modifiers for o in known.modifiers[word])]
     for option in algorithm.options:
         if option not in options:
-            said = hint("setting", option, None, options) or nearest(option, options)
+            said = setting_hint(option, None, options) or nearest(option, options)
             raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {said}")
 
 
@@ -70,7 +71,7 @@ def find_preset(
     hosts = [host for host in own if f"{name}+".startswith(f"{host}+")]
     host = max(hosts, key=len, default=source + colon + rest.split("+")[0])
     if ":" not in name and host not in own:
-        meant = hint("preset", host, own) or nearest(host, own)
+        meant = preset_hint(host, own) or nearest(host, own)
         raise ConfigError(f"algorithm.preset: no preset {host!r}; {meant}")
     added = name.removeprefix(host).split("+")[1:]
     for word in added:

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from agentrl.base.parts import hint, installed_plugins
-from agentrl.config import validate
+from agentrl.config import derived, validate
+from agentrl.config.hints import syntax_hint
 from agentrl.config.infrastructure import TorchLearnerConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import RunConfig
@@ -40,7 +40,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file; give the path of a TOML file") from None
     except (OSError, ValueError) as error:
-        said = f"not a readable TOML file: {error}{hint('syntax', text, str(error))}"
+        said = f"not a readable TOML file: {error}{syntax_hint(text, str(error))}"
         raise ConfigError(f"{path}: {said}") from None
     data.setdefault("root", str(path.parent.resolve()))
     overrides = list(overrides)
@@ -87,8 +87,7 @@ def resolve(data: Mapping[str, Any], *, source: str, overrides: Iterable[str] = 
         config = msgspec.convert(check_keys(RunConfig, data, source=source), RunConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {format_validation_error(str(error))}") from None
-    for point in installed_plugins("derives"):
-        config = point.load()(config)
+    config = derived.derive(config)
     validate.check(config, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(
@@ -107,16 +106,6 @@ def store_in(output: Path) -> str:
 def store_of(name: str) -> str:
     """URL of a run's default store below the working directory. name: of the run or a rollout."""
     return store_in(Path("runs", name.split("/")[0]).resolve())
-
-
-def store_with(name: str) -> str:
-    """URL of the store that has a run or rollout: its default store, else one that an installed
-    part finds. Raises NotFound if it finds none."""
-    own = store_of(name)
-    if not Path(own.removeprefix("sqlite:///")).exists():
-        for point in installed_plugins("finders"):
-            return str(point.load()(name))
-    return own
 
 
 def from_store(data: Mapping[str, Any]) -> RunConfig:
@@ -153,8 +142,7 @@ def to_toml(config: RunConfig) -> str:
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
-    for point in installed_plugins("unplaced"):
-        old, new = map(point.load(), (old, new))
+    old, new = map(derived.without_interpreter, (old, new))
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
     ignored |= {"file", "metrics", "max_empty_steps", "max_failed", "checkpoint"}
     # Each learner can resume from the other's checkpoint, wherever it computes.

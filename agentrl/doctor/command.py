@@ -65,7 +65,7 @@ def _examine_policy(config: RunConfig, folder: str) -> Iterator[Finding]:
     from agentrl.doctor import policy, proofs, templates
 
     disable_progress_bar()
-    config = without_making(config)  # what parts make has the same shapes
+    config = without_making(config)  # what a warm-up makes has the same shapes
     if config.policy.build and not Path(config.model_path() or "?").is_dir():
         config = replace(config, output=f"{folder}/run")
     names = trained_policies(config)

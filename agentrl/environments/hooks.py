@@ -11,9 +11,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentrl.config import RunConfig
+from agentrl.config.derived import SCHEME, Named
 from agentrl.config.infrastructure import RunnerConfig
 from agentrl.environments import hosted
-from agentrl.environments.reference import SCHEME, Named, made, parse
+from agentrl.environments.reference import made, parse
 from agentrl.errors import ConfigError
 from agentrl.runners.executors import Executor
 from agentrl.runners.hooks import RunnerHooks

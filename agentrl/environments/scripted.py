@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentrl.config import RunConfig, resolve
-from agentrl.environments.reference import Named
+from agentrl.config.derived import Named
 from agentrl.runners.gateway import recorded
 from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
 from agentrl.runners.gateway.features import Feature

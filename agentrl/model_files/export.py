@@ -9,8 +9,8 @@ import click
 
 from agentrl.base import folder_lock
 from agentrl.base.parts import missing
-from agentrl.config import store_with
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.run_stores import store_with
 
 
 @click.command()

@@ -12,9 +12,10 @@ from agentrl.algorithms.prompts.table import prompt_texts, prompts_of
 from agentrl.base.processes import die_with_parent, log_to_stderr
 from agentrl.base.threads import run_blocking
 from agentrl.cli import ResumedCommand, config_file
-from agentrl.config import RunConfig, load, store_with
+from agentrl.config import RunConfig, load
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import ConfigError
+from agentrl.run_stores import store_with
 
 
 @click.command(cls=ResumedCommand, continues="the search")

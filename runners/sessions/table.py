@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from agentrl.config.base import Seconds, Section, optional
-from agentrl.errors import ConfigError
+from agentrl.config.base import Seconds, Section
 
 
 class SessionsConfig(Section, frozen=True):
@@ -37,11 +36,3 @@ class SessionsConfig(Section, frozen=True):
 def sessions_of(config: Any) -> SessionsConfig:
     settings: SessionsConfig = config.sessions
     return settings
-
-
-def check_unread(config: Any) -> None:
-    """Raises ConfigError if the run file of a training has the table."""
-    if config.sessions != SessionsConfig() and not optional(config, "live.running"):
-        raise ConfigError(
-            "[sessions] is read by `agentrl gateway serve` and `agentrl live` alone; remove it"
-        )

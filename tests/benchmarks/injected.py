@@ -45,8 +45,8 @@ from agentrl.algorithms.judges.judge import JudgeClient
 from agentrl.algorithms.judges.table import PointwiseJudge, PrincipleJudge, judges_of
 from agentrl.base.user_code import UserCodeLoop
 from agentrl.config import resolve
+from agentrl.config.derived import Named
 from agentrl.environments import hosted
-from agentrl.environments.reference import Named
 from agentrl.environments.scripted import stage
 from agentrl.errors import AgentRLError
 from agentrl.runners.main import attempt_runner

@@ -10,10 +10,9 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.config.base import Count, Natural, NonNegative, Positive, Seconds, Section
-from agentrl.errors import ConfigError, nearest
+from agentrl.errors import nearest
 from agentrl.types import CORRECTION, FEEDBACK, POLICY
 
-UNBOUNDED = 10**9  # steps of a live run, which trains until it is stopped
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 REFUSAL = (
     r"^\W*(i'?m |i am )?(very |really )?(sorry|unable to)\b.{0,40}\b(but|can'?t|cannot|unable|help)"
@@ -142,36 +141,6 @@ class LiveConfig(Section, frozen=True):
 def live_of(config: Any) -> LiveConfig:
     settings: LiveConfig = config.live
     return settings
-
-
-def derive(config: Any) -> Any:
-    """The settings of a live run that follow from its sessions: each is a group of its own, calls
-    go on during updates, and every step has its checkpoint."""
-    live = live_of(config)
-    if not live.running:
-        return config
-    algorithm = replace(
-        config.algorithm,
-        groups=live.sessions,
-        group_size=1,
-        min_group=1,
-        max_staleness=config.algorithm.max_staleness or 4.0,
-        async_sampling="in_flight",
-    )
-    return replace(
-        config,
-        steps=UNBOUNDED,
-        max_empty_steps=UNBOUNDED,
-        algorithm=algorithm,
-        checkpoint=replace(config.checkpoint, every=1),
-        sessions=replace(config.sessions, idle=live.idle),
-    )
-
-
-def check(config: Any) -> None:
-    """Raises ConfigError if another command reads a run file with the table."""
-    if not live_of(config).running and live_of(config) != LiveConfig():
-        raise ConfigError("[live] is read by `agentrl live` alone; remove it, or use that command")
 
 
 def policy_of(version: int) -> str:

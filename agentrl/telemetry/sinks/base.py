@@ -21,8 +21,7 @@ from agentrl.base.files import replace_file
 from agentrl.config import RunConfig
 from agentrl.config.keys import flatten
 from agentrl.errors import AgentRLError
-from agentrl.plugins import check_call, check_protocol, load_plugin
-from agentrl.telemetry.sinks.part import PART
+from agentrl.plugins import BUILT_IN, check_call, check_protocol, load_plugin
 from agentrl.telemetry.sinks.table import metrics_of
 from agentrl.types import Json, StepRow
 
@@ -110,7 +109,7 @@ def sink_factory(name: str, root: Path) -> Any:
 def check_sinks(config: RunConfig) -> None:
     """Raises ConfigError for unusable sinks of users."""
     for name in metrics_of(config).sinks:
-        if name not in PART.sinks:
+        if name not in BUILT_IN["sinks"]:
             sink_factory(name, Path(config.root))
 
 

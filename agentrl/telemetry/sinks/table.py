@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import msgspec
 
 from agentrl.base.loading import is_installed
-from agentrl.base.parts import installed_plugins
 from agentrl.config.base import Section
 from agentrl.errors import install_command, nearest
-from agentrl.telemetry.sinks.part import PART
+from agentrl.plugins import BUILT_IN, plugin_points
 
 
 class MetricsConfig(Section, frozen=True):
@@ -24,7 +23,7 @@ class MetricsConfig(Section, frozen=True):
     project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"
 
     def problems(self, config: Any) -> Iterator[str]:
-        known = installed_plugins("sinks").names
+        known = plugin_points("sinks").names
         for name in self.sinks:
             if ":" not in name and name not in known:
                 cure = f"{nearest(name, known)}, or your own as file.py:name"
@@ -32,7 +31,7 @@ class MetricsConfig(Section, frozen=True):
             if self.sinks.count(name) > 1:
                 yield f"metrics.sinks names {name!r} twice"
         for name in self.sinks:
-            if name in PART.sinks and not is_installed(name):
+            if name in BUILT_IN["sinks"] and not is_installed(name):
                 yield f"metrics.sinks: {name!r} is not installed: {install_command(name)}"
 
 

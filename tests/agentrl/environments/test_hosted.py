@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from agentrl.config.derived import Named
 from agentrl.environments import hosted
 from agentrl.environments.hosted import Helper, Request
-from agentrl.environments.reference import Named
 from agentrl.errors import ConfigError
 from agentrl.runners.hooks import runner_hooks
 from agentrl.types import ErrorKind, RolloutState

@@ -13,10 +13,9 @@ from rich.console import Console
 from agentrl import Trainer, measured, trainer
 from agentrl.algorithms.demonstrations.table import WarmupConfig, warmup_of
 from agentrl.base.loading import load_tasks
-from agentrl.config import RunConfig, resolve
+from agentrl.config import RunConfig, hints, resolve
 from agentrl.config.python import given
 from agentrl.errors import ConfigError
-from agentrl.run_files import hints
 
 ROOT = Path(__file__).parents[3]
 RUN_FILES = sorted(

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 from agentrl.config import store_of
 from agentrl.errors import AgentRLError, NotFound, StoreError
 from agentrl.store import open_store
-from agentrl.store.sqlite.migrations import APPLICATION_ID
 
 VARIABLE = "AGENTRL_STORE_URL"  # of a shared store, which everybody of a team may name
 DEEPEST, MOST_FOLDERS = 4, 4000  # folders below the first, and in all, that are searched
@@ -87,6 +86,8 @@ def _label(file: Path) -> str:
 
 def _is_another(file: Path) -> bool:
     """Whether a file that was not named by anybody is a database of another program."""
+    from agentrl.store.sqlite.migrations import APPLICATION_ID
+
     try:
         with file.open("rb") as opened:
             head = opened.read(72)
@@ -120,6 +121,13 @@ def _files(folder: Path) -> Iterator[Path]:
         folders = below
         if left <= 0:
             return
+
+
+def store_with(name: str) -> str:
+    """URL of the store that has a run or rollout: its default store, else one that is found. Raises
+    as `find`."""
+    own = store_of(name)
+    return own if Path(own.removeprefix("sqlite:///")).exists() else find(name)
 
 
 def find(name: str) -> str:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import RunConfig, load, resolve
+from agentrl.config import RunConfig, hints, load, resolve
 from agentrl.config.presets import check_presets, preset_names
 from agentrl.errors import ConfigError
-from agentrl.run_files import hints
 
 
 def settings_hint(**settings: Any) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from agentrl.config import RunConfig
 from agentrl.config.base import field_types, structs_of
+from agentrl.config.schema import RunConfig
 
 TABLE = Path(__file__).with_name("other_names.toml")
 VERY_CLOSE = 0.8  # a typo of a valid name
@@ -26,14 +26,14 @@ def other_names() -> dict[str, dict[str, list[str]]]:
     return tomllib.loads(TABLE.read_text(encoding="utf-8"))
 
 
-def preset(name: str, valid: Collection[str]) -> str:
+def preset_hint(name: str, valid: Collection[str]) -> str:
     """The preset that is meant by a name, of those that are valid."""
     plain = name.lower().replace("_", "-")
     known = [plain, *other_names()["presets"].get(_plain(name), ())]
     return _mean([one for one in known if one in valid][:1])
 
 
-def setting(key: str, value: Any, valid: Collection[str]) -> str:
+def setting_hint(key: str, value: Any, valid: Collection[str]) -> str:
     """The settings that are meant by a key of the run file or an option of a preset. value: of an
     unknown table, whose keys may be known; valid: keys of its table."""
     if difflib.get_close_matches(key, valid, n=1, cutoff=VERY_CLOSE):
@@ -47,7 +47,7 @@ def setting(key: str, value: Any, valid: Collection[str]) -> str:
     return ""
 
 
-def syntax(text: str, message: str) -> str:
+def syntax_hint(text: str, message: str) -> str:
     """The line of a syntax error in TOML, with a caret below its column."""
     place = re.search(r"\(at line (\d+), column (\d+)\)", message)
     if place is None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.live.lanes.pages import Phase, VersionsPage, bar_of, phases, rows_of
 from agentrl.live.records.documents import Compared, Event, EventKind, Lanes, Told, Version
 from agentrl.store import open_store
+from agentrl.view.pages import Pages
 from agentrl.view.templates import render
+from agentrl.view.versions import Phase, bar_of, phases, rows_of
 from tests.agentrl.live.lanes.played import RUN, Shop, config
 from tests.agentrl.view import filled
 from tests.agentrl.view.conftest import chromium as chromium
@@ -91,21 +92,23 @@ def viewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 async def test_the_page_tells_lanes_and_reasons(tmp_path: Path) -> None:
     await fill(tmp_path)
     async with open_store(f"sqlite:///{tmp_path}/store.db", readonly=True) as store:
-        page = await VersionsPage(store).page(RUN, {})
-        text = render(page)
+        pages = Pages(store)
+        text = render(await pages.versions(RUN))
         assert "95\u202f%" in text
         assert "Version 4 serves and version 8 is its candidate" in text
         assert "its sessions are better: by " in text
         assert "calls failed, 0% with version 4" in text
         assert '<tr><td>thumb</td><td class="n">50' in text
-        assert VersionsPage(store).link({"live": {"running": True}}) == "Versions"
-        assert VersionsPage(store).link({}) == ""
+        link = f'href="/versions/{RUN}">Versions<'
+        assert link in render(await pages.run(RUN, {}))
 
 
 async def test_a_run_that_serves_nothing_yet_says_so(tmp_path: Path) -> None:
     async with open_store(f"sqlite:///{tmp_path}/store.db") as store:
         await store.open_run(RUN, {})
-        assert "No version is served yet" in render(await VersionsPage(store).page(RUN, {}))
+        pages = Pages(store)
+        assert "No version is served yet" in render(await pages.versions(RUN))
+        assert "/versions/" not in render(await pages.run(RUN, {}))
 
 
 @pytest.mark.parametrize("size", [(1400, 900), (390, 844)], ids=["desktop", "phone"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.config import resolve
-from agentrl.telemetry.sinks.curve import save_curve
+from agentrl.telemetry.curve import save_curve
 from agentrl.types import StepRow
 
 

@@ -1,19 +1,15 @@
-"""The page of versions in `agentrl view`, which alone imports this module."""
+"""The page of a live run: its versions as lanes, and what was decided about them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from agentrl.errors import NotFound
 from agentrl.live.records.documents import Compared, Event, Told, Version, told, unmet
 from agentrl.live.records.table import PromotionConfig
 from agentrl.store.base import Store
-from agentrl.types import Json
-
-if TYPE_CHECKING:
-    from agentrl.view.pages import Page
 
 VERSIONS, EVENTS = 24, 60  # newest ones that are shown
 NARROWEST = 0.4  # percent of the width that a phase has at least
@@ -37,35 +33,22 @@ class VersionRow(NamedTuple):
     compared: Compared | None  # with the version that served while it was a candidate
 
 
-class VersionsPage:
-    """/versions/<run>: the versions of a live run as lanes, and what was decided about them."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def link(self, config: Mapping[str, Json]) -> str:
-        return "Versions" if (config.get("live") or {}).get("running") else ""
-
-    async def ids(self, run: str) -> list[str]:
-        return [run]
-
-    async def page(self, id: str, query: Mapping[str, str]) -> Page:
-        from agentrl.view.pages import Page
-
-        if (state := await self._store.run(id)) is None:
-            raise NotFound(f"there is no run {id!r} in this store")
-        known, now = await told(self._store, id), time.time()
-        rows = rows_of(known, now)
-        candidate = None if known.lanes is None else known.lanes.candidate
-        current = None if candidate is None else known.compared.get(candidate)
-        values = {"run": id, "known": known, "lanes": known.lanes, "now": now, "current": current}
-        values |= {"rows": rows[:VERSIONS], "more": max(len(rows) - VERSIONS, 0)}
-        values["wishes"] = unmet(known)
-        values |= {"events": known.events[::-1][:EVENTS], "bar": bar_of(current)}
-        promotion = (state.config.get("live") or {}).get("promotion") or {}
-        values["sure"] = 1 - float(promotion.get("alpha", PromotionConfig().alpha))
-        values["began"] = known.events[0].time if known.events else now
-        return Page("versions.html", f"{id} versions", values)
+async def decided(store: Store, run: str) -> dict[str, Any]:
+    """The versions of a live run, and the last decisions about them."""
+    if (state := await store.run(run)) is None:
+        raise NotFound(f"there is no run {run!r} in this store")
+    known, now = await told(store, run), time.time()
+    rows = rows_of(known, now)
+    candidate = None if known.lanes is None else known.lanes.candidate
+    current = None if candidate is None else known.compared.get(candidate)
+    values = {"run": run, "known": known, "lanes": known.lanes, "now": now, "current": current}
+    values |= {"rows": rows[:VERSIONS], "more": max(len(rows) - VERSIONS, 0)}
+    values["wishes"] = unmet(known)
+    values |= {"events": known.events[::-1][:EVENTS], "bar": bar_of(current)}
+    promotion = (state.config.get("live") or {}).get("promotion") or {}
+    values["sure"] = 1 - float(promotion.get("alpha", PromotionConfig().alpha))
+    values["began"] = known.events[0].time if known.events else now
+    return values
 
 
 def rows_of(known: Told, now: float) -> list[VersionRow]:

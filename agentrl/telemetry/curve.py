@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.config import RunConfig
-from agentrl.telemetry.report import function_names, reward_curves
 from agentrl.types import StepRow
+
+FUNCTIONS = "eval/function/"  # metrics of `eval.functions`
 
 
 def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
@@ -56,3 +57,20 @@ def measured_how(config: RunConfig, steps: Sequence[StepRow]) -> str:
     counted = {row.metrics["eval/tasks"] for row in steps if "eval/tasks" in row.metrics}
     how = f"at temperature {at:g}" if at else "greedy"
     return f"{how}, {' or '.join(f'{n:.0f}' for n in sorted(counted))} tasks" if counted else how
+
+
+def function_names(steps: Sequence[StepRow]) -> dict[str, str]:
+    """Metric -> label of the metrics of `eval.functions`."""
+    names = {name for row in steps for name in row.metrics if name.startswith(FUNCTIONS)}
+    return {name: name.removeprefix(FUNCTIONS) for name in sorted(names)}
+
+
+def reward_curves(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
+    """Role -> learning curve as (step, mean reward); empty for a single role."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in steps:
+        for name, value in row.metrics.items():
+            if name.startswith("role/") and name.endswith("/reward"):
+                role = name.removeprefix("role/").removesuffix("/reward")
+                found.setdefault(role, []).append((row.step, value))
+    return found
