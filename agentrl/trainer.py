@@ -33,12 +33,13 @@ from agentrl.base.files import make_folder
 from agentrl.base.loading import task_file
 from agentrl.base.processes import PHASE, USER_ERROR, Child, keep_alive
 from agentrl.base.threads import run_blocking
-from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
+from agentrl.config import RunConfig, differences, from_store, resolve, store_in
 from agentrl.config import policies as team
+from agentrl.config.agents import SessionsConfig
 from agentrl.config.infrastructure import EXECUTORS, ExternalEngineConfig, ExternalLearnerConfig
+from agentrl.config.live import LiveConfig
 from agentrl.config.presets import check_presets
-from agentrl.config.python import given
-from agentrl.config.tasks import tasks_of
+from agentrl.config.run_file import given, tasks_of, without_env_values
 from agentrl.environments.settings import check as check_environment
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.plugins import load_plugin
@@ -223,13 +224,13 @@ def check(config: RunConfig) -> None:
     tasks_of(config, "heldout")
 
 
-def _check_tables(config: Any) -> None:
+def _check_tables(config: RunConfig) -> None:
     """Raises ConfigError for tables that only other commands read."""
     if config.live.running:
         return
-    if config.live != type(config.live)():
+    if config.live != LiveConfig():
         raise ConfigError("[live] is read by `agentrl live` alone; remove it, or use that command")
-    if config.sessions != type(config.sessions)():
+    if config.sessions != SessionsConfig():
         raise ConfigError(
             "[sessions] is read by `agentrl gateway serve` and `agentrl live` alone; remove it"
         )
@@ -241,7 +242,7 @@ def hide_secrets(config: RunConfig) -> RunConfig:
     files and command lines."""
     store, secrets = split_secret(config.store)
     os.environ.update(secrets)
-    return agent_env.without_values(replace(config, store=store))
+    return without_env_values(replace(config, store=store))
 
 
 def clear(config: RunConfig) -> None:

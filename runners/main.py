@@ -20,8 +20,9 @@ from agentrl.base.descendants import ending_descendants
 from agentrl.base.processes import freeze_loaded, log_phase, log_to_stderr
 from agentrl.base.threads import DaemonThreads
 from agentrl.base.user_code import UserCodeLoop
-from agentrl.config import RunConfig, agent_env, from_store
+from agentrl.config import RunConfig, from_store
 from agentrl.config.policies import has_no_own_policy, policy_by_role
+from agentrl.config.run_file import with_env_values
 from agentrl.errors import StoreError
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.environment import environment
@@ -215,7 +216,7 @@ async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | No
     while not stop.is_set():
         state = await store.run(run)
         if state is not None:
-            return agent_env.with_values(from_store(state.config))
+            return with_env_values(from_store(state.config))
         cursor = await store.wait(cursor, timeout=1.0)
     return None
 

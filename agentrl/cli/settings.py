@@ -5,8 +5,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import click
+from msgspec.structs import replace
 
 from agentrl.config import RunConfig, to_toml
+from agentrl.config.infrastructure import VerlLearnerConfig
+from agentrl.store.urls import split_secret
 
 
 def show_settings(config: RunConfig) -> None:
@@ -22,4 +25,9 @@ def show_settings(config: RunConfig) -> None:
         group_requirements(config, load_algorithms(config, parts), parts)
         lines += forecast(config)
     said = "".join(f"# {line}\n" for line in lines)
-    click.echo(said + to_toml(config) + config.learner.derived(config), nl=False)
+    said += to_toml(replace(config, store=split_secret(config.store)[0]))
+    if isinstance(config.learner, VerlLearnerConfig):
+        from agentrl.algorithms.learners.verl.settings import describe_settings
+
+        said += describe_settings(config)
+    click.echo(said, nl=False)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 
 SCHEME = "environment"
@@ -79,12 +80,12 @@ class Named(msgspec.Struct, frozen=True):
         return f"{SCHEME}:{which}:{self.plugin}:{self.what}{options}"
 
 
-def derive(config: Any) -> Any:
+def derive(config: RunConfig) -> RunConfig:
     """The settings with those that follow from others. Raises ConfigError."""
     return _of_live_run(_of_environment(config))
 
 
-def _of_environment(config: Any) -> Any:
+def _of_environment(config: RunConfig) -> RunConfig:
     """The settings with what the environment stands for, where the run file has nothing else."""
     if not config.environment:
         if config.environment_options:
@@ -100,7 +101,7 @@ def _of_environment(config: Any) -> Any:
     return replace(config, agent=agent, tasks=replace(tasks, **missing), verifier=verifier)
 
 
-def _of_live_run(config: Any) -> Any:
+def _of_live_run(config: RunConfig) -> RunConfig:
     """The settings of a live run that follow from its sessions: each is a group of its own, calls
     go on during updates, and every step has its checkpoint."""
     live = config.live
@@ -124,7 +125,7 @@ def _of_live_run(config: Any) -> Any:
     )
 
 
-def without_interpreter(config: Any) -> Any:
+def without_interpreter(config: RunConfig) -> RunConfig:
     """The settings without where the environment's interpreter is, for comparison."""
     given = dict(config.environment_options)
     if given.pop("python", None) is None:

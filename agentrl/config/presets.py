@@ -14,8 +14,9 @@ import msgspec
 
 from agentrl.base.parts import installed_plugins, missing
 from agentrl.config.hints import preset_hint, setting_hint
+from agentrl.config.learning import AlgorithmConfig
 from agentrl.config.policies import trained_policies, view
-from agentrl.config.schema import AlgorithmConfig, RunConfig
+from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, nearest
 
 TABLE = Path(__file__).with_name("presets.json")

@@ -38,7 +38,7 @@ class EnvironmentHooks(RunnerHooks):
         return PoolExecutor(agent.path, agent, self._pool(), **own)
 
     def _pool(self) -> Any:
-        from agentrl.runners.processes.table import PoolConfig, PoolRunnerConfig
+        from agentrl.config.infrastructure import PoolConfig, PoolRunnerConfig
 
         runner: Any = self._config.runner
         alone = hosted.describe(self._named).alone

@@ -17,7 +17,7 @@ from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
 from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest
 from agentrl.algorithms.model.cpu_threads import computing_with
 from agentrl.config import RunConfig
-from agentrl.config.tasks import tasks_of
+from agentrl.config.run_file import tasks_of
 from agentrl.errors import PolicyError
 from agentrl.lab.simulation import Simulation, Workload
 from agentrl.telemetry.report import lasting

@@ -14,7 +14,6 @@ from agentrl.algorithms.sampling.collect import GroupSource
 from agentrl.algorithms.train.hooks import Hooks, LoadedRun, ServedRun
 from agentrl.algorithms.train.load_policies import vocabulary_sizes
 from agentrl.config import RunConfig
-from agentrl.live.records.table import live_of
 from agentrl.live.source import SessionSource
 from agentrl.live.versions import Lineage, Versions
 
@@ -65,4 +64,4 @@ def yield_to_answers() -> None:
 
 def join(config: RunConfig) -> Hooks | None:
     """None for a run of another command."""
-    return Live() if live_of(config).running else None
+    return Live() if config.live.running else None

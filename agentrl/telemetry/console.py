@@ -24,7 +24,6 @@ from agentrl.algorithms.selfplay.report import game_figures
 from agentrl.base.failures import how_many
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
-from agentrl.config.base import tables
 from agentrl.config.policies import has_no_own_policy
 from agentrl.scores import are_shares, missing_text, score_text
 from agentrl.store.base import Store
@@ -242,8 +241,8 @@ class Progress:
         parts = [f"held-out {self.number(score)}{self._of(row)}"] if score is not None else []
         functions = function_names([row]).items()
         parts += [f"{label} {row.metrics[name]:.3g}" for name, label in functions]
-        made = any(own.makes_weights and own != type(own)() for _, own in tables(self.config))
-        first = "before the first step" if made else "untrained"  # a warm-up has trained it
+        # A warm-up has trained it.
+        first = "before the first step" if self.config.warmup.data else "untrained"
         when = f"after step {row.step}" if row.step else first
         when = f"{when}:" if self.config.steps else ""  # `agentrl eval` scores any checkpoint
         return "  ".join(filter(None, [when, *parts])) if parts else ""

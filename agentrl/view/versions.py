@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from agentrl.config.live import PromotionConfig
 from agentrl.errors import NotFound
 from agentrl.live.records.documents import Compared, Event, Told, Version, told, unmet
-from agentrl.live.records.table import PromotionConfig
 from agentrl.store.base import Store
 
 VERSIONS, EVENTS = 24, 60  # newest ones that are shown

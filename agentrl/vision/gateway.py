@@ -24,7 +24,9 @@ from msgspec.structs import replace
 
 from agentrl.base.images import KIND, SCHEME, with_data_urls
 from agentrl.config import RunConfig
+from agentrl.config.agents import ImagesConfig
 from agentrl.config.infrastructure import EmbeddedEngineConfig
+from agentrl.config.policies import seeing_policies
 from agentrl.errors import NotFound, StoreError
 from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
 from agentrl.runners.gateway.features import Feature
@@ -43,7 +45,6 @@ from agentrl.runners.gateway.upstream import Messages, Route
 from agentrl.store.base import Store
 from agentrl.types import Image, Json, Transition
 from agentrl.vision.headers import ImageRefusedError, read_header
-from agentrl.vision.table import ImagesConfig, images_of, seeing_policies
 
 ADVICE = "; a policy sees images with policy.vision, which takes an image-text model"
 PIXELS = ("media_io_kwargs", "mm_processor_kwargs")  # fields that change what a policy sees
@@ -64,7 +65,7 @@ class StoredImages(Feature):
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         digests, seeing = isinstance(config.engine, EmbeddedEngineConfig), seeing_policies(config)
-        self._sight = ImageSight(store, images_of(config), seeing, digests=digests)
+        self._sight = ImageSight(store, config.images, seeing, digests=digests)
         self._needed = bool(seeing or config.upstreams)  # else every image is refused
 
     def join(self, active: ActiveAttempt) -> None:

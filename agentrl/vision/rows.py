@@ -8,11 +8,11 @@ from io import BytesIO
 from typing import Any
 
 from agentrl.base.images import KIND, SCHEME, url_of
+from agentrl.config.agents import ImagesConfig
 from agentrl.errors import ConfigError
 from agentrl.types import Image
 from agentrl.vision.gateway import read_image
 from agentrl.vision.headers import ImageRefusedError
-from agentrl.vision.table import ImagesConfig
 
 Row = dict[str, Any]
 COLUMNS = ("images", "image")

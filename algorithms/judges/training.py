@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
-from agentrl.algorithms.judges.table import judges_of
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.train.hooks import Hooks, ServedRun
 from agentrl.config import RunConfig
@@ -23,7 +22,7 @@ class Judged(Hooks):
     judges: Judges
 
     def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
-        for name in judges_of(config):
+        for name in config.judges:
             if name not in algo.rewards:
                 raise ConfigError(
                     f"judges.{name} is set, and algorithm.preset = {algo.name!r} reads no reward "
@@ -45,4 +44,4 @@ class Judged(Hooks):
 
 
 def join(config: RunConfig) -> Judged | None:
-    return Judged() if judges_of(config) else None
+    return Judged() if config.judges else None

@@ -21,10 +21,8 @@ from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.plugins import learner_factory
 from agentrl.algorithms.presets.registry import LearnerOutput
-from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig, Section, TorchLearnerConfig
-from agentrl.config.base import optional
-from agentrl.config.schema import MODEL_LR
+from agentrl.config.learning import MODEL_LR
 from agentrl.errors import ConfigError
 from agentrl.plugins import check_protocol
 from agentrl.types import POLICY
@@ -67,9 +65,10 @@ def torch_learner(
     or trained."""
     own, start = config.learner, model.name_or_path
     assert isinstance(own, TorchLearnerConfig)
-    for point in installed_plugins("patches"):
-        if optional(config, point.name):
-            point.load()(model)
+    if own.liger_kernel:
+        from agentrl.algorithms.liger.kernels import use_liger
+
+        use_liger(model)
     inputs = inputs_of(model)
     learner: TorchLearner = (inputs.learner if inputs else TorchLearner)(
         model,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.preferences.collector import DatasetCollector, from_dataset, on_dataset
-from agentrl.algorithms.preferences.table import data_of
 from agentrl.algorithms.sampling.collect import GroupSource
 from agentrl.algorithms.train.hooks import Hooks, LoadedRun
 from agentrl.algorithms.train.load_policies import LoadedModel
@@ -37,4 +36,4 @@ class DataSet(Hooks):
 
 
 def join(config: RunConfig) -> DataSet | None:
-    return DataSet() if data_of(config).name else None
+    return DataSet() if config.data.name else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from agentrl.algorithms.prompts.schedule import PromptSchedule
-from agentrl.algorithms.prompts.table import prompts_of
 from agentrl.algorithms.train.hooks import Hooks, ServedRun
 from agentrl.config import RunConfig
 
@@ -22,4 +21,4 @@ class Prompts(Hooks):
 
 
 def join(config: RunConfig) -> Prompts | None:
-    return Prompts() if prompts_of(config).components else None
+    return Prompts() if config.prompts.components else None

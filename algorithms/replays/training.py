@@ -11,20 +11,20 @@ from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.replays import counterfactuals
 from agentrl.algorithms.replays.branching import request_branches
-from agentrl.algorithms.replays.table import INITIAL, counterfactual_of
 from agentrl.algorithms.train.hooks import Hooks, LoadedRun, ServedRun
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig
+from agentrl.config.learning import INITIAL
 from agentrl.config.policies import initial_version, policy_of_role
 from agentrl.store.base import Store
 from agentrl.types import Group, NewRollout
 
 
 def join(config: RunConfig) -> Hooks | None:
-    if not config.algorithm.joining:
+    if not config.algorithm.joins:
         return None
-    return Counterfactuals(config) if counterfactual_of(config).joins else Branches(config)
+    return Counterfactuals(config) if config.algorithm.counterfactual.joins else Branches(config)
 
 
 def replay_metrics(groups: Sequence[Group]) -> Metrics:
@@ -70,14 +70,14 @@ class Counterfactuals(Branches):
     """Repetitions of rollouts with substitutes (`algorithm.counterfactual`)."""
 
     def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
-        return counterfactuals.with_optional_reward(counterfactual_of(config), algo)
+        return counterfactuals.with_optional_reward(config.algorithm.counterfactual, algo)
 
     def check(self, algos: Mapping[str, Algo], resample: str | None) -> None:
         counterfactuals.check_counterfactuals(self.config, algos, resample)
 
     def updater(self, updater: Updater, model: LoadedModel) -> Updater:
         config, name = updater.config, updater.policy
-        if not counterfactuals.uses_counterfactuals(counterfactual_of(config), updater.algo):
+        if not counterfactuals.uses_counterfactuals(config.algorithm.counterfactual, updater.algo):
             return updater
         rewards = counterfactuals.RoleRewards(counterfactuals.coalition_formula(config), name)
         before = updater.preprocessor
@@ -87,7 +87,7 @@ class Counterfactuals(Branches):
 
     async def start(self, run: ServedRun) -> None:
         """Serve the untrained versions of policies that stand in, if the run trains anything."""
-        named = counterfactual_of(self.config).substitutes if self.config.steps else {}
+        named = self.config.algorithm.counterfactual.substitutes if self.config.steps else {}
         roles = [role for role, player in named.items() if player == INITIAL]
         policies = (policy_of_role(self.config, role) for role in roles)
         if players := dict(initial_version(self.config, policy) for policy in policies):

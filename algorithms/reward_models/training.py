@@ -21,11 +21,11 @@ from agentrl.algorithms.reward_models.scorers import (
     ScalarScorer,
     load_scalar,
 )
-from agentrl.algorithms.reward_models.table import ImplicitRewardModelConfig, models_of
 from agentrl.algorithms.train.hooks import Hooks
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig, TorchLearnerConfig
+from agentrl.config.rewards import ImplicitRewardModelConfig
 from agentrl.errors import ConfigError
 from agentrl.types import Scope
 
@@ -52,7 +52,7 @@ class RewardModels(Hooks):
 
 
 def join(config: RunConfig) -> RewardModels | None:
-    return RewardModels() if models_of(config) else None
+    return RewardModels() if config.reward_models else None
 
 
 def refuse_unused_settings(config: RunConfig, algo: Algo) -> None:
@@ -63,7 +63,7 @@ def refuse_unused_settings(config: RunConfig, algo: Algo) -> None:
 
 def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]:
     preset = f"and algorithm.preset = {algo.name!r}"
-    for name, model in models_of(config).items():
+    for name, model in config.reward_models.items():
         reward = name if model.scope == "rollout" else f"{model.scope}:{name}"
         if reward not in algo.rewards:
             why = f"{preset} reads no reward {reward!r}; name it in algorithm.options, or"
@@ -80,7 +80,7 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
 
 def refuse_training_elsewhere(config: RunConfig) -> None:
     """Raise ConfigError for a reward model that learns, with a learner that cannot save it."""
-    for name, section in models_of(config).items():
+    for name, section in config.reward_models.items():
         learns = isinstance(section, ImplicitRewardModelConfig) and section.train
         if learns and not isinstance(config.learner, TorchLearnerConfig):
             raise ConfigError(
@@ -99,7 +99,7 @@ def make_reward_models(
     models: list[RewardModel] = []
     trainers: list[ImplicitTrainer] = []
     packing, budget = config.learner.packed, config.learner.token_budget
-    for name, settings in models_of(config).items():
+    for name, settings in config.reward_models.items():
         key, scope = f"reward_models.{name}", Scope(settings.scope)
         if not isinstance(settings, ImplicitRewardModelConfig):
             source = config.model_source(settings.model)

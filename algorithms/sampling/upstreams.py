@@ -9,7 +9,7 @@ from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import log_to_stderr
 from agentrl.config import RunConfig
-from agentrl.config.tasks import tasks_of
+from agentrl.config.run_file import tasks_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import ENDED, RunState

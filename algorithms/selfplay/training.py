@@ -13,22 +13,22 @@ from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.selfplay.pool import SELFPLAY, OpponentPool, check_seat_comparison
 from agentrl.algorithms.selfplay.snapshots import SnapshotStore
-from agentrl.algorithms.selfplay.table import learning_policy, selfplay_of
 from agentrl.algorithms.train.hooks import Hooks, ServedRun
 from agentrl.config import RunConfig
+from agentrl.config.policies import self_playing_policy
 from agentrl.types import Group, StepReward
 
 
 def join(config: RunConfig) -> Hooks | None:
     """None for a run without games, and for one without steps, which only evaluates."""
-    return SelfPlay(config) if selfplay_of(config).seats and config.steps else None
+    return SelfPlay(config) if config.selfplay.seats and config.steps else None
 
 
 class SelfPlay(Hooks):
     """Games against itself or a pool of snapshots (`[selfplay]`)."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.settings, self.policy = selfplay_of(config), learning_policy(config)
+        self.settings, self.policy = config.selfplay, self_playing_policy(config)
         ahead = ceil(config.algorithm.max_staleness)
         self.pool = OpponentPool(self.settings, self.policy, config.seed, ahead=ahead)
         self.snapshots: SnapshotStore | None = None

@@ -27,7 +27,7 @@ from agentrl.base import memory
 from agentrl.base.failures import one_line
 from agentrl.base.processes import freeze_loaded, log_phase, log_to_stderr
 from agentrl.config import RunConfig
-from agentrl.config.tasks import tasks_of
+from agentrl.config.run_file import tasks_of
 from agentrl.errors import TrainingError
 from agentrl.types import ENDED
 

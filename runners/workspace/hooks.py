@@ -6,7 +6,6 @@ from pathlib import Path
 
 from agentrl.config import RunConfig
 from agentrl.runners.hooks import RunnerHooks, WorkspaceSource
-from agentrl.runners.workspace.table import workspace_of
 
 
 class WorkspaceHooks(RunnerHooks):
@@ -20,4 +19,4 @@ class WorkspaceHooks(RunnerHooks):
 
 
 def join(config: RunConfig, root: Path) -> WorkspaceHooks | None:
-    return WorkspaceHooks(config, root) if workspace_of(config).source else None
+    return WorkspaceHooks(config, root) if config.workspace.source else None

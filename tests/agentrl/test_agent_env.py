@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.config import RunConfig, agent_env
+from agentrl.config import RunConfig
+from agentrl.config.run_file import AGENT_ENV, with_env_values, without_env_values
 from agentrl.errors import ConfigError
 from tests import factories
 
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(agent_env.VARIABLE, "{}")
+    monkeypatch.setenv(AGENT_ENV, "{}")
 
 
 def config(**env: str) -> RunConfig:
@@ -21,15 +22,15 @@ def config(**env: str) -> RunConfig:
 @pytest.mark.part
 def test_hidden_values_are_found_by_processes_of_the_run() -> None:
     given = config(SECRET_KEY="hush", EMPTY="")
-    hidden = agent_env.without_values(agent_env.without_values(given))
+    hidden = without_env_values(without_env_values(given))
     assert hidden.agent.env == {"SECRET_KEY": "", "EMPTY": ""}
-    assert agent_env.with_values(hidden) == given
+    assert with_env_values(hidden) == given
 
 
 @pytest.mark.part
 def test_a_runner_elsewhere_has_its_own_or_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = config(SECRET_KEY="")
     with pytest.raises(ConfigError, match="SECRET_KEY has no value on this machine"):
-        agent_env.with_values(hidden)
+        with_env_values(hidden)
     monkeypatch.setenv("SECRET_KEY", "of this machine")
-    assert agent_env.with_values(hidden).agent.env == {"SECRET_KEY": "of this machine"}
+    assert with_env_values(hidden).agent.env == {"SECRET_KEY": "of this machine"}

@@ -22,7 +22,6 @@ from agentrl.config import RunConfig
 from agentrl.config.keys import flatten
 from agentrl.errors import AgentRLError
 from agentrl.plugins import BUILT_IN, check_call, check_protocol, load_plugin
-from agentrl.telemetry.sinks.table import metrics_of
 from agentrl.types import Json, StepRow
 
 SETTINGS = ("seed", "steps", "policy", "sampling", "algorithm", "learner", "eval")
@@ -108,7 +107,7 @@ def sink_factory(name: str, root: Path) -> Any:
 
 def check_sinks(config: RunConfig) -> None:
     """Raises ConfigError for unusable sinks of users."""
-    for name in metrics_of(config).sinks:
+    for name in config.metrics.sinks:
         if name not in BUILT_IN["sinks"]:
             sink_factory(name, Path(config.root))
 

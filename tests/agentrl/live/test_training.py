@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from agentrl.config import resolve
-from agentrl.live.records.table import UNBOUNDED
+from agentrl.config.derived import UNBOUNDED
 from agentrl.live.training import NICENESS, Live, join, yield_to_answers
 
 

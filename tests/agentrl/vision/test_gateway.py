@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from agentrl.config import RunConfig, UpstreamConfig
-from agentrl.config.schema import MemberConfig
+from agentrl.config.learning import MemberConfig
 from agentrl.errors import NotFound, Unavailable
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.recorded import question

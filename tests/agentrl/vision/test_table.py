@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import RunConfig, load
-from agentrl.config.schema import MemberConfig, PolicyConfig
+from agentrl.config.learning import MemberConfig, PolicyConfig
+from agentrl.config.policies import seeing_policies
 from agentrl.errors import ConfigError
-from agentrl.vision.table import images_of, seeing_policies, vision_of
 
 
 def test_which_policies_see() -> None:
@@ -26,8 +26,8 @@ def test_a_policy_that_sees_is_no_longer_refused(tmp_path: Path, setting: str) -
     file = tmp_path / "run.toml"
     file.write_text(f'[policy]\nmodel = "x"\nvision = "{setting}"\n[images]\nmax_per_call = 3\n')
     config = load(file)
-    assert vision_of(config) == setting
-    assert images_of(config).max_per_call == 3
+    assert config.policy.vision == setting
+    assert config.images.max_per_call == 3
 
 
 def test_limits_without_eyes_are_refused(tmp_path: Path) -> None:

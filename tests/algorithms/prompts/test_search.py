@@ -16,7 +16,7 @@ from agentrl.algorithms.prompts.apo import apo_search
 from agentrl.algorithms.prompts.gepa import gepa_search
 from agentrl.algorithms.prompts.records import Candidate, Reflection
 from agentrl.algorithms.prompts.search import Search, SearchEnd, TaskResult, answers
-from agentrl.algorithms.prompts.table import prompt_texts
+from agentrl.algorithms.prompts.texts import prompt_texts
 from agentrl.config import resolve
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.types import PromptText

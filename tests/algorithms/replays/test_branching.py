@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.replays.branching import branch_points, branches, choose_branch_points
-from agentrl.algorithms.replays.table import BranchingConfig
 from agentrl.algorithms.replays.training import replay_metrics
 from agentrl.algorithms.train.hooks import hooks_of
 from agentrl.config import RunConfig, resolve
+from agentrl.config.learning import BranchingConfig
 from agentrl.errors import ConfigError
 from agentrl.types import Branch, Purpose, Reward, Rollout, RolloutState, Sampling, float32, int32
 from tests import factories

@@ -1,23 +1,23 @@
-"""The tables [judges.NAME] of the run file."""
+"""Tables of models that give rewards: [judges.NAME], [reward_models.NAME] and [reward_model]."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from agentrl.base.parts import has
-from agentrl.config.base import Count, KindSection, Name, Natural, NonNegative
+from agentrl.config.base import Count, KindSection, Natural, NonNegative, Positive, Section
 from agentrl.errors import nearest
 from agentrl.types import POLICY
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import RunConfig
 
 
 class JudgeConfig(KindSection, frozen=True, kw_only=True, tag_field="kind"):
     """A model that judges rollouts; its verdicts are rewards of the table's name."""
 
-    gives_reward: ClassVar[bool] = True
-    plays: ClassVar[bool] = True
     upstream: str  # Who judges: one of [upstreams], or the name of a policy.
     # criterion, inserted in the question to the judge
     rubric: str = "how well the agent did what it was asked for"
@@ -32,12 +32,10 @@ class JudgeConfig(KindSection, frozen=True, kw_only=True, tag_field="kind"):
         if self.max_usd and not any(self.prices):
             raise ValueError("max_usd has no effect without prices")
 
-    def problems(self, config: Any) -> Iterator[str]:
-        if not has("chat-completions"):
-            yield "[judges] needs the part 'chat-completions', which is not installed here"
+    def problems(self, config: RunConfig) -> Iterator[str]:
         known = config.endpoints | (set(config.policies) or {POLICY})
         if self.upstream not in known:
-            name = next(name for name, judge in judges_of(config).items() if judge is self)
+            name = next(name for name, judge in config.judges.items() if judge is self)
             yield f"judges.{name}.upstream = {self.upstream!r}; {nearest(self.upstream, known)}"
 
 
@@ -77,10 +75,50 @@ class PrincipleJudge(JudgeConfig, frozen=True, kw_only=True, tag="principles"):
 
 
 Judge = PointwiseJudge | GroupJudge | PairwiseJudge | PrincipleJudge
-JUDGES = dict[Name, Judge]
 
 
-def judges_of(config: Any) -> dict[str, Judge]:
-    """The judges of a run, by the name of the reward."""
-    judges: dict[str, Judge] = config.judges
-    return judges
+class RewardModelTraining(Section, frozen=True):
+    """How `agentrl rm train` trains `policy.model` as a reward model on the items of [data]."""
+
+    heads: Count = 1  # size of an ensemble of heads, each trained on its own sample of the items
+    # Coefficient of a pair's margin in the loss; 0: the better completion must only score higher.
+    margin: NonNegative = 0.0
+    # Coefficient of (sum of a pair's scores)^2, which keeps scores around 0.
+    centre: NonNegative = 0.01
+    epochs: Count = 1  # passes over the items
+    batch: Count = 32  # items per optimizer step
+    # Peak learning rate: linear warm-up over 10 % of the steps, then linear decay to 0.
+    lr: Positive = 1e-5
+
+
+class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"):
+    """A model whose scores are rewards of the table's name: a decoder with a head of one label, or
+    an ensemble from `agentrl rm train`."""
+
+    model: str  # a checkpoint directory or hub name with the policy's vocabulary
+    scope: Literal["rollout", "transition"] = "rollout"  # reward of the rollout, or of each call
+    # Weight of an ensemble's standard deviation, which is subtracted from its mean score.
+    disagreement: NonNegative = 0.5
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        if config.policies:
+            yield (
+                "[reward_models] score the calls of a single policy, but the run has [policies]; "
+                "let the verifier return the reward"
+            )
+
+
+class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
+    """A decoder whose reward is beta * (its log-prob - the reference's log-prob)."""
+
+    model: str = ""  # a checkpoint directory or hub name; empty: the initial policy
+    beta: Positive = 0.05  # reward per nat of the log ratio
+    reference: str = ""  # a checkpoint directory or hub name; empty: the initial policy
+    train: bool = False  # Whether it is trained on every step, after it has scored the step.
+    # Loss of its training: on outcomes from 0 to 1 (PRIME), or on pairs of rollouts of a group
+    # (iStar).
+    loss: Literal["outcome", "pairs"] = "outcome"
+    lr: Positive = 1e-6  # Learning rate, which is constant, with `train`.
+
+
+RewardModel = RewardModelConfig | ImplicitRewardModelConfig

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from agentrl.config.base import Count, Natural, NonNegative, Positive, Seconds, Section
 from agentrl.errors import nearest
-from agentrl.types import CORRECTION, FEEDBACK, POLICY
+from agentrl.types import CORRECTION, FEEDBACK
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import RunConfig
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 REFUSAL = (
@@ -63,7 +66,7 @@ class SignalsConfig(Section, frozen=True):
         """The weights of all signals that have one."""
         return dict.fromkeys((FEEDBACK, CORRECTION, "verifier", "next_message"), 1.0) | self.weights
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunConfig) -> Iterator[str]:
         name = self.next_message
         if name and ":" not in name and name not in config.upstreams:
             yield f"live.signals.next_message = {name!r}; {nearest(name, config.upstreams)}"
@@ -100,14 +103,7 @@ class LiveConfig(Section, frozen=True):
     signals: SignalsConfig = SignalsConfig()
     people: PeopleConfig = PeopleConfig()
 
-    @property
-    def replaces_rollouts(self) -> bool:
-        return self.running
-
-    def evaluated(self, config: Any) -> Section:
-        return type(self)()
-
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunConfig) -> Iterator[str]:
         if self.least > self.sessions:
             yield f"live.least = {self.least} is more than live.sessions = {self.sessions}"
         if self.promotion.rule in ("better", "not_worse") and not 0 < self.share < 1:
@@ -129,20 +125,10 @@ class LiveConfig(Section, frozen=True):
             yield "tasks: a live run learns from its sessions: keep only heldout and columns"
         if config.tasks.heldout and not config.agent.path:
             yield "tasks.heldout is played by the run file's agent: set agent.path"
-        if config.algorithm.joining:
+        if config.algorithm.joins:
             yield (
                 "algorithm.branching, counterfactual: nobody can play the rest of a live session, "
                 "whose user and agent are elsewhere; remove the table"
             )
         if config.sessions.by != "conversation":
             yield "sessions.by = 'key' would make one session of all that a key does; remove it"
-
-
-def live_of(config: Any) -> LiveConfig:
-    settings: LiveConfig = config.live
-    return settings
-
-
-def policy_of(version: int) -> str:
-    """The name by which a version is served."""
-    return f"{POLICY}@{version}"
