@@ -426,10 +426,11 @@ async def _stop_runners(children: list[Child], drain: float) -> None:
 
 async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
     """Run a runner in this process, for an agent given as an object. Ends only with an error."""
+    from agentrl.environments.runner import played_environment
     from agentrl.runners.main import RunnerThread
 
-    root = Path(config.root)
-    runner = RunnerThread(config.store, config.name, agent=agent, verifier=verifier, root=root)
+    place: Any = {"root": Path(config.root), "find_environment": played_environment}
+    runner = RunnerThread(config.store, config.name, agent=agent, verifier=verifier, **place)
     runner.start()
     try:
         await asyncio.wrap_future(runner.done)

@@ -130,9 +130,12 @@ def start_runner(store: str, run: str, key: str | None, root: Path | None) -> No
     die_with_parent()
     if key is not None:
         os.environ["AGENTRL_STORE_KEY"] = key
+    from agentrl.environments.runner import played_environment
     from agentrl.runners.main import main as run_forever
 
-    sys.exit(run_forever(store, run, root=root, until_ended=own))
+    sys.exit(
+        run_forever(store, run, find_environment=played_environment, root=root, until_ended=own)
+    )
 
 
 @cli.group(cls=CommandGroup, path="algorithm", hidden=True)

@@ -1,5 +1,5 @@
 """Branches: rollouts that repeat the first calls of another rollout and sample the rest anew (see
-`gateway`), to estimate the value of a call from several continuations.
+`runners.gateway.replays`), to estimate the value of a call from several continuations.
 
 Branches join the group of their source before it is claimed; credit over trees of rollouts
 (`presets`) compares them. Always true: requests are deterministic, ids included, because

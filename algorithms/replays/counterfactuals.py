@@ -2,7 +2,7 @@
 
 A counterfactual rollout repeats a rollout with substitutes in some of the roles. The other roles'
 calls are replayed while their prompts are the same, and sampled by the current policy after that
-(see `gateway`). The outcomes are the values of coalitions, from which the formulas
+(see `runners.gateway.replays`). The outcomes are the values of coalitions, from which the formulas
 of `coalitions` compute role rewards; the verifier needs no change.
 
 Always true: they join the group of their rollout before it is claimed, requests are deterministic,

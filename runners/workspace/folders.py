@@ -28,11 +28,11 @@ from agentrl.config import RunConfig
 from agentrl.config.infrastructure import ContainerRunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.gateway.attribution import AgentPlace
-from agentrl.runners.hooks import WorkspaceError
 from agentrl.runners.processes.contract import passed_environment, private_folders
 from agentrl.runners.processes.launcher import Finished, OutputPipe, ProcessLauncher
 from agentrl.runners.processes.supervisor import ProcessSpec
 from agentrl.runners.workspace import cleaner, sources
+from agentrl.runners.workspace.base import WorkspaceError
 from agentrl.runners.workspace.changes import carry_over, diff, pack, unpack
 from agentrl.runners.workspace.sandbox import Sandbox
 from agentrl.runners.workspace.sources import Template, Templates, no_space_or

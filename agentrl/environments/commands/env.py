@@ -46,11 +46,11 @@ named = click.argument(
 @env.command("list")
 def list_plugins() -> None:
     """Print the plug-ins, what they are for, and what they install."""
-    from agentrl.base.parts import installed_plugins
     from agentrl.config.derived import Named
     from agentrl.environments.reference import load_class
+    from agentrl.plugins import plugin_points
 
-    for name in sorted({point.name for point in installed_plugins("environments")}):
+    for name in sorted(plugin_points("environments").names):
         one = Named.read(f"{name}:", {})
         try:
             class_ = load_class(one)

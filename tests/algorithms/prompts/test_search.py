@@ -190,7 +190,7 @@ def test_no_torch_is_needed() -> None:
         "import agentrl.algorithms.sampling.upstreams, agentrl.algorithms.prompts.schedule\n"
         "import agentrl.algorithms.prompts.stored, agentrl.algorithms.prompts.gepa\n"
         "import agentrl.algorithms.prompts.command, agentrl.algorithms.prompts.result\n"
-        "import agentrl.algorithms.prompts.gateway, agentrl.runners.main"
+        "import agentrl.runners.gateway.prompts, agentrl.runners.main"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -11,7 +11,7 @@ import pytest
 
 import agentrl
 from agentrl.algorithms.data.merge import counterfactual
-from agentrl.algorithms.replays.gateway import recording
+from agentrl.runners.gateway.replays import recording
 from agentrl.types import Branch, PolicyVersion, Rollout, RolloutState, Transition
 from tests import factories
 

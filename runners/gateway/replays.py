@@ -18,7 +18,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from agentrl.config import RunConfig
 from agentrl.errors import StoreError
 from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
 from agentrl.runners.gateway.features import Feature
@@ -32,7 +31,7 @@ from agentrl.types import Branch, Transition
 class Replays(Feature):
     """The feature: attempts of branches are answered from the record first."""
 
-    def __init__(self, store: Store, config: RunConfig) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
     def join(self, active: ActiveAttempt) -> None:

@@ -16,12 +16,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from hashlib import sha256
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
+from agentrl.base.image_files import ImageRefusedError, read_image
 from agentrl.base.images import KIND, SCHEME, with_data_urls
 from agentrl.config import RunConfig
 from agentrl.config.agents import ImagesConfig
@@ -44,7 +43,6 @@ from agentrl.runners.gateway.request import (
 from agentrl.runners.gateway.upstream import Messages, Route
 from agentrl.store.base import Store
 from agentrl.types import Image, Json, Transition
-from agentrl.vision.headers import ImageRefusedError, read_header
 
 ADVICE = "; a policy sees images with policy.vision, which takes an image-text model"
 PIXELS = ("media_io_kwargs", "mm_processor_kwargs")  # fields that change what a policy sees
@@ -100,7 +98,7 @@ class ImageSight(Sight):
         messages = list(request.messages)
         for number, index, part in _images(request.messages):
             try:
-                image = read_image(part, limits)
+                image = read_image(part, max_bytes=limits.max_bytes, max_pixels=limits.max_pixels)
             except ImageRefusedError as error:
                 where = f"messages[{number}].content[{index}]"
                 unseen = unseen or f"an image in {where} that it cannot see: {error}"
@@ -191,46 +189,6 @@ async def _all(tasks: Iterable[asyncio.Task[None]]) -> None:
     """Wait for tasks, which others may wait for too. Raises their errors."""
     for task in tasks:
         await asyncio.shield(task)
-
-
-def read_image(part: Mapping[str, Json], limits: ImagesConfig) -> Image:
-    """Return the image of a part. Raises ImageRefusedError."""
-    if "uuid" in part:
-        raise ImageRefusedError("it has a uuid, by which a server may show another one")
-    body = _decoded(_url(part), limits.max_bytes)
-    media_type, width, height = read_header(body)
-    if not (width and height):
-        raise ImageRefusedError(f"its size is {width} x {height} pixels")
-    if width * height > limits.max_pixels:
-        raise ImageRefusedError(
-            f"it has {width} x {height} pixels, more than images.max_pixels ="
-            f" {limits.max_pixels}; make it smaller"
-        )
-    return Image(sha256(body).hexdigest(), media_type, width, height, body)
-
-
-def _url(part: Mapping[str, Json]) -> str:
-    given = part.get(KIND)
-    url = given.get("url") if isinstance(given, dict) else given
-    return url if isinstance(url, str) else ""
-
-
-def _decoded(url: str, limit: int) -> bytes:
-    """Return the content of a data URL of at most `limit` bytes."""
-    head, comma, data = url.partition(",")
-    if not (comma and head[:5].lower() == "data:" and head[-7:].lower() == ";base64"):
-        raise ImageRefusedError(
-            f"its URL is {url[:40]!r}, which may show something else when the call is trained;"
-            " send the file itself, as data:image/png;base64,..."
-        )
-    if (size := len(data) * 3 // 4 - data.count("=", -2)) > limit:
-        raise ImageRefusedError(
-            f"its file has {size} bytes, more than images.max_bytes = {limit}; make it smaller"
-        )
-    try:
-        return msgspec.convert(data, bytes)  # seven times faster than `base64`
-    except msgspec.ValidationError:
-        raise ImageRefusedError("its data URL is not base64") from None
 
 
 def _images(messages: Iterable[Mapping[str, Json]]) -> Iterator[tuple[int, int, dict[str, Json]]]:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from opentelemetry.proto.trace.v1 import trace_pb2
 
 PROTOBUF, JSON_FORM = "application/x-protobuf", "application/json"
-Add = Callable[[list[Span]], Awaitable[tuple[int, str]]]  # see `base.span_names.Receive`
+Add = Callable[[list[Span]], Awaitable[tuple[int, str]]]
+"""Stores spans; returns how many it refuses, and why."""
 LATEST_TIME = 2**63 - 1  # nanoseconds; the largest value of a store column
 LARGEST_INTEGER = 2**1023  # every smaller integer can be converted to a float
 ID_FIELDS = {"traceId", "spanId", "parentSpanId"}
@@ -41,9 +42,9 @@ async def receive(body: bytes, content_type: str, add: Add) -> tuple[bytes, str]
     return success(content_type, invalid + refused, reason or why)
 
 
-async def drop(body: bytes, content_type: str, add: Add) -> tuple[bytes, str]:
-    """Accept logs and metrics and discard them: an agent would retry after a refusal, and training
-    does not use them."""
+def discard(content_type: str) -> tuple[bytes, str]:
+    """Body and content type of the response to logs or metrics, which are not stored: an agent
+    would retry after a refusal, and training does not use them."""
     return b"{}" if content_type == JSON_FORM else b"", content_type
 
 

@@ -17,14 +17,12 @@ from functools import partial
 from aiohttp import web
 
 from agentrl.base.processes import log_phase
-from agentrl.config import RunConfig
 from agentrl.runners.dialects.base import UntranslatableError, joined
 from agentrl.runners.dialects.conversation import Body
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.prompt_size import RefusedPromptError, prompt_size
 from agentrl.runners.gateway.refusals import UpstreamError
 from agentrl.runners.gateway.upstream import Messages, Route, Upstream
-from agentrl.store.base import Store
 
 log = logging.getLogger("agentrl.runner")
 Count = Callable[[Messages], Awaitable[int | None]]  # prompt tokens; None: messages refused
@@ -110,10 +108,6 @@ class ChatTemplates(Feature):
             finding = asyncio.create_task(_rule_of(upstream, route))
             self._rules[route.base_url] = finding
         return (await asyncio.shield(finding)).apply(messages)
-
-
-def join(store: Store, config: RunConfig) -> ChatTemplates | None:
-    return None if config.policy.unsupported_roles == "as_sent" else ChatTemplates()
 
 
 async def _rule_of(upstream: Upstream, route: Route) -> PromptRule:

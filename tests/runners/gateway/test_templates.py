@@ -18,9 +18,9 @@ from agentrl.runners.dialects import UntranslatableError
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.request import ModelRequest
 from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.templates.gateway import PromptRule, find_rule
+from agentrl.runners.gateway.templates import PromptRule, find_rule
+from tests.runners.gateway.templates import QWEN25, TEMPLATES, render, text_of
 from tests.runners.harnesses.stored import HARNESSES, as_chat, stored
-from tests.runners.templates.templates import QWEN25, TEMPLATES, render, text_of
 
 AS_SENT = RunConfig(policy=PolicyConfig(unsupported_roles="as_sent"))
 DEVELOPER = {"role": "developer", "content": "be brief"}

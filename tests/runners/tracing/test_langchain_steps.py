@@ -11,9 +11,9 @@ import openai
 import pytest
 
 import agentrl
-from agentrl.runners.langchain_steps import steps
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing import core as tracing
+from agentrl.runners.tracing import langchain_steps as steps
 from agentrl.types import RolloutState
 
 

@@ -11,11 +11,11 @@ import msgspec
 import openai
 import pytest
 
-from agentrl.algorithms.prompts.gateway import PromptNotFoundError, apply_prompts
 from agentrl.algorithms.prompts.records import Candidate, put_candidates
 from agentrl.runners.dialects.base import CHAT
 from agentrl.runners.dialects.base import TEXT as COMPLETIONS
 from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.runners.gateway.prompts import PromptNotFoundError, apply_prompts
 from agentrl.runners.gateway.request import read_request
 from agentrl.types import ErrorKind, PromptText
 

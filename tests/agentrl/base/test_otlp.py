@@ -18,9 +18,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from agentrl.base import otlp
 from agentrl.base.span_names import KIND, OPERATION
 from agentrl.errors import Invalid
-from agentrl.telemetry.otlp import wire
 from agentrl.types import Span
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -39,7 +39,7 @@ def attributes(**values: Any) -> list[dict[str, Any]]:
 
 
 def decode(body: bytes, content_type: str) -> list[Span]:
-    return wire.decode_some(body, content_type)[0]
+    return otlp.decode_some(body, content_type)[0]
 
 
 def test_spans_of_the_real_sdk() -> None:
@@ -139,7 +139,7 @@ def test_an_unusable_span_is_counted_and_the_rest_is_kept(
     spans = request["resourceSpans"][0]["scopeSpans"][0]["spans"]
     spans.insert(0, spans[0] | wrong)
     body = json.dumps(request).encode()
-    found, unusable, why = wire.decode_some(body, "application/json")
+    found, unusable, why = otlp.decode_some(body, "application/json")
     assert ([span.id for span in found], unusable) == ([SPAN], 1)
     assert reason in why
     assert decode(body, "application/json") == found
@@ -156,12 +156,12 @@ def test_an_empty_request_has_no_spans() -> None:
 
 
 def test_the_answer_speaks_the_language_of_the_request() -> None:
-    assert wire.success("application/json") == (b"{}", "application/json")
-    body, form = wire.success("application/json;charset=utf-8", 2, "no such attempt")
+    assert otlp.success("application/json") == (b"{}", "application/json")
+    body, form = otlp.success("application/json;charset=utf-8", 2, "no such attempt")
     said = {"rejectedSpans": "2", "errorMessage": "no such attempt"}
     assert (json.loads(body), form) == ({"partialSuccess": said}, "application/json")
-    assert wire.success("application/x-protobuf") == (b"", "application/x-protobuf")
-    body, _ = wire.success("application/x-protobuf", 2, "no such attempt")
+    assert otlp.success("application/x-protobuf") == (b"", "application/x-protobuf")
+    body, _ = otlp.success("application/x-protobuf", 2, "no such attempt")
     partial = ExportTraceServiceResponse.FromString(body).partial_success
     assert (partial.rejected_spans, partial.error_message) == (2, "no such attempt")
 
@@ -172,14 +172,14 @@ def test_what_is_encoded_is_decoded_again() -> None:
     span = Span(
         id=SPAN, attempt=TRACE, parent=None, name="s", kind="tool", start=1, end=2, attributes=said
     )
-    body = wire.encode([span], {"service.name": "agentrl"}, scope="")
+    body = otlp.encode([span], {"service.name": "agentrl"}, scope="")
     (found,) = decode(body, "application/x-protobuf")
     expected = said | {"g": float(2**64), "i": str(10**400), "resource.service.name": "agentrl"}
     assert (found.kind, found.attributes) == ("tool", expected)
     (row,) = ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans
     assert row.status.code == row.status.STATUS_CODE_OK
     with pytest.raises(Invalid, match="no OpenTelemetry id"):
-        wire.encode([msgspec.structs.replace(span, id="x")], {})
+        otlp.encode([msgspec.structs.replace(span, id="x")], {})
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,9 @@ def test_text_that_is_not_unicode_is_replaced_and_other_spans_are_kept(
     first = b'{%s, %s, %s, "name": %s}' % (ids, times, said, name)
     second = b'{%s, %s, "name": "good"}' % (ids, times)
     body = b'{"resourceSpans": [{"scopeSpans": [{"spans": [%s, %s]}]}]}' % (first, second)
-    found, unusable, why = wire.decode_some(body, "application/json")
+    found, unusable, why = otlp.decode_some(body, "application/json")
     assert [span.name for span in found] == [stored if place == "name" else "n", "good"]
     assert found[0].attributes["k"] == (stored if place == "attribute" else "v")
     assert (unusable, "half a surrogate pair, was replaced" in why) == (0, True)
-    answer, _ = wire.success("application/json", unusable, why)
+    answer, _ = otlp.success("application/json", unusable, why)
     assert b"was replaced" in answer

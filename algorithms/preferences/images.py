@@ -7,12 +7,11 @@ from base64 import b64encode
 from io import BytesIO
 from typing import Any
 
+from agentrl.base.image_files import ImageRefusedError, read_image
 from agentrl.base.images import KIND, SCHEME, url_of
 from agentrl.config.agents import ImagesConfig
 from agentrl.errors import ConfigError
 from agentrl.types import Image
-from agentrl.vision.gateway import read_image
-from agentrl.vision.headers import ImageRefusedError
 
 Row = dict[str, Any]
 COLUMNS = ("images", "image")
@@ -21,7 +20,7 @@ SAID = ("chosen", "rejected", "completion")  # each goes on after those
 LIMITS = ImagesConfig()
 
 
-def stored(row: Row) -> tuple[Row, list[Image]]:
+def with_digests(row: Row) -> tuple[Row, list[Image]]:
     """The row with the digests of its images in its messages, and the images. Raises ConfigError
     for an image that no policy can see, and for more or fewer images than parts."""
     files = _files(row)
@@ -60,7 +59,7 @@ def _named(
         if url_of(given) is None:
             return given
         try:
-            image = read_image(given, LIMITS)
+            image = read_image(given, max_bytes=LIMITS.max_bytes, max_pixels=LIMITS.max_pixels)
         except ImageRefusedError as error:
             raise ConfigError(f"{place} is an image that cannot be seen: {error}") from None
         found[image.digest] = image

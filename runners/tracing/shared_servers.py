@@ -51,12 +51,6 @@ _asked: ContextVar[Asked] = ContextVar("asked", default=MappingProxyType({}))
 _putter: ContextVar[Place | None] = ContextVar("putter", default=None)  # who has put at all
 
 
-def join() -> None:
-    """Patch what the process has: its servers at once, what it imports later at an attempt."""
-    install()
-    install_imported()
-
-
 @cache
 def install() -> None:
     """Patch the servers of Python and uvloop, once per process: those that uvicorn,

@@ -1,23 +1,26 @@
-"""What the gateway answers on the paths of the translated APIs."""
+"""What the gateway answers on the paths of the translated APIs: see `apis`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
 
 from agentrl.base.http_server import read_body
-from agentrl.runners.dialects import Dialect, ModelApi, UntranslatableError
+from agentrl.runners.dialects import Dialect, UntranslatableError
 from agentrl.runners.dialects.conversation import Body, ConversationMemory
 from agentrl.runners.gateway.attribution import CallOrigin
-from agentrl.runners.gateway.endpoints import Endpoints
 from agentrl.runners.gateway.prompt_size import RefusedPromptError, prompt_size
 from agentrl.runners.gateway.refusals import RefusedError, UpstreamError, translate_error
 from agentrl.runners.gateway.upstream import Route
 from agentrl.runners.translation import google, messages, responses
 from agentrl.types import Json
+
+if TYPE_CHECKING:
+    from agentrl.runners.gateway.endpoints import Endpoints
 
 NOTHING: Mapping[str, Json] = {}
 
@@ -109,11 +112,3 @@ async def count_tokens(
     return await endpoints.unrecorded(
         caller, raw, str(chat.get("model") or ""), "count_tokens", once
     )
-
-
-RESPONSES = ModelApi(answer_responses, responses.DIALECT, get=no_websocket)
-MESSAGES = ModelApi(
-    answer_messages, messages.DIALECT, header="anthropic-version", models=anthropic_models
-)
-COUNTED_MESSAGES = ModelApi(count_messages, messages.DIALECT)
-GOOGLE = ModelApi(answer_google, google.dialect("", stream=False))

@@ -11,11 +11,9 @@ import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import cache
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing.attempt_log import AttemptLog, step_id
@@ -28,12 +26,6 @@ def install() -> None:
     """Register the handler, if the process has imported LangChain."""
     if "langchain_core" in sys.modules:
         _register()
-
-
-def join(config: RunConfig, root: Path) -> None:
-    """Trace with inputs and outputs, if a run asks for it."""
-    if config.runner.framework_spans:
-        instrument_frameworks()
 
 
 def instrument_frameworks() -> None:

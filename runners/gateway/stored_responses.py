@@ -13,21 +13,23 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from aiohttp import web
 
 from agentrl.base.http_server import read_body
-from agentrl.runners.dialects import ModelApi, UntranslatableError, base
+from agentrl.runners.dialects import UntranslatableError, base
 from agentrl.runners.dialects.base import Dialect
 from agentrl.runners.dialects.conversation import Body, ConversationMemory
 from agentrl.runners.gateway.attribution import CallOrigin
-from agentrl.runners.gateway.endpoints import Endpoints
 from agentrl.runners.gateway.refusals import RefusedError
+from agentrl.runners.gateway.translated import count_tokens
 from agentrl.runners.translation import common, responses
-from agentrl.runners.translation.gateway import count_tokens
 from agentrl.types import Json
+
+if TYPE_CHECKING:
+    from agentrl.runners.gateway.endpoints import Endpoints
 
 MOST_BYTES = 64 * 2**20  # of the items of an attempt's conversations, as JSON
 PAGE, LARGEST_PAGE = 20, 100  # items
@@ -352,13 +354,3 @@ def _list(items: list[Body], *, more: bool) -> web.Response:
     ends |= {"last_id": items[-1].get("id") if items else "", "has_more": more}
     found: Json = {"object": "list", "data": items} | ends
     return web.json_response(body=msgspec.json.encode(found))
-
-
-_api = partial(ModelApi, dialect=responses.DIALECT)
-COMPACT, INPUT_TOKENS, CANCEL = _api(compact), _api(count), _api(cancel)
-RESPONSE = _api(None, others={"GET": retrieve, "DELETE": forget})
-INPUT_ITEMS = _api(None, others={"GET": input_items})
-CONVERSATIONS = _api(create)
-CONVERSATION = _api(update, others={"GET": describe, "DELETE": delete})
-ITEMS = _api(add_items, others={"GET": list_items})
-ITEM = _api(None, others={"GET": read_item, "DELETE": remove_item})

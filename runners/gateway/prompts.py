@@ -12,12 +12,10 @@ from typing import AnyStr
 
 import msgspec
 
-from agentrl.config import RunConfig
 from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.refusals import RefusedError
 from agentrl.runners.gateway.request import ModelRequest
-from agentrl.store.base import Store
 from agentrl.types import Json, PromptText
 
 SYSTEM = ("system", "developer")
@@ -37,10 +35,6 @@ class CandidatePrompts(Feature):
         if prompts := active.attempt.prompts:
             active.roles = {*active.roles, *(prompt.role for prompt in prompts)}
             active.changes.append(_with_prompts)
-
-
-def candidate_prompts(store: Store, config: RunConfig) -> CandidatePrompts:
-    return CandidatePrompts()
 
 
 def _with_prompts(call: ReceivedCall) -> ReceivedCall:

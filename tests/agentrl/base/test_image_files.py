@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from agentrl.vision.headers import Header, ImageRefusedError, read_header
+from agentrl.base.image_files import Header, ImageRefusedError, read_header
 from tests.agentrl.vision.pictures import chunk, claiming, exif, picture
 
 SIZES = [(1, 1), (8, 6), (300, 2), (1, 400), (1280, 800)]
