@@ -16,10 +16,8 @@ def show_settings(config: RunConfig) -> None:
     lines: list[str] = []
     if find_spec("torch") and find_spec("transformers"):  # the extra `train`
         from agentrl.algorithms.train.build import group_requirements, load_algorithms
-        from agentrl.algorithms.train.hooks import hooks_of
 
-        parts = hooks_of(config)
-        group_requirements(config, load_algorithms(config, parts), parts)
+        group_requirements(config, load_algorithms(config))
         for point in installed_plugins("forecasts"):
             lines += point.load()(config)
     said = "".join(f"# {line}\n" for line in lines)
