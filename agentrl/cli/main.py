@@ -29,7 +29,6 @@ from agentrl.cli import (
 from agentrl.cli.settings import show_settings
 from agentrl.cli.store import store as store_group
 from agentrl.config import RunConfig, load
-from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import AgentRLError, user_message
 
 
@@ -147,10 +146,7 @@ def algorithm() -> None:
 @config_file
 def start_algorithm(config: RunConfig) -> None:
     die_with_parent()
-    if has_no_own_policy(config):
-        from agentrl.algorithms.sampling.upstreams import main as run_algorithm
-    else:
-        from agentrl.algorithms.train.main import main as run_algorithm
+    from agentrl.algorithm_process import run_algorithm
 
     run_algorithm(config)
 

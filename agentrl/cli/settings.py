@@ -19,10 +19,8 @@ def show_settings(config: RunConfig) -> None:
     if find_spec("torch") and find_spec("transformers"):  # the extra `train`
         from agentrl.algorithms.preflight.training import forecast
         from agentrl.algorithms.train.build import group_requirements, load_algorithms
-        from agentrl.algorithms.train.hooks import hooks_of
 
-        parts = hooks_of(config)
-        group_requirements(config, load_algorithms(config, parts), parts)
+        group_requirements(config, load_algorithms(config))
         lines += forecast(config)
     said = "".join(f"# {line}\n" for line in lines)
     said += to_toml(replace(config, store=split_secret(config.store)[0]))

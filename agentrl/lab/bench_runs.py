@@ -72,6 +72,7 @@ def run_piece(config: RunConfig) -> None:
     import openai  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    from agentrl.algorithm_process import added_features
     from agentrl.algorithms.train.main import main as algorithm
     from agentrl.environments.runner import played_environment
     from agentrl.runners.main import main
@@ -80,7 +81,8 @@ def run_piece(config: RunConfig) -> None:
     logs = Path(config.output, "logs")
     logs.mkdir(parents=True, exist_ok=True)
     runner = partial(main, find_environment=played_environment)
-    started = {"algorithm": (algorithm, config), "runner-0": (runner, config.store, config.name)}
+    training = (algorithm, config, added_features(config))
+    started = {"algorithm": training, "runner-0": (runner, config.store, config.name)}
     processes = [
         FORK.Process(target=_child, args=(logs / f"{name}.log", *call))
         for name, call in started.items()

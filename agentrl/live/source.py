@@ -20,7 +20,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from agentrl.algorithms.sampling.collect import Collected, Vocabulary, split_unreadable
-from agentrl.algorithms.train.hooks import LoadedRun
+from agentrl.algorithms.train.features import LoadedRun
 from agentrl.base.processes import log_phase
 from agentrl.live.blame import Blame
 from agentrl.live.records.documents import policy_of

@@ -6,36 +6,29 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from agentrl.algorithms.data.state import StatePart
-from agentrl.algorithms.sampling.collect import GroupSource
-from agentrl.algorithms.train.hooks import Hooks, LoadedRun, ServedRun
+from agentrl.algorithms.train.features import Feature, LoadedRun, ServedRun
 from agentrl.algorithms.train.load_policies import vocabulary_sizes
-from agentrl.config import RunConfig
 from agentrl.live.source import SessionSource
 from agentrl.live.versions import Lineage, Versions
 
 NICENESS = 10  # by which the learner yields to the engine on shared cores
 
 
-class Live(Hooks):
+class Live(Feature):
     """Training on the sessions of a served policy."""
 
     def __init__(self) -> None:
         self.lineage, self.steps = Lineage(), 0
         self.sessions: SessionSource | None = None
 
-    def state(self) -> Mapping[str, StatePart]:
-        return {"live": self.lineage}
-
-    def source(self, run: LoadedRun) -> GroupSource:
+    async def prepare(self, run: LoadedRun) -> None:
+        run.policies.state.parts["live"] = self.lineage
         adapted = any(model.adapters is not None for model in run.models)
-        self.sessions = SessionSource(
+        self.source = self.sessions = SessionSource(
             run, self.lineage, vocabulary_sizes(run.models), serves=adapted
         )
-        return self.sessions
 
     async def start(self, run: ServedRun) -> None:
         assert self.sessions is not None
@@ -60,8 +53,3 @@ def yield_to_answers() -> None:
         thread = threading.get_native_id()
         now = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, min(now + NICENESS, 19))
-
-
-def join(config: RunConfig) -> Hooks | None:
-    """None for a run of another command."""
-    return Live() if config.live.running else None

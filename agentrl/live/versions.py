@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from agentrl.algorithms.train.checkpoint import save_checkpoint
-from agentrl.algorithms.train.hooks import ServedRun
+from agentrl.algorithms.train.features import ServedRun
 from agentrl.base.files import PARTIAL, atomic_directory, delete_directory
 from agentrl.base.processes import log_phase
 from agentrl.errors import ConfigError, Conflict, PolicyError

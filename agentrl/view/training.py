@@ -6,19 +6,14 @@ import asyncio
 import subprocess
 
 from agentrl import __version__
-from agentrl.algorithms.train.hooks import Hooks, ServedRun
-from agentrl.config import RunConfig
+from agentrl.algorithms.train.features import Feature, ServedRun
 from agentrl.types import Json
 
 DOCUMENTS = "origin"  # the kind, with one for each commit
 GIT_TIMEOUT = 5.0  # seconds
 
 
-def join(_: RunConfig) -> Hooks:
-    return RunOrigin()
-
-
-class RunOrigin(Hooks):
+class RunOrigin(Feature):
     async def start(self, run: ServedRun) -> None:
         found = await asyncio.to_thread(origin, run.config.root)
         if found:

@@ -9,10 +9,9 @@ from dataclasses import replace
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.objective.prepare import KEEPS_PROMPTS
-from agentrl.algorithms.train.hooks import Hooks, LoadedRun
+from agentrl.algorithms.train.features import Feature, LoadedRun
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.step import Updater
-from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.types import Group
 from agentrl.vision.calls import Finder
@@ -20,11 +19,7 @@ from agentrl.vision.eyes import ImageInputs, files_of
 from agentrl.vision.images import Catalogue
 
 
-def join(config: RunConfig) -> Hooks | None:
-    return Looking()
-
-
-class Looking(Hooks):
+class Looking(Feature):
     """Brings the images of a step's calls from the store to the models that read them."""
 
     def __init__(self) -> None:
@@ -32,6 +27,7 @@ class Looking(Hooks):
         self._run: LoadedRun | None = None
 
     def updater(self, updater: Updater, model: LoadedModel) -> Updater:
+        """The updater of one policy, which finds the images of its calls."""
         eyes = inputs_of(model.model)
         eyes = eyes if isinstance(eyes, ImageInputs) else None
         if eyes is not None:
@@ -49,7 +45,11 @@ class Looking(Hooks):
         )
 
     async def prepare(self, run: LoadedRun) -> None:
-        self._run = run
+        self._run, updaters = run, run.policies.updaters
+        for model in run.models:
+            for name in model.policies:
+                if name in updaters:  # which a frozen policy is not
+                    updaters[name] = self.updater(updaters[name], model)
         loop = asyncio.get_running_loop()
 
         async def source(digests: Sequence[str]) -> Mapping[str, bytes]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
 from agentrl.algorithms.credit.running_means import CountedMeans
-from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.algorithms.train.hooks import Hooks
+from agentrl.algorithms.train.features import Feature, LoadedRun
 from agentrl.config import RunConfig
 from agentrl.types import Group, Json, Task
 
@@ -90,23 +88,15 @@ def task_name(task: Task) -> str:
     return hashlib.blake2b(whole, digest_size=12).hexdigest()
 
 
-class Curriculum(Hooks):
+class Curriculum(Feature):
     """Tasks by difficulty (`tasks.order`, `tasks.solved`)."""
 
     def __init__(self, config: RunConfig) -> None:
         self.difficulty = TaskDifficulty(solved=config.tasks.solved)
 
-    def state(self) -> Mapping[str, StatePart]:
-        return {DIFFICULTY: self.difficulty.means}
-
-    def sampling(self, tasks: TaskSampler) -> TaskSampler:
-        return replace(tasks, order=self.difficulty.choose)
+    async def prepare(self, run: LoadedRun) -> None:
+        run.policies.state.parts[DIFFICULTY] = self.difficulty.means
 
     def claimed(self, groups: Sequence[Group]) -> Metrics:
         self.difficulty.record_outcomes(groups)
         return {}
-
-
-def join(config: RunConfig) -> Curriculum | None:
-    chosen = config.tasks.order == "difficulty" or config.tasks.solved is not None
-    return Curriculum(config) if chosen else None

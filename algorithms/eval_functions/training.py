@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentrl.algorithms.train.hooks import Hooks, ServedRun
+from agentrl.algorithms.train.features import Feature, ServedRun
 from agentrl.base import user_code
 from agentrl.base.loading import import_error, load_attribute
 from agentrl.config import RunConfig
@@ -15,7 +15,7 @@ from agentrl.store.base import Store
 from agentrl.types import POLICY
 
 
-class Functions(Hooks):
+class EvalFunctions(Feature):
     """They are called at each evaluation."""
 
     live: ServedRun
@@ -26,10 +26,6 @@ class Functions(Hooks):
     async def evaluate(self, step: int, limit: int) -> None:
         live = self.live
         await evaluate_functions(live.store, live.config, live.state.epoch, step)
-
-
-def join(config: RunConfig) -> Functions | None:
-    return Functions() if config.eval.functions else None
 
 
 async def evaluate_functions(store: Store, config: RunConfig, epoch: int, step: int) -> None:

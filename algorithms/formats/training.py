@@ -13,8 +13,7 @@ from agentrl.algorithms.formats.templates import proposed, templates
 from agentrl.algorithms.model.chat import BLIND, Chat, RequestError
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
-from agentrl.algorithms.train.hooks import Hooks, ServedRun
-from agentrl.config import RunConfig
+from agentrl.algorithms.train.features import Feature, ServedRun
 from agentrl.errors import TrainingError
 from agentrl.types import Group, Json, Transition
 
@@ -38,7 +37,7 @@ class Break(NamedTuple):
         return "its tool calls" if answer.get("tool_calls") else "its answers"
 
 
-class TemplateChecks(Hooks):
+class TemplateChecks(Feature):
     """Ends a run whose template shows the model no tools, on any engine, and says once what a
     template costs that does not repeat what the model wrote."""
 
@@ -122,7 +121,3 @@ def sentence(found: Sequence[Break], calls: int, tokenizer: Tokenizer) -> str:
         " computed again, in sampling and in each update."
         + (f" policy.chat_template = {name!r} repeats all that was written." if other else "")
     )
-
-
-def join(config: RunConfig) -> Hooks | None:
-    return TemplateChecks() if config.plays_rollouts else None

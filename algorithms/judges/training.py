@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.train.hooks import Hooks, ServedRun
+from agentrl.algorithms.train.features import Feature, ServedRun
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.types import Group, StepReward
@@ -16,19 +16,10 @@ if TYPE_CHECKING:
     from agentrl.algorithms.judges.judge import Judges
 
 
-class Judged(Hooks):
+class JudgeRewards(Feature):
     """Rewards of judges."""
 
     judges: Judges
-
-    def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
-        for name in config.judges:
-            if name not in algo.rewards:
-                raise ConfigError(
-                    f"judges.{name} is set, and algorithm.preset = {algo.name!r} reads no reward "
-                    f"{name!r}; name it in algorithm.options, or leave it out"
-                )
-        return algo
 
     async def start(self, run: ServedRun) -> None:
         from agentrl.algorithms.judges.judge import make_judges
@@ -43,5 +34,11 @@ class Judged(Hooks):
         return self.judges.rewards
 
 
-def join(config: RunConfig) -> Judged | None:
-    return Judged() if config.judges else None
+def check_judges(config: RunConfig, algo: Algo) -> None:
+    """Raise ConfigError for a judge whose reward the algorithm does not read."""
+    for name in config.judges:
+        if name not in algo.rewards:
+            raise ConfigError(
+                f"judges.{name} is set, and algorithm.preset = {algo.name!r} reads no reward "
+                f"{name!r}; name it in algorithm.options, or leave it out"
+            )

@@ -16,11 +16,7 @@ from agentrl.algorithms.credit.core import TokenKLPenalty
 from agentrl.algorithms.credit.records import map_records, nested_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo, ReferenceControl
-from agentrl.algorithms.train.hooks import Hooks
-from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.step import Updater
-from agentrl.config import RunConfig
-from agentrl.config.policies import trained_policies, view
 from agentrl.errors import ConfigError
 from agentrl.types import Json
 
@@ -88,18 +84,11 @@ class AdaptiveControl(ReferenceControl):
         return metrics
 
 
-class KlTarget(Hooks):
-    """Penalties with a target."""
-
-    def updater(self, updater: Updater, model: LoadedModel) -> Updater:
-        settings, own = updater.config.reference, updater.reference_control
-        if not settings.target_kl:
-            return updater
-        kl = make_kl_controller(updater.algo, settings.target_kl, settings.kl_horizon)
-        updater.state.parts["kl"] = kl
-        return replace(updater, reference_control=AdaptiveControl(own.reference, kl=kl))
-
-
-def join(config: RunConfig) -> KlTarget | None:
-    views = (view(config, name) for name in trained_policies(config))
-    return KlTarget() if any(own.reference.target_kl for own in views) else None
+def with_kl_target(updater: Updater) -> Updater:
+    """The updater of a policy, with an adaptive penalty if `reference.target_kl` is set."""
+    settings, own = updater.config.reference, updater.reference_control
+    if not settings.target_kl:
+        return updater
+    kl = make_kl_controller(updater.algo, settings.target_kl, settings.kl_horizon)
+    updater.state.parts["kl"] = kl
+    return replace(updater, reference_control=AdaptiveControl(own.reference, kl=kl))

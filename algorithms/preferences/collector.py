@@ -23,7 +23,7 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.auxiliary import load_auxiliary
-from agentrl.algorithms.learners.base import Learner, ReferenceElsewhere, Scored
+from agentrl.algorithms.learners.base import Learner, Scored
 from agentrl.algorithms.learners.factory import caches_reference
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.inputs import Inputs, inputs_of
@@ -79,9 +79,21 @@ def loss_of(algo: Algo) -> CompletionLoss | None:
     return algo.side if isinstance(algo.side, CompletionLoss) else None
 
 
-def from_dataset(updater: Updater, reference: ReferenceElsewhere) -> Updater:
+@dataclass(slots=True)
+class StoredReference:
+    """The reference's log-probs of the items that were collected, or evaluated, last: as
+    `Updater.reference`, float64 [N]."""
+
+    logprobs: Mapping[str, Float32] = field(default_factory=dict)  # by rollout
+
+    def __call__(self, batch: Batch) -> Tensor:
+        every = [torch.tensor(self.logprobs[id], dtype=torch.float64) for id in batch.rollouts]
+        return torch.cat(every) if every else torch.empty(0)
+
+
+def from_dataset(updater: Updater) -> Updater:
     """The updater for items, whose groups are as large as they have completions, and which are in
-    no store. reference: its log-probs, if they are in the store."""
+    no store. The reference's log-probs are read from the store, if they can be."""
     config, algo, side = updater.config, updater.algo, loss_of(updater.algo)
     sides = 2 if side is not None and side.paired else 1
     settings = replace(config.algorithm, min_group=sides)
@@ -89,7 +101,7 @@ def from_dataset(updater: Updater, reference: ReferenceElsewhere) -> Updater:
         updater,
         config=replace(config, algorithm=settings),
         recorder=None,
-        reference=reference if caches_reference(config, algo) else None,
+        reference=StoredReference() if caches_reference(config, algo) else None,
         limit=None,
     )
 
@@ -111,7 +123,6 @@ class DatasetCollector:
     loaded: LoadedModel
     reference: str = ""  # digest of its weights
     items: dict[str, list[Item]] = field(default_factory=dict)  # usable ones, by split
-    logprobs: dict[str, Float32] = field(default_factory=dict)  # of the reference, by rollout
     tokenizer: Retokenizer = field(init=False)
     inputs: Inputs | None = field(init=False)  # what the model reads beside text
     serves: ClassVar[bool] = False
@@ -198,16 +209,11 @@ class DatasetCollector:
         self.reference = state.hexdigest()
         return partial(scorer.logprobs, of=of)
 
-    def reference_logprobs(self, batch: Batch) -> Tensor:
-        """Of the items that were collected, or evaluated, last: float64 [N]."""
-        every = [torch.tensor(self.logprobs[id], dtype=torch.float64) for id in batch.rollouts]
-        return torch.cat(every) if every else torch.empty(0)
-
     async def _read_reference(self, groups: Sequence[Group]) -> None:
         """Read the reference's log-probs of these sides."""
-        if self.updater.reference is not None:
+        if isinstance(known := self.updater.reference, StoredReference):
             names = [rollout.id for group in groups for rollout in group.rollouts]
-            self.logprobs = dict(await self.store.logprobs(self.reference, names))
+            known.logprobs = await self.store.logprobs(self.reference, names)
 
     async def _score(self, scorer: Callable[[Batch], Tensor], groups: Sequence[Group]) -> None:
         """Compute and store the reference's log-probs of completions that have none."""

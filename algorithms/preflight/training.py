@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.preflight import estimate
 from agentrl.algorithms.preflight.proof import trie_gap
-from agentrl.algorithms.train.hooks import Hooks
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
@@ -18,16 +17,6 @@ from agentrl.config.policies import trained_policies, view
 from agentrl.errors import PolicyError
 
 log = logging.getLogger("agentrl.algorithm")
-
-
-class Preflight(Hooks):
-    def loaded(self, config: RunConfig, models: Sequence[LoadedModel]) -> RunConfig:
-        announce(config, models)
-        return with_proven_packing(config, models)
-
-
-def join(config: RunConfig) -> Hooks:
-    return Preflight()
 
 
 def announce(config: RunConfig, models: Sequence[LoadedModel]) -> None:

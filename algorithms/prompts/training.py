@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from agentrl.algorithms.prompts.schedule import PromptSchedule
-from agentrl.algorithms.train.hooks import Hooks, ServedRun
-from agentrl.config import RunConfig
+from agentrl.algorithms.train.features import Feature, ServedRun
 
 
-class Prompts(Hooks):
+class PromptSearch(Feature):
     """Sets the prompts of each step."""
 
     schedule: PromptSchedule
@@ -18,7 +17,3 @@ class Prompts(Hooks):
 
     async def before_step(self, step: int) -> None:
         await self.schedule.before_step(step)
-
-
-def join(config: RunConfig) -> Prompts | None:
-    return Prompts() if config.prompts.components else None

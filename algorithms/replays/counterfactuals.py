@@ -26,6 +26,7 @@ from agentrl.algorithms.data.merge import counterfactual, valid_for_any
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.replays.coalitions import Coalition, Value, difference, shapley
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
+from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig
 from agentrl.config.learning import INITIAL, CounterfactualConfig
 from agentrl.config.policies import (
@@ -207,6 +208,19 @@ def with_optional_reward(settings: CounterfactualConfig, algo: Algo) -> Algo:
         return algo
     name = f"role:{settings.value}"
     return dataclasses.replace(algo, optional=(*algo.optional, name))
+
+
+def with_role_rewards(updater: Updater) -> Updater:
+    """The updater of a policy, which adds counterfactual rewards if its algorithm reads them."""
+    settings = updater.config.algorithm.counterfactual
+    if not uses_counterfactuals(settings, updater.algo):
+        return updater
+    rewards = RoleRewards(coalition_formula(updater.config), updater.policy)
+    before = updater.preprocessor
+    completers = (rewards, *before.completers)
+    return dataclasses.replace(
+        updater, preprocessor=dataclasses.replace(before, completers=completers)
+    )
 
 
 def check_counterfactuals(

@@ -21,7 +21,6 @@ from agentrl.algorithms.reward_models.scorers import (
     ScalarScorer,
     load_scalar,
 )
-from agentrl.algorithms.train.hooks import Hooks
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig, TorchLearnerConfig
@@ -30,35 +29,26 @@ from agentrl.errors import ConfigError
 from agentrl.types import Scope
 
 
-class RewardModels(Hooks):
-    """Rewards of reward models."""
-
-    def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
-        refuse_unused_settings(config, algo)
-        refuse_training_elsewhere(config)
-        return algo
-
-    def updater(self, updater: Updater, model: LoadedModel) -> Updater:
-        models, trainers = make_reward_models(
-            updater.config, model.model, model.tokenizer, model.source
-        )
-        if isinstance(updater.learner, TorchLearner):
-            updater.learner.keep(*trainers)
-        before = updater.preprocessor
-        completers = (*before.completers, *models)
-        return replace(
-            updater, preprocessor=replace(before, completers=completers, trainers=trainers)
-        )
+def with_reward_models(updater: Updater, model: LoadedModel) -> Updater:
+    """The updater of a policy with rewards of reward models, and training of those that learn."""
+    if not updater.config.reward_models:
+        return updater
+    models, trainers = make_reward_models(
+        updater.config, model.model, model.tokenizer, model.source
+    )
+    if isinstance(updater.learner, TorchLearner):
+        updater.learner.keep(*trainers)
+    before = updater.preprocessor
+    completers = (*before.completers, *models)
+    return replace(updater, preprocessor=replace(before, completers=completers, trainers=trainers))
 
 
-def join(config: RunConfig) -> RewardModels | None:
-    return RewardModels() if config.reward_models else None
-
-
-def refuse_unused_settings(config: RunConfig, algo: Algo) -> None:
-    """Raise ConfigError for a setting without effect."""
+def check_reward_models(config: RunConfig, algo: Algo) -> None:
+    """Raise ConfigError for a setting without effect, and for a reward model that learns with a
+    learner that cannot save it."""
     for key, why in _unused_settings(config, algo):
         raise ConfigError(f"{key} is set, {why}; leave it out")
+    _refuse_training_elsewhere(config)
 
 
 def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]:
@@ -78,7 +68,7 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
                 yield f"reward_models.{name}.{key}", "and it does not learn without train"
 
 
-def refuse_training_elsewhere(config: RunConfig) -> None:
+def _refuse_training_elsewhere(config: RunConfig) -> None:
     """Raise ConfigError for a reward model that learns, with a learner that cannot save it."""
     for name, section in config.reward_models.items():
         learns = isinstance(section, ImplicitRewardModelConfig) and section.train

@@ -85,7 +85,7 @@ class Collector:
     tasks: TaskSampler
     resample: str | None = None
     vocabulary: Vocabulary = field(default_factory=dict)
-    observer: Observer | None = None
+    observers: Sequence[Observer] = ()
     requested: Requested = nothing_more
     serves: ClassVar[bool] = True
 
@@ -99,8 +99,8 @@ class Collector:
         claimed, replaced = await close_groups_during(work, self.store, self.config)
         played = cancelled_metrics(self.config, claimed, step)
         claimed, unreadable = split_unreadable(claimed, self.vocabulary)
-        if self.observer is not None:
-            played |= self.observer(claimed)
+        for observe in self.observers:
+            played |= observe(claimed)
         if unreadable:
             played["groups/unreadable"] = len(unreadable)
         if not self.replaces:

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 
-from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.algorithms.selfplay.pool import SELFPLAY, OpponentPool, check_seat_comparison
+from agentrl.algorithms.selfplay.pool import SELFPLAY, OpponentPool
 from agentrl.algorithms.selfplay.snapshots import SnapshotStore
-from agentrl.algorithms.train.hooks import Hooks, ServedRun
+from agentrl.algorithms.train.features import Feature, LoadedRun, ServedRun
 from agentrl.config import RunConfig
 from agentrl.config.policies import self_playing_policy
 from agentrl.types import Group, StepReward
 
 
-def join(config: RunConfig) -> Hooks | None:
-    """None for a run without games, and for one without steps, which only evaluates."""
-    return SelfPlay(config) if config.selfplay.seats and config.steps else None
-
-
-class SelfPlay(Hooks):
+class SelfPlay(Feature):
     """Games against itself or a pool of snapshots (`[selfplay]`)."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -33,14 +24,9 @@ class SelfPlay(Hooks):
         self.pool = OpponentPool(self.settings, self.policy, config.seed, ahead=ahead)
         self.snapshots: SnapshotStore | None = None
 
-    def check(self, algos: Mapping[str, Algo], resample: str | None) -> None:
-        check_seat_comparison(algos[self.policy])
-
-    def state(self) -> Mapping[str, StatePart]:
-        return {} if self.settings.opponents == "self" else {SELFPLAY: self.pool}
-
-    def sampling(self, tasks: TaskSampler) -> TaskSampler:
-        return replace(tasks, seats=self.pool.seats)
+    async def prepare(self, run: LoadedRun) -> None:
+        if self.settings.opponents != "self":
+            run.policies.state.parts[SELFPLAY] = self.pool
 
     async def start(self, run: ServedRun) -> None:
         if self.settings.opponents == "self":

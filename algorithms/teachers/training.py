@@ -1,48 +1,24 @@
-"""How teachers behind a server join a training run."""
+"""Teachers behind a server (`teacher.upstream`) in the place of one in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from agentrl.algorithms.train.hooks import Hooks, LoadedRun
+from agentrl.algorithms.learners.base import Teacher
+from agentrl.algorithms.teachers.remote import RemoteTeacher, make_teacher
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.step import Updater
-from agentrl.base.parts import has
-from agentrl.config import RunConfig
-from agentrl.config.policies import trained_policies, view
-from agentrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from agentrl.algorithms.teachers.remote import RemoteTeacher
 
 
-def join(config: RunConfig) -> Teachers | None:
-    views = [config, *(view(config, name) for name in trained_policies(config))]
-    if not any(own.teacher.upstream for own in views):
-        return None
-    if not has("chat-completions"):
-        raise ConfigError(
-            "teacher.upstream needs the part 'chat-completions', which is not installed here"
-        )
-    return Teachers()
+def with_teacher_server(updater: Updater, model: LoadedModel) -> Updater:
+    """The updater of a policy with its teacher, if that is behind a server."""
+    teacher = make_teacher(updater.config, updater.algo, model.model, model.tokenizer)
+    return replace(updater, teacher=teacher) if teacher else updater
 
 
-class Teachers(Hooks):
-    """Teachers at a server (`teacher.upstream`)."""
-
-    def __init__(self) -> None:
-        self.remote: list[RemoteTeacher] = []
-
-    def updater(self, updater: Updater, model: LoadedModel) -> Updater:
-        from agentrl.algorithms.teachers.remote import make_teacher
-
-        teacher = make_teacher(updater.config, updater.algo, model.model, model.tokenizer)
-        if teacher is None:
-            return updater
-        self.remote.append(teacher)
-        return replace(updater, teacher=teacher)
-
-    async def prepare(self, run: LoadedRun) -> None:
-        for teacher in self.remote:
+async def check_teachers(teachers: Iterable[Teacher | None]) -> None:
+    """Raise PolicyError for a server that does not answer, or has another vocabulary."""
+    for teacher in teachers:
+        if isinstance(teacher, RemoteTeacher):
             await teacher.check()

@@ -4,48 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.bad_steps import BadSteps
+from agentrl.algorithms.explain.credit_records import CreditRecorder
+from agentrl.algorithms.explain.dump import keep_in
+from agentrl.algorithms.judges.training import check_judges
+from agentrl.algorithms.kl_target.training import with_kl_target
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.objective.core import Algo, ReferenceControl
+from agentrl.algorithms.preferences.collector import from_dataset, on_dataset
 from agentrl.algorithms.presets import registry
 from agentrl.algorithms.presets.registry import check_group, check_staleness
+from agentrl.algorithms.replays.counterfactuals import (
+    check_counterfactuals,
+    with_optional_reward,
+    with_role_rewards,
+)
+from agentrl.algorithms.reward_models.training import check_reward_models, with_reward_models
 from agentrl.algorithms.sampling.collect import resampling_reward
-from agentrl.algorithms.train.hooks import Hooks, hooks_of
+from agentrl.algorithms.selfplay.pool import check_seat_comparison
+from agentrl.algorithms.teachers.training import with_teacher_server
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.optimize import STEP_SIZE, KlLimit, largest_kl
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.prepare import Completer, Preprocessor, ProcessedScorer, Retokenizer
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig
-from agentrl.config.policies import trained_policies, view
+from agentrl.config.policies import self_playing_policy, trained_policies, view
 from agentrl.errors import ConfigError
 from agentrl.types import POLICY
 
 
-def load_algorithms(config: RunConfig, hooks: Hooks | None = None) -> dict[str, Algo]:
-    """Build the algorithm of each trained policy. hooks: default, those of the run. Raises
-    ConfigError for invalid settings."""
-    algos, hooks = {}, hooks or hooks_of(config)
+def load_algorithms(config: RunConfig) -> dict[str, Algo]:
+    """Build the algorithm of each trained policy. Raises ConfigError for invalid settings."""
+    algos = {}
     for name in trained_policies(config):
         try:
-            algos[name] = load_algorithm(view(config, name), hooks)
+            algos[name] = load_algorithm(view(config, name))
         except ConfigError as error:
             where = f"policies.{name}: " if config.policies else ""
             raise ConfigError(f"{where}{error}") from None
     return algos
 
 
-def group_requirements(
-    config: RunConfig, algos: Mapping[str, Algo], hooks: Hooks | None = None
-) -> tuple[bool, str | None]:
+def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str | None]:
     """The algorithms' requirements on groups, which all policies share: whether the first rollout
     is greedy, and the reward that must differ within a group, or None.
 
-    Raises ConfigError if they disagree, or do not fit what the run has by hooks."""
+    Raises ConfigError if they disagree, or do not fit counterfactuals or self-play."""
     required = {
         name: (algo.needs_greedy, resampling_reward(view(config, name).algorithm, algo))
         for name, algo in algos.items()
@@ -59,16 +70,22 @@ def group_requirements(
                 "greedy rollout, or dynamic sampling); choose presets that agree, or set "
                 "algorithm.dynamic_sampling = false"
             )
-    (hooks or hooks_of(config)).check(algos, wanted[1])
+    check_counterfactuals(config, algos, wanted[1])
+    if config.selfplay.seats and config.steps:
+        check_seat_comparison(algos[self_playing_policy(config)])
     return wanted
 
 
-def load_algorithm(config: RunConfig, hooks: Hooks | None = None) -> Algo:
+def load_algorithm(config: RunConfig) -> Algo:
     """Build the algorithm of the run file. Raises ConfigError for settings that do not fit it."""
     streams = factory.available_streams(config)
     settings = config.algorithm
     algo = registry.make(settings.preset, settings.options, streams=streams, root=Path(config.root))
-    algo = (hooks or hooks_of(config)).algorithm(config, algo)
+    check_judges(config, algo)
+    if config.data.name:
+        algo = on_dataset(config, algo)
+    algo = with_optional_reward(config.algorithm.counterfactual, algo)
+    check_reward_models(config, algo)
     check_group(settings, algo)
     check_staleness(settings, algo)
     factory.refuse_unused_settings(config, algo)
@@ -80,19 +97,18 @@ def make_policies(
     algos: Mapping[str, Algo],
     models: Sequence[LoadedModel],
     stack: AsyncExitStack,
-    hooks: Hooks | None = None,
 ) -> PolicySet:
     """Build the trained policies, with the state of the run. `stack` closes their learners."""
-    updaters, hooks = {}, hooks or hooks_of(config)
+    updaters = {}
     for name, algo in algos.items():
         model = next(model for model in models if name in model.policies)
         made = make_updater(view(config, name), name, algo, model)
         stack.callback(made.learner.close)
-        updaters[name] = updater = hooks.updater(made, model)
+        dumps = Path(config.output, "dumps", name if config.policies else "")
+        updaters[name] = updater = extend_updater(made, model, dumps)
         if updater.limit is not None:
             updater.state.parts[STEP_SIZE] = updater.limit
     state = AlgorithmState() if config.policies else updaters[POLICY].state
-    state.parts |= hooks.state()
     return PolicySet(config, updaters, state)
 
 
@@ -117,3 +133,19 @@ def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -
         policy=name,
         limit=KlLimit(learner, largest_kl(settings), config.seed, name),
     )
+
+
+def extend_updater(updater: Updater, model: LoadedModel, dumps: Path) -> Updater:
+    """The updater with what the settings of its policy add to a step. dumps: the folder for the
+    batches of failed optimizer steps."""
+    config = updater.config
+    if updater.bad_steps is not None:
+        updater.bad_steps.keep = partial(keep_in, dumps)
+    if config.algorithm.store_credit:
+        updater = replace(updater, recorder=CreditRecorder(updater.policy))
+    updater = with_kl_target(updater)
+    if config.data.name:
+        updater = from_dataset(updater)
+    updater = with_role_rewards(updater)
+    updater = with_reward_models(updater, model)
+    return with_teacher_server(updater, model)

@@ -2,7 +2,7 @@
 
 All of its state is in the store or the last checkpoint, so it may be killed at any moment: the next
 start continues after that checkpoint (`saving.py`). It does not know which algorithm it runs, nor
-which parts the run has: they join by `hooks.py`.
+which features the run has: it calls each of them by the methods of `features.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import structs
@@ -24,10 +25,10 @@ from agentrl.algorithms.train.empty_steps import (
     empty_commit,
     is_empty,
 )
+from agentrl.algorithms.train.features import Feature, ServedRun
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
-from agentrl.algorithms.train.hooks import Hooks, ServedRun
 from agentrl.algorithms.train.saving import Checkpoints
-from agentrl.types import StepCommit
+from agentrl.types import StepCommit, StepReward
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class TrainingLoop:
     live: ServedRun
     source: GroupSource
     heldout: HeldoutEvaluator
-    hooks: Hooks
+    features: Sequence[Feature]
 
     async def run(self) -> None:
         """Train from the last checkpoint to the last one of the run file."""
@@ -49,11 +50,15 @@ class TrainingLoop:
         for step in range(first, live.config.steps):
             if stalled:
                 break
-            await self.hooks.before_step(step)
+            for feature in self.features:
+                await feature.before_step(step)
             before = json.dumps(live.policies.dump())
             started = time.monotonic()
             collected = await self.source.collect(step)  # claims the groups of the step
-            groups, added = await self.hooks.complete(collected.groups)
+            groups, added = collected.groups, Metrics()
+            for feature in self.features:
+                groups, more = await feature.complete(groups)
+                added |= more
             collected = replace(collected, groups=groups)
             claimed = time.monotonic()
             async with live.serving.updating():
@@ -76,7 +81,8 @@ class TrainingLoop:
                     await self.commit(step, collected, metrics, checkpoints)
                 await checkpoints.after_commit(step + 1)
                 await live.serving.publish(live.policies.versions(step + 1))
-                await self.hooks.published()
+                for feature in self.features:
+                    await feature.published()
             if empty:
                 if step == 0:
                     found = [*collected.groups, *collected.discarded]
@@ -96,7 +102,9 @@ class TrainingLoop:
         live, policies = self.live, self.live.policies
         await settle_groups_ahead(live.store, live.config)
         live.lock.check()
-        rewards = await self.hooks.before_commit(step + 1)  # may change the state
+        rewards = list[StepReward]()
+        for feature in self.features:
+            rewards += await feature.before_commit(step + 1)  # may change the state
         checkpoint, waited = await checkpoints.before_commit(step + 1)
         await live.store.commit_step(
             StepCommit(
@@ -119,5 +127,6 @@ class TrainingLoop:
         outer = step in (0, live.config.steps)
         if not (outer or (settings.every and step % settings.every == 0)):
             return False
-        await self.hooks.evaluate(step, settings.tasks if outer else settings.curve_tasks)
+        for feature in self.features:
+            await feature.evaluate(step, settings.tasks if outer else settings.curve_tasks)
         return await self.heldout.score(step)

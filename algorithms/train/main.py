@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
+from agentrl.algorithms.curriculum.training import Curriculum
+from agentrl.algorithms.eval_functions.training import EvalFunctions
+from agentrl.algorithms.formats.training import TemplateChecks
+from agentrl.algorithms.judges.training import JudgeRewards
 from agentrl.algorithms.learners.memory import is_out_of_memory
-from agentrl.algorithms.sampling.collect import Collector
+from agentrl.algorithms.preferences.training import DataSet
+from agentrl.algorithms.prompts.training import PromptSearch
+from agentrl.algorithms.replays.branching import request_branches
+from agentrl.algorithms.replays.training import Replays
+from agentrl.algorithms.sampling.collect import Collector, Requested, nothing_more
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
+from agentrl.algorithms.selfplay.training import SelfPlay
 from agentrl.algorithms.train import build
+from agentrl.algorithms.train.features import Feature, LoadedRun
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
-from agentrl.algorithms.train.hooks import hooks_of
-from agentrl.algorithms.train.load_policies import (
-    vocabulary_sizes,
-)
+from agentrl.algorithms.train.load_policies import vocabulary_sizes
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.stages import load_run, open_run, prepare_process, serve_run
 from agentrl.base import memory
@@ -29,17 +37,17 @@ from agentrl.base.processes import freeze_loaded, log_phase, log_to_stderr
 from agentrl.config import RunConfig
 from agentrl.config.run_file import tasks_of
 from agentrl.errors import TrainingError
-from agentrl.types import ENDED
+from agentrl.types import ENDED, Json
 
 log = logging.getLogger("agentrl.algorithm")
 
 
-def main(config: RunConfig) -> None:
-    """Train (or, with no steps, evaluate) until the run is complete. Raises TrainingError if memory
-    runs out."""
+def main(config: RunConfig, added: Sequence[Feature] = ()) -> None:
+    """Train (or, with no steps, evaluate) until the run is complete. added: see `features_of`.
+    Raises TrainingError if memory runs out."""
     log_to_stderr()
     try:
-        asyncio.run(run(config, ready=freeze_loaded))
+        asyncio.run(run(config, added, ready=freeze_loaded))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -47,27 +55,34 @@ def main(config: RunConfig) -> None:
         raise TrainingError(f"memory ran out ({why}); {memory.CURE}") from error
 
 
-async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) -> None:
-    """Open the run, load the policies of its last checkpoint, and train to the last step.
-    ready: called when everything is loaded."""
-    hooks = hooks_of(config)
-    algos = build.load_algorithms(config, hooks)
-    greedy, resample = build.group_requirements(config, algos, hooks)
+async def run(
+    config: RunConfig,
+    added: Sequence[Feature] = (),
+    *,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Open the run, load the policies of its last checkpoint, and train to the last step. added:
+    see `features_of`. ready: called when everything is loaded."""
+    algos = build.load_algorithms(config)
+    greedy, resample = build.group_requirements(config, algos)
+    features = features_of(config, added)
     log_phase(log, "reading the tasks")
     train, heldout = tasks_of(config, "train"), tasks_of(config, "heldout")
     prepare_process(config.seed)
     async with AsyncExitStack() as closing:
-        loaded = await load_run(await open_run(config, closing), algos, hooks)
-        config, state = loaded.config, loaded.state
-        tasks = hooks.sampling(TaskSampler(config, train, greedy, prompts=loaded.candidate))
-        source, models = hooks.source(loaded), loaded.models
+        loaded = await load_run(await open_run(config, closing), algos, features)
+        config, state, models = loaded.config, loaded.state, loaded.models
+        source = next((each.source for each in features if each.source is not None), None)
         serves = source is None or source.serves
         live = await serve_run(loaded, models if serves else [])
-        await hooks.start(live)
+        for feature in features:
+            await feature.start(live)
         if source is None:
             source = Collector(
-                config, live.store, state.epoch, tasks, resample, vocabulary_sizes(models),
-                observer=hooks.claimed, requested=hooks.requested,
+                config, live.store, state.epoch, task_sampler(loaded, train, features, greedy),
+                resample, vocabulary_sizes(models),
+                observers=[feature.claimed for feature in features],
+                requested=joining_rollouts(loaded),
             )  # fmt: skip
         evaluator = HeldoutEvaluator(
             config, live.store, state.epoch, state.identity, live.policies, live.serving, heldout,
@@ -75,5 +90,52 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
         )  # fmt: skip
         await evaluator.start(state.step)
         ready()
-        await live.serving.during(TrainingLoop(live, source, evaluator, hooks).run())
+        await live.serving.during(TrainingLoop(live, source, evaluator, features).run())
         await live.store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
+
+
+def features_of(config: RunConfig, added: Sequence[Feature] = ()) -> list[Feature]:
+    """The features of a run, in the order in which their methods are called. added: those of
+    packages that import this one, such as `agentrl.live`."""
+    features: list[Feature] = []
+    if config.tasks.order == "difficulty" or config.tasks.solved is not None:
+        features.append(Curriculum(config))
+    if config.eval.functions:
+        features.append(EvalFunctions())
+    if config.plays_rollouts:
+        features.append(TemplateChecks())
+    if config.judges:
+        features.append(JudgeRewards())
+    if config.prompts.components:
+        features.append(PromptSearch())
+    if config.algorithm.joins:
+        features.append(Replays())
+    if config.selfplay.seats and config.steps:
+        features.append(SelfPlay(config))
+    features += added
+    if config.data.name:  # last: it reads items with what the others add to the updater
+        features.append(DataSet())
+    return features
+
+
+def task_sampler(
+    run: LoadedRun, tasks: list[dict[str, Json]], features: Sequence[Feature], greedy: bool
+) -> TaskSampler:
+    """The tasks of training rollouts, in the order of a curriculum and with the seats of games."""
+    curriculum = next((each for each in features if isinstance(each, Curriculum)), None)
+    games = next((each for each in features if isinstance(each, SelfPlay)), None)
+    return TaskSampler(
+        run.config,
+        tasks,
+        greedy,
+        order=curriculum.difficulty.choose if curriculum else None,
+        seats=games.pool.seats if games else None,
+        prompts=run.candidate,
+    )
+
+
+def joining_rollouts(run: LoadedRun) -> Requested:
+    """What requests the branches and counterfactuals that join a step's groups."""
+    if not run.config.algorithm.joins:
+        return nothing_more
+    return partial(request_branches, run.store, run.config)

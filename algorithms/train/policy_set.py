@@ -26,7 +26,7 @@ class PolicySet:
     """The updaters of the trained policies, by name. state: that of the run."""
 
     config: RunConfig
-    updaters: Mapping[str, Updater]
+    updaters: dict[str, Updater]
     state: AlgorithmState = field(default_factory=AlgorithmState)
 
     @property

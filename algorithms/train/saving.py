@@ -23,7 +23,7 @@ from agentrl.algorithms.train.checkpoint import (
     prune,
     save_checkpoint,
 )
-from agentrl.algorithms.train.hooks import ServedRun
+from agentrl.algorithms.train.features import ServedRun
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.types import Json
 

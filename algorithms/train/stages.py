@@ -1,4 +1,4 @@
-"""A run in stages: opened, with its policies in memory, with their servers. See `hooks.py`."""
+"""A run in stages: opened, with its policies in memory, with their servers. See `features.py`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from agentrl import run_owner
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.load import vocabulary_gap, vocabulary_size
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.preflight.training import announce, with_proven_packing
+from agentrl.algorithms.teachers.training import check_teachers
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
-from agentrl.algorithms.train.hooks import Hooks, LoadedRun, OpenRun, ServedRun
+from agentrl.algorithms.train.features import Feature, LoadedRun, OpenRun, ServedRun
 from agentrl.algorithms.train.load_policies import LoadedModel, evaluated_steps, load_policies
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
@@ -46,7 +48,9 @@ async def open_run(config: RunConfig, closing: AsyncExitStack) -> OpenRun:
     return OpenRun(config=config, store=store, state=state, lock=lock, closing=closing)
 
 
-async def load_run(opened: OpenRun, algos: Mapping[str, Algo], hooks: Hooks) -> LoadedRun:
+async def load_run(
+    opened: OpenRun, algos: Mapping[str, Algo], features: Sequence[Feature]
+) -> LoadedRun:
     """With the policies of the last checkpoint in memory."""
     config, started = opened.config, time.monotonic()
     models = load_policies(config)
@@ -56,11 +60,14 @@ async def load_run(opened: OpenRun, algos: Mapping[str, Algo], hooks: Hooks) -> 
     for model in models:
         check_vocabulary(model)
         check_context(model, config)
-    config = hooks.loaded(config, models)
-    policies = build.make_policies(config, algos, models, opened.closing, hooks)
+    announce(config, models)
+    config = with_proven_packing(config, models)
+    policies = build.make_policies(config, algos, models, opened.closing)
     now = {**vars(opened), "config": config}
     loaded = LoadedRun(**now, models=models, policies=policies)
-    await hooks.prepare(loaded)
+    for feature in features:
+        await feature.prepare(loaded)
+    await check_teachers(updater.teacher for updater in policies.updaters.values())
     state = await resume_run(loaded.store, config, loaded.state, policies)
     return dataclasses.replace(loaded, state=state)
 

@@ -14,8 +14,7 @@ from types import CodeType, FrameType
 import torch
 
 from agentrl.algorithms.train import step
-from agentrl.algorithms.train.build import load_algorithm, make_updater
-from agentrl.algorithms.train.hooks import hooks_of
+from agentrl.algorithms.train.build import extend_updater, load_algorithm, make_updater
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import resolve
@@ -34,7 +33,7 @@ def updater(folder: Path) -> Updater:
     model = network(VOCABULARY, 64, 1, torch.float32)
     loaded = LoadedModel("-", model, tokenizer(), policies=["policy"])
     made = make_updater(config, "policy", load_algorithm(config), loaded)
-    return hooks_of(config).updater(made, loaded)
+    return extend_updater(made, loaded, Path())
 
 
 def traced(updater: Updater, groups: list[Group]) -> tuple[set[CodeType], set[CodeType]]:

@@ -463,8 +463,7 @@ def trained(
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    from agentrl.algorithms.train.build import load_algorithm, make_updater
-    from agentrl.algorithms.train.hooks import hooks_of
+    from agentrl.algorithms.train.build import extend_updater, load_algorithm, make_updater
     from agentrl.algorithms.train.load_policies import LoadedModel
     from agentrl.config import resolve
 
@@ -499,7 +498,7 @@ def trained(
     config = resolve({**own, **settings}, source="golden")
     loaded = LoadedModel("-", model, tokenizer, policies=["policy"])
     updater = make_updater(config, "policy", load_algorithm(config), loaded)
-    updater = hooks_of(config).updater(updater, loaded)
+    updater = extend_updater(updater, loaded, Path(config.output))
     gradients: dict[str, Any] = {}
 
     def keep(name: str) -> Callable[[Any], None]:

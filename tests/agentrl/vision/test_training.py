@@ -46,14 +46,20 @@ def updater(model: LoadedModel, **tables: Any) -> Any:
 
 async def test_a_step_trains_on_images_of_the_store(tmp_path: Path) -> None:
     model = loaded(tmp_path)
-    hooks, eyes = Looking(), eyes_of(model.model)
-    own = hooks.updater(updater(model, algorithm={"preset": "grpo"}), model)
+    looking, eyes = Looking(), eyes_of(model.model)
+    updaters = {POLICY: updater(model, algorithm={"preset": "grpo"})}
     group = rollouts(model.model)
     names = [d for rollout in group.rollouts for call in rollout.transitions for d in call.images]
     shelf = Shelf(*(eyes.catalogue.file(name) or b"" for name in set(names)))
-    run: Any = SimpleNamespace(store=shelf, config=SimpleNamespace(name="r"), models=[model])
-    await hooks.prepare(run)
-    groups, _ = await hooks.complete([group])
+    run: Any = SimpleNamespace(
+        store=shelf,
+        config=SimpleNamespace(name="r"),
+        models=[model],
+        policies=SimpleNamespace(updaters=updaters),
+    )
+    await looking.prepare(run)
+    own = updaters[POLICY]
+    groups, _ = await looking.complete([group])
     assert set(shelf.asked[0]) == set(names)
     metrics = own.update(0, groups)
     assert metrics["images/distinct"] == len(set(names))
@@ -61,7 +67,7 @@ async def test_a_step_trains_on_images_of_the_store(tmp_path: Path) -> None:
     assert metrics["images/encoded"] == len(set(names))
     assert metrics["grad_norm"] > 0
     # A frozen tower has seen them all: nothing is fetched again.
-    await hooks.complete([group])
+    await looking.complete([group])
     assert len(shelf.asked) == 1
     assert eyes.source is not None
 
@@ -69,8 +75,8 @@ async def test_a_step_trains_on_images_of_the_store(tmp_path: Path) -> None:
 async def test_a_policy_of_text_trains_on_no_call_with_images(tiny_model_dir: Path) -> None:
     """Of a data set, or of a run that was begun with another model."""
     model = LoadedModel("m", *load_model(tiny_model_dir, device="cpu"), policies=[POLICY])
-    hooks = Looking()
-    own = hooks.updater(updater(model), model)
+    looking = Looking()
+    own = looking.updater(updater(model), model)
     blind = Transition(
         id="b", attempt="a", index=0, prompt=int32([4, 5]), completion=int32([6]),
         logprobs=float32([-1.0]), images=("0" * 64,),
@@ -79,7 +85,7 @@ async def test_a_policy_of_text_trains_on_no_call_with_images(tiny_model_dir: Pa
     rows = [
         factories.rollout(str(n), [call], [Reward(value=float(n))]) for n, call in enumerate(calls)
     ]
-    groups, _ = await hooks.complete([factories.group(*rows)])
+    groups, _ = await looking.complete([factories.group(*rows)])
     found, _ = own.preprocessor.process(groups)
     exact = [call.exact for rollout in found[0].rollouts for call in rollout.transitions]
     assert exact == [True, False]

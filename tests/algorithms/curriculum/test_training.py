@@ -126,7 +126,7 @@ async def test_what_was_asked_for_ahead_stays_what_it_was_after_a_restart(tmp_pa
                     epoch = (await store.open_run("r", {})).epoch
                     tasks = stream(difficulty, max_staleness=2)
                     collector = Collector(
-                        tasks.config, store, epoch, tasks, observer=curriculum.claimed
+                        tasks.config, store, epoch, tasks, observers=[curriculum.claimed]
                     )
                     collected = await collector.collect(step)
                 await store.commit_step(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithms.eval_functions.training import evaluate_functions, join
+from agentrl.algorithms.eval_functions.training import EvalFunctions, evaluate_functions
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from tests.factories import config as run_config
@@ -25,11 +25,10 @@ async def test_functions_of_the_run_file_measure_checkpoints(tmp_path: Path) -> 
     config = run_config(tmp_path, eval={"functions": names}, policy={"model": "some/base"})
     async with open_store(config.store) as store:
         await store.open_run("r", {})
-        hooks = join(config)
-        assert hooks is not None
+        functions = EvalFunctions()
         live: Any = SimpleNamespace(config=config, store=store, state=await store.run("r"))
-        await hooks.start(live)
-        await hooks.evaluate(0, 5)
+        await functions.start(live)
+        await functions.evaluate(0, 5)
         (row,) = await store.steps("r")
     named = {"size": 4.0, "pair/a": 1.0, "pair/b": 2.5}
     assert row.metrics == {f"eval/function/{name}": x for name, x in named.items()}
@@ -47,7 +46,6 @@ async def test_functions_of_the_run_file_measure_checkpoints(tmp_path: Path) -> 
         async with open_store(config.store) as store:
             with pytest.raises(ConfigError, match=f"own_measure.py:{name}' {problem}"):
                 await evaluate_functions(store, config, 1, 0)
-    assert join(run_config(tmp_path)) is None
     upstream = {"u": {"base_url": "http://u/v1"}}
     with pytest.raises(ConfigError, match=r"eval.functions are given a checkpoint"):
         run_config(tmp_path, eval={"functions": names}, upstreams=upstream)

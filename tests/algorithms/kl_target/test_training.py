@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -10,13 +12,11 @@ from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.kl_target.training import (
     AdaptiveControl,
     KlController,
-    KlTarget,
-    join,
     make_kl_controller,
+    with_kl_target,
 )
 from agentrl.algorithms.objective.core import KLPenalty
 from agentrl.algorithms.presets import registry
-from agentrl.config import resolve
 from agentrl.errors import ConfigError
 from agentrl.types import RolloutState
 from tests.algorithms.learners.test_ppo import VALUES, Recorder, example, group, updater
@@ -111,9 +111,10 @@ def test_a_step_without_tokens_says_nothing_about_the_penalty() -> None:
     assert metrics["reference/beta"] == kl.beta == 0.1
 
 
-def test_a_run_has_it_if_a_policy_asks_for_it() -> None:
-    asked = {"reference": {"target_kl": 0.1}}
-    member = {"roles": ["x"], "lora": {"rank": 4}, **asked}
-    for tables in (asked, {"policy": {"model": "m"}, "policies": {"a": member}}):
-        assert isinstance(join(resolve(tables, source="test")), KlTarget)
-    assert join(resolve({}, source="test")) is None
+def test_a_policy_has_it_if_its_settings_ask_for_it() -> None:
+    plain = updater(Recorder(VALUES), kl=0.1)
+    assert with_kl_target(plain) is plain
+    config = replace(plain.config, reference=replace(plain.config.reference, target_kl=0.1))
+    asked = with_kl_target(dataclasses.replace(plain, config=config))
+    assert isinstance(asked.reference_control, AdaptiveControl)
+    assert asked.state.parts["kl"] is asked.reference_control.kl

@@ -14,7 +14,6 @@ from agentrl.algorithms.preferences.collector import step_items
 from agentrl.algorithms.preferences.pin import pin_dataset
 from agentrl.algorithms.train import main
 from agentrl.algorithms.train.build import load_algorithm
-from agentrl.algorithms.train.hooks import hooks_of
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
@@ -194,4 +193,4 @@ def test_settings_of_rollouts_are_refused(tmp_path, more, message) -> None:
 def test_algorithms_of_rollouts_are_refused(tmp_path, algorithm, message) -> None:
     config = settings(tmp_path, tmp_path, algorithm=algorithm)
     with pytest.raises(ConfigError, match=message):
-        load_algorithm(config, hooks_of(config))
+        load_algorithm(config)

@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.replays.branching import branch_points, branches, choose_branch_points
-from agentrl.algorithms.replays.training import replay_metrics
-from agentrl.algorithms.train.hooks import hooks_of
+from agentrl.algorithms.replays.training import Replays, replay_metrics
 from agentrl.config import RunConfig, resolve
 from agentrl.config.learning import BranchingConfig
 from agentrl.errors import ConfigError
@@ -105,8 +104,7 @@ async def test_a_step_reports_its_branches() -> None:
     whole = call(call(rollout("b", 1, 1, 1), 0, repeats="a0"), 1, repeats="a1")
     rows = [rollout("a", 1, 1, 1), replace(whole, branch=Branch(rollout="a", calls=2))]
     groups = [factories.group(*rows)]
-    hooks = hooks_of(resolve({"algorithm": {"branching": {"kind": "mc"}}}, source="test"))
-    kept, metrics = await hooks.complete(groups)
+    kept, metrics = await Replays().complete(groups)
     assert kept == groups
     assert metrics == {"branches": 1, "branches/diverged": 0, "calls/repeated": 2}
 

@@ -27,7 +27,6 @@ from agentrl.algorithms.replays.counterfactuals import (
 from agentrl.algorithms.replays.training import replay_metrics
 from agentrl.algorithms.sampling import collect
 from agentrl.algorithms.train.build import group_requirements
-from agentrl.algorithms.train.hooks import hooks_of
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.config import RunConfig, resolve
 from agentrl.config.policies import view
@@ -274,7 +273,7 @@ def test_replays_are_counted() -> None:
 def test_replays_that_nobody_reads_are_refused() -> None:
     config, algo = run_file(), make("grpo", {})
     with pytest.raises(ConfigError, match=r"no preset reads its reward 'role:difference'"):
-        group_requirements(config, {"policy": algo}, hooks_of(config))
+        group_requirements(config, {"policy": algo})
     other = make("grpo", {"reward": "role:difference"})
     check_counterfactuals(config, {"reader": algo, "writer": other}, None)
     check_counterfactuals(resolve({}, source="test"), {"policy": algo}, None)

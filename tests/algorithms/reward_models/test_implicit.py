@@ -15,7 +15,6 @@ from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets import registry
 from agentrl.algorithms.reward_models import training
 from agentrl.algorithms.reward_models.scorers import ImplicitTrainer, RewardModel
-from agentrl.algorithms.reward_models.training import RewardModels
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
@@ -160,9 +159,7 @@ def test_a_scalar_model_does_not_learn() -> None:
     ):
         table = {"prm": {"model": "x"} | settings}
         with pytest.raises(ConfigError, match=why):
-            training.refuse_unused_settings(
-                resolve({"reward_models": table}, source="run.toml"), algo
-            )
+            training.check_reward_models(resolve({"reward_models": table}, source="run.toml"), algo)
 
 
 @pytest.mark.parametrize("kind", ["verl", "mine.py:learner"])
@@ -171,5 +168,5 @@ def test_it_learns_beside_the_torch_learner_only(kind: str) -> None:
     table = {"prm": {"model": "m", "kind": "implicit", "train": True}}
     tables = {"reward_models": table, "learner": {"kind": kind}}
     with pytest.raises(ConfigError, match=r"reward_models\.prm\.train: .* hold no reward model"):
-        RewardModels().algorithm(resolve(tables, source="test"), algo)
-    assert RewardModels().algorithm(resolve({"reward_models": table}, source="test"), algo) is algo
+        training.check_reward_models(resolve(tables, source="test"), algo)
+    training.check_reward_models(resolve({"reward_models": table}, source="test"), algo)

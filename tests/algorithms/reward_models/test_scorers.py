@@ -182,9 +182,9 @@ def test_the_run_file_names_them(tiny_model_dir: Path, score_dir: Path) -> None:
     assert set(given(made, "hunch").values()) == {0.0}
     streams = {"taste": {}, "hunch": {"scope": "transition"}}
     algo = registry.make("streams", {"streams": streams})
-    training.refuse_unused_settings(config, algo)
+    training.check_reward_models(config, algo)
     with pytest.raises(ConfigError, match=r"reward_models\.taste is set, .* no reward 'taste'"):
-        training.refuse_unused_settings(config, registry.make("grpo", {}))
+        training.check_reward_models(config, registry.make("grpo", {}))
     odd = {"taste": {"model": "x", "beta": 0.1}}
     with pytest.raises(ConfigError, match=r"reward_models\.taste\.beta is for .*kind = 'implicit'"):
         resolve({"reward_models": odd}, source="run.toml")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from agentrl.algorithms.curriculum.training import DIFFICULTY, Curriculum
 from agentrl.algorithms.objective.core import ReferenceControl
 from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train import loop
@@ -22,7 +23,7 @@ from agentrl.algorithms.train.empty_steps import (
     failure_counts,
     is_empty,
 )
-from agentrl.algorithms.train.hooks import Hooks, ServedRun, hooks_of
+from agentrl.algorithms.train.features import ServedRun
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.prepare import Preprocessor, count_unseen_tools
@@ -42,7 +43,7 @@ from agentrl.types import (
     StepCommit,
 )
 from tests import factories
-from tests.algorithms.train.test_hooks import Run
+from tests.algorithms.train.test_features import Run
 from tests.algorithms.train.test_policy_set import config as team_config
 from tests.algorithms.train.test_policy_set import recording, shared
 from tests.algorithms.train.test_update import Recorder, group, updater
@@ -92,14 +93,14 @@ def test_of_several_policies_one_that_could_learn_is_enough() -> None:
 class Steps(Run):
     """Gives a loop these groups, one a step, with what it needs beside policies."""
 
-    def __init__(self, hooks: Hooks, groups: list[Group]) -> None:
+    def __init__(self, curriculum: Curriculum, groups: list[Group]) -> None:
         super().__init__([])
-        self.hooks, self.groups = hooks, groups
+        self.curriculum, self.groups = curriculum, groups
         self.committed: list[StepCommit] = []
 
     async def collect(self, step: int) -> Collected:
         groups = [self.groups[step]]
-        return Collected(groups, [], dict(self.hooks.claimed(groups)))
+        return Collected(groups, [], self.curriculum.claimed(groups))
 
     async def commit_step(self, commit: StepCommit) -> None:
         self.committed.append(commit)
@@ -112,7 +113,7 @@ async def trained(
     checkpoints, the steps after which references were asked to follow, and the state at its end."""
     settings: dict[str, Any] = {"name": "r", "steps": len(groups), "output": str(tmp_path)}
     config = resolve(settings | {"tasks": {"order": "difficulty"}}, source="test")
-    hooks, followed, taught = hooks_of(config), list[int](), list[str]()
+    curriculum, followed, taught = Curriculum(config), list[int](), list[str]()
 
     class Follows:
         def finish(self, step: int) -> None:
@@ -128,16 +129,16 @@ async def trained(
         reference_control=ReferenceControl(reference=Follows()),
         preprocessor=Preprocessor(trainers=(Learns(),)),
     )
-    made.state.parts |= hooks.state()
+    made.state.parts[DIFFICULTY] = curriculum.difficulty.means
     policies = PolicySet(config, {"policy": made}, made.state)
     policies.restore(state or policies.dump())
-    run: Any = Steps(hooks, groups)
+    run: Any = Steps(curriculum, groups)
     begun = RunState(run="r", epoch=1, step=step, checkpoint=checkpoint or None, config={})
     live = ServedRun(
         config=config, store=run, state=begun, lock=run, closing=AsyncExitStack(), models=[],
         policies=policies, serving=run,
     )  # fmt: skip
-    await TrainingLoop(live, run, run, hooks).run()
+    await TrainingLoop(live, run, run, [curriculum]).run()
     assert set(taught) == {"a"}
     names = [Path(commit.checkpoint or "").name for commit in run.committed]
     return names, followed, json.loads(json.dumps(policies.dump()))

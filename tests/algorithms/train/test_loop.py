@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train import saving
-from agentrl.algorithms.train.hooks import Hooks, ServedRun
+from agentrl.algorithms.train.features import ServedRun
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.types import EMPTY, StepCommit
 from tests import factories
@@ -125,7 +125,7 @@ async def test_no_version_is_served_that_is_not_committed(
     parts: Any = Parts(last)
     monkeypatch.setattr(saving, "save_checkpoint", lambda *given: parts.call())
     monkeypatch.setattr(saving, "prune", lambda *given, **more: parts.call())
-    loop = TrainingLoop(parts.served_run(tmp_path, steps=STEPS), parts, parts, Hooks())
+    loop = TrainingLoop(parts.served_run(tmp_path, steps=STEPS), parts, parts, [])
     try:
         await loop.run()
     except Killed:

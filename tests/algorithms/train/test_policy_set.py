@@ -13,6 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from agentrl.algorithms.curriculum.training import DIFFICULTY, Curriculum
 from agentrl.algorithms.diagnostics.metrics import merge_policies
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.presets import registry
@@ -23,7 +24,6 @@ from agentrl.algorithms.train.build import (
     make_policies,
 )
 from agentrl.algorithms.train.checkpoint import export_checkpoint, load_checkpoint, save_checkpoint
-from agentrl.algorithms.train.hooks import hooks_of
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
@@ -266,7 +266,9 @@ def learner_of(whole: PolicySet, name: str) -> Any:
 
 def build(made: RunConfig) -> PolicySet:
     algos, models = load_algorithms(made), load_policies(made)
-    return make_policies(made, algos, models, AsyncExitStack(), hooks_of(made))
+    policies = make_policies(made, algos, models, AsyncExitStack())
+    policies.state.parts[DIFFICULTY] = Curriculum(made).difficulty.means
+    return policies
 
 
 def test_a_checkpoint_holds_every_policy_in_its_folder(

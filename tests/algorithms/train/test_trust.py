@@ -24,7 +24,6 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets import registry
 from agentrl.algorithms.train import build, optimize
-from agentrl.algorithms.train.hooks import Hooks
 from agentrl.algorithms.train.optimize import MAX_KL, measured_rows
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, load, resolve
@@ -383,34 +382,31 @@ def test_a_data_set_s_tokens_are_not_the_policy_s() -> None:
     learner = Line()
     step = updater(learner)
     config = replace(step.config, data=DataConfig(name="pairs"))
-    made = from_dataset(dataclasses.replace(step, config=config), learner.logprobs)
+    made = from_dataset(dataclasses.replace(step, config=config))
     metrics = made.update(0, [group("a", 1.0, 0.0)])
     assert learner.place == 1.0
     assert "update/kl" not in metrics
 
 
 def test_only_what_limits_steps_is_in_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a part makes of an updater."""
+    """Whatever settings add to an updater."""
 
-    class Unmeasured(Hooks):
-        def updater(self, updater: Updater, model: Any) -> Updater:
-            return dataclasses.replace(updater, limit=None)
+    def unmeasured(updater: Updater, *given: Any) -> Updater:
+        return dataclasses.replace(updater, limit=None)
 
-    class Copied(Hooks):
-        def updater(self, updater: Updater, model: Any) -> Updater:
-            return dataclasses.replace(updater, recorder=None)
+    def copied(updater: Updater, *given: Any) -> Updater:
+        return dataclasses.replace(updater, recorder=None)
 
-    saved = {}
-    for hooks in (Unmeasured(), Copied()):
+    saved = []
+    for extend in (unmeasured, copied):
         made = dataclasses.replace(updater(Line(), max_kl=0.1), state=AlgorithmState())
         monkeypatch.setattr(build, "make_updater", lambda *given, made=made: made)
+        monkeypatch.setattr(build, "extend_updater", extend)
         model: Any = SimpleNamespace(policies=["policy"])
         with ExitStack() as closing:
             stack: Any = closing
-            policies = build.make_policies(
-                made.config, {"policy": made.algo}, [model], stack, hooks
-            )
-        saved[type(hooks)] = policies.dump()
-    assert saved == {Unmeasured: {}, Copied: {"step_size": {"recent": 0.0, "rate": 1.0}}}
+            policies = build.make_policies(made.config, {"policy": made.algo}, [model], stack)
+        saved.append(policies.dump())
+    assert saved == [{}, {"step_size": {"recent": 0.0, "rate": 1.0}}]
     with pytest.raises(PolicyError, match="state 'kl' of another algorithm"):
         AlgorithmState().restore({"kl": 0.1})

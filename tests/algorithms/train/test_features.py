@@ -1,51 +1,25 @@
-"""The seam of a run: what is optional joins by hooks, and nothing else knows it by name."""
+"""What is optional in a run: which features it has, and when the loop calls them."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import agentrl.algorithms
-from agentrl.algorithms.credit.peers import no_evidence
-from agentrl.algorithms.data.state import StatePart
+from agentrl.algorithm_process import added_features
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.presets import registry
 from agentrl.algorithms.train import saving
-from agentrl.algorithms.train.hooks import AllHooks, Hooks, hooks_of
+from agentrl.algorithms.train.features import Feature
 from agentrl.algorithms.train.loop import TrainingLoop
-from agentrl.config import RunConfig, resolve
-from agentrl.types import Group, NewRollout, Reward, StepReward
+from agentrl.algorithms.train.main import features_of
+from agentrl.config import resolve
+from agentrl.types import Group, Reward, StepReward
 from tests import factories
 from tests.algorithms.train.test_loop import StandIn
 
-OPTIONAL = {
-    "judges", "prompts", "offline", "snapshots", "selfplay", "teacher", "counterfactuals",
-}  # fmt: skip
 
-
-@pytest.mark.parametrize(
-    "name", ["main", "stages", "build", "loop", "step", "heldout", "policy_set", "hooks"]
-)
-def test_what_builds_and_runs_a_step_knows_no_part(name: str) -> None:
-    folder = Path(agentrl.algorithms.__file__).parent / "train"
-    tree = ast.parse((folder / f"{name}.py").read_text())
-    imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    names = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    }
-    words = {word for path in imported for word in path.split(".")}
-    assert not (words | names) & OPTIONAL
-
-
-class Noted(Hooks):
+class Noted(Feature):
     """Writes down when it is called."""
 
     def __init__(self, name: str, seen: list[str]) -> None:
@@ -54,20 +28,8 @@ class Noted(Hooks):
     def note(self, what: str) -> None:
         self.seen.append(f"{what} {self.name}")
 
-    def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
-        return Algo(algo.credit, rewards=(*algo.rewards, self.name))
-
-    def state(self) -> Mapping[str, StatePart]:
-        return {self.name: no_evidence()}
-
     async def before_step(self, step: int) -> None:
         self.note(f"before {step}")
-
-    async def requested(self, rollouts: Sequence[NewRollout]) -> None:
-        self.note(f"requested {len(rollouts)}")
-
-    def claimed(self, groups: Sequence[Group]) -> Metrics:
-        return {self.name: float(len(groups))}
 
     async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
         self.note("complete")
@@ -99,7 +61,7 @@ class Run(StandIn):
         self.seen.append(f"committed {rewarded} {commit.metrics['complete/b']:g}")
 
 
-async def test_the_loop_calls_every_part_in_order(
+async def test_the_loop_calls_every_feature_in_order(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[str] = []
@@ -107,23 +69,12 @@ async def test_the_loop_calls_every_part_in_order(
     monkeypatch.setattr(saving, "save_checkpoint", lambda *given: seen.append("saved"))
     monkeypatch.setattr(saving, "prune", lambda *given, **more: None)
     live = run.served_run(tmp_path, steps=1, eval={"tasks": 7})
-    await TrainingLoop(live, run, run, AllHooks(Noted("a", seen), Noted("b", seen))).run()
+    await TrainingLoop(live, run, run, [Noted("a", seen), Noted("b", seen)]).run()
     assert seen == [
         "evaluate 0 7 a", "evaluate 0 7 b", "before 0 a", "before 0 b", "complete a", "complete b",
         "update a b", "commit 1 a", "commit 1 b", "saved", "committed a b 1",
         "published a", "published b", "evaluate 1 7 a", "evaluate 1 7 b",
     ]  # fmt: skip
-
-
-async def test_several_parts_are_one() -> None:
-    seen: list[str] = []
-    parts = AllHooks(Noted("a", seen), Noted("b", seen))
-    algo = parts.algorithm(resolve({}, source="test"), registry.make("grpo", {}))
-    assert algo.rewards == ("outcome", "a", "b")
-    assert parts.state().keys() == {"a", "b"}
-    assert parts.claimed([]) == {"a": 0.0, "b": 0.0}
-    await parts.requested([])
-    assert seen == ["requested 0 a", "requested 0 b"]
 
 
 JUDGE = {"kind": "pointwise", "upstream": "u", "rubric": "r"}
@@ -137,26 +88,31 @@ JUDGE = {"kind": "pointwise", "upstream": "u", "rubric": "r"}
         ({"data": {"name": "pairs"}, "algorithm": {"preset": "dpo"}}, ["DataSet"]),
         ({"tasks": {"order": "difficulty"}}, ["Curriculum"]),
         ({"tasks": {"solved": 0.9}}, ["Curriculum"]),
+        ({"eval": {"functions": ["mine.py:size"]}}, ["EvalFunctions"]),
         ({"selfplay": {"seats": ["x", "o"]}, "algorithm": {"preset": "spiral"}}, ["SelfPlay"]),
-        ({"algorithm": {"counterfactual": {"substitutes": {"x": "first"}}}}, ["Counterfactuals"]),
-        ({"algorithm": {"branching": {"kind": "mc"}}}, ["Branches"]),
+        ({"algorithm": {"counterfactual": {"substitutes": {"x": "first"}}}}, ["Replays"]),
+        ({"algorithm": {"branching": {"kind": "mc"}}}, ["Replays"]),
         ({"selfplay": {"seats": ["x", "o"]}, "steps": 0}, []),
-        ({"teacher": {"upstream": "u"}, "algorithm": {"preset": "distill"}}, ["Teachers"]),
-        ({"judges": {"j": JUDGE}, "tasks": {"solved": 0.9}}, ["Curriculum", "Judged"]),
+        ({"judges": {"j": JUDGE}, "tasks": {"solved": 0.9}}, ["Curriculum", "JudgeRewards"]),
     ],
 )
-def test_a_run_has_the_parts_that_its_settings_ask_for(
+def test_a_run_has_the_features_that_its_settings_ask_for(
     tables: dict[str, Any], expected: list[str]
 ) -> None:
     base: dict[str, Any] = {"policy": {"model": "m"}}
     if "data" not in tables:
         base["upstreams"] = {"u": {"base_url": "http://u/v1", "model": "m"}}
     config = resolve(base | tables, source="test")
-    found = [type(part).__name__ for part in hooks_of(config).each]
-    found.remove("Preflight")  # it says what any run needs
-    found.remove("Records")  # it keeps what the steps of any run computed
-    found.remove("RunOrigin")  # it keeps the commit that any run was started from
-    found.remove("Looking")  # it watches for calls with images in any run
+    found = [type(feature).__name__ for feature in features_of(config)]
     if "data" not in tables:
         found.remove("TemplateChecks")  # it watches what the prompts of any run leave out
     assert found == expected
+
+
+def test_a_data_set_is_read_after_the_features_that_change_the_updater() -> None:
+    config = resolve(
+        {"policy": {"model": "m"}, "data": {"name": "d"}, "algorithm": {"preset": "dpo"}},
+        source="test",
+    )
+    found = [type(feature).__name__ for feature in features_of(config, added_features(config))]
+    assert found == ["RunOrigin", "Looking", "DataSet"]

@@ -1,0 +1,93 @@
+"""A run in stages, and the protocol of what is optional in it.
+
+A run is built in stages. Each is a record of what lives from then on: `OpenRun` has the store,
+`LoadedRun` also the policies, `ServedRun` also their servers. A feature, such as self-play or
+judges, takes part by the methods of `Feature`; the record that one gets says what exists when it is
+called. Always true: methods are called in the order of their definition here, and each of all
+features in the order of the run's list (`main.features_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from agentrl.algorithms.diagnostics.metrics import Metrics
+from agentrl.algorithms.sampling.collect import GroupSource
+from agentrl.algorithms.sampling.rollouts import CandidateInUse
+from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.train.serving import PolicyServers
+from agentrl.base.folder_lock import FolderLock
+from agentrl.config import RunConfig
+from agentrl.store.base import Store
+from agentrl.types import Group, RunState, StepReward
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRun:
+    """A run that this process owns."""
+
+    config: RunConfig
+    store: Store
+    state: RunState  # after the last checkpoint
+    lock: FolderLock
+    closing: AsyncExitStack  # what it closes lives as long as the run's process
+    candidate: CandidateInUse = field(default_factory=CandidateInUse)  # of new rollouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRun(OpenRun):
+    """With the policies in memory: the initial ones, from `Feature.start` on those of `state`."""
+
+    models: Sequence[LoadedModel]
+    policies: PolicySet
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRun(LoadedRun):
+    """With policy servers, which run. A run without rollouts of its own has none."""
+
+    serving: PolicyServers
+
+
+class Feature:
+    """Something optional in a run. It overrides the methods that it needs.
+
+    source: where groups come from, if not from rollouts that the run requests; set by `prepare`. At
+    most one feature has such a source, which says whether policies are served."""
+
+    source: GroupSource | None = None
+
+    async def prepare(self, run: LoadedRun) -> None:
+        """Called while the policies are the initial ones, before the checkpoint is loaded. What a
+        feature keeps in checkpoints it adds to `run.policies.state.parts`, and what it adds to the
+        step of a policy it puts into `run.policies.updaters`."""
+
+    async def start(self, run: ServedRun) -> None:
+        """Called once the checkpoint is loaded and the servers run, before the first step."""
+
+    async def before_step(self, step: int) -> None:
+        """Called before the groups of a step are requested."""
+
+    def claimed(self, groups: Sequence[Group]) -> Metrics:
+        """Learn from all readable groups that a step has claimed, also those that it replaces.
+        What changes in the state of the run is taken back if the step turns out to be empty."""
+        return {}
+
+    async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
+        """The groups that a step trains, with rewards that it takes to wait for."""
+        return groups, {}
+
+    async def before_commit(self, steps: int) -> list[StepReward]:
+        """Called before the checkpoint after `steps` steps is written; returns rewards to commit
+        with the step."""
+        return []
+
+    async def published(self) -> None:
+        """Called after a commit, once the new versions are served and while no call is in flight:
+        other policies may be served or dropped."""
+
+    async def evaluate(self, step: int, limit: int) -> None:
+        """Measure more at an evaluation after `step` steps. limit: most tasks; 0: all."""
