@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from agentrl.base.parts import installed_plugins, missing
 from agentrl.config.hints import preset_hint, setting_hint
 from agentrl.config.learning import AlgorithmConfig
 from agentrl.config.policies import trained_policies, view
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, nearest
+from agentrl.plugins import plugin_points
 
 TABLE = Path(__file__).with_name("presets.json")
 
@@ -64,8 +64,8 @@ def find_preset(
 ) -> tuple[str, list[str]]:
     """Split "grpo+tis" or "mine.py:lenient+tis" into preset and modifiers; a preset's own name may
     contain "+". presets, modifiers: registered names besides the library's and those of packages.
-    Raises ConfigError for an unknown name, and for one of a part that is not installed."""
-    known, installed = preset_names(), installed_plugins("presets").names
+    Raises ConfigError for an unknown name."""
+    known, installed = preset_names(), plugin_points("presets").names
     own = {*known.presets, *presets, *(word for word in installed if word[0] != "+")}
     words = {*known.modifiers, *modifiers, *(word[1:] for word in installed if word[0] == "+")}
     source, colon, rest = name.rpartition(":")
@@ -80,7 +80,4 @@ def find_preset(
             raise ConfigError(
                 f"algorithm.preset: no modifier +{word} for {host!r}; {nearest(word, words)}"
             )
-    for word in (host, *(f"+{word}" for word in added)):
-        if why := missing("presets", word):
-            raise ConfigError(f"algorithm.preset = {word!r}: {why}")
     return host, added

@@ -5,23 +5,23 @@ from __future__ import annotations
 from functools import cache
 from inspect import signature
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from agentrl.config import RunConfig
 from agentrl.config.derived import SCHEME, SPLITS, Named
 from agentrl.config.policies import policy_by_role
 from agentrl.environments.reference import check_unique, load_class
 from agentrl.errors import ConfigError
 
 
-def named_in(config: Any) -> Named | None:
+def named_in(config: RunConfig) -> Named | None:
     """The environment of a run's settings."""
     name = config.environment
     return Named.read(name, config.environment_options, Path(config.root)) if name else None
 
 
-def check(config: Any) -> None:
+def check(config: RunConfig) -> None:
     """Look at the environment before anything else is built. Raises ConfigError."""
     from agentrl.environments import hosted
 

@@ -1,4 +1,4 @@
-"""The settings of the part."""
+"""Settings of images: which policies see them, and their limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_which_policies_see() -> None:
 
 
 @pytest.mark.parametrize("setting", ["frozen", "trained"])
-def test_a_policy_that_sees_is_no_longer_refused(tmp_path: Path, setting: str) -> None:
+def test_a_policy_that_sees_has_limits(tmp_path: Path, setting: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(f'[policy]\nmodel = "x"\nvision = "{setting}"\n[images]\nmax_per_call = 3\n')
     config = load(file)
