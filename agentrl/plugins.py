@@ -71,7 +71,7 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
     "environments": {
         "bfcl": "agentrl.environments.plugins.bfcl:BFCL",
         "gymnasium": "agentrl.environments.plugins.gymnasium:Gymnasium",
-        "harbor": "agentrl.harbor.plugin:Harbor",
+        "harbor": "agentrl.harbor.environment:Harbor",
         "inspect": "agentrl.environments.plugins.inspect:Inspect",
         "minigrid": "agentrl.environments.plugins.minigrid:MiniGrid",
         "openai-evals": "agentrl.environments.plugins.evals:Evals",

@@ -28,7 +28,7 @@ Record = Callable[[ReceivedCall, Transition], Transition]
 
 
 class Feature:
-    """Base class of a part of the gateway that can be left out; does nothing."""
+    """Base class of what adds to the gateway; does nothing."""
 
     def add_to(self, app: web.Application, upstream: Upstream) -> None:
         """Add middlewares and routes to the server before it starts, or adapters to the client of

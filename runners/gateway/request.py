@@ -12,7 +12,7 @@ is recorded with `Transition.processors`, and the learner scores its tokens itse
 
 A text model is trained. Instead of an image it would see placeholder tokens, and two prompts with
 other images but the same placeholders would be equal, so such a call is refused unless it goes to a
-model that is not trained. A part may teach an attempt's `Sight` to see more.
+model that is not trained. A feature may teach an attempt's `Sight` to see more.
 
 Invariant: an unknown field may be a processor of a server that is not known here, so it counts as
 one; a field in `PLAIN` determines the prompt, the form of the response or when sampling ends.
