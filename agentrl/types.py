@@ -25,6 +25,8 @@ SESSION = -1  # step of rollouts that are sessions of a deployed agent; never tr
 FEEDBACK, CORRECTION = "feedback", "correction"  # rewards; a correction's text is in its note
 SIGNAL = "signal"  # reward of a call: what the message or tool result after it says about it
 HINDSIGHT = "hindsight"  # reward of a call: its log-prob once the outcome is known
+TURN = "turn"  # reward of a call: what is said about its turn
+TOLD = "told"  # reward of a call: its log-prob once the user's message tells what was said later
 
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import structs
 from torch import Tensor
 
+from agentrl import types
 from agentrl.algorithms.credit.core import rewards, weighted_sum
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import reduce_by
@@ -22,7 +23,7 @@ from agentrl.algorithms.preferences.turns import corrections, last_said, reasked
 from agentrl.algorithms.presets.declare import Cap, Num, modifier
 from agentrl.types import Group, Json, Reward, Rollout, Scope, Transition, float32, int32
 
-TURN = "transition:turn"  # the reward that `add_turns` adds
+TURN = f"transition:{types.TURN}"  # the reward that `add_turns` adds
 
 
 def add_turns(groups: list[Group], policy: TrainedPolicy) -> list[Group]:
@@ -149,7 +150,7 @@ def with_corrections(
     )
 
 
-TOLD = "transition:told"  # the reward that `add_told` adds
+TOLD = f"transition:{types.TOLD}"  # the reward that `add_told` adds
 CORRECTED = "\n\n(The answer should have been: {text})"
 ASKED_AGAIN = "\n\n(The user then said: {text})"
 

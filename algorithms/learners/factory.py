@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.base import Frozen, Learner
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.liger.kernels import use_liger
 from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
 from agentrl.algorithms.model.inputs import inputs_of
@@ -21,9 +22,7 @@ from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.plugins import learner_factory
 from agentrl.algorithms.presets.registry import LearnerOutput
-from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig, Section, TorchLearnerConfig
-from agentrl.config.base import optional
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError
 from agentrl.plugins import check_protocol
@@ -67,9 +66,8 @@ def torch_learner(
     or trained."""
     own, start = config.learner, model.name_or_path
     assert isinstance(own, TorchLearnerConfig)
-    for point in installed_plugins("patches"):
-        if optional(config, point.name):
-            point.load()(model)
+    if own.liger_kernel:
+        use_liger(model)
     inputs = inputs_of(model)
     learner: TorchLearner = (inputs.learner if inputs else TorchLearner)(
         model,

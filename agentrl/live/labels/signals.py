@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from agentrl.base.parts import installed_plugins
 from agentrl.live.records.marks import FAILED, MARK, OUTCOME
 from agentrl.runners.sessions.feedback import Feedback
 from agentrl.types import (
@@ -23,6 +22,8 @@ from agentrl.types import (
     FEEDBACK,
     HINDSIGHT,
     SIGNAL,
+    TOLD,
+    TURN,
     Json,
     Record,
     Reward,
@@ -159,8 +160,7 @@ def unfit(said: Feedback) -> str:
 
 def reserved() -> set[str]:
     """Rewards that a run makes itself: whoever could post them would write what is learned."""
-    added = {point.name.rpartition(":")[2] for point in installed_plugins("added_rewards")}
-    return {*ASKED, SIGNAL, MARK, OUTCOME, FAILED, HINDSIGHT, *added}
+    return {*ASKED, SIGNAL, MARK, OUTCOME, FAILED, HINDSIGHT, TURN, TOLD}
 
 
 def task_of(calls: Sequence[Transition]) -> Message:
