@@ -18,7 +18,6 @@ from rich.console import Console
 
 from agentrl.base.files import replace_file
 from agentrl.base.loading import is_installed
-from agentrl.base.parts import has
 from agentrl.config import AlgorithmConfig
 from agentrl.config.keys import flatten
 from agentrl.errors import install_command
@@ -53,7 +52,7 @@ async def complete(
     if not model or not _trains_it_here(tables):
         return {}
     wanted = {key: name for key, name in SETTINGS.items() if key not in said}
-    if not (has("lora") and is_installed("peft")):
+    if not is_installed("peft"):
         console.print(f"all weights are trained; an adapter needs less: {install_command('lora')}")
         wanted = {key: name for key, name in wanted.items() if key not in ADAPTER}
     if ADAPTER - wanted.keys() or any(key.startswith("policy.lora.") for key in said):

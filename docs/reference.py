@@ -350,7 +350,7 @@ def page_of(family: str) -> str:
 
 def words() -> dict[str, Any]:
     """All presets and, with "+", modifiers; those of the short list first."""
-    presets, modifiers = registry.installed()
+    presets, modifiers = registry.library_presets()
     known = presets | {f"+{name}": made for name, made in modifiers.items()}
     return dict(sorted(known.items(), key=lambda item: (not item[1].usual, item[0])))
 

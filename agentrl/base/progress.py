@@ -1,4 +1,4 @@
-"""Lines on the console while work goes on that takes more than a few seconds."""
+"""Lines on the console while work goes on that takes more than a few seconds, and durations."""
 
 from __future__ import annotations
 
@@ -52,3 +52,10 @@ def still_at(log: logging.Logger, what: str, interval: float = 2 * INTERVAL) -> 
     finally:
         ended.set()
         teller.join()
+
+
+def lasting(seconds: float) -> str:
+    """A duration in the largest unit that it has two of."""
+    units = {"days": 86_400, "h": 3600, "min": 60}
+    unit = next((name for name, size in units.items() if seconds >= 2 * size), "s")
+    return f"{seconds / units.get(unit, 1):.0f} {unit}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from agentrl.algorithms.model.chat import Chat, RequestError, template_cure
+from agentrl.algorithms.formats.choose import template_cure
+from agentrl.algorithms.model.chat import Chat, RequestError
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
 from agentrl.doctor import Status
@@ -31,7 +32,7 @@ def tool_calls(tokenizer: Tokenizer) -> tuple[Status, str]:
     conversation = shown.rpartition("Where is Ada?")[2]
     if "find_person" in conversation and "Antarctica" in conversation:
         return "ok", "the chat template shows tools, calls and results"
-    cure = f"if the agent needs it, {template_cure(tokenizer)}{CURE}"
+    cure = f"if the agent needs it, {template_cure(tokenizer)}, {CURE}"
     return "warn", f"the chat template leaves out tool calls or their results; {cure}"
 
 
@@ -55,7 +56,7 @@ def turns(tokenizer: Tokenizer) -> tuple[Status, str]:
 
 
 def _cure(tokenizer: Tokenizer) -> str:
-    return f"{ROWS}; if the agent needs it, {template_cure(tokenizer)}{CURE}"
+    return f"{ROWS}; if the agent needs it, {template_cure(tokenizer)}, {CURE}"
 
 
 def _tokens(tokenizer: Tokenizer, messages: list[Message], tools: Json = None) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ COMMON = "presets"  # heading of the short list
 def catalogue() -> list[str]:
     """One line per preset and modifier: its name, docstring, and the fields that it sets. The
     others follow the short list, by module."""
-    found, changes = presets.installed()
+    found, changes = presets.library_presets()
     made = found | {f"+{name}": change for name, change in changes.items()}
     homes = {word: COMMON if one.usual else _home(one) for word, one in made.items()}
     lines = []

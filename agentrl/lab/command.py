@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
+from agentrl.algorithms.preflight.simulation import Simulation, Workload
 from agentrl.cli import CommandGroup, numbers
 from agentrl.config import load
 from agentrl.errors import ConfigError, nearest
-from agentrl.lab.simulation import Simulation, Workload
 
 SIZES = {
     "calls": (1.0, "Mean number of model calls per rollout."),

@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from agentrl.base import folder_lock
-from agentrl.base.parts import missing
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.run_stores import store_with
 
@@ -42,8 +41,6 @@ def model(
     from agentrl.model_files.card import card
     from agentrl.model_files.chosen import BEST, Chosen, choose, of_its_run
 
-    if merge and (why := missing("adapters", "policy.lora")):
-        raise click.UsageError(f"--merge: {why}")
     if base and not merge:
         raise click.UsageError("--base needs --merge")
     if private and not repo:

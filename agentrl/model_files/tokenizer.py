@@ -16,10 +16,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from agentrl.algorithms.model.chat import template_cure
+from agentrl.algorithms.formats.choose import choose, template_cure
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.base.failures import one_line
-from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
 from agentrl.errors import PolicyError
 from agentrl.model_files.gguf_file import CONTROL, USER_DEFINED, GgufFile
@@ -66,8 +65,7 @@ def tokenizer_of(file: GgufFile, config: RunConfig) -> tuple[Tokenizer, list[str
     tokenizer.chat_template = file.value("tokenizer.chat_template")
     if config == RunConfig():
         _check_template(file, tokenizer)
-    for point in installed_plugins("tokenizers"):
-        point.load()(tokenizer, config)
+    choose(tokenizer, config)
     if (end := end_of_turn(tokenizer)) is not None:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     if tokenizer.eos_token is None:

@@ -23,6 +23,7 @@ from rich.table import Table
 from agentrl.algorithms.selfplay.report import game_figures
 from agentrl.base.failures import how_many
 from agentrl.base.processes import PHASE
+from agentrl.base.progress import lasting
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
 from agentrl.scores import are_shares, missing_text, score_text
@@ -194,7 +195,7 @@ class Progress:
         """Rows of cells, each no wider than the terminal: what does not fit is cut, not wrapped."""
         done, left = len(self.committed), self.seconds_left()
         bar = ProgressBar(total=max(1, self.config.steps), completed=done, width=BAR)
-        remaining = f"{report.lasting(left)} left" if left is not None else ""
+        remaining = f"{lasting(left)} left" if left is not None else ""
         rows: list[Sequence[RenderableType]] = [
             (bar, f"step {done}/{self.config.steps}", remaining)
         ]
@@ -232,7 +233,7 @@ class Progress:
                 parts.append(f"{_step_seconds([row]):.2g} s a step")
             parts += filter(None, [failures_of(metrics)])
             if row.step == self.committed[-1].step:
-                parts.append(f"{report.lasting(self.seconds_left() or 0.0)} left")
+                parts.append(f"{lasting(self.seconds_left() or 0.0)} left")
         return "  ".join(parts)
 
     def scores_line(self, row: StepRow) -> str:

@@ -251,13 +251,6 @@ def rate(metrics: dict[str, float], key: str) -> str:
     return f"{metrics.get(key, 0.0) * waited / seconds:.0f}" if seconds and waited else "-"
 
 
-def lasting(seconds: float) -> str:
-    """A duration in the largest unit that it has two of."""
-    units = {"days": 86_400, "h": 3600, "min": 60}
-    unit = next((name for name, size in units.items() if seconds >= 2 * size), "s")
-    return f"{seconds / units.get(unit, 1):.0f} {unit}"
-
-
 def times(config: RunConfig, steps: list[StepRow], seconds: float) -> str:
     """Where the seconds of this start went."""
     steps = [row for row in steps if row.at > time.time() - seconds] or steps

@@ -22,12 +22,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentrl.algorithms.data.batch import TokenRow
+from agentrl.algorithms.demonstrations.imitated import format_problem
 from agentrl.algorithms.model.cpu_threads import thread_tuner
 from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.packing import pack_rows
 from agentrl.base.files import share_weights
-from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import log_phase
 from agentrl.base.progress import steps_left
 from agentrl.errors import TrainingError
@@ -108,10 +108,9 @@ def imitator(
     rows = rows_of(tokenizer, conversations, tools)
     loss = imitate(model, rows, steps=steps, batch=batch, lr=lr, seed=seed)
     said = f"the tiny model imitates {len(rows)} conversations with a loss of {loss:.3f} per token"
-    wrong = [why for point in installed_plugins("imitated") if (why := point.load()(model, rows))]
-    for why in wrong:
-        log.warning("%s, %s", said, why)
-    if not wrong:
+    if problem := format_problem(model, rows):
+        log.warning("%s, %s", said, problem)
+    else:
         log_phase(log, said)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -17,8 +17,8 @@ import msgspec
 from agentrl import run_owner
 from agentrl.algorithms.demonstrations.conversations import conversations_of, what_is_said
 from agentrl.algorithms.demonstrations.scripted import load_script, served
+from agentrl.algorithms.prompts.schedule import candidate_in_use
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
-from agentrl.algorithms.sampling.upstreams import candidate_of
 from agentrl.base.access import read_sent_key
 from agentrl.base.images import digests, with_data_urls
 from agentrl.base.processes import log_phase
@@ -116,7 +116,7 @@ async def play(config: RunConfig) -> None:
     tasks = tasks[: config.eval.tasks or None] * config.eval.samples
     async with open_store(config.store) as store:
         state = await run_owner.open_as_child(store, config)
-        candidate = await candidate_of(store, config, state)
+        candidate = await candidate_in_use(store, config, state)
         wanted = evaluation_rollouts(config, 0, NAME, tasks, config.sampling, candidate=candidate)
         log_phase(log, f"{len(wanted)} rollouts of {config.upstreams[NAME].model}")
         await store.enqueue(wanted)

@@ -10,14 +10,13 @@ import jinja2
 
 from agentrl.algorithms.formats.templates import (
     ChatTemplate,
-    load_format,
     proposed,
     read_template,
     templates,
     unknown_tokens,
 )
-from agentrl.algorithms.model.tool_parser import TOOL_FORMAT, ToolParser, parser_of
-from agentrl.base.parts import installed_plugins
+from agentrl.algorithms.formats.tool_formats import TOOL_FORMATS, load_format, parser_of
+from agentrl.algorithms.model.tool_parser import TOOL_FORMAT, ToolParser
 from agentrl.config import RunConfig
 from agentrl.errors import PolicyError
 from agentrl.types import Json
@@ -48,8 +47,8 @@ def choose(tokenizer: Tokenizer, config: RunConfig) -> None:
     where = f"policy.chat_template = {name!r}" if name else own
     if not tokenizer.chat_template:
         raise PolicyError(
-            f"{own}: its tokenizer has no chat template; {cure(tokenizer)}, add chat_template.jinja"
-            " to the directory, or train an instruction-tuned model"
+            f"{own}: its tokenizer has no chat template; {template_cure(tokenizer)}, add"
+            " chat_template.jinja to the directory, or train an instruction-tuned model"
         )
     _check_template(tokenizer, where)
     asked, shown = config.policy.tool_format, _shown_call(tokenizer)
@@ -88,7 +87,7 @@ def _use(name: str, tokenizer: Tokenizer, config: RunConfig) -> ChatTemplate | N
     return template
 
 
-def cure(tokenizer: Tokenizer) -> str:
+def template_cure(tokenizer: Tokenizer) -> str:
     """What to do if a tokenizer's chat template has no tools."""
     name = proposed(tokenizer)
     if name is None or templates()[name].text == tokenizer.chat_template:
@@ -134,11 +133,10 @@ def _render(tokenizer: Tokenizer, messages: list[Message], **options: bool) -> s
 
 def format_of(shown: str) -> str:
     """The name of the format of a call; empty if it is none that is known."""
-    added = {point.name: point.load() for point in installed_plugins("tool_formats")}
+    first, *others = TOOL_FORMATS
     # Those without a mark of their own would find their calls inside those of others.
-    marked = sorted(added, key=lambda name: bool({"{", "["} & set(added[name].opens)))
-    known: dict[str, type[ToolParser]] = {"hermes": ToolParser} | {n: added[n] for n in marked}
-    return next((name for name, parser in known.items() if _reads(parser, shown)), "")
+    others.sort(key=lambda name: bool({"{", "["} & set(TOOL_FORMATS[name].opens)))
+    return next((name for name in (first, *others) if _reads(TOOL_FORMATS[name], shown)), "")
 
 
 def _reads(parser: type[ToolParser], shown: str) -> bool:

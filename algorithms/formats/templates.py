@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.algorithms.formats.deepseek import mark
-from agentrl.algorithms.model.tool_parser import ToolParser
-from agentrl.base.parts import installed_plugins
+from agentrl.algorithms.formats.tool_formats import load_format
 from agentrl.config import RunConfig
 from agentrl.config.policies import frozen_policies, trained_policies, view
 from agentrl.errors import ConfigError, nearest
-from agentrl.plugins import load_plugin
 
 if TYPE_CHECKING:
     from agentrl.algorithms.model.load import Tokenizer
@@ -37,9 +35,7 @@ class ChatTemplate:
 
 @cache
 def templates() -> Mapping[str, ChatTemplate]:
-    """The library's own, and those in the entry points `agentrl.chat_templates`."""
-    added = {point.name: point.load() for point in installed_plugins("chat_templates")}
-    return OWN | _chatml() | added
+    return OWN | _chatml()
 
 
 def _chatml() -> dict[str, ChatTemplate]:
@@ -121,12 +117,6 @@ def check(config: RunConfig) -> None:
             read_template(template, Path(config.root))
         if tool_format := own.policy.tool_format:
             load_format(tool_format, Path(config.root))
-
-
-def load_format(name: str, root: Path) -> type[ToolParser]:
-    """The parser of a tool format. Raises ConfigError for an unknown name."""
-    key = "policy.tool_format"
-    return load_plugin("tool_formats", name, ("hermes",), root, key=key) or ToolParser
 
 
 def read_template(name: str, root: Path) -> tuple[str, ChatTemplate | None]:

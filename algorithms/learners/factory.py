@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.base import Frozen, Learner
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.liger.kernels import use_liger
 from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
 from agentrl.algorithms.model.inputs import inputs_of
@@ -66,8 +67,6 @@ def torch_learner(
     own, start = config.learner, model.name_or_path
     assert isinstance(own, TorchLearnerConfig)
     if own.liger_kernel:
-        from agentrl.algorithms.liger.kernels import use_liger
-
         use_liger(model)
     inputs = inputs_of(model)
     learner: TorchLearner = (inputs.learner if inputs else TorchLearner)(

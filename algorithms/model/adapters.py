@@ -9,16 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
-
-from agentrl.algorithms.model.load import Tokenizer
-from agentrl.base.parts import installed_plugins, missing
-from agentrl.config import RunConfig
-from agentrl.errors import PolicyError
 
 CONFIG = "adapter_config.json"  # in the directory of an adapter
 SETTING = "policy.lora"
@@ -104,11 +99,3 @@ class Adapters(Protocol):
 
     def save_base(self, directory: Path) -> None:
         """Write the base alone as an ordinary Hugging Face directory."""
-
-
-def load_adapted(source: str, config: RunConfig) -> tuple[PreTrainedModel, Tokenizer, Adapters]:
-    """Load a base for adapters, of which it has none yet. config: a policy's view of the run.
-    Raises PolicyError as `load_model` does, and without the part."""
-    for point in installed_plugins("adapters"):
-        return cast("tuple[PreTrainedModel, Tokenizer, Adapters]", point.load()(source, config))
-    raise PolicyError(f"{SETTING}: {missing('adapters', SETTING)}")

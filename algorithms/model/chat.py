@@ -14,9 +14,9 @@ from uuid import uuid4
 import jinja2
 import msgspec
 
+from agentrl.algorithms.formats.choose import template_cure
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import TOKEN_BYTES, ByteCache, Codec
-from agentrl.base.parts import installed_plugins
 from agentrl.types import Json
 
 log = logging.getLogger("agentrl.algorithm")
@@ -129,7 +129,7 @@ class Chat:
             return
         sentence = (
             "the model's chat template does not render tools, so the model would not see "
-            f"{', '.join(tool_names(hidden)) or 'them'}; {cure}"
+            f"{', '.join(tool_names(hidden)) or 'them'}; {cure}, "
             "choose a model whose template renders them (an instruct model with tool calls)"
             ", replace its chat_template.jinja, repeat their descriptions in a message, or send no"
             " tools. A model that was never trained with tools needs demonstrations of calls, too"
@@ -180,17 +180,12 @@ class Chat:
         return text
 
 
-def template_cure(tokenizer: Tokenizer) -> str:
-    """What parts know to do about a chat template that leaves something out, before other words."""
-    return "".join(f"{point.load()(tokenizer)}, " for point in installed_plugins("cures"))
-
-
 @cache
 def say_described(cure: str) -> None:
     """Once per process."""
     log.warning(
         "The chat template does not render tools, which messages describe instead; to let it"
-        " render them, too, %sor send no tools.",
+        " render them, too, %s, or send no tools.",
         cure,
     )
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,8 +23,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
+from agentrl.algorithms.formats.choose import choose
 from agentrl.base.failures import one_line
-from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, DamagedError, PolicyError
 
@@ -64,8 +64,8 @@ def load_model(
     except Exception as error:  # transformers and safetensors document no exception types
         raise PolicyError(f"model {name!r}: cannot be loaded: {one_line(str(error))}") from error
     _check_weights(name, model, loading["missing_keys"], head)
-    for point in installed_plugins("tokenizers") if config else ():
-        point.load()(tokenizer, config)
+    if config is not None:
+        choose(tokenizer, config)
     if template and not getattr(tokenizer, "chat_template", None):
         raise PolicyError(
             f"model {name!r}: its tokenizer has no chat template; add chat_template.jinja to the "
@@ -82,11 +82,12 @@ def load_model(
 
 
 def _load(name: str, config: RunConfig | None, options: dict[str, Any]) -> tuple[Any, Any]:
-    """The model and what was loaded of it: by the first part that knows its class, or as text."""
+    """The model and what was loaded of it: with its vision tower if it is trained with one."""
+    from agentrl.vision.loading import load as load_with_tower
+
     shape = AutoConfig.from_pretrained(name)
-    for point in installed_plugins("loaders"):
-        if (found := point.load()(name, shape, config, options)) is not None:
-            return cast("tuple[Any, Any]", found)
+    if (found := load_with_tower(name, shape, config, options)) is not None:
+        return found
     model, loading = AutoModelForCausalLM.from_pretrained(name, **options)
     if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise PolicyError(

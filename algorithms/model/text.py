@@ -11,8 +11,8 @@ from functools import lru_cache
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
+from agentrl.algorithms.formats.tool_formats import parser_of
 from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.tool_parser import parser_of
 
 T = TypeVar("T")
 CACHED_PIECES = 2**26  # bytes of cached encodings of texts between special tokens

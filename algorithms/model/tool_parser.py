@@ -1,4 +1,4 @@
-"""Parser of tool calls, in the format of the Hermes and Qwen models unless a part adds another.
+"""Parser of tool calls, in the format of the Hermes and Qwen models; subclasses read others.
 
 <tool_call>
 {"name": "query", "arguments": {"sql": "SELECT 1"}}
@@ -9,16 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 from uuid import uuid4
 
 import msgspec
-
-from agentrl.plugins import load_plugin
-
-if TYPE_CHECKING:
-    from agentrl.algorithms.model.load import Tokenizer
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TOOL_FORMAT = "tool_format"  # the key of a format's name in `tokenizer_config.json`
@@ -183,15 +177,6 @@ class ToolParser:
             return []
         self._after_call, self._said = False, True
         return [text]
-
-
-def parser_of(tokenizer: Tokenizer) -> type[ToolParser]:
-    """The parser of the format in which a model writes calls, by the name in its tokenizer's files,
-    or "package.module:name"; that of Hermes without a name. Raises ConfigError for an unknown
-    name."""
-    name = tokenizer.init_kwargs.get(TOOL_FORMAT, "hermes")
-    chosen = load_plugin("tool_formats", name, ("hermes",), Path(), key="policy.tool_format")
-    return chosen or ToolParser
 
 
 def tag_start(text: str, tag: str) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -19,6 +18,7 @@ from agentrl.algorithms.credit.core import ZeroAdvantage
 from agentrl.algorithms.objective.core import TOKENS, Algo
 from agentrl.algorithms.preferences.completions import CompletionLoss, LogProbSums, with_mismatched
 from agentrl.algorithms.preferences.pairing import How
+from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.declare import (
     AlgoPreset,
     Build,
@@ -29,8 +29,8 @@ from agentrl.algorithms.presets.declare import (
     options_of_function,
     preset,
 )
-from agentrl.algorithms.presets.registry import parts_of_name
 from agentrl.config import Natural, Positive
+from agentrl.config.presets import find_preset
 from agentrl.errors import ConfigError
 
 Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5)]  # fraction of wrong labels
@@ -126,7 +126,8 @@ def with_pairs(
 ) -> Algo:
     """Adds a loss of pairs over each group's rollouts, with its default options, to the policy
     gradient of the host."""
-    loss, _ = parts_of_name(pairs_loss, Path())
+    name, _ = find_preset(pairs_loss, declare.presets, declare.modifiers)
+    loss = declare.preset_named(name)
     if algo.side is not None or not isinstance(loss, PairsPreset):
         raise ConfigError(
             f"algorithm.options.pairs_loss = {pairs_loss!r}: +pairs adds one of dpo and the other "

@@ -18,8 +18,8 @@ from transformers.models.auto.modeling_auto import (
 from agentrl.algorithms.model.attention import whole_blocks
 from agentrl.algorithms.model.lm_head import MAX_LOGITS
 from agentrl.algorithms.model.load import DTYPES, device_of, packs_weights
+from agentrl.algorithms.preflight.duration import duration
 from agentrl.base import memory as host
-from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig, TorchLearnerConfig
 from agentrl.config.infrastructure import VllmEngineConfig
 from agentrl.errors import PolicyError
@@ -49,9 +49,8 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
     shape, learner, engine = network.config.get_text_config(), config.learner, config.engine
     width, bits = bytes_of_weight(config), config.policy.quantize
     weights, vocabulary = network.num_parameters(), shape.vocab_size
-    trained, added = trained_weights(config, network), dict[str, float]()
-    for point in installed_plugins("memory"):
-        added |= point.load()(config, network)[1]
+    trained = trained_weights(config, network)
+    added = seeing(config, network)[1]
     auxiliary = sum(bool(own.model) for own in (config.reference, config.teacher, config.critic))
     copies = auxiliary + (
         config.algorithm.async_sampling == "in_flight" and not config.policy.lora.rank
@@ -101,8 +100,14 @@ def trained_weights(config: RunConfig, network: Any) -> int:
     """The number of weights that an optimizer has: of the adapter, or of all that is not frozen."""
     if config.policy.lora.rank:
         return adapter_weights(config, network)
-    frozen = sum(point.load()(config, network)[0] for point in installed_plugins("memory"))
-    return int(network.num_parameters() - frozen)
+    return int(network.num_parameters() - seeing(config, network)[0])
+
+
+def seeing(config: RunConfig, network: Any) -> tuple[int, dict[str, float]]:
+    """What a vision tower adds: frozen weights, and bytes by purpose."""
+    from agentrl.vision.memory import needed
+
+    return needed(config, network)
 
 
 def adapter_weights(config: RunConfig, network: Any) -> int:
@@ -200,7 +205,7 @@ def describe(config: RunConfig, source: str) -> Iterator[str]:
         network = network.to_empty(device=device_of(config.policy.device))
         for each in (*network.parameters(), *network.buffers()):  # memory may hold anything
             each.detach().zero_()
-        yield from others(config, network)
+        yield from duration(config, network)
 
 
 def memory(config: RunConfig, network: Any) -> tuple[bool, str]:
@@ -241,9 +246,3 @@ def vllm_share(config: RunConfig, network: Any, total: int) -> float:
             "learner.token_budget or engine.max_context, or engine.vllm.gpu_memory yourself"
         )
     return left / total
-
-
-def others(config: RunConfig, network: Any) -> Iterator[str]:
-    """What parts estimate for a policy."""
-    for point in installed_plugins("estimates"):
-        yield from point.load()(config, network)

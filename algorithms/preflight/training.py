@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from agentrl.algorithms.preflight import estimate
+from agentrl.algorithms.preflight.duration import duration
 from agentrl.algorithms.preflight.proof import trie_gap
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.base.processes import log_phase
@@ -28,7 +29,7 @@ def announce(config: RunConfig, models: Sequence[LoadedModel]) -> None:
         if fits:
             log_phase(log, f"memory: about {sentence.partition(':')[0]}")
         (log.info if fits else log.warning)("memory: about %s", sentence)
-        for line in estimate.others(own, model.model):
+        for line in duration(own, model.model):
             log_phase(log, line)
 
 

@@ -7,8 +7,9 @@ modifier a function of an Algo and options that returns another.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
@@ -19,7 +20,7 @@ from agentrl.algorithms.objective.core import Algo, Gate, KLPenalty
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.config.presets import preset_names
 from agentrl.errors import ConfigError
-from agentrl.plugins import where
+from agentrl.plugins import check_call, load_plugin, plugin_points, where
 
 # Types of options.
 Num = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -31,6 +32,7 @@ CreditFunction = Annotated[Credit, "file.py:name"]  # from a batch to advantages
 Names = Annotated[list[str], msgspec.Meta(min_length=1)]
 Scale = Literal["none", "std"]
 
+KEY = "algorithm.preset"
 PPO_CLIP = (0.2, 0.2)
 EMPTY = inspect.Parameter.empty
 ONLY = inspect.Parameter.KEYWORD_ONLY
@@ -219,6 +221,31 @@ def _check_free(name: str, own: bool, function: Callable[..., Any]) -> None:
             f"algorithm.preset: {where(function)} hides the library's own {name!r}; choose "
             "another name"
         )
+
+
+def preset_named(name: str, root: Path = Path()) -> AlgoPreset:
+    """A preset of the library, of an installed package, or of the user's file in the folder `root`.
+    Raises ConfigError for a function that cannot be loaded or is no preset."""
+    names = preset_names()
+    library = {*names.presets, *(f"+{word}" for word in names.modifiers)}
+    own = library | (presets.keys() - plugin_points("presets").names)
+    thing = load_plugin("presets", name, own, root, key=KEY)
+    if thing is None:
+        return presets[name]
+    if not callable(thing):
+        check_call(thing, key=KEY)
+    # A decorated function has written its record; any other has its own options only.
+    if isinstance(thing, Hashable) and thing in declared:
+        return declared[thing]
+    return AlgoPreset(name, thing)
+
+
+def modifier_named(name: str) -> AlgoModifier:
+    """Raises ConfigError for a function that cannot be loaded."""
+    if name in modifiers:
+        return modifiers[name]
+    function = load_plugin("presets", f"+{name}", (), Path(), key=KEY)
+    return modifiers.get(name) or AlgoModifier(name, function)
 
 
 def outcome_of(algo: Algo) -> str:

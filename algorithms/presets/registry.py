@@ -8,7 +8,7 @@ modifier, or the user's own "file.py:name".
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,9 +16,12 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from agentrl.algorithms.credit.records import rewards_read
+from agentrl.algorithms.feedback.presets import TOLD, TURN, add_told, add_turns
+from agentrl.algorithms.multiagent import coma  # noqa: F401  (registers its preset)
 from agentrl.algorithms.objective.core import IN_WORDS, Algo
 from agentrl.algorithms.objective.prepare import Prepare
 from agentrl.algorithms.objective.ratios import Model
+from agentrl.algorithms.preferences import losses, pairs  # noqa: F401  (register presets, too)
 from agentrl.algorithms.presets import (  # noqa: F401  (importing them registers their presets)
     calls,
     declare,
@@ -31,25 +34,33 @@ from agentrl.algorithms.presets import (  # noqa: F401  (importing them register
 )
 from agentrl.algorithms.presets.declare import (
     EMPTY,
+    KEY,
     AlgoModifier,
     AlgoPreset,
     CreditFunction,
     Num,
     Option,
+    modifier_named,
+    preset_named,
 )
+from agentrl.algorithms.replays import presets as replays  # noqa: F401  (registers its presets)
 from agentrl.base.loading import import_error, load_attribute
-from agentrl.base.parts import installed_plugins, known
 from agentrl.base.user_code import contained
 from agentrl.config.learning import AlgorithmConfig
 from agentrl.config.presets import find_preset, preset_names
 from agentrl.errors import ConfigError, nearest
-from agentrl.plugins import check_call, load_plugin, where
+from agentrl.plugins import check_call, where
 
 LearnerOutput = Model | Literal["values", "top_tokens", "entropy"]
 ALL_STREAMS: tuple[LearnerOutput, ...] = (
     "old", "sampler", "reference", "teacher", "values", "top_tokens", "entropy",
 )  # fmt: skip
-KEY = "algorithm.preset"
+# What adds rewards that no verifier gives, by name.
+ADDED_REWARDS: Mapping[str, Prepare] = {
+    process.HINDSIGHT: process.add_hindsight,
+    TOLD: add_told,
+    TURN: add_turns,
+}
 
 
 def make(
@@ -95,46 +106,18 @@ def parts_of_name(name: str, root: Path) -> tuple[AlgoPreset, list[AlgoModifier]
     return preset_named(host, root), [*map(modifier_named, added), ENTROPY]
 
 
-def preset_named(name: str, root: Path = Path()) -> AlgoPreset:
-    """Raises ConfigError for a function that cannot be loaded or is no preset."""
-    installed, names = installed_plugins("presets").names, preset_names()
-    own = (names.presets.keys() - known("presets")) | (declare.presets.keys() - installed)
-    thing = load_plugin("presets", name, own, root, key=KEY)
-    if thing is None:
-        return declare.presets[name]
-    if not callable(thing):
-        check_call(thing, key=KEY)
-    # A decorated function has written its record; any other has its own options only.
-    if isinstance(thing, Hashable) and thing in declare.declared:
-        return declare.declared[thing]
-    return AlgoPreset(name, thing)
-
-
-def modifier_named(name: str) -> AlgoModifier:
-    """Raises ConfigError for a function that cannot be loaded."""
-    if name in declare.modifiers:
-        return declare.modifiers[name]
-    function = load_plugin("presets", f"+{name}", (), Path(), key=KEY)
-    return declare.modifiers.get(name) or AlgoModifier(name, function)
-
-
-def installed() -> tuple[dict[str, AlgoPreset], dict[str, AlgoModifier]]:
-    """The library's presets and modifiers that this installation has, by name."""
-    names, there, elsewhere = preset_names(), installed_plugins("presets").names, known("presets")
-    words = [*names.presets, *(f"+{name}" for name in names.modifiers)]
-    here = [word for word in words if word not in elsewhere or word in there]
+def library_presets() -> tuple[dict[str, AlgoPreset], dict[str, AlgoModifier]]:
+    """The library's presets and modifiers, by name."""
+    names = preset_names()
     return (
-        {word: preset_named(word) for word in here if word[0] != "+"},
-        {word[1:]: modifier_named(word[1:]) for word in here if word[0] == "+"},
+        {name: declare.presets[name] for name in names.presets},
+        {name: declare.modifiers[name] for name in names.modifiers},
     )
 
 
 def _adding(read: Collection[str]) -> list[Prepare]:
-    """What adds the rewards that an algorithm reads to groups, where the library or a package knows
-    how."""
-    own = [process.add_hindsight] if process.HINDSIGHT in read else []
-    points = installed_plugins("added_rewards")
-    return [*own, *(point.load() for point in points if point.name in read)]
+    """What adds the rewards that an algorithm reads to groups, where the library knows how."""
+    return [add for reward, add in ADDED_REWARDS.items() if reward in read]
 
 
 def _built(host: AlgoPreset, options: Mapping[str, Any]) -> Algo:

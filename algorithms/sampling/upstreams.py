@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from agentrl import run_owner
+from agentrl.algorithms.prompts.schedule import candidate_in_use
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
-from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import log_to_stderr
 from agentrl.config import RunConfig
 from agentrl.config.run_file import tasks_of
 from agentrl.store import open_store
-from agentrl.store.base import Store
-from agentrl.types import ENDED, RunState
+from agentrl.types import ENDED
 
 
 def main(config: RunConfig) -> None:
@@ -27,13 +26,6 @@ async def evaluate_upstreams(config: RunConfig) -> None:
     tasks = tasks[: config.eval.tasks or None]
     async with open_store(config.store) as store:
         state = await run_owner.open_as_child(store, config)
-        candidate = await candidate_of(store, config, state)
+        candidate = await candidate_in_use(store, config, state)
         await evaluate_heldout(store, config, state.epoch, 0, tasks, candidate)
         await store.log(config.name, 0, {ENDED: 1.0}, epoch=state.epoch)
-
-
-async def candidate_of(store: Store, config: RunConfig, state: RunState) -> str | None:
-    """The texts that rollouts use in the place of the agent's own; None: its own."""
-    points = installed_plugins("candidates")
-    given = [await point.load()(store, config, state) for point in points]
-    return next(filter(None, given), None)

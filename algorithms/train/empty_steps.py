@@ -18,8 +18,8 @@ from agentrl.algorithms.diagnostics.metrics import Metrics, group_metrics
 from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.sampling.evaluate import FEWEST
 from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.why.sentences import cause
 from agentrl.base.failures import cure_of, one_line, same_cause
-from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
 from agentrl.errors import TrainingError
 from agentrl.store.base import Store
@@ -99,19 +99,17 @@ def check_failed(config: RunConfig, collected: Collected) -> None:
 
 
 async def check_empty_steps(store: Store, config: RunConfig) -> None:
-    """Raise TrainingError, with what parts know of its cause, if the last `max_empty_steps` steps
+    """Raise TrainingError, with the most likely cause, if the last `max_empty_steps` steps
     were empty, or all steps of a shorter run."""
     rows = [row for row in await store.steps(config.name) if row.committed]
     empty = list(takewhile(lambda row: EMPTY in row.metrics, reversed(rows)))
     if not empty or len(empty) < min(config.max_empty_steps, config.steps):
         return
-    known = installed_plugins("causes")
-    causes = [await point.load()(store, config.name, len(empty)) for point in known]
-    cause = "; ".join(causes) or "look at one of its rollouts with agentrl show"
+    reason = await cause(store, config.name, len(empty))
     again = f"the same command resumes after step {len(rows)}"
     if len(rows) == config.steps:
         again = "repeat the command with more steps, or with --fresh"
     raise TrainingError(
         f"nothing was learned in {len(empty)} steps in a row, of which no rollout could be used: "
-        f"{cause}. Correct that, and {again}"
+        f"{reason}. Correct that, and {again}"
     )

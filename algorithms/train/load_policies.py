@@ -9,13 +9,13 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from agentrl.algorithms.lora.loading import load_adapted
 from agentrl.algorithms.model import digests
-from agentrl.algorithms.model.adapters import Adapters, load_adapted
+from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_size
 from agentrl.algorithms.train.checkpoint import parse_name
 from agentrl.base.files import atomic_directory
 from agentrl.base.loading import load_attribute
-from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import log_phase
 from agentrl.base.progress import still_at
 from agentrl.config import LoraConfig, RunConfig
@@ -34,19 +34,20 @@ class LoadedModel:
     tokenizer: Tokenizer
     adapters: Adapters | None = None  # named by policy; None: the model is the policy
     policies: list[str] = field(default_factory=list)
-    built: bool = False  # whether policy.build or a part has just made it
+    built: bool = False  # whether policy.build or [warmup] has just made it
 
 
 def load_policies(config: RunConfig) -> list[LoadedModel]:
     """Load the models of all policies of a run, with their adapters.
 
     Raises PolicyError for a model that cannot be loaded, and for an adapter of another model."""
+    from agentrl.algorithms.demonstrations.warmup import warm_up  # which loads models, too
+
     bases: dict[tuple[str, str], LoadedModel] = {}
     for name in (*trained_policies(config), *frozen_policies(config)):
         own = view(config, name)
         source, built = policy_directory(own)
-        for point in installed_plugins("initial"):
-            built |= point.load()(own, source)
+        built |= warm_up(own, source)
         source, lora = own.model_path(), own.initial_policy.lora
         adapted = bool(lora.rank or lora.adapter)
         key = (source, "" if adapted else name)

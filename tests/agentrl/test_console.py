@@ -18,10 +18,11 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from agentrl.base.processes import LOG_LEVEL, PHASE, log_phase
+from agentrl.base.progress import lasting
 from agentrl.config import resolve
 from agentrl.store import open_store
 from agentrl.telemetry.console import LogFollower, Progress, console_level, show_progress
-from agentrl.telemetry.report import lasting, print_report
+from agentrl.telemetry.report import print_report
 from agentrl.types import Counts, NewRollout, Outcome, Purpose, StepCommit, StepRow
 
 LOGGED = """

@@ -25,7 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agentrl.algorithms.formats.templates import load_format, templates
+from agentrl.algorithms.formats.templates import templates
+from agentrl.algorithms.formats.tool_formats import load_format
 from agentrl.algorithms.model.chat import template_message
 from agentrl.algorithms.model.tool_parser import THINK, THOUGHT
 from tests.algorithms.formats.roundtrip import TOOLS, family_tokenizer

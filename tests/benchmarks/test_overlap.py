@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.lab.simulation import Simulation
+from agentrl.algorithms.preflight.simulation import Simulation
 from tests.benchmarks.overlap import logprob_error
 from tests.benchmarks.virtual_run import Costs, Mode, VirtualRun
 

@@ -33,12 +33,12 @@ from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.load import end_tokens
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.model.tool_parser import ToolParser
+from agentrl.algorithms.preflight.simulation import Workload, lognormal
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.base.loading import load_attribute
 from agentrl.config import RunConfig, load
-from agentrl.lab.simulation import Workload, lognormal
 from agentrl.types import (
     Group,
     NewRollout,

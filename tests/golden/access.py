@@ -71,9 +71,10 @@ class working_in:  # noqa: N801 - reads as a statement
 
 def algorithm_options(name: str) -> dict[str, Any]:
     """The options of a preset, or of a modifier ("+tis"), with their defaults."""
-    from agentrl.algorithms.presets.registry import modifier_named, preset_named
+    from agentrl.algorithms.presets.registry import library_presets
 
-    found = modifier_named(name[1:]) if name[0] == "+" else preset_named(name)
+    presets, modifiers = library_presets()
+    found = modifiers[name[1:]] if name[0] == "+" else presets[name]
     return {option: default for option, (_, default) in found.options().items()}
 
 

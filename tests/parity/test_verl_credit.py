@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.presets.registry import installed, make
+from agentrl.algorithms.presets.registry import library_presets, make
 
 from .batches import WHITE, Rollouts, rollouts
 
@@ -106,7 +106,7 @@ def test_every_estimator_of_verl_is_compared_or_named() -> None:
     assert set(verl.ADV_ESTIMATOR_REGISTRY) == compared | set(NOT_OURS)
     assert not compared & set(NOT_OURS)
     assert {estimator.value for estimator in verl.AdvantageEstimator} == compared | set(NOT_OURS)
-    assert {name for _, _, name, _, _ in CASES} <= set(installed()[0])
+    assert {name for _, _, name, _, _ in CASES} <= set(library_presets()[0])
 
 
 # -- differences on purpose ------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from agentrl.algorithms.objective.ratios import (
     Truncate,
     TrustRegion,
 )
-from agentrl.algorithms.presets.registry import installed, make
+from agentrl.algorithms.presets.registry import library_presets, make
 from tests.algorithms.worlds import EVERY_OUTPUT, coefficients_of
 
 law = settings(max_examples=30, deadline=None, derandomize=True)
@@ -59,7 +59,7 @@ pytestmark = pytest.mark.part  # of the presets of all parts
 # Those that read nothing but the outcome of rollouts, each for itself.
 PRESETS = [
     name
-    for name in sorted(installed()[0].keys() - {"streams", "coma"})
+    for name in sorted(library_presets()[0].keys() - {"streams", "coma"})
     if (algo := make(name, {}, streams=EVERY_OUTPUT)).rewards == ("outcome",)
     and not (algo.reads_critic or algo.needs_greedy or algo.side)
 ]
@@ -373,7 +373,7 @@ def test_weights_stand_for_copies(seed: int, copies: int) -> None:
 def test_psi_does_not_depend_on_how_rows_are_cut(name: str, seed: int, parts: int) -> None:
     batch = random_batch(seed)
     given, p = random_logprobs(batch, seed)
-    opsm = "+opsm" if "opsm" in installed()[1] else ""
+    opsm = "+opsm" if "opsm" in library_presets()[1] else ""
     algo = make(f"{name}{opsm}", {}, streams=EVERY_OUTPUT)
     given, p = with_symbols(algo, given, p)
     terms = loss_terms(algo, batch, given)

@@ -24,7 +24,7 @@ from agentrl.algorithms.explain.explain import compared, explain, links, report
 from agentrl.algorithms.kl_target.training import AdaptiveControl, KlController
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.presets.registry import installed, make
+from agentrl.algorithms.presets.registry import library_presets, make
 from agentrl.algorithms.train.prepare import Completer, Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.cli.main import cli
@@ -110,7 +110,7 @@ def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
     needed["process"] = {"process_streams": OPTIONS["streams"]}
     needed |= {"mean-by": {"mean_by_units": ["role"]}, "coma": {"roles": ["a"], "actions": ["b"]}}
     needed["credit"] = {"credit": f"{__name__}:nothing"}
-    presets, modifiers = installed()
+    presets, modifiers = library_presets()
     names = [*presets, *(f"{made.host}+{name}" for name, made in modifiers.items())]
     for name in names:
         options = needed.get(name.split("+")[-1], {})
@@ -187,7 +187,7 @@ def output(*arguments: str) -> str:
 def test_the_catalogue_has_a_line_for_everything() -> None:
     lines = output("algorithms").splitlines()
     said = {line.split()[0] for line in lines}
-    presets, modifiers = installed()
+    presets, modifiers = library_presets()
     assert {*presets, *(f"+{name}" for name in modifiers)} <= said
     gspo = next(line for line in lines if line.startswith("  gspo "))
     assert "arXiv 2507.18071" in gspo

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentrl.algorithms.formats.templates import load_format, templates
+from agentrl.algorithms.formats.templates import templates
+from agentrl.algorithms.formats.tool_formats import load_format
 from agentrl.algorithms.model.chat import Chat, template_message
 from agentrl.algorithms.model.text import Codec, TextStream
 from agentrl.algorithms.model.tool_parser import TOOL_FORMAT, ToolCall

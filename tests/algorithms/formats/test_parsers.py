@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.algorithms.formats.deepseek import mark
-from agentrl.algorithms.formats.templates import load_format
+from agentrl.algorithms.formats.tool_formats import load_format
 from agentrl.algorithms.model.tool_parser import ToolCall, ToolParser
 from agentrl.errors import ConfigError
 from agentrl.types import Json

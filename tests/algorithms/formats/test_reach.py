@@ -12,9 +12,10 @@ from transformers import AutoTokenizer
 
 from agentrl.algorithms.engines.vllm import factory, process
 from agentrl.algorithms.formats.templates import templates
+from agentrl.algorithms.formats.tool_formats import parser_of
 from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.tool_parser import TOOL_FORMAT, parser_of
+from agentrl.algorithms.model.tool_parser import TOOL_FORMAT
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.config import resolve

@@ -14,9 +14,10 @@ from transformers import AutoTokenizer
 from agentrl.algorithms.formats import choose, templates
 from agentrl.algorithms.formats.deepseek import mark
 from agentrl.algorithms.formats.templates import proposed
+from agentrl.algorithms.formats.tool_formats import parser_of
 from agentrl.algorithms.model.chat import Chat, RequestError
 from agentrl.algorithms.model.text import Codec
-from agentrl.algorithms.model.tool_parser import TOOL_FORMAT, ToolParser, parser_of
+from agentrl.algorithms.model.tool_parser import TOOL_FORMAT, ToolParser
 from agentrl.config import RunConfig, resolve
 from agentrl.doctor import templates as doctors
 from agentrl.errors import ConfigError, PolicyError
@@ -298,23 +299,3 @@ def test_the_doctor_proposes_the_same() -> None:
         dropping.chat_template = before
     assert status == "warn"
     assert "set policy.chat_template = 'gemma'" in sentence
-
-
-def test_packages_add_templates_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import EntryPoint, EntryPoints
-
-    where = f"{templates.__name__}:USUAL"
-    point = EntryPoint("theirs", where, "agentrl.chat_templates")
-    asked: list[str] = []
-
-    def plugins(kind: str) -> EntryPoints:
-        asked.append(kind)
-        return EntryPoints([point])
-
-    monkeypatch.setattr(templates, "installed_plugins", plugins)
-    templates.templates.cache_clear()
-    try:
-        assert templates.templates()["theirs"] is templates.USUAL  # type: ignore[comparison-overlap]
-    finally:
-        templates.templates.cache_clear()
-    assert asked == ["chat_templates"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithms.presets.registry import installed, make
+from agentrl.algorithms.presets.registry import library_presets, make
 from agentrl.errors import ConfigError
 from tests.algorithms.feedback.test_credit import CASES as FEEDBACK
 from tests.algorithms.multiagent.test_critics import CASES as CRITIC_CASES
@@ -27,7 +27,7 @@ from tests.algorithms.presets.test_turns import CASES as AGENT_CASES
 from tests.algorithms.replays.test_preset_credit import CASES as TREES
 from tests.algorithms.worlds import EVERY_OUTPUT
 
-presets, modifiers = installed()
+presets, modifiers = library_presets()
 
 
 def test_every_preset_and_modifier_has_a_case() -> None:

@@ -9,7 +9,7 @@ from agentrl.config.presets import TABLE, PresetNames, preset_names
 
 
 def names() -> PresetNames:
-    found, changes = registry.installed()
+    found, changes = registry.library_presets()
     return PresetNames(
         {name: sorted({*found[name].options(), *ENTROPY.options()}) for name in sorted(found)},
         {name: sorted(changes[name].options()) for name in sorted(changes)},

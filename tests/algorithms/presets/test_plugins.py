@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -17,10 +13,9 @@ from agentrl.algorithms.objective.core import Algo, compute_advantages
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.declare import modifier, preset
-from agentrl.algorithms.presets.registry import installed, make
-from agentrl.base.parts import known
+from agentrl.algorithms.presets.registry import library_presets, make
 from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.config.presets import check_presets, preset_names
+from agentrl.config.presets import check_presets
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.worlds import EVERY_OUTPUT, Call, Play, world
 from tests.factories import Register
@@ -31,7 +26,7 @@ HEAD = "from agentrl.algorithms import Algo, GroupRelative, preset\n"
 @pytest.fixture(autouse=True)
 def own_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers goes with it; families register themselves once, before."""
-    installed()
+    library_presets()
     monkeypatch.setattr(declare, "presets", dict(declare.presets))
     monkeypatch.setattr(declare, "modifiers", dict(declare.modifiers))
 
@@ -167,14 +162,6 @@ def test_a_decorated_function_stays_a_function() -> None:
 
 # -- families --------------------------------------------------------------------------------------
 
-NAMES = preset_names()
-OF_FAMILIES = known("presets")  # their parts
-
-
-@pytest.fixture
-def without_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.base.parts.parts", lambda: ())
-
 
 def run_with(name: str, **options: object) -> RunConfig:
     return RunConfig(steps=1, algorithm=AlgorithmConfig(preset=name, options=options))
@@ -182,82 +169,31 @@ def run_with(name: str, **options: object) -> RunConfig:
 
 @pytest.mark.part
 def test_the_short_list_is_short() -> None:
-    assert 20 <= sum(made.usual for made in installed()[0].values()) <= 28
+    assert 20 <= sum(made.usual for made in library_presets()[0].values()) <= 28
     assert all(issubclass(type(made), declare.AlgoPreset) for made in declare.presets.values())
 
 
-@pytest.mark.parametrize("name", sorted(OF_FAMILIES))
-def test_without_its_part_a_preset_is_refused_by_the_name_of_the_part(
-    name: str, without_parts: None
-) -> None:
-    whole = f"grpo{name}" if name[0] == "+" else name
-    message = rf"'{re.escape(name)}': it belongs to the part '{OF_FAMILIES[name]}', which"
-    with pytest.raises(ConfigError, match=message):
-        make(whole, {})
-    with pytest.raises(ConfigError, match=message):
-        check_presets(run_with(whole))
-
-
-def test_without_all_parts_the_other_presets_work(without_parts: None) -> None:
+def test_every_preset_of_the_library_can_be_made() -> None:
     needed: dict[str, dict[str, object]] = {
         "credit": {"credit": "agentrl.algorithms.credit.core:response_lengths"},
         "streams": {"streams": {"process": {"scope": "transition"}}},
         "process": {"process_streams": {"process": {"scope": "transition"}}},
         "only": {"only_roles": ["agent"]},
         "mean-by": {"mean_by_units": ["role"]},
+        "coma": {"roles": ["agent"], "actions": ["yes", "no"]},
     }
-    here, changes = installed()
-    assert here.keys() == NAMES.presets.keys() - OF_FAMILIES
-    assert {f"+{name}" for name in changes} == {
-        f"+{name}" for name in NAMES.modifiers if f"+{name}" not in OF_FAMILIES
-    }
+    here, changes = library_presets()
     for name in (*here, *(made.host + f"+{name}" for name, made in changes.items())):
         options = needed.get(name.split("+")[-1], {})
-        assert (
-            make(
-                name,
-                options,
-                streams=EVERY_OUTPUT,
-            ).name
-            == name
-        )
-    with pytest.raises(ConfigError, match=r"'\+pairs': it belongs to the part 'preferences'"):
-        make("grpo+pairs", {"pairs_loss": "simpo"})
-
-
-@pytest.mark.part
-def test_the_catalogue_shows_what_is_installed(without_parts: None) -> None:
-    from agentrl.lab.catalogue import catalogue
-
-    lines = "\n".join(catalogue())
-    assert " grpo " in lines
-    assert "treerl" not in lines
+        assert make(name, options, streams=EVERY_OUTPUT).name == name
 
 
 @pytest.mark.part
 def test_no_two_presets_are_the_same() -> None:
     streams = EVERY_OUTPUT
-    names = installed()[0].keys() - {"streams", "coma"}
+    names = library_presets()[0].keys() - {"streams", "coma"}
     made = {name: repr(replace(make(name, {}, streams=streams), name="")) for name in names}
     assert len(set(made.values())) == len(made)
-
-
-@pytest.mark.part
-def test_training_needs_no_part() -> None:
-    code = """
-import agentrl.algorithms.train.main
-from agentrl.algorithms.presets.registry import installed, make
-print(make("auto+peers", {}).name, len(installed()[0]))
-"""
-    without = {"WITHOUT_PARTS": "all", "PYTHONPATH": "tests/without"}
-    said = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | without,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert said.stdout.split() == ["auto+peers", str(len(NAMES.presets.keys() - OF_FAMILIES))]
 
 
 def test_files_with_presets_of_one_name_keep_their_own_options(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
 from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest
 from agentrl.algorithms.model.cpu_threads import computing_with
+from agentrl.algorithms.preflight.simulation import Simulation, Workload
+from agentrl.base.progress import lasting
 from agentrl.config import RunConfig
 from agentrl.config.run_file import tasks_of
 from agentrl.errors import PolicyError
-from agentrl.lab.simulation import Simulation, Workload
-from agentrl.telemetry.report import lasting
 from agentrl.types import Sampling
 
 DECODED = 4  # measured decoding steps

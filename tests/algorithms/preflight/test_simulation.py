@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.algorithms.preflight.simulation import Simulation, Workload, lognormal
 from agentrl.cli.main import cli
-from agentrl.lab.simulation import Simulation, Workload, lognormal
 
 # One group of two calls of 10 tokens, 0.1 s each: sampled in 1 s, trained in 1 s.
 PLAIN: dict[str, Any] = {

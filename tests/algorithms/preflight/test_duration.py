@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.algorithms.engines.embedded import engine
-from agentrl.algorithms.preflight import estimate
+from agentrl.algorithms.preflight import duration, estimate
 from agentrl.algorithms.preflight.training import announce
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.algorithms.train.stages import check_context, check_vocabulary
@@ -22,7 +22,6 @@ from agentrl.base.processes import PHASE
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve
 from agentrl.errors import PolicyError
-from agentrl.lab import duration
 
 
 def run_config(model: Path, **tables: Any) -> RunConfig:
