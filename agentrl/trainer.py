@@ -24,19 +24,23 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from agentrl import measured, run_owner
+from agentrl.algorithms.formats.templates import check as check_templates
+from agentrl.algorithms.learners.verl.settings import check as check_verl
 from agentrl.algorithms.plugins import engine_factory, learner_factory
+from agentrl.algorithms.preferences.pin import pin_dataset
 from agentrl.base import folder_lock, memory
 from agentrl.base.files import make_folder
 from agentrl.base.loading import task_file
-from agentrl.base.parts import installed_plugins, missing, parts
-from agentrl.base.processes import PHASE, USER_ERROR, Child, Companion, keep_alive
+from agentrl.base.processes import PHASE, USER_ERROR, Child, keep_alive
 from agentrl.base.threads import run_blocking
-from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
+from agentrl.config import RunConfig, differences, from_store, resolve, store_in
 from agentrl.config import policies as team
+from agentrl.config.agents import SessionsConfig
 from agentrl.config.infrastructure import EXECUTORS, ExternalEngineConfig, ExternalLearnerConfig
+from agentrl.config.live import LiveConfig
 from agentrl.config.presets import check_presets
-from agentrl.config.python import given
-from agentrl.config.tasks import tasks_of
+from agentrl.config.run_file import given, tasks_of, without_env_values
+from agentrl.environments.settings import check as check_environment
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.plugins import load_plugin
 from agentrl.results import TrainingResult
@@ -45,14 +49,20 @@ from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
 from agentrl.telemetry.console import LogFollower, show_progress
 from agentrl.telemetry.report import print_report
+from agentrl.telemetry.sinks.base import check_sinks
+from agentrl.telemetry.sinks.callbacks import followed
+from agentrl.telemetry.sinks.process import sinks_process
 from agentrl.types import Json, RunState
 
 DEMONSTRATIONS = "demonstrations.jsonl"  # given as objects, in the output folder
+# What a run writes into its output folder, which `--fresh` deletes.
 RUN_OUTPUTS = (
-    *("store.db*", "run.json", "logs", "checkpoints", "plan.json"),
-    *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl", "players", measured.FILE),
-    DEMONSTRATIONS,
-)  # what a run writes into its output folder, besides its parts
+    *("store.db*", "run.json", "logs", "checkpoints", "plan.json", "dumps"),
+    *("train.jsonl", "heldout.jsonl", measured.FILE, DEMONSTRATIONS),
+    *("policy", "policy.tmp-*", "warmup", "warmup.tmp-*", "players", "pool", "vllm", "servers"),
+    *("versions", "heldout", "watch.json"),  # of `agentrl live`
+    *("metrics", "tensorboard", "wandb", "mlruns", "curve.png"),
+)
 
 
 def run_training(
@@ -117,8 +127,6 @@ class Trainer:
         callbacks: Sequence[Any] = (),
         **settings: Any,
     ) -> None:
-        if callbacks and (why := missing("follows", "callbacks")):
-            raise ConfigError(f"callbacks: {why}")
         self.callbacks = callbacks
         parameters = {"agent": agent, "tasks": tasks, "verifier": verifier, "policy": policy}
         self.given = given(parameters, heldout, settings)
@@ -179,8 +187,11 @@ def check(config: RunConfig) -> None:
     tasks last, because they may take long to load."""
     root = Path(config.root)
     check_presets(config)
-    for point in installed_plugins("checks"):
-        point.load()(config)
+    check_environment(config)
+    check_templates(config)
+    _check_tables(config)
+    check_sinks(config)
+    check_verl(config)
     if config.steps and config.plays_rollouts and not config.tasks.train:
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
     if not config.steps and not config.tasks.heldout:
@@ -213,13 +224,25 @@ def check(config: RunConfig) -> None:
     tasks_of(config, "heldout")
 
 
+def _check_tables(config: RunConfig) -> None:
+    """Raises ConfigError for tables that only other commands read."""
+    if config.live.running:
+        return
+    if config.live != LiveConfig():
+        raise ConfigError("[live] is read by `agentrl live` alone; remove it, or use that command")
+    if config.sessions != SessionsConfig():
+        raise ConfigError(
+            "[sessions] is read by `agentrl gateway serve` and `agentrl live` alone; remove it"
+        )
+
+
 def hide_secrets(config: RunConfig) -> RunConfig:
     """The settings without the values of `agent.env` and the password or key in the store's URL.
     These move to the environment of the run's processes, because others can read output, store,
     files and command lines."""
     store, secrets = split_secret(config.store)
     os.environ.update(secrets)
-    return agent_env.without_values(replace(config, store=store))
+    return without_env_values(replace(config, store=store))
 
 
 def clear(config: RunConfig) -> None:
@@ -238,7 +261,7 @@ def clear(config: RunConfig) -> None:
     with folder_lock.exclusive(output):
         with contextlib.suppress(StoreError):  # no store, or one of another version
             run_blocking(_fence(config))
-        for pattern in (*RUN_OUTPUTS, *(name for part in parts() for name in part.outputs)):
+        for pattern in RUN_OUTPUTS:
             for path in output.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -263,13 +286,11 @@ async def front(
     """Train to the end and print the report. local: agent and verifier objects, to run here."""
     make_folder(Path(config.output))  # before the store, which is usually in it
     async with open_store(config.store) as store:
-        for point in installed_plugins("settles"):
-            config = await point.load()(store, config)
+        config = await pin_dataset(store, config)
         await refuse_changes(store, config)
         async with contextlib.AsyncExitStack() as stack:
-            points = installed_plugins("follows") if callbacks else ()
-            contexts = [point.load()(store, config.name, callbacks) for point in points]
-            also = [await stack.enter_async_context(each) for each in contexts]
+            calling = followed(store, config.name, callbacks)
+            also = [await stack.enter_async_context(calling)] if callbacks else []
             seconds = await supervise(store, config, local=local, also=also, level=level)
         return await _finish(store, config, seconds)
 
@@ -290,7 +311,7 @@ async def supervise(
     Returns its seconds; raises AgentRLError if another process ends first.
 
     also: more work, whose error ends the run; play: file of an evaluation plan to play instead;
-    verb: of `agentrl algorithm`; alone: without what parts run beside it."""
+    verb: of `agentrl algorithm`; alone: without sinks of metrics."""
     config, output = hide_secrets(config), Path(config.output)
     logs, console = make_folder(output / "logs"), console or Console()
     async with contextlib.AsyncExitStack() as stack:
@@ -306,17 +327,14 @@ async def supervise(
         workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(own)]
         if config.plays_rollouts and not (own or local):
             console.print(_how_to_join(config), soft_wrap=True, highlight=False)
-        points = () if alone or play else installed_plugins("beside")
-        made = (point.load()(config, run_file, console) for point in points)
-        beside: list[Companion] = list(filter(None, made))
-        logged = [algorithm, *workers, *(companion.child for companion in beside)]
+        sinks = None if alone or play else sinks_process(config, run_file, console)
+        logged = [algorithm, *workers, *([sinks.child] if sinks else [])]
         log_lines = LogFollower(console, level, [child.log for child in logged])
         started = time.monotonic()
         stack.enter_context(folder_lock.shared(output))
-        if beside:
+        if sinks:  # stopped last: they also write the last evaluation
             stack.callback(log_lines.look)
-        for companion in beside:  # stopped last: sinks also write the last evaluation
-            stack.push_async_callback(companion.stop)
+            stack.push_async_callback(sinks.stop)
         stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
         stack.push_async_callback(_stop_runners, workers, config.runner.drain)
         count = partial(_ended_rollouts, store, config.name)
@@ -324,7 +342,7 @@ async def supervise(
         working += [work() for work in also] + ([_local_runner(config, *local)] if local else [])
         quiet = verb != "start" or level > PHASE
         shown = show_progress(store, config, console, quiet=quiet, first=log_lines.look)
-        showing = [shown, log_lines.follow(), *(companion.keep() for companion in beside)]
+        showing = [shown, log_lines.follow(), *([sinks.keep()] if sinks else [])]
         watchers = [held.keeping, *(asyncio.create_task(work) for work in working)]
         followers = [asyncio.create_task(work) for work in showing]
         try:
@@ -408,10 +426,11 @@ async def _stop_runners(children: list[Child], drain: float) -> None:
 
 async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
     """Run a runner in this process, for an agent given as an object. Ends only with an error."""
+    from agentrl.environments.runner import played_environment
     from agentrl.runners.main import RunnerThread
 
-    root = Path(config.root)
-    runner = RunnerThread(config.store, config.name, agent=agent, verifier=verifier, root=root)
+    place: Any = {"root": Path(config.root), "find_environment": played_environment}
+    runner = RunnerThread(config.store, config.name, agent=agent, verifier=verifier, **place)
     runner.start()
     try:
         await asyncio.wrap_future(runner.done)

@@ -26,7 +26,7 @@ FEEDBACK, CORRECTION = "feedback", "correction"  # rewards; a correction's text 
 SIGNAL = "signal"  # reward of a call: what the message or tool result after it says about it
 HINDSIGHT = "hindsight"  # reward of a call: its log-prob once the outcome is known
 TURN = "turn"  # reward of a call: what is said about its turn
-TOLD = "told"  # reward of a call: its log-prob once the user's message tells what was said later
+TOLD = "told"  # reward of a call: how much likelier it is once the user's answer is known
 
 
 if TYPE_CHECKING:

@@ -28,11 +28,11 @@ from agentrl.errors import ConfigError, Invalid
 from agentrl.runners.executors import ExecutionResult, Executor, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.hooks import AttemptWorkspace, WorkspaceError, WorkspaceSource
 from agentrl.runners.scoring.results import failure_of, stored_result
 from agentrl.runners.scoring.rewards import resolve_targets
 from agentrl.runners.scoring.verifiers import Verifier, VerifierError
 from agentrl.runners.tracing import core as tracing
+from agentrl.runners.workspace.base import AttemptWorkspace, WorkspaceError, WorkspaceSource
 from agentrl.store.base import Store
 from agentrl.store.rows import storable_text
 from agentrl.types import Attempt, ErrorKind, Failure, Json, Outcome, Reward, Span, Trace

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,20 @@ from agentrl.base.descendants import ending_descendants
 from agentrl.base.processes import freeze_loaded, log_phase, log_to_stderr
 from agentrl.base.threads import DaemonThreads
 from agentrl.base.user_code import UserCodeLoop
-from agentrl.config import RunConfig, agent_env, from_store
+from agentrl.config import RoleRule, RunConfig, from_store
 from agentrl.config.policies import has_no_own_policy, policy_by_role
+from agentrl.config.run_file import with_env_values
 from agentrl.errors import StoreError
 from agentrl.runners.execution import AttemptRunner
+from agentrl.runners.executors import Executor
 from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.hooks import role_rules, runner_hooks
+from agentrl.runners.harnesses.preset import Preset, load_preset
 from agentrl.runners.scoring import verifiers
+from agentrl.runners.tracing.langchain_steps import instrument_frameworks
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -40,10 +44,24 @@ log = logging.getLogger("agentrl.runner")
 END_CHECK_INTERVAL = 2.0  # seconds between checks whether the run has ended
 
 
+@dataclass(frozen=True, slots=True)
+class PlayedEnvironment:
+    """What plays the rollouts of a run in place of an agent."""
+
+    name: str  # in messages; its faults are not the policy's
+    role_rules: Sequence[RoleRule] = ()
+    make_executor: Callable[[], Executor] | None = None  # default: the executor of the run file
+
+
+FindEnvironment = Callable[[RunConfig, Path], PlayedEnvironment | None]
+"""Returns the environment that a run names, if it does. Raises ConfigError."""
+
+
 def main(
     store_url: str,
     run: str,
     *,
+    find_environment: FindEnvironment | None = None,
     root: Path | None = None,
     name: str | None = None,
     until_ended: bool = False,
@@ -60,6 +78,7 @@ def main(
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         options: dict[str, Any] = {"root": root, "name": name, "until_ended": until_ended}
+        options |= {"find_environment": find_environment}
         options |= {"ready": _tune_gc, "on_blocked": _end_process}
         await start_runner(store_url, run, stop=stop, **options)
 
@@ -74,6 +93,7 @@ async def start_runner(
     store_url: str,
     run: str,
     *,
+    find_environment: FindEnvironment | None = None,
     root: Path | None = None,
     name: str | None = None,
     stop: asyncio.Event,
@@ -96,7 +116,9 @@ async def start_runner(
         ending = asyncio.create_task(watch) if watch else None
         root, name = root or Path(config.root), name or f"{socket.gethostname()}-{os.getpid()}"
         verifier = config.verifier.path if verifier is None else verifier
-        started = attempt_runner(store, run, config, root, name, agent, verifier)
+        started = attempt_runner(
+            store, run, config, root, name, agent, verifier, find_environment=find_environment
+        )
         try:
             async with started as execution:
                 if ready is not None:
@@ -118,9 +140,14 @@ async def attempt_runner(
     agent: object,
     verifier: Callable[..., Any] | str,
     features: Sequence[Feature] = (),
+    *,
+    find_environment: FindEnvironment | None = None,
 ) -> AsyncIterator[AttemptRunner]:
     """Start the gateway, executor and verifier of a run. `features`: more of the gateway."""
-    hooks = runner_hooks(config, root)
+    played = None if find_environment is None else find_environment(config, root)
+    preset = load_preset(config.agent.harness, root) if config.agent.harness else None
+    if config.runner.framework_spans:
+        instrument_frameworks()
     gateway = Gateway(
         store,
         run,
@@ -132,27 +159,55 @@ async def attempt_runner(
         remote=has_no_own_policy(config),
         key=config.engine.access.key,
         models=[config.policy.model, *(one.model for one in config.policies.values())],
-        features=[*features, *run_features(store, config, role_rules(config, hooks))],
+        features=[*features, *run_features(store, config, role_rules(config, played, preset))],
     )
     async with contextlib.AsyncExitStack() as stack:
         await asyncio.to_thread(gateway.start)
         stack.push_async_callback(asyncio.to_thread, gateway.close)
         url = gateway.base_url
         stack.enter_context(environment(url, config.agent.pass_env))
-        given = next(filter(None, (part.executor(url) for part in hooks)), None)
+        given = _own_executor(config, root, url, played, preset)
         place: Any = {"root": root, "gateway": url, "runner": name}
         executor = make_executor(config, agent=agent, given=given, **place)
         scores = verifiers.load(verifier, config.verifier.rewards, root, config.verifier.range)
         asyncio.get_running_loop().set_default_executor(DaemonThreads())
-        workspaces = next(filter(None, (part.workspaces(url) for part in hooks)), None)
-        if workspaces is not None:
+        workspaces = None
+        if config.workspace.source:
+            from agentrl.runners.workspace.folders import Workspaces
+
+            workspaces = Workspaces(config, root=root, gateway=url)
             stack.push_async_callback(workspaces.close)
         stack.push_async_callback(executor.close)
         await executor.start()
         if workspaces is not None:
             await workspaces.start()
-        plays = "" if agent else next(filter(None, (part.environment for part in hooks)), "")
+        plays = played.name if played and not agent else ""
         yield AttemptRunner(store, gateway, executor, scores, config.agent, workspaces, plays)
+
+
+def role_rules(
+    config: RunConfig, played: PlayedEnvironment | None, preset: Preset | None
+) -> list[RoleRule]:
+    """Return the rules of the run file, then those of its environment or harness."""
+    of_environment = [] if played is None else played.role_rules
+    return [*config.role_rules, *of_environment, *([] if preset is None else preset.match)]
+
+
+def _own_executor(
+    config: RunConfig,
+    root: Path,
+    gateway: str,
+    played: PlayedEnvironment | None,
+    preset: Preset | None,
+) -> Executor | None:
+    """Return what an environment or harness runs in, instead of the executor of the run file."""
+    if played is not None and played.make_executor is not None:
+        return played.make_executor()
+    if preset is None or config.runner.executor not in ("auto", "command"):
+        return None  # of a harness, the program is in the image
+    from agentrl.runners.harnesses.executor import HarnessExecutor
+
+    return HarnessExecutor(config, preset, root=root, gateway=gateway)
 
 
 async def _stop_at_end(store: Store, run: str, steps: int, stop: asyncio.Event) -> None:
@@ -179,6 +234,7 @@ class RunnerThread:
         *,
         agent: object,
         verifier: Callable[..., Any] | str,
+        find_environment: FindEnvironment | None = None,
         root: Path | None = None,
     ) -> None:
         self.done: Future[None] = Future()  # raises the error that ended the runner
@@ -186,6 +242,7 @@ class RunnerThread:
         self._loop = UserCodeLoop()
         self._stop = asyncio.Event()
         options: dict[str, Any] = {"root": root, "agent": agent, "verifier": verifier}
+        options |= {"find_environment": find_environment}
         self._runner = partial(start_runner, store_url, run, stop=self._stop, **options)
         self._thread = threading.Thread(target=self._work, name="agentrl-runner", daemon=True)
 
@@ -215,7 +272,7 @@ async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | No
     while not stop.is_set():
         state = await store.run(run)
         if state is not None:
-            return agent_env.with_values(from_store(state.config))
+            return with_env_values(from_store(state.config))
         cursor = await store.wait(cursor, timeout=1.0)
     return None
 

@@ -1,7 +1,7 @@
 """Store URLs: which backend opens them, and their forms without secrets for display.
 
-A backend is found by the scheme, among SQLite, those of installed parts, and those that packages
-name by an entry point in the group `agentrl.stores`.
+A backend is found by the scheme, among the library's own and those that packages name by an entry
+point in the group `agentrl.stores`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint, EntryPoints
+from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from agentrl.base import parts
 from agentrl.errors import Invalid
+from agentrl.plugins import plugin_points
 
 if TYPE_CHECKING:
     from agentrl.store.base import Store
 
-GROUP = "agentrl.stores"
-SQLITE = EntryPoint("sqlite", "agentrl.store.sqlite.backend:SQLITE", GROUP)
 BEGINNING = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|:/{0,2}|//)")
 
 
@@ -48,20 +46,17 @@ class StoreBackend:
 def backend_of(url: str) -> StoreBackend:
     """Return the backend of a URL, or of the path of an SQLite file.
 
-    Raises Invalid for an unknown scheme, for a misspelled URL such as `postgres//host/db`, and for
-    the scheme of a part that is not installed."""
+    Raises Invalid for an unknown scheme and for a misspelled URL such as `postgres//host/db`."""
     begins = BEGINNING.match(url)
     scheme, separator = begins.groups() if begins else ("", "")
-    backends = EntryPoints([SQLITE, *parts.installed_plugins("stores")])
+    backends = plugin_points("stores")
     if separator == "://" and scheme in backends.names:
         return _load(backends, scheme)
-    near = get_close_matches(scheme.lower(), {*backends.names, *parts.known("stores")}, n=1)
+    near = get_close_matches(scheme.lower(), backends.names, n=1)
     if begins is None or (not near and separator != "://"):
-        return _load(backends, SQLITE.name)
+        return _load(backends, "sqlite")
     # Anything before an @ or after a ? may be a secret.
     shown = begins[0] + url[begins.end() :].rpartition("@")[2].partition("?")[0]
-    if near and (why := parts.missing("stores", near[0])):
-        raise Invalid(f"Store URL {shown!r} cannot be opened: {near[0]}: {why}.")
     if near:
         forms = [_load(backends, near[0]).form]
     else:  # a backend may have several schemes

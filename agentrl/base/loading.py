@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -17,7 +18,6 @@ import msgspec
 
 from agentrl.base.jsonvalues import NotJsonError, as_json, check_json
 from agentrl.base.model_clients import placeholders
-from agentrl.base.parts import installed_plugins, known, missing
 from agentrl.base.row_files import LINES, is_row_file, read_rows, suffixes
 from agentrl.base.user_code import cause_of, contained, text_of
 from agentrl.errors import ConfigError, nearest
@@ -31,6 +31,9 @@ MEANT = {
 }
 OWN, STDLIB = Path(__file__).parents[1], Path(os.__file__).parent
 PACKAGES = {"site-packages", "dist-packages"}
+# What finds the object of a reference "SCHEME:...": (reference, root, key) -> object. Imported at
+# its first use, in any process that loads an agent, tasks or a verifier.
+REFERENCES = {"environment": "agentrl.environments.reference:resolve"}
 _entered: set[str] = set()  # folders of runs that this process has loaded files from
 _unconnected: set[str] = set()  # modules of these, imported without a gateway
 
@@ -40,9 +43,9 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
 
     Raises ConfigError, which names the setting `key`, if the file, module or attribute is missing
     or the import fails."""
-    for point in installed_plugins("references"):
-        if path.startswith(f"{point.name}:"):
-            return point.load()(path, root, key)
+    scheme, colon, _ = path.partition(":")
+    if colon and scheme in REFERENCES:
+        return resolve_name(REFERENCES[scheme])(path, root, key)
     source, colon, name = path.rpartition(":")
     if not colon or not source or not name:
         raise ConfigError(f"{key} = {path!r}: write it as file.py:name or package.module:name")
@@ -60,8 +63,7 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
         with contained():
             module = _import(source)
     except ImportError as error:
-        why = _of_a_missing_part(error.name or "") or f"{error}{_place(error)}"
-        raise ConfigError(f"{key} = {path!r}: cannot import it: {why}") from error
+        raise ConfigError(f"{key} = {path!r}: cannot import it: {error}{_place(error)}") from error
     except Exception as error:  # a user's module may raise anything
         raise import_error(f"{key} = {path!r}: importing it", error) from error
     if not hasattr(module, name):
@@ -89,12 +91,6 @@ def _import(source: str) -> ModuleType:
 
 def _folder(module: ModuleType | None) -> str:
     return str(Path(getattr(module, "__file__", None) or "").parent)
-
-
-def _of_a_missing_part(module: str) -> str | None:
-    """A sentence about the part that has a module that could not be found, if so."""
-    inside = (name for name in known("libraries") if f"{name}.".startswith(f"{module}."))
-    return next((why for name in inside if (why := missing("libraries", name))), None)
 
 
 def _enter(folder: str) -> None:
@@ -160,7 +156,7 @@ def load_tasks(
     columns `INPUTS`. Raises ConfigError, with file and line or index, for an item that is not a
     JSON object with this key, or would change when it is stored, and for an id of two tasks."""
     items: dict[str, Any] = {}
-    if is_row_file(path):
+    if is_row_file(path) and path.partition(":")[0] not in REFERENCES:
         own = () if path.endswith(LINES) else INPUTS
         try:
             for place, row in read_rows(path, root):

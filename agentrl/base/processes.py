@@ -15,7 +15,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from agentrl.base import memory
 from agentrl.errors import AgentRLError, TrainingError
@@ -190,18 +189,6 @@ class Child:
 TRACEBACK = "Traceback (most recent call last):"
 ERROR_MARK = "agentrl: error: "
 USER_ERROR = 2  # exit code of a process that ended with an error message for the user
-
-
-class Companion(Protocol):
-    """What a part runs beside a run, in a process whose log the console follows."""
-
-    child: Child
-
-    async def keep(self) -> None:
-        """Run until it is cancelled."""
-
-    async def stop(self) -> None:
-        """Finish what is left, within a limited time."""
 
 
 async def keep_alive(child: Child, count_ended: Callable[[], Awaitable[int]]) -> None:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
-from agentrl.types import Json, Span
-
-Receive = Callable[
-    [bytes, str, Callable[[list[Span]], Awaitable[tuple[int, str]]]], Awaitable[tuple[bytes, str]]
-]
-"""Reads a request (body, content type, add) and returns body and content type of its response.
-`add` stores spans and returns how many it refuses, and why. Raises Invalid for a malformed body.
-"""
+from agentrl.types import Json
 
 DIFF = "agentrl.diff"  # span attribute: the changes that the agent made in its workspace
 KIND, TRACELOOP_KIND = "openinference.span.kind", "traceloop.span.kind"

@@ -5,16 +5,67 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import click
 import msgspec
 from rich.console import Console, RenderableType
 
-from agentrl.base.parts import installed_plugins, missing
 from agentrl.base.processes import LOG_LEVEL
 from agentrl.config import RunConfig
 from agentrl.telemetry.console import console_level
+
+# The commands that are imported when they are used, with the names of their groups before theirs.
+# Those of `agentrl.cli.main` and `agentrl.cli.store` are not among them.
+COMMANDS = {
+    "ablate": "agentrl.teams.command:ablate",
+    "algorithm demonstrate": "agentrl.algorithms.demonstrations.command:play_demonstrations",
+    "algorithm play": "agentrl.evaluation.plans.command:play_lineups",
+    "algorithm prompts": "agentrl.algorithms.prompts.command:search_process",
+    "algorithms": "agentrl.lab.command:algorithms",
+    "bench": "agentrl.lab.command:bench",
+    "compare": "agentrl.view.command:compare",
+    "config": "agentrl.run_files.command:config",
+    "crossplay": "agentrl.algorithms.selfplay.command:crossplay",
+    "data": "agentrl.algorithms.preferences.command:data",
+    "demonstrate": "agentrl.algorithms.demonstrations.command:demonstrate",
+    "doctor": "agentrl.doctor.command:doctor",
+    "env": "agentrl.environments.commands.env:env",
+    "eval": "agentrl.evaluation.checkpoint.command:evaluate",
+    "explain": "agentrl.algorithms.explain.command:explain",
+    "export model": "agentrl.model_files.export:model",
+    "export otlp": "agentrl.telemetry.otlp.command:otlp",
+    "gateway": "agentrl.runners.sessions.command:gateway",
+    "harness": "agentrl.runners.harnesses.command:harness",
+    "init": "agentrl.run_files.command:init",
+    "live": "agentrl.live.command:live",
+    "live export": "agentrl.live.people_command:export",
+    "live forget": "agentrl.live.people_command:forget",
+    "live offer": "agentrl.live.lanes.command:offer",
+    "live promote": "agentrl.live.lanes.command:promote",
+    "live rollback": "agentrl.live.lanes.command:rollback",
+    "live status": "agentrl.live.lanes.command:status",
+    "live users": "agentrl.live.people_command:users",
+    "mcp": "agentrl.coding_agents.command:mcp",
+    "metrics": "agentrl.metrics.command:metrics",
+    "model": "agentrl.model_files.command:model",
+    "plan": "agentrl.lab.command:plan",
+    "prompts": "agentrl.algorithms.prompts.command:prompts",
+    "rm": "agentrl.algorithms.reward_models.command:rm",
+    "serve": "agentrl.serve.command:serve",
+    "show": "agentrl.traces.command:show",
+    "sink": "agentrl.telemetry.sinks.command:sink",
+    "skill": "agentrl.coding_agents.command:skill",
+    "store backup": "agentrl.store.maintenance.command:backup",
+    "store prune": "agentrl.store.maintenance.command:prune",
+    "store serve": "agentrl.store.http.command:serve",
+    "store stats": "agentrl.store.maintenance.command:stats",
+    "store vacuum": "agentrl.store.maintenance.command:vacuum",
+    "view": "agentrl.view.command:view",
+    "why": "agentrl.algorithms.why.command:why",
+}
+WHOLE = 1000  # characters of a sentence
 
 
 def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
@@ -47,18 +98,15 @@ def how_to_continue(group: click.Group, arguments: list[str], place: str = "") -
     return f" The same command{without} continues {where}." if where else ""
 
 
-WHOLE = 1000  # characters of a sentence
-
-
 class CommandGroup(click.Group):
-    """A group that also has the commands of installed parts, whose names begin with `path`."""
+    """A group that also has the commands of `COMMANDS` whose names begin with `path`."""
 
     def __init__(self, *args: Any, path: str = "", **named: Any) -> None:
         super().__init__(*args, **named)
         self.path = path
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        named = (point.name.rpartition(" ") for point in installed_plugins("commands"))
+        named = (name.rpartition(" ") for name in COMMANDS)
         return sorted({*self.commands, *(name for path, _, name in named if path == self.path)})
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -73,14 +121,9 @@ class CommandGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if own := super().get_command(ctx, cmd_name):
             return own
-        path = f"{self.path} {cmd_name}".strip()
-        points = installed_plugins("commands")
-        if path in points.names:
-            command: click.Command = points[path].load()
-            return command
-        if why := missing("commands", path):
-            raise click.UsageError(f"{path}: {why}")
-        return None
+        place = COMMANDS.get(f"{self.path} {cmd_name}".strip())
+        command: click.Command | None = resolve_name(place) if place else None
+        return command
 
 
 def _read(context: click.Context, option: click.Parameter, file: Path) -> RunConfig:

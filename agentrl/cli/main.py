@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from agentrl import __version__
-from agentrl.base.parts import installed_plugins, missing
 from agentrl.base.processes import (
     ERROR_MARK,
     PARENT,
@@ -74,8 +73,6 @@ def train(
     """Train the agent of RUN_FILE, or resume a stopped run.
 
     OVERRIDES are settings such as `algorithm.lr=1e-4`."""
-    if start and (why := missing("restarts", "train --from")):
-        raise click.UsageError(f"--from {start}: {why}")
     level = level_of(quiet=quiet, verbose=verbose)
     named = {"seed": seed, "steps": steps}
     extra = [f"{key}={value}" for key, value in named.items() if value is not None]
@@ -88,14 +85,17 @@ def train(
         show_settings(config)
         return
     from agentrl import trainer
+    from agentrl.doctor.machine import check_at_start
+    from agentrl.run_files.names import check_name
 
-    for point in installed_plugins("starts"):
-        for warning in point.load()(config):
-            click.echo(f"WARNING {warning}")
+    for warning in check_at_start(config):
+        click.echo(f"WARNING {warning}")
+    check_name(config)
     if start:
+        from agentrl.checkpoints.restart import go_back
+
         trainer.check(config)
-        for point in installed_plugins("restarts"):
-            point.load()(config, start, take_over=take_over)
+        go_back(config, start, take_over=take_over)
     trainer.run_training(config, fresh=fresh, take_over=take_over, level=level)
 
 
@@ -129,9 +129,12 @@ def start_runner(store: str, run: str, key: str | None, root: Path | None) -> No
     die_with_parent()
     if key is not None:
         os.environ["AGENTRL_STORE_KEY"] = key
+    from agentrl.environments.runner import played_environment
     from agentrl.runners.main import main as run_forever
 
-    sys.exit(run_forever(store, run, root=root, until_ended=own))
+    sys.exit(
+        run_forever(store, run, find_environment=played_environment, root=root, until_ended=own)
+    )
 
 
 @cli.group(cls=CommandGroup, path="algorithm", hidden=True)

@@ -15,6 +15,7 @@ import msgspec
 from agentrl.coding_agents.runs import Runs, owner_of
 from agentrl.config import RunConfig, load, to_toml
 from agentrl.errors import ConfigError
+from agentrl.store.urls import split_secret
 
 EARLY = 8.0  # seconds in which a start fails that cannot succeed
 PATIENCE = 30.0  # seconds until a run has stopped, which ends its step's calls first
@@ -41,7 +42,7 @@ def check(runs: Runs, name: str, overrides: list[str], *, code: bool) -> str:
     said = "Names, values and contradictions of the settings are right. Agent, tasks and verifier"
     if not code:
         return f"{said} were not loaded: this server was started without --allow-start.\n\n" + (
-            to_toml(config)
+            to_toml(msgspec.structs.replace(config, store=split_secret(config.store)[0]))
         )
     words = [str(readable(runs, name)), *overrides, "--dry-run"]
     done = subprocess.run(_agentrl("train", *words), cwd=runs.folder, capture_output=True,

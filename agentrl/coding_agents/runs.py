@@ -17,7 +17,6 @@ from typing import Any
 import click
 import msgspec
 
-from agentrl.base.parts import installed_plugins, known
 from agentrl.config import RunConfig, differences, from_store
 from agentrl.errors import AgentRLError, ConfigError, NotFound, StoreError
 from agentrl.run_owner import Owner
@@ -168,17 +167,12 @@ def tidy(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
-def printed_by(command: str, *words: str) -> str:
-    """What a reading command of an installed part prints."""
-    points = installed_plugins("commands")
-    if command not in points.names:
-        part = known("commands").get(command, command)
-        raise ConfigError(f"it needs the part {part!r}, which is not installed here")
-    found: click.Command = points[command].load()
+def printed_by(command: click.Command, *words: str) -> str:
+    """What a reading command prints."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         try:
-            found.main(list(words), prog_name=f"agentrl {command}", standalone_mode=False)
+            command.main(list(words), prog_name=f"agentrl {command.name}", standalone_mode=False)
         except click.ClickException as error:
             raise ConfigError(error.format_message()) from None
     return out.getvalue()

@@ -8,12 +8,15 @@ import io
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
+import click
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 from rich.console import Console
 
 from agentrl import __version__
+from agentrl.algorithms.explain.command import explain as explain_command
+from agentrl.algorithms.why.command import why as why_command
 from agentrl.base.access import Access
 from agentrl.coding_agents import control
 from agentrl.coding_agents.runs import Runs, printed_by
@@ -65,12 +68,13 @@ class Tools:
 
     async def why(self, run: str, cursor: str = "") -> str:
         """Say whether a run learns and, if not, the most likely reasons and what to change."""
-        return page(await self._printed(run, "why", run), cursor, recorded=True)
+        return page(await self._printed(run, why_command, run), cursor, recorded=True)
 
     async def explain(self, rollout: str, tokens: bool = False, cursor: str = "") -> str:
         """Show how the credit of a rollout's calls (or tokens) came from rewards to the loss."""
-        words = ["explain", rollout, *(["--tokens"] if tokens else [])]
-        return page(await self._printed(rollout.split("/")[0], *words), cursor, recorded=True)
+        words = [rollout, *(["--tokens"] if tokens else [])]
+        text = await self._printed(rollout.split("/")[0], explain_command, *words)
+        return page(text, cursor, recorded=True)
 
     async def search_rollouts(
         self,
@@ -129,12 +133,12 @@ class Tools:
         """Stop a live run as Ctrl-C does. Nothing trained is lost; start_run resumes it."""
         return page(await control.stop(self._runs, run))
 
-    async def _printed(self, run: str, *words: str) -> str:
+    async def _printed(self, run: str, command: click.Command, *words: str) -> str:
         """What a command prints of a run, with the store that the run is in."""
         async with self._runs.opened(run) as (store, _):
             url = store.url
         async with self._one_at_a_time:
-            return await asyncio.to_thread(printed_by, *words, "--store", url)
+            return await asyncio.to_thread(printed_by, command, *words, "--store", url)
 
 
 def make(runs: Runs, *, allow_start: bool) -> MCPServer[Any]:

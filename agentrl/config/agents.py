@@ -1,14 +1,17 @@
-"""Tables of agents: how they run, and the roles of their calls."""
+"""Tables of agents: their tasks and verifiers, how they run, and who answers their calls."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from agentrl.base.parts import missing
-from agentrl.config.base import Count, Natural, Seconds, Section
+from agentrl.config.base import Count, Natural, Positive, Seconds, Section
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import RunConfig
 
 
 class RetriesConfig(Section, frozen=True):
@@ -61,12 +64,90 @@ class AgentConfig(Section, frozen=True):
     # without a result; zero: give it the outcome 0; drop: give it no outcome.
     on_truncation: Literal["score", "zero", "drop"] = "drop"
 
-    def problems(self, config: Any) -> Iterator[str]:
-        if self.harness and (why := missing("runner", "agent.harness")):
-            yield f"agent.harness = {self.harness!r}: {why}"
-        why = missing("executors", "command")
-        if why and (self.harness or self.command) and config.runner.executor == "auto":
-            yield f"agent.{'harness' if self.harness else 'command'} starts processes; {why}"
+
+class TasksConfig(Section, frozen=True):
+    """Tasks, as a file that ends in .jsonl, .parquet, .csv or .json; as "file.py:name", an iterable
+    of tasks or a function that returns one; or as a data set of the hub or of a folder,
+    "hf:owner/name[/config][@revision][:split]"."""
+
+    train: str = ""  # tasks of training
+    heldout: str = ""  # tasks of evaluation; at least 50 for a meaningful curve
+    # Field of a task -> the column that it is read from, such as input = "question". Default of
+    # the input, except in .jsonl: column input, prompt, question, problem or instruction.
+    columns: dict[str, str] = {}
+    # Order of training tasks. shuffle: each training task once per epoch. difficulty: sample by
+    # success rate, most often tasks that are solved half of the time; outcomes must be from 0 to 1.
+    order: Literal["shuffle", "difficulty"] = "shuffle"
+    # Mean outcome at which a task is dropped (ScaleRL, arXiv 2510.13786).
+    solved: Positive | None = None  # none: never
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        if self.order == "difficulty" and self.solved is not None:
+            yield "tasks.solved leaves out tasks that order = 'difficulty' draws rarely; choose one"
+
+
+class VerifierConfig(Section, frozen=True):
+    """The functions that score rollouts."""
+
+    path: str = ""  # Function that scores a rollout, as "file.py:name".
+    rewards: dict[str, str] = {}  # additional rewards: name -> "file.py:name" or an entry point
+    # Lowest and highest outcome; with another one a rollout has failed. none: any number.
+    range: tuple[float, float] | None = None
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        if self.range is not None and not self.range[0] < self.range[1]:
+            yield f"verifier.range = {list(self.range)}: write the lowest outcome and the highest"
+
+
+class WorkspaceConfig(Section, frozen=True):
+    """A folder for each attempt of a command: a git repository with one commit in which it works,
+    and a HOME of its own. It is removed after scoring."""
+
+    # Source of workspaces: "git:PATH@REVISION", a folder, or "task.KEY": a key of the task with one
+    # of these or a mapping of file names to texts. Paths are relative to the run file. Empty: no
+    # workspace.
+    source: str = ""
+    # Sandbox of the agent. user: run as another user (needs root); unshare: in Linux namespaces;
+    # bubblewrap: with bwrap; container: with runner.executor = "container". With user, unshare and
+    # bubblewrap the agent can write only to its workspace and connect only to the gateway.
+    sandbox: Literal["none", "user", "unshare", "bubblewrap", "container"] = "none"
+    user: str = "nobody"  # User as whom agents run, with sandbox = "user".
+    hide: list[str] = []  # additional files and folders that appear empty in the sandbox
+    # Workspaces that are kept, in <output>/workspaces.
+    keep: Literal["never", "failed", "always"] = "never"
+    folder: str = ""  # parent folder of workspaces; default: the system's temporary folder
+    timeout: Seconds = 60.0  # Seconds in which a workspace is created, at most.
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        if not self.source:
+            if self != WorkspaceConfig():
+                yield "[workspace] has no effect without `source`, the files that it copies"
+            return
+        kind, sandbox = config.runner.executor, self.sandbox
+        if config.agent.path or kind not in ("auto", "command", "container"):
+            yield (
+                "[workspace] is for an agent that is a command, run by runner.executor = 'command' "
+                "or 'container'"
+            )
+        if (sandbox == "container") != (kind == "container"):
+            yield (
+                f"workspace.sandbox = {sandbox!r} with runner.executor = {kind!r}: the sandbox and "
+                "the executor 'container' need each other; set both or neither"
+            )
+
+
+class ImagesConfig(Section, frozen=True):
+    """Limits of the images in messages; a call beyond them is refused."""
+
+    max_per_call: Count = 100  # images in the messages of one call
+    max_bytes: Count = 20_000_000  # bytes of an image's file
+    # Pixels of an image: what decoding it costs, however small its file is.
+    max_pixels: Count = 33_554_432
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        sees = config.policy.vision or any(one.vision for one in config.policies.values())
+        if self != ImagesConfig() and not (sees or config.upstreams):
+            yield "[images] has no effect, as no policy sees images; set policy.vision"
 
 
 class RoleRule(Section, frozen=True):
@@ -102,3 +183,26 @@ class UpstreamConfig(Section, frozen=True):
             raise ValueError("give either its base_url or the text that is its answer")
         if self.text is not None and (self.model or self.key_env):
             raise ValueError("model and key_env are of a base_url, not of a text; remove them")
+
+
+class SessionsConfig(Section, frozen=True):
+    """How `agentrl gateway serve` records the sessions of a deployed agent."""
+
+    header: str = "x-session-id"  # request header with the id of the session
+    # Session of a request without the header: the conversation that it continues, or one per key.
+    by: Literal["conversation", "key"] = "conversation"
+    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # fraction of sessions to record
+    idle: Seconds = 1800.0  # Seconds without a call after which a session ends.
+    timeout: Seconds = 600.0  # Seconds of one call, at most.
+    # Regular expressions. Matches are stored as [redacted], and such calls without their tokens.
+    redact: list[str] = []
+    # Environment variable with the API keys that callers may send as a bearer token or x-api-key,
+    # separated by spaces. Empty: no keys, which is allowed only on this machine's loopback address.
+    key_env: str = ""
+
+    def __post_init__(self) -> None:
+        for pattern in self.redact:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"redact has {pattern!r}: {error}") from None

@@ -1,17 +1,20 @@
-"""Infrastructure settings: learner (trains), engine (serves the policy), runner (runs agents).
+"""Infrastructure settings: learner (trains), engine (serves the policy), runner (runs agents), and
+where metrics go.
 
 A table with several kinds has one class per kind, selected by its tag (`kind` or `executor`), with
-only the settings of this kind. Their base class has the settings of all kinds. Parts have further
-kinds, which derive from it; `schema` has them all.
+only the settings of this kind. Their base class has the settings of all kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import msgspec
 
 from agentrl.base.access import Access, read_key
-from agentrl.base.parts import missing
+from agentrl.base.loading import is_installed
 from agentrl.config.base import (
     EXTERNAL,
     Count,
@@ -23,6 +26,11 @@ from agentrl.config.base import (
     Section,
     kind_of,
 )
+from agentrl.errors import install_command, nearest
+from agentrl.plugins import BUILT_IN, plugin_points
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import RunConfig
 
 ENGINES = ("embedded",)
 Computed = Literal["top_tokens", "entropy"]
@@ -48,11 +56,6 @@ class LearnerConfig(KindSection, frozen=True, tag_field="kind"):
         """How models in the algorithm process pack rows."""
         return "trie" if self.packing == "auto" else self.packing
 
-    def derived(self, config: Any) -> str:
-        """Comments below the settings on what the learner makes of them, for `--dry-run`. Raises
-        ConfigError for those that it does not support."""
-        return ""
-
 
 class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
     """Training in the algorithm process."""
@@ -76,9 +79,36 @@ class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
                 "learner.offload: a paged optimizer moves its state itself; remove learner.offload"
             )
 
-    def problems(self, config: Any) -> Iterator[str]:
-        if self.liger_kernel and (why := missing("patches", "learner.liger_kernel")):
-            yield f"learner.liger_kernel: {why}"
+
+class VerlConfig(Section, frozen=True):
+    """Settings of verl's workers, for `learner.kind = "verl"`."""
+
+    address: str = ""  # Address of a Ray cluster; empty: start one on this machine.
+    nodes: Count = 1  # machines of the cluster that train
+    gpus_per_node: Count = 1  # GPUs of a machine, each with one worker.
+    # Implementation of attention; sdpa pads rows.
+    attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"
+    offload: bool = False  # Whether weights and optimizer state are on the host between calls.
+    timeout: Seconds = 1800.0  # Seconds of one call, at most: an update, or loading the model.
+    # verl's own settings of its model, engine and optimizer, by part: any of its keys that no
+    # setting of agentrl determines, such as engine = {ulysses_sequence_parallel_size = 2}.
+    options: dict[Literal["model", "engine", "optimizer"], dict[str, Any]] = {}
+
+
+class VerlLearnerConfig(LearnerConfig, frozen=True, tag="verl"):
+    """Training with verl's workers, on many GPUs."""
+
+    packages = ("verl", "ray", "flash-attn")
+    placement = ("packing", "verl.")
+    computes = frozenset()
+
+    verl: VerlConfig = VerlConfig()
+
+    @property
+    def lacking(self) -> str:
+        if self.verl.attention == "sdpa" or find_spec("flash_attn"):
+            return ""
+        return "no flash attention; set learner.verl.attention=sdpa, or install flash-attn"
 
 
 class ExternalLearnerConfig(LearnerConfig, frozen=True, kw_only=True, tag=EXTERNAL):
@@ -150,11 +180,6 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
         """Environment variables with keys that this machine sends, by their setting."""
         return {}
 
-    def gpu_share(self, config: Any, network: Any, total: int) -> float | None:
-        """The fraction of the learner's GPU, of `total` bytes, that the server needs; None: none.
-        network: the policy. Raises PolicyError if the learner leaves too little."""
-        return None
-
     @property
     def access(self) -> Access:
         """Keys and certificate. Raises ConfigError if the environment has no key."""
@@ -172,6 +197,97 @@ class EmbeddedEngineConfig(EngineConfig, frozen=True, tag="embedded"):
         return True
 
 
+OF_A_CHILD: tuple[tuple[str, object], ...] = (
+    ("arguments", []), ("tool_parser", "hermes"), ("gpu_memory", 0.0), ("sleep", 0),
+)  # fmt: skip
+
+
+class VllmConfig(Section, frozen=True):
+    """A vLLM child process or running vLLM servers, for `engine.kind = "vllm"`."""
+
+    urls: list[str] = []  # Running servers as http://HOST:PORT; none: start a child process.
+    key_env: str = ""  # environment variable with the API key of those servers, if they have one
+    start_timeout: Seconds = 300.0  # Seconds in which a server starts, at most.
+    # Seconds for calls in flight to end before an update, and for the update.
+    timeout: Seconds = 60.0
+    # How new weights are transferred; auto: the fastest method that works here.
+    sync: Literal["auto", "adapter", "ipc", "nccl", "shared_memory", "reload"] = "auto"
+    max_adapters: Count = 8  # adapters that a child serves at once, including frozen ones
+    # Fraction of the GPU's memory for a child; 0: what the learner leaves, estimated by model size.
+    gpu_memory: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    # vLLM's sleep mode: free the child's GPU memory during updates. 1: keep its weights in host
+    # memory; 2: drop its weights and send them again, without host memory; 0: off.
+    sleep: Literal[0, 1, 2] = 0
+    # Tolerance of log-probs after an update; 0: 1e-3, or 0.1 in bfloat16.
+    tolerance: NonNegative = 0.0
+    # vLLM's parser for the model's format of tool calls; hermes: that of policy.tool_format
+    tool_parser: str = "hermes"
+    arguments: list[str] = []  # additional arguments of `vllm serve`
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"engine.vllm.urls = {url!r}: give it as http://HOST:PORT")
+        for name, default in OF_A_CHILD:
+            if self.urls and getattr(self, name) != default:
+                raise ValueError(
+                    f"engine.vllm.{name} is for a vLLM child, but engine.vllm.urls are servers that"
+                    " run already; set it when you start them"
+                )
+
+
+class VllmEngineConfig(EngineConfig, frozen=True, tag="vllm"):
+    """A vLLM policy server."""
+
+    packages = ("vllm",)
+    serves_images: ClassVar[bool] = True
+
+    vllm: VllmConfig = VllmConfig()
+
+    @property
+    def frees_gpu(self) -> bool:
+        return self.vllm.sleep > 0
+
+    @property
+    def one_model(self) -> str:
+        return "engine.vllm.urls" if self.vllm.urls else ""
+
+    @property
+    def most_adapters(self) -> tuple[str, int] | None:
+        return None if self.vllm.urls else ("engine.vllm.max_adapters", self.vllm.max_adapters)
+
+    @property
+    def serves_only_adapters(self) -> bool:
+        return True
+
+    @property
+    def serves_adapted_experts(self) -> bool:
+        return self.vllm.sync not in ("auto", "adapter")  # it gets them merged into the weights
+
+    @property
+    def sent_keys(self) -> dict[str, str]:
+        return {"engine.vllm": self.vllm.key_env}
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        overlap, sleep = config.algorithm.async_sampling, self.vllm.sleep
+        if sleep and overlap == "in_flight":
+            yield (
+                "engine.vllm.sleep: set algorithm.async_sampling to 'drained'; vLLM asleep answers "
+                "no calls"
+            )
+        if sleep == 2 and config.policy.lora.rank:
+            yield (
+                "engine.vllm.sleep = 2 drops weights that policy.lora never sends again; set it to "
+                "1"
+            )
+        if self.kv_on_update != "recompute" and overlap == "in_flight":
+            yield (
+                f"engine.kv_on_update = {self.kv_on_update!r}: after every update vLLM's log-probs "
+                "are compared with the learner's, and a cache of older weights would falsify "
+                "them; remove it"
+            )
+
+
 class ExternalEngineConfig(EngineConfig, frozen=True, kw_only=True, tag=EXTERNAL):
     """A custom policy server."""
 
@@ -180,14 +296,6 @@ class ExternalEngineConfig(EngineConfig, frozen=True, kw_only=True, tag=EXTERNAL
 
 
 EXECUTORS = ("auto", "async", "threads")
-
-
-class Enclosure(NamedTuple):
-    """How a program runs in an environment like that of agents, which is not this machine's own."""
-
-    prefix: list[str]  # of its command line
-    pass_env: tuple[str, ...]  # patterns of the runner's variables that the prefix needs
-    after: list[str]  # command that ends the program if it did not end by itself
 
 
 class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
@@ -218,15 +326,6 @@ class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
     def executor(self) -> str:
         return kind_of(self)
 
-    def problems(self, config: Any) -> Iterator[str]:
-        if self.framework_spans and (why := missing("runner", "runner.framework_spans")):
-            yield f"runner.framework_spans: {why}"
-
-    def enclosure(self, name: str, folder: str, env: Mapping[str, str]) -> Enclosure | None:
-        """For a program in the agent's environment, with access to `folder`; None: it runs on this
-        machine. env: its variables; PWD is its working directory."""
-        return None
-
 
 class AsyncRunnerConfig(RunnerConfig, frozen=True, tag="async"):
     """The agent runs in the runner's event loop."""
@@ -240,6 +339,75 @@ class ThreadsRunnerConfig(RunnerConfig, frozen=True, tag="threads"):
     runs_paths: ClassVar[bool] = True
 
 
+class ContainerConfig(Section, frozen=True):
+    """A container for each rollout, for `executor = "container"`."""
+
+    image: str  # image with the agent and a shell, `sh`
+    # Network of `docker run`. none: nothing but the gateway; bridge: the internet; host: this
+    # machine's
+    network: str = "none"
+    options: list[str] = []  # additional arguments of `docker run`
+    # Program that runs containers: docker, podman or a compatible one; default: the first of both
+    # that works.
+    cli: str = ""
+    warm: Natural = 8  # containers that are ready before rollouts need them
+    pids: Natural = 512  # processes and threads in a container; 0: no limit
+    cpus: NonNegative = 0.0  # cores that a container may use; 0: no limit
+    disk_mb: Natural = 10_000  # Disk in MB that a rollout may write; 0: no limit.
+
+
+class KubernetesConfig(Section, frozen=True):
+    """A Job for each rollout, for `executor = "kubernetes"`."""
+
+    image: str = ""  # image with the agent; default: the template's
+    namespace: str = "default"  # Namespace of the Jobs.
+    # Context of the kubeconfig; default: the current one, or the runner's own pod.
+    context: str = ""
+    template: str = ""  # YAML or JSON file of a Job to start from, relative to the run file
+    ttl: Natural = 300  # seconds for which a finished Job is kept
+
+
+class ContainerRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag="container"):
+    """The agent runs in a container for each rollout."""
+
+    runs_commands: ClassVar[bool] = True
+
+    container: ContainerConfig  # image and options
+
+
+class KubernetesRunnerConfig(RunnerConfig, frozen=True, tag="kubernetes"):
+    """The agent runs in a Job for each rollout."""
+
+    runs_commands: ClassVar[bool] = True
+
+    kubernetes: KubernetesConfig = KubernetesConfig()
+
+
+class PoolConfig(Section, frozen=True):
+    """Warm processes, for `executor = "pool"`."""
+
+    processes: Natural = 0  # Processes; 0: one per core.
+    rollouts: Count = 1  # concurrent rollouts per process
+    recycle_after: Count = 1000  # rollouts after which a process is replaced
+    recycle_mb: Natural = 0  # resident size (MB) above which a process is replaced; 0: unlimited
+    # Start of processes. fork: import the agent once; spawn: in each process.
+    start: Literal["fork", "spawn"] = "fork"
+
+
+class CommandRunnerConfig(RunnerConfig, frozen=True, tag="command"):
+    """`agent.command` runs in a process for each rollout."""
+
+    runs_commands: ClassVar[bool] = True
+
+
+class PoolRunnerConfig(RunnerConfig, frozen=True, tag="pool"):
+    """The agent runs in warm processes."""
+
+    runs_paths: ClassVar[bool] = True
+
+    pool: PoolConfig = PoolConfig()
+
+
 class ExternalRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag=EXTERNAL):
     """A custom executor."""
 
@@ -247,12 +415,37 @@ class ExternalRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag=EXTERNAL
     options: dict[str, Any] = {}  # Arguments of the factory, with any keys.
 
 
-# The library's own kinds of tables, the default first and a plug-in's last.
-OWN_LEARNERS = TorchLearnerConfig, ExternalLearnerConfig
-OWN_ENGINES = EmbeddedEngineConfig, ExternalEngineConfig
-OWN_RUNNERS = (
-    RunnerConfig,
-    AsyncRunnerConfig,
-    ThreadsRunnerConfig,
-    ExternalRunnerConfig,
+Learner = TorchLearnerConfig | VerlLearnerConfig | ExternalLearnerConfig
+Engine = EmbeddedEngineConfig | VllmEngineConfig | ExternalEngineConfig
+Runner = (
+    RunnerConfig
+    | AsyncRunnerConfig
+    | ThreadsRunnerConfig
+    | ContainerRunnerConfig
+    | KubernetesRunnerConfig
+    | CommandRunnerConfig
+    | PoolRunnerConfig
+    | ExternalRunnerConfig
 )
+
+
+class MetricsConfig(Section, frozen=True):
+    """Sinks of metrics besides the store. Each is an extra: `pip install '.[wandb]'` in a clone."""
+
+    # Sinks besides the store: tensorboard, wandb, mlflow, trackio, or your own as "file.py:name"
+    sinks: list[str] = []
+    options: dict[str, Any] = {}  # Arguments of your own sinks, with any keys.
+    # Project, or in MLflow the experiment.
+    project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        known = plugin_points("sinks").names
+        for name in self.sinks:
+            if ":" not in name and name not in known:
+                cure = f"{nearest(name, known)}, or your own as file.py:name"
+                yield f"metrics.sinks: {name!r}; {cure}"
+            if self.sinks.count(name) > 1:
+                yield f"metrics.sinks names {name!r} twice"
+        for name in self.sinks:
+            if name in BUILT_IN["sinks"] and not is_installed(name):
+                yield f"metrics.sinks: {name!r} is not installed: {install_command(name)}"

@@ -8,16 +8,19 @@ from typing import Any, get_args
 
 import msgspec
 
-from agentrl.base.parts import hint, installed_plugins, missing
 from agentrl.config.base import EXTERNAL, field_types, structs_of
+from agentrl.config.hints import setting_hint
+from agentrl.config.learning import LoraConfig, MemberConfig
 from agentrl.config.policies import TABLES
-from agentrl.config.schema import LoraConfig, MemberConfig, RunConfig
+from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, nearest
+from agentrl.plugins import Group, plugin_points
 
 Struct = type[msgspec.Struct]
 Structs = tuple[Struct, ...]
 OVERRIDDEN: dict[str, Any] = {"lora": LoraConfig, **TABLES}  # by one of several policies
-PLUGINS = {"engine": "engines", "learner": "learners", "runner": "executors"}  # table -> plugins
+# Tables whose kinds may be plug-ins
+PLUGINS: dict[str, Group] = {"engine": "engines", "learner": "learners", "runner": "executors"}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -82,10 +85,9 @@ class _Reader:
         if tag not in by_tag:
             names = by_tag.keys() - {EXTERNAL}
             if EXTERNAL in by_tag:
-                names |= installed_plugins(PLUGINS[path[:-1]]).names
+                names |= plugin_points(PLUGINS[path[:-1]]).names
             if tag not in names and (EXTERNAL not in by_tag or ":" not in tag):
-                known = missing("kinds", path + tag) or nearest(tag, names)
-                raise ConfigError(f"{self.source}: {path}{field} = {tag!r}; {known}")
+                raise ConfigError(f"{self.source}: {path}{field} = {tag!r}; {nearest(tag, names)}")
             data |= {field: EXTERNAL, "factory": tag}
         section = by_tag[data[field]]
         if structs_of(field_types(section).get(tag)):
@@ -100,11 +102,8 @@ class _Reader:
         others = [kind for kind in kinds if key in field_types(kind)]
         if not others:
             where = f" in [{path.rstrip('.')}]" if path else ""
-            kind = missing("kinds", path + key)  # which is not the one that was chosen
-            table = re.sub(r"^policies\.[^.]+", "policy", path) + key
             known = field_types(section)
-            told = missing("tables", table) or kind or hint("setting", key, data[key], known)
-            told = told or nearest(key, known)
+            told = setting_hint(key, data[key], known) or nearest(key, known)
             raise ConfigError(f"{self.source}: unknown key {path + key!r}{where}; {told}")
         default = flatten({key: _default_of(others[0], key)})
         given = flatten({key: data[key]})

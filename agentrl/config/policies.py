@@ -12,17 +12,17 @@ from typing import Any
 
 import msgspec
 
-from agentrl.config.base import field_types, structs_of
-from agentrl.config.schema import (
+from agentrl.config.base import field_types
+from agentrl.config.learning import (
     AlgorithmConfig,
     CriticConfig,
     LoraConfig,
     MemberConfig,
     PolicyConfig,
     ReferenceConfig,
-    RunConfig,
     TeacherConfig,
 )
+from agentrl.config.schema import RunConfig
 from agentrl.types import POLICY
 
 TABLES: dict[str, type[msgspec.Struct]] = {
@@ -34,8 +34,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
 """The tables that a policy may override."""
 SHARED = frozenset({"groups", "group_size", "max_staleness", "dynamic_sampling", "max_rounds"})
 SHARED |= {"store_credit", "async_sampling", "group_order", "stale_tokens", "group_quorum"}
-SHARED |= {"group_deadline"}
-SHARED |= {name for name, kind in field_types(AlgorithmConfig).items() if structs_of(kind)}
+SHARED |= {"group_deadline", "branching", "counterfactual"}
 """Settings of `[algorithm]` for the whole run, because all policies learn from the same groups."""
 Seats = dict[str, str]  # role -> player of a plan, or policy of the run
 
@@ -64,6 +63,19 @@ def has_no_own_policy(config: RunConfig) -> bool:
     """Whether the run has no model of its own, so `[upstreams]` answer every call."""
     own = config.policies or config.policy.model or config.policy.build
     return bool(config.upstreams) and not own and POLICY not in config.roles.values()
+
+
+def seeing_policies(config: RunConfig) -> frozenset[str]:
+    """The names of the policies that see images."""
+    every = config.policy.vision
+    if not config.policies:
+        return frozenset([POLICY] if every else [])
+    return frozenset(name for name, member in config.policies.items() if member.vision or every)
+
+
+def self_playing_policy(config: RunConfig) -> str:
+    """The policy that plays against itself and its snapshots."""
+    return config.selfplay.policy or trained_policies(config)[0]
 
 
 def policy_by_role(config: RunConfig) -> dict[str, str]:

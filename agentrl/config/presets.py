@@ -12,10 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from agentrl.base.parts import hint, installed_plugins, missing
+from agentrl.config.hints import preset_hint, setting_hint
+from agentrl.config.learning import AlgorithmConfig
 from agentrl.config.policies import trained_policies, view
-from agentrl.config.schema import AlgorithmConfig, RunConfig
+from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, nearest
+from agentrl.plugins import plugin_points
 
 TABLE = Path(__file__).with_name("presets.json")
 
@@ -53,7 +55,7 @@ def _check(algorithm: AlgorithmConfig) -> None:
     options = [*known.presets[host], *(o for word in modifiers for o in known.modifiers[word])]
     for option in algorithm.options:
         if option not in options:
-            said = hint("setting", option, None, options) or nearest(option, options)
+            said = setting_hint(option, None, options) or nearest(option, options)
             raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {said}")
 
 
@@ -62,15 +64,15 @@ def find_preset(
 ) -> tuple[str, list[str]]:
     """Split "grpo+tis" or "mine.py:lenient+tis" into preset and modifiers; a preset's own name may
     contain "+". presets, modifiers: registered names besides the library's and those of packages.
-    Raises ConfigError for an unknown name, and for one of a part that is not installed."""
-    known, installed = preset_names(), installed_plugins("presets").names
+    Raises ConfigError for an unknown name."""
+    known, installed = preset_names(), plugin_points("presets").names
     own = {*known.presets, *presets, *(word for word in installed if word[0] != "+")}
     words = {*known.modifiers, *modifiers, *(word[1:] for word in installed if word[0] == "+")}
     source, colon, rest = name.rpartition(":")
     hosts = [host for host in own if f"{name}+".startswith(f"{host}+")]
     host = max(hosts, key=len, default=source + colon + rest.split("+")[0])
     if ":" not in name and host not in own:
-        meant = hint("preset", host, own) or nearest(host, own)
+        meant = preset_hint(host, own) or nearest(host, own)
         raise ConfigError(f"algorithm.preset: no preset {host!r}; {meant}")
     added = name.removeprefix(host).split("+")[1:]
     for word in added:
@@ -78,7 +80,4 @@ def find_preset(
             raise ConfigError(
                 f"algorithm.preset: no modifier +{word} for {host!r}; {nearest(word, words)}"
             )
-    for word in (host, *(f"+{word}" for word in added)):
-        if why := missing("presets", word):
-            raise ConfigError(f"algorithm.preset = {word!r}: {why}")
     return host, added

@@ -1,22 +1,29 @@
-"""Load run files: TOML to typed settings. An unknown key is an error with its path."""
+"""The settings of a run: from a run file, from Python or from a store, and how they are written.
+
+An unknown key is an error with its path. Values of `agent.env` are kept out of a run's store and
+files, which contain only the names: the process that starts a run passes them to its runners in the
+environment, and runners on other machines read them from their own.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from agentrl.base.parts import hint, installed_plugins
-from agentrl.config import validate
+from agentrl.base.loading import load_tasks
+from agentrl.config import derived, validate
+from agentrl.config.hints import syntax_hint
 from agentrl.config.infrastructure import TorchLearnerConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.store.urls import split_secret
+from agentrl.types import Json
 
 DEEPEST = 100  # tables and arrays inside each other, and parts of a dotted key
 LONGEST_SHOWN = 80  # characters of a setting in an error
@@ -27,6 +34,14 @@ LONG_KEY = re.compile(
     r"""(?:^|[\[{,])[ \t]*+(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+)"""
     rf"{{{DEEPEST}}}",
     re.MULTILINE,
+)
+
+AGENT_ENV = "AGENTRL_AGENT_ENV"  # JSON object of the values of agent.env
+# A parameter of `Trainer` that is no table is the first setting of its table.
+FIRST = {"agent": "path", "tasks": "train", "verifier": "path", "policy": "model"}
+OBJECTS = (
+    *(("agent", "path"), ("verifier", "path"), ("tasks", "train"), ("tasks", "heldout")),
+    ("warmup", "data"),
 )
 
 
@@ -40,7 +55,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file; give the path of a TOML file") from None
     except (OSError, ValueError) as error:
-        said = f"not a readable TOML file: {error}{hint('syntax', text, str(error))}"
+        said = f"not a readable TOML file: {error}{syntax_hint(text, str(error))}"
         raise ConfigError(f"{path}: {said}") from None
     data.setdefault("root", str(path.parent.resolve()))
     overrides = list(overrides)
@@ -87,8 +102,7 @@ def resolve(data: Mapping[str, Any], *, source: str, overrides: Iterable[str] = 
         config = msgspec.convert(check_keys(RunConfig, data, source=source), RunConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {format_validation_error(str(error))}") from None
-    for point in installed_plugins("derives"):
-        config = point.load()(config)
+    config = derived.derive(config)
     validate.check(config, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(
@@ -97,6 +111,34 @@ def resolve(data: Mapping[str, Any], *, source: str, overrides: Iterable[str] = 
         output=str(output),
         store=config.store or store_in(output),
     )
+
+
+class Given(NamedTuple):
+    """tables: as in a run file, without the objects, which stand beside it; None: not an object."""
+
+    tables: dict[str, Any]
+    agent: Any = None
+    verifier: Any = None
+    train: Any = None
+    heldout: Any = None
+    demonstrations: Any = None
+
+
+def given(parameters: Mapping[str, Any], heldout: Any, settings: Mapping[str, Any]) -> Given:
+    """What a caller of `Trainer` has given. parameters: of the names in FIRST, each a table or the
+    first setting of one. Raises ConfigError for a setting that is given twice."""
+    tables: dict[str, Any] = {}
+    for name, value in parameters.items():
+        if isinstance(value, Mapping):
+            _put(tables, [name], value, name)
+        elif value is not None and not (isinstance(value, str) and not value):
+            path = isinstance(value, Path)
+            _put(tables, [name, FIRST[name]], str(value) if path else value, name)
+    if not (isinstance(heldout, str) and not heldout):
+        _put(tables, ["tasks", "heldout"], heldout, "heldout")
+    for name, value in settings.items():
+        _put(tables, name.split("."), value, name)
+    return Given(tables, *(_object(tables, *place) for place in OBJECTS))
 
 
 def store_in(output: Path) -> str:
@@ -109,16 +151,6 @@ def store_of(name: str) -> str:
     return store_in(Path("runs", name.split("/")[0]).resolve())
 
 
-def store_with(name: str) -> str:
-    """URL of the store that has a run or rollout: its default store, else one that an installed
-    part finds. Raises NotFound if it finds none."""
-    own = store_of(name)
-    if not Path(own.removeprefix("sqlite:///")).exists():
-        for point in installed_plugins("finders"):
-            return str(point.load()(name))
-    return own
-
-
 def from_store(data: Mapping[str, Any]) -> RunConfig:
     """The settings of a run from its store. Raises ConfigError if this version cannot read them."""
     try:
@@ -127,8 +159,41 @@ def from_store(data: Mapping[str, Any]) -> RunConfig:
         raise ConfigError(f"store: {format_validation_error(str(error))}") from None
 
 
+def tasks_of(config: RunConfig, split: str) -> list[dict[str, Json]]:
+    """The tasks of a run, none if its settings name none. split: train or heldout. Raises
+    ConfigError."""
+    path, columns = getattr(config.tasks, split), config.tasks.columns
+    key = f"tasks.{split}"
+    return load_tasks(path, Path(config.root), key=key, columns=columns) if path else []
+
+
+def without_env_values(config: RunConfig) -> RunConfig:
+    """The settings without the values of `agent.env`, which move to this process's environment. A
+    second call changes nothing."""
+    known = _env_values()
+    values = {name: value for name, value in config.agent.env.items() if value or name not in known}
+    if values:
+        os.environ[AGENT_ENV] = msgspec.json.encode(known | values).decode()
+    return _with_env(config, dict.fromkeys(config.agent.env, ""))
+
+
+def with_env_values(config: RunConfig) -> RunConfig:
+    """The settings with the values of `agent.env`. Raises ConfigError for a variable that has none
+    here."""
+    given = {name: value for name, value in config.agent.env.items() if value}
+    known = os.environ | _env_values() | given
+    for name in config.agent.env:
+        if name not in known:
+            raise ConfigError(
+                f"agent.env: {name} has no value on this machine, because the store does not keep"
+                " values; set it in the environment of the runner"
+            )
+    return _with_env(config, {name: known[name] for name in config.agent.env})
+
+
 def to_toml(config: RunConfig) -> str:
-    """The resolved settings as a run file, for `--dry-run`."""
+    """The resolved settings as a run file, for `--dry-run`. The URL of the store is written as it
+    is; the caller splits off its secret."""
     lines: list[str] = []
 
     def table(values: Mapping[str, Any], prefix: str) -> None:
@@ -140,8 +205,7 @@ def to_toml(config: RunConfig) -> str:
             if isinstance(value, dict):
                 table(value, f"{prefix}.{_toml_key(key)}" if prefix else key)
 
-    public, _ = split_secret(config.store)
-    values = msgspec.to_builtins(msgspec.structs.replace(config, store=public))
+    values = msgspec.to_builtins(config)
     for section, field in (("engine", "kind"), ("learner", "kind"), ("runner", "executor")):
         if "factory" in values[section]:
             values[section][field] = values[section].pop("factory")
@@ -153,8 +217,7 @@ def to_toml(config: RunConfig) -> str:
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
-    for point in installed_plugins("unplaced"):
-        old, new = map(point.load(), (old, new))
+    old, new = map(derived.without_interpreter, (old, new))
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
     ignored |= {"file", "metrics", "max_empty_steps", "max_failed", "checkpoint"}
     # Each learner can resume from the other's checkpoint, wherever it computes.
@@ -203,6 +266,43 @@ def apply_override(data: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"override {override!r}: {parent!r} is a value, not a table")
     table[last] = value
+
+
+def _put(tables: dict[str, Any], path: list[str], value: Any, name: str) -> None:
+    """Set the setting at `path`. Tables are merged; nothing is replaced."""
+    table = tables
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"Trainer: {name}: {part!r} is a value already, not a table")
+    last = path[-1]
+    if not isinstance(value, Mapping):
+        if last in table:
+            raise ConfigError(f"Trainer: {'.'.join(path)} is given twice; leave one of them out")
+        table[last] = str(value) if isinstance(value, Path) else value
+        return
+    if not isinstance(table.setdefault(last, {}), dict):
+        raise ConfigError(f"Trainer: {'.'.join(path)} is given twice; leave one of them out")
+    for key, inner in value.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"Trainer: {'.'.join(path)} has the key {key!r}, which is not text")
+        _put(table[last], [key], inner, name)
+
+
+def _object(tables: dict[str, Any], table: str, key: str) -> Any:
+    """Take a setting that is an object, not the name of one, out of its table."""
+    inner = tables.get(table)
+    if isinstance(inner, dict) and not isinstance(inner.get(key), str | None):
+        return inner.pop(key)
+    return None
+
+
+def _env_values() -> dict[str, str]:
+    return msgspec.json.decode(os.environ.get(AGENT_ENV, "{}"), type=dict[str, str])
+
+
+def _with_env(config: RunConfig, env: dict[str, str]) -> RunConfig:
+    return msgspec.structs.replace(config, agent=msgspec.structs.replace(config.agent, env=env))
 
 
 def _toml_key(key: str) -> str:

@@ -13,18 +13,19 @@ import msgspec
 
 from agentrl.base.access import is_loopback
 from agentrl.base.loading import is_installed
-from agentrl.base.parts import missing
 from agentrl.config import policies as team
-from agentrl.config.base import EXTERNAL, Section, tables
+from agentrl.config.base import EXTERNAL, tables
 from agentrl.config.infrastructure import EngineConfig
 from agentrl.config.keys import flatten, format_validation_error
-from agentrl.config.schema import (
+from agentrl.config.learning import (
+    INITIAL,
     AlgorithmConfig,
     LoraConfig,
     MemberConfig,
-    RunConfig,
+    SnapshotOpponents,
     TeamConfig,
 )
+from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, install_command, nearest
 from agentrl.types import ANY_ROLE, POLICY
 
@@ -58,15 +59,10 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _callers(config.engine)
     yield from _one_gpu(config)
     yield from _peft(config)
-    for table in _sections(config):
+    for table in tables(config):
         yield from table.problems(config)
-
-
-def _sections(table: Section) -> Iterator[Section]:
-    """The tables in a table, those by name too, with theirs."""
-    for _, inner in tables(table):
-        yield inner
-        yield from _sections(inner)
+    yield from _counterfactual(config)
+    yield from _selfplay(config)
 
 
 def _models(config: RunConfig) -> Iterator[str]:
@@ -84,11 +80,9 @@ def _models(config: RunConfig) -> Iterator[str]:
 
 def _rewards(config: RunConfig) -> Iterator[str]:
     """Tables that give rewards of the same name."""
-    given: dict[str, str] = {}
-    for path, table in tables(config):
-        kind, _, name = path.partition(".")
-        if table.gives_reward and given.setdefault(name, kind) != kind:
-            yield f"{path}: [{given[name]}] has a reward of that name; rename one"
+    for name in config.reward_models:
+        if name in config.judges:
+            yield f"reward_models.{name}: [judges] has a reward of that name; rename one"
 
 
 def _one_gpu(config: RunConfig) -> Iterator[str]:
@@ -124,7 +118,7 @@ def _numbers(config: RunConfig) -> Iterator[str]:
     ):
         if wrong:
             yield f"sampling.{name} = {getattr(sampling, name)}; it must be {allowed}"
-    if algorithm.min_group > algorithm.group_size and not algorithm.trains_joined:
+    if algorithm.min_group > algorithm.group_size and not algorithm.branching.joins:
         yield (
             f"algorithm.min_group = {algorithm.min_group} drops every group of "
             f"algorithm.group_size = {algorithm.group_size}; lower min_group or raise group_size"
@@ -213,6 +207,93 @@ def _view(config: RunConfig, name: str) -> Iterator[str]:
         )
 
 
+def _counterfactual(config: RunConfig) -> Iterator[str]:
+    """Stand-ins replace trained policies with known policies or upstreams."""
+    algorithm, substitutes = config.algorithm, config.algorithm.counterfactual.substitutes
+    if not substitutes:
+        return
+    if algorithm.branching.joins:
+        yield (
+            "algorithm.counterfactual cannot replay rollouts of [algorithm.branching]; remove one "
+            "of them"
+        )
+    if config.selfplay.seats:
+        yield "algorithm.counterfactual cannot replay rollouts of [selfplay]; remove one of them"
+    if algorithm.max_staleness:
+        yield (
+            f"algorithm.max_staleness = {algorithm.max_staleness:g} lets a step train rollouts "
+            "that have no replays yet, from which algorithm.counterfactual learns nothing; remove "
+            "one of them"
+        )
+    trained, others = team.trained_policies(config), {*config.policies, *config.upstreams}
+    known = others | {INITIAL} | (set() if config.policies else {POLICY})
+    for role, player in substitutes.items():
+        where = f"algorithm.counterfactual.substitutes.{role}"
+        if team.policy_of_role(config, role) not in trained:
+            learning = {r for r, name in team.policy_by_role(config).items() if name in trained}
+            yield f"{where}: no trained policy plays this role; {nearest(role, learning)}"
+        if player not in known:
+            yield f"{where} = {player!r}; {nearest(player, known)}"
+        if player == INITIAL and player in others:
+            yield (
+                f"{where} = {player!r} means the role's own policy before training, but "
+                "another player has this name; rename that one"
+            )
+
+
+def _selfplay(config: RunConfig) -> Iterator[str]:
+    """The policy that learns plays all seats, with snapshots that the engine can serve."""
+    selfplay, trained = config.selfplay, team.trained_policies(config)
+    if not selfplay.seats:
+        return
+    if selfplay.policy and selfplay.policy not in trained:
+        yield (
+            f"selfplay.policy = {selfplay.policy!r} is not one of the policies that learn: "
+            f"{', '.join(trained)}"
+        )
+    if len(trained) > 1 and not selfplay.policy:
+        yield f"selfplay.policy is not set, and {', '.join(trained)} learn; name the one that plays"
+    own, player = team.self_playing_policy(config), team.policy_by_role(config)
+    for role in selfplay.seats:
+        if player.get(role, own) != own:
+            yield (
+                f"selfplay.seats names {role!r}, which {player[role]!r} plays by [roles] or "
+                "[policies]; remove it there"
+            )
+    if not isinstance(selfplay, SnapshotOpponents):
+        return
+    size, seats = config.algorithm.group_size, len(selfplay.seats)
+    if size % seats:
+        yield (
+            f"algorithm.group_size = {size} is no multiple of the {seats} selfplay.seats, "
+            "which the policy plays equally often in every group"
+        )
+    if config.engine.serves_only_adapters:
+        yield from _snapshots(config, selfplay)
+
+
+def _snapshots(config: RunConfig, selfplay: SnapshotOpponents) -> Iterator[str]:
+    """Whether the engine can serve the policy and its snapshots as adapters."""
+    views = {name: team.view(config, name).policy for name in config.policies or [POLICY]}
+    own = views[team.self_playing_policy(config)]
+    if not own.lora.rank:
+        yield (
+            f"selfplay.opponents = {selfplay.opponents!r}: engine.kind = {config.engine.kind!r} "
+            "serves snapshots only as adapters; set policy.lora.rank, or engine.kind = 'embedded'"
+        )
+    shared = sum(
+        bool(one.lora.rank or one.lora.adapter) and one.model == own.model for one in views.values()
+    )
+    retired = math.ceil(config.algorithm.max_staleness / selfplay.every)
+    needed = shared + selfplay.pool + retired
+    key, most = config.engine.most_adapters or ("", needed)
+    if needed > most:
+        yield (
+            f"{key} = {most}: selfplay.pool = {selfplay.pool} asks for {needed} at once; raise it "
+            "to that, or lower the pool"
+        )
+
+
 def _lora(settings: LoraConfig) -> Iterator[str]:
     for key, default in msgspec.structs.asdict(LoraConfig()).items():
         if not settings.rank and getattr(settings, key) != default:
@@ -224,9 +305,7 @@ def _peft(config: RunConfig) -> Iterator[str]:
     tables = {"policy.lora": msgspec.structs.asdict(config.policy.lora)}
     tables |= {f"policies.{name}.lora": one.lora for name, one in config.policies.items()}
     used = [key for key, lora in tables.items() if lora.get("rank") or lora.get("adapter")]
-    if used and (why := missing("adapters", "policy.lora")):
-        yield f"{used[0]}: {why}"
-    elif used and is_installed("torch") and not is_installed("peft"):
+    if used and is_installed("torch") and not is_installed("peft"):
         yield f"{used[0]}: 'peft' is not installed: {install_command('lora')}"
 
 

@@ -14,9 +14,8 @@ from msgspec.structs import replace
 
 from agentrl import trainer
 from agentrl.config import RunConfig, load
-from agentrl.config.base import without_making
 from agentrl.config.policies import has_no_own_policy, trained_policies, view
-from agentrl.config.tasks import tasks_of
+from agentrl.config.run_file import tasks_of
 from agentrl.doctor import Finding, machine, run_check
 from agentrl.errors import AgentRLError
 
@@ -65,7 +64,7 @@ def _examine_policy(config: RunConfig, folder: str) -> Iterator[Finding]:
     from agentrl.doctor import policy, proofs, templates
 
     disable_progress_bar()
-    config = without_making(config)  # what parts make has the same shapes
+    config = config.without_warmup()  # what it makes has the same shapes
     if config.policy.build and not Path(config.model_path() or "?").is_dir():
         config = replace(config, output=f"{folder}/run")
     names = trained_policies(config)

@@ -19,16 +19,10 @@ from typing import Any
 import msgspec
 
 import agentrl
+from agentrl.config.derived import Named
 from agentrl.environments.endpoints import endpoint
 from agentrl.environments.playing import called, play_task, scores_of, with_outcome
-from agentrl.environments.reference import (
-    Named,
-    checked_tasks,
-    explained,
-    kind_of,
-    load_class,
-    made,
-)
+from agentrl.environments.reference import checked_tasks, explained, kind_of, load_class, made
 from agentrl.errors import ConfigError
 from agentrl.runners.tracing import attempt_log
 from agentrl.types import Json, Reward, Trace

@@ -1,9 +1,5 @@
-"""References to what an environment contributes to a run: `environment:WHICH:PLUGIN:WHAT {...}`.
-
-The settings of a run that names an environment have them as `agent.path`, `tasks.train`,
-`tasks.heldout` and `verifier.path`, so all that reads these needs to know no environments. WHICH is
-agent, train, heldout or verifier; the JSON at the end has `[environment_options]`.
-"""
+"""What references to an environment (`agentrl.config.derived`) stand for: its agent, tasks and
+verifier."""
 
 from __future__ import annotations
 
@@ -22,72 +18,14 @@ import msgspec
 from agentrl.base.jsonvalues import NotJsonError, check_json
 from agentrl.base.loading import load_attribute
 from agentrl.base.user_code import cause_of, contained, text_of
+from agentrl.config.derived import Named
 from agentrl.environments.base import KINDS, Environment
 from agentrl.errors import ConfigError
 from agentrl.plugins import load_plugin
 from agentrl.types import Json
 
-SCHEME = "environment"
-SPLITS = ("train", "heldout")
 MOST_TASKS = 1_000_000  # of a split; all are held in memory
 _making = threading.RLock()
-
-
-class Named(msgspec.Struct, frozen=True):
-    """An environment as the run file names it."""
-
-    plugin: str  # of an entry point, or "file.py:Class"
-    what: str
-    options: str = "{}"  # JSON, with `python`
-    root: str = "."  # the run file's folder
-
-    @classmethod
-    def read(cls, name: str, options: dict[str, Any], root: str | Path = ".") -> Named:
-        """Raises ConfigError for a name without a plug-in."""
-        plugin, colon, what = name.partition(":")
-        if plugin.endswith(".py"):
-            class_, colon, what = what.partition(":")
-            plugin = f"{plugin}:{class_}"
-        if not (colon and plugin):
-            raise ConfigError(f'environment = {name!r}: write it as "PLUGIN:WHAT"')
-        return cls(plugin, what, msgspec.json.encode(options, order="sorted").decode(), str(root))
-
-    @property
-    def name(self) -> str:
-        """For messages, and in the result of a rollout."""
-        return f"{self.plugin}:{self.what}"
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Arguments of the plug-in's constructor."""
-        return {key: value for key, value in self.all_options.items() if key != "python"}
-
-    @property
-    def all_options(self) -> dict[str, Any]:
-        return msgspec.json.decode(self.options, type=dict[str, Any])
-
-    @property
-    def folder(self) -> str:
-        """Of its own interpreter, by default."""
-        return f".venv-{Path(self.plugin.partition(':')[0]).stem}"
-
-    @property
-    def python(self) -> str:
-        """Its own interpreter, or "" if it runs in this one."""
-        root, given = Path(self.root), self.all_options.get("python")
-        if given is not None:
-            return str((root / given).absolute())  # a link into a venv stays one
-        found = (folder / self.folder / "bin/python" for folder in (root, Path()))
-        return next((str(python.absolute()) for python in found if python.is_file()), "")
-
-    @property
-    def cure(self) -> str:
-        return f"`agentrl env install {self.plugin}` makes {self.folder} with all that it needs"
-
-    def part(self, which: str) -> str:
-        """The reference to what it contributes."""
-        options = "" if self.options == "{}" else f" {self.options}"
-        return f"{SCHEME}:{which}:{self.plugin}:{self.what}{options}"
 
 
 def parse(reference: str, root: Path) -> tuple[str, Named]:

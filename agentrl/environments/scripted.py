@@ -14,7 +14,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentrl.config import RunConfig, resolve
-from agentrl.environments.reference import Named
+from agentrl.config.derived import Named
+from agentrl.environments.runner import played_environment
 from agentrl.runners.gateway import recorded
 from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
 from agentrl.runners.gateway.features import Feature
@@ -90,7 +91,10 @@ async def stage(named: Named, timeout: float = 120.0, **tables: Any) -> AsyncIte
         async with open_store(config.store) as store:
             await store.open_run(RUN, {})
             verifier, root = config.verifier.path, Path(named.root)
-            started = attempt_runner(store, RUN, config, root, RUN, None, verifier, [script])
+            started = attempt_runner(
+                *(store, RUN, config, root, RUN, None, verifier, [script]),
+                find_environment=played_environment,
+            )
             async with started as execution:
                 stop = asyncio.Event()
                 worker = Worker(RUN, execution, config.runner, name=RUN)

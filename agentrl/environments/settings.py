@@ -1,62 +1,27 @@
-"""The settings that follow from `environment`, and what is checked of it before a run."""
+"""The environment of a run, and what is checked of it before the run."""
 
 from __future__ import annotations
 
 from functools import cache
 from inspect import signature
 from pathlib import Path
-from typing import Any
 
-from msgspec.structs import replace
 from rich.console import Console
 
+from agentrl.config import RunConfig
+from agentrl.config.derived import SCHEME, SPLITS, Named
 from agentrl.config.policies import policy_by_role
-from agentrl.environments.reference import SCHEME, SPLITS, Named, check_unique, load_class
+from agentrl.environments.reference import check_unique, load_class
 from agentrl.errors import ConfigError
 
 
-def named_in(config: Any) -> Named | None:
+def named_in(config: RunConfig) -> Named | None:
     """The environment of a run's settings."""
     name = config.environment
     return Named.read(name, config.environment_options, Path(config.root)) if name else None
 
 
-def derive(config: Any) -> Any:
-    """The settings with what the environment stands for, where the run file has nothing else."""
-    if not config.environment:
-        if config.environment_options:
-            raise ConfigError("[environment_options] has no effect without environment")
-        return config
-    named = Named.read(config.environment, config.environment_options)
-    agent, tasks, verifier = config.agent, config.tasks, config.verifier
-    if not (agent.path or agent.command or agent.harness):
-        agent = replace(agent, path=named.part("agent"))
-    missing = {split: named.part(split) for split in SPLITS if not getattr(tasks, split)}
-    if not verifier.path:
-        verifier = replace(verifier, path=named.part("verifier"))
-    return replace(config, agent=agent, tasks=replace(tasks, **missing), verifier=verifier)
-
-
-def unplaced(config: Any) -> Any:
-    """The settings without where the environment's interpreter is, for comparison."""
-    given = dict(config.environment_options)
-    if given.pop("python", None) is None:
-        return config
-    here = Named.read(config.environment, config.environment_options)
-    anywhere = Named.read(config.environment, given)
-    same = {here.part(which): anywhere.part(which) for which in ("agent", "verifier", *SPLITS)}
-    paths = {split: getattr(config.tasks, split) for split in SPLITS}
-    agent, verifier = config.agent.path, config.verifier.path
-    return replace(
-        config,
-        environment_options=given,
-        agent=replace(config.agent, path=same.get(agent, agent)),
-        tasks=replace(config.tasks, **{key: same.get(path, path) for key, path in paths.items()}),
-        verifier=replace(config.verifier, path=same.get(verifier, verifier)),
-    )
-
-
-def check(config: Any) -> None:
+def check(config: RunConfig) -> None:
     """Look at the environment before anything else is built. Raises ConfigError."""
     from agentrl.environments import hosted
 

@@ -178,7 +178,7 @@ def advice(config: RunConfig, batch: Batch, states: States) -> list[tuple[str, s
         found.append(peers)
     if config.critic.model:
         found.append(("turn-ppo", "values states by the run's critic"))
-    if config.algorithm.trains_joined:
+    if config.algorithm.branching.joins:
         found.append(("vineppo", "values calls by the run's branches"))
     if peers not in found and states.calls > 1:
         found.append(peers)

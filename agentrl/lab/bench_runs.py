@@ -14,6 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -73,11 +74,13 @@ def run_piece(config: RunConfig) -> None:
 
     from agentrl.algorithm_process import added_features
     from agentrl.algorithms.train.main import main as algorithm
-    from agentrl.runners.main import main as runner
+    from agentrl.environments.runner import played_environment
+    from agentrl.runners.main import main
 
     allow_files()
     logs = Path(config.output, "logs")
     logs.mkdir(parents=True, exist_ok=True)
+    runner = partial(main, find_environment=played_environment)
     training = (algorithm, config, added_features(config))
     started = {"algorithm": training, "runner-0": (runner, config.store, config.name)}
     processes = [

@@ -30,10 +30,9 @@ from agentrl.config.policies import policy_by_role
 from agentrl.errors import Forbidden, NotFound, StoreError
 from agentrl.live.labels import signals
 from agentrl.live.records import people
-from agentrl.live.records.documents import Documents, Lanes, served
+from agentrl.live.records.documents import Documents, Lanes, policy_of, served
 from agentrl.live.records.marks import FAILED, GATEWAY, RESULT_ENDED, failed_calls
 from agentrl.live.records.sessions import chosen, count_of, delete, group_base, group_of
-from agentrl.live.records.table import live_of, policy_of
 from agentrl.live.resumed import answer_again, exchange_of, exchanges_of, unread_of
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
@@ -86,7 +85,7 @@ class LiveSessions(Sessions):
         self, store: Store, config: RunConfig, socket: socket.socket | None = None
     ) -> None:
         self._config, self._socket = config, socket
-        self._people, self._most_calls = live_of(config).people, live_of(config).calls
+        self._people, self._most_calls = config.live.people, config.live.calls
         self._lanes: Lanes | None = None
         self._documents = Documents(store, config.name)
         self._seated = asyncio.Event()  # set once there are lanes

@@ -18,7 +18,6 @@ from agentrl.errors import AgentRLError, NotFound
 from agentrl.live.labels import weighing
 from agentrl.live.records import people
 from agentrl.live.records.marks import mark_of, user_of
-from agentrl.live.records.table import live_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
 
@@ -82,7 +81,7 @@ def users(run_file: Path, overrides: tuple[str, ...], user: str | None, as_json:
 
     async def listed(store: Store, config: RunConfig) -> None:
         only = None if user is None else people.user_id(await people.secret_of(store, config), user)
-        live, held = live_of(config), defaultdict[str, Counter[str]](Counter)
+        live, held = config.live, defaultdict[str, Counter[str]](Counter)
         ledger = weighing.Ledger(live.people.per_user, live.signals.weight)
         async for row in people.all_sessions(store, config.name):
             if (mark := mark_of(row)) and (name := user_of(row)):

@@ -23,9 +23,9 @@ from agentrl.algorithms.sampling.collect import Collected, Vocabulary, split_unr
 from agentrl.algorithms.train.features import LoadedRun
 from agentrl.base.processes import log_phase
 from agentrl.live.blame import Blame
+from agentrl.live.records.documents import policy_of
 from agentrl.live.records.marks import believed, is_lost, is_ready, mark_of
 from agentrl.live.records.sessions import ended, oldest_first
-from agentrl.live.records.table import live_of, policy_of
 from agentrl.live.versions import Lineage, Versions
 from agentrl.types import POLICY, Group, Rollout, Transition
 
@@ -59,7 +59,7 @@ class SessionSource:
     async def collect(self, step: int) -> Collected:
         """Wait for the sessions of a step; meanwhile decisions are heeded."""
         assert self.versions is not None
-        live, store, name = live_of(self.run.config), self.run.store, self.run.config.name
+        live, store, name = self.run.config.live, self.run.store, self.run.config.name
         cursor = 0
         while True:
             await self.versions.tend(step)
@@ -90,13 +90,13 @@ class SessionSource:
         return why
 
     def _is_due(self, ready: int) -> bool:
-        live = live_of(self.run.config)
+        live = self.run.config.live
         late = time.monotonic() - self.since >= live.every
         return ready >= live.sessions or (late and ready >= live.least)
 
     def _is_late(self, left_out: int) -> bool:
         """Whether sessions are to be discarded, also if nothing can be trained."""
-        late = time.monotonic() - self.discarded >= live_of(self.run.config).every
+        late = time.monotonic() - self.discarded >= self.run.config.live.every
         return left_out >= MOST_LEFT_OUT or (late and left_out > 0)
 
     def _has_room(self) -> bool:
@@ -114,7 +114,7 @@ class SessionSource:
     ) -> tuple[list[Rollout], list[Rollout], list[Rollout]]:
         """The sessions that may be trained, those that never will be, and those that raised alone
         and are tried once more, as others were trained since."""
-        wait, now, seen = live_of(self.run.config).wait, time.time(), time.monotonic()
+        wait, now, seen = self.run.config.live.wait, time.time(), time.monotonic()
         waiting = [row.group for row in sessions if mark_of(row) is None]
         self.unlabelled = {group: self.unlabelled.get(group, seen) for group in waiting}
         limit, failed = self.run.config.algorithm.max_staleness, self.blame.failed()
@@ -173,7 +173,7 @@ class SessionSource:
     def as_own(self, group: Group, step: int) -> Group:
         """A group with the calls of its versions as older calls of the trained policy."""
         now = self.run.policies.versions(step)[POLICY]
-        names = live_of(self.run.config).signals.weight.keys()
+        names = self.run.config.live.signals.weight.keys()
         rows = [believed(row, names) for row in group.rollouts]
         rollouts = [
             replace(row, transitions=[self._own(call, now) for call in row.transitions])

@@ -27,7 +27,7 @@ from agentrl.base import folder_lock, memory
 from agentrl.base.files import make_folder
 from agentrl.base.processes import PHASE, USER_ERROR, Child
 from agentrl.config import RunConfig
-from agentrl.config.schema import TasksConfig
+from agentrl.config.agents import TasksConfig
 from agentrl.errors import AgentRLError
 from agentrl.live import handover
 from agentrl.live.blame import Blame

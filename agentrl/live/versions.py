@@ -36,9 +36,9 @@ from agentrl.live.records.documents import (
     Told,
     Version,
     VersionKind,
+    policy_of,
     put_version,
 )
-from agentrl.live.records.table import policy_of
 from agentrl.store.base import Store
 from agentrl.types import EMPTY, POLICY, Json, PolicyVersion
 

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.cli import print_result
-from agentrl.config import store_with
 from agentrl.errors import NotFound
+from agentrl.run_stores import store_with
 from agentrl.store import open_store
 from agentrl.types import StepRow
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from agentrl.base import folder_lock
-from agentrl.config import store_with
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.run_stores import store_with
 
 
 @click.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from agentrl.errors import ConfigError, StoreError
 from agentrl.store import open_store
 
 
-def check(config: RunConfig) -> Iterator[str]:
+def check_name(config: RunConfig) -> None:
     """Raises ConfigError if the run of this name is that of another run file, which still exists:
     one that was moved or renamed goes on with its run. Other mistakes of a copy come first."""
     other = run_blocking(_stored(config)) if config.file else ""
@@ -24,7 +23,6 @@ def check(config: RunConfig) -> Iterator[str]:
             f"run {config.name!r} in {config.output} is that of {other}: give name=NAME for a run"
             f" of its own, or name={config.name} to go on with that one"
         )
-    yield from ()
 
 
 async def _stored(config: RunConfig) -> str:

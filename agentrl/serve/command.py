@@ -7,7 +7,7 @@ import signal
 
 import click
 
-from agentrl.config import store_with
+from agentrl.run_stores import store_with
 
 
 @click.command()

@@ -30,7 +30,8 @@ from agentrl.base.access import Access, is_loopback
 from agentrl.base.http_server import given_key
 from agentrl.config import RunConfig, resolve
 from agentrl.config import policies as team
-from agentrl.config.base import tables
+from agentrl.config.learning import DataConfig
+from agentrl.config.live import LiveConfig
 from agentrl.config.run_file import apply_override, store_in
 from agentrl.errors import ConfigError
 from agentrl.evaluation.checkpoint.runs import evaluation_run
@@ -112,8 +113,7 @@ def settings_of(served: Served, output: Path) -> RunConfig:
     """The settings of the run with the chosen weights. Raises ConfigError for wrong overrides."""
     own = served.chosen.config
     # It plays no rollouts, and may say how answers are sampled also if it learned from a data set.
-    idle = {key: type(one)() for key, one in tables(own) if one.replaces_rollouts}
-    own = replace(own, **idle)
+    own = replace(own, data=DataConfig(), live=LiveConfig())
     data = msgspec.to_builtins(evaluation_run(own, own.name, served.chosen.saved.path))
     for override in served.overrides:
         if override.startswith("engine.kind="):  # a table of another kind has other keys

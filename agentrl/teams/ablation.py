@@ -16,7 +16,6 @@ from rich.table import Table
 from agentrl.checkpoints import saved as evaluation
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
-from agentrl.config.base import optional
 from agentrl.config.policies import Seats, initial_version
 from agentrl.errors import ConfigError, nearest
 from agentrl.evaluation.checkpoint.runs import last_checkpoint
@@ -89,7 +88,7 @@ def trained_roles(config: RunConfig) -> dict[str, str]:
     trained = team.trained_policies(config)
     roles = team.policy_by_role(config)
     return {role: name for role, name in roles.items() if name in trained} or (
-        {} if config.policies else dict.fromkeys(optional(config, "selfplay.seats") or [], POLICY)
+        {} if config.policies else dict.fromkeys(config.selfplay.seats, POLICY)
     )
 
 

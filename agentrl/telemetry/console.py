@@ -20,15 +20,16 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from agentrl.algorithms.selfplay.report import game_figures
 from agentrl.base.failures import how_many
 from agentrl.base.processes import PHASE
 from agentrl.base.progress import lasting
 from agentrl.config import RunConfig
-from agentrl.config.base import tables
 from agentrl.config.policies import has_no_own_policy
 from agentrl.scores import are_shares, missing_text, score_text
 from agentrl.store.base import Store
 from agentrl.telemetry import report
+from agentrl.telemetry.curve import function_names
 from agentrl.telemetry.report import (
     failure_sentence,
     figure,
@@ -239,10 +240,10 @@ class Progress:
         """A line about the evaluation of the policy after `row.step` steps; empty without one."""
         score = row.metrics.get("eval/score")
         parts = [f"held-out {self.number(score)}{self._of(row)}"] if score is not None else []
-        functions = report.function_names([row]).items()
+        functions = function_names([row]).items()
         parts += [f"{label} {row.metrics[name]:.3g}" for name, label in functions]
-        made = any(own.makes_weights and own != type(own)() for _, own in tables(self.config))
-        first = "before the first step" if made else "untrained"  # a warm-up has trained it
+        # A warm-up has trained it.
+        first = "before the first step" if self.config.warmup.data else "untrained"
         when = f"after step {row.step}" if row.step else first
         when = f"{when}:" if self.config.steps else ""  # `agentrl eval` scores any checkpoint
         return "  ".join(filter(None, [when, *parts])) if parts else ""
@@ -271,7 +272,7 @@ class Progress:
         if not self.fractions:
             outcome += f" ± {figure(metrics, 'reward/std')}"
         outcome += report.trained_reward(self.config, self.committed, metrics)
-        seats = "  ".join(f"{name} {value}" for name, value in report.step_figures(metrics).items())
+        seats = "  ".join(f"{name} {value}" for name, value in game_figures(metrics).items())
         return (
             seats or outcome,
             f"{rate(metrics, 'rollouts')} rollouts/s",

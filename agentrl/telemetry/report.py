@@ -13,16 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.algorithms.sampling.evaluate import MOST_TRIALS
+from agentrl.algorithms.selfplay.report import game_figures, win_rate_table
 from agentrl.base.failures import how_many, one_line
-from agentrl.base.parts import has, installed_plugins
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
 from agentrl.scores import are_shares, score_text
 from agentrl.store.base import Store
+from agentrl.telemetry.curve import function_names, reward_curves, save_curve
 from agentrl.types import FailureCount, Purpose, RolloutState, StepRow
 
 MOST_COUNTED_FAILURES = 1000  # most failed rollouts whose kinds are counted
-FUNCTIONS = "eval/function/"  # metrics of `eval.functions`
 
 
 async def print_report(
@@ -33,36 +33,36 @@ async def print_report(
     seconds: float,
     console: Console | None = None,
 ) -> None:
-    """Print the report of a run, for which parts write files, such as its learning curve."""
+    """Print the report of a run, and save its learning curve."""
+    from agentrl.algorithms.why.sentences import verdict
+    from agentrl.traces.examples import examples
+
     console = console or Console()
     table = score_table(steps, await _outcomes(store, config, steps))
     if table.row_count:
         console.print(table)
-    for point in installed_plugins("reports"):
-        if (shown := point.load()(steps)) is not None:
-            console.print(shown)
-    for point in installed_plugins("examples"):
-        async for title, shown in point.load()(store, config, steps):
-            console.print(f"[bold]{title}[/]")
-            console.print(shown)
+    if (rates := win_rate_table(steps)) is not None:
+        console.print(rates)
+    async for title, example in examples(store, config, steps):
+        console.print(f"[bold]{title}[/]")
+        console.print(example)
     rows = [times(config, steps, seconds), await _failures(store, config)]
     rows.append("; ".join(untrained_sentences(steps)))
-    verdicts = [point.load()(config, steps) for point in installed_plugins("verdicts")]
-    rows += [f"{sentence}{store_option(config)}" for sentence in verdicts if sentence]
+    if sentence := verdict(config, steps):
+        rows.append(f"{sentence}{store_option(config)}")
     for row in (*rows, *policies_without_calls(config, steps).values()):
         if row:
             console.print(row, highlight=False, markup=False)
-    paths = {"store": config.store, "checkpoint": checkpoint}
-    paths |= {point.name: point.load()(config, steps) for point in installed_plugins("files")}
+    curve = save_curve(config, steps)
+    paths = {"store": config.store, "checkpoint": checkpoint, "curve": curve}
     if any("eval/score" in row.metrics for row in steps if row.step):
-        paths["best"] = str(Path(config.output, "checkpoints", "best"))
+        paths["best"] = Path(config.output, "checkpoints", "best")
     for name, path in paths.items():
         if path:
             console.print(f"{name:<11}{path}", highlight=False, markup=False, soft_wrap=True)
-    if has("view"):
-        where = f" {config.store}" if store_option(config) else ""
-        view = f"agentrl view{where} --run {config.name} --open"
-        console.print(f"Next: {view}", highlight=False, markup=False, soft_wrap=True)
+    where = f" {config.store}" if store_option(config) else ""
+    view = f"agentrl view{where} --run {config.name} --open"
+    console.print(f"Next: {view}", highlight=False, markup=False, soft_wrap=True)
 
 
 def store_option(config: RunConfig) -> str:
@@ -71,28 +71,11 @@ def store_option(config: RunConfig) -> str:
     return "" if config.store == store_of(config.name) else f" --store {config.store}"
 
 
-def function_names(steps: Sequence[StepRow]) -> dict[str, str]:
-    """Metric -> label of the metrics of `eval.functions`."""
-    names = {name for row in steps for name in row.metrics if name.startswith(FUNCTIONS)}
-    return {name: name.removeprefix(FUNCTIONS) for name in sorted(names)}
-
-
-def reward_curves(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
-    """Role -> learning curve as (step, mean reward); empty for a single role."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in steps:
-        for name, value in row.metrics.items():
-            if name.startswith("role/") and name.endswith("/reward"):
-                role = name.removeprefix("role/").removesuffix("/reward")
-                found.setdefault(role, []).append((row.step, value))
-    return found
-
-
 def score_table(steps: list[StepRow], outcomes: Iterable[float] = ()) -> Table:
     """A table of held-out scores before and after training (or of the only evaluation), also by
-    role, and what parts show of the first and last step. outcomes: of evaluated rollouts."""
+    role, and the games of the first and last step. outcomes: of evaluated rollouts."""
     share = are_shares((row.metrics for row in steps), outcomes)
-    figures = [found for row in steps if (found := step_figures(row.metrics))]
+    figures = [found for row in steps if (found := game_figures(row.metrics))]
     steps = [row for row in steps if any(name.startswith("eval/") for name in row.metrics)] or steps
     shown = {"before": steps[0].metrics, "after": steps[-1].metrics}
     if len(steps) == 1:
@@ -125,12 +108,6 @@ def trained_reward(config: RunConfig, steps: Sequence[StepRow], metrics: dict[st
     of = {f"reward/{name}/{end}": f"reward/{end}" for end in ("mean", "std")}
     share = are_shares({of[key]: x for key, x in row.metrics.items() if key in of} for row in steps)
     return f"  {name} {score_text(mean, share)}"
-
-
-def step_figures(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Label -> text of what parts show of a step."""
-    points = installed_plugins("figures")
-    return {label: text for point in points for label, text in point.load()(metrics).items()}
 
 
 def _table(title: str, *columns: str) -> Table:

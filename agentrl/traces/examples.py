@@ -14,7 +14,7 @@ from agentrl.types import Purpose, Rollout, RolloutState, StepRow
 LOOK_BACK = 3  # last evaluations to search for examples
 
 
-async def printed(
+async def examples(
     store: Store, config: RunConfig, steps: list[StepRow]
 ) -> AsyncIterator[tuple[str, RenderableType]]:
     """Titles, and what rich prints of each."""

@@ -13,10 +13,9 @@ import msgspec
 from rich.console import RenderableType
 from rich.table import Table
 
-from agentrl.base.parts import has
 from agentrl.cli import print_result
-from agentrl.config import store_with
 from agentrl.errors import ConfigError, NotFound, StoreError, install_command
+from agentrl.run_stores import store_with
 from agentrl.scores import missing_text, score_text
 from agentrl.store import open_store
 from agentrl.types import Json
@@ -61,12 +60,10 @@ def view(
     They are those of each STORE, a URL, file or folder; by default of every store below this folder
     and of the one whose URL is in the variable AGENTRL_STORE_URL. Stores are only read. Other
     machines need a key: that of the variable AGENTRL_VIEW_KEY, or a new one in the printed URL."""
-    if not has("asgi"):
-        raise ConfigError("agentrl view needs the part 'asgi', which is not installed here")
     try:
+        from agentrl.run_stores import find, places
         from agentrl.view import export
         from agentrl.view.home import server
-        from agentrl.view.home.stores import find, places
     except ImportError as error:
         raise ConfigError(f"{error.name} is missing: {install_command('view')}") from None
 

@@ -213,9 +213,10 @@ async def _pages(
     yield ("/run", run), "", front, {}
     for dataset in front.values["datasets"]:
         yield ("/data", dataset.name), "", await pages.data(dataset.name, {}), {}
-    for address, part in pages.parts.items():
-        for id in await part.ids(run):
-            yield (f"/{address}", id), "", await part.page(id, {"run": run}), {}
+    yield ("/versions", run), "", await pages.versions(run), {}
+    yield ("/prompts", run), "", (searched := await pages.prompts(run)), {}
+    for candidate in searched.values["known"]:
+        yield ("/prompt", candidate), "", await pages.prompt(run, candidate), {}
     yield ("/policies", run), "", await pages.policies(run), {}
     yield ("/groups", run), "", await pages.groups(run, {}), {}
     yield ("/tasks", run), "", await pages.tasks(run, {}), {}

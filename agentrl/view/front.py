@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from agentrl.base.parts import installed_plugins
+from agentrl.algorithms.why.findings import findings
 from agentrl.errors import AgentRLError
 from agentrl.store.base import Store
 from agentrl.store.records import GroupRow, RolloutRow
@@ -61,7 +61,7 @@ class TaskRow(NamedTuple):
 
 
 class Reasons:
-    """What parts find out about runs; read once for each step of a run, and not too often."""
+    """Why runs do or do not improve; read once for each step of a run, and not too often."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -82,14 +82,11 @@ class Reasons:
         return reading.result() if done else None
 
     async def _read(self, run: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for point in installed_plugins("findings"):
-            try:
-                found += await point.load()(self._store, run)
-            except (AgentRLError, ValueError, LookupError) as error:
-                found.append({"name": "", "steps": 0, "improved": False, "reasons": []})
-                found[-1]["error"] = str(error)
-        return found
+        try:
+            return await findings(self._store, run)
+        except (AgentRLError, ValueError, LookupError) as error:
+            unread = {"name": "", "steps": 0, "improved": False, "reasons": []}
+            return [unread | {"error": str(error)}]
 
 
 async def evaluations(store: Store, run: str) -> list[GroupRow]:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from agentrl.base.images import data_url
-from agentrl.config import store_with
+from agentrl.run_stores import store_with
 from agentrl.store import open_store
 from agentrl.view.pages import Page, Pages
 from agentrl.view.templates import EXPORTED, STATIC, render

@@ -7,11 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from agentrl.base.parts import installed_plugins
 from agentrl.config import from_store
 from agentrl.errors import AgentRLError, Forbidden, Invalid, NotFound
 from agentrl.store.base import Store
@@ -22,7 +21,6 @@ from agentrl.types import (
     Credit,
     ErrorKind,
     Image,
-    Json,
     Purpose,
     RolloutState,
     RunState,
@@ -30,7 +28,7 @@ from agentrl.types import (
     Trace,
     Transition,
 )
-from agentrl.view import charts, front, groups, records, settings, summaries
+from agentrl.view import charts, front, groups, prompts, records, settings, summaries, versions
 from agentrl.view.pictures import LOST, Album
 from agentrl.view.summaries import BY_STATE, REWARD, SCORE, condition, facts
 
@@ -51,18 +49,6 @@ class Page(NamedTuple):
     template: str
     title: str
     values: Values
-
-
-class PartPage(Protocol):
-    """The pages of a part below one address. Their templates are in the folder of its module."""
-
-    def link(self, config: Mapping[str, Json]) -> str:
-        """The text of the link on the page of a run with these settings; empty: no link."""
-
-    async def ids(self, run: str) -> list[str]:
-        """What follows the address, for each page of a run."""
-
-    async def page(self, id: str, query: Query) -> Page: ...
 
 
 class Loaded(NamedTuple):
@@ -90,8 +76,6 @@ class Pages:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        points = installed_plugins("pages")
-        self.parts: dict[str, PartPage] = {point.name: point.load()(store) for point in points}
         self._kept: dict[tuple[str, int, int], Loaded] = {}
         self._spellings: dict[tuple[str, int, str], Spelling] = {}
         self._reasons = front.Reasons(store)
@@ -111,7 +95,8 @@ class Pages:
         values["condition"] = condition(state, ended="run/ended" in names, now=time.time())
         values["counts"] = await self.store.counts(run)
         values["failures"] = await self.store.failures(run)
-        values["links"] = [(name, part.link(state.config)) for name, part in self.parts.items()]
+        values["versions"] = (state.config.get("live") or {}).get("running")
+        values["prompts"] = (state.config.get("prompts") or {}).get("components")
         values["pool"] = any(name.startswith(RATING) for name in names)
         values["game"] = any(name.startswith("selfplay/") for name in names)
         values["datasets"] = [] if live else await self._datasets(state)
@@ -223,8 +208,17 @@ class Pages:
         made = [(one, (one.spec.get("run"), one.spec.get("expert"))) for one in found]
         return [x for x, runs in made if not state or x.name == own or state.run in runs]
 
-    async def of_part(self, address: str, id: str, query: Query) -> Page:
-        return await self.parts[address].page(id, query)
+    async def versions(self, run: str) -> Page:
+        """The versions of a live run as lanes, and what was decided about them."""
+        return Page("versions.html", f"{run} versions", await versions.decided(self.store, run))
+
+    async def prompts(self, run: str) -> Page:
+        """The candidates of the run's searches for prompts, each below its parent."""
+        return Page("prompts.html", f"{run} prompts", await prompts.searched(self.store, run))
+
+    async def prompt(self, run: str, id: str) -> Page:
+        """The texts of a candidate as a diff against its parent's."""
+        return Page("prompt.html", f"prompt {id}", await prompts.compared(self.store, run, id))
 
     async def groups(self, run: str, query: Query) -> Page:
         await self._state(run)
@@ -286,7 +280,7 @@ class Pages:
         """A page of its calls: those around the call `call` of the query."""
         loaded = await self.load(id, records.read_number(query, "call"))
         row, calls = loaded.trace.rollout, loaded.trace.transitions
-        values = {"run": row.run, "o": row, "spans": loaded.trace.spans, "parts": self.parts}
+        values = {"run": row.run, "o": row, "spans": loaded.trace.spans}
         values["roles"] = sorted({call.role for call in loaded.outline})
         values["paging"] = loaded.paging
         values["rewards"] = sorted(row.rewards, key=lambda one: one.target or "")

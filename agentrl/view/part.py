@@ -6,5 +6,5 @@ PART = Part(
     uses=("asgi", "traces"),
     commands={"compare": "agentrl.view.command:compare", "view": "agentrl.view.command:view"},
     training={"origin": "agentrl.view.training:join"},
-    finders={"below": "agentrl.view.home.stores:find"},
+    finders={"below": "agentrl.run_stores:find"},
 )

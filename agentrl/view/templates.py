@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,7 +16,6 @@ from jinja2.runtime import Context
 from markupsafe import Markup
 from msgspec.json import encode
 
-from agentrl.base.parts import installed_plugins
 from agentrl.scores import missing_text
 from agentrl.view.pages import Page
 from agentrl.view.records import LONGEST_TEXT, gist, placed, text_of
@@ -90,9 +88,7 @@ def ago(context: Context, at: float) -> str:
 @cache
 def environment() -> Environment:
     options: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
-    modules = (find_spec(point.module) for point in installed_plugins("pages"))
-    own = {Path(module.origin).parent: None for module in modules if module and module.origin}
-    loader = FileSystemLoader([HERE / "templates", *own])
+    loader = FileSystemLoader(HERE / "templates")
     found = Environment(loader=loader, undefined=StrictUndefined, **options)
     found.filters |= {"shown": shown, "ago": ago, "text": text_of, "heat": heat, "score": score}
     found.filters["missing"] = missing_text

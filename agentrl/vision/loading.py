@@ -17,7 +17,6 @@ from agentrl.config.infrastructure import EmbeddedEngineConfig
 from agentrl.errors import ConfigError, PolicyError, install_command
 from agentrl.vision.classes import CLASSES, REASONS, check_version
 from agentrl.vision.eyes import ImageInputs
-from agentrl.vision.table import vision_of
 
 log = logging.getLogger("agentrl.algorithm")
 SENSES = {"vision_config": "images", "audio_config": "audio"}
@@ -29,7 +28,7 @@ def load(
     """The model and its loading info (see `Part.loaders`), or None for one without a tower, or
     that is trained as a model of text alone. Raises PolicyError if it cannot be a policy,
     ConfigError for settings with which it cannot look."""
-    setting = vision_of(config) if config is not None else ""
+    setting = config.policy.vision if config is not None else ""
     kind = CLASSES.get(shape.model_type)
     if kind is None:
         if sentence := _left_out(shape):

@@ -11,7 +11,6 @@ from agentrl.config import RunConfig
 from agentrl.vision.classes import CLASSES
 from agentrl.vision.eyes import EMBEDDING_BYTES
 from agentrl.vision.images import PIXEL_BYTES
-from agentrl.vision.table import vision_of
 
 SCREEN = 1280 * 800  # pixels
 
@@ -28,7 +27,7 @@ def needed(config: RunConfig, network: Any) -> tuple[int, dict[str, float]]:
     shape = network.config
     if shape.model_type not in CLASSES:
         return 0, {}
-    trained, sees = vision_of(config) == "trained", bool(vision_of(config))
+    trained, sees = config.policy.vision == "trained", bool(config.policy.vision)
     kind = CLASSES[shape.model_type](network)
     frozen = sum(
         weight.numel()

@@ -22,8 +22,8 @@ from agentrl.base.row_files import write_rows
 from agentrl.base.threads import run_blocking
 from agentrl.cli import ResumedCommand, config_file, level_of, quiet, verbose
 from agentrl.config import PolicyConfig, RunConfig, load
-from agentrl.config.base import tables, without_making
-from agentrl.config.schema import EvalConfig, TeamConfig
+from agentrl.config.learning import TeamConfig
+from agentrl.config.schema import EvalConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.store import open_store
 from agentrl.types import ANY_ROLE, Purpose
@@ -108,8 +108,7 @@ def run_of(
     file = getattr(config.tasks, tasks) if tasks in ("train", "heldout") else tasks
     if not file:
         raise ConfigError(f"tasks.{tasks} is missing: name a .jsonl file or file.py:name")
-    own = without_making(config)
-    own = replace(own, **{key: one.evaluated(own) for key, one in tables(own) if "." not in key})
+    own = config.without_warmup().for_evaluation()
     roles = {role: who for role, who in config.roles.items() if who in config.upstreams}
     own = replace(
         own,

@@ -23,7 +23,7 @@ from agentrl.base.access import read_sent_key
 from agentrl.base.images import digests, with_data_urls
 from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig, UpstreamConfig
-from agentrl.config.tasks import tasks_of
+from agentrl.config.run_file import tasks_of
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.store.base import Store

@@ -23,7 +23,6 @@ from msgspec.structs import replace
 from agentrl.algorithms.credit.core import Imitated
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.demonstrations.rows import ConversationReader
-from agentrl.algorithms.demonstrations.table import WarmupConfig, warmed, warmup_of
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.model.attention import context_length
@@ -38,7 +37,7 @@ from agentrl.algorithms.train.optimize import learning_rate
 from agentrl.base.loading import load_tasks
 from agentrl.base.processes import log_phase
 from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.config.schema import CriticConfig
+from agentrl.config.learning import CriticConfig, WarmupConfig
 from agentrl.errors import TrainingError
 from agentrl.types import POLICY
 
@@ -57,7 +56,7 @@ def warm_up(config: RunConfig, start: str) -> bool:
 
     Raises ConfigError for invalid demonstrations, TrainingError for those that the chat template
     does not render and if a loss is not finite."""
-    settings, directory = warmup_of(config), warmed(config)
+    settings, directory = config.warmup, config.warmup_path
     if not settings.data or directory.is_dir():
         return False
     torch.manual_seed(config.seed)

@@ -6,7 +6,7 @@ import asyncio
 
 import click
 
-from agentrl.config import store_with
+from agentrl.run_stores import store_with
 
 
 @click.command()

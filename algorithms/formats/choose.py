@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
-from agentrl.algorithms.formats.table import chat_template_of, tool_format_of
 from agentrl.algorithms.formats.templates import (
     ChatTemplate,
     proposed,
@@ -43,7 +42,7 @@ def choose(tokenizer: Tokenizer, config: RunConfig) -> None:
 
     Raises PolicyError for a template that does not suit the model or has an error, and a format
     that it does not write; ConfigError for one that does not exist."""
-    name, own = chat_template_of(config), f"model {tokenizer.name_or_path!r}"
+    name, own = config.policy.chat_template, f"model {tokenizer.name_or_path!r}"
     template = _use(name, tokenizer, config) if name else None
     where = f"policy.chat_template = {name!r}" if name else own
     if not tokenizer.chat_template:
@@ -52,7 +51,7 @@ def choose(tokenizer: Tokenizer, config: RunConfig) -> None:
             " chat_template.jinja to the directory, or train an instruction-tuned model"
         )
     _check_template(tokenizer, where)
-    asked, shown = tool_format_of(config), _shown_call(tokenizer)
+    asked, shown = config.policy.tool_format, _shown_call(tokenizer)
     found = format_of(shown)
     if asked and found and not _reads(load_format(asked, Path(config.root)), shown):
         raise PolicyError(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.algorithms.formats.deepseek import mark
-from agentrl.algorithms.formats.table import chat_template_of, tool_format_of
 from agentrl.algorithms.formats.tool_formats import load_format
 from agentrl.config import RunConfig
 from agentrl.config.policies import frozen_policies, trained_policies, view
@@ -114,9 +113,9 @@ def check(config: RunConfig) -> None:
             )
     for name in (*trained_policies(config), *frozen_policies(config)):
         own = view(config, name)
-        if template := chat_template_of(own):
+        if template := own.policy.chat_template:
             read_template(template, Path(config.root))
-        if tool_format := tool_format_of(own):
+        if tool_format := own.policy.tool_format:
             load_format(tool_format, Path(config.root))
 
 

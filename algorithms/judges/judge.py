@@ -34,15 +34,8 @@ from agentrl.algorithms.chat_completions.client import (
 )
 from agentrl.algorithms.judges import questions
 from agentrl.algorithms.judges.questions import Messages, Question, Verdict
-from agentrl.algorithms.judges.table import (
-    GroupJudge,
-    Judge,
-    PairwiseJudge,
-    PointwiseJudge,
-    PrincipleJudge,
-    judges_of,
-)
 from agentrl.algorithms.sampling.collect import is_learned_from
+from agentrl.config.rewards import GroupJudge, Judge, PairwiseJudge, PointwiseJudge, PrincipleJudge
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.store.base import Store
 from agentrl.store.records import Judgement
@@ -294,7 +287,7 @@ class Judges:
 
 async def make_judges(config: RunConfig, store: Store, session: aiohttp.ClientSession) -> Judges:
     """Build the judges of a run. Their budgets include the use of committed steps."""
-    judges = judges_of(config).items()
+    judges = config.judges.items()
     clients = [
         JudgeClient(name, settings, config, store, session, skips_refused=True)
         for name, settings in judges

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from agentrl.algorithms.judges.table import PairwiseJudge, PointwiseJudge, PrincipleJudge
+from agentrl.config.rewards import PairwiseJudge, PointwiseJudge, PrincipleJudge
 from agentrl.types import Json, Rollout
 
 Verdict = dict[str, float]

@@ -23,7 +23,7 @@ from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.plugins import learner_factory
 from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.config import RunConfig, Section, TorchLearnerConfig
-from agentrl.config.schema import MODEL_LR
+from agentrl.config.learning import MODEL_LR
 from agentrl.errors import ConfigError
 from agentrl.plugins import check_protocol
 from agentrl.types import POLICY

@@ -30,7 +30,6 @@ from agentrl.algorithms.model.inputs import Inputs, inputs_of
 from agentrl.algorithms.model.load import vocabulary_size
 from agentrl.algorithms.objective.core import Algo, loss_terms
 from agentrl.algorithms.preferences.completions import WEIGHT, CompletionLoss, mismatched_rollout
-from agentrl.algorithms.preferences.table import data_of
 from agentrl.algorithms.sampling.collect import Collected, unreadable_reason
 from agentrl.algorithms.sampling.task_sampler import shuffled
 from agentrl.algorithms.train.load_policies import LoadedModel
@@ -136,7 +135,7 @@ class DatasetCollector:
     async def prepare(self) -> None:
         """Read every item once, while the policy is still the initial one: drop unusable items, and
         compute missing log-probs of the reference. Raises ConfigError if no item is usable."""
-        data, side = data_of(self.config), loss_of(self.updater.algo)
+        data, side = self.config.data, loss_of(self.updater.algo)
         kind = "demonstration" if side is None else "pair" if side.paired else "label"
         scorer = self._reference() if self.updater.reference is not None else None
         for split in (data.split, data.heldout):
@@ -171,7 +170,7 @@ class DatasetCollector:
 
     async def collect(self, step: int) -> Collected:
         """The items of a step as groups, which are not in the store."""
-        split, size = data_of(self.config).split, self.config.algorithm.groups
+        split, size = self.config.data.split, self.config.algorithm.groups
         chosen = step_items(len(self.items[split]), self.config.seed, step, size)
         groups = await self._groups(split, chosen, step)
         await self._read_reference(groups)
@@ -180,10 +179,10 @@ class DatasetCollector:
 
     async def evaluate(self, step: int, limit: int) -> None:
         """Log the metrics of the loss on at most `limit` held-out items (0: all)."""
-        updater, items = self.updater, self.items[data_of(self.config).heldout][: limit or None]
+        updater, items = self.updater, self.items[self.config.data.heldout][: limit or None]
         if not items or updater.algo.side is None:
             return
-        groups = await self._groups(data_of(self.config).heldout, range(len(items)), step)
+        groups = await self._groups(self.config.data.heldout, range(len(items)), step)
         await self._read_reference(groups)
         batch, given = updater.score(updater.algo, updater.batch(await self._seen(groups)))
         terms = loss_terms(updater.algo, batch, given, fresh=True)

@@ -13,9 +13,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from agentrl.algorithms.preferences.draft import Draft
+from agentrl.algorithms.preferences.images import with_digests
 from agentrl.base.images import digests
 from agentrl.base.jsonvalues import NotJsonError, as_json
-from agentrl.base.parts import installed_plugins
 from agentrl.errors import ConfigError
 from agentrl.store.records import Kind
 from agentrl.types import Json, Transition, float32, int32
@@ -73,9 +73,8 @@ def add_row(draft: Draft, place: str, row: Row) -> None:
 
     Raises ConfigError for columns of an unknown format, or of other types than the format's."""
     try:
-        for point in installed_plugins("media"):
-            row, images = point.load()(row)
-            draft.images |= {image.digest: image for image in images}
+        row, images = with_digests(row)
+        draft.images |= {image.digest: image for image in images}
         plain: Row = as_json(row)
         _add(draft, {key: value for key, value in plain.items() if value is not None})
     except NotJsonError as error:

@@ -7,7 +7,6 @@ from msgspec.structs import replace
 from agentrl.config import RunConfig, from_store  # before the table, which its schema imports
 
 # isort: split
-from agentrl.algorithms.preferences.table import data_of
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
 
@@ -16,13 +15,13 @@ async def pin_dataset(store: Store, config: RunConfig) -> RunConfig:
     """The settings with a fixed version of the data set: that of a started run, or the newest.
 
     Raises ConfigError for a data set or version that the store does not have."""
-    data = data_of(config)
+    data = config.data
     if not data.name:
         return config
     versions = [row.version for row in await store.datasets(data.name) if row.digest]
     state = await store.run(config.name)
     if not data.version and state is not None and state.step:
-        data = data_of(from_store(state.config))
+        data = from_store(state.config).data
     version = data.version or max(versions, default=0)
     if version not in versions:
         known = ", ".join(map(str, versions)) or "none"

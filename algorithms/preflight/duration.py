@@ -19,7 +19,7 @@ from agentrl.algorithms.model.cpu_threads import computing_with
 from agentrl.algorithms.preflight.simulation import Simulation, Workload
 from agentrl.base.progress import lasting
 from agentrl.config import RunConfig
-from agentrl.config.tasks import tasks_of
+from agentrl.config.run_file import tasks_of
 from agentrl.errors import PolicyError
 from agentrl.types import Sampling
 

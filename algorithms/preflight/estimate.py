@@ -20,7 +20,9 @@ from agentrl.algorithms.model.lm_head import MAX_LOGITS
 from agentrl.algorithms.model.load import DTYPES, device_of, packs_weights
 from agentrl.algorithms.preflight.duration import duration
 from agentrl.base import memory as host
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, TorchLearnerConfig
+from agentrl.config.infrastructure import VllmEngineConfig
+from agentrl.errors import PolicyError
 
 GIB = 2**30
 USABLE_MEMORY = 0.9  # fraction of the memory
@@ -213,7 +215,34 @@ def memory(config: RunConfig, network: Any) -> tuple[bool, str]:
     sentence = f"{sum(parts.values()) / GIB:.2g} of {usable / GIB:.2g} GiB: {shown}"
     if sum(parts.values()) > usable:
         return False, f"{sentence}; {host.CURE}"
-    total = available(config)
-    if torch.cuda.is_available() and (share := config.engine.gpu_share(config, network, total)):
+    if torch.cuda.is_available() and isinstance(config.engine, VllmEngineConfig):
+        total = available(config)
+        share = config.engine.vllm.gpu_memory or vllm_share(config, network, total)
         sentence += f", {config.engine.kind} {share * total / GIB:.2g}"
     return True, f"{sentence}; a checkpoint {checkpoint_bytes(config, network) / GIB:.2g} of disk"
+
+
+def vllm_share(config: RunConfig, network: Any, total: int) -> float:
+    """The fraction of a GPU of `total` bytes that the learner of `network` leaves to vLLM. If vLLM
+    sleeps during updates, memory that only updates need counts as free.
+
+    Raises PolicyError if that is too little for the weights and one call."""
+    engine = config.engine
+    assert isinstance(engine, VllmEngineConfig)
+    needs = bytes_needed(config, network)
+    if engine.vllm.sleep:
+        del needs["activations"], needs["logits"]
+        if isinstance(config.learner, TorchLearnerConfig) and config.learner.offload:
+            del needs["optimizer"]
+    left = USABLE_MEMORY * total - sum(needs.values())
+    served = SERVING * network.num_parameters() * bytes_of_weight(config)
+    least = served + engine.max_context * bytes_of_token(config, network)
+    if left < least:
+        shown = ", ".join(f"{name} {size / GIB:.2g}" for name, size in needs.items() if size)
+        raise PolicyError(
+            f"vLLM needs {least / GIB:.2g} GiB of the learner's GPU for weights and one call, and "
+            f"{max(left, 0) / GIB:.2g} of {total / GIB:.2g} are left (the learner: {shown}); set "
+            "engine.vllm.sleep=1 and learner.offload=true, policy.lora.rank, a smaller "
+            "learner.token_budget or engine.max_context, or engine.vllm.gpu_memory yourself"
+        )
+    return left / total

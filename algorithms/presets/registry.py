@@ -46,8 +46,8 @@ from agentrl.algorithms.presets.declare import (
 from agentrl.algorithms.replays import presets as replays  # noqa: F401  (registers its presets)
 from agentrl.base.loading import import_error, load_attribute
 from agentrl.base.user_code import contained
+from agentrl.config.learning import AlgorithmConfig
 from agentrl.config.presets import find_preset, preset_names
-from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, nearest
 from agentrl.plugins import check_call, where
 
@@ -186,7 +186,7 @@ def check_group(config: AlgorithmConfig, algo: Algo) -> None:
     """Raise ConfigError for a group size that the algorithm cannot learn from. Not checked if
     further rollouts join a group, which make it larger than `group_size`."""
     least = algo.min_group_size
-    if config.group_size < least and not config.trains_joined:
+    if config.group_size < least and not config.branching.joins:
         raise ConfigError(
             f"algorithm.group_size = {config.group_size}: {algo.name!r} with these options learns "
             f"nothing from groups of fewer than {least} rollouts, because the baseline of a "

@@ -8,13 +8,14 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
-from agentrl.algorithms.prompts.table import prompt_texts, prompts_of
+from agentrl.algorithms.prompts.texts import prompt_texts
 from agentrl.base.processes import die_with_parent, log_to_stderr
 from agentrl.base.threads import run_blocking
 from agentrl.cli import ResumedCommand, config_file
-from agentrl.config import RunConfig, load, store_with
+from agentrl.config import RunConfig, load
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import ConfigError
+from agentrl.run_stores import store_with
 
 
 @click.command(cls=ResumedCommand, continues="the search")
@@ -48,7 +49,7 @@ def optimise(config: RunConfig, *, fresh: bool, level: int) -> None:
     from agentrl.evaluation.checkpoint.runs import evaluation_run, last_checkpoint
 
     config = trainer.hide_secrets(config)
-    if not prompts_of(config).components:
+    if not config.prompts.components:
         raise ConfigError("[prompts.components] is missing: name the texts to rewrite")
     if not config.tasks.train:
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")

@@ -10,7 +10,6 @@ from statistics import fmean
 import msgspec
 
 from agentrl.algorithms.prompts.records import Candidate, candidates_of, reflections_of
-from agentrl.algorithms.prompts.table import prompts_of
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError
 from agentrl.scores import are_shares, score_text
@@ -61,7 +60,7 @@ async def report(store: Store, config: RunConfig, best: Candidate) -> list[str]:
     played = metrics.get("prompts/rollouts", 0.0)
     lines += [
         f"held-out score {score_text(before, share)} -> {score_text(after, share)}",
-        f"{played:.0f} rollouts of at most {prompts_of(config).budget}, {len(asked)} reflections "
+        f"{played:.0f} rollouts of at most {config.prompts.budget}, {len(asked)} reflections "
         f"with {tokens} tokens",
     ]
     return lines

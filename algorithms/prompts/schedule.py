@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.prompts.records import Candidate, put_candidates
 from agentrl.algorithms.prompts.search import candidate_id
-from agentrl.algorithms.prompts.table import found_texts, prompt_texts, prompts_of
+from agentrl.algorithms.prompts.texts import found_texts, prompt_texts
 from agentrl.algorithms.sampling.rollouts import CandidateInUse
 from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
@@ -33,7 +33,7 @@ class PromptSchedule:
 
     async def start(self) -> None:
         """Set the prompts of the next step, without a search that is due before it."""
-        prompts = prompts_of(self._config)
+        prompts = self._config.prompts
         if not prompts.components:
             return
         directory = None if prompts.schedule != "off" else found_texts(self._config)
@@ -47,7 +47,7 @@ class PromptSchedule:
 
     async def before_step(self, step: int) -> None:
         """If a search is due, run it from the prompts in use, with the current policies."""
-        prompts = prompts_of(self._config)
+        prompts = self._config.prompts
         every = prompts.every if prompts.schedule == "alternate" else max(1, self._config.steps)
         if not prompts.components or prompts.schedule == "off" or step % every:
             return

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.algorithms.prompts.records import Candidate, Reflection
-from agentrl.algorithms.prompts.table import PromptsConfig
+from agentrl.config.learning import PromptsConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.types import Json, PromptText, Task
 

@@ -30,12 +30,12 @@ from agentrl.algorithms.prompts.records import (
     reflections_of,
 )
 from agentrl.algorithms.prompts.search import Search, SearchEnd, TaskResult, answers, candidate_id
-from agentrl.algorithms.prompts.table import prompt_texts, prompts_of
+from agentrl.algorithms.prompts.texts import prompt_texts
 from agentrl.algorithms.sampling.evaluate import MOST_TRIALS, all_failed, play
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
 from agentrl.base.processes import log_phase
 from agentrl.config import RunConfig
-from agentrl.config.tasks import tasks_of
+from agentrl.config.run_file import tasks_of
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -65,7 +65,7 @@ class StoredBackend:
         self, store: Store, config: RunConfig, state: RunState, tasks: list[Task], step: int | None
     ) -> None:
         self.store, self.config, self.state, self.tasks = store, config, state, tasks
-        self.settings = prompts_of(config)
+        self.settings = config.prompts
         self.commits, self.step = step is None, step or 0
         self.name = f"{config.name}/prompts/{self.step:06d}"
         self.metrics: dict[str, float] = {}
@@ -232,7 +232,7 @@ async def search_prompts(
     belongs to; None: the iterations of the search are the steps of the run."""
     train = tasks_of(config, "train")
     heldout = tasks_of(config, "heldout")
-    settings = prompts_of(config)
+    settings = config.prompts
     if len(train) <= settings.validation:
         raise ConfigError(
             f"prompts.validation = {settings.validation} takes all of the {len(train)} tasks "

@@ -1,5 +1,5 @@
 """Branches: rollouts that repeat the first calls of another rollout and sample the rest anew (see
-`gateway`), to estimate the value of a call from several continuations.
+`runners.gateway.replays`), to estimate the value of a call from several continuations.
 
 Branches join the group of their source before it is claimed; credit over trees of rollouts
 (`presets`) compares them. Always true: requests are deterministic, ids included, because
@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import trainable, valid_for_any
 from agentrl.algorithms.replays.counterfactuals import counterfactual_rollouts, joining_rollout
-from agentrl.algorithms.replays.table import BranchingConfig, branching_of, counterfactual_of
 from agentrl.config import RunConfig
+from agentrl.config.learning import BranchingConfig
 from agentrl.config.policies import trained_policies
 from agentrl.errors import Conflict
 from agentrl.store.base import Store
@@ -41,7 +41,7 @@ class BranchPoint(NamedTuple):
 async def request_branches(store: Store, config: RunConfig, rollouts: Sequence[NewRollout]) -> None:
     """Wait for the rollouts to end, request the branches or counterfactual rollouts of their
     groups, and wait for these."""
-    if not config.algorithm.joining:
+    if not config.algorithm.joins:
         return
     async with asyncio.TaskGroup() as tasks:
         for group in dict.fromkeys(rollout.group for rollout in rollouts):
@@ -53,7 +53,7 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
     rows = await store.rollouts(config.name, group=group)
     calls = await store.calls([row.id for row in rows if row.branch is None])
     rollouts = [replace(row, transitions=calls[row.id]) for row in rows if row.id in calls]
-    replayed = counterfactual_of(config).substitutes
+    replayed = config.algorithm.counterfactual.substitutes
     more = counterfactual_rollouts(config, rollouts) if replayed else branches(config, rollouts)
     try:
         await store.enqueue(more)
@@ -65,7 +65,7 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
 
 def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
     """The branches to request for one group. rollouts: those of the group that are no branches."""
-    settings = branching_of(config)
+    settings = config.algorithm.branching
     policies = trained_policies(config)
     points = [list(branch_points(rollout, policies)) for rollout in rollouts]
     by_id = {rollout.id: rollout for rollout in rollouts}

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import permutations
 
+from agentrl.config.learning import EXACT_ROLES
+
 Coalition = frozenset[str]
 Value = Callable[[Coalition], float]
 """The value of the team if only these roles take part. The function decides what replaces an absent
 role, such as an empty or a default message."""
-EXACT_ROLES = 4  # roles up to which Shapley values are exact by default: 24 orders of joining
 
 
 def difference(value: Value, roles: Iterable[str]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 A counterfactual rollout repeats a rollout with substitutes in some of the roles. The other roles'
 calls are replayed while their prompts are the same, and sampled by the current policy after that
-(see `gateway`). The outcomes are the values of coalitions, from which the formulas
+(see `runners.gateway.replays`). The outcomes are the values of coalitions, from which the formulas
 of `coalitions` compute role rewards; the verifier needs no change.
 
 Always true: they join the group of their rollout before it is claimed, requests are deterministic,
@@ -25,10 +25,10 @@ from msgspec.structs import replace
 from agentrl.algorithms.data.merge import counterfactual, valid_for_any
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.replays.coalitions import Coalition, Value, difference, shapley
-from agentrl.algorithms.replays.table import INITIAL, CounterfactualConfig, counterfactual_of
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig
+from agentrl.config.learning import INITIAL, CounterfactualConfig
 from agentrl.config.policies import (
     initial_name,
     policy_by_role,
@@ -80,12 +80,12 @@ def substitutes(config: RunConfig) -> dict[str, str]:
     """Role -> served name of the policy or upstream that plays it in counterfactual rollouts."""
     return {
         role: initial_name(policy_of_role(config, role)) if player == INITIAL else player
-        for role, player in counterfactual_of(config).substitutes.items()
+        for role, player in config.algorithm.counterfactual.substitutes.items()
     }
 
 
 def coalition_formula(config: RunConfig) -> CoalitionFormula:
-    return CoalitionFormula(counterfactual_of(config), config.seed)
+    return CoalitionFormula(config.algorithm.counterfactual, config.seed)
 
 
 def joining_rollout(
@@ -115,7 +115,7 @@ def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> l
             seats = {**rollout.seats, **{role: players[role] for role in absent}}
             calls = len(rollout.transitions)
             branch = Branch(rollout=rollout.id, calls=calls, without=absent)
-            for _ in range(counterfactual_of(config).width):
+            for _ in range(config.algorithm.counterfactual.width):
                 requested.append(joining_rollout(config, rollout, branch, seats, len(requested)))
     return requested
 
@@ -229,7 +229,7 @@ def check_counterfactuals(
     """Raise ConfigError if no policy reads counterfactual rewards, if a role that learns from them
     has no substitute, and if `resample`, the reward of dynamic sampling, is counterfactual: it is
     unknown when groups are sampled."""
-    settings = counterfactual_of(config)
+    settings = config.algorithm.counterfactual
     name = f"role:{settings.value}"
     if not settings.substitutes:
         return

@@ -7,8 +7,8 @@ from math import isnan
 
 from agentrl.algorithms.data.merge import counterfactual
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.replays.table import INITIAL
 from agentrl.algorithms.train.features import Feature, ServedRun
+from agentrl.config.learning import INITIAL
 from agentrl.config.policies import initial_version, policy_of_role
 from agentrl.types import Group
 

@@ -62,7 +62,6 @@ def evaluate(
 ) -> None:
     """Print the reward model's accuracy on held-out items, and the verifier's outcome of the best
     of n stored rollouts by its score."""
-    from agentrl.algorithms.preferences.table import data_of
     from agentrl.algorithms.reward_models import train as reward_model
     from agentrl.algorithms.reward_models.trainer import preference_metrics
 
@@ -73,7 +72,7 @@ def evaluate(
         scorer, tokenizer = reward_model.load_reward_model(config, source)
         async with open_store(config.store) as store:
             reader = reward_model.Reader(store, tokenizer, None)
-            items = await reader.examples(config, data_of(config).heldout)
+            items = await reader.examples(config, config.data.heldout)
             found = preference_metrics(scorer, items)
             if sizes:
                 name = run or config.name

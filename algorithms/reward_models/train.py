@@ -25,9 +25,7 @@ from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.load import Tokenizer, load_model
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.preferences.pin import pin_dataset
-from agentrl.algorithms.preferences.table import data_of
 from agentrl.algorithms.reward_models.scorers import ScalarScorer, load_scalar
-from agentrl.algorithms.reward_models.table import training_of
 from agentrl.algorithms.reward_models.trainer import (
     Example,
     RewardTrainer,
@@ -59,7 +57,7 @@ class Reader:
     async def examples(self, config: RunConfig, split: str) -> list[Example]:
         """The examples of a split that fit into the context. Raises ConfigError if there are none,
         or no such data set."""
-        data = data_of(await pin_dataset(self.store, config))
+        data = (await pin_dataset(self.store, config)).data
         items = await self.store.items(data.name, data.version, split=split)
         sides = await self.store.sides([side for item in items for side in item.sides])
         if any(call.images for calls in sides.values() for call in calls):
@@ -103,11 +101,11 @@ async def train_reward_model(config: RunConfig, store: Store) -> Metrics:
     """Train and write the reward model of a run; returns its metrics on the held-out items.
 
     Raises ConfigError for a data set without usable items."""
-    settings = training_of(config)
+    settings = config.reward_model
     model, tokenizer = _policy(config)
     reader = Reader(store, tokenizer, context_length(model))
-    examples = await reader.examples(config, data_of(config).split)
-    heldout = await reader.examples(config, data_of(config).heldout)
+    examples = await reader.examples(config, config.data.split)
+    heldout = await reader.examples(config, config.data.heldout)
     scorer = make_scorer(model, tokenizer, settings.heads, config.learner.token_budget)
     trainer = RewardTrainer(scorer, tokenizer, settings.centre, settings.margin)
     order = [

@@ -21,10 +21,10 @@ from agentrl.algorithms.reward_models.scorers import (
     ScalarScorer,
     load_scalar,
 )
-from agentrl.algorithms.reward_models.table import ImplicitRewardModelConfig, models_of
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig, TorchLearnerConfig
+from agentrl.config.rewards import ImplicitRewardModelConfig
 from agentrl.errors import ConfigError
 from agentrl.types import Scope
 
@@ -53,7 +53,7 @@ def check_reward_models(config: RunConfig, algo: Algo) -> None:
 
 def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]:
     preset = f"and algorithm.preset = {algo.name!r}"
-    for name, model in models_of(config).items():
+    for name, model in config.reward_models.items():
         reward = name if model.scope == "rollout" else f"{model.scope}:{name}"
         if reward not in algo.rewards:
             why = f"{preset} reads no reward {reward!r}; name it in algorithm.options, or"
@@ -70,7 +70,7 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
 
 def _refuse_training_elsewhere(config: RunConfig) -> None:
     """Raise ConfigError for a reward model that learns, with a learner that cannot save it."""
-    for name, section in models_of(config).items():
+    for name, section in config.reward_models.items():
         learns = isinstance(section, ImplicitRewardModelConfig) and section.train
         if learns and not isinstance(config.learner, TorchLearnerConfig):
             raise ConfigError(
@@ -89,7 +89,7 @@ def make_reward_models(
     models: list[RewardModel] = []
     trainers: list[ImplicitTrainer] = []
     packing, budget = config.learner.packed, config.learner.token_budget
-    for name, settings in models_of(config).items():
+    for name, settings in config.reward_models.items():
         key, scope = f"reward_models.{name}", Scope(settings.scope)
         if not isinstance(settings, ImplicitRewardModelConfig):
             source = config.model_source(settings.model)

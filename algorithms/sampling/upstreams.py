@@ -9,7 +9,7 @@ from agentrl.algorithms.prompts.schedule import candidate_in_use
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.base.processes import log_to_stderr
 from agentrl.config import RunConfig
-from agentrl.config.tasks import tasks_of
+from agentrl.config.run_file import tasks_of
 from agentrl.store import open_store
 from agentrl.types import ENDED
 

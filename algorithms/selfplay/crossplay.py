@@ -17,9 +17,8 @@ from rich.table import Table
 
 from agentrl import config as settings  # first: it loads the tables of parts
 from agentrl.algorithms.selfplay.ratings import fit_ratings, game_score, returns
-from agentrl.algorithms.selfplay.table import learning_policy, selfplay_of
 from agentrl.checkpoints import saved as evaluation
-from agentrl.config.policies import FrozenPolicy, Seats
+from agentrl.config.policies import FrozenPolicy, Seats, self_playing_policy
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.plans import play
 from agentrl.evaluation.plans.plan import EvaluationPlan
@@ -59,7 +58,7 @@ def crossplay(
     snapshots of its pool at every `every` steps (0: all on disk).
 
     games: per pair; fresh: play all games again. Raises ConfigError for fewer than two players."""
-    roles = selfplay_of(config).seats
+    roles = config.selfplay.seats
     if not roles:
         raise ConfigError(
             "selfplay.seats is empty: name the roles of the agent that play against each other, "
@@ -98,7 +97,7 @@ def chosen_players(
     two."""
     if paths and every:
         raise ConfigError("--every chooses from the run's checkpoints: give --every or checkpoints")
-    policy = learning_policy(config)
+    policy = self_playing_policy(config)
     own = evaluation.checkpoints_of(config)
     checkpoints = [evaluation.checkpoint_at(path) for path in paths] if paths else own
     found = [play.frozen_policy(config, checkpoint, policy) for checkpoint in checkpoints]

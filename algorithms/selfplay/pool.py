@@ -27,7 +27,7 @@ from agentrl.algorithms.credit.records import nested_records
 from agentrl.algorithms.credit.running_means import Ema
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.selfplay.ratings import elo, game_score, priorities, returns, win_rate
-from agentrl.algorithms.selfplay.table import PfspOpponents, SelfplayConfig, SnapshotOpponents
+from agentrl.config.learning import PfspOpponents, SelfplayConfig, SnapshotOpponents
 from agentrl.errors import ConfigError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout, RolloutState, Scope
 

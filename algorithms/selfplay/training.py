@@ -9,9 +9,9 @@ from pathlib import Path
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.selfplay.pool import SELFPLAY, OpponentPool
 from agentrl.algorithms.selfplay.snapshots import SnapshotStore
-from agentrl.algorithms.selfplay.table import learning_policy, selfplay_of
 from agentrl.algorithms.train.features import Feature, LoadedRun, ServedRun
 from agentrl.config import RunConfig
+from agentrl.config.policies import self_playing_policy
 from agentrl.types import Group, StepReward
 
 
@@ -19,7 +19,7 @@ class SelfPlay(Feature):
     """Games against itself or a pool of snapshots (`[selfplay]`)."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.settings, self.policy = selfplay_of(config), learning_policy(config)
+        self.settings, self.policy = config.selfplay, self_playing_policy(config)
         ahead = ceil(config.algorithm.max_staleness)
         self.pool = OpponentPool(self.settings, self.policy, config.seed, ahead=ahead)
         self.snapshots: SnapshotStore | None = None

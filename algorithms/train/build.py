@@ -28,7 +28,6 @@ from agentrl.algorithms.replays.counterfactuals import (
 from agentrl.algorithms.reward_models.training import check_reward_models, with_reward_models
 from agentrl.algorithms.sampling.collect import resampling_reward
 from agentrl.algorithms.selfplay.pool import check_seat_comparison
-from agentrl.algorithms.selfplay.table import learning_policy
 from agentrl.algorithms.teachers.training import with_teacher_server
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.optimize import STEP_SIZE, KlLimit, largest_kl
@@ -36,7 +35,7 @@ from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.prepare import Completer, Preprocessor, ProcessedScorer, Retokenizer
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig
-from agentrl.config.policies import trained_policies, view
+from agentrl.config.policies import self_playing_policy, trained_policies, view
 from agentrl.errors import ConfigError
 from agentrl.types import POLICY
 
@@ -73,7 +72,7 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
             )
     check_counterfactuals(config, algos, wanted[1])
     if config.selfplay.seats and config.steps:
-        check_seat_comparison(algos[learning_policy(config)])
+        check_seat_comparison(algos[self_playing_policy(config)])
     return wanted
 
 

@@ -35,7 +35,7 @@ from agentrl.base import memory
 from agentrl.base.failures import one_line
 from agentrl.base.processes import freeze_loaded, log_phase, log_to_stderr
 from agentrl.config import RunConfig
-from agentrl.config.tasks import tasks_of
+from agentrl.config.run_file import tasks_of
 from agentrl.errors import TrainingError
 from agentrl.types import ENDED, Json
 
@@ -108,7 +108,7 @@ def features_of(config: RunConfig, added: Sequence[Feature] = ()) -> list[Featur
         features.append(JudgeRewards())
     if config.prompts.components:
         features.append(PromptSearch())
-    if config.algorithm.joining:
+    if config.algorithm.joins:
         features.append(Replays())
     if config.selfplay.seats and config.steps:
         features.append(SelfPlay(config))
@@ -136,6 +136,6 @@ def task_sampler(
 
 def joining_rollouts(run: LoadedRun) -> Requested:
     """What requests the branches and counterfactuals that join a step's groups."""
-    if not run.config.algorithm.joining:
+    if not run.config.algorithm.joins:
         return nothing_more
     return partial(request_branches, run.store, run.config)

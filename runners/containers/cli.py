@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from agentrl.base import threads
+from agentrl.config.infrastructure import ContainerRunnerConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.runners.containers import keeper
-from agentrl.runners.containers.table import CLIENT
 from agentrl.runners.executors.environment import matching
 from agentrl.runners.processes.contract import PASSED, passed_environment
 
+# Variables of docker's command line, and of podman's
+CLIENT = ("DOCKER_*", "CONTAINER_*", "CONTAINERS_*", "BUILDAH_*", "REGISTRY_*", "XDG_RUNTIME_DIR")
 HINTS = ("See '", "Run '", "Usage:")  # below an error
 PROGRAMS = ("docker", "podman")  # the first that works, if the run file names none
 CLOSE_TIMEOUT = 60.0
@@ -251,3 +253,36 @@ def write_variables(variables: Mapping[str, str], file: Path) -> tuple[list[str]
     for name in several:
         options += ["--env", name]
     return options, several
+
+
+class Enclosure(NamedTuple):
+    """How a program runs in an environment like that of agents, which is not this machine's own."""
+
+    prefix: list[str]  # of its command line
+    pass_env: tuple[str, ...]  # patterns of the runner's variables that the prefix needs
+    after: list[str]  # command that ends the program if it did not end by itself
+
+
+def enclosure(
+    runner: ContainerRunnerConfig, name: str, folder: str, env: Mapping[str, str]
+) -> Enclosure:
+    """A container of the agent's image without network, with access to `folder`. If this process is
+    killed, and nobody removes it, the next keeper does. env: its variables; PWD is its working
+    directory."""
+    own = runner.container
+    cli = own.cli or working_program("")
+    argv = [cli, "run", "--rm", "--init", "--name", name, "--network", "none"]
+    argv += ["--label", f"{keeper.LABEL}={keeper.owner_of(os.getpid())}"]
+    argv += limits(runner.memory_mb, own.cpus, own.pids)
+    argv += ["--volume", f"{folder}:{folder}", "--workdir", env["PWD"]]
+    for key, value in env.items():
+        argv += ["--env", f"{key}={value}"]
+    prefix = [*argv, *own.options, own.image]
+    return Enclosure(prefix, CLIENT, [cli, "rm", "--force", name])
+
+
+def limits(memory_mb: int, cpus: float, pids: int) -> list[str]:
+    """Return the options of `docker run` for these; 0 is no limit."""
+    memory = [f"--memory={memory_mb}m", f"--memory-swap={memory_mb}m"] if memory_mb else []
+    more = [f"--cpus={cpus:g}"] if cpus else []
+    return [*memory, *more, *([f"--pids-limit={pids}"] if pids else [])]

@@ -15,11 +15,11 @@ import msgspec
 from agentrl.base import threads
 from agentrl.base.access import is_loopback
 from agentrl.config import AgentConfig
+from agentrl.config.infrastructure import ContainerRunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.containers.cli import ContainerEnded, ContainerError, check_variables
 from agentrl.runners.containers.pool import Container, Containers, ContainerSpec
 from agentrl.runners.containers.running import written
-from agentrl.runners.containers.table import ContainerRunnerConfig
 from agentrl.runners.executors import input_of
 from agentrl.runners.executors.environment import matching
 from agentrl.runners.gateway.attribution import ActiveAttempt, AgentPlace

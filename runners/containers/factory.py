@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config import RunConfig
-from agentrl.runners.containers.table import ContainerRunnerConfig, KubernetesRunnerConfig
+from agentrl.config.infrastructure import ContainerRunnerConfig, KubernetesRunnerConfig
 from agentrl.runners.executors import Executor
 
 

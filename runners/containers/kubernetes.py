@@ -26,9 +26,9 @@ import aiohttp
 import msgspec
 
 from agentrl.config import AgentConfig
+from agentrl.config.infrastructure import KubernetesRunnerConfig
 from agentrl.errors import ConfigError, install_command
 from agentrl.runners import executors
-from agentrl.runners.containers.table import KubernetesRunnerConfig
 from agentrl.runners.executors import input_of, out_of_time
 from agentrl.runners.executors.environment import matching
 from agentrl.runners.gateway.attribution import ActiveAttempt

@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from agentrl.base import threads
-from agentrl.runners.containers.cli import Cli, ContainerError
+from agentrl.runners.containers.cli import CLIENT, Cli, ContainerError, limits
 from agentrl.runners.containers.cli import ContainerEnded as ContainerEnded
 from agentrl.runners.containers.disk import DiskWatch
 from agentrl.runners.containers.images import Images
@@ -28,7 +28,6 @@ from agentrl.runners.containers.keeper import LABEL, command_line, started
 from agentrl.runners.containers.running import SHELL
 from agentrl.runners.containers.running import Container as Container
 from agentrl.runners.containers.running import ContainerSpec as ContainerSpec
-from agentrl.runners.containers.table import CLIENT, limits
 from agentrl.runners.processes.contract import passed_environment
 from agentrl.runners.processes.launcher import Finished as Finished
 from agentrl.runners.processes.launcher import ProcessLauncher

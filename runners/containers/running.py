@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from agentrl.base import threads
 from agentrl.runners.containers import files
 from agentrl.runners.containers.cli import (
+    CLIENT,
     CliAnswer,
     ContainerEnded,
     ContainerError,
     write_variables,
 )
 from agentrl.runners.containers.keeper import command_line, started
-from agentrl.runners.containers.table import CLIENT
 from agentrl.runners.processes.contract import passed_environment
 from agentrl.runners.processes.launcher import Finished, OutputPipe, SupervisorLost
 from agentrl.runners.processes.supervisor import ProcessSpec

@@ -30,7 +30,7 @@ def make_executor(
 ) -> Executor:
     """Create the run's executor. `agent`: an object or "file.py:name" that replaces the run file's
     agent. `gateway`: base URL for agents on this machine. `runner`: this runner's name. `given`:
-    a part's, for the run file's agent.
+    of an environment or harness, for the run file's agent.
 
     Raises ConfigError or AgentError if agent and executor do not fit."""
     settings = config.runner

@@ -32,7 +32,7 @@ from agentrl.base.failures import LOOPS
 from agentrl.base.http_server import bearer, given_key, read_body
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.conversation import ConversationMemory
-from agentrl.runners.gateway.refusals import TOLD, RefusedError, told
+from agentrl.runners.gateway.refusals import RefusedError
 from agentrl.runners.gateway.request import ModelRequest, Sight, read_request
 from agentrl.runners.gateway.upstream import NO_SEATS, Seats
 from agentrl.runners.tracing.roles import DEFAULT, NAMES, ROLE
@@ -397,12 +397,3 @@ def _baggage(header: str) -> dict[str, str]:
         if value:
             found[name.strip()] = unquote_plus(value.strip())
     return found
-
-
-@web.middleware
-async def tell_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer an error in the format of the API that was called."""
-    try:
-        return await handler(request)
-    except TOLD as error:
-        return told(request, error)

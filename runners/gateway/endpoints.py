@@ -9,20 +9,18 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
+from agentrl.base import otlp
 from agentrl.base.http_server import read_body
-from agentrl.base.parts import installed_plugins, known, missing
-from agentrl.base.span_names import Receive
-from agentrl.runners import dialects
 from agentrl.runners.dialects.conversation import Body
+from agentrl.runners.gateway import apis
 from agentrl.runners.gateway.attribution import (
     AttemptRegistry,
     CallOrigin,
     Handler,
     Work,
-    tell_errors,
 )
 from agentrl.runners.gateway.handler import answer_call
-from agentrl.runners.gateway.refusals import RefusedError
+from agentrl.runners.gateway.refusals import TOLD, RefusedError, told
 from agentrl.runners.gateway.request import forwarded
 from agentrl.runners.gateway.response import read
 from agentrl.runners.gateway.upstream import Route, Router, Upstream
@@ -31,6 +29,9 @@ from agentrl.types import Span
 
 LARGEST_REQUEST = 256 * 2**20  # bytes of a request
 FOREIGN = "spans of traces other than the attempt's own are not taken"
+# What is answered beside calls of models, for an error.
+OTHERS = [f"POST /v1/{name}" for name in ("embeddings", "traces", "logs", "metrics")]
+OTHERS += ["GET /v1/models", "GET /v1/models/{model}"]
 PREFIXES = ("", "/a/{attempt}", "/a/{attempt}/{role}")
 
 
@@ -45,36 +46,32 @@ class Endpoints:
 
     def add_to(self, app: web.Application) -> None:
         app.middlewares.append(tell_errors)
-        within, apis = self._attempts.within, dialects.model_apis()
+        within, translated = self._attempts.within, apis.TRANSLATED.items()
         posts: dict[str, Work] = {
-            **{path: partial(self.call, dialect) for path, dialect in dialects.OWN.items()},
-            **{path: partial(api.answer, self) for path, api in apis.items() if api.answer},
-            **{one.name: partial(self.spans, one.load()) for one in installed_plugins("spans")},
+            **{path: partial(self.call, dialect) for path, dialect in apis.OWN.items()},
+            **{path: partial(api.answer, self) for path, api in translated if api.answer},
             "/v1/embeddings": self.embeddings,
+            "/v1/traces": self.spans,
+            "/v1/logs": discard_telemetry,
+            "/v1/metrics": discard_telemetry,
         }
         others = [
             (method, path, partial(answer, self))
-            for path, api in apis.items()
+            for path, api in translated
             for method, answer in api.others.items()
         ]
-        refused = {path: kind for kind in ("dialects", "spans") for path in known(kind)}
-        refused = {path: refused[path] for path in refused.keys() - posts.keys() - apis.keys()}
-        gets: dict[str, Handler] = {path: api.get for path, api in apis.items() if api.get}
+        gets: dict[str, Handler] = {path: api.get for path, api in translated if api.get}
         gets |= {"/v1/models": self.models, "/v1/models/{model}": self.models}
         for prefix in PREFIXES:
             for path, work in posts.items():
                 app.router.add_post(f"{prefix}{path}", partial(within, work))
             for method, path, work in others:
                 app.router.add_route(method, f"{prefix}{path}", partial(within, work))
-            for path, kind in refused.items():
-                app.router.add_post(f"{prefix}{path}", partial(without_part, kind, path))
             for path, answer in gets.items():
                 app.router.add_get(f"{prefix}{path}", answer)
             app.router.add_head(prefix or "/", alive)
 
-    async def spans(
-        self, receive: Receive, caller: CallOrigin, request: web.Request
-    ) -> web.StreamResponse:
+    async def spans(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
         """Store spans of the caller's own attempt; reject others."""
         active = caller.active
 
@@ -85,7 +82,7 @@ class Endpoints:
             foreign = len(spans) - len(own)
             return foreign, FOREIGN if foreign else ""
 
-        body, kind = await receive(await read_body(request), request.content_type, add)
+        body, kind = await otlp.receive(await read_body(request), request.content_type, add)
         return web.Response(body=body, content_type=kind)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -98,7 +95,7 @@ class Endpoints:
         if model is not None and model not in names:
             why = f"there is no model {model!r:.80}; there is {', '.join(map(repr, names))}"
             raise RefusedError(404, "model_not_found", why)
-        api = dialects.client_api(request)
+        api = apis.client_api(request)
         list_of = openai_models if api is None or api.models is None else api.models
         listed = list_of(names)
         return web.json_response(listed if model is None else listed["data"][names.index(model)])
@@ -144,10 +141,20 @@ def openai_models(names: Sequence[str]) -> Body:
     return {"object": "list", "data": [{"id": name} | about for name in names]}
 
 
-async def without_part(kind: str, path: str, request: web.Request) -> web.StreamResponse:
-    """Refuse what a part would answer that is not installed."""
-    raise RefusedError(404, "unknown_url", f"POST {path}: {missing(kind, path)}")
+async def discard_telemetry(caller: CallOrigin, request: web.Request) -> web.StreamResponse:
+    await read_body(request)
+    body, kind = otlp.discard(request.content_type)
+    return web.Response(body=body, content_type=kind)
 
 
 async def alive(request: web.Request) -> web.StreamResponse:
     return web.Response()
+
+
+@web.middleware
+async def tell_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer an error in the format of the API that was called."""
+    try:
+        return await handler(request)
+    except TOLD as error:
+        return told(request, error, apis.dialect_of(request), [*apis.listed(), *OTHERS])

@@ -6,15 +6,14 @@ proxies answer every error so. Such an error is treated as the status that it me
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 from aiohttp import web
 
-from agentrl.base.parts import installed_plugins
 from agentrl.errors import AgentRLError, Invalid
-from agentrl.runners import dialects
 from agentrl.runners.dialects import Dialect, UntranslatableError
 from agentrl.runners.dialects.conversation import Body
 
@@ -159,11 +158,13 @@ TOLD: tuple[type[BaseException], ...] = (
 """Errors that an agent is told of; any other is a bug."""
 
 
-def told(request: web.Request, error: BaseException) -> web.Response:
-    """Return the response for an error of `TOLD`, in the format of the API that was called."""
-    status, code, message = _meaning(request, error)
+def told(
+    request: web.Request, error: BaseException, dialect: Dialect, answered: Iterable[str]
+) -> web.Response:
+    """Return the response for an error of `TOLD`, in the format of the API that was called.
+    answered: every method and path that is."""
+    status, code, message = _meaning(request, error, answered)
     words = error.body if isinstance(error, UpstreamError) else b""
-    dialect = dialects.dialect_of(request)
     body = translate_error(dialect, status, words) if words else None
     body = body or msgspec.json.encode(dialect.error(status, code, message))
     answer = web.Response(status=status, body=body, content_type="application/json", headers=FINAL)
@@ -172,7 +173,9 @@ def told(request: web.Request, error: BaseException) -> web.Response:
     return answer
 
 
-def _meaning(request: web.Request, error: BaseException) -> tuple[int, str, str]:
+def _meaning(
+    request: web.Request, error: BaseException, answered: Iterable[str]
+) -> tuple[int, str, str]:
     """Return status, code and message of an error."""
     match error:
         case RefusedError() | UntranslatableError():
@@ -194,9 +197,5 @@ def _meaning(request: web.Request, error: BaseException) -> tuple[int, str, str]
         case web.HTTPRequestTimeout():
             return 408, "request_timeout", str(error.text)
     assert isinstance(error, web.HTTPException)
-    received = (point.name for point in installed_plugins("spans"))
-    posts = (f"POST {path}" for path in ("/v1/embeddings", *received))
-    known = ", ".join([*dialects.listed(), *posts])
-    known += ", GET /v1/models, GET /v1/models/{model}"
-    why = f"{request.method} {request.path}: {error.reason}; there is {known}"
+    why = f"{request.method} {request.path}: {error.reason}; there is {', '.join(answered)}"
     return error.status, "unknown_url", why

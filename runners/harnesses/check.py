@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from agentrl.config import AgentConfig, PolicyConfig, RunConfig, RunnerConfig
+from agentrl.config.agents import WorkspaceConfig
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.upstream import Upstream
 from agentrl.runners.harnesses.preset import load_preset, version_of
@@ -24,7 +25,6 @@ from agentrl.runners.harnesses.scripted import BUG, PROMPT, ScriptedModel
 from agentrl.runners.main import attempt_runner
 from agentrl.runners.worker import Worker
 from agentrl.runners.workspace.folders import Workspace
-from agentrl.runners.workspace.table import WorkspaceConfig
 from agentrl.store import open_store
 from agentrl.types import Json, NewRollout, PolicyVersion, Rollout, Transition
 

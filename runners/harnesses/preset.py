@@ -21,14 +21,14 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.base import threads
+from agentrl.base.loading import load_attribute
 from agentrl.config import RoleRule
-from agentrl.errors import ConfigError
-from agentrl.plugins import load_plugin
+from agentrl.errors import ConfigError, nearest
 from agentrl.types import Json
 
 KEY = "agent.harness"
 HERE = Path(__file__).parent
-HARNESSES = tuple(sorted(file.stem for file in HERE.glob("*.toml")))
+HARNESSES = {file.stem: file for file in sorted(HERE.glob("*.toml"))}
 INSTALLED = ".harnesses"  # folder in the working directory where tests install harnesses
 VERSION = re.compile(r"\d+(\.\d+)+")
 VERSION_TIMEOUT = 30.0  # seconds
@@ -88,10 +88,13 @@ def load_preset(name: str, root: Path) -> Preset:
     """Load a preset by name, or from a file relative to `root`. Raises ConfigError."""
     if name.endswith(".toml"):
         return _read(root / name)
-    found = load_plugin("harnesses", name, HARNESSES, root, key=KEY)
-    if found is None:
-        return _read(HERE / f"{name}.toml")
-    return found if isinstance(found, Preset) else _typed(found, name)
+    if ":" in name:
+        found = load_attribute(name, root, key=KEY)
+        return found if isinstance(found, Preset) else _typed(found, name)
+    if name not in HARNESSES:
+        near = nearest(name, HARNESSES)
+        raise ConfigError(f"{KEY} = {name!r}; {near}, or your own as file.py:name")
+    return _read(HARNESSES[name])
 
 
 def prompt_of(task_input: Json) -> str:

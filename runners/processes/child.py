@@ -125,7 +125,7 @@ def _load(settings: WorkerSettings) -> object:
     loaded = load(settings.path, Path(settings.root))
     tracing.install()
     if settings.framework_spans:
-        from agentrl.runners.langchain_steps.steps import instrument_frameworks
+        from agentrl.runners.tracing.langchain_steps import instrument_frameworks
 
         instrument_frameworks()
     return loaded

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config import RunConfig
+from agentrl.config.infrastructure import PoolRunnerConfig
 from agentrl.runners.executors import Executor
-from agentrl.runners.processes.table import PoolRunnerConfig
 
 
 def command(config: RunConfig, root: Path, gateway: str, runner: str) -> Executor:

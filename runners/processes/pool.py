@@ -21,6 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.config import AgentConfig
+from agentrl.config.infrastructure import PoolRunnerConfig
 from agentrl.errors import AgentError
 from agentrl.runners.executors import ExecutionResult, ended_its_process, input_of, out_of_time
 from agentrl.runners.executors.environment import explained, withheld
@@ -33,7 +34,6 @@ from agentrl.runners.processes.launcher import (
     SupervisorLost,
 )
 from agentrl.runners.processes.supervisor import ProcessSpec
-from agentrl.runners.processes.table import PoolRunnerConfig
 from agentrl.types import ErrorKind, Failure
 
 log = logging.getLogger("agentrl.runner")

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from agentrl.base.access import is_loopback
 from agentrl.config import RunConfig, load
 from agentrl.errors import ConfigError
-from agentrl.runners.sessions.table import sessions_of
 
 READ = {"name", "root", "output", "store", "runner", "upstreams", "roles", "role_rules", "sessions"}
 
@@ -55,5 +54,5 @@ def check(config: RunConfig) -> None:
         raise ConfigError("[runner]: `agentrl gateway serve` reads only host and port")
     if not config.upstreams or (len(config.upstreams) > 1 and not config.roles):
         raise ConfigError("set [upstreams.NAME], which answers; with several, set [roles] too")
-    if not (is_loopback(host) or sessions_of(config).key_env):
+    if not (is_loopback(host) or config.sessions.key_env):
         raise ConfigError(f"runner.host = {host!r}: anybody could call; set sessions.key_env")

@@ -36,7 +36,6 @@ from agentrl.runners.gateway.role_rules import RoleRules
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.gateway.upstream import Upstream
 from agentrl.runners.sessions.feedback import Feedback, give_feedback, session_group
-from agentrl.runners.sessions.table import sessions_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.records import without_tokens
@@ -69,7 +68,7 @@ class Sessions(Feature):
     """The feature of the gateway that it starts; `keep` runs concurrently."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:
-        self._store, self._run, self._settings = store, config.name, sessions_of(config)
+        self._store, self._run, self._settings = store, config.name, config.sessions
         self._patterns = [re.compile(pattern) for pattern in self._settings.redact]
         keys = read_key(self._settings.key_env, "sessions.key_env", "the callers'")
         self._access = Access(tuple(keys.split()))

@@ -23,9 +23,8 @@ from opentelemetry.context import Context as TraceContext
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.trace import ProxyTracerProvider, StatusCode
 
-from agentrl.base.parts import installed_plugins
 from agentrl.base.span_names import DESCRIPTION, KIND, kind_of
-from agentrl.runners.tracing import attempt_log, http_clients
+from agentrl.runners.tracing import attempt_log, http_clients, langchain_steps, shared_servers
 from agentrl.runners.tracing.attempt_log import AttemptLog
 from agentrl.runners.tracing.roles import role
 from agentrl.types import Span
@@ -46,7 +45,8 @@ def install() -> Tracing:
         if unset:
             trace.set_tracer_provider(provider)
     http_clients.install()
-    _join()
+    shared_servers.install()
+    _patch_imported()
     _inherit_in_threads()
     return Tracing(provider)
 
@@ -89,15 +89,10 @@ def _run(thread: threading.Thread, run: Callable[[], None], inherited: Context) 
         vars(thread).pop("run", None)  # breaks the reference cycle with the thread
 
 
-@cache
-def _joined() -> tuple[Callable[[], None], ...]:
-    return tuple(point.load() for point in installed_plugins("tracing"))
-
-
-def _join() -> None:
-    """Let parts patch what they trace: each patches a module once, when it has been imported."""
-    for join in _joined():
-        join()
+def _patch_imported() -> None:
+    """Patch what the process has imported by now, each module once."""
+    langchain_steps.install()
+    shared_servers.install_imported()
 
 
 class Tracing(SpanProcessor):
@@ -109,7 +104,7 @@ class Tracing(SpanProcessor):
     @contextmanager
     def attempt(self, attempt: str) -> Iterator[AttemptLog]:
         """Run the block in the trace of `attempt` (32 hex digits); yields its log."""
-        _join()  # at each attempt: an agent may import LangChain when it is called
+        _patch_imported()  # at each attempt: an agent may import LangChain when it is called
         with attempt_log.open_log(attempt) as log:
             yield log
 

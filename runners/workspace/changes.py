@@ -10,8 +10,8 @@ import shutil
 import tarfile
 from pathlib import Path
 
-from agentrl.runners.hooks import WorkspaceError
 from agentrl.runners.workspace import cleaner
+from agentrl.runners.workspace.base import WorkspaceError
 from agentrl.runners.workspace.sources import no_space_or
 
 LARGEST_DIFFED_FILE = 2**20  # bytes of a file of which `diff` shows lines

@@ -25,17 +25,17 @@ from typing import Any
 
 from agentrl.base import threads
 from agentrl.config import RunConfig
+from agentrl.config.infrastructure import ContainerRunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.gateway.attribution import AgentPlace
-from agentrl.runners.hooks import WorkspaceError
 from agentrl.runners.processes.contract import passed_environment, private_folders
 from agentrl.runners.processes.launcher import Finished, OutputPipe, ProcessLauncher
 from agentrl.runners.processes.supervisor import ProcessSpec
 from agentrl.runners.workspace import cleaner, sources
+from agentrl.runners.workspace.base import WorkspaceError
 from agentrl.runners.workspace.changes import carry_over, diff, pack, unpack
 from agentrl.runners.workspace.sandbox import Sandbox
 from agentrl.runners.workspace.sources import Template, Templates, no_space_or
-from agentrl.runners.workspace.table import workspace_of
 from agentrl.types import Json, Task
 
 FOLDERS = ("home", "tmp", "io")
@@ -103,7 +103,7 @@ class Workspaces:
 
     def __init__(self, config: RunConfig, *, root: Path, gateway: str) -> None:
         """`gateway`: its base URL, the only address that a confined agent can connect to."""
-        self.config = settings = workspace_of(config)
+        self.config = settings = config.workspace
         self._kept = Path(config.output or root, "workspaces")
         self._everybody = Path(settings.folder or tempfile.gettempdir()).resolve()
         self._everybody /= f"agentrl-workspaces-{os.getuid()}"
@@ -215,7 +215,10 @@ class Workspaces:
             folder=str(workspace.path),
         )
         name, own = f"agentrl-{os.urandom(8).hex()}", {**workspace.place.env, **env}
-        if (inside := self._runner.enclosure(name, str(workspace.folder), own)) is not None:
+        if isinstance(self._runner, ContainerRunnerConfig):
+            from agentrl.runners.containers.cli import enclosure  # the client of containers
+
+            inside = enclosure(self._runner, name, str(workspace.folder), own)
             spec["argv"], spec["env"] = [*inside.prefix, *argv], passed_environment(inside.pass_env)
             spec["after"] = inside.after
         elif self._runner.memory_mb:
@@ -285,6 +288,6 @@ def _answers(config: RunConfig, root: Path) -> list[Path]:
     """Return paths that may contain answers: the run's output with its store, tasks, verifiers and
     `workspace.hide`."""
     named = [config.tasks.train, config.tasks.heldout, config.verifier.path]
-    named += [*config.verifier.rewards.values(), *workspace_of(config).hide]
+    named += [*config.verifier.rewards.values(), *config.workspace.hide]
     files = [root / name.partition(":")[0] for name in named if name]
     return [*files, Path(config.output)] if config.output else files

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from agentrl.config.agents import WorkspaceConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.workspace import confine
 from agentrl.runners.workspace.sources import change_owner
-from agentrl.runners.workspace.table import WorkspaceConfig
 
 
 class Sandbox:

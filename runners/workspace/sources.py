@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from agentrl.base import threads
-from agentrl.runners.hooks import WorkspaceError
 from agentrl.runners.workspace import cleaner
+from agentrl.runners.workspace.base import WorkspaceError
 from agentrl.types import Json
 
 MOST_TEMPLATES = 64  # cached templates; those in use are never evicted

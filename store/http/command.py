@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-from agentrl.base.parts import has
 from agentrl.cli.store import age
 from agentrl.errors import ConfigError, install_command
 from agentrl.store import open_store
@@ -57,8 +56,6 @@ def serve(
     runner may claim, record and end rollouts; reader may only read; admin may do everything.
     Clients open http://KEY@HOST:PORT, or http://HOST:PORT with the key in AGENTRL_STORE_KEY. With
     --keep-last or --older-than, the server prunes like `agentrl store prune`."""
-    if not has("asgi"):
-        raise ConfigError("agentrl store serve needs the part 'asgi', which is not installed here")
     try:
         from agentrl.store.http.keys import VARIABLE, KeyFile, Keys
         from agentrl.store.http.serve import Retention, run

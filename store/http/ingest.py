@@ -9,12 +9,10 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from functools import cache
 
 from starlette.exceptions import HTTPException
 
-from agentrl.base.parts import installed_plugins, missing
-from agentrl.base.span_names import Receive
+from agentrl.base import otlp
 from agentrl.errors import Invalid, NotFound
 from agentrl.store.base import Store
 from agentrl.types import Span
@@ -41,15 +39,6 @@ def decompress(body: bytes, encoding: str, largest: int) -> bytes:
     return plain
 
 
-@cache
-def _receiver() -> Receive:
-    points = installed_plugins("spans")
-    if PATH not in points.names:
-        raise HTTPException(404, f"POST {PATH}: {missing('spans', PATH)}.")
-    receive: Receive = points[PATH].load()
-    return receive
-
-
 async def receive_spans(
     store: Store, body: bytes, content_type: str, check: Callable[[set[str]], Awaitable[None]]
 ) -> tuple[bytes, str]:
@@ -66,7 +55,7 @@ async def receive_spans(
         return 0, ""
 
     try:
-        return await _receiver()(body, content_type, add)
+        return await otlp.receive(body, content_type, add)
     except Invalid as error:
         raise HTTPException(400, str(error)) from error
 

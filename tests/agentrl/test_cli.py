@@ -2,11 +2,12 @@ import asyncio
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from agentrl.base.processes import USER_ERROR
-from agentrl.cli import main
+from agentrl.cli import COMMANDS, CommandGroup, main
 from agentrl.cli.main import cli
 from agentrl.config import load
 from agentrl.errors import StoreError, install_command
@@ -27,6 +28,17 @@ def test_the_list_of_commands_has_whole_sentences() -> None:
     assert "..." not in text
     assert "Print whether RUN learned and, if not, why: likeliest reasons first" in text
     assert "The algorithm process" not in text  # which people do not start
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_commands_are_where_the_table_says(path: str) -> None:
+    *groups, name = path.split()
+    found: click.Command | None = cli
+    for word in (*groups, name):
+        assert isinstance(found, CommandGroup)
+        found = found.get_command(click.Context(found), word)
+    assert isinstance(found, click.Command)
+    assert found.name == name
 
 
 def test_dry_run_prints_a_run_file(tmp_path: Path) -> None:
@@ -168,7 +180,7 @@ def test_ctrl_c_says_what_continues(
 def test_a_folder_is_no_store_and_view_finds_those_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentrl.view.home.stores import places
+    from agentrl.run_stores import places
 
     (tmp_path / "runs" / "a").mkdir(parents=True)
     file = tmp_path / "runs" / "a" / "store.db"

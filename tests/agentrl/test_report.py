@@ -15,10 +15,10 @@ from rich.console import Console
 from agentrl.config import resolve
 from agentrl.store import open_store
 from agentrl.telemetry import report
+from agentrl.telemetry.curve import reward_curves
 from agentrl.telemetry.report import (
     policies_without_calls,
     print_report,
-    reward_curves,
     score_table,
     times,
 )

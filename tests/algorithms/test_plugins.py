@@ -115,7 +115,7 @@ def test_a_learner_without_what_the_preset_reads_is_refused(
 def test_a_run_on_a_data_set_has_the_references_log_probs_from_the_store(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    from agentrl.algorithms.preferences.table import DataConfig
+    from agentrl.config.learning import DataConfig
 
     run, *more = poor_learner(tmp_path, tiny_model_dir)
     stored = msgspec.structs.replace(run, data=DataConfig(name="pairs"))

@@ -32,8 +32,8 @@ import httpx
 from aiohttp import web
 
 import agentrl
-from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
+from agentrl.plugins import plugin_points
 from agentrl.runners.executors.environment import environment
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
@@ -187,7 +187,7 @@ SECTIONS: dict[str, Any] = {
 
 
 def main() -> None:
-    plugins = {point.name: point.module for point in installed_plugins("environments")}
+    plugins = {point.name: point.module for point in plugin_points("environments")}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rollouts", type=int, default=1000)

@@ -123,7 +123,7 @@ def gateway(pipe: Connection, folder: str, ports: Sequence[int], vision: str = "
     import psutil
 
     from agentrl.config import RunConfig
-    from agentrl.config.schema import PolicyConfig
+    from agentrl.config.learning import PolicyConfig
     from agentrl.runners.features import run_features
     from agentrl.runners.gateway.server import Gateway
     from agentrl.store import open_store

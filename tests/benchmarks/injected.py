@@ -42,11 +42,11 @@ from aiohttp import web
 
 from agentrl.algorithms.judges import questions
 from agentrl.algorithms.judges.judge import JudgeClient
-from agentrl.algorithms.judges.table import PointwiseJudge, PrincipleJudge, judges_of
 from agentrl.base.user_code import UserCodeLoop
 from agentrl.config import resolve
+from agentrl.config.derived import Named
+from agentrl.config.rewards import PointwiseJudge, PrincipleJudge
 from agentrl.environments import hosted
-from agentrl.environments.reference import Named
 from agentrl.environments.scripted import stage
 from agentrl.errors import AgentRLError
 from agentrl.runners.main import attempt_runner
@@ -412,7 +412,7 @@ async def asked(folder: Path) -> Ends:
     store_url = f"sqlite:///{folder / 'judged.db'}"
     async with aiohttp.ClientSession() as session, open_store(store_url) as store:
         for key in SERVED:
-            client = JudgeClient("q", judges_of(config)["q"], config, store, session)
+            client = JudgeClient("q", config.judges["q"], config, store, session)
             record, outcome = [{"role": "assistant", "content": key}], None
             said.clear()
             try:

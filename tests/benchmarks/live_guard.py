@@ -27,13 +27,13 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.config.live import GuardConfig, LiveConfig, PromotionConfig
 from agentrl.live.lanes.comparison import refuted
 from agentrl.live.lanes.decide import run as decide
 from agentrl.live.lanes.guard import SeenCalls, broken, call_limits, outcome_limits
 from agentrl.live.lanes.served import ServedSessions
-from agentrl.live.records.documents import Lanes
+from agentrl.live.records.documents import Lanes, policy_of
 from agentrl.live.records.marks import SOURCE
-from agentrl.live.records.table import GuardConfig, LiveConfig, PromotionConfig, policy_of
 from agentrl.store import open_store
 from agentrl.types import SESSION, Purpose, Reward, Rollout, RolloutState
 from tests.agentrl.live.lanes.drawn import drawn, mark

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.config.live import PromotionConfig
 from agentrl.live.lanes.comparison import refuted
-from agentrl.live.records.table import PromotionConfig
 from tests.agentrl.live.lanes.drawn import Array, drawn
 
 CANDIDATES, MOST = 200, 400

@@ -23,13 +23,13 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.algorithms.prompts.apo import apo_search
-from agentrl.algorithms.prompts.gateway import apply_prompts
 from agentrl.algorithms.prompts.gepa import gepa_search
 from agentrl.algorithms.prompts.records import Candidate, Reflection
 from agentrl.algorithms.prompts.search import Search, SearchEnd, TaskResult
-from agentrl.algorithms.prompts.table import PromptsConfig
+from agentrl.config.learning import PromptsConfig
 from agentrl.runners.dialects.base import CHAT
 from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.runners.gateway.prompts import apply_prompts
 from agentrl.runners.gateway.request import read_request
 from agentrl.types import PromptText
 from examples.orders import world

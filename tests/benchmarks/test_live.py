@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentrl.config.live import PromotionConfig
 from agentrl.live.lanes.comparison import Counted, difference
 from agentrl.live.lanes.verdict import verdict
-from agentrl.live.records.table import PromotionConfig
 from tests.agentrl.live.lanes.drawn import drawn
 from tests.benchmarks import live_example, live_guard, live_learning, live_promotion
 

@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Any
 
+from agentrl.config.derived import Named
 from agentrl.environments import hosted
-from agentrl.environments.reference import Named
 from agentrl.environments.scripted import stage
 
 OTHERS = {"user": "Please do it.", "grader": "GRADE: I", "judge": "no"}

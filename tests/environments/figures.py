@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.derived import Named
 from agentrl.environments.commands.check import examine
-from agentrl.environments.reference import Named
 
 
 def print_figures(

@@ -10,8 +10,8 @@ import json
 import sys
 from typing import Any
 
+from agentrl.config.derived import Named
 from agentrl.environments import hosted
-from agentrl.environments.reference import Named
 from agentrl.environments.scripted import stage
 from agentrl.errors import ConfigError
 

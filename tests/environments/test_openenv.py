@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.config.derived import Named
 from agentrl.environments import hosted
-from agentrl.environments.reference import Named
 from agentrl.environments.scripted import stage
 from agentrl.errors import ConfigError
 from tests.environments.openenv.served import served

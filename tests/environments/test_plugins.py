@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.environments.reference import Named, load_class
+from agentrl.config.derived import Named
+from agentrl.environments.reference import load_class
 from tests.environments import pages
 from tests.environments.pages import ROOT, figures, python, trained, write_files
 

@@ -15,9 +15,9 @@ import click
 import pytest
 import yaml
 
-from agentrl.algorithms.engines.vllm.table import VllmEngineConfig
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load
+from agentrl.config.infrastructure import VllmEngineConfig
 from agentrl.store.http.keys import Keys
 
 DEPLOY = Path(__file__).parents[2] / "examples/deploy"

@@ -13,7 +13,6 @@ import pytest
 
 from agentrl.base.loading import load_attribute
 from agentrl.config import load
-from agentrl.live.records.table import live_of
 
 LIVE = Path(__file__).parents[2] / "examples" / "live"
 MODULES = ("agent", "orders", "policy", "signals", "users", "wording")
@@ -35,7 +34,7 @@ def live() -> Iterator[dict[str, ModuleType]]:
 def test_the_run_file_is_valid_and_names_what_exists(live: dict[str, ModuleType]) -> None:
     config = load(LIVE / "run.toml", ["live.running=true"])
     assert load_attribute(config.policy.build, LIVE, key="policy.build")
-    assert load_attribute(live_of(config).signals.next_message, LIVE, key="next_message")
+    assert load_attribute(config.live.signals.next_message, LIVE, key="next_message")
 
 
 def test_the_agent_file_does_not_know_agentrl(live: dict[str, ModuleType]) -> None:

@@ -25,9 +25,9 @@ from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway import upstream
 from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.hooks import WorkspaceSource
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
+from agentrl.runners.workspace.base import WorkspaceSource
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Attempt, NewRollout, PolicyVersion, Rollout, Sampling

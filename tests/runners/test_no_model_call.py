@@ -142,8 +142,8 @@ def agent(text):
 async def test_a_client_made_at_import_has_the_gateways_key(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from agentrl.config.infrastructure import PoolRunnerConfig
     from agentrl.runners.processes.pool import PoolExecutor
-    from agentrl.runners.processes.table import PoolRunnerConfig
 
     (tmp_path / "ready_client.py").write_text(CLIENT)
     for name in ("OPENAI_API_KEY", "GEMINI_API_KEY", "TOOL_API_KEY", "OPENAI_ORG_ID"):

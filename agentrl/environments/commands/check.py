@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
+from agentrl.config.derived import SPLITS, Named
 from agentrl.environments import hosted
 from agentrl.environments.hosted import Request
-from agentrl.environments.reference import SPLITS, Named, check_unique
+from agentrl.environments.reference import check_unique
 from agentrl.environments.scripted import Message, Played, Reply, stage
 from agentrl.errors import AgentRLError
 from agentrl.types import Json

@@ -22,8 +22,8 @@ def env() -> None:
 def _named(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> Any:
     """The environment of PLUGIN:WHAT with KEY=VALUE options, or of a run file."""
     from agentrl.config import load
+    from agentrl.config.derived import Named
     from agentrl.config.run_file import apply_override
-    from agentrl.environments.reference import Named
     from agentrl.environments.settings import named_in
 
     name, *overrides = given
@@ -46,10 +46,11 @@ named = click.argument(
 @env.command("list")
 def list_plugins() -> None:
     """Print the plug-ins, what they are for, and what they install."""
-    from agentrl.base.parts import installed_plugins
-    from agentrl.environments.reference import Named, load_class
+    from agentrl.config.derived import Named
+    from agentrl.environments.reference import load_class
+    from agentrl.plugins import plugin_points
 
-    for name in sorted({point.name for point in installed_plugins("environments")}):
+    for name in sorted(plugin_points("environments").names):
         one = Named.read(f"{name}:", {})
         try:
             class_ = load_class(one)

@@ -12,7 +12,8 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from agentrl.environments.reference import Named, load_class
+from agentrl.config.derived import Named
+from agentrl.environments.reference import load_class
 from agentrl.errors import ConfigError
 
 APART = "--no-deps "  # begins a line of `requires` whose own requirements are not installed

@@ -10,8 +10,8 @@ import click
 import msgspec
 
 from agentrl.base import threads
+from agentrl.config.derived import Named
 from agentrl.environments import hosted
-from agentrl.environments.reference import Named
 from agentrl.environments.scripted import Message, Played, Reply, stage
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import Json

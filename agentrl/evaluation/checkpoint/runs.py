@@ -15,7 +15,6 @@ from agentrl.base.failures import commonest_message
 from agentrl.base.threads import run_blocking
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig
 from agentrl.config import policies as team
-from agentrl.config.base import without_making
 from agentrl.config.run_file import store_in
 from agentrl.errors import AgentRLError, ConfigError, NotFound
 from agentrl.store import open_store
@@ -57,7 +56,7 @@ def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> Run
     own = policies_at(config, checkpoint) if checkpoint else {}
     output = Path(config.output).with_name(name)
     own |= {"name": name, "output": str(output), "store": store_in(output), "steps": 0}
-    return msgspec.structs.replace(without_making(config) if checkpoint else config, **own)
+    return msgspec.structs.replace(config.without_warmup() if checkpoint else config, **own)
 
 
 def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:

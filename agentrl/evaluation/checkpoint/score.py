@@ -19,7 +19,6 @@ from agentrl.base.threads import run_blocking
 from agentrl.checkpoints.saved import STEPS
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
-from agentrl.config.base import tables, without_making
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.checkpoint.runs import (
     check_any_succeeded,
@@ -80,9 +79,8 @@ def _evaluate(
     replace = msgspec.structs.replace
     name = evaluation_name(config.name)
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
-    own = without_making(evaluation_run(config, name, checkpoint and checkpoint.resolve()))
-    evaluated = {key: one.evaluated(config) for key, one in tables(own) if "." not in key}
-    own = replace(own, **evaluated)
+    own = evaluation_run(config.for_evaluation(), name, checkpoint and checkpoint.resolve())
+    own = own.without_warmup()
     config = replace(
         own,
         store=own.store if trainer.has_own_store(config) else config.store,

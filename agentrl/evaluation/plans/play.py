@@ -22,9 +22,8 @@ from agentrl.base.files import make_folder
 from agentrl.base.threads import run_blocking
 from agentrl.checkpoints.saved import SavedCheckpoint
 from agentrl.config import RunConfig
-from agentrl.config.base import played_tables
 from agentrl.config.policies import FrozenPolicy
-from agentrl.config.tasks import tasks_of as tasks_of_split
+from agentrl.config.run_file import tasks_of as tasks_of_split
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.checkpoint.runs import check_any_succeeded, evaluation_run
 from agentrl.evaluation.plans.plan import EvaluationPlan
@@ -34,9 +33,9 @@ from agentrl.types import Json, Purpose, Rollout, RolloutState
 
 GAMES = (
     "agent", "workspace", "verifier", "judges", "reward_models", "sampling", "policy", "policies",
-    "upstreams", "roles", "role_rules",
+    "upstreams", "roles", "role_rules", "prompts", "selfplay", "images", "seed",
 )  # fmt: skip
-"""The settings that affect games, besides the seed and those of parts."""
+"""The settings that affect games."""
 LineupRollouts = dict[str, list[Rollout]]  # by lineup, in the order of the tasks
 
 
@@ -91,8 +90,7 @@ def plan_run(
     config: RunConfig, checkpoint: SavedCheckpoint, plan: EvaluationPlan, kind: str
 ) -> RunConfig:
     """The settings of the evaluation run."""
-    keys = dict.fromkeys((*GAMES, *played_tables(config), "seed"))
-    settings = [getattr(config, key, None) for key in keys]  # a part may be missing
+    settings = [getattr(config, key) for key in GAMES]
     directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
     # The newest modification time (ns) tells apart weights that another run wrote to the same path.
     # 0: a hub name.

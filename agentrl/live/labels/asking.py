@@ -23,10 +23,9 @@ from agentrl.errors import AgentRLError, ConfigError
 
 # isort: split
 from agentrl.algorithms.judges.judge import JudgeClient
-from agentrl.algorithms.judges.table import PointwiseJudge
+from agentrl.config.rewards import PointwiseJudge
 from agentrl.live.labels.answering import Settings, SignalRequest, SignalResponse, pack, read
 from agentrl.live.labels.signals import NEXT_MESSAGE, VERIFIER, Message, Reply
-from agentrl.live.records.table import live_of
 from agentrl.runners.processes.launcher import (
     Channel,
     ProcessLauncher,
@@ -54,7 +53,7 @@ class Asker:
     """Asks about sessions; use as a context manager."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:
-        self._signals, self._root = live_of(config).signals, config.root
+        self._signals, self._root = config.live.signals, config.root
         self._verifies = bool(config.verifier.path or config.verifier.rewards)
         self._function = self._signals.next_message if ":" in self._signals.next_message else ""
         self._settings = Settings(

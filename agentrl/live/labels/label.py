@@ -39,7 +39,6 @@ from agentrl.live.records.marks import (
     user_of,
 )
 from agentrl.live.records.sessions import ended, oldest_first
-from agentrl.live.records.table import live_of
 from agentrl.store.base import Store
 from agentrl.store.following import keep_reading
 from agentrl.types import SIGNAL, Reward, Rollout, RolloutState, Scope, StepReward, Trace
@@ -59,7 +58,7 @@ class Labeller:
         self, store: Store, config: RunConfig, asker: Asker, clock: Callable[[], float] = time.time
     ) -> None:
         self._store, self._run, self._asker, self._clock = store, config.name, asker, clock
-        self._settings = live_of(config)
+        self._settings = config.live
         self._weights = self._settings.signals.weight
         self._ledger = weighing.Ledger(self._settings.people.per_user, self._weights)
         self._asking: dict[str, asyncio.Task[None]] = {}  # by rollout

@@ -23,7 +23,6 @@ from agentrl.live.lanes.served import ServedSessions, counted
 from agentrl.live.lanes.verdict import compared, verdict
 from agentrl.live.records import documents
 from agentrl.live.records.documents import Event, Lanes, Told, Version
-from agentrl.live.records.table import live_of
 from agentrl.store.base import Store
 from agentrl.types import Json
 
@@ -52,7 +51,7 @@ class Decider:
     """Looks at the sessions of one run."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:
-        self._store, self._run, self._live = store, config.name, live_of(config)
+        self._store, self._run, self._live = store, config.name, config.live
         self._held_out = bool(config.tasks.heldout)
         self._documents = documents.Documents(store, config.name)
         self._served = ServedSessions(store, config.name, self._live)

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from agentrl.config.live import GuardConfig
 from agentrl.live.lanes.comparison import exceeds
 from agentrl.live.lanes.served import EARLY, NEWEST, ServedSessions, began_of, is_of
+from agentrl.live.records.documents import policy_of
 from agentrl.live.records.marks import failed_calls
-from agentrl.live.records.table import GuardConfig, policy_of
 from agentrl.store.base import Store
 from agentrl.types import Json, Rollout, Transition
 

@@ -29,7 +29,6 @@ from agentrl.base.files import delete_directory, make_folder
 from agentrl.base.processes import Child, log_phase
 from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig
-from agentrl.config.base import tables
 from agentrl.config.run_file import store_in
 from agentrl.errors import AgentRLError, StoreError
 from agentrl.live.lanes.verdict import Scored
@@ -211,11 +210,9 @@ def evaluation_of(config: RunConfig, version: Version, output: Path) -> RunConfi
     from agentrl.evaluation.checkpoint.runs import evaluation_run
 
     name = f"{config.name}-heldout-{version.version}"
-    made = evaluation_run(config, name, Path(config.output, version.path).resolve())
-    own: dict[str, Any] = {
-        key: one.evaluated(config) for key, one in tables(made) if "." not in key
-    }
-    own |= {"output": str(output), "store": store_in(output)}
+    folder = Path(config.output, version.path).resolve()
+    made = evaluation_run(config.for_evaluation(), name, folder)
+    own: dict[str, Any] = {"output": str(output), "store": store_in(output)}
     for key in ("runner", "engine"):  # the ports of the live run are taken
         if hasattr(table := getattr(made, key), "port"):
             own[key] = replace(table, port=0)

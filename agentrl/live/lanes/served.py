@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from agentrl.config.live import LiveConfig
 from agentrl.live.lanes.comparison import Counted
 from agentrl.live.records.documents import Lanes, Told, served
 from agentrl.live.records.marks import known_end, mark_of, outcome_of
-from agentrl.live.records.table import LiveConfig
 from agentrl.store.base import Store
 from agentrl.types import SESSION, Purpose, Rollout, RolloutState
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from agentrl.config.live import PromotionConfig
 from agentrl.live.lanes.comparison import Difference
 from agentrl.live.lanes.served import ServedSession
 from agentrl.live.records.documents import Compared, EventKind, HeldOutScore, Lanes, points
-from agentrl.live.records.table import PromotionConfig
 from agentrl.scores import missing_text
 
 Scored = HeldOutScore | None  # None: not known

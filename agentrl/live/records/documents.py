@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from agentrl.errors import Conflict, Invalid
 from agentrl.store.base import Store
-from agentrl.types import Json, Record
+from agentrl.types import POLICY, Json, Record
 
 KIND, COMPARED = "live", "compared"
 EVENTS, VERSIONS, GIVENS = "live-events", "live-versions", "live-given"
@@ -68,6 +68,11 @@ class Lanes(Record, frozen=True):
             for lane in ("candidate", "previous")
         }
         return replace(self, **kept)
+
+
+def policy_of(version: int) -> str:
+    """The name by which a version is served."""
+    return f"{POLICY}@{version}"
 
 
 class Version(Record, frozen=True):

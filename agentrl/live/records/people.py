@@ -17,7 +17,6 @@ from agentrl.config import RunConfig
 from agentrl.errors import StoreError
 from agentrl.live.records.documents import told
 from agentrl.live.records.marks import ended_of, known_end
-from agentrl.live.records.table import live_of
 from agentrl.runners.sessions.recorder import RENEWAL_INTERVAL
 from agentrl.store.base import Store
 from agentrl.store.records import Forgotten
@@ -35,7 +34,7 @@ LEAST_PAUSE, LONGEST_PAUSE = 1.0, 3600.0  # seconds between two looks for old se
 async def secret_of(store: Store, config: RunConfig) -> bytes:
     """The secret in the variable `live.people.secret_env`, else the store's, made at the first
     call. Raises ConfigError if the variable is not set, NotFound for an unknown run."""
-    variable = live_of(config).people.secret_env
+    variable = config.live.people.secret_env
     if given := read_key(variable, "live.people.secret_env", "the run's"):
         return given.encode()
     if KEY not in await store.documents(config.name, SECRETS):
@@ -145,7 +144,7 @@ async def learned_from(store: Store, run: str, sessions: Iterable[Rollout]) -> l
 async def expire(store: Store, config: RunConfig, now: float) -> int:
     """Delete sessions that ended more than `live.people.retention` seconds ago, also with what was
     mined from them; returns their number. What a step is training on stays until the next time."""
-    limit = live_of(config).people.retention
+    limit = config.live.people.retention
     if limit is None:
         return 0
     old = [
@@ -158,7 +157,7 @@ async def expire(store: Store, config: RunConfig, now: float) -> int:
 
 async def keep(store: Store, config: RunConfig) -> None:
     """Delete old sessions from time to time, until cancelled."""
-    limit = live_of(config).people.retention
+    limit = config.live.people.retention
     while limit is not None:
         try:
             if gone := await expire(store, config, time.time()):

@@ -9,11 +9,11 @@ from gzip import compress
 
 import httpx
 
+from agentrl.base.otlp import PROTOBUF, encode
 from agentrl.errors import AgentRLError, NotFound, Unavailable
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.telemetry.otlp.genai import spans_of
-from agentrl.telemetry.otlp.wire import PROTOBUF, encode
 from agentrl.types import Span
 
 ROUTE = "/v1/traces"

@@ -21,9 +21,7 @@ from agentrl.base.files import replace_file
 from agentrl.config import RunConfig
 from agentrl.config.keys import flatten
 from agentrl.errors import AgentRLError
-from agentrl.plugins import check_call, check_protocol, load_plugin
-from agentrl.telemetry.sinks.part import PART
-from agentrl.telemetry.sinks.table import metrics_of
+from agentrl.plugins import BUILT_IN, check_call, check_protocol, load_plugin
 from agentrl.types import Json, StepRow
 
 SETTINGS = ("seed", "steps", "policy", "sampling", "algorithm", "learner", "eval")
@@ -109,8 +107,8 @@ def sink_factory(name: str, root: Path) -> Any:
 
 def check_sinks(config: RunConfig) -> None:
     """Raises ConfigError for unusable sinks of users."""
-    for name in metrics_of(config).sinks:
-        if name not in PART.sinks:
+    for name in config.metrics.sinks:
+        if name not in BUILT_IN["sinks"]:
             sink_factory(name, Path(config.root))
 
 

@@ -8,7 +8,7 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ METHODS = ("on_step", "on_evaluation")
 @asynccontextmanager
 async def followed(
     store: Store, run: str, callbacks: Sequence[Any]
-) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+) -> AsyncIterator[Callable[[], Coroutine[Any, Any, None]]]:
     """Yields what calls them until it is cancelled; afterwards they are called for the rest."""
     new = Followers(store, run, check_callbacks(callbacks))
     await new.call()  # notes what is there already

@@ -15,7 +15,6 @@ from mlflow.entities import Metric, Param, Run
 
 from agentrl.config import RunConfig
 from agentrl.telemetry.sinks.base import SinkPosition, plain_name, public_settings
-from agentrl.telemetry.sinks.table import metrics_of
 from agentrl.types import StepRow
 
 ID = "agentrl.id"  # tag with which a run is found again
@@ -30,7 +29,7 @@ class Mlflow:
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # works without a server
         self.client = MlflowClient(uri)
         self.separator = "." if uri.startswith("file:") or "://" not in uri else "/"
-        project = metrics_of(config).project
+        project = config.metrics.project
         found = self.client.get_experiment_by_name(project)
         experiment = found.experiment_id if found else self.client.create_experiment(project)
         runs = self.client.search_runs([experiment], f"tags.`{ID}` = '{position.id}'")

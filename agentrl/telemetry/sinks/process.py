@@ -37,7 +37,6 @@ from agentrl.telemetry.sinks.base import (
     position_file,
     save_position,
 )
-from agentrl.telemetry.sinks.table import metrics_of
 
 log = logging.getLogger(__name__)
 STORE_POLL = 1.0  # seconds between reads of the store
@@ -52,7 +51,7 @@ def main(config: RunConfig) -> None:
 
     Raises SinkError, which names the sinks that miss steps."""
     log_to_stderr()
-    threads = [SinkThread(config, name) for name in metrics_of(config).sinks]
+    threads = [SinkThread(config, name) for name in config.metrics.sinks]
     for thread in threads:
         thread.start()
     while os.read(0, 4096):  # sys.stdin would hold a lock for which the exit waits
@@ -205,7 +204,7 @@ class SinksProcess:
 
 def sinks_process(config: RunConfig, run_file: Path, console: Console) -> SinksProcess | None:
     """The sinks process, not started yet; None for a run without sinks."""
-    if not metrics_of(config).sinks:
+    if not config.metrics.sinks:
         return None
     file = Path(config.output, "logs", "sinks.log")
     child = Child("sinks", ["sink", "start", str(run_file)], file, piped=True)

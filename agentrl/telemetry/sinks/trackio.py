@@ -10,7 +10,6 @@ import trackio
 
 from agentrl.config import RunConfig
 from agentrl.telemetry.sinks.base import SinkPosition, public_settings
-from agentrl.telemetry.sinks.table import metrics_of
 from agentrl.types import StepRow
 
 
@@ -21,7 +20,7 @@ class Trackio:
 
     def write(self, row: StepRow) -> None:
         run = trackio.init(
-            project=metrics_of(self.config).project,
+            project=self.config.metrics.project,
             name=self.name,
             resume="allow",
             config=public_settings(self.config),

@@ -11,14 +11,13 @@ import wandb
 
 from agentrl.config import RunConfig
 from agentrl.telemetry.sinks.base import SinkPosition, public_settings
-from agentrl.telemetry.sinks.table import metrics_of
 from agentrl.types import StepRow
 
 
 class Wandb:
     def __init__(self, config: RunConfig, position: SinkPosition) -> None:
         self.run = wandb.init(
-            project=metrics_of(config).project,
+            project=config.metrics.project,
             id=position.id,
             name=config.name,
             resume="allow",

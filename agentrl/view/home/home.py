@@ -14,11 +14,11 @@ from urllib.parse import quote
 import msgspec
 
 from agentrl.errors import AgentRLError, Invalid, NotFound, StoreError
+from agentrl.run_stores import OPENING_PATIENCE, Place, places
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Json
 from agentrl.view import charts, records
-from agentrl.view.home.stores import OPENING_PATIENCE, Place, places
 from agentrl.view.pages import SHOWN, Page, Pages, Query
 from agentrl.view.summaries import (
     REWARD,

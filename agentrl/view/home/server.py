@@ -8,7 +8,6 @@ import secrets
 import sys
 import webbrowser
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -24,7 +23,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentrl.asgi.server import listen, run_loop, serve
 from agentrl.base.access import Access, cross_site, is_loopback_host
-from agentrl.base.parts import installed_plugins
 from agentrl.errors import ConfigError, Forbidden, Invalid, NotFound, StoreError, Unavailable
 from agentrl.store.urls import split_secret
 from agentrl.types import Image
@@ -64,6 +62,9 @@ PATHS: dict[str, Shown] = {
     "/find/{id:path}": lambda pages, id, asked: pages.find(id, asked.query_params),
     "/tasks/{id:path}": lambda pages, id, asked: pages.tasks(id, asked.query_params),
     "/policies/{id:path}": lambda pages, id, _: pages.policies(id),
+    "/versions/{id:path}": lambda pages, id, _: pages.versions(id),
+    "/prompts/{id:path}": lambda pages, id, _: pages.prompts(id),
+    "/prompt/{id:path}": lambda pages, id, asked: pages.prompt(asked.query_params["run"], id),
     "/data/{id:path}": lambda pages, id, asked: pages.data(id, asked.query_params),
     "/group/{id:path}": lambda pages, id, asked: pages.group(asked.query_params["run"], id),
     "/rollout/{id:path}": lambda pages, id, asked: pages.rollout(id, asked.query_params),
@@ -84,10 +85,6 @@ PATHS: dict[str, Shown] = {
 }
 
 
-async def _of_part(address: str, pages: Pages, id: str, asked: Request) -> Page:
-    return await pages.of_part(address, id, asked.query_params)
-
-
 class ViewApp:
     """Pages, their data as JSON, and the stream of changes. Invariants: it answers only GET and
     HEAD, without a key only requests to this machine's name, and writes nothing."""
@@ -100,10 +97,6 @@ class ViewApp:
             Route("/", self._list),
             Route("/runs", self._compare),
             *(Route(path, self._answer(shown)) for path, shown in PATHS.items()),
-        ]
-        routes += [
-            Route(f"/{address}/{{id:path}}", self._answer(partial(_of_part, address)))
-            for address in installed_plugins("pages").names
         ]
         routes.append(Route("/explain/{id:path}", self._answer(self._explain)))
         routes += [Route("/events", self._events), Mount("/static", StaticFiles(directory=STATIC))]

@@ -18,7 +18,6 @@ from agentrl.algorithms.engines.vllm.fleet import VllmFleet
 from agentrl.algorithms.engines.vllm.process import VllmProcess, gpus_taken
 from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.engines.vllm.serving import TrainedModel, VllmHost
-from agentrl.algorithms.engines.vllm.table import vllm_of
 from agentrl.algorithms.model.adapters import Adapters
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.cpu_threads import computing_with
@@ -27,17 +26,11 @@ from agentrl.algorithms.model.inputs import Inputs, inputs_of
 from agentrl.algorithms.model.load import Tokenizer, checkpoint_weights
 from agentrl.algorithms.model.packing import pack_rows
 from agentrl.algorithms.model.tool_parser import TOOL_FORMAT
-from agentrl.algorithms.preflight.estimate import (
-    GIB,
-    SERVING,
-    USABLE_MEMORY,
-    bytes_needed,
-    bytes_of_token,
-    bytes_of_weight,
-)
+from agentrl.algorithms.preflight.estimate import vllm_share
 from agentrl.algorithms.preflight.proof import tolerance
 from agentrl.base.access import read_sent_key
-from agentrl.config import RunConfig, TorchLearnerConfig
+from agentrl.config import RunConfig
+from agentrl.config.infrastructure import VllmConfig, VllmEngineConfig
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
@@ -53,7 +46,8 @@ def vllm_server(
 ) -> VllmServer:
     """The server for vLLM, as a child process or at `engine.vllm.urls`. Every publish sends it the
     weights of `model` or its adapters."""
-    engine, dtype = vllm_of(config), config.policy.dtype
+    engine, dtype = config.engine, config.policy.dtype
+    assert isinstance(engine, VllmEngineConfig)
     learned = _trained_model(model, tokenizer, adapters, engine.threads or 1)
     in_flight = config.algorithm.samples_during_update
     folder = Path(config.output, "vllm").absolute()
@@ -90,7 +84,7 @@ def vllm_server(
             adapters=max(len(learned.adapters), engine.vllm.max_adapters) if adapters else 0,
             rank=learned.rank,
             side_by_side=in_flight,
-            memory=_gpu_memory(config, model),
+            memory=_gpu_memory(config, engine.vllm, model),
             media=_media(learned.inputs),
         )
     return VllmServer(
@@ -113,10 +107,9 @@ def _media(inputs: Inputs | None) -> tuple[str, ...]:
     return "--limit-mm-per-prompt", json.dumps(limits)
 
 
-def _gpu_memory(config: RunConfig, model: Any) -> float:
+def _gpu_memory(config: RunConfig, vllm: VllmConfig, model: Any) -> float:
     """Fraction of the GPU's memory for a vLLM child; 0: vLLM's default. Raises PolicyError if the
     learner leaves too little, and for settings that need a GPU without one."""
-    vllm = vllm_of(config).vllm
     if model.device.type != "cuda":
         if vllm.sleep or vllm.gpu_memory:
             raise PolicyError(
@@ -128,31 +121,6 @@ def _gpu_memory(config: RunConfig, model: Any) -> float:
         return vllm.gpu_memory  # vLLM has GPUs of its own
     total = torch.cuda.get_device_properties(model.device).total_memory
     return vllm.gpu_memory or vllm_share(config, model, total)
-
-
-def vllm_share(config: RunConfig, network: Any, total: int) -> float:
-    """The fraction of a GPU of `total` bytes that the learner of `network` leaves to vLLM. If vLLM
-    sleeps during updates, memory that only updates need counts as free.
-
-    Raises PolicyError if that is too little for the weights and one call."""
-    engine = vllm_of(config)
-    needs = bytes_needed(config, network)
-    if engine.vllm.sleep:
-        del needs["activations"], needs["logits"]
-        if isinstance(config.learner, TorchLearnerConfig) and config.learner.offload:
-            del needs["optimizer"]
-    left = USABLE_MEMORY * total - sum(needs.values())
-    served = SERVING * network.num_parameters() * bytes_of_weight(config)
-    least = served + engine.max_context * bytes_of_token(config, network)
-    if left < least:
-        shown = ", ".join(f"{name} {size / GIB:.2g}" for name, size in needs.items() if size)
-        raise PolicyError(
-            f"vLLM needs {least / GIB:.2g} GiB of the learner's GPU for weights and one call, and "
-            f"{max(left, 0) / GIB:.2g} of {total / GIB:.2g} are left (the learner: {shown}); set "
-            "engine.vllm.sleep=1 and learner.offload=true, policy.lora.rank, a smaller "
-            "learner.token_budget or engine.max_context, or engine.vllm.gpu_memory yourself"
-        )
-    return left / total
 
 
 def _trained_model(

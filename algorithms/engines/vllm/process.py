@@ -25,8 +25,8 @@ from agentrl.algorithms.engines.vllm.child import (
     HoldMiddleware,
 )
 from agentrl.algorithms.engines.vllm.serving import BASE, LostError, ServedModel
-from agentrl.algorithms.engines.vllm.table import VllmEngineConfig
 from agentrl.base.processes import PARENT, environment_without_secrets
+from agentrl.config.infrastructure import VllmEngineConfig
 from agentrl.errors import PolicyError, install_command
 from agentrl.types import POLICY, Json
 

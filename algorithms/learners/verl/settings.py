@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from agentrl.algorithms.learners.verl.table import VerlConfig, VerlLearnerConfig, verl_of
 from agentrl.config import RunConfig
+from agentrl.config.infrastructure import VerlConfig, VerlLearnerConfig
 from agentrl.config.keys import flatten
-from agentrl.config.schema import MODEL_LR
+from agentrl.config.learning import MODEL_LR
 from agentrl.errors import ConfigError, install_command
 
 VERL = ((0, 9), (0, 11))  # supported releases: from, and below
@@ -61,7 +61,7 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
     Raises ConfigError for settings that verl does not support."""
     for key, why in _unsupported_settings(config):
         raise ConfigError(f"{key}: {why}; leave it out, or set learner.kind = 'torch'")
-    asked, lora = verl_of(config), config.policy.lora
+    asked, lora = _own(config), config.policy.lora
     narrow = "bf16" if config.policy.dtype == "bfloat16" else "fp32"
     packed = asked.attention == "flash_attention_2"
     decoder = {
@@ -98,6 +98,11 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
         "critic": _critic(config, decoder, optimizer),
     }
     return _with_options(known, asked)
+
+
+def _own(config: RunConfig) -> VerlConfig:
+    assert isinstance(config.learner, VerlLearnerConfig)
+    return config.learner.verl
 
 
 def _strategy(asked: VerlConfig) -> str:
@@ -161,7 +166,7 @@ def check(config: RunConfig) -> None:
         return
     settings(config, config.policy.model)
     check_installed()
-    _check_reachable(verl_of(config).address or os.environ.get("RAY_ADDRESS", ""))
+    _check_reachable(_own(config).address or os.environ.get("RAY_ADDRESS", ""))
 
 
 def check_installed() -> None:
@@ -215,7 +220,7 @@ def _unsupported_settings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "critic.model = 'shared'", "a critic of verl is a model of its own ('copy')"
     if config.learner.packing == "trie":
         yield "learner.packing = 'trie'", "verl has rows only"
-    if _strategy(verl_of(config)) == MEGATRON:
+    if _strategy(_own(config)) == MEGATRON:
         whole = {
             "policy.lora.rank": config.policy.lora.rank,
             "critic.model": config.critic.model,

@@ -30,7 +30,7 @@ from agentrl.algorithms.preflight.training import with_proven_packing
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve
-from agentrl.config.schema import PolicyConfig
+from agentrl.config.learning import PolicyConfig
 from agentrl.doctor import command, machine, policy, proofs
 from agentrl.doctor.command import examine
 from agentrl.errors import PolicyError

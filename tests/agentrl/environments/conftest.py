@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from agentrl.base.loading import load_attribute
 from agentrl.config import RunConfig, resolve
 from agentrl.environments.reference import parse
+from agentrl.environments.runner import played_environment
 from agentrl.runners.executors.factory import make_executor
-from agentrl.runners.hooks import runner_hooks
 from agentrl.types import Rollout
 from tests.runners.conftest import Bench
 from tests.runners.conftest import bench as bench
@@ -40,9 +40,10 @@ async def play(bench: Bench) -> AsyncIterator[Play]:
     async def played(
         config: RunConfig, split: str = "train", times: int = 1, **options: Any
     ) -> list[Rollout]:
-        hooks = runner_hooks(config, HERE)
+        environment = played_environment(config, HERE)
         gateway = bench.gateway.base_url
-        given = next(filter(None, (part.executor(gateway) for part in hooks)), None)
+        make = environment and environment.make_executor
+        given = make() if make else None
         executor = make_executor(config, root=HERE, gateway=gateway, runner="test", given=given)
         started.append(executor)
         await executor.start()

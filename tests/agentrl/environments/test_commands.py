@@ -14,7 +14,6 @@ import pytest
 from click.testing import CliRunner
 
 from agentrl import plugins
-from agentrl.base import parts
 from agentrl.cli.main import cli
 from agentrl.environments.commands import install as command_install
 from agentrl.environments.commands.show import message_of
@@ -176,8 +175,7 @@ def test_list(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(here)
     points = [("guess", "guesses:Guess"), ("lost", "nothing_of_this:Lost")]
     known = EntryPoints(EntryPoint(*point, "agentrl.environments") for point in points)
-    for module in (parts, plugins):
-        monkeypatch.setattr(module, "installed_plugins", lambda kind: known)
+    monkeypatch.setattr(plugins, "plugin_points", lambda group: known)
     first, second, third = run("list").output.splitlines()
     assert first.split(maxsplit=1) == ["guess", "Guess a number"]
     assert second.split() == ["needs", "nothing"]

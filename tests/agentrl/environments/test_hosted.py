@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from agentrl.config.derived import Named
 from agentrl.environments import hosted
 from agentrl.environments.hosted import Helper, Request
-from agentrl.environments.reference import Named
+from agentrl.environments.runner import played_environment
 from agentrl.errors import ConfigError
-from agentrl.runners.hooks import runner_hooks
 from agentrl.types import ErrorKind, RolloutState
 from tests.agentrl.environments.conftest import HERE, Play, settings
 from tests.runners.conftest import Bench
@@ -79,7 +79,9 @@ async def test_isolation_gives_each_rollout_a_process(bench: Bench, play: Play) 
 
 async def test_others_stay_in_the_runners_process() -> None:
     config = settings("Line:2")
-    assert not any(part.executor("") for part in runner_hooks(config, HERE))
+    environment = played_environment(config, HERE)
+    assert environment is not None
+    assert environment.make_executor is None
 
 
 @pytest.mark.parametrize("own", [True, False])

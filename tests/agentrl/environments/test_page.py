@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from agentrl.config import load
+from agentrl.config.derived import Named
 from agentrl.environments import hosted
-from agentrl.environments.reference import Named
 from agentrl.environments.scripted import stage
 from agentrl.store import open_store
 from agentrl.trainer import run_training

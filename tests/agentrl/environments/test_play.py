@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.config.derived import Named
 from agentrl.environments import Endpoint, EpisodeError, play
-from agentrl.environments.reference import Named
 from agentrl.environments.scripted import stage
 from agentrl.types import ErrorKind, Rollout, RolloutState, Scope
 from tests.agentrl.environments.conftest import HERE, Play, settings

@@ -14,8 +14,9 @@ from agentrl import trainer
 from agentrl.base.loading import load_tasks
 from agentrl.cli.main import cli
 from agentrl.config import differences, from_store, load, to_toml
+from agentrl.config.derived import Named
 from agentrl.environments import reference
-from agentrl.environments.reference import Named, made, parse
+from agentrl.environments.reference import made, parse
 from agentrl.errors import ConfigError
 from tests.agentrl.environments.conftest import HERE, settings
 from tests.conftest import Register

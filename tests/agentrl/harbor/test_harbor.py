@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from agentrl.config import resolve
+from agentrl.environments.runner import played_environment
 from agentrl.environments.settings import check
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.harbor.environment import Harbor
 from agentrl.harbor.trial import clean
 from agentrl.runners.containers.pool import Containers
-from agentrl.runners.hooks import role_rules, runner_hooks
 from tests.agentrl.harbor.folders import Scripted, write_task
 from tests.runners.containers.real import ENGINE, needs_podman, podman
 
@@ -373,7 +373,9 @@ def test_calls_of_a_harness_that_are_not_its_agents_have_roles(tmp_path: Path) -
     write_task(tmp_path / "tasks" / "t")
     data = {"name": "t", "environment": "harbor:tasks", "root": str(tmp_path)}
     config = resolve(data | {"environment_options": {"harness": "mine.toml"}}, source="test")
-    (rule,) = role_rules(config, runner_hooks(config, tmp_path))
+    environment = played_environment(config, tmp_path)
+    assert environment is not None
+    (rule,) = environment.role_rules
     assert rule.role == "title"
     refused = resolve(data | {"agent": {"harness": "codex"}}, source="test")
     with pytest.raises(ConfigError, match=r"move harness = 'codex' to \[environment_options\]"):

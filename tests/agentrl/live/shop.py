@@ -17,9 +17,8 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from agentrl.errors import Conflict
-from agentrl.live.records.documents import Event, Lanes, decide, told
+from agentrl.live.records.documents import Event, Lanes, decide, policy_of, told
 from agentrl.live.records.sessions import ended
-from agentrl.live.records.table import policy_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import SESSION, Reward, Rollout, StepReward

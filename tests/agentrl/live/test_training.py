@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.algorithm_process import added_features
 from agentrl.config import resolve
-from agentrl.live.records.table import UNBOUNDED
+from agentrl.config.derived import UNBOUNDED
 from agentrl.live.training import NICENESS, Live, yield_to_answers
 
 

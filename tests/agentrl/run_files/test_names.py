@@ -17,7 +17,7 @@ from agentrl.store import open_store
 
 
 def start(file: Path, *overrides: str) -> None:
-    assert list(names.check(load(file, overrides))) == []
+    names.check_name(load(file, overrides))
 
 
 async def opened(config: RunConfig) -> None:

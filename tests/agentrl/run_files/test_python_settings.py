@@ -11,12 +11,11 @@ import pytest
 from rich.console import Console
 
 from agentrl import Trainer, measured, trainer
-from agentrl.algorithms.demonstrations.table import WarmupConfig, warmup_of
 from agentrl.base.loading import load_tasks
-from agentrl.config import RunConfig, resolve
-from agentrl.config.python import given
+from agentrl.config import RunConfig, hints, resolve
+from agentrl.config.learning import WarmupConfig
+from agentrl.config.run_file import given
 from agentrl.errors import ConfigError
-from agentrl.run_files import hints
 
 ROOT = Path(__file__).parents[3]
 RUN_FILES = sorted(
@@ -83,7 +82,7 @@ def test_conversations_to_imitate_may_be_objects(
             *(print, [{"input": "a"}], len, tiny_model_dir),
             **{"output": str(tmp_path), "warmup.steps": 3, "warmup.data": demonstrations},
         ).fit(fresh=True)
-        return warmup_of(started[-1])
+        return started[-1].warmup
 
     for written in ([chat, chat], (one for one in (chat, chat))):
         settings = train(written)

@@ -15,15 +15,14 @@ from click.testing import CliRunner
 from msgspec import to_builtins
 
 from agentrl.cli.main import cli
-from agentrl.config import store_with
 from agentrl.config.run_file import resolve
 from agentrl.errors import Invalid, NotFound, StoreError
+from agentrl.run_stores import VARIABLE, find, places, store_with
 from agentrl.scores import are_shares
 from agentrl.store import open_store
 from agentrl.types import RunState, StepCommit
 from agentrl.view import charts
 from agentrl.view.home.home import Home
-from agentrl.view.home.stores import VARIABLE, find, places
 from agentrl.view.pages import Page
 from agentrl.view.summaries import (
     Verdict,

@@ -173,17 +173,14 @@ def test_scores_and_texts_of_candidates(client: httpx.Client) -> None:
     assert "Why? &lt;/script&gt;" in page
 
 
-async def test_without_their_part_candidates_are_named_and_lead_nowhere(tmp_path: Path) -> None:
+async def test_runs_and_rollouts_lead_to_candidates(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'store.db'}"
     await filled.fill_search(url, tmp_path)
     async with open_store(url, readonly=True) as store:
         pages, rollout = Pages(store), f"search/prompts/heldout/{filled.CANDIDATES[1]}/0000"
-        for prompts in (True, False):
-            run, read = render(await pages.run("search", {})), render(await pages.rollout(rollout))
-            assert ('href="/prompts/search"' in run) == prompts
-            assert ('href="/prompt/' in read) == prompts
-            assert f"prompt {filled.CANDIDATES[1]}" in read
-            pages.parts = {}
+        assert 'href="/prompts/search"' in render(await pages.run("search", {}))
+        read = render(await pages.rollout(rollout))
+        assert re.search(rf'href="/prompt/[^"]+">prompt {filled.CANDIDATES[1]}<', read)
 
 
 def test_rollouts_are_compared_by_words(client: httpx.Client) -> None:

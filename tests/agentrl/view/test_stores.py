@@ -33,8 +33,8 @@ async def shown(url: str, folder: Path) -> list[str]:
             await pages.rollout("run/train/g0000003/0001"),
             await pages.data("likes", {}),
             await pages.data("likes", {"split": "test", "version": "2"}),
-            await pages.of_part("prompts", "search", {}),
-            await pages.of_part("prompt", BETTER, {"run": "search"}),
+            await pages.prompts("search"),
+            await pages.prompt("search", BETTER),
         ]
         await home.close()
     times = re.compile(r'\d+\u202f\w+|\d+ \w+ ago|\d+\.\d\d s\b|<td class="n"[^>]*>\d+\.\d\d</td>')

@@ -13,13 +13,13 @@ import transformers
 from packaging.version import Version
 
 from agentrl.config import RunConfig
-from agentrl.config.schema import PolicyConfig
+from agentrl.config.agents import ImagesConfig
+from agentrl.config.learning import PolicyConfig
 from agentrl.runners.executors.environment import environment
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.server import Gateway
 from agentrl.vision.classes import OLDEST
-from agentrl.vision.table import ImagesConfig
 from tests.runners.conftest import RUN, Bench, impatient, model, store
 
 __all__ = ["impatient", "model", "store"]

@@ -12,13 +12,13 @@ import openai
 import pytest
 
 from agentrl.config import RunConfig, UpstreamConfig
-from agentrl.config.schema import MemberConfig
+from agentrl.config.learning import MemberConfig
 from agentrl.errors import NotFound, Unavailable
+from agentrl.runners.gateway import images as eyes
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.recorded import question
 from agentrl.store.sql.images import IN_FLIGHT
 from agentrl.types import Branch, PolicyVersion, RolloutState, Transition
-from agentrl.vision import gateway as eyes
 from tests.agentrl.vision.calls import BLUE, DIGESTS, RED, TEXT, ask, named, shown, stored, user
 from tests.agentrl.vision.conftest import Opened, seeing
 from tests.agentrl.vision.pictures import claiming, exif, picture, url

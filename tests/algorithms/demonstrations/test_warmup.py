@@ -15,7 +15,6 @@ import torch
 from agentrl import trainer
 from agentrl.algorithms.credit.core import Imitated
 from agentrl.algorithms.demonstrations.rows import ConversationReader
-from agentrl.algorithms.demonstrations.table import WarmupConfig
 from agentrl.algorithms.demonstrations.warmup import Patience, as_batch
 from agentrl.algorithms.learners.factory import torch_learner
 from agentrl.algorithms.model.forward import forward_logprobs
@@ -24,6 +23,7 @@ from agentrl.algorithms.model.packing import pack_rows
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import RunConfig, resolve
+from agentrl.config.learning import WarmupConfig
 from agentrl.config.policies import initial_version
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.evaluation.checkpoint.runs import evaluation_run

@@ -269,12 +269,11 @@ def test_policies_have_templates_of_their_own_if_they_have_models(tmp_path: Path
         policy = {"model": "m", "chat_template": "chatml"}
         return resolve({"root": str(tmp_path), "policy": policy, "policies": members}, source="t")
 
-    from agentrl.algorithms.formats.table import chat_template_of
     from agentrl.config.policies import view
 
     own = config(model="n", chat_template="llama3")
     templates.check(own)
-    assert [chat_template_of(view(own, name)) for name in "ab"] == ["chatml", "llama3"]
+    assert [view(own, name).policy.chat_template for name in "ab"] == ["chatml", "llama3"]
     with pytest.raises(ConfigError, match=r"policies.b.chat_template: .* set policy.chat_template"):
         templates.check(config(chat_template="llama3"))
     assert msgspec.to_builtins(view(config(model="n"), "b").policy)["model"] == "n"

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from agentrl.algorithms.prompts.command import prompts
-from agentrl.algorithms.prompts.table import prompt_texts
+from agentrl.algorithms.prompts.texts import prompt_texts
 from agentrl.cli import how_to_continue
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load

@@ -16,7 +16,7 @@ from agentrl.algorithms.prompts.apo import apo_search
 from agentrl.algorithms.prompts.gepa import gepa_search
 from agentrl.algorithms.prompts.records import Candidate, Reflection
 from agentrl.algorithms.prompts.search import Search, SearchEnd, TaskResult, answers
-from agentrl.algorithms.prompts.table import prompt_texts
+from agentrl.algorithms.prompts.texts import prompt_texts
 from agentrl.config import resolve
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.types import PromptText
@@ -190,7 +190,7 @@ def test_no_torch_is_needed() -> None:
         "import agentrl.algorithms.sampling.upstreams, agentrl.algorithms.prompts.schedule\n"
         "import agentrl.algorithms.prompts.stored, agentrl.algorithms.prompts.gepa\n"
         "import agentrl.algorithms.prompts.command, agentrl.algorithms.prompts.result\n"
-        "import agentrl.algorithms.prompts.gateway, agentrl.runners.main"
+        "import agentrl.runners.gateway.prompts, agentrl.runners.main"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.replays.branching import branch_points, branches, choose_branch_points
-from agentrl.algorithms.replays.table import BranchingConfig
 from agentrl.algorithms.replays.training import Replays, replay_metrics
 from agentrl.config import RunConfig, resolve
+from agentrl.config.learning import BranchingConfig
 from agentrl.errors import ConfigError
 from agentrl.types import Branch, Purpose, Reward, Rollout, RolloutState, Sampling, float32, int32
 from tests import factories

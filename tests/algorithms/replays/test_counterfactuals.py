@@ -33,7 +33,7 @@ from agentrl.config.policies import view
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import Branch, Group, NewRollout, Purpose, Reward, Rollout, RolloutState, Scope
 from tests import factories
-from tests.agentrl.test_policies import team as members
+from tests.agentrl.config.test_policies import team as members
 
 GAME = {"1": 0.2, "12": 0.6, "13": 0.4, "23": 0.0, "123": 1.0}  # the catalogue's, E13
 ROLES = ["1", "2", "3"]

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from agentrl.algorithms.replays.coalitions import difference
-from agentrl.algorithms.replays.gateway import Recording, recorded_calls
 from agentrl.runners.dialects.base import CHAT
+from agentrl.runners.gateway.replays import Recording, recorded_calls
 from agentrl.runners.gateway.request import ModelRequest
 from agentrl.types import Branch, Transition
 from tests import factories

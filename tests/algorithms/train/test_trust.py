@@ -374,7 +374,7 @@ def test_what_cannot_be_undone_is_refused_where_it_is_asked_for(tmp_path: Path) 
 @pytest.mark.part
 def test_a_data_set_s_tokens_are_not_the_policy_s() -> None:
     from agentrl.algorithms.preferences.collector import from_dataset
-    from agentrl.algorithms.preferences.table import DataConfig
+    from agentrl.config.learning import DataConfig
 
     settings = {"data": {"name": "pairs"}, "algorithm": {"max_kl": 0.1}, "policy": {"model": "x"}}
     with pytest.raises(ConfigError, match=r"algorithm.max_kl has no effect in a run on \[data\]"):

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import AgentConfig, PolicyConfig, RunConfig, RunnerConfig
+from agentrl.config.agents import WorkspaceConfig
 from agentrl.runners.harnesses.check import RequestLog, SeenRequest
 from agentrl.runners.harnesses.preset import load_preset
 from agentrl.runners.main import attempt_runner
 from agentrl.runners.worker import Worker
-from agentrl.runners.workspace.table import WorkspaceConfig
 from agentrl.store import open_store
 from agentrl.types import Json, NewRollout, PolicyVersion, Transition
 from tests.benchmarks.clients.install import HERE, Client

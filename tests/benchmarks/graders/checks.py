@@ -257,9 +257,9 @@ def date_text() -> Any:
 
 def episode_of(fault: str) -> Any:
     """What verifiers says of an episode whose task fails: errors, and the reward."""
+    from agentrl.config.derived import Named
     from agentrl.environments import hosted, scripted
     from agentrl.environments.plugins import verifiers_v1
-    from agentrl.environments.reference import Named
 
     seen: list[Any] = []
 

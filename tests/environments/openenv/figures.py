@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.derived import Named
 from agentrl.environments import hosted
-from agentrl.environments.reference import Named
 from agentrl.environments.scripted import stage
 from tests.environments.openenv.served import served
 

@@ -18,9 +18,9 @@ from agentrl.runners.features import run_features
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.harnesses.preset import load_preset
 from tests.runners.conftest import Bench, FakeModel, ids
+from tests.runners.gateway.templates import text_of
 from tests.runners.harnesses.fillers import PHRASES, SYLLABLES, is_json
 from tests.runners.harnesses.stored import HARNESSES, StoredRequest, as_chat, stored
-from tests.runners.templates.templates import text_of
 
 SAID = "It is é done."
 FILLER = re.compile(f"({'|'.join(SYLLABLES)}){{2}}")

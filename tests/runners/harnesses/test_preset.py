@@ -21,7 +21,7 @@ from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.harnesses.executor import HarnessExecutor
 from agentrl.runners.harnesses.hooks import join
 from agentrl.runners.harnesses.preset import HARNESSES, Preset, load_preset
-from agentrl.runners.hooks import role_rules, runner_hooks
+from agentrl.runners.main import role_rules
 from agentrl.types import ErrorKind
 from tests.runners.conftest import Bench
 
@@ -182,7 +182,8 @@ def test_rules_of_the_run_file_come_before_those_of_the_harness(odd: Path) -> No
     config = load(file)
     scout = RoleRule(role="scout", header={"x-scout": "*"}, tools=True)
     assert config.roles == {"side": "policy"}
-    assert role_rules(config, runner_hooks(config, odd)) == [
+    preset = load_preset(config.agent.harness, odd)
+    assert role_rules(config, None, preset) == [
         scout,
         RoleRule(role="side", tools=False),
     ]

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from agentrl.config import AgentConfig, RetriesConfig
+from agentrl.config.infrastructure import PoolConfig, PoolRunnerConfig
 from agentrl.errors import AgentRLError
 from agentrl.runners.processes import pool as module
 from agentrl.runners.processes.pool import PoolExecutor
-from agentrl.runners.processes.table import PoolConfig, PoolRunnerConfig
 from agentrl.types import ErrorKind, RolloutState
 
 AGENT = """

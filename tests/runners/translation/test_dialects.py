@@ -11,12 +11,12 @@ from aiohttp.test_utils import make_mocked_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.runners.dialects import OWN, Dialect, UntranslatableError, dialect_of
+from agentrl.runners.dialects import Dialect, UntranslatableError
 from agentrl.runners.dialects.base import CHAT
 from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.runners.gateway.apis import GOOGLE, OWN, dialect_of
 from agentrl.runners.gateway.request import read_request
 from agentrl.runners.translation import google, google_json, messages, responses
-from agentrl.runners.translation.gateway import GOOGLE
 
 NAMES = sorted(
     {*responses.ALLOWED, *responses.IDLE, *responses.TRANSLATED}

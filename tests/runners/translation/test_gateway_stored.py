@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from agentrl.runners.translation import stored
+from agentrl.runners.gateway import stored_responses
 
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 WRITTEN = '{"a":  1}'
@@ -26,7 +26,7 @@ def said(text: str) -> Any:
     return {"role": "assistant", "content": text}
 
 
-SUMMARIZE = user(stored.SUMMARIZE)
+SUMMARIZE = user(stored_responses.SUMMARIZE)
 REPLACED = "The conversation before this was replaced by your summary of it:\n\necho summary"
 
 
@@ -262,7 +262,7 @@ async def test_calls_continue_a_conversation(
 async def test_conversations_are_bounded(
     bench: Any, active: Any, sdk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored, "MOST_BYTES", 1000)
+    monkeypatch.setattr(stored_responses, "MOST_BYTES", 1000)
     first = await sdk.conversations.create(items=[user("a" * 600)])
     with pytest.raises(openai.APIStatusError, match="at most 1000 bytes; delete one"):
         await sdk.conversations.create(items=[user("a" * 600)])

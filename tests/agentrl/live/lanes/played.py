@@ -20,11 +20,11 @@ from agentrl.live.records.documents import (
     Version,
     VersionKind,
     decide,
+    policy_of,
     put_version,
     told,
 )
 from agentrl.live.records.marks import MARK, OUTCOME, SOURCE, Mark
-from agentrl.live.records.table import policy_of
 from agentrl.store.base import Store
 from agentrl.types import (
     SESSION,

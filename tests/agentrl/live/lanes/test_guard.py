@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from agentrl.config.live import REFUSAL, GuardConfig, LiveConfig
 from agentrl.live.lanes.served import EARLY
 from agentrl.live.records.documents import Lanes
 from agentrl.live.records.marks import FAILED, GATEWAY
-from agentrl.live.records.table import REFUSAL, GuardConfig, LiveConfig
 from agentrl.store import open_store
 from agentrl.types import Reward, RolloutState, StepReward
 from tests.agentrl.live.lanes.played import RUN, Shop, config

@@ -14,10 +14,10 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.config import RunConfig, resolve
+from agentrl.config.live import LiveConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.live.lanes import heldout
 from agentrl.live.records.documents import Event, HeldOutScore, Lanes, Told, Version, told
-from agentrl.live.records.table import LiveConfig
 from agentrl.store import open_store
 from tests.agentrl.live.lanes.played import Shop
 from tests.agentrl.live.lanes.test_return import agentrl

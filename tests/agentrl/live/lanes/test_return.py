@@ -15,8 +15,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from agentrl.live.records.documents import told
-from agentrl.live.records.table import policy_of
+from agentrl.live.records.documents import policy_of, told
 from agentrl.runners.sessions.feedback import session_group
 from agentrl.store.base import Store
 from agentrl.types import Transition

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from agentrl.config.live import GuardConfig, LiveConfig
 from agentrl.live.lanes.served import EARLY, HELD, NEWEST, ServedSessions, early_of
 from agentrl.live.records.documents import Lanes
 from agentrl.live.records.marks import RESULT_ENDED, SOURCE
-from agentrl.live.records.table import GuardConfig, LiveConfig
 from agentrl.store import open_store
 from agentrl.types import Purpose, Reward, Rollout, RolloutState, StepCommit
 from tests.agentrl.live.lanes.drawn import mark

@@ -22,8 +22,8 @@ import agentrl
 from agentrl import Reward, Scope
 from agentrl.cli.main import cli
 from agentrl.errors import AgentRLError, NotFound, Unavailable
-from agentrl.runners.langchain_steps import steps
 from agentrl.runners.tracing import core as tracing
+from agentrl.runners.tracing import langchain_steps as steps
 from agentrl.telemetry.otlp import export, genai
 from agentrl.types import Span, Trace, Transition
 from tests import factories

@@ -20,6 +20,7 @@ from agentrl.base import loading
 from agentrl.base.loading import is_installed
 from agentrl.base.processes import Child
 from agentrl.config import RunConfig, resolve
+from agentrl.config.infrastructure import MetricsConfig
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.telemetry.sinks import base, process
@@ -32,7 +33,6 @@ from agentrl.telemetry.sinks.base import (
     public_settings,
     save_position,
 )
-from agentrl.telemetry.sinks.table import MetricsConfig
 from agentrl.types import StepRow
 from tests import factories
 

@@ -28,8 +28,8 @@ from agentrl.algorithms.engines.vllm.child import (
 from agentrl.algorithms.engines.vllm.process import VllmProcess, check_installed
 from agentrl.algorithms.engines.vllm.serving import HOLD, LOAD, OPEN, RUNNING, UNLOAD, ServedModel
 from agentrl.algorithms.engines.vllm.spans import SpanMiddleware, answer
-from agentrl.algorithms.engines.vllm.table import VllmConfig, VllmEngineConfig
 from agentrl.base.processes import SECRETS
+from agentrl.config.infrastructure import VllmConfig, VllmEngineConfig
 from agentrl.errors import PolicyError
 
 # Answers /health on the port that follows --port, and starts a process that ignores SIGTERM.

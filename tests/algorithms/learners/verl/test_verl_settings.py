@@ -164,7 +164,7 @@ def test_a_ray_that_answers_or_that_ray_finds_itself_is_not_refused(
 def test_the_doctor_misses_flash_attention_where_verl_uses_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agentrl.algorithms.learners.verl.table.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.config.infrastructure.find_spec", lambda name: None)
     found = machine.packages(config_of())
     cure = "set learner.verl.attention=sdpa, or install flash-attn"
     assert found == ("fail", f"no flash attention; {cure}")

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from agentrl.algorithms.learners.base import LossCoefficients, StepReport
 from agentrl.algorithms.learners.verl.learner import VerlLearner
-from agentrl.algorithms.learners.verl.table import VerlConfig, VerlLearnerConfig
-from agentrl.config.schema import CriticConfig, ReferenceConfig, RunConfig
+from agentrl.config.infrastructure import VerlConfig, VerlLearnerConfig
+from agentrl.config.learning import CriticConfig, ReferenceConfig
+from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError
 
 

@@ -1,0 +1,107 @@
+"""The model APIs that agents may call, by the paths of their routes, which follow the prefix of an
+attempt: OpenAI's completions, and those that are translated into them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from agentrl.runners.dialects import Dialect
+from agentrl.runners.dialects.base import CHAT, TEXT
+from agentrl.runners.dialects.conversation import Body
+from agentrl.runners.gateway import stored_responses, translated
+from agentrl.runners.gateway.attribution import CallOrigin
+from agentrl.runners.translation import google, messages, responses
+
+if TYPE_CHECKING:
+    from agentrl.runners.gateway.endpoints import Endpoints
+
+    Answer = Callable[[Endpoints, CallOrigin, web.Request], Awaitable[web.StreamResponse]]
+
+OWN = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelApi:
+    """What the gateway answers on a path, and how it tells errors there."""
+
+    dialect: Dialect  # of errors
+    answer: Answer | None = None  # to a POST
+    others: Mapping[str, Answer] = field(default_factory=dict)  # by method, such as GET or DELETE
+    get: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None  # of no attempt
+    header: str = ""  # that clients of this API send with every request
+    models: Callable[[Sequence[str]], Body] | None = None  # the list of models, for these clients
+
+
+GOOGLE = ModelApi(google.dialect("", stream=False), translated.answer_google)
+TRANSLATED: Mapping[str, ModelApi] = {
+    "/v1/responses": ModelApi(
+        responses.DIALECT, translated.answer_responses, get=translated.no_websocket
+    ),
+    "/v1/responses/compact": ModelApi(responses.DIALECT, stored_responses.compact),
+    "/v1/responses/input_tokens": ModelApi(responses.DIALECT, stored_responses.count),
+    "/v1/responses/{id}": ModelApi(
+        responses.DIALECT,
+        others={"GET": stored_responses.retrieve, "DELETE": stored_responses.forget},
+    ),
+    "/v1/responses/{id}/cancel": ModelApi(responses.DIALECT, stored_responses.cancel),
+    "/v1/responses/{id}/input_items": ModelApi(
+        responses.DIALECT, others={"GET": stored_responses.input_items}
+    ),
+    "/v1/conversations": ModelApi(responses.DIALECT, stored_responses.create),
+    "/v1/conversations/{id}": ModelApi(
+        responses.DIALECT,
+        stored_responses.update,
+        others={"GET": stored_responses.describe, "DELETE": stored_responses.delete},
+    ),
+    "/v1/conversations/{id}/items": ModelApi(
+        responses.DIALECT,
+        stored_responses.add_items,
+        others={"GET": stored_responses.list_items},
+    ),
+    "/v1/conversations/{id}/items/{item}": ModelApi(
+        responses.DIALECT,
+        others={"GET": stored_responses.read_item, "DELETE": stored_responses.remove_item},
+    ),
+    "/v1/messages": ModelApi(
+        messages.DIALECT,
+        translated.answer_messages,
+        header="anthropic-version",
+        models=translated.anthropic_models,
+    ),
+    "/v1/messages/count_tokens": ModelApi(messages.DIALECT, translated.count_messages),
+    "/v1/models/{model}:{verb}": GOOGLE,
+    "/v1beta/models/{model}:{verb}": GOOGLE,
+}
+
+
+def listed() -> list[str]:
+    """Return what is answered, as method and path."""
+    apis = TRANSLATED.items()
+    methods = ((path, [*(["POST"] if api.answer else []), *api.others]) for path, api in apis)
+    found = [f"POST {path}" for path in OWN]
+    return found + [f"{method} {path}" for path, called in methods for method in called]
+
+
+def client_api(request: web.Request) -> ModelApi | None:
+    """Return the API whose clients send a request with these headers, if they tell it."""
+    apis = (api for api in TRANSLATED.values() if api.header)
+    return next((api for api in apis if api.header in request.headers), None)
+
+
+def dialect_of(request: web.Request) -> Dialect:
+    """Return the dialect in which errors of a request are told: that of its path, which may be one
+    that nothing answers, such as `/v1/messages/batches`, or else of its headers."""
+    meant = (api for path, api in TRANSLATED.items() if _pattern(path).search(request.path))
+    api = next(meant, None) or client_api(request)
+    return CHAT if api is None else api.dialect
+
+
+@cache
+def _pattern(path: str) -> re.Pattern[str]:
+    return re.compile("[^/]+".join(map(re.escape, re.split("{.*?}", path))))

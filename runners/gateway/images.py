@@ -1,0 +1,225 @@
+"""Images in a gateway's calls: taken out of the messages, kept once, named by their digests.
+
+The agent sends images as data URLs. What is stored of a call, compared with another and replayed
+has `image:DIGEST` in their place, so two conversations are equal only if their images are.
+Invariant: an image is stored before the call that names it. A policy server gets the agent's own
+messages, but for the embedded one, which reads images from the store.
+Owns: the digests that this process has put lately.
+Writer: the gateway's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from agentrl.base.image_files import ImageRefusedError, read_image
+from agentrl.base.images import KIND, SCHEME, with_data_urls
+from agentrl.config import RunConfig
+from agentrl.config.agents import ImagesConfig
+from agentrl.config.infrastructure import EmbeddedEngineConfig
+from agentrl.config.policies import seeing_policies
+from agentrl.errors import NotFound, StoreError
+from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
+from agentrl.runners.gateway.features import Feature
+from agentrl.runners.gateway.refusals import UpstreamError
+from agentrl.runners.gateway.request import (
+    Fields,
+    Sight,
+    is_empty,
+    kind_of,
+    media_field,
+    not_text,
+    other_model,
+    parts_of,
+)
+from agentrl.runners.gateway.upstream import Messages, Route
+from agentrl.store.base import Store
+from agentrl.types import Image, Json, Transition
+
+ADVICE = "; a policy sees images with policy.vision, which takes an image-text model"
+PIXELS = ("media_io_kwargs", "mm_processor_kwargs")  # fields that change what a policy sees
+PUT_AGAIN = 1200.0  # seconds after which a prune may have removed what nothing refers to
+MOST_REMEMBERED = 100_000  # digests
+LARGEST_PUT = 2**24  # bytes sent to the store at a time
+
+
+class Put(NamedTuple):
+    """An image that is in the store, or on its way there."""
+
+    at: float  # time.monotonic()
+    task: asyncio.Task[None] | None  # until it is done
+
+
+class StoredImages(Feature):
+    """The feature: attempts see images, also those whose endpoints only are shown some."""
+
+    def __init__(self, store: Store, config: RunConfig) -> None:
+        digests, seeing = isinstance(config.engine, EmbeddedEngineConfig), seeing_policies(config)
+        self._sight = ImageSight(store, config.images, seeing, digests=digests)
+        self._needed = bool(seeing or config.upstreams)  # else every image is refused
+
+    def join(self, active: ActiveAttempt) -> None:
+        if not self._needed:
+            active.sight = Sight(ADVICE)
+            return
+        active.changes.append(self._sight.read)
+        active.sight = self._sight
+
+
+class ImageSight(Sight):
+    """How the calls of a run are seen. digests: the policy server reads images from the store."""
+
+    def __init__(
+        self, store: Store, limits: ImagesConfig, seeing: Collection[str], *, digests: bool
+    ) -> None:
+        super().__init__(ADVICE)
+        self._store, self._limits, self._seeing, self._digests = store, limits, seeing, digests
+        self._put = OrderedDict[str, Put]()  # by digest
+
+    def read(self, call: ReceivedCall) -> ReceivedCall:
+        """Return the call with digests in the place of images. What cannot be read stays as it is;
+        it concerns only calls that are trained (`why_not`)."""
+        request, limits = call.request, self._limits
+        count = sum(1 for _ in _images(request.messages))
+        if not count:
+            return call
+        if count > limits.max_per_call:
+            unseen = f"{count} images, more than images.max_per_call = {limits.max_per_call}"
+            return replace(call, request=replace(request, unseen=unseen))
+        found, unseen = list[Image](), ""
+        messages = list(request.messages)
+        for number, index, part in _images(request.messages):
+            try:
+                image = read_image(part, max_bytes=limits.max_bytes, max_pixels=limits.max_pixels)
+            except ImageRefusedError as error:
+                where = f"messages[{number}].content[{index}]"
+                unseen = unseen or f"an image in {where} that it cannot see: {error}"
+                continue
+            found.append(image)
+            messages[number] = _with_part(messages[number], index, _named(part, image.digest))
+        digests, files = tuple(image.digest for image in found), {i.digest: i for i in found}
+        new: dict[str, Any] = {"messages": messages, "images": digests, "files": files}
+        return replace(call, request=replace(request, **new, unseen=unseen))
+
+    def why_not(self, call: ReceivedCall, policy: str) -> str:
+        request = call.request
+        if policy.partition("@")[0] not in self._seeing:  # a snapshot is named policy@steps
+            return super().why_not(call, policy)
+        found = media_field(request.fields) or not_text(request.messages, frozenset({KIND}))
+        if found:
+            return (
+                f"the policy {policy!r} is trained on text and images, and this call has {found},"
+                f" which training would not see: leave it out, or {other_model(call.role)}"
+            )
+        given = (name for name in PIXELS if not is_empty(request.fields.get(name)))
+        if request.images and (name := next(given, "")):
+            return (
+                f"this call has {name}, and training shows the policy {policy!r} the images as its"
+                " model's own processor makes them: leave it out"
+            )
+        if request.unseen:
+            return f"the policy {policy!r} is trained, and this call has {request.unseen}"
+        return ""
+
+    async def sent(self, call: ReceivedCall, messages: Messages, route: Route) -> Fields:
+        request = call.request
+        if route.frozen or not request.images:
+            return await super().sent(call, messages, route)
+        if not call.active.scoring:  # else nothing is recorded
+            tasks = self._begin(call)  # while the model answers, unless it has to read them
+            if self._digests:
+                try:
+                    await _all(tasks)
+                except StoreError as error:
+                    raise UpstreamError(f"an image was not stored: {error}", final=True) from error
+                return request.fields | {"messages": messages}
+        if messages is request.messages:
+            return request.fields
+        return request.fields | {"messages": with_data_urls(messages, request.files)}
+
+    async def add(
+        self, store: Store, call: ReceivedCall, rows: Sequence[Transition]
+    ) -> Sequence[bool]:
+        await _all(self._begin(call))
+        try:
+            return await super().add(store, call, rows)
+        except NotFound:
+            if not call.request.files:
+                raise
+            for digest in call.request.files:  # they may have been pruned
+                self._put.pop(digest, None)
+            await _all(self._begin(call))
+            return await super().add(store, call, rows)
+
+    def _begin(self, call: ReceivedCall) -> list[asyncio.Task[None]]:
+        """Begin to store the images of a call that were not put lately; return what is to be
+        awaited for all of them. Several calls may wait for one."""
+        now, files = time.monotonic(), call.request.files
+        old = Put(-math.inf, None)
+        new = [files[d] for d in files if now - self._put.get(d, old).at >= PUT_AGAIN]
+        run = call.active.attempt.rollout.run
+        for some in _batches(new):
+            task = asyncio.create_task(self._store.put_images(run, some))
+            self._put |= dict.fromkeys((image.digest for image in some), Put(now, task))
+            task.add_done_callback(partial(self._ended, [image.digest for image in some]))
+        while len(self._put) > MOST_REMEMBERED:
+            self._put.popitem(last=False)
+        found = (self._put[digest].task for digest in files if digest in self._put)
+        return list({task for task in found if task is not None})
+
+    def _ended(self, digests: Sequence[str], task: asyncio.Task[None]) -> None:
+        failed = task.cancelled() or task.exception() is not None
+        for digest in digests:
+            put = self._put.get(digest)
+            if put is not None and put.task is task:
+                self._put[digest] = put._replace(task=None)
+                if failed:
+                    del self._put[digest]
+
+
+async def _all(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Wait for tasks, which others may wait for too. Raises their errors."""
+    for task in tasks:
+        await asyncio.shield(task)
+
+
+def _images(messages: Iterable[Mapping[str, Json]]) -> Iterator[tuple[int, int, dict[str, Json]]]:
+    """Yield the parts that are images, with the numbers of message and part."""
+    for number, message in enumerate(messages):
+        for index, part in enumerate(parts_of(message)):
+            if not isinstance(part, str) and kind_of(part) == KIND:
+                yield number, index, part
+
+
+def _with_part(message: Mapping[str, Json], index: int, part: Json) -> dict[str, Json]:
+    parts = [*parts_of(message)]
+    parts[index] = part
+    return {**message, "content": parts}
+
+
+def _named(part: Mapping[str, Json], digest: str) -> dict[str, Json]:
+    """Return a part with a digest for its image."""
+    given = part[KIND]
+    about = given if isinstance(given, dict) else {}
+    return {**part, "type": KIND, KIND: {**about, "url": SCHEME + digest}}
+
+
+def _batches(images: Sequence[Image]) -> Iterator[list[Image]]:
+    """Split images so that each request to a store has a bounded size."""
+    some, size = list[Image](), 0
+    for image in images:
+        if some and size + len(image.body) > LARGEST_PUT:
+            yield some
+            some, size = [], 0
+        some.append(image)
+        size += len(image.body)
+    if some:
+        yield some

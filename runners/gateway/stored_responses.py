@@ -1,0 +1,356 @@
+"""What OpenAI's server keeps of the Responses API, for the time of one attempt: responses and their
+items, conversations, and compactions.
+
+An attempt sees only its own, and its end forgets them. A compaction is a call of the policy like
+any other, recorded and trained: its answer is the text of the compaction item, which the next
+request is rendered from. Nothing here runs in the background.
+Source: https://platform.openai.com/docs/api-reference/responses and /conversations
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from aiohttp import web
+
+from agentrl.base.http_server import read_body
+from agentrl.runners.dialects import UntranslatableError, base
+from agentrl.runners.dialects.base import Dialect
+from agentrl.runners.dialects.conversation import Body, ConversationMemory
+from agentrl.runners.gateway.attribution import CallOrigin
+from agentrl.runners.gateway.refusals import RefusedError
+from agentrl.runners.gateway.translated import count_tokens
+from agentrl.runners.translation import common, responses
+from agentrl.types import Json
+
+if TYPE_CHECKING:
+    from agentrl.runners.gateway.endpoints import Endpoints
+
+MOST_BYTES = 64 * 2**20  # of the items of an attempt's conversations, as JSON
+PAGE, LARGEST_PAGE = 20, 100  # items
+# Beginning of the ids of items, by type; others begin with "item".
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "compaction": "cmp"}
+PREFIXES |= {"custom_tool_call": "ctc", "function_call_output": "fco"}
+# Messages that a compaction keeps word for word.
+KEPT = ("user", "system", "developer")
+SUMMARIZE = (
+    "Summarize the conversation so far for yourself: from now on you have your summary in place of"
+    " everything but the user's own messages. Say what the goal is, what was done and found out,"
+    " with the exact names, values and ids that are still needed, what was decided, what is open"
+    " and what comes next. Answer with the summary only."
+)
+
+
+# -- compaction ------------------------------------------------------------------------------------
+
+
+class CompactionTranslation(responses.ResponsesTranslation):
+    """A request to compact a conversation, which the policy answers with a summary."""
+
+    def __init__(self, body: Body, memory: ConversationMemory) -> None:
+        for name in ("conversation", "stream"):
+            if body.get(name):
+                why = "is not possible for a compaction; leave it out"
+                raise UntranslatableError(name, why)
+        asked = {name: value for name, value in body.items() if name != "text"}  # of an answer
+        super().__init__(asked | {"store": False}, memory)
+        if not self.history:
+            why = "there is nothing to compact; send input or previous_response_id"
+            raise UntranslatableError("input", why, code="missing_parameter")
+        self.ignored += ["text"] if body.get("text") else []
+        self.chat["messages"] = [*self.chat["messages"], {"role": "user", "content": SUMMARIZE}]
+        self._given = memory
+
+    def whole(self, completion: Body, prompt_tokens: int) -> bytes:
+        super().whole(completion, prompt_tokens)
+        said = [item for item in self._items if item["type"] == "message"]
+        parts = (part for item in said for part in item["content"])
+        text = "".join(part.get("text") or part.get("refusal") or "" for part in parts)
+        sealed = common.seal(responses.SUMMARY + text)
+        found = (complete(item, self._given) for item in self.history)
+        output = [item for item in found if item.get("role") in KEPT]
+        head = {"id": responses.new_id("cmp"), "type": "compaction"}
+        answer: Body = {"id": self.answer["id"], "object": "response.compaction"}
+        answer |= {name: self.answer[name] for name in ("created_at", "usage")}
+        return msgspec.json.encode(
+            answer | {"output": [*output, head | {"encrypted_content": sealed}]}
+        )
+
+
+COMPACTION = Dialect("chat/completions", base.error, CompactionTranslation)
+
+
+async def compact(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    return await endpoints.call(COMPACTION, caller, request)
+
+
+async def count(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    how = partial(count_tokens, endpoints, caller, request, responses.DIALECT)
+    about = {"object": "response.input_tokens"}
+    return await how(responses.prompt_of, "input_tokens", about=about)
+
+
+# -- stored responses ------------------------------------------------------------------------------
+
+
+async def retrieve(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    answer, _ = _response(caller, request)
+    if request.query.get("stream", "false") != "false":
+        why = "a stored response is returned as a whole; leave stream out"
+        raise UntranslatableError("stream", why)
+    _refuse_unknown(request, "include_obfuscation", "stream")
+    return web.json_response(body=msgspec.json.encode(answer))
+
+
+async def forget(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    answer, _ = _response(caller, request)
+    kept, id = caller.active.memory.kept, answer["id"]
+    for item in answer["output"]:
+        kept["items"].pop(item["id"], None)
+    kept["responses"].pop(id)
+    kept["answers"].pop(id, None)
+    return web.json_response({"id": id, "object": "response", "deleted": True})
+
+
+async def cancel(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    _response(caller, request)
+    why = "it is complete; only a response in the background could be cancelled, and there is"
+    raise UntranslatableError("response_id", f"{why} none behind this gateway")
+
+
+async def input_items(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    """List the items before a response: its input, after that of the responses it continues."""
+    _, before = _response(caller, request)
+    memory = caller.active.memory
+    # The same ids in every page: those of items that came without one are their numbers.
+    items = (complete(item, memory, f"{index}") for index, item in enumerate(before))
+    return _page(request, [*items])
+
+
+def _response(caller: CallOrigin, request: web.Request) -> tuple[Body, list[Body]]:
+    id = request.match_info["id"]
+    found = caller.active.memory.kept["responses"].get(id)
+    if found is None:
+        why = f"{id!r:.80} is not a stored response of this attempt: one is stored when it is"
+        why = f"{why} complete, unless store is false, until it is deleted or the attempt ends"
+        raise UntranslatableError("response_id", why, status=404, code="response_not_found")
+    return cast(tuple[Body, list[Body]], found)
+
+
+# -- conversations ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """Items that requests may continue, and where their answers are added."""
+
+    memory: ConversationMemory
+    id: str = field(default_factory=lambda: responses.new_id("conv"))
+    created: int = field(default_factory=lambda: int(time.time()))
+    metadata: Body = field(default_factory=dict)
+    items: list[Body] = field(default_factory=list)
+    size: int = 0  # of the items in bytes of JSON
+
+    @property
+    def about(self) -> Body:
+        about: Body = {"id": self.id, "object": "conversation", "created_at": self.created}
+        return about | {"metadata": self.metadata}
+
+    def add(self, items: Iterable[Body]) -> list[Body]:
+        """Add items to the end; return them as they are kept."""
+        added = [complete(item, self.memory) for item in items]
+        self.items += added
+        self.size += sum(map(_size, added))
+        return added
+
+    def remove(self, item: Body) -> None:
+        self.items.remove(item)
+        self.size -= _size(item)
+
+    def refuse_if_full(self, more: int = 0) -> None:
+        """Refuse a request that would add `more` bytes to what the attempt's conversations hold."""
+        all = self.memory.kept["conversations"].values()
+        if sum(one.size for one in all) + more > MOST_BYTES:
+            why = f"the conversations of this attempt hold at most {MOST_BYTES} bytes; delete one"
+            raise RefusedError(413, "conversations_full", f"{why}, or some of its items")
+
+
+async def create(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    body = await _body(request, "items", "metadata")
+    made = Conversation(caller.active.memory, metadata=_metadata(body))
+    _add(made, body)
+    caller.active.memory.kept["conversations"][made.id] = made
+    return web.json_response(made.about)
+
+
+async def describe(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    return web.json_response(_conversation(caller, request).about)
+
+
+async def update(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    found = _conversation(caller, request)
+    found.metadata = _metadata(await _body(request, "metadata"))
+    return web.json_response(found.about)
+
+
+async def delete(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    found = _conversation(caller, request)
+    caller.active.memory.kept["conversations"].pop(found.id)
+    gone = {"id": found.id, "object": "conversation.deleted", "deleted": True}
+    return web.json_response(gone)
+
+
+async def add_items(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    found = _conversation(caller, request)
+    return _list(_add(found, await _body(request, "items")), more=False)
+
+
+async def list_items(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    return _page(request, _conversation(caller, request).items)
+
+
+async def read_item(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    item = _item(_conversation(caller, request), request)
+    return web.json_response(body=msgspec.json.encode(item))
+
+
+async def remove_item(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    found = _conversation(caller, request)
+    found.remove(_item(found, request))
+    return web.json_response(found.about)
+
+
+def _conversation(caller: CallOrigin, request: web.Request) -> Conversation:
+    id = request.match_info["id"]
+    found: Conversation | None = caller.active.memory.kept["conversations"].get(id)
+    if found is None:
+        why = f"{id!r:.80} is no conversation of this attempt; make one with POST /v1/conversations"
+        raise UntranslatableError("conversation_id", why, status=404, code="conversation_not_found")
+    return found
+
+
+def _item(conversation: Conversation, request: web.Request) -> Body:
+    id = request.match_info["item"]
+    found = next((item for item in conversation.items if item["id"] == id), None)
+    if found is None:
+        why = f"{id!r:.80} is no item of conversation {conversation.id}"
+        raise UntranslatableError("item_id", why, status=404, code="item_not_found")
+    return found
+
+
+def _add(conversation: Conversation, body: Body) -> list[Body]:
+    """Add the items of a request, if a call could be rendered from all of them."""
+    items = base.objects(body.get("items"), "items")
+    with base.typed():
+        responses.messages_of([*conversation.items, *items], conversation.memory)
+    conversation.refuse_if_full(sum(map(_size, items)))
+    return conversation.add(items)
+
+
+def _metadata(body: Body) -> Body:
+    found = body.get("metadata")
+    if found is not None and not isinstance(found, dict):
+        raise UntranslatableError("metadata", "is not an object", code="invalid_type")
+    return found or {}
+
+
+# -- items and pages -------------------------------------------------------------------------------
+
+
+def complete(item: Body, memory: ConversationMemory, number: str = "") -> Body:
+    """Return an item as the API lists it: with id and type, a message's text in parts. What a
+    reference means is put in its place. `number`: in place of a random id."""
+    kind = item.get("type") or ("message" if "role" in item else "item_reference")
+    if kind == "item_reference":
+        known: Mapping[str, Body] = memory.kept["items"]
+        return known.get(str(item.get("id")), item)
+    prefix = PREFIXES.get(kind, "item")
+    id = item.get("id") or (f"{prefix}_{number}" if number else responses.new_id(prefix))
+    found = item | {"id": id, "type": kind}
+    if kind != "message":
+        return found
+    found["status"] = item.get("status") or "completed"
+    if isinstance(text := item.get("content"), str):
+        own = item.get("role") == "assistant"
+        part: Body = {"type": "output_text" if own else "input_text", "text": text}
+        found["content"] = [part | ({"annotations": []} if own else {})]
+    return found
+
+
+def _size(item: Body) -> int:
+    return len(msgspec.json.encode(item))
+
+
+async def _body(request: web.Request, *known: str) -> Body:
+    """Return the body of a request, which may have none; refuse unknown fields."""
+    body = msgspec.json.decode(await read_body(request) or b"{}", type=dict[str, Any])
+    if unknown := sorted(body.keys() - set(known)):
+        raise common.impossible("request", ", ".join(unknown))
+    return body
+
+
+def _refuse_unknown(request: web.Request, *known: str) -> None:
+    """Refuse query parameters that are not known, and what `include` cannot add."""
+    for given, value in request.query.items():
+        name = given.removesuffix("[]")
+        if name == "include" and value not in (*responses.INCLUDED, responses.LOGPROBS):
+            raise UntranslatableError(name, f"{value!r:.80} does not exist behind this gateway")
+        if name not in ("include", *known):
+            raise common.impossible("query", name)
+
+
+def _page(request: web.Request, items: list[Body]) -> web.Response:
+    """Return the page of items that a request asks for."""
+    _refuse_unknown(request, "after", "limit", "order")
+    limit, order = request.query.get("limit", f"{PAGE}"), request.query.get("order", "desc")
+    if not limit.isdecimal() or not 0 < int(limit) <= LARGEST_PAGE:
+        raise UntranslatableError("limit", f"{limit!r:.80} is no number from 1 to {LARGEST_PAGE}")
+    if order not in ("asc", "desc"):
+        raise UntranslatableError("order", f"{order!r:.80} is neither asc nor desc")
+    found = items if order == "asc" else items[::-1]
+    if after := request.query.get("after"):
+        at = next((i for i, item in enumerate(found) if item.get("id") == after), None)
+        if at is None:
+            raise UntranslatableError("after", f"{after!r:.80} is no item of this list")
+        found = found[at + 1 :]
+    return _list(found[: int(limit)], more=len(found) > int(limit))
+
+
+def _list(items: list[Body], *, more: bool) -> web.Response:
+    ends: Body = {"first_id": items[0].get("id") if items else ""}
+    ends |= {"last_id": items[-1].get("id") if items else "", "has_more": more}
+    found: Json = {"object": "list", "data": items} | ends
+    return web.json_response(body=msgspec.json.encode(found))

@@ -1,1 +1,0 @@
-"""Steps of LangChain and LangGraph agents as spans, by whose names calls have roles."""

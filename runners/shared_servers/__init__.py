@@ -1,1 +1,0 @@
-"""Servers and queues that an agent shares with others belong to no attempt."""

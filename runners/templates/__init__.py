@@ -1,1 +1,0 @@
-"""Adapt messages to what chat templates render."""

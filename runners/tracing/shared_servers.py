@@ -1,0 +1,226 @@
+"""Lets the requests of a server belong to no attempt, whoever started it.
+
+Python serves each connection in the context in which the server was started. A server that is
+started inside one attempt, such as a shared environment, an MCP server or a cache, also serves
+other attempts, whose model calls would be recorded in the first. So inside attempts, and only
+there, servers start in an empty context, and a task or thread other than the agent's own that
+accepts a connection, or takes from a queue what another attempt has put, is a server from then on.
+Their model calls need the attempt's own URL or key, or the `traceparent` of the request that they
+serve; the gateway refuses others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+import socketserver
+import sys
+from asyncio import base_events, selector_events
+from collections.abc import Callable, Mapping
+from contextvars import Context, ContextVar
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any
+
+from opentelemetry import context as otel
+
+from agentrl.runners.tracing import attempt_log
+from agentrl.runners.tracing.attempt_log import AttemptLog, Place
+
+QUEUES = (asyncio.Queue, queue.Queue)
+SHARED = "_agentrl_shared"  # attribute of a queue
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """What attempts have put into a queue."""
+
+    senders: set[str] = field(default_factory=set)  # attempts; two suffice
+    waiting: dict[int, str] = field(default_factory=dict)  # by an item's id: who has put it
+    lends: bool = False  # someone has put back what it had taken: a pool
+
+
+Asked = Mapping[Shared, bool]
+# The queues that this task or thread has asked for an item, and whether it got one; until it puts
+# one into them.
+_asked: ContextVar[Asked] = ContextVar("asked", default=MappingProxyType({}))
+_putter: ContextVar[Place | None] = ContextVar("putter", default=None)  # who has put at all
+
+
+@cache
+def install() -> None:
+    """Patch the servers of Python and uvloop, once per process: those that uvicorn,
+    aiohttp, Flask, MCP and others start."""
+    _patch(base_events.Server, "_start_serving", _sync)
+    _patch(socketserver.BaseServer, "_handle_request_noblock", _sync)
+    _patch(socket.socket, "accept", _accept)
+    _patch(selector_events.BaseSelectorEventLoop, "sock_accept", _sock_accept)
+    _patch(asyncio.Queue, "put_nowait", _put)
+    _patch(asyncio.Queue, "get_nowait", _get)
+    _patch(queue.Queue, "put", _put)
+    _patch(queue.Queue, "get", _get)
+    if find_spec("uvicorn"):  # also for what it starts beside requests: an application's workers
+        _patch(import_module("uvicorn.server").Server, "serve", _async)
+    if find_spec("uvloop"):
+        loop = import_module("uvloop").Loop
+        _patch(loop, "create_server", _async)
+        _patch(loop, "create_unix_server", _async)
+        _patch(loop, "sock_accept", _sock_accept)
+
+
+def install_imported() -> None:
+    """Patch gRPC, and the queues of anyio, which MCP uses, if the process has imported them; call
+    it at each attempt."""
+    for module, owner, method, wrap in (
+        ("grpc._server", "_Server", "start", _sync),
+        ("grpc.aio._server", "Server", "start", _async),
+        ("anyio.streams.memory", "MemoryObjectSendStream", "send_nowait", _put),
+        ("anyio.streams.memory", "MemoryObjectReceiveStream", "receive", _receive),
+    ):
+        if module in sys.modules:
+            _patch_once(module, owner, method, wrap)
+
+
+@cache
+def _patch_once(module: str, owner: str, method: str, wrap: Callable[..., Any]) -> None:
+    _patch(getattr(sys.modules[module], owner), method, wrap)
+
+
+def _patch(owner: Any, method: str, wrap: Callable[..., Any]) -> None:
+    setattr(owner, method, wrap(getattr(owner, method)))
+
+
+def _sync(start: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(start)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if attempt_log.current() is None:
+            return start(*args, **kwargs)
+        return Context().run(start, *args, **kwargs)
+
+    return outside
+
+
+def _async(start: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(start)
+    async def outside(*args: Any, **kwargs: Any) -> Any:
+        if attempt_log.current() is None:
+            return await start(*args, **kwargs)
+        loop = asyncio.get_running_loop()
+        return await loop.create_task(start(*args, **kwargs), context=Context())
+
+    return outside
+
+
+def _accept(accept: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(accept)
+    def accepted(*args: Any) -> Any:
+        connection = accept(*args)
+        leave_as_server()
+        return connection
+
+    return accepted
+
+
+def _sock_accept(accept: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(accept)
+    async def accepted(*args: Any) -> Any:
+        connection = await accept(*args)
+        leave_as_server()
+        return connection
+
+    return accepted
+
+
+def _put(put: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(put)
+    def sent(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked, log = _asked.get(), attempt_log.current()
+        if asked or log is not None:
+            _note(_shared(self), asked, log, args[0] if args else kwargs.get("item"))
+        return put(self, *args, **kwargs)
+
+    return sent
+
+
+def _note(shared: Shared, asked: Asked, log: AttemptLog | None, item: Any) -> None:
+    """That this item is put into a queue, perhaps as one that has been taken out of it."""
+    if back := shared in asked:
+        shared.lends = True
+        _asked.set({queue: taken for queue, taken in asked.items() if queue is not shared})
+    if log is None:
+        return
+    _putter.set(attempt_log.place())
+    if len(shared.senders) < 2:
+        shared.senders.add(log.attempt)
+    if not back and item is not None:  # None: the place of an item that is made when it is taken
+        shared.waiting[id(item)] = log.attempt
+
+
+def _get(get: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(get)
+    def taken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            item = get(self, *args, **kwargs)
+        except (queue.Empty, asyncio.QueueEmpty):  # it may make one now, and put that "back"
+            if attempt_log.current() is not None:
+                _asked.set({_shared(self): False, **_asked.get()})
+            raise
+        _leave_if_foreign(self, item)
+        return item
+
+    return taken
+
+
+def _receive(receive: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(receive)
+    async def received(self: Any) -> Any:
+        item = await receive(self)
+        _leave_if_foreign(self, item)
+        return item
+
+    return received
+
+
+def _leave_if_foreign(end: Any, item: Any) -> None:
+    """Leave if this works for others: it takes one after the other from a queue to which others
+    have put, or at first what another attempt has put. Not if it puts back what it has taken, as
+    users of a pool of connections do, nor, at first, if it has put anything into any queue: what it
+    takes may be the answer, which a client that another attempt has started received for it."""
+    log = attempt_log.current()
+    shared = _shared(end) if log is not None else vars(_queue_of(end)).get(SHARED)
+    sender = shared.waiting.pop(id(item), None) if shared is not None else None
+    if log is None:
+        return
+    asked = _asked.get()
+    if asked.get(shared):
+        foreign = not shared.senders <= {log.attempt}
+    else:
+        _asked.set({**asked, shared: True})
+        foreign = sender not in (None, log.attempt) and not shared.lends
+        foreign = foreign and _putter.get() != attempt_log.place()
+    if foreign:
+        leave_as_server()
+
+
+def _shared(end: Any) -> Shared:
+    known: dict[str, Any] = vars(_queue_of(end))
+    found: Shared | None = known.get(SHARED)
+    return known.setdefault(SHARED, Shared()) if found is None else found
+
+
+def _queue_of(end: Any) -> Any:
+    """The queue itself, or what both ends of anyio's have in common."""
+    return end if isinstance(end, QUEUES) else end._state
+
+
+def leave_as_server() -> None:
+    """Take the caller's task or thread out of its attempt for ever, unless it is the agent's own:
+    it serves connections, which may be those of other attempts."""
+    if log := attempt_log.current():
+        thread, task = attempt_log.place()
+        if log.homes.isdisjoint({(thread, task), (thread, attempt_log.NO_TASK)}):
+            otel.attach(otel.Context())
