@@ -160,7 +160,7 @@ def unfit(said: Feedback) -> str:
 
 def reserved() -> set[str]:
     """Rewards that a run makes itself: whoever could post them would write what is learned."""
-    return {*ASKED, SIGNAL, MARK, OUTCOME, FAILED, HINDSIGHT, TURN, TOLD}
+    return {*ASKED, SIGNAL, MARK, OUTCOME, FAILED, HINDSIGHT, TOLD, TURN}
 
 
 def task_of(calls: Sequence[Transition]) -> Message:
