@@ -14,5 +14,5 @@ if TYPE_CHECKING:
     from agentrl.tiny.models import make_model as make_model
     from agentrl.tiny.models import word_tokenizer as word_tokenizer
 
-# Imported late, because the part's record in this folder imports nothing of it.
+# Imported at their first use, because torch takes seconds to import.
 __getattr__ = late(__name__, {"models": "Conversation imitator make_model word_tokenizer"})

@@ -1,4 +1,4 @@
-"""Failed optimizer steps, which end the run after too many, and what a part may keep of steps."""
+"""Failed optimizer steps, which end the run after too many, and what is kept of steps."""
 
 from __future__ import annotations
 

@@ -23,9 +23,6 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from agentrl.config import RunConfig  # before this part's table, which its schema imports
-
-# isort: split
 from agentrl.algorithms.chat_completions.client import (
     RESUMES,
     ModelServer,
@@ -35,6 +32,7 @@ from agentrl.algorithms.chat_completions.client import (
 from agentrl.algorithms.judges import questions
 from agentrl.algorithms.judges.questions import Messages, Question, Verdict
 from agentrl.algorithms.sampling.collect import is_learned_from
+from agentrl.config import RunConfig
 from agentrl.config.rewards import GroupJudge, Judge, PairwiseJudge, PointwiseJudge, PrincipleJudge
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.store.base import Store

@@ -1,4 +1,4 @@
-"""Adapters of a model that several policies share: the seam for the part that makes them.
+"""Adapters of a model that several policies share: the protocol.
 
 Always true: the base is never written; a forward pass outside `using` and `routed` is that of the
 base; only one thread at a time is inside either.
@@ -16,7 +16,6 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 CONFIG = "adapter_config.json"  # in the directory of an adapter
-SETTING = "policy.lora"
 
 Selection = Sequence[tuple[str, Tensor | None]]
 """Adapters of one forward pass, each with its tokens: int64 indices into the second-last axis of

@@ -1,7 +1,7 @@
-"""What a model reads beside text: the seam for the parts that add it.
+"""What a model reads beside text, such as images: the protocol.
 
-In a batch and in the rows of the embedded engine, token ids below 0 stand for what is no text: the
-part that has put them there knows what each is. Everything between compares and counts ids only.
+In a batch and in the rows of the embedded engine, token ids below 0 stand for what is no text:
+who has put them there knows what each is. Everything between compares and counts ids only.
 """
 
 from __future__ import annotations

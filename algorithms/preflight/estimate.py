@@ -1,5 +1,5 @@
 """Estimates of a run before it starts: memory, from the shape of its model and the settings, and
-what parts estimate. Agents are not included."""
+the time of its steps. Agents are not included."""
 
 from __future__ import annotations
 

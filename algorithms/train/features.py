@@ -73,7 +73,7 @@ class Feature:
 
     def claimed(self, groups: Sequence[Group]) -> Metrics:
         """Learn from all readable groups that a step has claimed, also those that it replaces.
-        What changes in the state of the run is taken back if the step turns out to be empty."""
+        What changes in the state of the run is rolled back if the step turns out to be empty."""
         return {}
 
     async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:

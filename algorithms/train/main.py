@@ -106,13 +106,13 @@ def features_of(config: RunConfig, added: Sequence[Feature] = ()) -> list[Featur
         features.append(TemplateChecks())
     if config.judges:
         features.append(JudgeRewards())
+    features += added
     if config.prompts.components:
         features.append(PromptSearch())
     if config.algorithm.joins:
         features.append(Replays())
     if config.selfplay.seats and config.steps:
         features.append(SelfPlay(config))
-    features += added
     if config.data.name:  # last: it reads items with what the others add to the updater
         features.append(DataSet())
     return features

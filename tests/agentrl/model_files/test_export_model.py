@@ -130,13 +130,3 @@ def test_what_the_hub_does_not_take_is_one_sentence(
     assert f"{tmp_path} is written" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert hub.files == {}
-
-
-def test_without_the_part_of_adapters_none_is_merged(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("agentrl.model_files.export.missing", lambda *_: "it belongs to a part")
-    words = ["export", "model", str(tmp_path), "--to", str(tmp_path / "new"), "--merge"]
-    asked = CliRunner().invoke(cli, words)
-    assert asked.exit_code == 2
-    assert "--merge: it belongs to a part" in asked.output

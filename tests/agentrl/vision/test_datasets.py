@@ -11,6 +11,7 @@ import torch
 from msgspec import structs
 from PIL import Image as Pillow
 
+from agentrl.algorithm_process import added_features
 from agentrl.algorithms.preferences.completions import mismatched_rollout
 from agentrl.algorithms.preferences.draft import Draft
 from agentrl.algorithms.preferences.files import export_rows
@@ -160,7 +161,7 @@ async def test_a_run_on_a_data_set_sees_its_images(
     seeing, tokenizer = tiny_policy(tmp_path / "model", model)
     config = settings(tmp_path, preset)
     better = await fill(config.store, kind, seeing, tokenizer, text=text)
-    await main.run(config)
+    await main.run(config, added_features(config))
     async with open_store(config.store) as store:
         steps = [row.metrics for row in await store.steps("offline") if row.committed]
     assert [step["calls/images_unread"] for step in steps] == [0, 0]
@@ -180,7 +181,7 @@ async def test_a_policy_of_text_learns_from_no_image(
     config = settings(tmp_path, "dpo", model=str(tiny_llama_dir), vision="")
     await fill(config.store, "pair", seeing, tokenizer, text=False)
     with pytest.raises(ConfigError, match="none can be used"):
-        await main.run(config)
+        await main.run(config, added_features(config))
     assert "with images, which the policy cannot read: see policy.vision" in caplog.text
 
 
