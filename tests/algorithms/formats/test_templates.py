@@ -125,7 +125,7 @@ def test_a_familys_model_gets_its_template_proposed(name: str) -> None:
     tokenizer = fresh(name)
     tokenizer.chat_template = templates.templates()[name].sign or None
     assert proposed(tokenizer) == name
-    assert f"policy.chat_template = '{name}'" in choose.cure(tokenizer)
+    assert f"policy.chat_template = '{name}'" in choose.template_cure(tokenizer)
 
 
 def fresh(name: str) -> Any:
