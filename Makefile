@@ -16,7 +16,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo look smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-vllm templates test-harnesses test-frameworks test-environments newest check clean
+.PHONY: demo look smollm smollm-model rlhf demo-codex demo-pi test test-slow test-engines test-vllm templates test-harnesses test-frameworks test-environments newest check clean
 .PHONY: clients docs reference gallery constraints licenses release
 .DEFAULT_GOAL := help
 
@@ -64,13 +64,7 @@ demo-codex demo-pi: demo-%: $(STAMP) .harnesses/bin/% ## Train a tiny policy ins
 PYTEST := $(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP) ## Run the tests
-	@failed=0; for some in spine parts; do $(MAKE) --no-print-directory test-$$some || failed=1; done; exit $$failed
-
-test-spine: $(STAMP) ## Run the tests of the spine, with all parts taken out
-	WITHOUT_PARTS=all PYTHONPATH=tests/without $(PYTEST) -m "not part and not slow"
-
-test-parts: $(STAMP) ## Run the other tests: of parts, documents and examples
-	$(PYTEST) -m "part and not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(STAMP) ## Run the tests that take minutes: long faults, whole recipes
 	$(PYTEST) -m slow || [ $$? = 5 ]

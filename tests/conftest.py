@@ -17,7 +17,6 @@ import pytest
 from agentrl.store import open_store
 from agentrl.store.sqlite import migrations
 from agentrl.store.sqlite.connection import Location
-from tests import spine
 from tests.factories import Register
 from tests.store import postgres_server
 from tests.system.conftest import run_folder as run_folder
@@ -25,25 +24,12 @@ from tests.system.conftest import run_folder as run_folder
 hypothesis.settings.register_profile("no clock", deadline=None)  # a busy machine fails no example
 hypothesis.settings.load_profile("no clock")
 
-LONG = ("tests/test_parts.py", "tests/system/", "tests/examples/")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without parts their tests cannot be imported; where only these run, others need not be."""
-    if spine.WITHOUT_PARTS:
-        return not spine.tests(collection_path) or None
-    only_parts = config.option.markexpr.startswith("part ") and collection_path.is_file()
-    return (only_parts and spine.needs_none(collection_path)) or None
+LONG = ("tests/system/", "tests/examples/")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With several workers the longest come first: none waits for another at the end."""
-    for item in items:
-        if not spine.tests(item.path) or "postgres" in getattr(item, "fixturenames", ()):
-            item.add_marker("part")
-        if item.get_closest_marker("part"):
-            assert not spine.needs_none(item.path), f"{item.nodeid} would not run: see spine.py"
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not (item.nodeid.startswith(LONG) or runs_processes(item)))
 

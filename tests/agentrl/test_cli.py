@@ -14,14 +14,12 @@ from agentrl.errors import StoreError, install_command
 from agentrl.store import open_store
 from tests import warm
 from tests.factories import run_folder
-from tests.spine import of_part
 
 
 def agentrl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return warm.run("-m", "agentrl", *arguments, cwd=cwd, timeout=60)
 
 
-@pytest.mark.part
 def test_the_list_of_commands_has_whole_sentences() -> None:
     shown = CliRunner().invoke(cli, ["--help"]).output.partition("Commands:")[2]
     text = " ".join(shown.split())
@@ -107,14 +105,12 @@ def test_user_errors_are_one_sentence_and_exit_code_two(
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.part
 def test_what_endpoints_answer_alone_has_no_checkpoint(folder: Path) -> None:
     refused = agentrl("eval", "run.toml", "policy.model=", FAR, ".", cwd=folder)
     assert refused.returncode == 2
     assert "[upstreams] answer every call, so a checkpoint has no effect" in refused.stderr
 
 
-@pytest.mark.part
 def test_show_names_what_is_missing(folder: Path) -> None:
     arguments = ["show", "run/train/g0000000/0000"]
     missing = agentrl(*arguments, cwd=folder)
@@ -146,19 +142,15 @@ def test_an_extra_that_is_not_installed_is_named(
         main.main()
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     ("command", "said"),
     [
         ("train run.toml", "Stopped. The same command continues after the last checkpoint."),
         ("train run.toml --fresh", "Stopped. The same command without --fresh continues after"),
         ("train --from=4 run.toml", "Stopped. The same command without --from continues after"),
-        of_part(
-            "crossplay run.toml",
-            "Stopped. The same command continues with the games that are left.",
-        ),
+        ("crossplay run.toml", "Stopped. The same command continues with the games that are left."),
         ("eval run.toml", "Stopped.\n"),
-        of_part("data import d f.jsonl", "Stopped.\n"),
+        ("data import d f.jsonl", "Stopped.\n"),
     ],
 )
 def test_ctrl_c_says_what_continues(
@@ -176,7 +168,6 @@ def test_ctrl_c_says_what_continues(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.part
 def test_a_folder_is_no_store_and_view_finds_those_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

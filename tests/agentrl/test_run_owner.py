@@ -21,7 +21,6 @@ from agentrl.run_owner import TakenOver, hold
 from agentrl.store import Store, open_store
 from agentrl.store.sql.runs import LEASE_SLACK
 from tests import factories
-from tests.spine import of_part
 
 LIVE = r"run 'r' is live \(process \d+ on \S+, since \d\d:\d\d .*\): "
 OTHER = """
@@ -112,7 +111,7 @@ def go_back(config: RunConfig) -> None:
         (lambda config: trainer.run_training(config, fresh=True), "stop it before --fresh", False),
         (fit, r"stop it first; .*fit\(take_over=True\)", False),
         (lambda config: fit(config, fresh=True), "stop it before --fresh", False),
-        of_part(go_back, "stop it first; give --take-over", False),
+        (go_back, "stop it first; give --take-over", False),
     ],
 )
 async def test_a_live_run_is_left_alone_and_a_killed_one_is_free_at_once(

@@ -67,7 +67,6 @@ async def test_a_runner_is_given_up_only_when_it_dies_young(
     assert child.started == started
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     "store", ["postgresql://me:hush@host/db", "http://hush@host:7411"], ids=["password", "key"]
 )
@@ -102,7 +101,6 @@ async def test_no_secret_is_in_files_arguments_or_the_store(
     assert "hush" in " ".join(os.environ[name] for name in processes.SECRETS)
 
 
-@pytest.mark.part
 def test_fresh_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path) -> None:
     config = resolve({"output": str(tmp_path)}, source="test")
     written = ["pool/policy@000000", "servers/1/vllm", "checkpoints/000001", "logs", "dumps/solver"]

@@ -111,7 +111,6 @@ def test_a_learner_without_what_the_preset_reads_is_refused(
     assert capsys.readouterr().out == "closed\n"
 
 
-@pytest.mark.part
 def test_a_run_on_a_data_set_has_the_references_log_probs_from_the_store(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
@@ -122,7 +121,6 @@ def test_a_run_on_a_data_set_has_the_references_log_probs_from_the_store(
     assert make_learner(stored, *more).supplies == {"old"}
 
 
-@pytest.mark.part
 def test_the_front_checks_a_run_without_torch(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"input": 1}\n')
     run = {"tasks": {"train": "tasks.jsonl"}, "policy": {"model": "m"}, "root": str(tmp_path)}
@@ -134,7 +132,6 @@ def test_the_front_checks_a_run_without_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(("table", "kind"), [("engine", "vlm"), ("learner", "verrl")])
 def test_an_unknown_kind_is_refused_with_the_nearest(table: str, kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"run\.toml: {table}\.kind = '{kind}'; did you mean"):

@@ -29,7 +29,6 @@ def written() -> str:
     return "".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))
 
 
-@pytest.mark.part
 def test_the_algorithm_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```toml\n(\[algorithm\]\n.*?)```", PAGE, flags=re.DOTALL)
     used = [tomllib.loads(text)["algorithm"] for text in blocks if "mine.py" in text]
@@ -67,7 +66,6 @@ def test_a_credit_with_a_setting_is_found_checked_and_pickled(tmp_path: Path) ->
         presets.pop("softer", None)
 
 
-@pytest.mark.part
 def test_what_a_preset_is_written_with_is_imported_from_one_place() -> None:
     (table,) = re.findall(r"to write a preset:\n\n(.*?)\n\n", PAGE, re.DOTALL)
     documented = {

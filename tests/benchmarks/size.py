@@ -17,7 +17,6 @@ import tokenize
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from statistics import median, quantiles
 from types import CodeType
@@ -77,16 +76,6 @@ def in_library(code: CodeType) -> bool:
 
 def files(codes: set[CodeType]) -> list[str]:
     return sorted({str(Path(code.co_filename).resolve().relative_to(ROOT)) for code in codes})
-
-
-def lines_of_parts() -> dict[str, int]:
-    """Lines of each part of the library, by its name."""
-    found = {}
-    for point in entry_points(group="agentrl.parts"):
-        if point.module.startswith("agentrl."):
-            folder = ROOT.joinpath(*point.module.split(".")[:-1]).resolve()
-            found[point.name] = sum(lines(file) for file in folder.rglob("*.py"))
-    return found
 
 
 def rooms() -> tuple[int, int]:
@@ -322,10 +311,8 @@ def main() -> None:
     # They import torch and aiohttp, which `measure` does not need.
     from tests.benchmarks import call_trace, stays_trace, step_trace
 
-    parts = lines_of_parts()
     arrows, on_circles = rooms()
-    measured = measure() | {"parts": parts, "arrows": arrows, "rooms_on_circles": on_circles}
-    measured["spine_lines"] = measured["lines"] - sum(parts.values())
+    measured = measure() | {"arrows": arrows, "rooms_on_circles": on_circles}
     measured |= step_trace.measure() | call_trace.measure() | house() | stays_trace.measure()
     if parser.parse_args().json:
         print(json.dumps(measured))
@@ -333,7 +320,7 @@ def main() -> None:
     for name, value in measured.items():
         if not isinstance(value, dict):
             print(f"{name:26} {value:8g}")
-    for folder, size in (parts | measured["lines_by_folder"]).items():
+    for folder, size in measured["lines_by_folder"].items():
         print(f"  {folder:24} {size:8}")
 
 

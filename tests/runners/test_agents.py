@@ -201,7 +201,6 @@ async def test_chat_messages_as_input_of_langchain() -> None:
             assert await as_agent(agent)(given) == "yes"
 
 
-@pytest.mark.part
 def test_chat_messages_as_input_of_a_harness() -> None:
     from agentrl.runners.harnesses.preset import prompt_of
 

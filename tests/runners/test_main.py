@@ -119,7 +119,6 @@ async def test_a_process_works_and_drains_on_sigterm(
     assert (attempt.rollout.id, attempt.fence) == ("d", 2)
 
 
-@pytest.mark.part
 @pytest.mark.parametrize("over_http", [False, True])
 async def test_a_process_ends_when_its_run_has_ended(
     store: Any, model: Any, config: RunConfig, runner: Start, over_http: bool

@@ -75,7 +75,6 @@ urllib.request.urlopen("http://127.0.0.1:1/v1/chat/completions", body)
 """
 
 
-@pytest.mark.part
 @pytest.mark.parametrize("fails", ["raises", "takes too long"])
 async def test_a_program_that_fails_without_a_call_is_told_of_the_gateway(
     bench: Any, tmp_path: Path, fails: str
@@ -138,7 +137,6 @@ def agent(text):
 """
 
 
-@pytest.mark.part
 async def test_a_client_made_at_import_has_the_gateways_key(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,8 +94,8 @@ class Kit:
 
 
 Opener = Callable[..., Store]
-DATABASES = ["sqlite", pytest.param("postgres", marks=pytest.mark.part)]
-BACKENDS = [*DATABASES, pytest.param("http", marks=pytest.mark.part)]
+DATABASES = ["sqlite", "postgres"]
+BACKENDS = [*DATABASES, "http"]
 
 
 @pytest.fixture

@@ -290,7 +290,6 @@ async def test_a_store_that_is_only_read_answers_readers_and_refuses_writers(sto
             await verb
 
 
-@pytest.mark.part
 def test_every_verb_that_writes_was_tried() -> None:
     from agentrl.store.http.wire import READERS, VERBS
 

@@ -454,12 +454,9 @@ class Machine(RuleBasedStateMachine):
         )
 
 
-LATER = pytest.mark.slow, pytest.mark.part
-
-
 @pytest.mark.parametrize(
     "url",
-    ["sqlite", *(pytest.param(kind, marks=LATER) for kind in ("postgres", "http"))],
+    ["sqlite", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("postgres", "http"))],
     indirect=True,
 )
 @pytest.mark.timeout(900)  # 20 s; on a machine with eight times as much to do as it can, 120 s

@@ -11,7 +11,6 @@ from agentrl.errors import Invalid
 from agentrl.store import open_store
 from agentrl.store.sqlite.backend import SQLITE
 from agentrl.store.urls import backend_of, split_secret
-from tests.spine import of_part
 
 
 @pytest.mark.parametrize(
@@ -19,13 +18,13 @@ from tests.spine import of_part
     [
         ("sqlite:///runs/store.db", "sqlite:///runs/store.db", {}),
         ("runs/store.db", "runs/store.db", {}),
-        of_part("postgresql://me@host/db", "postgresql://me@host/db", {}),
-        of_part("postgresql://me:s%40@host/db", "postgresql://me@host/db", {"PGPASSWORD": "s@"}),
-        of_part("http://host:7411", "http://host:7411", {}),
-        of_part("http://k%2Fy@host:7411", "http://host:7411", {"AGENTRL_STORE_KEY": "k/y"}),
-        of_part("http://:k%2Fy@host", "http://host", {"AGENTRL_STORE_KEY": "k/y"}),
-        of_part("http://key:@host", "http://host", {"AGENTRL_STORE_KEY": "key"}),
-        of_part(
+        ("postgresql://me@host/db", "postgresql://me@host/db", {}),
+        ("postgresql://me:s%40@host/db", "postgresql://me@host/db", {"PGPASSWORD": "s@"}),
+        ("http://host:7411", "http://host:7411", {}),
+        ("http://k%2Fy@host:7411", "http://host:7411", {"AGENTRL_STORE_KEY": "k/y"}),
+        ("http://:k%2Fy@host", "http://host", {"AGENTRL_STORE_KEY": "k/y"}),
+        ("http://key:@host", "http://host", {"AGENTRL_STORE_KEY": "key"}),
+        (
             "https://host/a?key=secret&patience=5",
             "https://host/a?patience=5",
             {"AGENTRL_STORE_KEY": "secret"},
@@ -39,16 +38,16 @@ def test_concealed(url: str, public: str, secrets: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("url", "form"),
     [
-        of_part("postgres//x", "postgresql://host/database"),
-        of_part("postgresql:/host/db", "postgresql://host/database"),
-        of_part("postgrsql://host/db", "postgresql://host/database"),
-        of_part("Postgres://host/db", "postgresql://host/database"),
-        of_part("http:/host:7411", "http://host:port"),
-        of_part("https//host", "https://host:port"),
+        ("postgres//x", "postgresql://host/database"),
+        ("postgresql:/host/db", "postgresql://host/database"),
+        ("postgrsql://host/db", "postgresql://host/database"),
+        ("Postgres://host/db", "postgresql://host/database"),
+        ("http:/host:7411", "http://host:port"),
+        ("https//host", "https://host:port"),
         ("sqlite//store.db", "sqlite:///path"),
         ("sqlite:store.db", "sqlite:///path"),
         ("sqllite:///store.db", "sqlite:///path"),
-        of_part("redis://host", "sqlite:///path, postgresql://host/database or http://host:port"),
+        ("redis://host", "sqlite:///path, postgresql://host/database or http://host:port"),
     ],
 )
 def test_a_misspelled_url_is_no_file(

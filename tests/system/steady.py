@@ -146,7 +146,7 @@ class Silent:
 
 
 def learners() -> list[Any]:
-    """The library's; verl's is a part, without which the spine's tests run too."""
+    """The library's own, of torch."""
     with suppress(ModuleNotFoundError):
         from agentrl.algorithms.learners.verl.learner import VerlLearner
 

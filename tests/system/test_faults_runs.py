@@ -219,7 +219,6 @@ def go_back(settings: RunConfig, start: str) -> None:
     restart.go_back(settings, start)
 
 
-@pytest.mark.part
 def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
     whole: Path, broken: RunConfig, tmp_path: Path
 ) -> None:
@@ -242,7 +241,6 @@ def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
     assert_same(folder_of(broken), whole)
 
 
-@pytest.mark.part
 @pytest.mark.slow
 def test_from_the_start_all_steps_are_trained_again(whole: Path, broken: RunConfig) -> None:
     go_back(broken, "0")
@@ -251,7 +249,6 @@ def test_from_the_start_all_steps_are_trained_again(whole: Path, broken: RunConf
     assert_same(folder_of(broken), whole)
 
 
-@pytest.mark.part
 def test_a_checkpoint_of_another_run_is_not_gone_on_from(whole: Path, broken: RunConfig) -> None:
     other = next((whole / "out" / "checkpoints").iterdir())
     with pytest.raises(ConfigError, match="another run"):

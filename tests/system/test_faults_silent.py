@@ -70,7 +70,6 @@ def failed(folder: Path) -> list[Rollout]:
     return asyncio.run(read())
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.slow) for case in list(CASES)[:-1]] + [*CASES][-1:],
@@ -143,7 +142,6 @@ def test_a_run_of_empty_steps_alone_never_succeeds(tmp_path: Path, tiny_model_di
             asyncio.run(run(short, lambda point: None))
 
 
-@pytest.mark.part
 def test_an_evaluation_without_one_result_fails_with_the_cause(run_folder: Path) -> None:
     """Of a run without a model of its own, which evaluates the same way as a checkpoint does."""
     (run_folder / "agent.py").write_text("def agent(text): raise ValueError('no luck')")

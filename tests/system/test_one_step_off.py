@@ -54,7 +54,6 @@ async def versions(folder: Path) -> list[tuple[int, int | None]]:
         return [(row.step, c.version) for row, trace in traces if trace for c in trace.transitions]
 
 
-@pytest.mark.part
 def test_of_the_same_rollouts_a_run_has_bitwise_one_result(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

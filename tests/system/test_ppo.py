@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.system.test_run import agentrl, read
 
 PPO = [
@@ -21,7 +19,6 @@ PPO = [
 ]
 
 
-@pytest.mark.part
 def test_ppo_trains_and_continues(run_folder: Path) -> None:
     for steps in (1, 2):
         options = [*PPO, "critic.model=copy", f"steps={steps}"]

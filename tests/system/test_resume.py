@@ -25,7 +25,6 @@ from agentrl.errors import NotFound, PolicyError
 from agentrl.store import open_store
 from agentrl.types import RunState
 from tests import warm
-from tests.spine import of_part
 from tests.system.steady import (
     KINDS,
     POINTS,
@@ -103,7 +102,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Who
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("alone", "float32"), ("alone", "bfloat16"), of_part("team", "float32")]
+    ("kind", "dtype"), [("alone", "float32"), ("alone", "bfloat16"), ("team", "float32")]
 )
 def test_interrupted_at_every_step_a_run_ends_bitwise_the_same(
     whole: Whole, tmp_path: Path, tiny_model_dir: Path, kind: str, dtype: str
@@ -114,7 +113,6 @@ def test_interrupted_at_every_step_a_run_ends_bitwise_the_same(
     assert_same(tmp_path, whole(kind, dtype))
 
 
-@pytest.mark.part
 def test_every_policy_of_a_team_has_its_weights(whole: Whole) -> None:
     _, tensors = outcome(whole("team"))
     assert {name.partition("/")[0] for name in tensors} == {"planner", "solver"}
@@ -164,7 +162,6 @@ async def kept(folder: Path) -> tuple[list[int], RunState | None]:
         return [row.step for row in rows if row.committed], await store.run("steady")
 
 
-@pytest.mark.part
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_is_exported_as_what_transformers_loads_with_the_last_weights(
     whole: Whole, tmp_path: Path, dtype: str
@@ -185,7 +182,7 @@ def test_a_run_is_exported_as_what_transformers_loads_with_the_last_weights(
     assert CliRunner().invoke(export, ["model", "--to", "y"]).exit_code == 2
 
 
-@pytest.mark.parametrize("kind", ["alone", of_part("team")])
+@pytest.mark.parametrize("kind", ["alone", "team"])
 def test_killed_in_an_update_and_before_a_commit_a_run_ends_bitwise_the_same(
     whole: Whole, tmp_path: Path, tiny_model_dir: Path, kind: str
 ) -> None:
@@ -201,7 +198,6 @@ SMALL = [("update", 3), ("optimizer", 11), ("commit", 4), ("update", 2), ("publi
 LARGE = [("update", 4), ("optimizer", 3), ("commit", 2), ("update", 3)]
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(("every", "starts"), [(3, SMALL), (1, LARGE)])
 def test_steps_after_the_last_checkpoint_are_trained_again_once(
     whole: Whole,

@@ -54,7 +54,6 @@ def measured(folder: Path) -> list[dict[str, float]]:
     return [row.metrics for row in read(folder, lambda store: store.steps("tiny")) if row.committed]
 
 
-@pytest.mark.part
 def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     untrained = agentrl(run_folder, "eval", "run.toml")
     assert untrained.returncode == 0, untrained.stderr
@@ -152,7 +151,6 @@ def test_a_run_over_postgres_is_interrupted_and_continues(
         clear(hide_secrets(config))
 
 
-@pytest.mark.part
 async def test_a_run_over_http_outlives_its_server(run_folder: Path) -> None:
     (run_folder / "keys").write_text("admin:hushed-key\n")
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -218,7 +216,6 @@ def test_agent_that_cannot_be_imported(run_folder: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.part
 def test_an_adapter_is_trained_evaluated_and_merged(run_folder: Path, tiny_model_dir: Path) -> None:
     lora = ["policy.lora.rank=4", 'policy.lora.targets=["q_proj", "v_proj"]']
     trained = agentrl(run_folder, "train", "run.toml", *SMALL, *lora)
@@ -273,7 +270,6 @@ def far() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.part
 async def test_a_run_without_a_model_of_its_own_is_evaluated(run_folder: Path, far: str) -> None:
     """No policy is ever published, and nobody waits for one."""
     own = ["policy.model=", f"upstreams.far.base_url={far}"]

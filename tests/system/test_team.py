@@ -66,7 +66,6 @@ def folder(tmp_path: Path, tiny_model_dir: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.part
 @pytest.mark.timeout(240)
 async def test_a_graph_of_two_roles_trains_two_adapters(folder: Path) -> None:
     refused = agentrl(folder, "train", "run.toml", "policies.checker.lora.adapter=foreign")
@@ -141,7 +140,6 @@ def agent(text):
 """
 
 
-@pytest.mark.part
 async def test_rewards_by_role_of_the_guide_train_one_policy(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:

@@ -108,7 +108,6 @@ async def test_where_nobody_knows_it_is_perhaps_memory(kernel: Path) -> None:
         await trainer._algorithm(child_that("kill -9 $$", kernel / "logs"))
 
 
-@pytest.mark.part
 def test_an_agent_killed_for_memory_says_so(kernel: Path) -> None:
     from agentrl.runners.processes import contract
 

@@ -19,7 +19,6 @@ def config(**env: str) -> RunConfig:
     return factories.config(agent={"command": ["true"], "env": env})
 
 
-@pytest.mark.part
 def test_hidden_values_are_found_by_processes_of_the_run() -> None:
     given = config(SECRET_KEY="hush", EMPTY="")
     hidden = without_env_values(without_env_values(given))
@@ -27,7 +26,6 @@ def test_hidden_values_are_found_by_processes_of_the_run() -> None:
     assert with_env_values(hidden) == given
 
 
-@pytest.mark.part
 def test_a_runner_elsewhere_has_its_own_or_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = config(SECRET_KEY="")
     with pytest.raises(ConfigError, match="SECRET_KEY has no value on this machine"):

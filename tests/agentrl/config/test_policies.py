@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from agentrl.config import LoraConfig, differences, resolve, to_toml, validate
 from agentrl.config.policies import policy_by_role, view
 from agentrl.errors import ConfigError
-from tests.spine import of_part
 
 
 def team(**changes: Any) -> dict[str, Any]:
@@ -52,9 +51,7 @@ def team(**changes: Any) -> dict[str, Any]:
             team(frozen=True, model="m", lora={}, critic={"model": "copy"}),
             r"policies.solver.critic: a frozen policy does not learn",
         ),
-        of_part(
-            team() | {"reward_models": {"r": {"model": "m"}}}, r"\[reward_models\] score the calls"
-        ),
+        (team() | {"reward_models": {"r": {"model": "m"}}}, r"\[reward_models\] score the calls"),
         (team() | {"team": {"every": 2}}, r"team.every has no effect for team.schedule = 'togeth"),
         (
             team() | {"steps": 3, "team": {"schedule": "sequence", "every": 3}},
@@ -73,7 +70,6 @@ def test_policies_that_cannot_be_together_are_refused(data: dict[str, Any], mess
         resolve(data, source="run.toml")
 
 
-@pytest.mark.part
 def test_a_policy_has_what_differs_and_the_rest_of_the_run() -> None:
     data = team(algorithm={"preset": "gspo", "options": {}}, model="own") | {
         "algorithm": {"lr": 0.5, "warmup": 3, "options": {"norm": "none"}},
@@ -93,7 +89,6 @@ def test_a_policy_has_what_differs_and_the_rest_of_the_run() -> None:
     assert tomllib.loads(to_toml(config))["policies"]["solver"]["algorithm"]["preset"] == "gspo"
 
 
-@pytest.mark.part
 def test_a_frozen_adapter_inherits_nothing_of_the_run() -> None:
     judge = {"roles": ["judge"], "frozen": True, "lora": {"adapter": "judge"}}
     data = team() | {"policy": {"model": "m", "lora": {"rank": 8, "alpha": 2.0}}}
@@ -102,7 +97,6 @@ def test_a_frozen_adapter_inherits_nothing_of_the_run() -> None:
     assert found == LoraConfig(adapter="judge")
 
 
-@pytest.mark.part
 def test_roles_may_be_given_in_their_own_table_and_nothing_need_be_trained() -> None:
     data = team(roles=[]) | {"roles": {"solver": "solver"}, "steps": 0}
     assert policy_by_role(resolve(data, source="run.toml")) == {
@@ -111,7 +105,6 @@ def test_roles_may_be_given_in_their_own_table_and_nothing_need_be_trained() -> 
     }
 
 
-@pytest.mark.part
 def test_another_order_of_policies_is_another_run() -> None:
     config = resolve(team(), source="run.toml")
     turned = replace(config, policies=dict(reversed(config.policies.items())))
@@ -121,7 +114,6 @@ def test_another_order_of_policies_is_another_run() -> None:
     assert differences(config, config) == []
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     ("missing", "said"),
     [

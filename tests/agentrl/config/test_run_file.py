@@ -7,7 +7,6 @@ import pytest
 from agentrl.config import RunConfig, differences, from_store, load, resolve, to_toml
 from agentrl.errors import ConfigError
 from tests.factories import Register
-from tests.spine import of_part
 
 
 def run_file(folder: Path, text: str) -> Path:
@@ -53,7 +52,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[algorithm]\nlr = -1.0", [], r"algorithm\.lr"),
         ("[learner]\npacking = 'tree'", [], r"learner\.packing = 'tree'; did you mean 'trie'\?"),
         ("[policy]\ndtype = 'half'", [], r"policy\.dtype = 'half'; valid: bfloat16, float32"),
-        of_part(
+        (
             "[reward_models.judge]\nmodel = 'x'\nkind = 'scalr'",
             [],
             r"reward_models\.judge\.kind = 'scalr'; did you mean 'scalar'\?",
@@ -64,9 +63,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[sampling]\ntop_p = 2.0", [], r"sampling\.top_p = 2\.0; it must be above 0"),
         ("[sampling]\ntop_p = 0.0", [], r"sampling\.top_p = 0\.0; it must be above 0"),
         ("[sampling]\ntop_k = -1", [], r"sampling\.top_k = -1; it must be 0 \(no limit\)"),
-        of_part(
-            "[metrics]\nsinks = ['mlflow', 'mlflow']", [], r"metrics\.sinks names 'mlflow' twice"
-        ),
+        ("[metrics]\nsinks = ['mlflow', 'mlflow']", [], r"metrics\.sinks names 'mlflow' twice"),
         ("[sampling]\nmax_tokens = 0", [], r"sampling\.max_tokens = 0; it must be 1 or above"),
         ("[algorithm]\nmin_group = 9", [], r"min_group = 9 drops every group of .*group_size = 8"),
         ("[algorithm]\nmax_staleness = -1", [], r"algorithm\.max_staleness"),
@@ -82,13 +79,13 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             [],
             r"async_sampling = 'none' .*max_staleness = 1 asks for that; remove one",
         ),
-        of_part("[tasks]\nsolved = 0.9\norder = 'difficulty'", [], r"tasks\.solved leaves out"),
+        ("[tasks]\nsolved = 0.9\norder = 'difficulty'", [], r"tasks\.solved leaves out"),
         (
             "[engine]\nkv_on_update = 'keep'",
             [],
             r"engine\.kv_on_update = 'keep' has no effect .* remove it",
         ),
-        of_part(
+        (
             "[algorithm]\nasync_sampling = 'in_flight'\nmax_staleness = 1\n"
             "[engine]\nkind = 'vllm'\nkv_on_update = 'keep'",
             [],
@@ -101,7 +98,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ),
         ("[algorithm]\ngroup_quorum = 9", [], r"group_quorum = 9: .*group_size = 8"),
         ("[algorithm]\ngroup_quorum = 1", [], r"group_quorum = 1: .*min_group = 2"),
-        of_part(
+        (
             "[algorithm]\ngroup_quorum = 5\nbranching = {kind = 'mc'}",
             [],
             r"group_quorum: rollouts join a group when all of its own have ended",
@@ -142,7 +139,6 @@ def test_printed_settings_read_back_the_same(tmp_path: Path) -> None:
     assert again == config
 
 
-@pytest.mark.part
 def test_settings_of_vllm_are_refused_without_it() -> None:
     tables = {"kind": "vllm", "vllm": {"timeout": 5.0, "arguments": ["--seed", "1"]}}
     assert resolve({"engine": tables}, source="test").engine.vllm.timeout == 5.0
@@ -150,7 +146,6 @@ def test_settings_of_vllm_are_refused_without_it() -> None:
         resolve({"engine": tables | {"kind": "embedded"}}, source="test")
 
 
-@pytest.mark.part
 def test_settings_of_a_vllm_child_are_refused_for_servers_that_run_already() -> None:
     vllm = {"urls": ["http://127.0.0.1:8000"], "start_timeout": 5.0}
     resolve({"engine": {"kind": "vllm", "vllm": vllm}}, source="test")
@@ -170,7 +165,6 @@ def test_differences_name_what_changes_learning_only() -> None:
     assert differences(old, old) == []
 
 
-@pytest.mark.part
 def test_a_run_may_go_on_with_another_learner() -> None:
     learner = {"kind": "verl", "verl": {"nodes": 2}}
     old, new = resolve({}, source="test"), resolve({"learner": learner}, source="test")
@@ -209,11 +203,10 @@ def test_settings_of_a_schedule_that_mean_nothing_are_refused(case: str, tmp_pat
     load(tmp_path / "run.toml", [*fine, "algorithm.target_kl=0.1"])
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     ("section", "field", "message"),
     [
-        of_part("engine", "kind", r"engine\.kind = 'vlm'; did you mean 'vllm'\?"),
+        ("engine", "kind", r"engine\.kind = 'vlm'; did you mean 'vllm'\?"),
         ("learner", "kind", r"learner\.kind = 'vlm'; valid: torch, verl"),
         ("runner", "executor", r"runner\.executor = 'vlm'; valid: async, auto, command,"),
     ],
@@ -244,7 +237,6 @@ def test_a_kind_that_a_package_registers(register: Register) -> None:
         resolve({"learner": {"kind": "mine"}}, source="test")
 
 
-@pytest.mark.part
 def test_settings_of_other_kinds_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     """As a run file has them that `--dry-run` of an earlier version printed."""
     text = "[engine]\nkind = 'embedded'\n[engine.vllm]\nmax_adapters = 8\nurls = []\n"
@@ -264,13 +256,11 @@ def test_stored_settings_are_read_as_they_were() -> None:
         from_store(stored | {"sead": 1})
 
 
-@pytest.mark.part
 def test_what_a_kind_needs_is_named() -> None:
     with pytest.raises(ConfigError, match=r"test: selfplay\.seats is missing"):
         resolve({"selfplay": {"opponents": "latest"}}, source="test")
 
 
-@pytest.mark.part
 def test_sinks_from_outside_are_named_by_file() -> None:
     metrics = {"sinks": ["mine.py:write"], "options": {"every": 2}}
     assert resolve({"metrics": metrics}, source="test").metrics.options == {"every": 2}
@@ -278,7 +268,6 @@ def test_sinks_from_outside_are_named_by_file() -> None:
         resolve({"metrics": {"sinks": ["mlflo"]}}, source="test")
 
 
-@pytest.mark.part
 def test_pairs_of_numbers_and_any_text_survive_the_dry_run(tmp_path: Path) -> None:
     judge = {"upstream": "big", "max_usd": 2.0, "prices": [0.5, 1.5], "calibration": [[0, 0.5]]}
     tables: dict[str, Any] = {"judges": {"good": judge}, "agent": {"env": {"A\x7f": "b\x7f\u2028"}}}
@@ -292,7 +281,6 @@ def test_a_rule_of_roles_is_named_as_in_the_run_file() -> None:
         resolve({"roles": {"match": [{"model": "x"}]}}, source="test")
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     "table",
     [

@@ -9,8 +9,6 @@ import pytest
 
 from agentrl.environments.plugins import reasoning_gym, textarena, verdicts
 
-pytestmark = pytest.mark.part
-
 
 def trace(**fields: Any) -> Any:
     row = SimpleNamespace(value=1.0)

@@ -22,7 +22,7 @@ from agentrl.runners.containers.pool import Containers
 from tests.agentrl.harbor.folders import Scripted, write_task
 from tests.runners.containers.real import ENGINE, needs_podman, podman
 
-pytestmark = [pytest.mark.part, needs_podman, pytest.mark.timeout(300)]
+pytestmark = [needs_podman, pytest.mark.timeout(300)]
 DOCKERFILE = "environment/Dockerfile"
 SHARED = '[environment]\nnetwork_mode = "no-network"\n'
 SEPARATE = '[verifier]\nenvironment_mode = "separate"\n'

@@ -17,7 +17,7 @@ from agentrl.store import open_store
 from tests.agentrl.harbor.folders import write_task
 from tests.runners.containers.real import needs_podman
 
-pytestmark = [pytest.mark.part, needs_podman, pytest.mark.timeout(400)]
+pytestmark = [needs_podman, pytest.mark.timeout(400)]
 PAGE = Path(__file__).parents[3] / "docs/how-to/environments/harbor.md"
 SMALL = ("steps=1", "algorithm.groups=2", "algorithm.group_size=2", "sampling.max_tokens=8")
 # An agent in the container, which has no network: it asks the model and keeps its answer.

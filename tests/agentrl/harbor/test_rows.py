@@ -21,7 +21,7 @@ from tests.runners.containers import real
 from tests.runners.containers.real import imported, needs_podman
 
 pytestmark = [
-    *(pytest.mark.part, needs_podman, pytest.mark.timeout(300), pytest.mark.slow),
+    *(needs_podman, pytest.mark.timeout(300), pytest.mark.slow),
     pytest.mark.skipif(not shutil.which("git"), reason="needs git"),
 ]
 CALC = "add() { echo $(($1 - $2)); }\n"

@@ -41,7 +41,6 @@ def errors(schema: Any, data: Any) -> list[str]:
     return [error.message for error in validator(schema).iter_errors(data)]
 
 
-@pytest.mark.part
 def test_the_schema_says_what_a_setting_is(schema: Any) -> None:
     tables = schema["$defs"]
     assert "discriminator" not in json.dumps(schema)
@@ -59,7 +58,6 @@ def test_the_schema_says_what_a_setting_is(schema: Any) -> None:
     assert tables["ContainerConfig"]["required"] == ["image"]
 
 
-@pytest.mark.part
 def test_the_schema_accepts_run_files(schema: Any, tmp_path: Path) -> None:
     for file in RUN_FILES:
         assert errors(schema, tomllib.loads(file.read_text())) == [], file

@@ -12,7 +12,6 @@ from tests.agentrl.vision.calls import BLUE, DIGESTS, RED, TEXT, ask, named, sho
 from tests.agentrl.vision.pictures import picture, url
 from tests.runners.conftest import Bench
 
-pytestmark = pytest.mark.part
 WORDS = str(TEXT["text"])
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 LOOK = {"role": "assistant", "content": None, "tool_calls": [CALL]}

@@ -29,8 +29,6 @@ from tests import factories
 from tests.agentrl.vision.calls import BLUE, DIGESTS, RED, TEXT, named, shown, user
 from tests.agentrl.vision.looks import WORDS, digest, looked, own_logprobs, png
 
-pytestmark = pytest.mark.part
-
 
 async def test_an_exported_item_has_its_images_as_files(store: Any) -> None:
     kinds = {RED: "image/png", BLUE: "image/jpeg"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import new_messages
@@ -40,7 +39,6 @@ def test_observations() -> None:
     assert new_messages(call(RED)) != new_messages(call(BLUE))
 
 
-@pytest.mark.part
 def test_prompts_of_pairs() -> None:
     from agentrl.algorithms.preferences.mining import _prompt
 
@@ -49,7 +47,6 @@ def test_prompts_of_pairs() -> None:
         assert red == again != blue
 
 
-@pytest.mark.part
 def test_a_digest_is_no_text_toredact() -> None:
     from agentrl.runners.sessions.recorder import redact
 
@@ -59,7 +56,6 @@ def test_a_digest_is_no_text_toredact() -> None:
     assert "7" not in told[0]["content"][1]["text"]
 
 
-@pytest.mark.part
 async def test_rewards_that_differ_for_equal_calls(store: Any) -> None:
     """Only calls that saw the same can show that a verifier is not sure of itself."""
     from agentrl.algorithms.why.record import _alike

@@ -85,7 +85,6 @@ def test_mt_grpo() -> None:
     near(advantage[2::2], [0.366025, -1.366025, -1.366025])
 
 
-@pytest.mark.part
 def test_mt_grpo_compares_a_rollout_without_a_tool_call_by_the_sum_of_both() -> None:
     plays = [
         Play([Call(rewards={"turn": 1.0}), Call()], outcome=1.0),

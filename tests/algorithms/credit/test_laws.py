@@ -55,7 +55,6 @@ GRPO: dict[str, Advantage] = {
     "batch": lambda x, by, **k: advantages(x, by, norm="std", norm_by=torch.zeros_like(by), **k),
     "maxrl": lambda x, by, **k: advantages(x, by, norm="mean", **k),
 }
-pytestmark = pytest.mark.part  # of the presets of all parts
 # Those that read nothing but the outcome of rollouts, each for itself.
 PRESETS = [
     name

@@ -135,7 +135,6 @@ def test_credit_is_that_of_the_loops(
         assert equal(found, expected)
 
 
-@pytest.mark.part
 def test_values_are_trusted_where_states_tell_and_not_where_they_do_not() -> None:
     from agentrl.lab.advise import trust_in_states
 

@@ -10,7 +10,6 @@ import pytest
 from agentrl.base.processes import PHASE
 from agentrl.tiny.models import imitator
 
-pytestmark = pytest.mark.part
 WORDS = ["Oslo", "Lima", "Cairo", "Delhi"]
 
 

@@ -15,7 +15,6 @@ from agentrl.errors import TrainingError
 from tests.algorithms.learners.test_learner import make_batch
 
 
-@pytest.mark.part
 def test_without_a_part_failed_steps_are_counted_and_end_the_run() -> None:
     batch = make_batch()
     terms = loss_terms(registry.make("sft", {}), batch, GivenLogProbs(), fresh=True)

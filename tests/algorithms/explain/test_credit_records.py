@@ -162,7 +162,6 @@ def test_what_another_algorithm_stored_is_not_mistaken_for_baselines() -> None:
 # -- the step --------------------------------------------------------------------------------------
 
 
-@pytest.mark.part
 def test_a_step_that_was_killed_before_its_commit_is_the_same_again() -> None:
     """The process that comes next begins with the state of the last checkpoint."""
     learner = Recorder()
@@ -179,7 +178,6 @@ def test_a_step_that_was_killed_before_its_commit_is_the_same_again() -> None:
     assert metrics["update/skipped"] == 0
 
 
-@pytest.mark.part
 def test_a_step_without_groups_is_skipped() -> None:
     """As happens where dynamic sampling found nothing to learn from."""
     step = updater(Recorder(), "spiral")
@@ -187,7 +185,6 @@ def test_a_step_without_groups_is_skipped() -> None:
     assert (metrics["update/skipped"], metrics["rollouts"]) == (1, 0)
 
 
-@pytest.mark.part
 def test_minibatches_have_the_credit_of_the_whole() -> None:
     whole, cut = updater(Recorder(), "spiral"), updater(Recorder(), "spiral", minibatches=3)
     one, other = stored(whole, step_of(9, 0)), stored(cut, step_of(9, 0))

@@ -104,7 +104,6 @@ def test_the_default_is_explained_by_the_credit_of_peers_and_its_scale() -> None
     assert scaled.columns["advantage"].abs().tolist() == pytest.approx([0.5**0.5] * 8, rel=1e-5)
 
 
-@pytest.mark.part
 def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
     needed = {"streams": OPTIONS, "only": {"only_roles": ["agent"]}}
     needed["process"] = {"process_streams": OPTIONS["streams"]}
@@ -183,7 +182,6 @@ def output(*arguments: str) -> str:
     return CliRunner().invoke(cli, arguments, catch_exceptions=False).output
 
 
-@pytest.mark.part
 def test_the_catalogue_has_a_line_for_everything() -> None:
     lines = output("algorithms").splitlines()
     said = {line.split()[0] for line in lines}
@@ -195,7 +193,6 @@ def test_the_catalogue_has_a_line_for_everything() -> None:
     assert next(line for line in lines if "+only" in line).endswith("[filter]")
 
 
-@pytest.mark.part
 def test_a_preset_prints_its_record() -> None:
     text = output("algorithms", "show", "gspo+opsm")
     assert "Gate(Clip(0.0003, hi=0.0004), by='row')" in text
@@ -359,7 +356,6 @@ async def test_the_gates_that_applied_are_shown(tmp_path: Path) -> None:
     assert not any("the step used advantage" in line for line in [*first, *second])
 
 
-@pytest.mark.part
 async def test_a_baseline_of_earlier_steps_is_that_of_the_time(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'store.db'}"
     async with run_of(url, "spiral") as run:
@@ -372,7 +368,6 @@ async def test_a_baseline_of_earlier_steps_is_that_of_the_time(tmp_path: Path) -
     assert "value -1, baseline 0.126219, advantage -1.12622" in text
 
 
-@pytest.mark.part
 async def test_the_step_that_trained_a_rollout_is_explained_not_the_one_that_asked(
     tmp_path: Path,
 ) -> None:
@@ -414,7 +409,6 @@ class Lengths:
         return torch.tensor([float(len(call.prompt)) for call in calls], dtype=torch.float64)
 
 
-@pytest.mark.part
 async def test_rewards_that_the_step_gave_are_explained_like_others(tmp_path: Path) -> None:
     from agentrl.algorithms.reward_models.scorers import RewardModel
 

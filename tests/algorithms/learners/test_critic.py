@@ -223,7 +223,6 @@ def test_a_checkpoint_without_the_critic_is_refused_and_changes_nothing(
     assert all(map(torch.equal, before, states(learner)))
 
 
-@pytest.mark.part
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_of_it_at_once(tiny_model_dir: Path, kind: str, dtype: torch.dtype) -> None:
     """Adapter, critic, recomputed layers and shared prefixes learn what each row by itself does,

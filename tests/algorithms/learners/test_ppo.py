@@ -182,7 +182,6 @@ def test_the_reference_reaches_loss_and_reward() -> None:
     assert reward.critics[0].returns[2].item() == pytest.approx(0.975)
 
 
-@pytest.mark.part
 def test_a_reward_model_s_rewards_are_credited() -> None:
     from agentrl.algorithms.reward_models.scorers import RewardModel
 
@@ -268,7 +267,6 @@ def test_ppo_learns_a_bandit_and_its_values(tiny_model_dir: Path, critic: str) -
     assert metrics["critic/loss"] < 0.1
 
 
-@pytest.mark.part
 @pytest.mark.parametrize("critic", ["shared", "copy"])
 def test_a_resumed_run_continues_bit_for_bit(
     tiny_model_dir: Path, tmp_path: Path, critic: str

@@ -95,7 +95,6 @@ def test_a_frozen_model_needs_no_chat_template(tiny_model_dir: Path, tmp_path: P
     load_auxiliary("reference.model", str(plain), model, tokenizer)
 
 
-@pytest.mark.part
 def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> None:
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
     start = str(tiny_model_dir)
@@ -169,7 +168,6 @@ def test_what_could_not_matter_is_refused(
         factory.refuse_unused_settings(config(**sections), algo)
 
 
-@pytest.mark.part
 def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Path) -> None:
     from agentrl.algorithms.lora.adapters import LoraAdapters
 
@@ -195,7 +193,6 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
         factory.refuse_unused_settings(follows, algo)
 
 
-@pytest.mark.part
 def test_settings_that_matter_pass() -> None:
     algo = registry.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     sections = {

@@ -80,7 +80,6 @@ def test_the_adapter_learns_the_same_after_something_was_sampled(
         assert torch.allclose(before, after, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.part
 def test_what_is_served_elsewhere_is_the_policy_that_learned(
     packed: tuple[str, LoadedModel], tmp_path: Path
 ) -> None:
@@ -105,7 +104,6 @@ def test_what_is_served_elsewhere_is_the_policy_that_learned(
     assert (logprobs(base) - logprobs(merged)).abs().max() > 0.01  # the adapter does something
 
 
-@pytest.mark.part
 def test_an_adapter_outlives_its_quantised_base(
     packed: tuple[str, LoadedModel], tmp_path: Path
 ) -> None:
@@ -120,7 +118,6 @@ def test_an_adapter_outlives_its_quantised_base(
     assert (tmp_path / "exported" / "model.safetensors").is_file()
 
 
-@pytest.mark.part
 def test_learner_and_sampler_agree_as_far_as_the_doctor_allows(
     packed: tuple[str, LoadedModel], tmp_path: Path
 ) -> None:
@@ -139,7 +136,6 @@ def test_learner_and_sampler_agree_as_far_as_the_doctor_allows(
     assert f", {tolerance(policy):g} is allowed" in sentence
 
 
-@pytest.mark.part
 def test_weights_that_nobody_could_train_are_refused() -> None:
     for settings in ({}, {"lora": {"rank": 4}}):
         policy = {"model": "m", "quantize": "4bit", **settings}

@@ -88,7 +88,6 @@ def learners(folder: Path, packing: Packing = "trie") -> TorchLearner:
     return TorchLearner(model, tokenizer, packing=packing, token_budget=40, frozen=frozen)  # type: ignore[arg-type]
 
 
-@pytest.mark.part
 @pytest.mark.parametrize("packing", ["rows", "trie"])
 @pytest.mark.parametrize("of", ["teacher", "policy"])
 def test_a_learner_learns_from_all_the_tokens(
@@ -132,7 +131,6 @@ def test_a_learner_learns_from_all_the_tokens(
         torch.testing.assert_close(given[name], parameter.grad, rtol=2e-3, atol=2e-6)
 
 
-@pytest.mark.part
 @pytest.mark.parametrize("options", [{"top": 8}, {"top": 8, "of": "policy"}])
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_updates_bring_the_policy_to_its_teacher(
@@ -157,7 +155,6 @@ def test_updates_bring_the_policy_to_its_teacher(
     assert distance() < 0.95 * before
 
 
-@pytest.mark.part
 def test_it_is_mixed_with_rewards_and_refused_beside_other_tokens() -> None:
     mixed = make(
         "grpo+distill",

@@ -21,8 +21,6 @@ from agentrl.errors import ConfigError
 from agentrl.types import Group
 from tests.algorithms.train.test_update import Recorder, group
 
-pytestmark = pytest.mark.part  # they correct for the sampler by `+tis` and others of the gates
-
 
 def aged(found: Group, *versions: int, spans: Any = ()) -> Group:
     """The group with the versions of its rollouts' only calls, the last with spans."""

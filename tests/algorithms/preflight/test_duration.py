@@ -44,7 +44,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duration, "seconds_of", seconds_of)
 
 
-@pytest.mark.part
 def test_time_is_that_of_sampling_and_of_the_update(clock: None, tiny_model_dir: Path) -> None:
     # 10 tokens of 4 calls at once, 0.01 + 4 * 0.005 s each; 6 ms a call; 40 tokens, 3 ms each.
     (found,) = duration.duration(run_config(tiny_model_dir), None)
@@ -123,7 +122,6 @@ def test_another_models_tokenizer_is_refused_before_a_rollout(
     assert "put the tokenizer files of this very model there" in caplog.text
 
 
-@pytest.mark.part
 def test_prompts_are_computed_too(clock: None, tiny_model_dir: Path, tmp_path: Path) -> None:
     text = "a list of prices " * 20
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"input": text}) + "\n")
@@ -138,7 +136,6 @@ def test_prompts_are_computed_too(clock: None, tiny_model_dir: Path, tmp_path: P
         assert seconds(found) == pytest.approx(seconds(without) + more, rel=0.1)
 
 
-@pytest.mark.part
 def test_sampling_is_in_the_time_of_a_decoding_step(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +152,6 @@ def test_sampling_is_in_the_time_of_a_decoding_step(
     assert set(found) == {5}
 
 
-@pytest.mark.part
 def test_a_model_that_cannot_be_served_is_said(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,7 +83,6 @@ def test_the_mean_of_what_is_drawn_is_the_one_given() -> None:
     assert lognormal(3.0, 0.0, 1) == 3.0
 
 
-@pytest.mark.part
 def test_plan_names_the_least_that_is_about_the_fastest(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[algorithm]\ngroups = 2\ngroup_size = 2\n")
     command = ["plan", str(tmp_path / "run.toml"), "--tokens", "10", "--decode", "0.1"]

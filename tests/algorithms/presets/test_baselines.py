@@ -278,7 +278,6 @@ STORED: dict[tuple[str, str], str] = {
 }
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(("name", "options"), STORED)
 def test_the_names_of_states_in_checkpoints_stay(name: str, options: str) -> None:
     memories = make(name, json.loads(options)).remembered

@@ -120,7 +120,6 @@ def test_pass_at_k_has_the_gradient_of_pass_at_k(n: int, k: int) -> None:
     assert gradient == pytest.approx(k * (1 - p) ** k * p, rel=1e-12)
 
 
-@pytest.mark.part
 def test_pass_at_k_of_all_rollouts_of_a_group_is_refused_at_load() -> None:
     def loaded(k: int, **more: Any) -> None:
         settings = {"preset": "pass-at-k", "options": {"k": k}, "group_size": 4, **more}

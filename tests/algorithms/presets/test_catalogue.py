@@ -171,17 +171,15 @@ CASES: dict[str, Case] = {
 }
 
 
-test_its_loss_is_the_published_one = pytest.mark.part(checked(CASES, CHECKS))
+test_its_loss_is_the_published_one = checked(CASES, CHECKS)
 
 
-@pytest.mark.part
 def test_options_reach_the_preset_and_its_modifiers() -> None:
     algo = make("grpo+tis", {"clip_high": 0.28, "clip_low": 0, "tis_cap": 3})
     assert algo.gates[0].fn == Clip(0.0, 0.28)
     assert "hi=3.0" in repr(algo.gates[1].fn)
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -225,7 +223,6 @@ def test_a_reward_that_no_rollout_has_is_refused() -> None:
         current(algo, padded(0))
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     "name",
     ["ppo", "reinforce++", "rft", "mt-grpo", "dpo"],
@@ -257,7 +254,6 @@ def test_a_reward_of_the_only_role_is_one_of_rollouts() -> None:
     assert of_roles.tolist() == of_rollouts.tolist()
 
 
-@pytest.mark.part
 def test_a_plain_credit_function_keeps_its_reward_beside_that_of_a_filter(tmp_path: Path) -> None:
     (tmp_path / "mine_credit.py").write_text("def mine(batch): return batch.rewards['style']\n")
     options = {"credit": "mine_credit.py:mine", "credit_reward": "style"}

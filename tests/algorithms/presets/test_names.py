@@ -1,7 +1,6 @@
 """The names of presets and options that the front knows are those that there are."""
 
 import msgspec
-import pytest
 
 from agentrl.algorithms.presets import registry
 from agentrl.algorithms.presets.registry import ENTROPY
@@ -16,7 +15,6 @@ def names() -> PresetNames:
     )
 
 
-@pytest.mark.part
 def test_the_front_knows_every_preset_and_option() -> None:
     hint = "run `python -m tests.algorithms.presets.test_names`"
     assert preset_names() == names(), hint

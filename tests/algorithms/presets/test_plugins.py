@@ -37,7 +37,6 @@ def built(folder: Path, code: str, suffix: str = "", **options: object) -> Algo:
     return make(f"mine_preset.py:p{suffix}", options, root=folder)
 
 
-@pytest.mark.part
 def test_a_plain_function_takes_modifiers_and_the_shared_reward(tmp_path: Path) -> None:
     code = "def p(reward: str, *, std: bool = True): return Algo(GroupRelative(reward))"
     algo = built(tmp_path, code, "+tis", reward="style", tis_cap=3.0)
@@ -142,7 +141,6 @@ def test_an_installed_package_registers_modifiers(
         make("grpo+thiers", {})
 
 
-@pytest.mark.part
 def test_two_packages_with_one_name_are_refused(register: Register) -> None:
     for module in ("ours", "theirs"):
         register("agentrl.presets", "treerl", f"{module}:treerl")
@@ -167,7 +165,6 @@ def run_with(name: str, **options: object) -> RunConfig:
     return RunConfig(steps=1, algorithm=AlgorithmConfig(preset=name, options=options))
 
 
-@pytest.mark.part
 def test_the_short_list_is_short() -> None:
     assert 20 <= sum(made.usual for made in library_presets()[0].values()) <= 28
     assert all(issubclass(type(made), declare.AlgoPreset) for made in declare.presets.values())
@@ -188,7 +185,6 @@ def test_every_preset_of_the_library_can_be_made() -> None:
         assert make(name, options, streams=EVERY_OUTPUT).name == name
 
 
-@pytest.mark.part
 def test_no_two_presets_are_the_same() -> None:
     streams = EVERY_OUTPUT
     names = library_presets()[0].keys() - {"streams", "coma"}

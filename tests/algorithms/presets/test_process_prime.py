@@ -11,7 +11,6 @@ from tests.system.test_run import agentrl, read
 VERIFIER = "def verify(task, result):\n    return float(len(result) % 7) / 6\n"
 
 
-@pytest.mark.part
 def test_its_reward_model_trains_and_continues(run_folder: Path) -> None:
     """It begins as the policy, which no model of its own is named for."""
     (run_folder / "verifier.py").write_text(VERIFIER)

@@ -189,7 +189,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-test_its_loss_is_the_published_one = pytest.mark.part(checked(CASES))
+test_its_loss_is_the_published_one = checked(CASES)
 
 
 def test_peers_credits_every_call_where_no_state_is_seen_twice() -> None:
@@ -225,7 +225,6 @@ def test_the_default_is_grpo_where_no_state_comes_again(several: int) -> None:
     assert default.abs().min() > 0.1
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -268,7 +267,6 @@ def test_what_cannot_matter_is_refused(name: str, options: dict[str, Any], messa
         make(name, options)
 
 
-@pytest.mark.part
 def test_a_stream_may_be_one_that_a_step_lacks() -> None:
     streams = {"outcome": {}, "p": {"scope": "transition", "required": False}}
     algo = make("streams", {"streams": streams})
@@ -277,7 +275,6 @@ def test_a_stream_may_be_one_that_a_step_lacks() -> None:
     assert (algo.rewards, algo.optional) == (("outcome", "transition:p"), ("transition:p",))
 
 
-@pytest.mark.part
 def test_what_an_algorithm_needs_of_a_run_is_read_off_its_record() -> None:
     assert not make("grpo", {}).needs_greedy
     assert make("ppo", {}, streams=("old", "sampler", "values")).reads_critic

@@ -27,7 +27,6 @@ from agentrl.types import Group, Outcome, Purpose, Reward, Rollout, RolloutState
 from tests import factories
 from tests.algorithms.train.test_policy_set import config as team
 from tests.algorithms.train.test_policy_set import shared
-from tests.spine import of_part
 
 TASKS = [{"input": name} for name in ("easy", "fair", "easy", "hard", "easy", "missing")]
 REWARDS: dict[str, list[float | None]] = {
@@ -126,7 +125,6 @@ async def test_without_a_rule_a_step_takes_what_it_asked_for(store: Store) -> No
     assert (collected.discarded, collected.metrics) == ([], {})
 
 
-@pytest.mark.part
 def test_what_several_policies_learn_from_has_a_signal(store: Store) -> None:
     settings = team(algorithm={"dynamic_sampling": True})
     own = Collector(settings, store, 1, TaskSampler(settings, TASKS), "outcome")
@@ -294,8 +292,8 @@ def test_replacements_are_the_same_whoever_asks() -> None:
     [
         ("grpo", {}, None),
         ("grpo", {"dynamic_sampling": True}, "outcome"),
-        of_part("dapo", {}, "outcome"),
-        of_part("dapo", {"dynamic_sampling": False}, None),
+        ("dapo", {}, "outcome"),
+        ("dapo", {"dynamic_sampling": False}, None),
     ],
 )
 def test_a_preset_or_the_run_file_asks_for_it(
@@ -304,7 +302,6 @@ def test_a_preset_or_the_run_file_asks_for_it(
     assert resampling_reward(AlgorithmConfig(**settings), make(preset, {})) == expected
 
 
-@pytest.mark.part
 def test_settings_of_what_is_off_are_refused() -> None:
     distill = make("distill", {}, streams=("teacher",))
     with pytest.raises(ConfigError, match=r"algorithm\.max_rounds = 3: dynamic sampling is off"):

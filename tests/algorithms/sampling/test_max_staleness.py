@@ -165,7 +165,6 @@ async def train(store: SimulatedStore, config: RunConfig, resample: str | None) 
     return lags
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     ("ahead", "order"),
     [

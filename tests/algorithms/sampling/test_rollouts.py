@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from agentrl.algorithms.sampling.rollouts import new_rollout
 from agentrl.config import resolve
 
@@ -16,7 +14,6 @@ def seeds(**tables: Any) -> list[int | None]:
     return [row.sampling.seed for row in rows]
 
 
-@pytest.mark.part
 def test_the_runs_seed_gives_each_rollout_one_of_its_own_unless_vllm_samples() -> None:
     found = seeds()
     assert len(set(found)) == 3
@@ -34,7 +31,6 @@ def test_a_seed_of_the_run_file_gives_each_rollout_one_of_its_own() -> None:
     assert found != seeds(sampling={"seed": 8})
 
 
-@pytest.mark.part
 def test_one_step_off_can_be_repeated_without_being_asked() -> None:
     engine = {"kind": "vllm"}
     ahead = {"preset": "grpo+tis", "max_staleness": 1, "async_sampling": "one_step_off"}

@@ -73,7 +73,6 @@ def test_a_step_is_empty_where_no_rollout_can_be_used() -> None:
     assert not alone([], [group("a", 1.0, 1.0)])  # tasks that are too easy are no fault
 
 
-@pytest.mark.part
 def test_of_several_policies_one_that_could_learn_is_enough() -> None:
     made = team_config(team={"schedule": "alternating"}, steps=4)
     whole, _ = recording(made)
@@ -144,7 +143,6 @@ async def trained(
     return names, followed, json.loads(json.dumps(policies.dump()))
 
 
-@pytest.mark.part
 async def test_an_empty_step_changes_nothing_that_a_killed_process_would_not_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +194,6 @@ async def test_only_the_last_steps_in_a_row_count(store: Store) -> None:
     await check_empty_steps(store, factories.config(steps=9, max_empty_steps=4))
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     ("counts", "cause"),
     [

@@ -80,7 +80,6 @@ async def test_the_loop_calls_every_feature_in_order(
 JUDGE = {"kind": "pointwise", "upstream": "u", "rubric": "r"}
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [

@@ -34,8 +34,6 @@ from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import Group, Reward, StepReward
 from tests.algorithms.train.test_update import Recorder, group
 
-pytestmark = pytest.mark.part  # most of these policies are adapters
-
 TWO = {
     "planner": {"roles": ["planner"], "lora": {"rank": 4}},
     "solver": {"roles": ["solver"], "lora": {"rank": 2}},

@@ -30,7 +30,6 @@ from agentrl.config import AlgorithmConfig, RunConfig, load, resolve
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import Group, Reward
 from tests import factories
-from tests.spine import of_part
 
 
 @dataclasses.dataclass
@@ -238,7 +237,6 @@ def test_tokens_of_another_sampler_count_as_the_policy_would_sample_them() -> No
     assert found == pytest.approx(list(weights), rel=1e-4)
 
 
-@pytest.mark.part
 def test_tokens_outside_the_loss_do_not_count() -> None:
     class OneRole(Line):
         def logprobs(self, batch: Batch) -> Tensor:
@@ -266,7 +264,7 @@ def moments(learner: TorchLearner) -> list[dict[str, Tensor]]:
     return list(learner.optimizer.inner.state.values())
 
 
-@pytest.mark.parametrize("adapted", [False, of_part(True)])
+@pytest.mark.parametrize("adapted", [False, True])
 def test_a_halved_step_is_the_step_of_the_halved_rate(tiny_model_dir: Path, adapted: bool) -> None:
     """But its momentum has shrunk by the square; another adapter stays as it is."""
 
@@ -371,7 +369,6 @@ def test_what_cannot_be_undone_is_refused_where_it_is_asked_for(tmp_path: Path) 
     factory.make_learner(able, algo, *made)
 
 
-@pytest.mark.part
 def test_a_data_set_s_tokens_are_not_the_policy_s() -> None:
     from agentrl.algorithms.preferences.collector import from_dataset
     from agentrl.config.learning import DataConfig

@@ -81,7 +81,6 @@ def test_an_entropy_bonus_weighs_tokens_as_the_loss_does_and_learns_where_credit
     assert learner.etas[1] is None
 
 
-@pytest.mark.part
 def test_an_entropy_bonus_is_refused_where_its_gradient_is_not_to_be_had() -> None:
     settings: dict[str, Any] = {"algorithm": {"options": {"entropy": 0.01}}}
     assert load_algorithm(resolve(settings, source="run.toml")).entropy == 0.01
@@ -110,7 +109,6 @@ def updater(learner: Recorder, seed: int = 0, **settings: object) -> Updater:
     return Updater(config, registry.make("grpo", {}), learner)
 
 
-@pytest.mark.part
 def test_pairs_of_each_group_are_what_a_loss_of_pairs_learns_from() -> None:
     learner = Recorder()
     algo = registry.make("simpo", {"how": "all"})
@@ -259,7 +257,6 @@ def test_what_the_learner_measures_is_kept() -> None:
     assert metrics["update/early_stop"] == metrics["update/bad"] == 0
 
 
-@pytest.mark.part
 def test_a_step_that_is_not_finite_is_dumped_and_the_run_goes_on(tmp_path: Path) -> None:
     from agentrl.algorithms.explain.dump import keep_in, load_dump
 
@@ -367,7 +364,6 @@ def test_a_reward_that_no_rollout_carries_stops_the_run() -> None:
     assert learner.batches == []
 
 
-@pytest.mark.part
 def test_a_filter_sees_the_whole_batch_however_it_is_cut() -> None:
     """No call of the first half is a critic's, which is no mistake in a name."""
     groups = [group(name, 1.0, 0.0) for name in "ab"]

@@ -43,7 +43,6 @@ from agentrl.types import (
 )
 from tests import factories
 from tests.factories import rollout
-from tests.spine import of_part
 
 Agent = Callable[[str], Awaitable[str]]
 LONG = "and so on " * 400
@@ -398,7 +397,7 @@ def test_a_run_that_lost_what_it_had_gained_is_reported_as_worse() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"tasks": {"order": "difficulty"}}, of_part({"data": {"name": "d"}, "steps": 1})]
+    "settings", [{"tasks": {"order": "difficulty"}}, {"data": {"name": "d"}, "steps": 1}]
 )
 def test_a_reward_of_chosen_or_recorded_rollouts_is_no_evidence(settings: dict[str, Any]) -> None:
     config = resolve(settings, source="test")

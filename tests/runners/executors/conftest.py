@@ -15,7 +15,6 @@ import pytest
 from agentrl.config import RunConfig, resolve
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.factory import make_executor
-from tests.spine import WITHOUT_PARTS
 
 HERE = Path(__file__).parent
 PYTHON = ("async", "threads", "pool")
@@ -58,9 +57,6 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 async def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    if WITHOUT_PARTS:
-        yield None
-        return
     from tests.runners.containers.fake_kubernetes import FakeKubernetes
 
     fake = FakeKubernetes()

@@ -22,7 +22,7 @@ MB = 2**20
 
 
 def marked(kind: str, *marks: Any) -> Any:
-    return pytest.param(kind, marks=[*marks, *[pytest.mark.part] * (kind in OUTSIDE)])
+    return pytest.param(kind, marks=marks)
 
 
 each = pytest.mark.parametrize("kind", list(map(marked, KINDS)))

@@ -14,7 +14,6 @@ from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.executors.inprocess import InProcessExecutor
 from agentrl.trainer import check
 from tests.factories import Register
-from tests.spine import of_part
 
 PATH = {"path": "contract_agent.py:agent"}
 COMMAND = {"command": "node 'my agent.mjs'"}
@@ -34,7 +33,6 @@ def test_the_agent_decides_unless_the_run_file_does() -> None:
     assert (chosen(PATH).threaded, chosen(PATH, executor="threads").threaded) == (False, True)
 
 
-@pytest.mark.part
 def test_a_command_or_a_pool_runs_in_processes() -> None:
     from agentrl.runners.processes.command import CommandExecutor
     from agentrl.runners.processes.pool import PoolExecutor
@@ -50,11 +48,11 @@ def test_a_command_or_a_pool_runs_in_processes() -> None:
     ("agent", "given", "executor", "says"),
     [
         ({}, None, "auto", "agent.path is missing"),
-        of_part({}, None, "pool", "agent.path is missing"),
-        of_part(PATH | COMMAND, None, "auto", "are both set: leave one out"),
+        ({}, None, "pool", "agent.path is missing"),
+        (PATH | COMMAND, None, "auto", "are both set: leave one out"),
         (COMMAND, None, "async", "'async' runs agent.path, not agent.command"),
-        of_part(PATH, None, "command", "give it in the run file as agent.command"),
-        of_part({}, len, "pool", "give it in the run file as agent.path"),
+        (PATH, None, "command", "give it in the run file as agent.command"),
+        ({}, len, "pool", "give it in the run file as agent.path"),
     ],
 )
 def test_what_does_not_fit(agent: Any, given: object, executor: str, says: str) -> None:
@@ -62,7 +60,7 @@ def test_what_does_not_fit(agent: Any, given: object, executor: str, says: str) 
         chosen(agent, given, executor=executor)
 
 
-@pytest.mark.parametrize("executor", ["async", "threads", of_part("pool")])
+@pytest.mark.parametrize("executor", ["async", "threads", "pool"])
 def test_agents_without_a_key_are_not_served_to_the_network(executor: str) -> None:
     with pytest.raises(ConfigError, match="may listen to this machine only"):
         chosen(PATH, executor=executor, host="0.0.0.0")
@@ -133,7 +131,7 @@ def test_an_executor_from_outside_that_does_not_fit(
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        of_part("pol", "did you mean 'pool'"),
+        ("pol", "did you mean 'pool'"),
         ("thread", "did you mean 'threads'"),
         ("mine.py:Mine", "there is no file"),
     ],

@@ -115,7 +115,6 @@ async def test_the_gateway_serves_without_features(bench: Any) -> None:
     assert [row.messages for row in await rows(bench, active)] == [[SYSTEM, USER]]
 
 
-@pytest.mark.part
 async def test_a_call_that_is_parsed_again_is_changed_again(bench: Any) -> None:
     """Each try leaves half a response of the Responses API, which nobody has read."""
     attempt = await bench.attempt()
@@ -144,7 +143,6 @@ async def test_a_call_that_is_parsed_again_is_changed_again(bench: Any) -> None:
         first.raw = b""  # type: ignore[misc]
 
 
-@pytest.mark.part
 async def test_a_record_that_cannot_be_read_fails_the_attempt(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +207,6 @@ async def test_a_prompt_is_counted_as_it_is_sent(bench: Any) -> None:
     assert row.messages == [SYSTEM, USER]  # as the agent said it
 
 
-@pytest.mark.part
 def test_the_features_of_a_run(bench: Any) -> None:
     names = [type(one).__name__ for one in run_features(bench.store, RunConfig())]
     assert names == ["RoleRules", "CandidatePrompts", "Replays", "ChatTemplates", "StoredImages"]

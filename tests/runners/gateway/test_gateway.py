@@ -168,9 +168,7 @@ async def test_the_end_of_a_stream_waits_for_the_store(
     assert len(await rows(bench, active)) == 1
 
 
-@pytest.mark.parametrize(
-    "api", ["chat/completions", pytest.param("responses", marks=pytest.mark.part)]
-)
+@pytest.mark.parametrize("api", ["chat/completions", "responses"])
 async def test_events_of_several_lines_are_captured(
     bench: Any, active: Any, http: httpx.AsyncClient, api: str
 ) -> None:
@@ -603,7 +601,7 @@ async def pinged(request: web.Request, body: Any) -> web.StreamResponse:
     "api",
     [
         "chat/completions",
-        pytest.param("messages", marks=pytest.mark.part),
+        "messages",
         "another",
         "after a comment",
     ],

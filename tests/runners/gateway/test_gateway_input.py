@@ -23,7 +23,7 @@ ASK: dict[str, dict[str, Any]] = {
     "responses": {"model": "m", "input": "hello"},
     "messages": {"model": "m", "max_tokens": 9, "messages": [USER]},
 }
-TRANSLATED = [pytest.param(api, marks=pytest.mark.part) for api in ("responses", "messages")]
+TRANSLATED = ["responses", "messages"]
 APIS = pytest.mark.parametrize("api", ["chat/completions", "completions", *TRANSLATED])
 
 
@@ -411,7 +411,6 @@ async def test_a_number_of_any_size_is_passed_on_and_stored(
 
 
 @pytest.mark.parametrize("number", BIG[:3], ids=lambda number: number[:9])
-@pytest.mark.part
 @pytest.mark.parametrize("api", ["messages", "responses", "google"])
 async def test_integers_of_any_size_are_translated(
     bench: Any, active: Any, http: Any, api: str, number: str

@@ -25,7 +25,7 @@ ASKED: dict[str, Any] = {
     "responses": {"input": [USER]},
     "messages": {"messages": [USER], "max_tokens": 9},
 }
-TRANSLATED = [pytest.param(api, marks=pytest.mark.part) for api in ("responses", "messages")]
+TRANSLATED = ["responses", "messages"]
 APIS = pytest.mark.parametrize("api", ["chat/completions", *TRANSLATED])
 TEXT = {"content": "hi"}
 BUSY = {"error": {"message": "no room now", "type": "overloaded_error", "code": 503}}

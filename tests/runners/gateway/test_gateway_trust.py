@@ -45,9 +45,7 @@ def parent(attempt: str) -> dict[str, str]:
     return {"traceparent": f"00-{attempt}-{SPAN}-01"}
 
 
-@pytest.mark.parametrize(
-    "api", ["chat/completions", pytest.param("messages", marks=pytest.mark.part)]
-)
+@pytest.mark.parametrize("api", ["chat/completions", "messages"])
 async def test_its_own_key_opens_a_sealed_attempt(
     bench: Any, sealed: Any, http: httpx.AsyncClient, api: str
 ) -> None:
@@ -85,7 +83,6 @@ async def test_nothing_else_does(
     assert sealed.key not in repr(sealed)
 
 
-@pytest.mark.part
 async def test_a_key_ends_with_its_attempt(bench: Any, sealed: Any, http: Any) -> None:
     bench.gateway.unregister(sealed)
     for path in ("/v1/chat/completions", f"/a/{sealed.id}/v1/chat/completions", "/v1/traces"):
@@ -153,7 +150,6 @@ async def export(gateway: Gateway, key: str, *attempts: str) -> None:
     await asyncio.to_thread(work)
 
 
-@pytest.mark.part
 async def test_spans_are_taken_for_the_own_attempt_only(
     bench: Any, sealed: Any, other: Any
 ) -> None:
@@ -163,7 +159,6 @@ async def test_spans_are_taken_for_the_own_attempt_only(
     assert (await bench.store.trace(other.attempt.rollout.id)).spans == []
 
 
-@pytest.mark.part
 async def test_rejected_spans_are_counted(sealed: Any, other: Any, http: Any) -> None:
     spans = [
         {
@@ -205,7 +200,6 @@ def test_a_frozen_endpoint_without_its_key_is_a_config_error(
         ("authorization", "KEY"),
     ],
 )
-@pytest.mark.part
 async def test_its_key_is_found_as_any_client_sends_it(
     bench: Any, sealed: Any, http: httpx.AsyncClient, header: str, value: str
 ) -> None:

@@ -71,13 +71,9 @@ CALLS = [
            {"role": "user", "parts": [{"functionResponse": {"name": "f", "response": {"x": 1},
                                                             "parts": [INLINE]}}]}),
 ]  # fmt: skip
-MARKED = [
-    pytest.param(*call, marks=[] if "completions" in call[0][0] else pytest.mark.part)
-    for call in CALLS
-]
 
 
-@pytest.mark.parametrize(("sent", "kind"), MARKED)
+@pytest.mark.parametrize(("sent", "kind"), CALLS)
 async def test_it_is_refused_by_a_policy_and_fails_the_rollout(
     bench: Any, sent: tuple[str, dict[str, Any]], kind: str
 ) -> None:
@@ -115,7 +111,6 @@ async def test_a_frozen_endpoint_gets_it(
     assert kind != "image_url" or URL in str(asked)
 
 
-@pytest.mark.part
 async def test_a_failed_look_says_so_beside_its_image(bench: Any) -> None:
     from agentrl.runners.dialects.conversation import ConversationMemory
     from agentrl.runners.translation.messages import chat_request
@@ -125,7 +120,6 @@ async def test_a_failed_look_says_so_beside_its_image(bench: Any) -> None:
     assert result["content"] == [{"type": "text", "text": "Error: "}, IMAGE]
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     ("path", "body"),
     [

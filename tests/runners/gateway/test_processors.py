@@ -122,10 +122,7 @@ APIS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(
     ("path", "body", "names"),
-    [
-        pytest.param(*call, marks=[] if "completions" in call[0] else pytest.mark.part)
-        for call in APIS
-    ],
+    APIS,
 )
 async def test_it_is_stored_with_the_call_and_said_once(
     bench: Any, path: str, body: dict[str, Any], names: str, caplog: pytest.LogCaptureFixture

@@ -83,7 +83,6 @@ async def test_a_reward_is_about_the_latest_call_of_its_own_branch(bench: Any) -
     }
 
 
-@pytest.mark.part
 async def test_nodes_that_run_side_by_side_reward_their_own_calls(bench: Any) -> None:
     graphs = pytest.importorskip("langgraph.graph")
     both = asyncio.Barrier(2)
@@ -183,7 +182,7 @@ async def with_a_tool_after_it(text: str) -> None:
     "call",
     [
         with_openai_on_aiohttp,
-        pytest.param(with_anthropic_on_aiohttp, marks=pytest.mark.part),
+        with_anthropic_on_aiohttp,
         with_httpx_on_requests,
         with_a_request_that_is_sent_twice,
         with_a_traceparent_of_its_own,

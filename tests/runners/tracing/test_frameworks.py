@@ -76,7 +76,6 @@ async def sdk(bench: Any) -> AsyncIterator[Any]:
         yield agents
 
 
-@pytest.mark.part
 @pytest.mark.parametrize("stream", [False, True])
 async def test_handoffs_of_openai_agents(bench: Any, sdk: Any, stream: bool) -> None:
     critic = sdk.Agent(name="critic", instructions="criticise")
@@ -96,7 +95,6 @@ async def test_handoffs_of_openai_agents(bench: Any, sdk: Any, stream: bool) -> 
     assert all(call.exact for call in calls)
 
 
-@pytest.mark.part
 async def test_agents_as_tools_of_openai_agents(bench: Any, sdk: Any) -> None:
     inner = sdk.Agent(name="critic", instructions="criticise")
     outer = sdk.Agent(name="solver", tools=[inner.as_tool("ask", "Ask the critic")])

@@ -123,7 +123,6 @@ def test_a_backup_under_load_is_a_whole_store(tmp_path: Path) -> None:
     assert "Name a new file" in refused("backup", url, str(copies[0]))
 
 
-@pytest.mark.part
 @pytest.mark.skipif(shutil.which("pg_dump") is None, reason="there is no pg_dump")
 def test_a_backup_of_postgres_is_restored(server: Any, tmp_path: Path) -> None:
     url, other, file = server.make(), server.make(), tmp_path / "copy.dump"
@@ -143,6 +142,5 @@ def test_a_backup_of_postgres_is_restored(server: Any, tmp_path: Path) -> None:
     assert asyncio.run(count()) == 4
 
 
-@pytest.mark.part
 def test_a_served_store_is_backed_up_where_it_is(tmp_path: Path) -> None:
     assert "behind a server" in refused("backup", "http://127.0.0.1:9", str(tmp_path / "copy"))

@@ -38,7 +38,6 @@ def test_players_of_other_runs_and_of_several_policies(tmp_path: Path) -> None:
         play.frozen_policy(several, made, "planner")
 
 
-@pytest.mark.part
 def test_what_decides_a_game_names_the_evaluation(tmp_path: Path) -> None:
     first, last = (checkpoint(tmp_path, name) for name in ("000001", "000002"))
     player = FrozenPolicy(policy="policy", directory=str(first), steps=1)
