@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from agentrl.base.access import ANYBODY, Access, cross_site, is_loopback
+from agentrl.base.value_count import SMALL_BODY, json_values
 
 NO_KEY = "the API key is missing or unknown; send one of engine.key_env as a bearer token"
 KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")  # of Anthropic, Google and Azure
@@ -24,6 +25,8 @@ HEADER = ("utf-8", "surrogateescape")  # how aiohttp decodes headers
 BODY = web.RequestKey("body", bytes)  # what was read of a body that came after its headers
 LARGEST_TEXT = 16 * 2**20  # bytes of a request without files
 FILES = (b"base64", b"inlineData", b"inline_data", b"input_audio", b"file_data")  # announce files
+MAX_VALUES = 200_000  # texts, lists and objects of a request
+PROTOBUF = "application/x-protobuf"  # content type
 REQUEST_TIMEOUT = 120.0  # seconds for the headers, and again for the body
 
 
@@ -118,22 +121,34 @@ async def read_body(request: web.Request, timeout: float = REQUEST_TIMEOUT) -> b
     """The body of a request, without a byte order mark; the same if it is read again.
 
     Raises HTTPRequestEntityTooLarge as soon as more than LARGEST_TEXT bytes have come and nothing
-    says that files are among them, and HTTPRequestTimeout if the body does not arrive within
+    says that files are among them, and for more than MAX_VALUES values of JSON, which would hold up
+    other requests while they are decoded; and HTTPRequestTimeout if the body does not arrive within
     `timeout` seconds; aiohttp then closes the connection after the response."""
     known: bytes | None = request.get(BODY)
     if known is not None:
         return known
     largest = min(LARGEST_TEXT, request.client_max_size or LARGEST_TEXT)
     if request.content.is_eof() and request.content.total_bytes <= largest:
-        return (await request.read()).removeprefix(BOM_UTF8)  # most arrive with the headers
+        body = (await request.read()).removeprefix(BOM_UTF8)  # most arrive with the headers
+        return await _check_values(request, body)
     try:
         async with asyncio.timeout(timeout):
-            body = request[BODY] = (await _read_checked(request)).removeprefix(BOM_UTF8)
-            return body
+            body = (await _read_checked(request)).removeprefix(BOM_UTF8)
     except TimeoutError:
         raise web.HTTPRequestTimeout(
             text=f"the request's body did not arrive within {timeout:g} s"
         ) from None
+    request[BODY] = await _check_values(request, body)
+    return body
+
+
+async def _check_values(request: web.Request, body: bytes) -> bytes:
+    if len(body) <= SMALL_BODY or request.content_type == PROTOBUF:
+        return body
+    if await asyncio.to_thread(json_values, body, MAX_VALUES) > MAX_VALUES:
+        said = f"the request has more than {MAX_VALUES:,} texts, lists and objects"
+        raise _too_large(len(body) - 1, f"{said}: send fewer at a time")
+    return body
 
 
 async def _read_checked(request: web.Request) -> bytes:

@@ -8,6 +8,7 @@ Source: the OTLP specification 1.x (opentelemetry.io/docs/specs/otlp), protobuf 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
@@ -30,6 +31,7 @@ Add = Callable[[list[Span]], Awaitable[tuple[int, str]]]
 """Stores spans; returns how many it refuses, and why."""
 LATEST_TIME = 2**63 - 1  # nanoseconds; the largest value of a store column
 LARGEST_INTEGER = 2**1023  # every smaller integer can be converted to a float
+SMALL_BODY = 2**16  # bytes
 ID_FIELDS = {"traceId", "spanId", "parentSpanId"}
 NOT_KEPT = ("telemetry.sdk.", "process.", "host.", "os.")  # attributes of the resource
 
@@ -37,7 +39,10 @@ NOT_KEPT = ("telemetry.sdk.", "process.", "host.", "os.")  # attributes of the r
 async def receive(body: bytes, content_type: str, add: Add) -> tuple[bytes, str]:
     """Add the spans of a request; return the body and the content type of its response. Raises
     Invalid for a body that is no request."""
-    spans, invalid, why = decode_some(body, content_type)
+    if len(body) > SMALL_BODY:  # others are answered meanwhile
+        spans, invalid, why = await asyncio.to_thread(decode_some, body, content_type)
+    else:
+        spans, invalid, why = decode_some(body, content_type)
     refused, reason = await add(spans)
     return success(content_type, invalid + refused, reason or why)
 

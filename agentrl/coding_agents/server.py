@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import io
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -21,8 +22,15 @@ from agentrl.base.access import Access
 from agentrl.coding_agents import control
 from agentrl.coding_agents.runs import Runs, printed_by
 from agentrl.coding_agents.text import hidden, page
-from agentrl.errors import AgentRLError, NotFound
-from agentrl.traces.show import in_words, render_trace, rewards_in_words, state_in_words
+from agentrl.errors import AgentRLError, Invalid, NotFound
+from agentrl.traces.show import (
+    CALLS_PER_PAGE,
+    MAX_CHARACTERS,
+    read_page,
+    render_trace,
+    rewards_in_words,
+    state_in_words,
+)
 from agentrl.types import RolloutState, Scope
 
 INSTRUCTIONS = """\
@@ -106,15 +114,22 @@ class Tools:
         return "\n".join([page("\n".join(lines) or "none found", recorded=True), more]).rstrip()
 
     async def show_rollout(self, rollout: str, cursor: str = "") -> str:
-        """Show every message, tool call, reward and failure of a rollout."""
+        """Show the messages, tool calls, rewards and failure of a rollout."""
+        at, slash, offset = cursor.partition("/")  # a call, and characters of what is from there
+        if cursor and not (slash and re.fullmatch(r"\d{1,9}", at)):
+            raise Invalid(f"cursor = {cursor!r}; give the one that the page before ended with")
+        first = int(at or 0)
         async with self._runs.opened(rollout.split("/")[0]) as (store, _):
-            trace = await store.trace(rollout)
-            if trace is None:
+            calls = await read_page(store, rollout, first, CALLS_PER_PAGE)
+            if calls is None:
                 raise NotFound(f"there is no rollout {rollout!r}; search_rollouts finds their ids")
-            shown = render_trace(await in_words(store, trace))
         out = io.StringIO()
+        shown = render_trace(calls.trace, MAX_CHARACTERS, calls.before)
         Console(file=out, width=100, color_system=None).print(shown)
-        return page(out.getvalue(), cursor, recorded=True)
+        text = page(out.getvalue(), offset, recorded=True, prefix=f"{first}/")
+        if calls.end < calls.total and not text.endswith('"]'):  # the last page of these calls
+            text += f'\n[{calls.left_out}: call again with cursor="{calls.end}/"]'
+        return text
 
     async def check_run_file(
         self, run_file: str, overrides: list[str] | None = None, cursor: str = ""

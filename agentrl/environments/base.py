@@ -86,4 +86,5 @@ class Episode:
         return None
 
     def close(self) -> None:
-        """Release what the episode holds; called once, also after an error."""
+        """Release what the episode holds; called at the end, also after an error, and once more if
+        a method outlasts its rollout, for what it has opened meanwhile."""

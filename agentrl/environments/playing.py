@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -38,11 +39,30 @@ async def play_task(environment: Environment, name: str, given: Json, endpoint: 
         scores = await called(name, "run", run, given, endpoint)
         return result(name, scores_of(scores, name))
     if (begin := getattr(environment, "open", None)) is not None:
-        episode = await called(name, "open", begin, given)
+        episode = await _opened(begin, given, name)
         rows = await play(episode, endpoint, environment.limit, name)
         return result(name, rows)
     reply = await endpoint.chat(_messages(given, name, "its input"))
     return reply["content"]
+
+
+async def _opened(begin: Callable[[Any], Any], given: Json, name: str) -> Any:
+    """The episode of an input. One that is made after its rollout has ended is closed."""
+    over = threading.Event()
+
+    def opened(given: Json) -> Any:
+        episode = begin(given)
+        if over.is_set():
+            episode.close()
+        return episode
+
+    try:
+        return await called(
+            name, "open", begin if inspect.iscoroutinefunction(begin) else opened, given
+        )
+    except BaseException:
+        over.set()
+        raise
 
 
 def result(name: str, rows: list[Reward]) -> dict[str, Json]:
@@ -61,7 +81,7 @@ async def play(
         raise EpisodeError(f"{name}: open returned {episode!r:.80}, which is no Episode")
     turns = Turns(name)
     try:
-        said = await called(name, "reset", episode.reset)
+        said = await called(name, "reset", turns.closing_late(episode, episode.reset))
         while not turns.done:
             if turns.count >= limit:
                 raise EpisodeError(
@@ -72,6 +92,7 @@ async def play(
         scores = await called(name, "rewards", episode.rewards)
         rows = turns.outcome() if scores is None else scores_of(scores, name)
     except BaseException:
+        turns.over.set()
         with suppress(EpisodeError):  # the first error is the cause
             await called(name, "close", episode.close)
         raise
@@ -90,7 +111,7 @@ async def _turn(episode: Episode, endpoint: Endpoint, turns: Turns, said: Said) 
     reply = await model.chat(talk, episode.tools)
     talk.append(reply)
     turns.calls[who] = _latest_call()
-    step = await called(turns.name, "step", episode.step, reply)
+    step = await called(turns.name, "step", turns.closing_late(episode, episode.step), reply)
     if not isinstance(step, tuple | list) or len(step) != 3:
         raise EpisodeError(
             f"{turns.name}: step returned {step!r:.80}; return what is said next, the reward or"
@@ -118,6 +139,22 @@ class Turns:
     totals: dict[str, float] = field(default_factory=dict)  # of the steps' rewards, by role
     count: int = 0
     done: bool = False
+    over: threading.Event = field(default_factory=threading.Event)  # no method is awaited any more
+
+    def closing_late(self, episode: Episode, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of an episode that closes the episode again if it ends after the rollout, whose
+        end has closed only what was open by then: a thread cannot be cancelled."""
+        if inspect.iscoroutinefunction(method):
+            return method
+
+        def run(*given: Any) -> Any:
+            try:
+                return method(*given)
+            finally:
+                if self.over.is_set():
+                    episode.close()
+
+        return run
 
     def record(self, who: str, reward: Any) -> None:
         """Store the reward of a step for the latest call of this role."""

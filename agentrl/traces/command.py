@@ -14,6 +14,11 @@ from agentrl.traces.show import show_rollout
 @click.argument("rollout")
 @click.option("--store", help="Store URL; default: the store of the rollout's run.")
 @click.option("--prompt", is_flag=True, help="Print what the policy read, as its template renders.")
-def show(rollout: str, store: str | None, prompt: bool) -> None:
-    """Print the trace of ROLLOUT: every message, tool call, reward and failure."""
-    asyncio.run(show_rollout(store or store_with(rollout), rollout, prompts=prompt))
+@click.option("--call", default=0, metavar="N", help="Begin at this call; the first is 0.")
+@click.option("--full", is_flag=True, help="Print all calls, and all of long messages.")
+def show(rollout: str, store: str | None, prompt: bool, call: int, full: bool) -> None:
+    """Print the trace of ROLLOUT: every message, tool call, reward and failure.
+
+    Of a long rollout a page of calls is printed, and how to go on."""
+    url = store or store_with(rollout)
+    asyncio.run(show_rollout(url, rollout, prompts=prompt, first=call, whole=full))

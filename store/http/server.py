@@ -30,10 +30,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from agentrl.base.access import cross_site
+from agentrl.base.value_count import json_values, msgpack_values
 from agentrl.errors import Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
-from agentrl.store.http.bodies import BodyReader
+from agentrl.store.http.bodies import BodyReader, check_values
 from agentrl.store.http.keys import Claims, KeyFile, KeyGrant, Keys, with_secret
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, KeyScope, Verb
 from agentrl.store.sql.idempotency import CURRENT, IdempotentCall
@@ -117,6 +118,7 @@ class StoreApp:
             if form != kind:
                 raise HTTPException(415, f"Content-Type must be {' or '.join(ENCODE)}.")
             body = await self._bodies.read(headers, receive)
+            await check_values(body, json_values if form == JSON else msgpack_values)
             verb = VERB_OF.get(path)
             if verb is None:
                 result: Any = await self._batch(body, form, caller)
@@ -287,6 +289,8 @@ class StoreApp:
         kind = headers.get(b"content-type", b"").decode("latin-1")
         if encoding != "identity":  # others are answered while it is unpacked
             body = await asyncio.to_thread(ingest.decompress, body, encoding, self._largest)
+        if kind.startswith(JSON):
+            await check_values(body, json_values)
         answer, form = await ingest.receive_spans(
             self.store, body, kind, partial(self._claims.check_run, caller=caller)
         )

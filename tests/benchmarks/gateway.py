@@ -183,7 +183,8 @@ def request(attempt: str, prompt: int, completion: int, slow: bool, role: str = 
     body |= {"logprobs": True, "return_token_ids": True} if not attempt else {}
     body |= {"user": "slow"} if slow else {}
     raw = json.dumps(body, separators=(",", ":")).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {attempt}\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+    head += f"authorization: Bearer {attempt}\r\n"
     head += f"baggage: agentrl.role={role}\r\n" if role else ""
     head += f"content-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     return head.encode() + raw

@@ -130,7 +130,8 @@ def request(attempt: str, body: bytes | None) -> bytes:
     asked |= {"max_tokens": completion}
     asked |= {} if attempt else {"logprobs": True, "return_token_ids": True}
     raw = json.dumps(asked, separators=(",", ":")).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {attempt}\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+    head += f"authorization: Bearer {attempt}\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     return head.encode() + raw
 

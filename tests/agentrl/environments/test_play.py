@@ -10,9 +10,10 @@ import pytest
 
 from agentrl.config.derived import Named
 from agentrl.environments import Endpoint, EpisodeError, play
+from agentrl.environments.reference import load_class
 from agentrl.environments.scripted import stage
 from agentrl.types import ErrorKind, Rollout, RolloutState, Scope
-from tests.agentrl.environments.conftest import HERE, Play, settings
+from tests.agentrl.environments.conftest import HERE, Play, named, settings
 from tests.agentrl.environments.worlds import Walk
 from tests.runners.conftest import Bench
 
@@ -89,6 +90,18 @@ async def test_what_a_plug_in_does_wrong_fails_its_rollout_in_a_sentence(
     start = f"EpisodeError: worlds.py:Line:1: {FAULTS[fault]}"
     assert rollout.failure.message.startswith(start)
     assert "\n" not in rollout.failure.message
+
+
+@pytest.mark.parametrize("what", ["open", "reset"])
+async def test_what_connects_after_its_rollout_timed_out_is_closed(play: Play, what: str) -> None:
+    config = settings("Line:1", environment_options={"fault": f"{what} connects late"})
+    (rollout,) = await play(config, timeout=0.5, max_attempts=1)
+    assert rollout.failure.kind is ErrorKind.TIMEOUT
+    connections = load_class(named(config)).open.__globals__["connections"]
+    assert connections == []
+    async with asyncio.timeout(10):
+        while connections != ["connected", "closed"]:
+            await asyncio.sleep(0.05)
 
 
 async def test_an_environment_may_call_the_model_itself_and_others_by_role(

@@ -16,6 +16,7 @@ import agentrl
 from agentrl.environments import Endpoint, Environment, Episode
 
 NAN = float("nan")
+connections: list[str] = []  # what has happened to that of a late episode
 ENDS = {"ends by a text": "False", "ends by nothing": None}
 
 
@@ -23,11 +24,20 @@ class Walk(Episode):
     """Walk along a line to the goal; each step costs a tenth."""
 
     def __init__(self, goal: int, fault: str = "") -> None:
-        self.goal, self.at, self.fault = goal, 0, fault
+        self.goal, self.at, self.fault, self.connected = goal, 0, fault, False
+
+    def connect_late(self) -> Any:
+        connections.clear()
+        time.sleep(2)
+        connections.append("connected")
+        self.connected = True
+        return self
 
     def reset(self) -> Any:
         if self.fault == "reset raises":
             raise RuntimeError("no board")
+        if self.fault == "reset connects late":
+            self.connect_late()
         return {"not": "a text"} if self.fault == "reset says a dict" else self.said()
 
     def said(self) -> str:
@@ -68,6 +78,9 @@ class Walk(Episode):
         return {"empty": {}, "nan score": {"a": NAN}, "list": [1.0]}.get(self.fault)
 
     def close(self) -> None:
+        if self.connected:
+            connections.append("closed")
+            self.connected = False
         if self.fault == "late":
             agentrl.reward(1.0)
         if self.fault == "close raises":
@@ -90,6 +103,8 @@ class Line(Environment):
     def open(self, input: Any) -> Any:
         if self.fault == "open raises":
             raise RuntimeError("no line")
+        if self.fault == "open connects late":
+            return Walk(input["goal"]).connect_late()
         return None if self.fault == "no episode" else Walk(input["goal"], self.fault)
 
     def solution(self, input: Any) -> Any:

@@ -11,7 +11,7 @@ from rich.console import Console
 from agentrl.base.span_names import DIFF
 from agentrl.store import open_store, unknown_rollout
 from agentrl.traces import show
-from agentrl.traces.show import render_trace, state_in_words
+from agentrl.traces.show import MAX_MESSAGES, render_trace, state_in_words
 from agentrl.types import (
     Branch,
     ErrorKind,
@@ -125,7 +125,21 @@ def test_a_call_says_which_versions_made_its_tokens() -> None:
 
 
 def test_long_messages_are_cut_where_it_is_asked_for() -> None:
-    assert "Be ex ... (4 characters more)" in printed(longest=5)
+    text = printed(longest=5)
+    assert "Be ex ... (4 characters more)" in text
+    assert 'query({"sql ... (' in text
+
+
+def test_a_call_with_many_messages_shows_the_last_ones() -> None:
+    messages = [{"role": "user", "content": f"row {n}"} for n in range(MAX_MESSAGES + 30)]
+    calls = [transition(0, messages, CALL)]
+    trace = Trace(rollout=factories.rollout("r"), attempt="a" * 32, transitions=calls, spans=[])
+    console = Console(width=100)
+    with console.capture() as output:
+        console.print(render_trace(trace, 100))
+    assert "... 30 messages before these" in output.get()
+    assert "row 29" not in output.get()
+    assert "row 30" in output.get()
 
 
 def test_what_changed_in_the_workspace_is_shown() -> None:
@@ -194,7 +208,7 @@ async def test_a_prompt_has_its_own_lines_and_tokens_only(
     trace = Trace(rollout=factories.rollout("r"), attempt="a", transitions=calls, spans=[])
 
     class Stored:
-        async def trace(self, rollout: str) -> Trace:
+        async def trace(self, rollout: str, *, first: int, limit: int) -> Trace:
             return trace
 
         async def run(self, run: str) -> None:

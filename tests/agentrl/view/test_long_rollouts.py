@@ -14,7 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
+from agentrl.coding_agents.runs import Runs
+from agentrl.coding_agents.server import Tools
+from agentrl.coding_agents.text import PAGE
+from agentrl.errors import Invalid
 from agentrl.store import open_store
+from agentrl.traces.show import show_rollout
 from agentrl.types import NewRollout, Reward, Scope, Transition
 from agentrl.view import explanation, notebook, records
 from agentrl.view.export import export
@@ -158,6 +163,51 @@ def test_a_link_to_a_call_opens_the_page_that_has_it(
 
 def test_a_notebook_shows_the_page_of_a_call(store: str) -> None:
     assert shown(notebook.show(LONG, store=store, call=120).html) == list(range(100, CALLS))
+
+
+def answers(text: str) -> list[int]:
+    """The calls whose answers a text has."""
+    return [int(at) for at in re.findall(rf"answer (\d+) of {LONG}\s+\[", text)]
+
+
+async def test_a_console_prints_a_page_and_how_to_go_on(
+    store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = list[int]()
+    for first in range(0, CALLS, CALLS_PER_PAGE):
+        await show_rollout(store, LONG, first=first)
+        text = capsys.readouterr().out
+        assert len(text.splitlines()) < 4 * CALLS_PER_PAGE
+        assert text.count("row 49") == (first == CALLS_PER_PAGE)  # said once
+        seen += answers(text)
+    assert seen == list(range(CALLS))
+    assert f"Calls 100 to 129 of {CALLS}, --full all." in text
+    await show_rollout(store, LONG)
+    assert f"of {CALLS}; --call 50 prints the next, --full all." in capsys.readouterr().out
+    await show_rollout(store, LONG, whole=True)
+    text = capsys.readouterr().out
+    assert answers(text) == list(range(CALLS))
+    assert "--call" not in text
+    await show_rollout(store, LONG, prompts=True, first=120)
+    assert "call 120, " in capsys.readouterr().out
+    for wrong in (CALLS, -1):
+        with pytest.raises(Invalid, match=f"there is no call {wrong}"):
+            await show_rollout(store, LONG, first=wrong)
+
+
+async def test_a_coding_agent_reads_it_page_by_page(store: str, tmp_path: Path) -> None:
+    tools, seen, cursor = Tools(Runs(tmp_path, store), False), list[int](), ""
+    for _ in range(40):
+        text = await tools.show_rollout(LONG, cursor)
+        assert len(text) < 1.1 * PAGE
+        seen += answers(text)
+        if not (more := re.search(r'cursor="([^"]+)"\]$', text)):
+            break
+        cursor = more[1]
+    assert seen == list(range(CALLS))
+    for wrong in ("7", "x/1", "999/"):
+        with pytest.raises(Invalid):
+            await tools.show_rollout(LONG, wrong)
 
 
 @pytest.mark.parametrize("shape", ["chat", "fresh", "alike", "forks"])
