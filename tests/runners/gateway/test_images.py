@@ -89,7 +89,7 @@ async def test_it_is_refused_by_a_policy_and_fails_the_rollout(
     assert bench.model.requests == []
 
 
-@pytest.mark.parametrize(("sent", "kind"), MARKED)
+@pytest.mark.parametrize(("sent", "kind"), CALLS)
 async def test_a_frozen_endpoint_gets_it(
     bench: Any, sent: tuple[str, dict[str, Any]], kind: str
 ) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.runners.dialects import OWN
 from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.runners.gateway.apis import OWN
 from agentrl.runners.gateway.request import ModelRequest, read_request
 from agentrl.runners.translation import google, messages, responses
 

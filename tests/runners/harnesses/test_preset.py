@@ -19,7 +19,6 @@ from agentrl.runners.features import run_features
 from agentrl.runners.gateway.request import read_request
 from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.harnesses.executor import HarnessExecutor
-from agentrl.runners.harnesses.hooks import join
 from agentrl.runners.harnesses.preset import HARNESSES, Preset, load_preset
 from agentrl.runners.main import role_rules
 from agentrl.types import ErrorKind
@@ -63,9 +62,9 @@ def odd(tmp_path: Path) -> Path:
 
 def executor(bench: Bench, root: Path, **settings: Any) -> HarnessExecutor:
     agent = AgentConfig(**{"harness": "presets.py:odd", "command": str(root / "odd")} | settings)
-    hooks = join(RunConfig(agent=agent), root)
-    assert hooks is not None
-    return hooks.executor(bench.gateway.base_url)
+    preset = load_preset(agent.harness, root)
+    config = RunConfig(agent=agent)
+    return HarnessExecutor(config, preset, root=root, gateway=bench.gateway.base_url)
 
 
 async def test_a_program_finds_prompt_address_and_a_home_of_its_own(
