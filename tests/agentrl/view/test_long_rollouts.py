@@ -170,35 +170,35 @@ def answers(text: str) -> list[int]:
     return [int(at) for at in re.findall(rf"answer (\d+) of {LONG}\s+\[", text)]
 
 
-async def test_a_console_prints_a_page_and_how_to_go_on(
+def test_a_console_prints_a_page_and_how_to_go_on(
     store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = list[int]()
     for first in range(0, CALLS, CALLS_PER_PAGE):
-        await show_rollout(store, LONG, first=first)
+        finish(show_rollout(store, LONG, first=first))
         text = capsys.readouterr().out
         assert len(text.splitlines()) < 4 * CALLS_PER_PAGE
         assert text.count("row 49") == (first == CALLS_PER_PAGE)  # said once
         seen += answers(text)
     assert seen == list(range(CALLS))
     assert f"Calls 100 to 129 of {CALLS}, --full all." in text
-    await show_rollout(store, LONG)
+    finish(show_rollout(store, LONG))
     assert f"of {CALLS}; --call 50 prints the next, --full all." in capsys.readouterr().out
-    await show_rollout(store, LONG, whole=True)
+    finish(show_rollout(store, LONG, whole=True))
     text = capsys.readouterr().out
     assert answers(text) == list(range(CALLS))
     assert "--call" not in text
-    await show_rollout(store, LONG, prompts=True, first=120)
+    finish(show_rollout(store, LONG, prompts=True, first=120))
     assert "call 120, " in capsys.readouterr().out
     for wrong in (CALLS, -1):
         with pytest.raises(Invalid, match=f"there is no call {wrong}"):
-            await show_rollout(store, LONG, first=wrong)
+            finish(show_rollout(store, LONG, first=wrong))
 
 
-async def test_a_coding_agent_reads_it_page_by_page(store: str, tmp_path: Path) -> None:
+def test_a_coding_agent_reads_it_page_by_page(store: str, tmp_path: Path) -> None:
     tools, seen, cursor = Tools(Runs(tmp_path, store), False), list[int](), ""
     for _ in range(40):
-        text = await tools.show_rollout(LONG, cursor)
+        text = finish(tools.show_rollout(LONG, cursor))
         assert len(text) < 1.1 * PAGE
         seen += answers(text)
         if not (more := re.search(r'cursor="([^"]+)"\]$', text)):
@@ -207,7 +207,7 @@ async def test_a_coding_agent_reads_it_page_by_page(store: str, tmp_path: Path) 
     assert seen == list(range(CALLS))
     for wrong in ("7", "x/1", "999/"):
         with pytest.raises(Invalid):
-            await tools.show_rollout(LONG, wrong)
+            finish(tools.show_rollout(LONG, wrong))
 
 
 @pytest.mark.parametrize("shape", ["chat", "fresh", "alike", "forks"])
