@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, unquote_plus
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from msgspec import Struct
 
 from agentrl.base.failures import LOOPS
 from agentrl.base.http_server import bearer, given_key, read_body
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.conversation import ConversationMemory
-from agentrl.runners.gateway.refusals import RefusedError
+from agentrl.runners.gateway.refusals import TOLD, RefusedError
 from agentrl.runners.gateway.request import ModelRequest, Sight, read_request
 from agentrl.runners.gateway.upstream import NO_SEATS, Seats
 from agentrl.runners.tracing.roles import DEFAULT, NAMES, ROLE
@@ -388,6 +389,19 @@ class AttemptRegistry:
             " so let it forward the traceparent header of the request that it serves; or use one of"
             " the other two",
         )
+
+
+def answering_errors(answer: Callable[[web.Request, BaseException], web.Response]) -> Middleware:
+    """A middleware that answers errors of `TOLD` as `answer` says."""
+
+    @web.middleware
+    async def answering(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except TOLD as error:
+            return answer(request, error)
+
+    return answering
 
 
 def _baggage(header: str) -> dict[str, str]:

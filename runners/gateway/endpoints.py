@@ -18,9 +18,10 @@ from agentrl.runners.gateway.attribution import (
     CallOrigin,
     Handler,
     Work,
+    answering_errors,
 )
 from agentrl.runners.gateway.handler import answer_call
-from agentrl.runners.gateway.refusals import TOLD, RefusedError, told
+from agentrl.runners.gateway.refusals import RefusedError, told
 from agentrl.runners.gateway.request import forwarded
 from agentrl.runners.gateway.response import read
 from agentrl.runners.gateway.upstream import Route, Router, Upstream
@@ -45,7 +46,7 @@ class Endpoints:
         self._store, self.call = store, partial(answer_call, upstream, store)
 
     def add_to(self, app: web.Application) -> None:
-        app.middlewares.append(tell_errors)
+        app.middlewares.append(answering_errors(in_its_format))
         within, translated = self._attempts.within, apis.TRANSLATED.items()
         posts: dict[str, Work] = {
             **{path: partial(self.call, dialect) for path, dialect in apis.OWN.items()},
@@ -151,10 +152,6 @@ async def alive(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
-@web.middleware
-async def tell_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer an error in the format of the API that was called."""
-    try:
-        return await handler(request)
-    except TOLD as error:
-        return told(request, error, apis.dialect_of(request), [*apis.listed(), *OTHERS])
+def in_its_format(request: web.Request, error: BaseException) -> web.Response:
+    """An error in the format of the API that was called."""
+    return told(request, error, apis.dialect_of(request), [*apis.listed(), *OTHERS])
