@@ -174,7 +174,7 @@ $(STAMP): pyproject.toml constraints.txt
 # The longest first, so that neither of two workers waits for the other at the end.
 ENGINE_TESTS := tests/algorithms/engines/test_contract.py tests/algorithms/learners/verl \
 	tests/algorithms/engines/vllm/test_run.py tests/agentrl/vision/test_vllm.py tests/agentrl/vision/test_serve.py \
-	tests/agentrl/serve tests/parity tests/engines tests/agentrl/data_files
+	tests/agentrl/serve tests/parity tests/engines tests/agentrl/base/test_row_files.py
 
 NEWEST_TESTS := tests/algorithms/engines/test_contract.py tests/agentrl/vision/test_vllm.py tests/engines/test_tool_formats.py
 
