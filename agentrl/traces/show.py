@@ -136,7 +136,8 @@ def render_trace(
     messages of a call are shown, and the beginning of a diff. before: the call before them, whose
     messages are left out."""
     parts: list[RenderableType] = []
-    shown = {before.role: before.messages} if before else {}  # role -> messages of its last call
+    # Messages of the last call of each role, that of the last call last.
+    shown = {before.role: before.messages} if before else {}
     if trace.rollout.seats:
         seats = ", ".join(f"{role}: {policy}" for role, policy in trace.rollout.seats.items())
         parts.append(Text(f"seats     {seats}", style="dim"))
@@ -148,8 +149,8 @@ def render_trace(
         by_call.setdefault(row.target, []).append(row)
     for call in trace.transitions:
         messages = call.messages
-        last = shown.get(call.role, [])
-        known = len(last) if messages[: len(last)] == last else 0
+        earlier = [*[*shown.values()][-1:], shown.get(call.role, [])]
+        known = max(len(one) if messages[: len(one)] == one else 0 for one in earlier)
         if known and len(messages) > known and messages[known].get("role") == "assistant":
             known += 1  # the previous answer, in the agent's form
         if longest and (skipped := len(messages) - known - MAX_MESSAGES) > 0:
@@ -157,6 +158,7 @@ def render_trace(
             known += skipped
         parts += [_message(message, longest=longest) for message in messages[known:]]
         parts.append(_answer(call, by_call.get(call.id, []), longest))
+        shown.pop(call.role, None)
         shown[call.role] = messages
     if trace.rollout.failure:
         failure = trace.rollout.failure
