@@ -304,7 +304,8 @@ def prove(model: PreTrainedModel) -> Proof:
         return known  # type: ignore[no-any-return]
     key = (copy_key(model), incompatibility(model))
     if key not in _proofs:
-        with computing_with(1):
+        # Gradients are compared, too, and who asks may have switched them off.
+        with computing_with(1), torch.inference_mode(False), torch.enable_grad():
             _proofs[key] = _proof(model)
     found = _proofs[key]
     if isinstance(found, PolicyError):
@@ -352,7 +353,8 @@ def _proof_of_itself(model: PreTrainedModel, reason: str) -> Proof | PolicyError
     gradients, gives the same twice, and is causal."""
     if model.get_output_embeddings() is None:  # a critic's: what it predicts is compared elsewhere
         return Proof("plain", "rows", reason)
-    tokens = proof_rows()[-1].tokens.to(model.device)
+    size = model.get_input_embeddings().num_embeddings  # the rows are of the copies' vocabulary
+    tokens = proof_rows()[-1].tokens.remainder(size).to(model.device)
 
     def logits() -> Tensor:
         found: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0].float()

@@ -55,7 +55,7 @@ CASES: list[tuple[str, dict[str, Any], str, dict[str, Any], str]] = [
     ("gpg", {}, "rloo", {}, "seq-mean-token-sum"),
     ("geo_mean", {}, "gmpo", {"log_low": 0.2, "log_high": 0.2}, "seq-mean-token-mean"),
     ("cispo", {}, "cispo", {"low": 0.8, "cap": 1.2}, "token-mean"),
-    ("dro", {}, "dro", {"beta": 0.3}, "token-mean"),
+    ("dro", {}, "kimi", {"beta": 0.3}, "token-mean"),
     ("dro", {}, "kimi", {"beta": 0.3}, "seq-mean-token-mean"),
     (
         "dppo_tv",

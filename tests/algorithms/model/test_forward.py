@@ -91,6 +91,18 @@ def test_the_way_that_is_chosen_gives_the_models_own_values(
     assert gap.gradients < 1e-5
 
 
+@pytest.mark.parametrize("switch", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_compared_where_they_are_switched_off(
+    monkeypatch: pytest.MonkeyPatch, switch: Any
+) -> None:
+    """As by a server that scores text before the first step."""
+    monkeypatch.setattr(forward, "_proofs", {})
+    model = network("llama")
+    with switch():
+        proof = prove(model)
+    assert (proof.way, proof.packing) == ("packed", "trie")
+
+
 def test_a_window_that_only_the_mask_knows_is_found() -> None:
     model = network("phimoe", sliding_window=2048)
     rows = proof_rows()
@@ -153,7 +165,8 @@ def test_a_model_without_a_small_copy_is_computed_by_its_own_forward_pass(
 
     monkeypatch.setattr(forward, "_proofs", {})
     monkeypatch.setattr("agentrl.algorithms.model.scaled.scaled_config", fail)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+    shape = SHAPE | {"vocab_size": 21}  # less than that of the rows
+    model = LlamaForCausalLM(LlamaConfig(**shape)).eval()
     assert prove(model).way == "plain"
     assert forward.supported_packing(model, "trie") == "rows"
     (record,) = caplog.records
