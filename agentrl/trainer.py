@@ -429,8 +429,14 @@ async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
     from agentrl.environments.runner import played_environment
     from agentrl.runners.main import RunnerThread
 
-    place: Any = {"root": Path(config.root), "find_environment": played_environment}
-    runner = RunnerThread(config.store, config.name, agent=agent, verifier=verifier, **place)
+    runner = RunnerThread(
+        config.store,
+        config.name,
+        agent=agent,
+        verifier=verifier,
+        find_environment=played_environment,
+        root=Path(config.root),
+    )
     runner.start()
     try:
         await asyncio.wrap_future(runner.done)

@@ -22,9 +22,10 @@ from agentrl.base.processes import freeze_loaded, log_phase, log_to_stderr
 from agentrl.base.threads import DaemonThreads
 from agentrl.base.user_code import UserCodeLoop
 from agentrl.config import RoleRule, RunConfig, from_store
+from agentrl.config.derived import SCHEME
 from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.config.run_file import with_env_values
-from agentrl.errors import StoreError
+from agentrl.errors import ConfigError, StoreError
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.environment import environment
@@ -77,10 +78,17 @@ def main(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        options: dict[str, Any] = {"root": root, "name": name, "until_ended": until_ended}
-        options |= {"find_environment": find_environment}
-        options |= {"ready": _tune_gc, "on_blocked": _end_process}
-        await start_runner(store_url, run, stop=stop, **options)
+        await start_runner(
+            store_url,
+            run,
+            find_environment=find_environment,
+            root=root,
+            name=name,
+            stop=stop,
+            until_ended=until_ended,
+            ready=_tune_gc,
+            on_blocked=_end_process,
+        )
 
     with ending_descendants() as ended, asyncio.Runner(loop_factory=UserCodeLoop) as runner:
         runner.run(until_signal())
@@ -143,8 +151,14 @@ async def attempt_runner(
     *,
     find_environment: FindEnvironment | None = None,
 ) -> AsyncIterator[AttemptRunner]:
-    """Start the gateway, executor and verifier of a run. `features`: more of the gateway."""
-    played = None if find_environment is None else find_environment(config, root)
+    """Start the gateway, executor and verifier of a run. `features`: more of the gateway. Raises
+    ConfigError for a run that an environment plays, without `find_environment`."""
+    if find_environment is not None:
+        played = find_environment(config, root)
+    elif config.agent.path.startswith(f"{SCHEME}:"):
+        raise ConfigError(f"agent.path = {config.agent.path!r}: this runner plays no environments")
+    else:
+        played = None
     preset = load_preset(config.agent.harness, root) if config.agent.harness else None
     if config.runner.framework_spans:
         instrument_frameworks()
@@ -241,9 +255,16 @@ class RunnerThread:
         self.done.set_running_or_notify_cancel()  # prevents that a waiting caller cancels it
         self._loop = UserCodeLoop()
         self._stop = asyncio.Event()
-        options: dict[str, Any] = {"root": root, "agent": agent, "verifier": verifier}
-        options |= {"find_environment": find_environment}
-        self._runner = partial(start_runner, store_url, run, stop=self._stop, **options)
+        self._runner = partial(
+            start_runner,
+            store_url,
+            run,
+            find_environment=find_environment,
+            root=root,
+            stop=self._stop,
+            agent=agent,
+            verifier=verifier,
+        )
         self._thread = threading.Thread(target=self._work, name="agentrl-runner", daemon=True)
 
     def start(self) -> None:

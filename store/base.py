@@ -350,7 +350,7 @@ class Store(Protocol):
     async def put_documents(
         self, run: str, kind: str, documents: dict[str, types.Json], *, replace: bool = False
     ) -> None:
-        """Add JSON values that parts keep with a run, by key; existing ones stay as they are,
+        """Add JSON documents to a run, by key; existing ones stay as they are,
         unless `replace`. Raises NotFound for an unknown run, Invalid for what is not JSON."""
 
     async def documents(self, run: str, kind: str, *, after: str = "") -> dict[str, types.Json]:

@@ -212,6 +212,6 @@ async def keep_alive(child: Child, count_ended: Callable[[], Awaitable[int]]) ->
         deaths = 1 if working else deaths + 1
         await asyncio.sleep(RESTART_PAUSE)
     raise TrainingError(
-        f"{child.name} died {MOST_DEATHS} times in a row{last}; read {child.log}, mend the cause, "
-        "repeat"
+        f"{child.name} died {MOST_DEATHS} times in a row{last}; read {child.log}, fix the cause "
+        "and rerun"
     )

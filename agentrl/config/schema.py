@@ -129,8 +129,8 @@ class RunConfig(Section, frozen=True):
     # Environment, as "PLUGIN:WHAT", or your own as "file.py:Class:WHAT"; stands for agent, tasks
     # and verifier
     environment: str = ""
-    # Arguments of the plug-in. `python` is not: it is its own interpreter, by default .venv-PLUGIN
-    # beside the run file or in the working directory, if there is one
+    # Arguments of the plug-in's constructor, and `python`: its own interpreter, by default that of
+    # .venv-PLUGIN beside the run file or in the working directory, if there is one
     environment_options: dict[str, Any] = {}
     judges: dict[Name, Judge] = {}
     live: LiveConfig = LiveConfig()

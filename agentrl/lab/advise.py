@@ -168,7 +168,7 @@ def advice(config: RunConfig, batch: Batch, states: States) -> list[tuple[str, s
             with_outcome = agreement(batch, name)
             about = f"{name}, whose correlation with the outcome is {with_outcome:+.2f}"
             if with_outcome < 0:
-                found.append(("warning", f"learning from {about}, would mislead: mend it first"))
+                found.append(("warning", f"learning from {about}, would mislead: fix it first"))
             else:
                 gate = "" if with_outcome >= AGREES else " with gate = 'agree'"
                 found.append(("streams", f"mixes in {about}{gate}"))

@@ -79,7 +79,7 @@ class Blame:
             return ""
         return (
             f"{found} sessions were tried one by one, and none could be trained: it is not because "
-            f"of them; see the errors above, mend their cause, and delete {self.file}"
+            f"of them; see the errors above, fix their cause, and delete {self.file}"
         )
 
     def narrowed(self, step: int, chosen: Sequence[Rollout]) -> list[Rollout]:

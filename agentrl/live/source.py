@@ -57,7 +57,7 @@ class SessionSource:
         self.blame = Blame(Path(self.run.config.output))
 
     async def collect(self, step: int) -> Collected:
-        """Wait for the sessions of a step; meanwhile decisions are heeded."""
+        """Wait for the sessions of a step; meanwhile decisions take effect."""
         assert self.versions is not None
         live, store, name = self.run.config.live, self.run.store, self.run.config.name
         cursor = 0

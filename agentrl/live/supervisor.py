@@ -42,7 +42,7 @@ STEADY_UPTIME = 60.0  # seconds of uptime after which a death is no early one
 def run_live(
     config: RunConfig, only: Half | None = None, *, take_over: bool = False, level: int = PHASE
 ) -> None:
-    """Serve and train until Ctrl-C or SIGTERM. Raises AgentRLError for what a user must mend."""
+    """Serve and train until Ctrl-C or SIGTERM. Raises AgentRLError for what a user must fix."""
     config = trainer.hide_secrets(config)
     trainer.check(config)
     asyncio.run(_until_terminated(supervise(config, only, take_over=take_over, level=level)))
@@ -120,7 +120,7 @@ async def keep_running(
     child: Child, say: Callable[..., object], blamed: Callable[[], object] = lambda: None
 ) -> None:
     """Run a process and restart it whenever it ends. Raises AgentRLError if its first start ends
-    with an error that a user must mend. blamed: changes if a session may be the cause."""
+    with an error that a user must fix. blamed: changes if a session may be the cause."""
     pause, first = FIRST_PAUSE, True
     while True:
         before = blamed()

@@ -61,7 +61,7 @@ class Lineage:
     """From which versions the learner's weights come; a part of the run's state."""
 
     resets: list[Reset] = field(default_factory=list)
-    decided: int = 0  # number of events that it has heeded
+    decided: int = 0  # number of events that have taken effect
     # Steps that trained nothing, and so made no update; the store has them, not the run's state.
     empty: list[int] = field(default_factory=list)
     read: int = 0  # steps of which that is known

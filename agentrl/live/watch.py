@@ -35,7 +35,7 @@ def main(config: RunConfig) -> None:
 
 
 async def watch(config: RunConfig) -> None:
-    """Run until cancelled. Raises ConfigError for what a user must mend."""
+    """Run until cancelled. Raises ConfigError for what a user must fix."""
     try:
         async with open_store(config.store) as store, asyncio.TaskGroup() as parts:
             for missed, work in WORK.items():

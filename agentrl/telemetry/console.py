@@ -63,7 +63,7 @@ DISCARDED = (
     " For details see {}."
 )
 TAKEN_BACK = (
-    "{:.0f} steps were taken back and are trained again from step {}, because of a damaged"
+    "{:.0f} steps were rolled back and are trained again from step {}, because of a damaged"
     " checkpoint or --from"
 )
 
@@ -161,7 +161,7 @@ class Progress:
     fractions: bool = True  # whether all rewards so far are: then they are percentages
 
     async def update(self, store: Store) -> None:
-        """Read new steps only: a committed step changes only if it is taken back."""
+        """Read new steps only: a committed step changes only if it is rolled back."""
         state = await store.run(self.config.name)
         done = min(len(self.committed), state.step if state else 0)
         self.rows[done:] = await store.steps(self.config.name, after=done - 1)

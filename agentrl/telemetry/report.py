@@ -139,7 +139,7 @@ async def _outcomes(store: Store, config: RunConfig, steps: list[StepRow]) -> li
 
 async def _failures(store: Store, config: RunConfig) -> str:
     """A sentence with the number of failed rollouts, by kind, and the last message; without those
-    for which an earlier start ended, before it was mended."""
+    for which an earlier start ended, before it was fixed."""
     found = await store.search(
         config.name, state=RolloutState.FAILED, limit=MOST_COUNTED_FAILURES, budget=5.0
     )

@@ -25,9 +25,9 @@ SENSES = {"vision_config": "images", "audio_config": "audio"}
 def load(
     name: str, shape: Any, config: RunConfig | None, options: dict[str, Any]
 ) -> tuple[Any, Any] | None:
-    """The model and its loading info (see `Part.loaders`), or None for one without a tower, or
-    that is trained as a model of text alone. Raises PolicyError if it cannot be a policy,
-    ConfigError for settings with which it cannot look."""
+    """The model and its loading info, or None for one without a tower, or that is trained as a
+    model of text alone. Raises PolicyError if it cannot be a policy, ConfigError for settings with
+    which it cannot look."""
     setting = config.policy.vision if config is not None else ""
     kind = CLASSES.get(shape.model_type)
     if kind is None:

@@ -52,7 +52,7 @@ async def evaluate_heldout(
     unless the store has them already. Each task is rolled out once; before and after training
     `eval.samples` times at the last temperature. seats: role or policy -> policy that plays it.
     Raises TrainingError, before the first step, if all rollouts fail for one cause; they are played
-    again by the next start, to which the cause may be mended."""
+    again by the next start, before which the cause may be fixed."""
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return

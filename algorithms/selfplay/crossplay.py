@@ -15,9 +15,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from agentrl import config as settings  # first: it loads the tables of parts
 from agentrl.algorithms.selfplay.ratings import fit_ratings, game_score, returns
 from agentrl.checkpoints import saved as evaluation
+from agentrl.config import RunConfig
 from agentrl.config.policies import FrozenPolicy, Seats, self_playing_policy
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.plans import play
@@ -47,7 +47,7 @@ class PayoffMatrix:
 
 
 def crossplay(
-    config: settings.RunConfig,
+    config: RunConfig,
     paths: Sequence[Path],
     *,
     every: int = 0,
@@ -91,7 +91,7 @@ def without_scripts(task: dict[str, Json], roles: Sequence[str]) -> dict[str, Js
 
 
 def chosen_players(
-    config: settings.RunConfig, paths: Sequence[Path], every: int = 0
+    config: RunConfig, paths: Sequence[Path], every: int = 0
 ) -> dict[str, FrozenPolicy]:
     """The players to compare by their served names, oldest first. Raises ConfigError for fewer than
     two."""
@@ -118,7 +118,7 @@ def chosen_players(
     return dict(found)
 
 
-def pool_players(config: settings.RunConfig, policy: str) -> Iterator[tuple[str, FrozenPolicy]]:
+def pool_players(config: RunConfig, policy: str) -> Iterator[tuple[str, FrozenPolicy]]:
     """The snapshots of a policy that are in the run's pool on disk."""
     for folder in Path(config.output, "pool").glob(f"{policy}@*"):
         steps = folder.name.partition("@")[2]

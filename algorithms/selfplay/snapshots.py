@@ -39,7 +39,7 @@ class SnapshotStore:
 
     async def start(self, steps: int) -> None:
         """Serve the pool at the start of the process, after `steps` steps; adds a first snapshot to
-        an empty pool, and cancels games against snapshots of steps that were taken back. Raises
+        an empty pool, and cancels games against snapshots of steps that were rolled back. Raises
         PolicyError for a snapshot that is missing on disk."""
         if not self.pool.now.snapshots:
             await self.save_due(steps)

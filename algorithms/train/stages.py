@@ -143,7 +143,7 @@ async def _lost(store: Store, state: RunState, steps: int) -> bool:
 
 
 async def _train_again(store: Store, state: RunState, path: Path | None) -> RunState:
-    """Take back the steps after a checkpoint (None: all), whose groups are then trained again."""
+    """Roll back the steps after a checkpoint (None: all), whose groups are then trained again."""
     steps, name = _steps(path), f"checkpoints/{path.name}" if path else None
     lost, where = state.step - steps, path or "the untrained policy"
     log.warning("Going on from %s: %d steps are trained again.", where, lost)

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from starlette.exceptions import HTTPException
 from starlette.types import Receive
 
-from agentrl.base.value_count import SMALL_BODY
 from agentrl.errors import Unavailable
 
 LONGEST_SILENCE = 30.0  # seconds without a byte after which a body is abandoned
 LONGEST_UPLOAD = 120.0  # seconds for a complete body
-MAX_VALUES = 500_000  # texts, lists and objects of a body
+# Texts, lists and objects of a body, which are decoded in about a second. Rows have fewer in the
+# largest body; a body of fewer bytes cannot have more, so it is not counted.
+MAX_VALUES = 10_000_000
 MOST_BYTES_HELD = 128 * 2**20  # total bytes of all incomplete bodies
 
 
@@ -64,7 +65,7 @@ class BodyReader:
 
 async def check_values(body: bytes, count: Callable[[bytes, int], int]) -> None:
     """Raise HTTPException for a body of more values than can be decoded while others wait."""
-    if len(body) > SMALL_BODY and await asyncio.to_thread(count, body, MAX_VALUES) > MAX_VALUES:
+    if len(body) > MAX_VALUES and await asyncio.to_thread(count, body, MAX_VALUES) > MAX_VALUES:
         said = f"The body has more than {MAX_VALUES:,} texts, lists and objects"
         raise HTTPException(413, f"{said}: send fewer at a time.")
 

@@ -1,4 +1,4 @@
-"""Verbs of documents, the values that parts keep with a run, called by the writer.
+"""Verbs of documents, the JSON values kept with a run, called by the writer.
 
 A rollout may name one of kind `candidate`, whose `texts` travel with its attempts.
 """

@@ -262,7 +262,7 @@ class Writer:
 
     def _ended(self, error: BaseException) -> Unavailable:
         ended = Unavailable(
-            f"Store {self._name}: its writer met an error that nobody foresaw ({error!r}) and has "
+            f"Store {self._name}: its writer hit an unexpected error ({error!r}) and has "
             "ended: open the store anew."
         )
         ended.__cause__ = error

@@ -47,6 +47,7 @@ from agentrl.config import resolve
 from agentrl.config.derived import Named
 from agentrl.config.rewards import PointwiseJudge, PrincipleJudge
 from agentrl.environments import hosted
+from agentrl.environments.runner import played_environment
 from agentrl.environments.scripted import stage
 from agentrl.errors import AgentRLError
 from agentrl.runners.main import attempt_runner
@@ -263,7 +264,10 @@ async def runs(name: str, tables: dict[str, Any], tasks: dict[str, Any], folder:
     config, found = resolve(data, source="injected"), Ends()
     async with open_store(config.store) as store:
         await store.open_run(RUN, {})
-        started = attempt_runner(store, RUN, config, folder, RUN, None, config.verifier.path)
+        started = attempt_runner(
+            store, RUN, config, folder, RUN, None, config.verifier.path,
+            find_environment=played_environment,
+        )  # fmt: skip
         async with started as execution:
             stop = asyncio.Event()
             worker = Worker(RUN, execution, config.runner, name=RUN)

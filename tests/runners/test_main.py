@@ -14,11 +14,11 @@ import httpx
 import msgspec
 import pytest
 
-from agentrl.config import RunConfig
-from agentrl.errors import Unavailable
+from agentrl.config import AgentConfig, RunConfig
+from agentrl.errors import ConfigError, Unavailable
 from agentrl.runners import main
 from agentrl.runners.executors.environment import environment
-from agentrl.runners.main import RunnerThread
+from agentrl.runners.main import RunnerThread, attempt_runner
 from agentrl.types import ENDED, NewRollout, PolicyVersion, RolloutState
 from tests import factories
 from tests.runners.conftest import Start
@@ -164,6 +164,14 @@ async def test_what_the_user_can_mend_is_one_sentence(
     _, text = await process.communicate()
     assert process.returncode == 2
     assert re.fullmatch(r"agentrl: error: agent\.path = .*did you mean 'agent'\?\n", text.decode())
+
+
+async def test_an_environment_is_not_played_as_an_agent(store: Any) -> None:
+    path = "environment:agent:gymnasium:FrozenLake-v1"
+    config = RunConfig(agent=AgentConfig(path=path))
+    with pytest.raises(ConfigError, match="this runner plays no environments"):
+        async with attempt_runner(store, "run", config, Path(), "r", None, ""):
+            pass
 
 
 async def test_a_thread_runs_an_agent_of_this_process(

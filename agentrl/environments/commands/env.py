@@ -108,7 +108,7 @@ def check(named: Any, count: int, timeout: float, as_json: bool) -> None:
 def install(plugin: str, into: Path | None, python: str | None) -> None:
     """Make an interpreter for PLUGIN, with all that it needs and agentrl without extras.
 
-    A run file in the same folder uses it by itself. Repeat the command to mend one."""
+    A run file in the same folder uses it by itself. Repeat the command to repair one."""
     from agentrl.environments.commands.install import install as made
 
     folder = made(plugin, into, python or sys.executable, click.echo)

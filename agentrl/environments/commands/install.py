@@ -21,7 +21,7 @@ CPU = "https://download.pytorch.org/whl/cpu"  # torch without 3 GB of CUDA
 
 
 def install(plugin: str, into: Path | None, python: str, say: Callable[[str], None]) -> Path:
-    """Make or mend the plug-in's interpreter, and return its folder. Raises ConfigError."""
+    """Make or repair the plug-in's interpreter, and return its folder. Raises ConfigError."""
     named = Named.read(f"{plugin}:", {})
     folder, requires = into or Path(named.folder), load_class(named).requires
     if folder.exists() and not (folder / "pyvenv.cfg").is_file():

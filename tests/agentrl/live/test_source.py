@@ -53,7 +53,7 @@ def test_why_nothing_is_learned_is_said_once(
         assert source._held(4, sessions) == ""
         tried = Tried(3, ["s3"], once=[row.group for row in sessions])
         source.blame.file.write_bytes(msgspec.json.encode(tried))
-        assert "mend their cause, and delete" in source._held(4, sessions)
+        assert "fix their cause, and delete" in source._held(4, sessions)
         assert source._held(4, sessions[1:]) == ""  # one was trained by another process
         source.blame.file.unlink()
         assert source._held(4, sessions) == ""

@@ -34,7 +34,7 @@ async def test_sigterm_stops_the_processes_in_order(tmp_path: Path, tiny_model_d
 
 
 class Starts:
-    """Stands in for a process that ends at once, by an error that a user must mend."""
+    """Stands in for a process that ends at once, by an error that a user must fix."""
 
     name = "algorithm"
 

@@ -5,9 +5,6 @@ import pytest
 
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
-from tests.runners.conftest import bench as bench
-from tests.runners.conftest import impatient as impatient
-from tests.runners.conftest import model as model
 from tests.runners.conftest import store as store
 
 

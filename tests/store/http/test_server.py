@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import json
 import re
 import socket
 import sqlite3
@@ -21,15 +22,18 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode, openapi
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
+from starlette.exceptions import HTTPException
 
 from agentrl.asgi import connection_limits
 from agentrl.asgi import server as asgi_server
+from agentrl.base.value_count import json_values
 from agentrl.errors import StoreError
 from agentrl.store import base, open_store
 from agentrl.store.http import bodies, serve
 from agentrl.store.http.wire import MSGPACK, VERBS, KeyScope
 from agentrl.store.records import Pruned
 from agentrl.store.sql.idempotency import REPLIES_KEPT
+from tests.store.http.conftest import ADMIN
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
 
@@ -262,6 +266,27 @@ def test_a_body_has_a_limit_whether_or_not_it_says_its_size(admin):
     bomb = {"content-encoding": "gzip", "content-type": "application/x-protobuf"}
     answer = admin.post("/v1/traces", content=gzip.compress(large), headers=bomb)
     assert refused(answer) == (413, "too_large")
+
+
+def test_rows_with_many_short_texts_are_stored(serving, tmp_path):
+    """As `agentrl data import` sends 500 long conversations: hundreds of thousands of values."""
+    chat = [{"role": "user", "content": f"hello there {n}"} for n in range(110_000)]
+    with (
+        serving(f"sqlite:///{tmp_path / 'store.db'}", f"admin:{ADMIN}") as url,
+        httpx.Client(base_url=url, headers={"authorization": f"Bearer {ADMIN}"}) as client,
+    ):
+        assert client.post("/v1/open_run", json={"run": "run", "config": {}}).status_code == 200
+        sent = {"run": "run", "kind": "chats", "documents": {"a": chat}}
+        assert json_values(json.dumps(sent).encode(), 10**9) > 500_000
+        answer = client.post("/v1/put_documents", json=sent)
+        assert answer.status_code == 200, answer.text
+
+
+async def test_a_body_of_more_values_than_rows_can_have_is_refused(monkeypatch):
+    monkeypatch.setattr(bodies, "MAX_VALUES", 1000)
+    await bodies.check_values(b"[" + b"[]," * 800 + b"1]", json_values)
+    with pytest.raises(HTTPException, match="more than 1,000 texts, lists and objects"):
+        await bodies.check_values(b"[" + b"[]," * 1100 + b"1]", json_values)
 
 
 def test_the_rest_of_a_refused_body_and_the_next_request_may_come_at_once(admin):
