@@ -1,6 +1,6 @@
 """edit-k: one call decides, and k tools say only that they were called.
 
-A coding agent says how to fix a bug, with one word of four; which one is right depends on the bug.
+A coding agent says how to mend a bug, with one word of four; which one is right depends on the bug.
 Then k tools answer "saved", whatever it did, and the last call sees whether the tests passed. What
 calls after the first say changes nothing. Only the outcome is rewarded: whether the tests passed.
 """
