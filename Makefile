@@ -16,7 +16,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo look smollm smollm-model rlhf demo-codex demo-pi test test-slow test-engines test-vllm templates test-harnesses test-frameworks test-environments newest check clean
+.PHONY: demo look smollm smollm-model rlhf demo-codex demo-pi test test-slow test-engines test-vllm templates test-harnesses test-frameworks test-environments public newest check clean
 .PHONY: clients docs reference gallery constraints licenses release
 .DEFAULT_GOAL := help
 
@@ -76,7 +76,7 @@ test-vllm: $(NEWEST)/.installed ## Install the newest vLLM for the CPU, without 
 	$(NEWEST)/bin/python -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder $(NEWEST_TESTS)
 
 test-harnesses: $(STAMP) .harnesses/.installed ## Install eight coding harnesses (2.5 GB) and run the tests against them
-	$(BIN)/python -m pytest -rs -m slow tests/runners/harnesses/test_real.py tests/agentrl/coding_agents/test_harness.py
+	$(BIN)/python -m pytest -rs -m slow tests/runners/harnesses/test_real.py tests/agentrl/cli/mcp/test_harness.py
 
 FRAMEWORKS := $(patsubst examples/frameworks/%/requirements.txt,%,$(wildcard examples/frameworks/*/requirements.txt))
 
@@ -92,6 +92,12 @@ ENVIRONMENTS := $(patsubst tests/environments/%/figures.py,%,$(wildcard tests/en
 test-environments: $(STAMP) ## Install the packages of environments, each apart, and test their plug-ins
 	@$(MAKE) --no-print-directory -j 2 $(ENVIRONMENTS:%=.environments/%/.installed)
 	$(BIN)/python -m pytest -rs -n 2 tests/environments
+
+PUBLIC := bfcl reasoning-gym textarena verifiers
+
+public: $(STAMP) $(SMOLLM) $(PUBLIC:%=.environments/%/.installed) ## Train SmolLM2 on public tasks, three seeds (hours; repeated, it continues)
+	@.environments/verifiers/bin/$(PIP) reasoning-gym==0.1.25
+	$(BIN)/python -m tests.benchmarks.public --results runs/public/results.jsonl --runs runs/public --page
 
 # MINUTES: when it stops and reports what it has.
 newest: MINUTES ?= 30
@@ -173,10 +179,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 # The longest first, so that neither of two workers waits for the other at the end.
 ENGINE_TESTS := tests/algorithms/engines/test_contract.py tests/algorithms/learners/verl \
-	tests/algorithms/engines/vllm/test_run.py tests/agentrl/vision/test_vllm.py tests/agentrl/vision/test_serve.py \
-	tests/agentrl/serve tests/parity tests/engines tests/agentrl/base/test_row_files.py
+	tests/algorithms/engines/vllm/test_run.py tests/algorithms/vision/test_vllm.py tests/algorithms/vision/test_serve.py \
+	tests/agentrl/models/test_serve.py tests/parity tests/engines tests/agentrl/core/test_row_files.py
 
-NEWEST_TESTS := tests/algorithms/engines/test_contract.py tests/agentrl/vision/test_vllm.py tests/engines/test_tool_formats.py
+NEWEST_TESTS := tests/algorithms/engines/test_contract.py tests/algorithms/vision/test_vllm.py tests/engines/test_tool_formats.py
 
 # vLLM for the CPU asks for packages that exist as CUDA builds only and break its own imports.
 UNUSABLE := torchaudio torchcodec triton

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from agentrl.base.late import late
-from agentrl.types import Attempt, Reward, Rollout, Scope, Task, Trace, Transition
+from agentrl.core import lazy_attributes
+from agentrl.core.types import Attempt, Reward, Rollout, Scope, Task, Trace, Transition
 
 if TYPE_CHECKING:
-    from agentrl.environments.endpoints import endpoint
-    from agentrl.runners.scoring.rewards import reward
-    from agentrl.runners.tracing.roles import role
+    from agentrl.environments.playing import endpoint
+    from agentrl.runners.scoring import reward
+    from agentrl.runners.tracing.attempt_log import role
     from agentrl.trainer import Trainer
-    from agentrl.view.notebook import show
+    from agentrl.view.export import show
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 # Imported late: `import agentrl` stays fast in every agent process.
-LATE = {
-    "environments.endpoints": "endpoint",
+LAZY = {
+    "environments.playing": "endpoint",
     "trainer": "Trainer",
-    "runners.scoring.rewards": "reward",
-    "runners.tracing.roles": "role",
-    "view.notebook": "show",
+    "runners.scoring": "reward",
+    "runners.tracing.attempt_log": "role",
+    "view.export": "show",
 }
-__getattr__ = late(__name__, LATE)
+__getattr__ = lazy_attributes(__name__, LAZY)

@@ -1,7 +1,8 @@
-"""Settings of a pretrained model that this machine measures, where Python has not given them.
+"""Settings of a pretrained model that are measured on this machine, unless the user sets them.
 
 `agentrl init --model` writes the same into a run file. They are measured in another process, since
-the front never loads torch, once per run: a resumed run reads them from its folder."""
+the launcher never loads torch, once per run: a resumed run reads them from its folder.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from typing import Any
 
 from rich.console import Console
 
-from agentrl.base.files import replace_file
-from agentrl.base.loading import is_installed
-from agentrl.config import AlgorithmConfig
-from agentrl.config.keys import flatten
-from agentrl.errors import install_command
+from agentrl.core.config import AlgorithmConfig
+from agentrl.core.config.validate import flatten
+from agentrl.core.errors import install_command
+from agentrl.core.files import replace_file
+from agentrl.core.loading import is_installed
 
 FILE = "measured.json"  # in the output folder
 # What is measured, by the setting that it becomes. An adapter and its learning rate are one choice.
@@ -32,14 +33,14 @@ SETTINGS = {
 }  # fmt: skip
 ADAPTER = {"policy.lora.rank", "algorithm.lr"}
 CALLS, SLACK = 4, 4  # calls of a rollout; how many times as long as measured it may take
-LEAST_TIMEOUT = 60  # seconds
+MIN_TIMEOUT = 60  # seconds
 MIN_GROUPS = 4  # a step of fewer tasks learns from too few
 
 
 def timeout(per_token: float, max_tokens: int) -> int:
     """Seconds for a rollout whose completions have at most `max_tokens` tokens, each of which is
     decoded in `per_token` seconds."""
-    return max(LEAST_TIMEOUT, math.ceil(SLACK * CALLS * max_tokens * per_token / 10) * 10)
+    return max(MIN_TIMEOUT, math.ceil(SLACK * CALLS * max_tokens * per_token / 10) * 10)
 
 
 async def complete(
@@ -47,15 +48,16 @@ async def complete(
 ) -> dict[str, Any]:
     """The settings, by dotted names, that the machine's measurements add to these tables. Prints
     what was chosen, or why nothing was. plays_rollouts: whether the run learns from rollouts."""
-    said = flatten(tables)
-    model = said.get("policy.model")
+    given = flatten(tables)
+    model = given.get("policy.model")
     if not model or not _trains_it_here(tables):
         return {}
-    wanted = {key: name for key, name in SETTINGS.items() if key not in said}
+    wanted = {key: name for key, name in SETTINGS.items() if key not in given}
     if not is_installed("peft"):
-        console.print(f"all weights are trained; an adapter needs less: {install_command('lora')}")
+        install = install_command("lora")
+        console.print(f"all weights are trained; an adapter needs less memory: {install}")
         wanted = {key: name for key, name in wanted.items() if key not in ADAPTER}
-    if ADAPTER - wanted.keys() or any(key.startswith("policy.lora.") for key in said):
+    if ADAPTER - wanted.keys() or any(key.startswith("policy.lora.") for key in given):
         wanted = {key: name for key, name in wanted.items() if key not in ADAPTER}
     if not plays_rollouts:  # the groups of a step are rows of a data set
         wanted.pop("algorithm.groups", None)
@@ -68,7 +70,7 @@ async def complete(
     if found.get("of") != model or "per_token" not in found:
         console.print(f"measuring {model} on this machine (seconds; minutes if it is large) ...")
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "agentrl.run_files.pretrained", model,
+            sys.executable, "-m", "agentrl.models.pretrained", model,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:
@@ -79,27 +81,27 @@ async def complete(
                 await process.wait()
         if process.returncode:
             why = (errors.decode(errors="replace").strip() or "no reason given").splitlines()[-1]
-            console.print(f"not measured, so the defaults hold: {why}", highlight=False)
+            console.print(f"not measured, so the defaults are used: {why}", highlight=False)
             return {}
         found = json.loads(out) | {"of": model}
         replace_file(file, json.dumps(found).encode())
-    if isinstance(length := said.get("sampling.max_tokens"), int):
+    if isinstance(length := given.get("sampling.max_tokens"), int):
         found["timeout"] = timeout(found["per_token"], length)
-    size = said.get("algorithm.group_size", AlgorithmConfig().group_size)
-    if isinstance(size, int) and size > 0:  # else it is refused in a moment
+    size = given.get("algorithm.group_size", AlgorithmConfig().group_size)
+    if isinstance(size, int) and size > 0:  # any other value is rejected by the check that follows
         found["groups"] = max(MIN_GROUPS, found["concurrency"] // size)
     chosen = {key: found[name] for key, name in wanted.items()}
     shown = ", ".join(f"{key} = {value}" for key, value in chosen.items())
-    console.print(f"measured: {shown} (yours if you set them)", highlight=False)
+    console.print(f"measured: {shown} (settings of yours take precedence)", highlight=False)
     return chosen
 
 
 def _trains_it_here(tables: Mapping[str, Any]) -> bool:
-    """Whether one model of this name is trained by the learner and served by the engine of this
-    machine. What else a user has chosen needs choices of its own."""
-    said = flatten(tables)
-    kinds = said.get("engine.kind", "embedded"), said.get("learner.kind", "torch")
+    """Whether a single model is trained by the torch learner and served by the embedded engine;
+    these measurements do not apply to other set-ups."""
+    given = flatten(tables)
+    kinds = given.get("engine.kind", "embedded"), given.get("learner.kind", "torch")
     others = ("policies", "policy.build", "policy.quantize", "policy.device", "prompts")
     return kinds == ("embedded", "torch") and not any(
-        key in said or key in tables for key in others
+        key in given or key in tables for key in others
     )

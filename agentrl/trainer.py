@@ -3,18 +3,24 @@
     front ── starts ──► algorithm process (loop, learner, policy server)
           └─ starts ──► runner processes  (worker, gateway, the agents)
 
-It owns only these processes. All state is in the store, so the same command resumes a run whose
-front was killed.
+Owns: only these processes. All state is in the store, so the same command resumes a run whose front
+was killed.
+
+`agentrl train --from` resumes a run from one of its earlier checkpoints on disk: the store rolls
+back the steps after it, so their groups are trained again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,43 +29,51 @@ import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 
-from agentrl import measured, run_owner
-from agentrl.algorithms.formats.templates import check as check_templates
+from agentrl import measured
 from agentrl.algorithms.learners.verl.settings import check as check_verl
+from agentrl.algorithms.model import digests
 from agentrl.algorithms.plugins import engine_factory, learner_factory
-from agentrl.algorithms.preferences.pin import pin_dataset
-from agentrl.base import folder_lock, memory
-from agentrl.base.files import make_folder
-from agentrl.base.loading import task_file
-from agentrl.base.processes import PHASE, USER_ERROR, Child, keep_alive
-from agentrl.base.threads import run_blocking
-from agentrl.config import RunConfig, differences, from_store, resolve, store_in
-from agentrl.config import policies as team
-from agentrl.config.agents import SessionsConfig
-from agentrl.config.infrastructure import EXECUTORS, ExternalEngineConfig, ExternalLearnerConfig
-from agentrl.config.live import LiveConfig
-from agentrl.config.presets import check_presets
-from agentrl.config.run_file import given, tasks_of, without_env_values
-from agentrl.environments.settings import check as check_environment
-from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
-from agentrl.plugins import load_plugin
-from agentrl.results import TrainingResult
-from agentrl.store import open_store
+from agentrl.algorithms.preferences.draft import pin_dataset
+from agentrl.core import files, processes
+from agentrl.core.config import RunConfig, derived, differences, from_store, resolve, store_in
+from agentrl.core.config.agents import SessionsConfig
+from agentrl.core.config.derived import check_presets
+from agentrl.core.config.infrastructure import (
+    EXECUTORS,
+    ExternalEngineConfig,
+    ExternalLearnerConfig,
+)
+from agentrl.core.config.live import LiveConfig
+from agentrl.core.config.run_file import given, tasks_of, without_env_values
+from agentrl.core.errors import AgentRLError, ConfigError, StoreError, TrainingError
+from agentrl.core.files import atomic_directory, make_folder
+from agentrl.core.loading import task_file
+from agentrl.core.plugins import load_plugin
+from agentrl.core.processes import PHASE, USER_ERROR, Child, exit_text, keep_alive, run_blocking
+from agentrl.core.types import Json, RunState, TrainingResult
+from agentrl.store import open_store, run_folder
 from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
 from agentrl.telemetry.console import LogFollower, show_progress
 from agentrl.telemetry.report import print_report
-from agentrl.telemetry.sinks.base import check_sinks
-from agentrl.telemetry.sinks.callbacks import followed
-from agentrl.telemetry.sinks.process import sinks_process
-from agentrl.types import Json, RunState
+from agentrl.telemetry.sinks import check_sinks, followed, sinks_process
 
 DEMONSTRATIONS = "demonstrations.jsonl"  # given as objects, in the output folder
 # What a run writes into its output folder, which `--fresh` deletes.
 RUN_OUTPUTS = (
     *("store.db*", "run.json", "logs", "checkpoints", "plan.json", "dumps"),
     *("train.jsonl", "heldout.jsonl", measured.FILE, DEMONSTRATIONS),
-    *("policy", "policy.tmp-*", "warmup", "warmup.tmp-*", "players", "pool", "vllm", "servers"),
+    *(
+        "policy",
+        "policy.tmp-*",
+        "warmup",
+        "warmup-*",
+        "warmup.tmp-*",
+        "players",
+        "pool",
+        "vllm",
+        "servers",
+    ),
     *("versions", "heldout", "watch.json"),  # of `agentrl live`
     *("metrics", "tensorboard", "wandb", "mlruns", "curve.png"),
 )
@@ -74,7 +88,7 @@ def run_training(
     check(config)
     if fresh:
         clear(config)
-    run_blocking(run_owner.check_free(config, take_over=take_over))
+    run_blocking(run_folder.check_free(config, take_over=take_over))
     try:
         return run_blocking(front(config, level=level))
     except KeyboardInterrupt:
@@ -133,8 +147,8 @@ class Trainer:
         self._stopped = ""  # where a stopped run continues
 
     def fit(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
-        """Train to the end, or resume a stopped run of this name. fresh: start over; take_over: go
-        on with a run that is live in another process, which stops."""
+        """Train to the end, or resume a stopped run of this name. fresh: start over;
+        take_over: continue a run that is live in another process, which stops."""
         try:
             return run_blocking(self.fit_async(fresh=fresh, take_over=take_over))
         except KeyboardInterrupt:  # with tracebacks of the event loop, which tell nothing
@@ -156,7 +170,7 @@ class Trainer:
         check_presets(config := resolved())  # before the tasks, which may take long to load
         if fresh:
             clear(config)
-        await run_owner.check_free(config, take_over=take_over)  # before its files are replaced
+        await run_folder.check_free(config, take_over=take_over)  # before its files are replaced
         output = make_folder(Path(config.output))
         for key, own in (("train", train), ("heldout", heldout)):
             if own is not None:
@@ -185,6 +199,9 @@ class Trainer:
 def check(config: RunConfig) -> None:
     """Raises ConfigError for mistakes that the front can find before anything starts. Checks the
     tasks last, because they may take long to load."""
+    from agentrl.algorithms.model.templates import check as check_templates
+    from agentrl.environments.hosted import check as check_environment
+
     root = Path(config.root)
     check_presets(config)
     check_environment(config)
@@ -199,6 +216,7 @@ def check(config: RunConfig) -> None:
     for key, value in (
         ("agent.path", config.agent.path),
         ("verifier.path", config.verifier.path),
+        ("verifier.audit", config.verifier.audit),
         *((f"verifier.rewards.{name}", path) for name, path in config.verifier.rewards.items()),
         ("runner.executor", config.runner.executor),
     ):
@@ -207,7 +225,7 @@ def check(config: RunConfig) -> None:
             raise ConfigError(f"{key} = {value!r}: there is no file {root / file}")
     if ":" not in config.runner.executor:
         load_plugin("executors", config.runner.executor, EXECUTORS, root, key="runner.executor")
-    upstreams_only = team.has_no_own_policy(config)
+    upstreams_only = derived.has_no_own_policy(config)
     if upstreams_only and config.steps:
         raise ConfigError(
             "policy.model is missing: there is nothing to train. `agentrl eval` scores what "
@@ -219,7 +237,7 @@ def check(config: RunConfig) -> None:
     if isinstance(config.engine, ExternalEngineConfig):  # the library's own would load torch
         engine_factory(config)
     if isinstance(config.learner, ExternalLearnerConfig):
-        learner_factory(config)
+        learner_factory(config.learner.kind, Path(config.root))
     tasks_of(config, "train")
     tasks_of(config, "heldout")
 
@@ -257,8 +275,8 @@ def clear(config: RunConfig) -> None:
         )
     if not output.is_dir():
         return
-    run_blocking(run_owner.check_free(config, cure="stop it before --fresh deletes its files"))
-    with folder_lock.exclusive(output):
+    run_blocking(run_folder.check_free(config, fix_hint="stop it before --fresh deletes its files"))
+    with files.exclusive(output):
         with contextlib.suppress(StoreError):  # no store, or one of another version
             run_blocking(_fence(config))
         for pattern in RUN_OUTPUTS:
@@ -301,8 +319,7 @@ async def supervise(
     *,
     local: tuple[Any, Any] | None = None,
     also: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
-    play: Path | None = None,
-    verb: str = "start",
+    process: str = "algorithm",
     alone: bool = False,
     console: Console | None = None,
     level: int = PHASE,
@@ -310,37 +327,44 @@ async def supervise(
     """Start the processes of a run, show its progress, and stop them when the algorithm has ended.
     Returns its seconds; raises AgentRLError if another process ends first.
 
-    also: more work, whose error ends the run; play: file of an evaluation plan to play instead;
-    verb: of `agentrl algorithm`; alone: without sinks of metrics."""
+    also: more work, whose error ends the run; process: that which does the work, by its name for
+    `agentrl process`; alone: without sinks of metrics."""
     config, output = hide_secrets(config), Path(config.output)
     logs, console = make_folder(output / "logs"), console or Console()
     async with contextlib.AsyncExitStack() as stack:
         # Runners read the settings from the store; this also fences a leftover algorithm process.
         settings = msgspec.to_builtins(config)
-        held = await stack.enter_async_context(run_owner.hold(store, config.name, settings))
+        held = await stack.enter_async_context(run_folder.hold(store, config.name, settings))
         run_file = write_settings(output / "run.json", config)
-        order = [verb, str(run_file)] if play is None else ["play", str(run_file), str(play)]
-        algorithm = Child("algorithm", ["algorithm", *order], logs / "algorithm.log")
-        algorithm.variables[run_owner.VARIABLE] = held.owner
+        order = ["process", process, str(run_file)]
+        algorithm = Child("algorithm", order, logs / "algorithm.log")
+        algorithm.variables[run_folder.OWNER_VARIABLE] = held.owner
         arguments = ["runner", "start", "--store", config.store, "--run", config.name]
         own = config.runner.processes if config.plays_rollouts and not local else 0
         workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(own)]
         if config.plays_rollouts and not (own or local):
             console.print(_how_to_join(config), soft_wrap=True, highlight=False)
-        sinks = None if alone or play else sinks_process(config, run_file, console)
-        logged = [algorithm, *workers, *([sinks.child] if sinks else [])]
+        sinks = None if alone else sinks_process(config, run_file, console)
+        auditor = Child("audit", ["process", "audit", str(run_file)], logs / "audit.log")
+        logged = [algorithm, *workers, *([sinks.child] if sinks else []), auditor]
         log_lines = LogFollower(console, level, [child.log for child in logged])
         started = time.monotonic()
-        stack.enter_context(folder_lock.shared(output))
+        stack.enter_context(files.shared(output))
         if sinks:  # stopped last: they also write the last evaluation
             stack.callback(log_lines.look)
             stack.push_async_callback(sinks.stop)
         stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
         stack.push_async_callback(_stop_runners, workers, config.runner.drain)
         count = partial(_ended_rollouts, store, config.name)
-        working = [_algorithm(algorithm), *(keep_alive(child, count) for child in workers)]
-        working += [work() for work in also] + ([_local_runner(config, *local)] if local else [])
-        quiet = verb != "start" or level > PHASE
+        running = [keep_alive(child, count) for child in workers]
+        running += [_local_runner(config, *local)] if local else []
+        if process == "algorithm" and not alone and is_audited(config):
+            audit = asyncio.create_task(_audit(store, config, auditor, local, console))
+            stack.push_async_callback(_end, audit)
+            running = [_after(audit, work) for work in running]
+        working = [_algorithm(algorithm), *running]
+        working += [work() for work in also]
+        quiet = process not in ("algorithm", "plan") or level > PHASE
         shown = show_progress(store, config, console, quiet=quiet, first=log_lines.look)
         showing = [shown, log_lines.follow(), *([sinks.keep()] if sinks else [])]
         watchers = [held.keeping, *(asyncio.create_task(work) for work in working)]
@@ -354,6 +378,43 @@ async def supervise(
         for task in done:
             task.result()
     return time.monotonic() - started
+
+
+def is_audited(config: RunConfig) -> bool:
+    """Whether a run of these settings begins with an audit."""
+    scored = bool(config.verifier.path or config.verifier.rewards)
+    return config.audit.before and config.plays_rollouts and config.steps > 0 and scored
+
+
+async def _audit(
+    store: Store, config: RunConfig, child: Child, local: tuple[Any, Any] | None, console: Console
+) -> None:
+    """Attack the verifier while the policy is loaded. Its failure is a line, and ends no run."""
+    from agentrl.audit.subjects import before_run
+
+    verifier = local[1] if local is not None and callable(local[1]) else None
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    try:
+        await before_run(store, config, child, verifier, say)
+    except Exception as error:  # noqa: BLE001 - no failure of an audit ends a run
+        say(f"the verifier was not audited: {type(error).__name__}: {error}")
+
+
+async def _after(audit: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> None:
+    """Do work once an audit has ended or had its time; its report may come later."""
+    from agentrl.audit.subjects import LIMIT
+
+    try:
+        await asyncio.wait([audit], timeout=LIMIT)
+    except asyncio.CancelledError:
+        work.close()
+        raise
+    await work
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def write_settings(path: Path, config: RunConfig) -> Path:
@@ -398,11 +459,11 @@ async def _algorithm(child: Child) -> None:
     if code == USER_ERROR:
         raise AgentRLError(child.last_error() or f"see {child.log}")
     if code:
-        ending = f"signal {-code}" if code < 0 else f"exit code {code}"
-        if cause := memory.cause_of(code):
+        ending = exit_text(code)
+        if cause := processes.cause_of(code):
             needs = (child.last_said("memory: ") or "").partition(";")[0]
             estimate = f" (the estimate was {needs})" if needs else ""
-            ending += f", {cause}{estimate}: {memory.CURE}"
+            ending += f", {cause}{estimate}: {processes.LEARNER_MEMORY_HINT}"
         elif error := child.last_exception():
             ending = error
         raise TrainingError(
@@ -472,3 +533,90 @@ async def refuse_changes(store: Store, config: RunConfig) -> None:
             f"{started} with other settings ({'; '.join(changed)}); restore them, choose another"
             " name, or give --fresh"
         )
+
+
+STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps and its writer's epoch
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A checkpoint directory from `agentrl train`."""
+
+    path: Path
+    steps: int
+
+
+def checkpoint_at(path: Path) -> SavedCheckpoint:
+    """The checkpoint at a path. Raises ConfigError if there is none."""
+    named = STEPS.match(path.name)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such checkpoint directory")
+    if named is None or not (path / "state.json").is_file():
+        raise ConfigError(f"{path} is not a checkpoint of a run; give <output>/checkpoints/...")
+    return SavedCheckpoint(path.resolve(), int(named[1]))
+
+
+def checkpoints_of(config: RunConfig) -> list[SavedCheckpoint]:
+    """The checkpoints of a run on disk, oldest first."""
+    folder = Path(config.output, "checkpoints")
+    found = [path for path in folder.glob("*") if STEPS.match(path.name) and path.is_dir()]
+    return sorted(map(checkpoint_at, found), key=lambda one: (one.steps, one.path.name))
+
+
+def go_back(config: RunConfig, start: str, *, take_over: bool = False) -> None:
+    """Take a run back to `start`, a number of steps or a checkpoint's path.
+
+    Changes nothing and raises ConfigError for a checkpoint of another run, DamagedError for a
+    damaged one. take_over: from a live process of the run."""
+    run_blocking(_go_back(hide_secrets(config), start, take_over))
+
+
+async def _go_back(config: RunConfig, start: str, take_over: bool) -> None:
+    await run_folder.check_free(config, take_over=take_over)
+    async with open_store(config.store, create=False) as store:
+        state = await store.run(config.name)
+        if state is None:
+            raise ConfigError(f"--from {start}: run {config.name!r} has no steps yet; remove it")
+        await refuse_changes(store, config)
+        found = None if start == "0" else _chosen(config, state, start)
+        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        name = None if found is None else _kept(config, found, state.epoch)
+        steps = found.steps if found else 0
+        await store.rewind(config.name, state.epoch, steps, name)
+        taken = {"steps/rolled_back": float(state.step - steps)}
+        await store.log(config.name, steps, taken, epoch=state.epoch)
+
+
+def _chosen(config: RunConfig, state: RunState, start: str) -> SavedCheckpoint:
+    if start.isdecimal():
+        own = checkpoints_of(config)
+        found = next((one for one in reversed(own) if one.steps == int(start)), None)
+        if found is None:
+            there = ", ".join(sorted({str(one.steps) for one in own})) or "none"
+            raise ConfigError(
+                f"--from {start}: there is no checkpoint after {start} steps in {config.output},"
+                f" only after {there}; choose one of them, or 0 for the start"
+            )
+    else:
+        found = checkpoint_at(Path(start))
+    content = json.loads((found.path / "state.json").read_text(encoding="utf-8"))
+    if content.get("run", "") not in ("", state.identity):
+        raise ConfigError(f"--from {start}: it is a checkpoint of another run than {state.run!r}")
+    if found.steps > state.step:
+        raise ConfigError(
+            f"--from {start}: run {state.run!r} has {state.step} steps, but the checkpoint is from"
+            f" step {found.steps}; choose an earlier one"
+        )
+    digests.check(found.path)
+    return found
+
+
+def _kept(config: RunConfig, found: SavedCheckpoint, epoch: int) -> str:
+    """The checkpoint's name relative to the run's folder; copies one from elsewhere into it."""
+    folder = Path(config.output, "checkpoints")
+    if found.path.parent == folder.resolve():
+        return f"checkpoints/{found.path.name}"
+    name = f"{found.steps:06d}.{epoch}"
+    with atomic_directory(folder / name) as partial:
+        shutil.copytree(found.path, partial, dirs_exist_ok=True)
+    return f"checkpoints/{name}"

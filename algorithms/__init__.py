@@ -5,10 +5,11 @@ A preset imports all that it needs from here: `from agentrl.algorithms import Al
 
 from typing import TYPE_CHECKING
 
-from agentrl.base.late import late
+from agentrl.core import lazy_attributes
 
 if TYPE_CHECKING:
     from agentrl.algorithms.credit.calls import CallRewards as CallRewards
+    from agentrl.algorithms.credit.calls import Ema as Ema
     from agentrl.algorithms.credit.calls import PotentialShaping as PotentialShaping
     from agentrl.algorithms.credit.calls import Returns as Returns
     from agentrl.algorithms.credit.calls import StepGae as StepGae
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from agentrl.algorithms.credit.core import rewards as rewards
     from agentrl.algorithms.credit.core import standardise as standardise
     from agentrl.algorithms.credit.core import weighted_sum as weighted_sum
-    from agentrl.algorithms.credit.running_means import Ema as Ema
     from agentrl.algorithms.data.batch import Batch as Batch
     from agentrl.algorithms.objective.core import Algo as Algo
     from agentrl.algorithms.objective.core import Average as Average
@@ -44,15 +44,14 @@ if TYPE_CHECKING:
     from agentrl.algorithms.presets.registry import make as make
 
 # Imported lazily: torch takes seconds to import, and most commands do not need it.
-LATE = {
+LAZY = {
     "credit.core": "AllFilters Credit CriticValues Gae GroupRelative RewardToGo TokenKLPenalty "
     "Whiten ZeroAdvantage rewards standardise weighted_sum",
-    "credit.calls": "CallRewards PotentialShaping Returns StepGae TurnDiscount",
-    "credit.running_means": "Ema",
+    "credit.calls": "CallRewards Ema PotentialShaping Returns StepGae TurnDiscount",
     "data.batch": "Batch",
     "objective.core": "Algo Average Gate KLPenalty",
     "objective.ratios": "Clip InRange Ratio RatioInRange Truncate TrustRegion",
     "presets.registry": "make",
     "presets.declare": "Discount Num modifier preset",
 }
-__getattr__ = late(__name__, LATE)
+__getattr__ = lazy_attributes(__name__, LAZY)

@@ -1,14 +1,15 @@
-"""Load policy servers (`engine.kind`) and learners (`learner.kind`). This module needs no torch, so
-that errors in those of users are found before a run starts."""
+"""Loading of policy servers (`engine.kind`) and learners (`learner.kind`). This module needs no
+torch, so that errors in users' own are found before a run starts.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import RunConfig
-from agentrl.config.infrastructure import ENGINES
-from agentrl.plugins import check_call, load_plugin
+from agentrl.core.config import RunConfig
+from agentrl.core.config.infrastructure import ENGINES
+from agentrl.core.plugins import check_call, load_plugin
 
 ENGINE, LEARNER = "engine.kind", "learner.kind"
 
@@ -25,11 +26,12 @@ def engine_factory(config: RunConfig) -> Any:
     return factory
 
 
-def learner_factory(config: RunConfig) -> Any:
-    """A factory (config, algo, model, tokenizer, adapters, name) -> Learner.
+def learner_factory(kind: str, root: Path) -> Any:
+    """The factory (config, algo, model, tokenizer, adapters, name) -> Learner of `learner.kind`.
 
-    name: of the policy, and of its adapter if it has one. The learner updates `model` in place,
-    because the policy server reads it. Raises ConfigError as `engine_factory` does."""
-    factory = load_plugin("learners", config.learner.kind, (), Path(config.root), key=LEARNER)
+    root: the run file's folder. name: of the policy, and of its adapter if it has one. The learner
+    updates `model` in place, because the policy server reads it. Raises ConfigError as
+    `engine_factory` does."""
+    factory = load_plugin("learners", kind, (), root, key=LEARNER)
     check_call(factory, "config", "algo", "model", "tokenizer", "adapters", "name", key=LEARNER)
     return factory

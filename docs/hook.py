@@ -41,7 +41,7 @@ UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"  # of source files and folde
 FIRST = (
     "---\nsearch:\n  boost: 3\n---\n"  # of the pages in docs/, before what is about single parts
 )
-SKILL = "agentrl/coding_agents/SKILL.md"
+SKILL = "agentrl/cli/SKILL.md"
 SHOWN = {*COPIED, *LANGUAGES, ".txt", ".jinja", ".sql", ".md", ".ipynb"}  # listed for a folder
 
 

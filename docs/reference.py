@@ -12,22 +12,24 @@ import re
 import sqlite3
 import sys
 import tempfile
+import textwrap
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from enum import Enum
 from pathlib import Path
+from types import GenericAlias
 from typing import Any
 
 import click
 import msgspec
 from msgspec.structs import fields
 
-from agentrl.algorithms import LATE
+from agentrl.advise import composition, record
+from agentrl.algorithms import LAZY
 from agentrl.algorithms.objective import core
 from agentrl.algorithms.presets import registry
+from agentrl.cli.init import comments, run_file_schema, sections
 from agentrl.cli.main import cli
-from agentrl.lab.catalogue import record
-from agentrl.run_files.command import comments, run_file_schema, sections
 from agentrl.store import open_store
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +39,7 @@ from examples.gallery import GALLERY, REAL  # noqa: E402
 
 FAMILIES = ROOT / "docs/reference/algorithms"
 ARXIV = re.compile(r"\b(\d{4}\.\d{5})\b")
-FIRST = (  # settings that people change first
+FIRST = (  # settings that most runs set
     "steps", "agent.path", "agent.timeout", "tasks.train", "tasks.heldout", "verifier.path",
     "policy.model", "policy.lora.rank", "sampling.max_tokens", "engine.max_context",
     "algorithm.preset", "algorithm.lr", "algorithm.groups", "algorithm.group_size", "eval.every",
@@ -45,44 +47,45 @@ FIRST = (  # settings that people change first
 )  # fmt: skip
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 WRITTEN = "<!-- written by `make reference` -->\n"  # above a page that is generated as a whole
+ERRORS = "agentrl.core.errors"  # of which only the classes are public
 API = {  # what is public, by the heading of its section
     "Training": [
         "agentrl.trainer.Trainer",
-        "agentrl.results.TrainingResult",
+        "agentrl.core.types.TrainingResult",
     ],
     "A tiny policy": [
         "agentrl.tiny.imitator",
     ],
     "Inside an agent": [
-        "agentrl.runners.scoring.rewards.reward",
-        "agentrl.runners.tracing.roles.role",
-        "agentrl.environments.endpoints.endpoint",
+        "agentrl.runners.scoring.reward",
+        "agentrl.runners.tracing.attempt_log.role",
+        "agentrl.environments.playing.endpoint",
     ],
     "Environments": [
         "agentrl.environments.base.Environment",
         "agentrl.environments.base.Episode",
-        "agentrl.environments.endpoints.Endpoint",
+        "agentrl.environments.playing.Endpoint",
     ],
     "Records": [
-        "agentrl.types.Task",
-        "agentrl.types.NewRollout",
-        "agentrl.types.Rollout",
-        "agentrl.types.Attempt",
-        "agentrl.types.Group",
-        "agentrl.types.Trace",
-        "agentrl.types.Transition",
-        "agentrl.types.Span",
-        "agentrl.types.Reward",
-        "agentrl.types.Scope",
-        "agentrl.types.Credit",
-        "agentrl.types.Branch",
-        "agentrl.types.Sampling",
-        "agentrl.types.Failure",
-        "agentrl.types.ErrorKind",
-        "agentrl.types.PolicyVersion",
-        "agentrl.types.RunState",
-        "agentrl.types.StepCommit",
-        "agentrl.types.StepRow",
+        "agentrl.core.types.Task",
+        "agentrl.core.types.NewRollout",
+        "agentrl.core.types.Rollout",
+        "agentrl.core.types.Attempt",
+        "agentrl.core.types.Group",
+        "agentrl.core.types.Trace",
+        "agentrl.core.types.Transition",
+        "agentrl.core.types.Span",
+        "agentrl.core.types.Reward",
+        "agentrl.core.types.Scope",
+        "agentrl.core.types.Credit",
+        "agentrl.core.types.Branch",
+        "agentrl.core.types.Sampling",
+        "agentrl.core.types.Failure",
+        "agentrl.core.types.ErrorKind",
+        "agentrl.core.types.PolicyVersion",
+        "agentrl.core.types.RunState",
+        "agentrl.core.types.StepCommit",
+        "agentrl.core.types.StepRow",
     ],
     "The store": [
         "agentrl.store.open_store",
@@ -93,27 +96,29 @@ API = {  # what is public, by the heading of its section
         "agentrl.runners.executors.ExecutionResult",
         "agentrl.algorithms.learners.base.Learner",
         "agentrl.algorithms.engines.base.PolicyServer",
-        "agentrl.telemetry.sinks.base.Sink",
+        "agentrl.telemetry.sinks.Sink",
     ],
-    "Building blocks of presets": [],  # of LATE
+    "Building blocks of presets": [],  # of LAZY
     "Rewards in a team": [
-        "agentrl.teams.rewards",
-        "agentrl.algorithms.replays.coalitions",
+        "agentrl.algorithms.team_rewards",
     ],
     "Notebooks": [
-        "agentrl.view.notebook.show",
+        "agentrl.view.export.show",
     ],
     "Errors": [
-        "agentrl.errors",
+        ERRORS,
     ],
 }
+EXPLAINED = ("Training", "A tiny policy", "Inside an agent")  # with their whole docstrings
 LONGEST_DEFAULT = 30  # characters
+LONGEST_LINE = 100  # characters of a signature
+SIMPLE = ("integer", "number", "boolean", "string")  # types that a default shows
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 def settings() -> str:
-    """The settings that are changed first, and a section for each table of the run file, with the
-    comments beside its fields."""
+    """The settings that most runs set, and a section for each table of the run file, with the
+    comments beside its fields. The row that names a table has the first sentence about it."""
     defs = run_file_schema()["$defs"]
     waiting, done, tables = [("", ["RunConfig"])], {}, dict[str, list[str]]()
     for path, kinds in waiting:  # grows during the loop
@@ -123,11 +128,12 @@ def settings() -> str:
         for name in kinds:
             table = defs[name]
             tag = sections()[name].__struct_config__
-            if len(kinds) > 1:
-                shown = tag.tag if tag.tag != "external" else "file.py:name"
-                lines.append(f'\n### `{path}` with `{tag.tag_field} = "{shown}"`\n')
-            lines += [line(table.get("description", "")), "\n| setting | type | default | |"]
-            lines.append("|---|---|---|---|")
+            new = [key for key in table["properties"] if key not in common]
+            if len(kinds) > 1 and new:
+                lines.append(f'\n### `{path}` with `{tag.tag_field} = "{tag_of(name)}"`\n')
+            about = line(table.get("description", ""))
+            lines += [about] if ". " in about and new else []
+            lines += ["\n| setting | default | |", "|---|---|---|"] if new else []
             notes = comments(sections()[name])
             for key, one in table["properties"].items():
                 inner = tables_in(one)
@@ -138,15 +144,39 @@ def settings() -> str:
                     waiting.append((deeper, inner))
                 if key in common:
                     continue
-                kind = f"[table](#{slug(done[tuple(inner)])})" if inner else type_of(one)
-                default = "" if inner or "default" not in one else code(one["default"])
-                lines.append(row(f"`{full}`", kind, default, plain(notes.get(key, ""))))
+                value = f"[table](#{slug(done[tuple(inner)])})" if inner else value_of(one)
+                if len(kinds) > 1 and key == tag.tag_field:
+                    own, *others = (code(tag_of(kind)) for kind in kinds)
+                    value = f"{own} ({' '.join(others)})"
+                lines.append(row(f"`{full}`", value, plain(notes.get(key, ""))))
             common |= set(table["properties"])
     every = [line for _, lines in sorted(tables.items()) for line in lines]
-    rows = {line.split("`")[1]: line for line in every if line.startswith("| `")}
-    first = ["## Changed first\n", "| setting | type | default | |", "|---|---|---|---|"]
-    first += [rows[name] for name in FIRST]
-    return "\n".join([*first, *every]) + "\n"
+    rows = {line.split("`")[1] for line in every if line.startswith("| `")}
+    assert rows.issuperset(FIRST), set(FIRST) - rows
+    return "\n".join([f"Most runs set only {', '.join(map(quoted, FIRST))}.", *every]) + "\n"
+
+
+def tag_of(kind: str) -> str:
+    """The value that chooses a kind of a table."""
+    tag = str(sections()[kind].__struct_config__.tag)
+    return "file.py:name" if tag == "external" else tag
+
+
+def value_of(one: dict[str, Any]) -> str:
+    """A setting's default and, in brackets, what else it may be: other values, bounds, or types
+    that the default does not show. Without a default its type."""
+    default, kind = one.get("default"), type_of(one)
+    if default in (None, [], {}):
+        return kind
+    if "enum" in one:
+        kind = " ".join(code(value) for value in one["enum"] if value != default)
+    elif one.get("type") in SIMPLE:
+        kind = kind.partition(" ")[2]
+    return f"{code(default)} ({kind})" if kind else code(default)
+
+
+def quoted(name: str) -> str:
+    return f"`{name}`"
 
 
 def tables_in(one: dict[str, Any]) -> list[str]:
@@ -186,13 +216,14 @@ def command(name: str, one: click.Command) -> Iterator[str]:
         return
     if name != "agentrl" and one.invoke_without_command:
         yield f"\n## `{name}`\n\n{plain(one.help or '')}\n"
-    for inner in sorted(one.commands.values(), key=lambda c: str(c.name)):
-        if not inner.hidden:
-            yield from command(f"{name} {inner.name}", inner)
+    for each in one.list_commands(context):
+        inner = one.get_command(context, each)
+        if inner is not None and not inner.hidden:
+            yield from command(f"{name} {each}", inner)
 
 
 def schema_tables() -> str:
-    """The tables of a new store, with their columns and indexes."""
+    """The statements that make the tables and indexes of a new store, with their comments."""
 
     async def create(file: Path) -> None:
         async with open_store(f"sqlite:///{file}"):
@@ -202,18 +233,11 @@ def schema_tables() -> str:
         file = Path(folder, "store.db")
         asyncio.run(create(file))
         db = sqlite3.connect(file)
-        lines: list[str] = []
-        tables = (
-            "select name from sqlite_master where type = 'table' and sql is not null order by 1"
-        )
-        for (table,) in db.execute(tables).fetchall():
-            lines += [f"\n## `{table}`\n", "| column | type | |", "|---|---|---|"]
-            links = {r[3]: f"of `{r[2]}`" for r in db.execute(f"pragma foreign_key_list({table})")}
-            for _, column, kind, required, _, key in db.execute(f"pragma table_info({table})"):
-                notes = ["key" if key else "required" if required else "", links.get(column, "")]
-                lines.append(row(f"`{column}`", kind.lower(), ", ".join(filter(None, notes))))
+        found = db.execute("select sql from sqlite_master where sql is not null and name not like ?"
+                           " order by tbl_name, type desc, rowid", ["%sqlite%"])  # fmt: skip
+        statements = [f"{statement};" for (statement,) in found.fetchall()]
         db.close()
-    return "\n".join(lines) + "\n"
+    return "```sql\n" + "\n".join(statements) + "\n```"
 
 
 def gallery() -> str:
@@ -232,58 +256,110 @@ def objective() -> str:
 
 
 def api() -> str:
-    """A section for each public name: its signature or fields, its description and its methods."""
+    """A section for each public name: its signature or fields, and the first sentence about it and
+    each of its methods. `help(name)` prints the rest."""
     found = list[str]()
     for title, names in API.items():
         found.append(f"## {title}\n")
         if not names:
             found.append("Import them from `agentrl.algorithms`.\n")
-            homes = ((home, name) for home, own in LATE.items() for name in own.split())
+            homes = ((home, name) for home, own in LAZY.items() for name in own.split())
             names = [f"agentrl.algorithms.{home}.{name}" for home, name in homes]
         for path in names:
-            found += public(path)
+            found += public(path, whole=title in EXPLAINED)
     return "\n".join(found)
 
 
-def public(path: str) -> Iterator[str]:
+def public(path: str, *, whole: bool = False) -> Iterator[str]:
     """The section of an object, or of each object of a module, by its path."""
     home, _, name = path.rpartition(".")
     thing = getattr(importlib.import_module(home), name, None)
     if thing is None:
         thing = importlib.import_module(path)
     if not inspect.ismodule(thing):
-        yield from described(path, thing)
+        yield from described(path, thing, whole=whole)
         return
     for name, inner in vars(thing).items():
         own = getattr(inner, "__module__", "") == thing.__name__ and not name.startswith("_")
-        if own and (inspect.isclass(inner) or inspect.isfunction(inner)):
+        kinds = inspect.isclass(inner) or (inspect.isfunction(inner) and path != ERRORS)
+        if own and kinds:
             yield from described(f"{path}.{name}", inner)
 
 
-def described(path: str, thing: Any) -> Iterator[str]:
+def described(path: str, thing: Any, *, whole: bool = False) -> Iterator[str]:
     name = path.rpartition(".")[2]
     yield f"### `{name}`\n"
-    is_record = inspect.isclass(thing) and issubclass(thing, msgspec.Struct)
-    yield f"```text\n{path}{'' if is_record else signature(thing)}\n```\n"
-    yield papers(plain(own_doc(thing))) + "\n"
+    calls = [
+        text
+        for key, function in methods_of(thing)
+        for text in (*noted(function), wrapped(f"    {line(key + signature(function))}"))
+    ]
+    head = path if is_record(thing) else wrapped(f"{path}{signature(thing)}")
+    head += f" = {annotation(thing)}" if isinstance(thing, GenericAlias) else ""
+    yield "\n".join(["```text", head, *record_fields(thing), *calls, "```\n"])
+    if text := papers(plain(own_doc(thing))) if whole else first_sentence(thing):
+        yield f"{text}\n"
     if inspect.isclass(thing) and issubclass(thing, Enum):
         yield f"Values: {', '.join(code(each.value) for each in thing)}.\n"
-    if is_record:
-        said = comments(thing)
-        rows = [(f"`{f.name}`", annotation(f.type), said.get(f.name, "")) for f in fields(thing)]
-        yield (
-            "\n".join(["| field | type | |", "|---|---|---|", *(row(*each) for each in rows)])
-            + "\n"
-        )
+
+
+def noted(method: Any) -> Iterator[str]:
+    """The first sentence about a method, as a comment above its signature."""
+    indent = "    # "
+    for text in textwrap.wrap(sentence_of(method), LONGEST_LINE - len(indent)):
+        yield f"{indent}{text}"
+
+
+def wrapped(call: str) -> str:
+    """A signature with a line for each parameter, if it is too long for one."""
+    if len(call) <= LONGEST_LINE:
+        return call
+    indent = " " * (len(call) - len(call.lstrip()))
+    start = call.index("(") + 1
+    end = call.rindex(") -> ") if ") -> " in call else call.rindex(")")
+    lines, depth = [""], 0
+    for letter in call[start:end]:
+        depth += (letter in "([{") - (letter in ")]}")
+        lines[-1] += letter
+        if letter == "," and depth == 0:
+            lines.append("")
+    inner = [f"{indent}    {one.strip()}" for one in lines]
+    return "\n".join([call[:start], *inner, f"{indent}{call[end:]}"])
+
+
+def is_record(thing: Any) -> bool:
+    return inspect.isclass(thing) and issubclass(thing, msgspec.Struct)
+
+
+def record_fields(thing: Any) -> Iterator[str]:
+    """The fields of a record, with the comments beside them."""
+    said = comments(thing) if is_record(thing) else {}
+    for field in fields(thing) if is_record(thing) else ():
+        text = f"    {field.name}: {annotation(field.type)}"
+        yield f"{text:38}  # {said[field.name]}" if said.get(field.name) else text
+
+
+def methods_of(thing: Any) -> Iterator[tuple[str, Any]]:
+    """The documented methods of a class, by name."""
     for key, method in vars(thing).items() if inspect.isclass(thing) else ():
         function = getattr(method, "__func__", method)
         if inspect.isfunction(function) and not key.startswith("_") and own_doc(function):
-            call = line(f"{key}{signature(function)}")
-            yield f"- `{call}`  \n  {papers(plain(line(own_doc(function))))}\n"
+            yield key, function
+
+
+def first_sentence(thing: Any) -> str:
+    return papers(plain(sentence_of(thing)))
+
+
+def sentence_of(thing: Any) -> str:
+    text = line(own_doc(thing).partition("\n\n")[0])
+    return re.split(r"(?<=\.) (?=[A-Z`])", text)[0]
 
 
 def own_doc(thing: Any) -> str:
     """Its docstring, unless Python or a library made it."""
+    if isinstance(thing, GenericAlias):
+        return ""
     doc = inspect.cleandoc(thing.__doc__ or "")
     return "" if doc.startswith(f"{getattr(thing, '__name__', '')}(") else doc
 
@@ -349,23 +425,56 @@ def page_of(family: str) -> str:
 
 
 def words() -> dict[str, Any]:
-    """All presets and, with "+", modifiers; those of the short list first."""
+    """All presets with recipes and, with "+", modifiers."""
     presets, modifiers = registry.library_presets()
-    known = presets | {f"+{name}": made for name, made in modifiers.items()}
-    return dict(sorted(known.items(), key=lambda item: (not item[1].usual, item[0])))
+    return presets | {f"+{name}": made for name, made in modifiers.items()}
 
 
 def presets() -> str:
-    """A row per preset and modifier, with a link to its family's page."""
-    lines = ["| | |", "|---|---|"]
+    """A row per family: its presets and modifiers, each with the paper that named it."""
+    links = defaultdict[str, list[str]](list)
     for name, made in words().items():
-        link = f"{page_of(family_of(made))}.md#{slug(name)}"
-        lines.append(row(f"[`{name}`]({link})", line(made.doc).partition(". ")[0]))
+        if made.of:
+            continue
+        family = family_of(made)
+        link = f"[`{name}`]({page_of(family)}.md#{slug(name)})"
+        paper = [f"[{number}](https://arxiv.org/abs/{number})" for number in named_by(made.doc)]
+        links[family].append(" ".join([link, *paper]))
+    lines = ["| family | | presets and modifiers |", "|---|---|---|"]
+    for family, found in links.items():
+        about = line(inspect.getdoc(sys.modules[family]) or "").partition(". ")[0]
+        short = page_of(family)
+        lines.append(row(f"[{short}]({short}.md)", about.removesuffix("."), ", ".join(found)))
     return "\n".join(lines) + "\n"
 
 
+def recipes() -> str:
+    """A row per recipe: what it is, and where it is from."""
+    lines = ["| | is | |", "|---|---|---|"]
+    for name, made in words().items():
+        if made.of:
+            about = papers(plain(made.doc)).replace("arXiv [", "[")
+            lines.append(row(f"`{name}`", f"`{composition(made)}`", about))
+    return "\n".join(lines) + "\n"
+
+
+def named_by(doc: str) -> list[str]:
+    """The last paper of a description."""
+    return ARXIV.findall(doc)[-1:]
+
+
+def trace_formats() -> str:
+    """A row per format of recorded traces."""
+    from agentrl.recorded.formats import FORMATS
+
+    lines = ["| format | of | read from | not there |", "|---|---|---|---|"]
+    rows = (row(one.name, one.source, one.version, "; ".join(one.lost)) for one in FORMATS)
+    return "\n".join([*lines, *rows]) + "\n"
+
+
 def families() -> dict[str, str]:
-    """File name -> page, for each family of presets and modifiers."""
+    """File name -> page, for each family of presets and modifiers. Recipes are on no page, but what
+    they consist of is."""
     pages: dict[str, str] = {}
     homes, used = defaultdict(set), defaultdict(list)
     for name, preset in words().items():
@@ -377,6 +486,8 @@ def families() -> dict[str, str]:
         head = f"# {short}\n\n{inspect.getdoc(module)}\n\nSource: [`{file}`](../../../{file}).\n"
         made = record(preset.host + name if name.startswith("+") else name)
         used[short] += made
+        if preset.of:
+            continue
         text = f"\n## `{name}`\n\n{papers(preset.doc)}\n"
         pages[short] = pages.get(short, head) + text + "\n```text\n" + "\n".join(made) + "\n```\n"
     for short, text in pages.items():
@@ -392,7 +503,7 @@ def described_classes(made: list[str], modules: Collection[Any]) -> Iterator[tup
     for part in dict.fromkeys(re.findall(r"\b([A-Z]\w+)\(", "\n".join(made))):
         homes = [
             *modules,
-            *(importlib.import_module(f"agentrl.algorithms.{m}") for m in LATE),
+            *(importlib.import_module(f"agentrl.algorithms.{m}") for m in LAZY),
         ]
         doc = next((inspect.getdoc(vars(m)[part]) for m in homes if part in vars(m)), None)
         if doc:

@@ -21,23 +21,28 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.base import threads, user_code
-from agentrl.base.span_names import DIFF
-from agentrl.config import AgentConfig, RunnerConfig
-from agentrl.errors import ConfigError, Invalid
+from agentrl.core import processes, user_code
+from agentrl.core.config import AgentConfig, RunnerConfig
+from agentrl.core.errors import ConfigError, Invalid
+from agentrl.core.otlp import DIFF
+from agentrl.core.types import Attempt, ErrorKind, Failure, Json, Outcome, Reward, Span, Trace
 from agentrl.runners.executors import ExecutionResult, Executor, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.scoring.results import failure_of, stored_result
-from agentrl.runners.scoring.rewards import resolve_targets
-from agentrl.runners.scoring.verifiers import Verifier, VerifierError
+from agentrl.runners.scoring import (
+    Verifier,
+    VerifierError,
+    failure_of,
+    resolve_targets,
+    stored_result,
+)
 from agentrl.runners.tracing import core as tracing
-from agentrl.runners.workspace.base import AttemptWorkspace, WorkspaceError, WorkspaceSource
+from agentrl.runners.workspace.sources import AttemptWorkspace, WorkspaceError, WorkspaceSource
 from agentrl.store.base import Store
 from agentrl.store.rows import storable_text
-from agentrl.types import Attempt, ErrorKind, Failure, Json, Outcome, Reward, Span, Trace
 
 log = logging.getLogger("agentrl.runner")
+MAX_LOST = 2  # retries after a lost sandbox: one lost three times is lost by its task
 LONGEST_OWN = 200  # characters of a failure's message before a hint, which one line must hold
 LONGEST_DIFF = 20_000  # stored characters of an agent's changes to its workspace
 
@@ -163,7 +168,7 @@ class AttemptRunner:
         """Store an unscored run, which spares the next attempt a second one. The returned result
         has no spans, as the store now holds them."""
         try:
-            files = None if workspace is None else await threads.call(workspace.packed)
+            files = None if workspace is None else await processes.call(workspace.packed)
             kept = AgentRun(ran.result, ran.failure, ran.rewards, active.stored, files)
             stored, fence = msgspec.to_builtins(kept), active.attempt.fence
             outcome = Outcome(attempt=active.id, fence=fence, spans=ran.spans, ran=stored)
@@ -175,7 +180,7 @@ class AttemptRunner:
 
     async def run_agent(self, active: ActiveAttempt) -> ExecutionResult:
         """Run the agent and return its result or failure; later model calls are refused."""
-        active.most_calls, active.most_tokens = self.agent.max_calls, self.agent.max_tokens
+        active.max_calls, active.max_tokens = self.agent.max_calls, self.agent.max_tokens
         active.environment = self.environment
         try:
             ran = await self._within_limits(active)
@@ -196,8 +201,8 @@ class AttemptRunner:
             return ran
         if ran.failure is None:
             return replace(ran, failure=self._no_call(active, ran))
-        asked = "input" in active.attempt.rollout.task and not active.calls
-        if asked and ran.failure.kind in (ErrorKind.AGENT, ErrorKind.TIMEOUT):
+        had_input = "input" in active.attempt.rollout.task and not active.calls
+        if had_input and ran.failure.kind in (ErrorKind.AGENT, ErrorKind.TIMEOUT):
             own, hint = ran.failure.message, self._called_instead(ran) or self._made_no_call("")
             own = own if len(own) <= LONGEST_OWN else f"{own[:LONGEST_OWN]} ..."
             return replace(ran, failure=replace(ran.failure, message=f"{own}; {hint}"))
@@ -262,7 +267,7 @@ class AttemptRunner:
         rollout = active.attempt.rollout
         trace = await self.store.trace(rollout.id) if self.verifier.wants_trace else None
         trace = trace and replace(trace, spans=[*trace.spans, *ran.spans])
-        active.extend(rollout.timeout)
+        active.extend(2 * rollout.timeout)  # also for a second verifier
         try:
             rewards = [
                 *ran.rewards,
@@ -287,19 +292,18 @@ class AttemptRunner:
         """Run the verifier in a separate trace, whose model clients reach the frozen endpoints."""
         rollout, until = attempt.rollout, time.monotonic() + attempt.rollout.timeout
         late = VerifierError(f"the verifier ran longer than {rollout.timeout:g} s")
+        given = {"task": rollout.task, "result": result, "trace": trace, "workspace": workspace}
         try:
             with self.gateway.scoring(attempt) as own, tracing.install().attempt(own):
                 async with asyncio.timeout(rollout.timeout) as limit:
-                    rewards = await self.verifier(
-                        task=rollout.task, result=result, trace=trace, workspace=workspace
-                    )
+                    rewards = await self.verifier.rewards(given)
+                if time.monotonic() > until:  # it blocked the event loop, which could not stop it
+                    raise late
+                return [*rewards, *await self.verifier.audited(given, rollout.timeout)]
         except TimeoutError:
             if not limit.expired():
                 raise
             raise late from None
-        if time.monotonic() > until:  # it blocked the event loop, which could not stop it
-            raise late
-        return rewards
 
     def _failed(self, active: ActiveAttempt, ran: ExecutionResult, failure: Failure) -> Outcome:
         """Build a failed outcome, with `agent.error_reward` as its reward if the agent raised after
@@ -314,10 +318,11 @@ class AttemptRunner:
         return _outcome(active, ran, rewards=rewards, failure=failure, retry=retry)
 
     def _is_retried(self, attempt: Attempt, failure: Failure) -> bool:
-        limit = getattr(self.agent.retries, failure.kind.value)
-        return attempt.fence < attempt.rollout.max_attempts and (
-            limit is None or attempt.fence <= limit
-        )
+        if failure.kind is ErrorKind.LOST_RUNNER:
+            retried = attempt.fence <= MAX_LOST
+        else:
+            retried = failure.kind is ErrorKind.MODEL or failure.kind.value in self.agent.retry
+        return retried and attempt.fence < attempt.rollout.max_attempts
 
     def _no_call(self, active: ActiveAttempt, ran: ExecutionResult) -> Failure:
         """Build the failure of an attempt without calls of the run's models, hence untrainable."""
@@ -358,7 +363,7 @@ def _is_cancelled() -> bool:
 async def _with_diff(spans: list[Span], workspace: AttemptWorkspace) -> list[Span]:
     """Add the diff of the workspace to the first of an agent's spans."""
     with contextlib.suppress(OSError):  # agents can create unreadable special files
-        diff = storable_text((await threads.call(workspace.diff))[:LONGEST_DIFF])
+        diff = storable_text((await processes.call(workspace.diff))[:LONGEST_DIFF])
         spans = [replace(s, attributes={**s.attributes, DIFF: diff}) for s in spans[:1]] + spans[1:]
     return spans
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from agentrl.errors import Fenced, StoreError
+from agentrl.core.errors import Fenced, StoreError
 from agentrl.store.base import Store
 from agentrl.store.urls import backend_of
 

@@ -27,14 +27,19 @@ Unavailable, nothing was stored:
   * Unavailable: the store cannot be reached, read or written now. Usually nothing was stored; but a
     connection may break after the commit. Any verb may raise the last two.
 All times are unix seconds of the store's clock, all timeouts seconds of real time.
+
+Reading again what changes in a store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, Self
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NoReturn, Protocol, Self
 
-from agentrl import types
+from agentrl.core import types
+from agentrl.core.errors import StoreError
 from agentrl.store import records
 
 
@@ -114,8 +119,11 @@ class Store(Protocol):
         `epoch` and errors as in `publish`."""
 
     # -- queue: called by runners; enqueue and cancel by the algorithm -----------------------------
-    async def enqueue(self, rollouts: Sequence[types.NewRollout]) -> int:
-        """Add rollouts and return the number of new ones; existing ids are ignored. Atomic.
+    async def enqueue(
+        self, rollouts: Sequence[types.NewRollout], *, epoch: int | None = None
+    ) -> int:
+        """Add rollouts and return the number of new ones; existing ids are ignored. Atomic. With
+        `epoch`, raises Fenced unless it is the current one of their runs.
 
         A group has one run, one purpose and one candidate. It settles once all rollouts enqueued
         so far are terminal, so enqueue them in one call. Raises NotFound for an unknown run or
@@ -394,7 +402,7 @@ class Store(Protocol):
         Removes a few complete rollouts per transaction, so other writers do not wait long; cursors
         keep growing. Later writes to a pruned attempt raise NotFound. `dry_run` changes nothing and
         returns what would be removed. With `seconds` it stops after about so long, and `after` of
-        its answer, given to the next call, goes on from there. Raises Invalid if neither limit is
+        its answer, given to the next call, continues from there. Raises Invalid if neither limit is
         given or one is invalid; NotFound for an unknown run."""
 
     async def forget(self, rollouts: Sequence[str], *, dry_run: bool = False) -> records.Forgotten:
@@ -407,3 +415,32 @@ class Store(Protocol):
         """Return the space of removed rows to the file system. Takes seconds per gigabyte, and free
         disk space for a second copy. Writers wait; readers do not, in SQLite. Extends every lease
         by a few seconds afterwards, so that none is lost by the wait."""
+
+
+log = logging.getLogger("agentrl.store")
+LONGEST_PAUSE = 2.0  # seconds between two tries while the store is away
+
+
+async def keep_reading(
+    store: Store,
+    read: Callable[[], Awaitable[None]],
+    missed: str,
+    *,
+    pause: float,
+    timeout: float | None = None,
+) -> NoReturn:
+    """Call `read` now, whenever the store has changed, and every `timeout` seconds, with at least
+    `pause` seconds between. missed: what does not happen while the store is away, for the console,
+    which says it once; it is tried again after growing pauses."""
+    cursor, waits = 0, pause
+    while True:
+        try:
+            cursor = await store.wait(cursor, timeout=timeout)
+            await read()
+        except StoreError as error:
+            if waits == pause:
+                log.warning("%s: %s; tried again", missed, error)
+            cursor, waits = 0, max(pause, min(2 * waits, LONGEST_PAUSE))
+        else:
+            waits = pause
+        await asyncio.sleep(waits)

@@ -1,5 +1,6 @@
-"""The records of the store beyond those of `agentrl.types`: rows of lists, results of `stats` and
-`prune`, data sets.
+"""Records of the store beyond those of `agentrl.core.types`.
+
+Rows of lists, results of `stats` and `prune`, data sets.
 
 A data set has versions, each a list of items that never changes after its commit. An item refers to
 one or two sides by digest. A side of a stored rollout is a reference into its trace, not a copy.
@@ -14,7 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.types import (
+from agentrl.core.types import (
     AttemptState,
     ErrorKind,
     Failure,
@@ -145,7 +146,7 @@ class Pruned(Record, frozen=True):
     events: int = 0
     images: int = 0
     bytes: int = 0  # of tokens, log-probs, messages, spans and images
-    after: int | None = None  # where the next call goes on; None: all is done
+    after: int | None = None  # where the next call continues; None: all is done
     share: float = 1.0  # of the store's rollouts, by age, that were looked at
 
 

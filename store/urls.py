@@ -13,13 +13,15 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
-from agentrl.errors import Invalid
-from agentrl.plugins import plugin_points
+from agentrl.core.errors import Invalid
+from agentrl.core.plugins import plugin_points
 
 if TYPE_CHECKING:
     from agentrl.store.base import Store
 
+KEY_VARIABLE = "AGENTRL_STORE_KEY"  # the key of a served store, for its clients
 BEGINNING = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|:/{0,2}|//)")
 
 
@@ -74,3 +76,24 @@ def split_secret(url: str) -> tuple[str, dict[str, str]]:
 def _load(backends: EntryPoints, scheme: str) -> StoreBackend:
     backend: StoreBackend = backends[scheme].load()
     return backend
+
+
+def split_password(url: str) -> tuple[str, str | None]:
+    """Return the URL without its password, and the password if it has one."""
+    parts = urlsplit(url)
+    address, password = parts.netloc, None
+    user, at, host = address.rpartition("@")
+    name, colon, secret = user.partition(":")
+    if at and colon:
+        address, password = f"{name}@{host}", unquote(secret)
+    options = parse_qsl(parts.query, keep_blank_values=True)
+    kept = [(key, value) for key, value in options if key != "password"]
+    if len(kept) < len(options):
+        password = dict(options)["password"]
+    query = urlencode(kept, quote_via=quote, safe="/") if len(kept) < len(options) else parts.query
+    if address == parts.netloc and query == parts.query:
+        return url, password
+    public = urlunsplit((parts.scheme, address, parts.path, query, parts.fragment))
+    if "://" not in public:
+        public = public.replace(":", "://", 1)
+    return public, password

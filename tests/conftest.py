@@ -14,9 +14,8 @@ import certifi
 import hypothesis
 import pytest
 
-from agentrl.store import open_store
-from agentrl.store.sqlite import migrations
-from agentrl.store.sqlite.connection import Location
+from agentrl.store import open_store, sqlite
+from agentrl.store.sqlite import Location
 from tests.factories import Register
 from tests.store import postgres_server
 from tests.system.conftest import run_folder as run_folder
@@ -76,7 +75,7 @@ def new_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     Those of `tests/store/test_migrations.py` apply them."""
     empty = tmp_path_factory.mktemp("store") / "empty.db"
     asyncio.run(open_store(f"sqlite:///{empty}").close())
-    prepare = migrations.prepare
+    prepare = sqlite.prepare
 
     def copied(location: Location, *, create: bool = True) -> None:
         if create and not location.path.exists() and location.path.parent.is_dir():
@@ -88,7 +87,7 @@ def new_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         prepare(location, create=create)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(migrations, "prepare", copied)
+        patch.setattr(sqlite, "prepare", copied)
         yield
 
 

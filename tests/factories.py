@@ -6,9 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import RunConfig, resolve
-from agentrl.types import (
+from click.testing import CliRunner
+
+from agentrl.cli.main import cli
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.errors import AgentRLError
+from agentrl.core.types import (
+    Attempt,
     Group,
+    NewRollout,
+    Outcome,
     Purpose,
     Reward,
     Rollout,
@@ -18,6 +25,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from agentrl.store import Store
 
 Register = Callable[[str, str, str], None]  # `conftest.register`
 RUN_FILE = """
@@ -44,6 +52,16 @@ def run_folder(
     for name, text in (files | {"run.toml": more + RUN_FILE}).items():
         (folder / name).write_text(text)
     return folder
+
+
+def refused(*arguments: str) -> str:
+    """What `agentrl ARGUMENTS`, run in this process, is refused with."""
+    result = CliRunner().invoke(cli, arguments)
+    if isinstance(result.exception, SystemExit):  # of click
+        assert result.exit_code == 2
+        return result.output
+    assert isinstance(result.exception, AgentRLError), result.output
+    return str(result.exception)
 
 
 def rollout(
@@ -86,3 +104,23 @@ def config(folder: Path | None = None, **tables: Any) -> RunConfig:
     """The run `r` with these tables; all that it names and writes is in the folder."""
     own = {} if folder is None else {"root": str(folder), "output": str(folder / "out")}
     return resolve({"name": "r"} | own | tables, source="run.toml")
+
+
+def queue(group: str, count: int = 1, run: str = "r", **fields: Any) -> list[NewRollout]:
+    """Rollouts of a group, to be enqueued: `group/0` and so on."""
+    known: dict[str, Any] = {"run": run, "group": group, "task": {}}
+    return [NewRollout(id=f"{group}/{i}", index=i, **known | fields) for i in range(count)]
+
+
+async def play(
+    store: Store,
+    rollouts: Sequence[NewRollout],
+    played: Callable[[Attempt], tuple[Sequence[Transition], dict[str, Any]]],
+) -> None:
+    """Enqueue, run and end rollouts of one run. played: the calls of an attempt, and the fields of
+    its outcome."""
+    await store.enqueue([*rollouts])
+    for attempt in await store.claim(len(rollouts), runner="w", lease=60.0, run=rollouts[0].run):
+        calls, fields = played(attempt)
+        await store.add_transitions([*calls])
+        await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, **fields)])

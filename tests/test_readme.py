@@ -11,8 +11,8 @@ from typing import Any, get_args
 import pytest
 from msgspec.structs import fields
 
-from agentrl.algorithms.train.build import load_algorithms
-from agentrl.config import RunConfig, load
+from agentrl.algorithms.train.stages import load_algorithms
+from agentrl.core.config import RunConfig, load
 from tests import warm
 
 README = Path(__file__).parents[1] / "README.md"
@@ -40,7 +40,7 @@ def test_wrap_your_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
 def test_its_verifier_pays_only_for_the_answer() -> None:
     names: dict[str, Any] = {}
     start = WRAP.index("def verify")
-    exec("import re\n" + WRAP[start : WRAP.index("trainer = ")], names)
+    exec("from agentrl.verify import number\n" + WRAP[start : WRAP.index("trainer = ")], names)
     verify, task = names["verify"], {"input": "What is 8 plus 8?", "answer": 16}
     assert [verify(task, right) for right in ("16", " 16.\n", "016")] == [1.0] * 3
     every = " ".join(map(str, range(40)))
@@ -55,9 +55,9 @@ PAID = {
     "docs/own-agent.md": EXACT,
     "docs/how-to/README.md": EXACT,
     "docs/how-to/teams.md": EXACT,
-    "agentrl/coding_agents/SKILL.md": EXACT,
-    "agentrl/run_files/starter/verifier.py": EXACT,
-    "agentrl/run_files/starter/pretrained/verifier.py": EXACT,
+    "agentrl/cli/SKILL.md": EXACT,
+    "agentrl/cli/starter/verifier.py": EXACT,
+    "agentrl/cli/starter/pretrained/verifier.py": EXACT,
     "examples/staff/verifier.py": EXACT,
     "examples/look/verifier.py": EXACT,
     "examples/smollm/verifier.py": ONE_NUMBER,

@@ -3,7 +3,8 @@
 Importing torch, transformers and LangChain takes most of the CPU time of a short run. One template
 process imports them once and forks for each command; what a command starts with `python -m agentrl`
 is forked as well, and is its real child: signals, exit codes and the death of a parent are those of
-any process. `/proc/PID/comm` is its first argument. Tests of starting start cold processes instead.
+any process. `/proc/PID/comm` is its first argument after `process`. Tests of starting start cold
+processes instead.
 """
 
 from __future__ import annotations
@@ -189,6 +190,7 @@ def become(command: Command, files: list[int], spare: int = 0) -> NoReturn:
         os.setsid()
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     for number, file in enumerate(files):
         os.dup2(file, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
@@ -202,7 +204,8 @@ def become(command: Command, files: list[int], spare: int = 0) -> NoReturn:
     flag, program, *arguments = command["arguments"]
     name = program if flag == "-m" else flag
     sys.argv, sys.path[0] = [name, *arguments], command["cwd"]
-    Path("/proc/self/comm").write_text("/".join(arguments[:1]))
+    named = arguments[1:] if arguments[:1] == ["process"] else arguments
+    Path("/proc/self/comm").write_text("/".join(named[:1]))
     _fork_what_it_starts(spare)
     _exit(_run(flag, program))
 
@@ -231,6 +234,11 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _is_agentrl(command: list[Any]) -> bool:
+    """Whether it is `python -m agentrl ...`, or a module of the package."""
+    return command[:2] == [sys.executable, "-m"] and command[2].partition(".")[0] == "agentrl"
+
+
 def _fork_what_it_starts(number: int) -> None:
     """Processes forked now, while no thread runs and no database is open, become the children that
     `subprocess` and `asyncio` start."""
@@ -250,7 +258,7 @@ def _fork_what_it_starts(number: int) -> None:
         self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any,
         cwd: Any, env: Any, startup: Any, flags: Any, shell: bool, *more: Any,
     ) -> None:  # fmt: skip
-        if not spare or list(args)[:3] != [sys.executable, "-m", "agentrl"]:
+        if not spare or not _is_agentrl(list(args)):
             given = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env)
             return cold(self, *given, startup, flags, shell, *more)
         pipes, rest = more[:6], more[6:]  # rest: signals, three of users, umask, session, ...

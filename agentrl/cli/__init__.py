@@ -3,67 +3,62 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
+from inspect import cleandoc
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
-from rich.console import Console, RenderableType
 
-from agentrl.base.processes import LOG_LEVEL
-from agentrl.config import RunConfig
-from agentrl.telemetry.console import console_level
+from agentrl.core.config import RunConfig
+from agentrl.core.processes import LOG_LEVEL
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 # The commands that are imported when they are used, with the names of their groups before theirs.
 # Those of `agentrl.cli.main` and `agentrl.cli.store` are not among them.
 COMMANDS = {
-    "ablate": "agentrl.teams.command:ablate",
-    "algorithm demonstrate": "agentrl.algorithms.demonstrations.command:play_demonstrations",
-    "algorithm play": "agentrl.evaluation.plans.command:play_lineups",
-    "algorithm prompts": "agentrl.algorithms.prompts.command:search_process",
-    "algorithms": "agentrl.lab.command:algorithms",
-    "bench": "agentrl.lab.command:bench",
-    "compare": "agentrl.view.command:compare",
-    "config": "agentrl.run_files.command:config",
-    "crossplay": "agentrl.algorithms.selfplay.command:crossplay",
-    "data": "agentrl.algorithms.preferences.command:data",
-    "demonstrate": "agentrl.algorithms.demonstrations.command:demonstrate",
-    "doctor": "agentrl.doctor.command:doctor",
-    "env": "agentrl.environments.commands.env:env",
-    "eval": "agentrl.evaluation.checkpoint.command:evaluate",
-    "explain": "agentrl.algorithms.explain.command:explain",
-    "export model": "agentrl.model_files.export:model",
-    "export otlp": "agentrl.telemetry.otlp.command:otlp",
-    "gateway": "agentrl.runners.sessions.command:gateway",
-    "harness": "agentrl.runners.harnesses.command:harness",
-    "init": "agentrl.run_files.command:init",
-    "live": "agentrl.live.command:live",
-    "live export": "agentrl.live.people_command:export",
-    "live forget": "agentrl.live.people_command:forget",
-    "live offer": "agentrl.live.lanes.command:offer",
-    "live promote": "agentrl.live.lanes.command:promote",
-    "live rollback": "agentrl.live.lanes.command:rollback",
-    "live status": "agentrl.live.lanes.command:status",
-    "live users": "agentrl.live.people_command:users",
-    "mcp": "agentrl.coding_agents.command:mcp",
-    "metrics": "agentrl.metrics.command:metrics",
-    "model": "agentrl.model_files.command:model",
-    "plan": "agentrl.lab.command:plan",
-    "prompts": "agentrl.algorithms.prompts.command:prompts",
-    "rm": "agentrl.algorithms.reward_models.command:rm",
-    "serve": "agentrl.serve.command:serve",
-    "show": "agentrl.traces.command:show",
-    "sink": "agentrl.telemetry.sinks.command:sink",
-    "skill": "agentrl.coding_agents.command:skill",
-    "store backup": "agentrl.store.maintenance.command:backup",
-    "store prune": "agentrl.store.maintenance.command:prune",
-    "store serve": "agentrl.store.http.command:serve",
-    "store stats": "agentrl.store.maintenance.command:stats",
-    "store vacuum": "agentrl.store.maintenance.command:vacuum",
-    "view": "agentrl.view.command:view",
-    "why": "agentrl.algorithms.why.command:why",
+    "algorithms": "agentrl.cli.evaluate:algorithms",
+    "audit": "agentrl.cli.audit:audit",
+    "compare": "agentrl.cli.inspect:compare",
+    "data": "agentrl.cli.data:data",
+    "demonstrate": "agentrl.cli.data:demonstrate",
+    "doctor": "agentrl.cli.inspect:doctor",
+    "env": "agentrl.cli.environments:env",
+    "eval": "agentrl.cli.evaluate:evaluate",
+    "explain": "agentrl.cli.inspect:explain",
+    "export model": "agentrl.models.export:model",
+    "export otlp": "agentrl.cli.inspect:otlp",
+    "export traces": "agentrl.cli.traces:export_command",
+    "gateway": "agentrl.cli.live:gateway",
+    "harness": "agentrl.cli.environments:harness",
+    "init": "agentrl.cli.init:init",
+    "live": "agentrl.cli.live:live",
+    "live offer": "agentrl.cli.live:offer",
+    "live promote": "agentrl.cli.live:promote",
+    "live rollback": "agentrl.cli.live:rollback",
+    "live status": "agentrl.cli.live:status",
+    "live users": "agentrl.cli.live:users",
+    "mcp": "agentrl.cli.mcp:mcp",
+    "metrics": "agentrl.cli.inspect:metrics",
+    "model": "agentrl.cli.models:model",
+    "prompts": "agentrl.cli.models:prompts",
+    "rescore": "agentrl.cli.audit:rescore",
+    "reward-model": "agentrl.cli.models:reward_model",
+    "serve": "agentrl.cli.models:serve",
+    "show": "agentrl.cli.inspect:show",
+    "skill": "agentrl.cli.mcp:skill",
+    "store backup": "agentrl.cli.store:backup",
+    "store prune": "agentrl.cli.store:prune",
+    "store serve": "agentrl.cli.store:serve",
+    "store stats": "agentrl.cli.store:stats",
+    "traces": "agentrl.cli.traces:traces",
+    "view": "agentrl.cli.inspect:view",
+    "why": "agentrl.cli.inspect:why",
 }
 WHOLE = 1000  # characters of a sentence
 
@@ -81,18 +76,30 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
 
 
 class ResumedCommand(click.Command):
-    """A command that goes on where it was stopped. continues: where, for a message."""
+    """A command that resumes where it stopped. continues: where, for a message; resumes: whether
+    it does with the options that were given."""
 
-    def __init__(self, *args: Any, continues: str, **named: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        continues: str,
+        resumes: Callable[[set[str]], bool] = lambda options: True,
+        **named: Any,
+    ) -> None:
         super().__init__(*args, **named)
-        self.continues = continues
+        self.continues, self.resumes = continues, resumes
+
+    def continues_with(self, options: set[str]) -> str:
+        return self.continues if self.resumes(options) else ""
 
 
 def how_to_continue(group: click.Group, arguments: list[str], place: str = "") -> str:
     """What the same command does after it was stopped; empty if it starts over. place: where it
     continues, if that is known."""
     command = group.get_command(click.Context(group), next(iter(arguments), ""))
-    where = (place or command.continues) if isinstance(command, ResumedCommand) else ""
+    options = {word.partition("=")[0] for word in arguments}
+    resumed = command.continues_with(options) if isinstance(command, ResumedCommand) else ""
+    where = resumed and (place or resumed)
     again = [one for one in arguments if one.partition("=")[0] in ("--fresh", "--from")]
     without = f" without {again[0].partition('=')[0]}" if again else ""
     return f" The same command{without} continues {where}." if where else ""
@@ -111,12 +118,18 @@ class CommandGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """With whole sentences, which click cuts off at the end of a line."""
-        found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        found = ((name, self._described(ctx, name)) for name in self.list_commands(ctx))
         rows = [
             (name, one.get_short_help_str(WHOLE)) for name, one in found if one and not one.hidden
         ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+    def _described(self, ctx: click.Context, name: str) -> click.Command | None:
+        """The command, or one with its docstring: help imports none of their modules."""
+        place = "" if name in self.commands else COMMANDS.get(f"{self.path} {name}".strip(), "")
+        text = _docstring(*place.split(":")) if place else ""
+        return click.Command(name, help=text) if text else self.get_command(ctx, name)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if own := super().get_command(ctx, cmd_name):
@@ -124,6 +137,16 @@ class CommandGroup(click.Group):
         place = COMMANDS.get(f"{self.path} {cmd_name}".strip())
         command: click.Command | None = resolve_name(place) if place else None
         return command
+
+
+def _docstring(module: str, function: str) -> str:
+    """The docstring of a module's function, from its source; empty if it cannot be read."""
+    file = Path(__file__).parents[1].joinpath(*module.split(".")[1:]).with_suffix(".py")
+    if not file.is_file():
+        return ""
+    _, _, source = file.read_text(encoding="utf-8").partition(f"\ndef {function}(")
+    found = re.match(r'(?s).*?:(?:  #[^\n]*)?\n    """(.*?)"""', source)
+    return cleandoc(found[1]) if found else ""
 
 
 def _read(context: click.Context, option: click.Parameter, file: Path) -> RunConfig:
@@ -139,6 +162,8 @@ def print_result(result: RenderableType) -> None:
     if isinstance(result, str):
         click.echo(result, nl=result[-1:] not in ("", "\n"))
     else:
+        from rich.console import Console
+
         Console().print(result)
 
 
@@ -161,4 +186,6 @@ verbose = click.option("--verbose", "-v", is_flag=True, help="Also show the proc
 def level_of(*, quiet: bool, verbose: bool) -> int:
     if quiet and verbose:
         raise click.UsageError("--quiet or --verbose, not both")
+    from agentrl.telemetry.console import console_level
+
     return console_level(quiet=quiet, verbose=verbose)

@@ -1,21 +1,20 @@
-"""The command line. Every user error is one sentence and exit code 2."""
+"""The entry point of the command line. Every user error is one sentence and exit code 2.
+
+`agentrl train --dry-run` prints the settings of a run, and what it needs.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 
 import click
+from msgspec.structs import replace
 
 from agentrl import __version__
-from agentrl.base.processes import (
-    ERROR_MARK,
-    PARENT,
-    USER_ERROR,
-    die_with_parent,
-    seal,
-)
 from agentrl.cli import (
     CommandGroup,
     ResumedCommand,
@@ -26,10 +25,26 @@ from agentrl.cli import (
     quiet,
     verbose,
 )
-from agentrl.cli.settings import show_settings
 from agentrl.cli.store import store as store_group
-from agentrl.config import RunConfig, load
-from agentrl.errors import AgentRLError, user_message
+from agentrl.core.config import RunConfig, load, to_toml
+from agentrl.core.config.infrastructure import VerlLearnerConfig
+from agentrl.core.errors import AgentRLError, user_message
+from agentrl.core.processes import ERROR_MARK, PARENT, USER_ERROR, die_with_parent, seal
+from agentrl.store.urls import split_secret
+
+# What `agentrl process NAME` runs, with the settings that its parent has written.
+PROCESSES = {
+    "algorithm": "agentrl.algorithm_process:run_algorithm",
+    "audit": "agentrl.audit.subjects:main",
+    "demonstrations": "agentrl.algorithms.demonstrator:main",
+    "heldout": "agentrl.live.promotion:play",
+    "live-gateway": "agentrl.live.gateway:main",
+    "plan": "agentrl.crossplay:main",
+    "prompts": "agentrl.algorithms.prompts:main",
+    "sinks": "agentrl.telemetry.sinks:main",
+    "watch": "agentrl.live.supervisor:main",
+}
+OUTLIVE_PARENT = {"live-gateway", "sinks"}  # these end by themselves, after their work
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -50,7 +65,7 @@ cli.add_command(store_group)
 @click.option("--seed", type=int, help="Seed of model building, task order and sampling.")
 @click.option("--steps", type=int, help="Training steps.")
 @click.option("--fresh", is_flag=True, help="Delete the outputs of an earlier run of this name.")
-@click.option("--take-over", is_flag=True, help="Stop a live process of this run, and go on here.")
+@click.option("--take-over", is_flag=True, help="Stop a live process of the run and continue here.")
 @click.option(
     "--from",
     "start",
@@ -85,14 +100,14 @@ def train(
         show_settings(config)
         return
     from agentrl import trainer
+    from agentrl.cli.init import check_name
     from agentrl.doctor.machine import check_at_start
-    from agentrl.run_files.names import check_name
 
     for warning in check_at_start(config):
         click.echo(f"WARNING {warning}")
     check_name(config)
     if start:
-        from agentrl.checkpoints.restart import go_back
+        from agentrl.trainer import go_back
 
         trainer.check(config)
         go_back(config, start, take_over=take_over)
@@ -137,18 +152,14 @@ def start_runner(store: str, run: str, key: str | None, root: Path | None) -> No
     )
 
 
-@cli.group(cls=CommandGroup, path="algorithm", hidden=True)
-def algorithm() -> None:
-    """The algorithm process; `agentrl train` starts it."""
-
-
-@algorithm.command("start")
+@cli.command(hidden=True)
+@click.argument("name", type=click.Choice(list(PROCESSES)))
 @config_file
-def start_algorithm(config: RunConfig) -> None:
-    die_with_parent()
-    from agentrl.algorithm_process import run_algorithm
-
-    run_algorithm(config)
+def process(name: str, config: RunConfig) -> None:
+    """A process of a run, which another command starts."""
+    if name not in OUTLIVE_PARENT:
+        die_with_parent()
+    resolve_name(PROCESSES[name])(config)
 
 
 def main() -> None:
@@ -165,3 +176,22 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort) as stop:
         click.echo(f"\nStopped.{how_to_continue(cli, sys.argv[1:], str(stop))}", err=True)
         sys.exit(130)
+
+
+def show_settings(config: RunConfig) -> None:
+    """Print a run file with every setting and, as comments, a forecast of the run. Raises
+    ConfigError for settings that contradict each other."""
+    lines: list[str] = []
+    if find_spec("torch") and find_spec("transformers"):  # the extra `train`
+        from agentrl.algorithms.proof import forecast
+        from agentrl.algorithms.train.stages import group_requirements, load_algorithms
+
+        group_requirements(config, load_algorithms(config))
+        lines += forecast(config)
+    said = "".join(f"# {line}\n" for line in lines)
+    said += to_toml(replace(config, store=split_secret(config.store)[0]))
+    if isinstance(config.learner, VerlLearnerConfig):
+        from agentrl.algorithms.learners.verl.settings import describe_settings
+
+        said += describe_settings(config)
+    click.echo(said, nl=False)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
-from agentrl.base.threads import run_blocking
-from agentrl.errors import AgentRLError
+import click
+
+from agentrl.core.errors import AgentRLError
+from agentrl.core.processes import run_blocking
 
 Status = Literal["ok", "warn", "fail"]  # fail: a run would not work; warn: it could work better
 
@@ -19,13 +23,38 @@ class Finding(NamedTuple):
     cure: str = ""
 
 
+PATIENCE = 15.0  # seconds after which a check says that it is still running
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Context that says on standard error what is waited for, if that takes long."""
+    done = threading.Event()
+
+    def watch() -> None:
+        seconds = PATIENCE
+        while not done.wait(PATIENCE):
+            click.echo(f"waiting for {what} ({seconds:.0f} s so far)", err=True)
+            seconds += PATIENCE
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watching.join()
+
+
 def run_check(check: Callable[..., Any], *given: object) -> Iterator[Finding]:
     """Yield the finding of a check, if any, under the name of its function, which may be async. A
     check returns a status and "sentence; cure", or None if it does not apply; an AgentRLError is a
     failure."""
+    about = (check.__doc__ or "").partition("\n")[0].partition(". ")[0].rstrip(".")
     try:
-        found = check(*given)
-        found = run_blocking(found) if inspect.iscoroutine(found) else found
+        with waiting(f"{check.__name__}: {about}".removesuffix(": ")):
+            found = check(*given)
+            found = run_blocking(found) if inspect.iscoroutine(found) else found
     except AgentRLError as error:
         found = "fail", str(error)
     if found:

@@ -22,12 +22,12 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 import msgspec
 
-from agentrl.base.access import read_sent_key
-from agentrl.config import RunConfig
-from agentrl.config.base import KindSection, field_types, structs_of
-from agentrl.config.policies import has_no_own_policy
+from agentrl.core.access import read_sent_key
+from agentrl.core.config import RunConfig
+from agentrl.core.config.base import KindSection, field_types, structs_of
+from agentrl.core.config.derived import has_no_own_policy
+from agentrl.core.errors import ConfigError, NotFound, install_command
 from agentrl.doctor import Status, run_check
-from agentrl.errors import ConfigError, NotFound, install_command
 from agentrl.store import open_store
 from agentrl.store.urls import split_secret
 
@@ -49,8 +49,8 @@ def packages(config: RunConfig) -> tuple[Status, str]:
         return "fail", lacking
     types = field_types(RunConfig)
     kinds = (kind for table in ("learner", "engine") for kind in structs_of(types[table]))
-    asked = {name for kind in kinds if issubclass(kind, KindSection) for name in kind.packages}
-    found = {f"{one.name} {one.version}" for one in distributions() if one.name in SHOWN | asked}
+    needed = {name for kind in kinds if issubclass(kind, KindSection) for name in kind.packages}
+    found = {f"{one.name} {one.version}" for one in distributions() if one.name in SHOWN | needed}
     return "ok", ", ".join((f"Python {platform.python_version()}", *sorted(found)))
 
 
@@ -138,8 +138,8 @@ def disk(config: RunConfig) -> tuple[Status, str]:
     checkpoint = width * sum(map(_weights, files))
     needed = GIB // 10 + checkpoint * (config.keep_checkpoints + 2)
     sentence = f"{free / GIB:.1f} GiB free in {folder}, {needed / GIB:.1f} for checkpoints"
-    cure = "free some, set another folder with output=, or lower keep_checkpoints"
-    return ("ok", sentence) if free >= needed else ("fail", f"{sentence}; {cure}")
+    fix = "free some, set another folder with output=, or lower keep_checkpoints"
+    return ("ok", sentence) if free >= needed else ("fail", f"{sentence}; {fix}")
 
 
 def _weights(file: Path) -> int:
@@ -152,10 +152,13 @@ def _weights(file: Path) -> int:
 
 def ports(config: RunConfig) -> tuple[Status, str] | None:
     """Whether the configured ports of this machine are free."""
-    asked = {"engine": config.engine, "runner": config.runner if config.runner.processes else None}
+    servers = {
+        "engine": config.engine,
+        "runner": config.runner if config.runner.processes else None,
+    }
     if config.engine.kind != "embedded" or has_no_own_policy(config):
-        asked.pop("engine")  # a vLLM child reports its own port
-    for name, server in asked.items():
+        servers.pop("engine")  # a vLLM child reports its own port
+    for name, server in servers.items():
         if server is None or not server.port:
             continue
         try:
@@ -172,13 +175,13 @@ def ports(config: RunConfig) -> tuple[Status, str] | None:
 
 def keys(config: RunConfig) -> tuple[Status, str] | None:
     """API keys in the environment. Raises ConfigError for a missing key or unusable certificate."""
-    asked = {f"upstreams.{name}": each.key_env for name, each in config.upstreams.items()}
-    asked |= config.engine.sent_keys
-    for name, variable in asked.items():
+    variables = {f"upstreams.{name}": each.key_env for name, each in config.upstreams.items()}
+    variables |= config.engine.sent_keys
+    for name, variable in variables.items():
         read_sent_key(variable, f"{name}.key_env", "the endpoint's")
     access = config.engine.access
     access.server_tls()
-    found = [name for name, variable in asked.items() if variable]
+    found = [name for name, variable in variables.items() if variable]
     found += ["engine"] if access.keys else []
     return ("ok", f"the environment has the keys of {', '.join(found)}") if found else None
 

@@ -2,18 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from agentrl.base.late import late
+from agentrl.core import lazy_attributes
 
 if TYPE_CHECKING:
     from agentrl.environments.base import Environment, Episode, EpisodeError
-    from agentrl.environments.endpoints import Endpoint, endpoint
-    from agentrl.environments.playing import play
+    from agentrl.environments.playing import Endpoint, endpoint, play
 
 __all__ = ["Endpoint", "Environment", "Episode", "EpisodeError", "endpoint", "play"]
 
-LATE = {
+LAZY = {
     "base": "Environment Episode EpisodeError",
-    "endpoints": "Endpoint endpoint",
-    "playing": "play",
+    "playing": "Endpoint endpoint play",
 }
-__getattr__ = late(__name__, LATE)
+__getattr__ = lazy_attributes(__name__, LAZY)

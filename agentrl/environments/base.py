@@ -16,13 +16,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from agentrl.config import RoleRule
-from agentrl.errors import AgentRLError
-from agentrl.types import ErrorKind, Json, Reward
+from agentrl.core.config import RoleRule
+from agentrl.core.errors import AgentRLError
+from agentrl.core.types import ErrorKind, Json, Reward
 
 Message = dict[str, Any]
-Said = str | list[Message]  # what the next model is told: a user's message, or messages
+
+
+Observation = str | list[Message]  # of the next model: a user's message, or messages
+
+
 Scores = float | dict[str, float] | list[Reward]
+
+
 KINDS = ("run", "open", "verify")
 
 
@@ -53,7 +59,9 @@ class Environment:
 
     def tasks(self, split: str) -> Iterable[dict[str, Json]]:
         """The tasks of "train" or "heldout": {"id": ..., "input": ..., more}. Ids are the same in
-        every process and unique over both; values are JSON."""
+        every process and unique over both; values are JSON. Held-out tasks that ask what a training
+        task asks are left out: by "question", which may be a digest, or else by the input. An
+        "answer" is the right one, which `agentrl doctor --environment` looks at."""
         raise NotImplementedError
 
     def solution(self, input: Any) -> Any:
@@ -69,11 +77,11 @@ class Episode:
     role: str = "agent"  # who moves next; may change between steps
     keep: bool = True  # each role's conversation grows; False: each move is one of its own
 
-    def reset(self) -> Said:
+    def reset(self) -> Observation:
         """Begin; return what the first to move is told."""
         raise NotImplementedError
 
-    def step(self, reply: Message) -> tuple[Said, float | dict[str, float] | None, bool]:
+    def step(self, reply: Message) -> tuple[Observation, float | dict[str, float] | None, bool]:
         """Act on a reply, an assistant's message; return what is said next, the reward of this
         reply or None, and whether the episode has ended.
 

@@ -1,5 +1,4 @@
-"""The helper of an environment, a process of its interpreter: reads requests from stdin and writes
-an answer to each, one JSON a line. It ends when stdin does, even while it works."""
+"""The process of another interpreter in which environments live: it answers requests by lines."""
 
 from __future__ import annotations
 
@@ -12,11 +11,17 @@ from typing import Any
 
 import msgspec
 
-from agentrl.base.user_code import contained, text_of
-from agentrl.environments import hosted
-from agentrl.environments.hosted import HelperAnswer, Request
-from agentrl.environments.reference import checked_tasks, explained, made
-from agentrl.errors import AgentRLError
+from agentrl.core.errors import AgentRLError
+from agentrl.core.user_code import contained, text_of
+from agentrl.environments.hosted import (
+    HelperAnswer,
+    Request,
+    about,
+    checked_tasks,
+    explained,
+    made,
+    verified,
+)
 from agentrl.runners.tracing import core as tracing
 
 
@@ -49,7 +54,7 @@ def answer(line: bytes) -> HelperAnswer:
 def _done(request: Request) -> Any:
     named = request.named
     if request.do == "describe":
-        return hosted.about(named)
+        return about(named)
     if request.do == "tasks":
         return checked_tasks(named, str(request.given))
     if request.do == "solution":
@@ -57,7 +62,7 @@ def _done(request: Request) -> Any:
             return made(named).solution(request.given)
     given: Any = request.given
     with tracing.install().attempt(request.attempt):
-        return msgspec.to_builtins(asyncio.run(hosted.verified(named, given, request.result)))
+        return msgspec.to_builtins(asyncio.run(verified(named, given, request.result)))
 
 
 if __name__ == "__main__":

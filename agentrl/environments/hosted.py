@@ -1,7 +1,9 @@
-"""Where an environment is: in this process, or in processes of its own interpreter.
+"""Environments where they can live: made from a reference, and asked for tasks and rewards.
 
+A reference (`agentrl.core.config.derived`) stands for an environment's agent, tasks and verifier.
 An environment with its own interpreter, or which needs a process for each rollout, is made in
-processes of the pool, which play its rollouts, and in a helper, which answers all else.
+processes of the pool, which play its rollouts (`runner`), and in a `helper`, which answers all
+else; any other is made in this process.
 """
 
 from __future__ import annotations
@@ -11,24 +13,162 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
+from inspect import signature
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Console
 
 import agentrl
-from agentrl.config.derived import Named
-from agentrl.environments.endpoints import endpoint
-from agentrl.environments.playing import called, play_task, scores_of, with_outcome
-from agentrl.environments.reference import checked_tasks, explained, kind_of, load_class, made
-from agentrl.errors import ConfigError
+from agentrl.core.config import RunConfig
+from agentrl.core.config.derived import SCHEME, SPLITS, Named, policy_by_role
+from agentrl.core.errors import ConfigError
+from agentrl.core.loading import load_attribute
+from agentrl.core.plugins import load_plugin
+from agentrl.core.types import Json, Reward, Trace
+from agentrl.core.user_code import cause_of, contained, text_of
+from agentrl.core.values import NotJsonError, check_json
+from agentrl.environments.base import KINDS, Environment
+from agentrl.environments.playing import called, endpoint, play_task, scores_of, with_outcome
 from agentrl.runners.tracing import attempt_log
-from agentrl.types import Json, Reward, Trace
+
+MAX_TASKS = 1_000_000  # of a split; all are held in memory
+
+
+_making = threading.RLock()
+
+
+def parse(reference: str, root: Path) -> tuple[str, Named]:
+    """What it contributes, and the environment."""
+    _, which, name = reference.split(":", 2)
+    name, brace, options = name.partition(" {")
+    given = msgspec.json.decode(f"{{{options}", type=dict[str, Any]) if brace else {}
+    return which, Named.read(name, given, root.resolve())
+
+
+def load_reference(reference: str, root: Path, key: str) -> Any:
+    """The agent, tasks or verifier that a reference names. Raises ConfigError."""
+    which, named = parse(reference, root)
+    if which == "agent":
+        return lambda: agent(named)  # made by each process of its own
+    if which == "verifier":
+        return verifier(named)
+    return tasks(named, which)
+
+
+def load_class(named: Named) -> type[Environment]:
+    """The plug-in's class. Raises ConfigError."""
+    key, plugin = "environment", named.plugin
+    if plugin.partition(":")[0].endswith(".py"):
+        found = load_attribute(plugin, Path(named.root), key=key)
+    else:
+        found = load_plugin("environments", plugin, (), Path(named.root), key=key)
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise ConfigError(
+            f"environment = {named.name!r}: {found!r:.80} is not a class that inherits from"
+            " agentrl.environments.Environment"
+        )
+    has = [kind for kind in KINDS if callable(getattr(found, kind, None))]
+    if len(has) != 1:
+        raise ConfigError(
+            f"environment = {named.name!r}: {found.__name__} has {' and '.join(has) or 'none'} of"
+            " run, open and verify; it needs exactly one"
+        )
+    return found
+
+
+def kind_of(class_: type[Environment]) -> str:
+    return next(kind for kind in KINDS if hasattr(class_, kind))
+
+
+@cache
+def _made(named: Named) -> Environment:
+    class_ = load_class(named)
+    environment = class_.__new__(class_)
+    environment.root = Path(named.root)
+    with explained(named, "cannot be made"):
+        environment.__init__(named.what, **named.given)  # type: ignore[misc]
+    return environment
+
+
+def made(named: Named) -> Environment:
+    """This process's own environment of this name. Raises ConfigError."""
+    with _making:
+        return _made(named)
+
+
+@contextmanager
+def explained(named: Named, what: str) -> Iterator[None]:
+    """Turns what a plug-in raises into a ConfigError with the environment's name and a fix."""
+    known = f"environment = {named.name!r}"
+    try:
+        with contained():
+            yield
+    except ConfigError:
+        raise
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{known}: there is no module {error.name!r} for {sys.executable}; {named.fix_hint}"
+        ) from error
+    except Exception as error:  # a plug-in may raise anything
+        last = traceback.extract_tb(cause_of(error).__traceback__)[-1]
+        raise ConfigError(
+            f"{known} {what}: {text_of(error)} ({last.filename}:{last.lineno})"
+        ) from error
+
+
+def checked_tasks(named: Named, split: str) -> list[dict[str, Json]]:
+    """The tasks of a split, each with an id and an input that survive JSON. Raises ConfigError."""
+    environment = made(named)
+    with explained(named, f"raised in tasks({split!r})"):
+        rows = list(islice(environment.tasks(split), MAX_TASKS + 1))
+    known, ids = f"environment = {named.name!r}", set[str]()
+    if not rows:
+        raise ConfigError(f"{known}: tasks({split!r}) has none; set tasks.{split} to others")
+    if len(rows) > MAX_TASKS:
+        raise ConfigError(f"{known}: tasks({split!r}) has more than {MAX_TASKS:,}; let it end")
+    for index, row in enumerate(rows):
+        where = f"{known}: task {index} of {split!r}"
+        if not isinstance(row, dict) or not {"id", "input"} <= row.keys():
+            raise ConfigError(f"{where} is {row!r:.80}; it needs an 'id' and an 'input'")
+        id = row["id"]
+        if not (isinstance(id, str) and id) or id in ids:
+            why = "is there twice" if isinstance(id, str) and id else "is no text"
+            raise ConfigError(f"{where} has the id {id!r:.80}, which {why}")
+        ids.add(id)
+        try:
+            check_json(row)
+        except NotJsonError as error:
+            raise ConfigError(
+                f"{known}: {error.at(f'task {id!r}')}: it would change when it is stored, so"
+                " keep an index or a seed in it instead"
+            ) from None
+    return rows
+
+
+def check_unique(named: Named, splits: Iterable[list[dict[str, Json]]]) -> None:
+    """Raises ConfigError if two splits have the same id."""
+    first, second = ({str(row["id"]) for row in rows} for rows in splits)
+    if both := sorted(first & second):
+        raise ConfigError(
+            f"environment = {named.name!r}: {len(both)} ids, such as {both[0]!r}, are in"
+            " 'train' and in 'heldout'; a task is trained on, or held out"
+        )
+
 
 PROGRAM = ("-P", "-m", "agentrl.environments.helper")
+
+
 LARGEST_ANSWER = 2**28  # bytes
+
+
 # Of environments' processes: what draws from a set of texts draws the same in all of them.
 SAME = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
 
@@ -74,14 +214,51 @@ def describe(named: Named) -> About:
     if found.version != agentrl.__version__:
         raise ConfigError(
             f"environment = {named.name!r}: {named.python} has agentrl {found.version}, and this"
-            f" is {agentrl.__version__}; {named.cure}"
+            f" is {agentrl.__version__}; {named.fix_hint}"
         )
     return found
 
 
-@cache
 def tasks(named: Named, split: str) -> list[dict[str, Json]]:
-    """The tasks of a split. Raises ConfigError."""
+    """The tasks of a split; of those held out what training does not ask. Raises ConfigError."""
+    rows = every_task(named, split)
+    if split != "heldout" or not (asked := trained_questions(named)):
+        return rows
+    return [row for row in rows if str(row["id"]) not in asked] or rows
+
+
+@cache
+def trained_questions(named: Named) -> frozenset[str]:
+    """The ids of held-out tasks that ask what a training task asks; none where all tasks ask the
+    same, as those of a game, or if there are no training tasks."""
+    try:
+        known = {_question(row) for row in every_task(named, "train")}
+    except ConfigError:  # a run file with training tasks of its own may have none
+        return frozenset()
+    rows = every_task(named, "heldout")
+    if len(known | {*map(_question, rows)}) < 2:
+        return frozenset()
+    return frozenset(str(row["id"]) for row in rows if _question(row) in known)
+
+
+def trained_text(named: Named) -> str:
+    """A sentence about `trained_questions`; empty if there are none."""
+    asked, every = len(trained_questions(named)), len(every_task(named, "heldout"))
+    if not asked:
+        return ""
+    text = f"{asked} of {every} held-out tasks ask what a training task asks"
+    if asked == every:
+        return f"{text}: held-out scores show memory; the environment's options may give it others"
+    return f"{text}: they are left out, and {every - asked} are left"
+
+
+def _question(row: dict[str, Json]) -> str:
+    return msgspec.json.encode(row.get("question", row["input"]), order="sorted").decode()
+
+
+@cache
+def every_task(named: Named, split: str) -> list[dict[str, Json]]:
+    """The tasks of a split as the plug-in has them. Raises ConfigError."""
     if not is_hosted(named):
         return checked_tasks(named, split)
     found: list[dict[str, Json]] = ask(Request("tasks", named, split))
@@ -154,7 +331,7 @@ def ask(request: Request) -> Any:
         except OSError as error:
             raise ConfigError(
                 f"environment = {request.named.name!r}: the interpreter {python} cannot be started"
-                f" ({error.strerror}); {request.named.cure}"
+                f" ({error.strerror}); {request.named.fix_hint}"
             ) from None
         with started as helper:
             assert helper.stdin is not None
@@ -178,7 +355,7 @@ def _value(named: Named, python: str, line: bytes, printed: str = "") -> Any:
     last = printed.strip().rpartition("\n")[2]
     known = f"environment = {named.name!r}"
     if "No module named" in last and "agentrl" in last:
-        raise ConfigError(f"{known}: {python} has no agentrl that can play it; {named.cure}")
+        raise ConfigError(f"{known}: {python} has no agentrl that can play it; {named.fix_hint}")
     raise ConfigError(f"{known}: its process of {python} ended without an answer: {last}")
 
 
@@ -218,3 +395,58 @@ class Helper:
             with suppress(ProcessLookupError):
                 self.process.kill()
         self.process = None
+
+
+def named_in(config: RunConfig) -> Named | None:
+    """The environment of a run's settings."""
+    name = config.environment
+    return Named.read(name, config.environment_options, Path(config.root)) if name else None
+
+
+def check(config: RunConfig) -> None:
+    """Look at the environment before anything else is built. Raises ConfigError."""
+    if (named := named_in(config)) is None:
+        return
+    if named.python and "python" not in config.environment_options:
+        _say(f"environment {named.name} runs in its own interpreter, {named.python}")
+    about = describe(named)
+    known = f"environment = {named.name!r}"
+    own = config.agent.path.startswith(f"{SCHEME}:")
+    if not own and about.kind != "verify":
+        fix = "remove agent.path, agent.command or agent.harness"
+        if config.agent.harness and "harness" in signature(load_class(named)).parameters:
+            fix = f"move harness = {config.agent.harness!r} to [environment_options]"
+        raise ConfigError(f"{known} plays its rollouts itself; {fix}")
+    executor = config.runner.executor
+    if own and is_hosted(named) and executor not in ("auto", "pool"):
+        raise ConfigError(
+            f"{known} runs in processes of its own; set runner.executor = 'pool' instead of"
+            f" {executor!r}, or leave it out"
+        )
+    answered = policy_by_role(config)
+    unanswered = [role for role in about.roles if not answered.keys() & {role, "*"}]
+    if unanswered:
+        role = unanswered[0]
+        raise ConfigError(
+            f"{known} asks models in the role {role!r}, and the run file does not say who answers:"
+            f' write {role} = "NAME" below [roles], of one of [upstreams] or "policy"'
+        )
+    if all(getattr(config.tasks, split).startswith(f"{SCHEME}:") for split in SPLITS):
+        check_unique(named, (every_task(named, split) for split in SPLITS))
+        if text := trained_text(named):
+            _say(text)
+
+
+@cache
+def _say(line: str) -> None:
+    """Once per process."""
+    Console().print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+Message = dict[str, Json]
+
+
+Reply = Callable[[str, list[Message], list[Any]], Awaitable[Message]]
+
+
+"""Maps role, messages and tools of a call to the assistant's message."""

@@ -1,26 +1,44 @@
-"""How a runner plays the rollouts of an environment."""
+"""Plays environments in a runner, and for tests with a scripted policy in place of a model."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from agentrl.config import RunConfig
-from agentrl.config.derived import SCHEME, Named
-from agentrl.config.infrastructure import PoolConfig, PoolRunnerConfig, RunnerConfig
-from agentrl.environments import hosted
-from agentrl.environments.reference import made, parse
-from agentrl.errors import ConfigError
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.config.derived import SCHEME, Named
+from agentrl.core.config.infrastructure import PoolConfig, PoolRunnerConfig, RunnerConfig
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Json, NewRollout, Scope, Trace, Transition
+from agentrl.environments.hosted import (
+    SAME,
+    Message,
+    Reply,
+    describe,
+    is_hosted,
+    made,
+    parse,
+)
 from agentrl.runners.executors import Executor
-from agentrl.runners.main import PlayedEnvironment
+from agentrl.runners.gateway import recorded
+from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
+from agentrl.runners.gateway.features import Feature
+from agentrl.runners.main import PlayedEnvironment, Worker, attempt_runner
+from agentrl.store import open_store
+from agentrl.store.base import Store
 
-LEAST_PROCESSES = 8  # of one rollout each, even on a machine with fewer cores: they wait for calls
+MIN_PROCESSES = 8  # of one rollout each, even on a machine with fewer cores: they wait for calls
 
 
 def played_environment(config: RunConfig, root: Path) -> PlayedEnvironment | None:
@@ -29,23 +47,23 @@ def played_environment(config: RunConfig, root: Path) -> PlayedEnvironment | Non
     if not config.agent.path.startswith(f"{SCHEME}:"):
         return None
     _, named = parse(config.agent.path, root)
-    hosted.describe(named)
-    if hosted.is_hosted(named):
+    describe(named)
+    if is_hosted(named):
         return PlayedEnvironment(named.name, make_executor=partial(_executor, config, root, named))
     return PlayedEnvironment(named.name, role_rules=made(named).role_rules)
 
 
 def _executor(config: RunConfig, root: Path, named: Named) -> Executor:
     """A pool of processes of the environment's interpreter."""
-    from agentrl.runners.processes.pool import PoolExecutor
+    from agentrl.runners.executors.pool import PoolExecutor
 
-    agent = replace(config.agent, env=hosted.SAME | config.agent.env)
+    agent = replace(config.agent, env=SAME | config.agent.env)
     own: Any = {"root": root, "python": named.python or sys.executable}
     return PoolExecutor(agent.path, agent, _pool(config, named), **own)
 
 
 def _pool(config: RunConfig, named: Named) -> PoolRunnerConfig:
-    runner, alone = config.runner, hosted.describe(named).alone
+    runner, alone = config.runner, describe(named).alone
     if isinstance(runner, PoolRunnerConfig):
         if alone and runner.pool.rollouts > 1:
             raise ConfigError(
@@ -54,8 +72,108 @@ def _pool(config: RunConfig, named: Named) -> PoolRunnerConfig:
             )
         return runner
     cores = os.cpu_count() or 1
-    most = max(cores, LEAST_PROCESSES) if alone else cores
+    most = max(cores, MIN_PROCESSES) if alone else cores
     processes = min(most, runner.concurrency)
     rollouts = 1 if alone else math.ceil(runner.concurrency / processes)
     known = {key: getattr(runner, key) for key in RunnerConfig.__struct_fields__}
     return PoolRunnerConfig(**known, pool=PoolConfig(processes=processes, rollouts=rollouts))
+
+
+RUN = "environment"
+
+
+@dataclass(frozen=True)
+class Played:
+    """A rollout that has ended."""
+
+    outcome: float | None
+    rewards: dict[str, float]  # all of the rollout by name
+    by_role: dict[str, float]  # outcomes
+    steps: list[float]  # rewards of its calls, in their order
+    calls: list[Transition]
+    problem: str  # why it failed, or ""
+
+
+class Script(Feature):
+    """Answers every call of a gateway."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+
+    def join(self, active: ActiveAttempt) -> None:
+        active.answers.append(self._answer)
+
+    async def _answer(self, call: ReceivedCall) -> Sequence[Transition]:
+        request = call.request
+        said = await self.reply(call.role, request.messages, request.tools)
+        called = "tool_calls" if said.get("tool_calls") else "stop"
+        rows = recorded.fixed_answer("", request)
+        return [replace(row, role=call.role, answer=said, finish=called) for row in rows]
+
+
+class Stage:
+    """Plays rollouts, one after the other."""
+
+    def __init__(self, store: Store, named: Named, script: Script, timeout: float) -> None:
+        self._store, self._named, self._script = store, named, script
+        self._timeout, self._count = timeout, 0
+
+    async def play(self, task: dict[str, Json], reply: Reply) -> Played:
+        """Play a task with the answers of `reply`."""
+        self._script.reply = reply
+        self._count += 1
+        group = f"{RUN}/{self._count}"
+        known: Any = {"run": RUN, "group": group, "index": 0, "timeout": self._timeout}
+        known |= {"max_attempts": 1}
+        await self._store.enqueue([NewRollout(id=f"{group}/0", task=task, **known)])
+        await self._store.settled(group)
+        trace = await self._store.trace(f"{group}/0")
+        assert trace is not None
+        return _played(trace)
+
+
+@asynccontextmanager
+async def stage(named: Named, timeout: float = 120.0, **tables: Any) -> AsyncIterator[Stage]:
+    """A runner of the environment. timeout: of one rollout, in seconds. tables: more of the run
+    file. Raises ConfigError."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        config = _settings(named, folder, timeout, tables)
+        script = Script(_nobody)
+        async with open_store(config.store) as store:
+            await store.open_run(RUN, {})
+            verifier, root = config.verifier.path, Path(named.root)
+            started = attempt_runner(
+                *(store, RUN, config, root, RUN, None, verifier, [script]),
+                find_environment=played_environment,
+            )
+            async with started as execution:
+                stop = asyncio.Event()
+                worker = Worker(RUN, execution, config.runner, name=RUN)
+                working = asyncio.create_task(worker.run(stop))
+                try:
+                    yield Stage(store, named, script, timeout)
+                finally:
+                    stop.set()
+                    await working
+
+
+def _settings(named: Named, folder: str, timeout: float, tables: dict[str, Any]) -> RunConfig:
+    agent = {"timeout": timeout, "calls_optional": True}
+    data: dict[str, Any] = {"name": RUN, "root": named.root, "output": folder, "agent": agent}
+    data |= {"environment": named.name, "environment_options": named.all_options}
+    data |= {"upstreams": {"script": {"text": ""}}, "roles": {"*": "script"}}  # without a policy
+    data |= {"runner": {"concurrency": 1, "processes": 1, "drain": 0.1}}
+    return resolve(data | tables, source=f"environment {named.name}")
+
+
+async def _nobody(role: str, messages: list[Message], tools: list[Any]) -> Message:
+    return {"role": "assistant", "content": ""}
+
+
+def _played(trace: Trace) -> Played:
+    rows, failure = trace.rollout.rewards, trace.rollout.failure
+    own = {row.name: row.value for row in rows if row.scope is Scope.ROLLOUT}
+    roles = {str(row.target): row.value for row in rows if row.scope is Scope.ROLE}
+    steps = [row.value for row in rows if row.scope is Scope.TRANSITION]
+    why = failure.message if failure else ""
+    return Played(own.get("outcome"), own, roles, steps, trace.transitions, why)

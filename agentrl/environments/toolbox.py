@@ -1,5 +1,8 @@
-"""What several plug-ins need: observations as text, the action that a reply names, tools, tasks of
-seeds and of names, and the search for replies that solve a task."""
+"""Building blocks of plug-ins.
+
+Observations as text, the action that a reply names, tools, tasks of seeds and of names, and the
+search for replies that solve a task.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Reward, Scope
 from agentrl.environments.base import Environment, Episode, Message
-from agentrl.errors import ConfigError
-from agentrl.runners.scoring.verifiers import as_number
-from agentrl.types import Reward, Scope
+from agentrl.runners.scoring import as_number
 
 COLORED = re.compile(r"\x1b\[([34])\d(;1)?m([^\x1b]*)\x1b\[0m")
 COLOR = re.compile(r"\x1b\[[\d;]*m")
@@ -23,8 +26,8 @@ LAST_MOVE = re.compile(r"(?m)^  \(\w+\)$")  # in Gymnasium's pictures
 DIGITS = re.compile(r"(\.\d{3})\d+")
 PYTHON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
-SEARCH = 20.0  # seconds for ground truth
-MOST_NUMBERS = 400  # of an observation; more are an image
+SEARCH = 20.0  # seconds for the search for a solution
+MAX_NUMBERS = 400  # of an observation; more are an image
 
 
 def shown(value: Any) -> str:
@@ -32,16 +35,16 @@ def shown(value: Any) -> str:
 
     Raises ConfigError for one with too many numbers to act on, such as an image."""
     text = DIGITS.sub(r"\1", json.dumps(value, default=lambda array: array.tolist()))
-    if text.count(",") > MOST_NUMBERS:
+    if text.count(",") > MAX_NUMBERS:
         raise ConfigError(
             f"an observation has {text.count(',') + 1} numbers, like an image, which a model cannot"
-            " read as text: write a plug-in that says what is seen"
+            " read as text: write a plug-in that describes it"
         )
     return text
 
 
 def plain(picture: str) -> str:
-    """A picture for a terminal whose colors are signs: (background), [letter] and <bold>."""
+    """A picture for a terminal with its colors as brackets: (background), [letter], <bold>."""
     while COLORED.search(picture):
         picture = COLORED.sub(_sign, picture)
     return LAST_MOVE.sub("", COLOR.sub("", picture)).strip("\n")
@@ -60,11 +63,11 @@ def content(reply: Message) -> str:
 
 def number(value: Any) -> float:
     """A reward as a package gives it. Raises ValueError for a text, even one of digits, and for
-    whatever else is no number."""
+    whatever else is not a number."""
     try:
         return as_number(value)
     except ValueError:
-        raise ValueError(f"the reward {value!r:.80} is no number") from None
+        raise ValueError(f"the reward {value!r:.80} is not a number") from None
 
 
 def named(reply: Message, actions: Iterable[str]) -> str | None:
@@ -88,8 +91,8 @@ def chosen(reply: Message, names: Sequence[str], space: Any) -> Any:
 
 
 def rules(documentation: str | None, signs: str) -> str:
-    """A system message from the documentation of a class, in Markdown, and from what is seen: the
-    sections on the task, actions and rewards, and on observations if `signs` does not say them."""
+    """A system message from a class's documentation in Markdown: the sections on the task, actions
+    and rewards, and either `signs`, the meaning of observations, or the section on them."""
     titles = ["Description", "Mission", "Action", "Reward", *([] if signs else ["Observation"])]
     parts = re.split(r"(?m)^ *#+ ", inspect.cleandoc(documentation or ""))[1:]
     kept = [part.strip() for part in parts if part.startswith(tuple(titles))]
@@ -100,11 +103,12 @@ def rules(documentation: str | None, signs: str) -> str:
 def shortest(
     begin: Callable[[], Episode], actions: Callable[[Any], Iterable[str]], enough: float = 0.0
 ) -> list[str] | dict[str, list[str]] | None:
-    """The fewest replies that end an episode with a reward above `enough` for the last of them, by
-    role if several move. None: not found in time, or such rewards come before the end.
+    """The shortest list of replies that ends an episode with a reward above `enough` for the last
+    reply, by role if several play. None: not found in SEARCH seconds, or such rewards come before
+    the end.
 
-    A state is what is said, or an attribute `last` of the episode where that has all the past.
-    Each way is played from the start, as copies of many environments are not independent."""
+    A state is the observation, or the episode's attribute `last` where observations contain the
+    past. Each path is played from the start, as copies of many environments are not independent."""
     known, ways = set[str](), deque([list[str]()])
     until = time.monotonic() + SEARCH
     while ways and time.monotonic() < until:
@@ -123,7 +127,7 @@ def shortest(
 
 
 def _played(begin: Callable[[], Episode], way: list[str]) -> tuple[Any, list[str], Any, Any, bool]:
-    """The episode after these replies, who gave them, and the last step."""
+    """The episode after these replies, their roles, and the last step's results."""
     game, roles, reward, over = begin(), list[str](), None, False
     said = game.reset()
     for reply in way:
@@ -203,8 +207,8 @@ def as_fields(text: str, needed: Sequence[str]) -> dict[str, Any]:
 
 
 def by_role(scores: Mapping[str, float], moved: Container[str]) -> list[Reward]:
-    """The outcomes of players as rewards of each role that has moved: one without a call has
-    nothing to reward."""
+    """The outcomes of players as rewards of each role that has moved; a role without a call has
+    none."""
     return [Reward(float(v), scope=Scope.ROLE, target=k) for k, v in scores.items() if k in moved]
 
 
@@ -212,8 +216,8 @@ BOARD = "x yours, o theirs, a number: the free cell of this action, . another fr
 
 
 def board(observation: Any, actions: int) -> tuple[str, list[str]]:
-    """What PettingZoo's mover is told, and its legal actions. Two planes, its pieces and those of
-    the others, are one board, as BOARD says."""
+    """The observation of PettingZoo's current player as text, and its legal actions. Two planes,
+    its pieces and the opponent's, become one board, which BOARD explains."""
     masked = isinstance(observation, dict)
     mask = observation["action_mask"] if masked else [1] * actions
     legal = [str(action) for action, allowed in enumerate(mask) if allowed]

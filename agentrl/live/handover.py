@@ -1,7 +1,7 @@
-"""How the listening socket of a run outlives the processes that hold it.
+"""How the listening socket of a live run outlives the processes that hold it.
 
 The supervisor owns it and its gateways inherit it, so a restarted gateway finds the connections
-that came meanwhile. If the supervisor is killed, its gateway goes on for a while, and hands the
+that came meanwhile. If the supervisor is killed, its gateway continues for a while, and hands the
 socket to the next supervisor, which asks for it at a Unix socket in the run's folder.
 """
 
@@ -18,15 +18,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
+from agentrl.core.config import RunConfig
+from agentrl.core.errors import ConfigError
 
 log = logging.getLogger("agentrl.live")
 FILE = "gateway.sock"
+
+
 VARIABLE = "AGENTRL_LISTENER"  # environment variable: the inherited file descriptor
+
+
 ORPHANED, OWNED = b"O", b"L"  # whether the supervisor of the gateway that answers is gone
+
+
 PATIENCE = 5.0  # seconds in which a gateway notices the end of its supervisor
+
+
 BACKLOG = 4096  # connections that wait while no gateway runs
+
+
 DELIVERY = 60.0  # seconds in which an orphaned gateway ends after it has given the socket
 
 
@@ -36,13 +46,13 @@ def listening(config: RunConfig) -> socket.socket:
     until = time.monotonic() + PATIENCE
     while True:
         try:
-            asked = _connect(Path(config.output, FILE))
-        except OSError:  # nobody serves
+            connection = _connect(Path(config.output, FILE))
+        except OSError:  # no gateway serves
             return _listen(config.runner.host, config.runner.port)
-        with asked:
-            if (found := _receive(asked)) is not None:
+        with connection:
+            if (found := _receive(connection)) is not None:
                 return _as_asked(found, config)
-            other = _other_end(asked)
+            other = _other_end(connection)
         if time.monotonic() > until:
             raise ConfigError(f"{other} serves run {config.name!r}: stop it first")
         time.sleep(0.1)
@@ -86,52 +96,54 @@ def _answer(
 
 
 def _connect(path: Path) -> socket.socket:
-    asked = socket.socket(socket.AF_UNIX)
+    connection = socket.socket(socket.AF_UNIX)
     try:
         with _short(path) as short:
-            asked.connect(short)
+            connection.connect(short)
     except OSError:
-        asked.close()
+        connection.close()
         raise
-    asked.settimeout(DELIVERY)
-    return asked
+    connection.settimeout(DELIVERY)
+    return connection
 
 
-def _receive(asked: socket.socket) -> socket.socket | None:
+def _receive(connection: socket.socket) -> socket.socket | None:
     """The socket of an orphaned gateway, once it has ended; None if it has a supervisor, or was
     killed before it answered. Raises ConfigError if it does not end: only one process may write to
     its sessions."""
     try:
-        said, files, _, _ = socket.recv_fds(asked, 1, 1)
+        said, files, _, _ = socket.recv_fds(connection, 1, 1)
     except OSError:
         return None
     if said != ORPHANED or not files:
         return None
     found = socket.socket(fileno=files[0])
     try:
-        asked.recv(1)  # nothing, at its end
+        connection.recv(1)  # nothing, at its end
     except TimeoutError:
         found.close()
         raise ConfigError(
-            f"{_other_end(asked)}, the gateway of an earlier agentrl live, does not end: kill it, "
-            "and repeat the command"
+            f"{_other_end(connection)}, the gateway of an earlier agentrl live, does not end: "
+            "kill it, and rerun the command"
         ) from None
     except OSError:  # it was killed
         pass
     return found
 
 
-def _other_end(asked: socket.socket) -> str:
+def _other_end(connection: socket.socket) -> str:
     """The process to which a Unix socket is connected, in words."""
     if not hasattr(socket, "SO_PEERCRED"):
         return "another process"
-    pid, _, _ = struct.unpack("3i", asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid, _, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    )
     return f"process {pid}"
 
 
 def _as_asked(found: socket.socket, config: RunConfig) -> socket.socket:
     """The socket of the run, or a new one if the settings name another port or host now. Then
-    connections that nobody has accepted yet are lost."""
+    connections that were not yet accepted are lost."""
     host, port = found.getsockname()[:2]
     wanted = config.runner.host, config.runner.port or port
     with suppress(OSError):  # a host without address: `_listen` says so

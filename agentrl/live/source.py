@@ -1,6 +1,6 @@
-"""Where the groups of a live run come from: labelled sessions, each a group of its own.
+"""The source of a live run's groups: labelled sessions, each a group of its own.
 
-Always true: a step claims sessions that are ready, oldest end first, and a session is trained or
+Invariant: a step claims sessions that are ready, oldest end first, and a session is trained or
 discarded by one commit only; calls count as those of the trained policy, as many updates old as
 there are from the version that answered to the learner's weights. Sessions that will never be
 trained do not pile up: without a step that trains, an empty one discards them.
@@ -9,31 +9,42 @@ trained do not pile up: without a step that trains, an empty one discards them.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
+import sys
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from agentrl.algorithms.sampling.collect import Collected, Vocabulary, split_unreadable
-from agentrl.algorithms.train.features import LoadedRun
-from agentrl.base.processes import log_phase
-from agentrl.live.blame import Blame
-from agentrl.live.records.documents import policy_of
-from agentrl.live.records.marks import believed, is_lost, is_ready, mark_of
-from agentrl.live.records.sessions import ended, oldest_first
+from agentrl.algorithms.train.features import Feature, LoadedRun, ServedRun
+from agentrl.algorithms.train.policies import vocabulary_sizes
+from agentrl.core.processes import log_phase
+from agentrl.core.types import POLICY, Group, Rollout, Transition
+from agentrl.live.bisection import StepBisection
+from agentrl.live.records import (
+    believed,
+    ended,
+    is_lost,
+    is_ready,
+    mark_of,
+    oldest_first,
+    policy_of,
+)
 from agentrl.live.versions import Lineage, Versions
-from agentrl.types import POLICY, Group, Rollout, Transition
 
 log = logging.getLogger("agentrl.algorithm")
 ROOM = 16 * 2**20  # bytes of a step besides its weights
 LOOK_PAUSE = 1.0  # seconds between two looks at the sessions
-MOST_LEFT_OUT = 1000  # sessions that wait for a step to discard them
-MOST_UNLABELLED = 86_400.0  # seconds for which this process waits for a session's label
+MAX_LEFT_OUT = 1000  # sessions that wait for a step to discard them
+MAX_UNLABELLED_SECONDS = 86_400.0  # seconds for which this process waits for a session's label
 CLAIMED_AT_ONCE = 64  # sessions to discard; a claim reads their calls
 
 
@@ -46,15 +57,17 @@ class SessionSource:
     vocabulary: Vocabulary
     serves: bool  # whether its policy is an adapter, which is served by the base's server
     versions: Versions | None = None
-    since: float = field(default_factory=time.monotonic)  # the last step
-    discarded: float = field(default_factory=time.monotonic)  # when sessions last were
+    since: float = dataclasses.field(default_factory=time.monotonic)  # the last step
+    discarded: float = dataclasses.field(default_factory=time.monotonic)  # when sessions last were
     held: str = ""  # why nothing may be learned
     no_room: str = ""  # why a step cannot be written
-    unlabelled: dict[str, float] = field(default_factory=dict)  # group -> when it was seen first
-    blame: Blame = field(init=False)
+    unlabelled: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # group -> when it was seen first
+    bisection: StepBisection = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.blame = Blame(Path(self.run.config.output))
+        self.bisection = StepBisection(Path(self.run.config.output))
 
     async def collect(self, step: int) -> Collected:
         """Wait for the sessions of a step; meanwhile decisions take effect."""
@@ -76,16 +89,16 @@ class SessionSource:
         self.discarded = time.monotonic()
         self.since = self.discarded if ready and not again else self.since
         chosen = again[:1] or oldest_first(ready)[: live.sessions]
-        chosen = self.blame.narrowed(step, chosen)
+        chosen = self.bisection.bisect(step, chosen)
         return await self._claim(step, chosen, left_out)
 
     def _held(self, step: int, sessions: Sequence[Rollout]) -> str:
         """Why nothing is learned now, which the console says once; empty if something may be."""
         assert self.versions is not None
-        why = self.versions.stuck or self.versions.too_far_ahead(step)
-        why = why or self.blame.why_held({row.group for row in sessions})
-        if why and why != self.held and not self.versions.stuck:  # which is said already
-            log_phase(log, f"learning waits, and serving goes on: {why}")
+        why = self.versions.blocked or self.versions.too_far_ahead(step)
+        why = why or self.bisection.hold_reason({row.group for row in sessions})
+        if why and why != self.held and not self.versions.blocked:  # which is said already
+            log_phase(log, f"learning is paused, serving continues: {why}")
         self.held = why
         return why
 
@@ -97,15 +110,15 @@ class SessionSource:
     def _is_late(self, left_out: int) -> bool:
         """Whether sessions are to be discarded, also if nothing can be trained."""
         late = time.monotonic() - self.discarded >= self.run.config.live.every
-        return left_out >= MOST_LEFT_OUT or (late and left_out > 0)
+        return left_out >= MAX_LEFT_OUT or (late and left_out > 0)
 
     def _has_room(self) -> bool:
-        """Whether the step's checkpoint and version can be written; otherwise learning waits, and
-        serving goes on."""
+        """Whether the step's checkpoint and version can be written; otherwise learning is paused,
+        and serving continues."""
         assert self.versions is not None
         why = no_room(Path(self.run.config.output), self.versions.size())
         if why and why != self.no_room:
-            log.warning("learning waits, and serving goes on: %s", why)
+            log.warning("learning is paused, serving continues: %s", why)
         self.no_room = why
         return not why
 
@@ -117,7 +130,7 @@ class SessionSource:
         wait, now, seen = self.run.config.live.wait, time.time(), time.monotonic()
         waiting = [row.group for row in sessions if mark_of(row) is None]
         self.unlabelled = {group: self.unlabelled.get(group, seen) for group in waiting}
-        limit, failed = self.run.config.algorithm.max_staleness, self.blame.failed()
+        limit, failed = self.run.config.algorithm.max_staleness, self.bisection.failed()
         trained = self.lineage.updates(failed.step, step) > 0
         ready: list[Rollout] = []
         left_out: list[Rollout] = []
@@ -138,7 +151,7 @@ class SessionSource:
 
     def _is_overdue(self, session: Rollout, now: float) -> bool:
         """Whether a session's label was waited for in vain; a watch that starts late labels all."""
-        return now - self.unlabelled.get(session.group, now) >= MOST_UNLABELLED
+        return now - self.unlabelled.get(session.group, now) >= MAX_UNLABELLED_SECONDS
 
     def _age(self, session: Rollout, step: int) -> float:
         """Updates since the version that began the session; later ones may have gone on with it."""
@@ -200,3 +213,45 @@ def no_room(folder: Path, size: int) -> str:
     finally:
         probe.unlink(missing_ok=True)
     return ""
+
+
+NICENESS = 10  # by which the learner yields to the engine on shared cores
+
+
+class Live(Feature):
+    """Training on the sessions of a served policy."""
+
+    def __init__(self) -> None:
+        self.lineage, self.steps = Lineage(), 0
+        self.sessions: SessionSource | None = None
+
+    async def prepare(self, run: LoadedRun) -> None:
+        run.policies.state.parts["live"] = self.lineage
+        adapted = any(model.adapters is not None for model in run.models)
+        self.source = self.sessions = SessionSource(
+            run, self.lineage, vocabulary_sizes(run.models), serves=adapted
+        )
+
+    async def start(self, run: ServedRun) -> None:
+        assert self.sessions is not None
+        self.sessions.versions = versions = Versions(run, self.lineage)
+        learning = ThreadPoolExecutor(thread_name_prefix="learning", initializer=yield_to_answers)
+        asyncio.get_running_loop().set_default_executor(learning)
+        await versions.start()
+
+    async def before_step(self, step: int) -> None:
+        self.steps = step + 1  # once it is committed
+
+    async def published(self) -> None:
+        assert self.sessions is not None
+        assert self.sessions.versions is not None
+        await self.sessions.versions.tend(self.steps)
+
+
+def yield_to_answers() -> None:
+    """Lower the priority of this thread, and of those that it starts, below that of the threads
+    that answer calls. A no-op on other kernels than Linux, where a thread has none of its own."""
+    if sys.platform.startswith("linux"):
+        thread = threading.get_native_id()
+        now = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(now + NICENESS, 19))

@@ -1,20 +1,22 @@
-"""The processes of a live run, or of one half of it: started, restarted when they die, stopped.
+"""The supervisor of a live run, or of one half of it: starts, restarts and stops its processes.
 
     supervisor ── starts ──► gateway    answers calls, records sessions    (half "gateway")
                ├─ starts ──► algorithm  policy server and learner         (half "training")
                └─ starts ──► watch      labels sessions, decides          (half "training")
 
-It owns these processes and the listening socket. All state is in the store, so any of them may be
-killed, and the same command goes on with the run.
+Owns: these processes and the listening socket. All state is in the store, so any of them may be
+killed, and the same command continues the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,20 +24,26 @@ import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 
-from agentrl import run_owner, trainer
-from agentrl.base import folder_lock, memory
-from agentrl.base.files import make_folder
-from agentrl.base.processes import PHASE, USER_ERROR, Child
-from agentrl.config import RunConfig
-from agentrl.config.agents import TasksConfig
-from agentrl.errors import AgentRLError
-from agentrl.live import handover
-from agentrl.live.blame import Blame
-from agentrl.store import open_store
+from agentrl import trainer
+from agentrl.core import files
+from agentrl.core.config import RunConfig
+from agentrl.core.config.agents import TasksConfig
+from agentrl.core.errors import AgentRLError, ConfigError
+from agentrl.core.files import make_folder
+from agentrl.core.processes import PHASE, Child, Ending, backoff, keep_running, log_to_stderr
+from agentrl.core.types import one_line
+from agentrl.live import labels, promotion, records
+from agentrl.live.bisection import StepBisection
+from agentrl.live.handover import VARIABLE, listening
+from agentrl.store import open_store, run_folder
 from agentrl.telemetry.console import LogFollower
 
 Half = Literal["gateway", "training"]
+
+
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0  # seconds before a restart; doubles at every early death
+
+
 STEADY_UPTIME = 60.0  # seconds of uptime after which a death is no early one
 
 
@@ -78,23 +86,24 @@ async def supervise(
             settings = msgspec.to_builtins(learning)
             watch_file = trainer.write_settings(output / "watch.json", config)
             held = await stack.enter_async_context(
-                run_owner.hold(store, config.name, settings, take_over=take_over)
+                run_folder.hold(store, config.name, settings, take_over=take_over)
             )
             keeping.append(held.keeping)
-            stack.enter_context(folder_lock.shared(output))
+            stack.enter_context(files.shared(output))
             algorithm = Child(
-                "algorithm", ["algorithm", "start", str(run_file)], logs / "algorithm.log"
+                "algorithm", ["process", "algorithm", str(run_file)], logs / "algorithm.log"
             )
-            algorithm.variables[run_owner.VARIABLE] = held.owner
+            algorithm.variables[run_folder.OWNER_VARIABLE] = held.owner
             children += [
                 algorithm,
-                Child("watch", ["live", "watch", str(watch_file)], logs / "watch.log"),
+                Child("watch", ["process", "watch", str(watch_file)], logs / "watch.log"),
             ]
         if only != "training":
-            listener = stack.enter_context(await asyncio.to_thread(handover.listening, config))
-            gateway = Child("gateway", ["live", "gateway", str(run_file)], logs / "gateway.log")
+            listener = stack.enter_context(await asyncio.to_thread(listening, config))
+            order = ["process", "live-gateway", str(run_file)]
+            gateway = Child("gateway", order, logs / "gateway.log")
             gateway.files = (listener.fileno(),)
-            gateway.variables[handover.VARIABLE] = str(listener.fileno())
+            gateway.variables[VARIABLE] = str(listener.fileno())
             children.insert(0, gateway)
             console.print(
                 how_to_call(config, listener.getsockname()[1]), highlight=False, soft_wrap=True
@@ -104,8 +113,10 @@ async def supervise(
         for child in reversed(children):
             stack.push_async_callback(child.stop)
         say = console.print
-        blame = Blame(output)
-        keeping += [asyncio.create_task(keep_running(one, say, blame.failed)) for one in children]
+        bisection = StepBisection(output)
+        keeping += [
+            asyncio.create_task(keep_serving(one, say, bisection.failed)) for one in children
+        ]
         try:
             done, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -116,30 +127,24 @@ async def supervise(
             task.result()
 
 
-async def keep_running(
+async def keep_serving(
     child: Child, say: Callable[..., object], blamed: Callable[[], object] = lambda: None
 ) -> None:
-    """Run a process and restart it whenever it ends. Raises AgentRLError if its first start ends
-    with an error that a user must fix. blamed: changes if a session may be the cause."""
-    pause, first = FIRST_PAUSE, True
-    while True:
-        before = blamed()
-        await child.start()
-        started = time.monotonic()
-        code = await child.wait()
-        steady = time.monotonic() - started > STEADY_UPTIME
-        error = child.last_error() if code == USER_ERROR else None
-        if first and error and not steady and blamed() == before:
-            raise AgentRLError(error)
-        pause, first = FIRST_PAUSE if steady else pause, False
-        why = (
-            error
-            or memory.cause_of(code)
-            or (f"signal {-code}" if code < 0 else f"exit code {code}")
-        )
-        say(f"{child.name} ended ({why}); nothing is lost, it is started again", highlight=False)
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+    """Keep a process running. Raises AgentRLError if its first start ends with an error that a user
+    must fix. blamed: changes if a session may be the cause."""
+    early, before = 0, blamed()
+
+    async def after(ending: Ending) -> float:
+        nonlocal early
+        steady = ending.uptime > STEADY_UPTIME
+        if ending.number == 1 and ending.error and not steady and blamed() == before:
+            raise AgentRLError(ending.error)
+        reason = ending.reason
+        say(f"{child.name} ended ({reason}); nothing is lost, it is started again", highlight=False)
+        early = 1 if steady else early + 1
+        return backoff(FIRST_PAUSE, LONGEST_PAUSE, early)
+
+    await keep_running(child, after)
 
 
 def how_to_call(config: RunConfig, port: int) -> str:
@@ -150,3 +155,55 @@ def how_to_call(config: RunConfig, port: int) -> str:
         f"{config.name}: OPENAI_BASE_URL={root}/v1, ANTHROPIC_BASE_URL={root} or"
         f" GOOGLE_GEMINI_BASE_URL={root}; feedback: POST {root}/v1/feedback"
     )
+
+
+log = logging.getLogger("agentrl.live")
+
+
+FIRST_RETRY, LONGEST_RETRY = 0.2, 60.0  # seconds before work is begun again; doubles every time
+
+
+STEADY = 120.0  # seconds of work after which its next error is a first one
+
+
+WORK = {
+    "sessions are not labelled": labels.run,
+    "nothing is decided about versions": promotion.decide_promotions,
+    "versions have no held-out scores": promotion.evaluate_heldout,
+    "old sessions are not deleted": records.keep,
+}
+
+
+def main(config: RunConfig) -> None:
+    log_to_stderr()
+    asyncio.run(watch(config))
+
+
+async def watch(config: RunConfig) -> None:
+    """Run until cancelled. Raises ConfigError for what a user must fix."""
+    try:
+        async with open_store(config.store) as store, asyncio.TaskGroup() as parts:
+            for missed, work in WORK.items():
+                parts.create_task(keep_working(missed, partial(work, store, config)))
+    except* ConfigError as group:
+        raise group.exceptions[0] from None
+
+
+async def keep_working(missed: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Begin work again after each error, until it returns. missed: what does not happen until then,
+    for the console."""
+    pause = FIRST_RETRY
+    while True:
+        began = time.monotonic()
+        try:
+            await work()
+            return
+        except ConfigError:
+            raise
+        except Exception as error:  # the others continue
+            why = f"{type(error).__name__}: {one_line(str(error))}"
+            trace = None if isinstance(error, AgentRLError) else error
+            log.warning("%s now (%s); tried again", missed, why, exc_info=trace)
+        pause = FIRST_RETRY if time.monotonic() - began > STEADY else pause
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LONGEST_RETRY)

@@ -1,8 +1,8 @@
 """The versions of a live run: made, served and dropped by the algorithm process.
 
-Owns the folders `<output>/versions/<policy>-<version>`, each a checkpoint without the run's state,
-and what is served of them. Always true: a folder is complete once it exists, and a version is
-announced in the store once it is served; the learner goes on from the serving version after a
+Owns: the folders `<output>/versions/<policy>-<version>`, each a checkpoint without the run's state,
+and what is served of them. Invariant: a folder is complete once it exists, and a version is
+announced in the store once it is served; the learner continues from the serving version after a
 decision against one of its own, and learns nothing until it does. What a user offers is copied, so
 nothing outside of the run's folder is needed later.
 """
@@ -25,32 +25,32 @@ import msgspec
 
 from agentrl.algorithms.train.checkpoint import save_checkpoint
 from agentrl.algorithms.train.features import ServedRun
-from agentrl.base.files import PARTIAL, atomic_directory, delete_directory
-from agentrl.base.processes import log_phase
-from agentrl.errors import ConfigError, Conflict, PolicyError
-from agentrl.live.records import documents
-from agentrl.live.records.documents import (
+from agentrl.core.errors import ConfigError, Conflict, PolicyError
+from agentrl.core.files import PARTIAL, atomic_directory, delete_directory
+from agentrl.core.processes import log_phase
+from agentrl.core.types import EMPTY, POLICY, Json, PolicyVersion
+from agentrl.live import records
+from agentrl.live.records import (
     Documents,
     Event,
     Lanes,
-    Told,
+    LiveState,
     Version,
     VersionKind,
     policy_of,
     put_version,
 )
 from agentrl.store.base import Store
-from agentrl.types import EMPTY, POLICY, Json, PolicyVersion
 
 log = logging.getLogger("agentrl.algorithm")
 FOLDER = "versions"
-GRACE = 3.0  # seconds until nobody calls a version any longer that is in no lane
-KEPT = 5  # folders of versions that served, which a user can offer again
+GRACE = 3.0  # seconds for which a version that has left all lanes is served to calls on their way
+KEPT_VERSIONS = 5  # folders of versions that served, which a user can offer again
 UNUSABLE = (PolicyError, ConfigError, OSError)  # of a folder whose weights cannot be loaded
 
 
 class Reset(msgspec.Struct, frozen=True, array_like=True):
-    """When its policy had `at` updates, the learner went on from the weights of a version."""
+    """When its policy had `at` updates, the learner continued from the weights of a version."""
 
     at: int
     version: int
@@ -64,11 +64,11 @@ class Lineage:
     decided: int = 0  # number of events that have taken effect
     # Steps that trained nothing, and so made no update; the store has them, not the run's state.
     empty: list[int] = field(default_factory=list)
-    read: int = 0  # steps of which that is known
+    read: int = 0  # number of steps that `empty` covers
 
     def lag(self, version: int, now: int) -> float:
-        """The number of updates from a version to the policy after `now` updates; inf if it is not
-        on the way."""
+        """The number of updates from a version to the policy after `now` updates; inf if that
+        policy does not descend from it."""
         return self._lag(version, now, self.resets)
 
     def _lag(self, version: int, now: int, resets: list[Reset]) -> float:
@@ -100,14 +100,15 @@ class Lineage:
 
 @dataclass(slots=True)
 class Versions:
-    """What `tend` keeps as the lanes say. lineage: of the learner."""
+    """Serves the versions that the lanes name; `tend` follows each decision. lineage: of the
+    learner."""
 
     run: ServedRun
     lineage: Lineage
     unwanted: dict[int, float] = field(default_factory=dict)  # since when, of those still served
     served: set[int] = field(default_factory=set)
     lanes: Lanes | None = None  # at the last `tend`
-    stuck: str = ""  # why the learner cannot go on from the serving version, as it has to
+    blocked: str = ""  # why the learner cannot continue from the serving version, as it has to
     documents: Documents = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class Versions:
     async def start(self) -> None:
         """Serve the versions of the lanes, or the first one. Raises PolicyError if the weights of
         the serving one cannot be loaded."""
-        known = await self.documents.told()
+        known = await self.documents.state()
         await self._reserve()
         if not known.versions:
             await self.offer(self.run.state.step, "first")
@@ -125,18 +126,18 @@ class Versions:
             await self._announce()
 
     async def tend(self, step: int) -> None:
-        """Do what was decided since the last call: serve what the lanes say, go on from the serving
-        version, or offer the newest one. step: the number of steps that are committed."""
-        known = await self.documents.told()
+        """Do what was decided since the last call: serve what the lanes say, continue from the
+        serving version, or offer the newest one. step: the number of steps that are committed."""
+        known = await self.documents.state()
         self.lanes = known.lanes
         if known.lanes is None:
             return
         now = self.run.policies.versions(step)[POLICY]
         await self.lineage.read_empty(self.run.store, self.run.config.name, step)
-        await self._heed(known, now)
+        await self._follow_serving(known, now)
         await self._serve(known)
-        await self._offer_wished(known, step)
-        if known.lanes.candidate is None and not pending(known) and not self.stuck:
+        await self._serve_offered(known, step)
+        if known.lanes.candidate is None and not pending(known) and not self.blocked:
             trained = self.lineage.lag(known.lanes.serving, now) > 0
             if trained and now not in known.versions:
                 await self.offer(step, "trained")
@@ -150,15 +151,15 @@ class Versions:
         return self.lineage.lag(self.lanes.serving, self.run.policies.versions(step)[POLICY])
 
     def too_far_ahead(self, step: int) -> str:
-        """Why the learner has to wait for a decision; empty if it may go on."""
-        most = most_ahead(self.run.config.algorithm.max_staleness)
+        """Why the learner has to wait for a decision; empty if it may continue."""
+        most = max_updates_ahead(self.run.config.algorithm.max_staleness)
         if self.lanes is None or self.ahead(step) < most:
             return ""
         candidate = self.lanes.candidate
         about = "the version that is offered" if candidate is None else f"candidate {candidate}"
         return (
             f"it is {most} updates ahead of version {self.lanes.serving}, which serves "
-            f"(algorithm.max_staleness), and goes on after a decision about {about}"
+            f"(algorithm.max_staleness), and continues after a decision about {about}"
         )
 
     async def offer(self, step: int, kind: VersionKind) -> None:
@@ -180,7 +181,7 @@ class Versions:
         return max(sizes, default=0)
 
     def _folders(self) -> dict[int, Path]:
-        """The folders of versions that there are."""
+        """The existing folders of versions, by version."""
         found = Path(self.run.config.output, FOLDER).glob(f"{POLICY}-*")
         return {
             int(path.name.rpartition("-")[2]): path for path in found if PARTIAL not in path.name
@@ -190,7 +191,7 @@ class Versions:
         self, version: int, path: Path, kind: VersionKind, step: int, given: str = ""
     ) -> None:
         await self._freeze(version, path)
-        lanes = (await self.documents.told()).lanes
+        lanes = (await self.documents.state()).lanes
         row = Version(
             version=version, step=step, path=str(path.relative_to(self.run.config.output)),
             offered=time.time(), source=lanes.serving if lanes else None, kind=kind, given=given,
@@ -204,7 +205,7 @@ class Versions:
             await self.run.serving.freeze(policy_of(version), path, version)
         self.served.add(version)
 
-    async def _serve(self, known: Told) -> None:
+    async def _serve(self, known: LiveState) -> None:
         """Serve exactly the versions of the lanes, and one that is offered."""
         wanted = wanted_of(known)
         for version in sorted(wanted - self.served):
@@ -223,7 +224,7 @@ class Versions:
             self.served.discard(version)
         self._delete_old(known, wanted)
 
-    async def _load(self, known: Told, version: int) -> None:
+    async def _load(self, known: LiveState, version: int) -> None:
         """Serve a version again. One that cannot be loaded leaves its lane, unless it serves."""
         path = self._path(known.versions[version])
         try:
@@ -237,19 +238,21 @@ class Versions:
                 ) from error
             await self._drop(known, version, f"its weights cannot be loaded: {error}")
 
-    async def _drop(self, known: Told, version: int, why: str) -> None:
-        """Decide that a version that does not serve is not there any more."""
+    async def _drop(self, known: LiveState, version: int, why: str) -> None:
+        """Remove a version that is not the serving one from the lanes."""
         assert known.lanes is not None
         log.warning("version %d: dropped: %s", version, why)
         lanes = known.lanes.without(version)
         event = Event(time=time.time(), kind="dropped", version=version, lanes=lanes, why=why)
         with suppress(Conflict):  # then `tend` sees what was decided, and tries again
-            await documents.decide(self.run.store, self.run.config.name, known, event)
+            await records.decide(self.run.store, self.run.config.name, known, event)
 
-    def _delete_old(self, known: Told, wanted: set[int]) -> None:
-        """Delete the folders of versions that no user can want back."""
+    def _delete_old(self, known: LiveState, wanted: set[int]) -> None:
+        """Delete the folders of versions that can no longer be served or offered again."""
         served = [one.version for one in known.events if one.kind in ("first", "promoted")]
-        kept = wanted | self.served | set(served[-KEPT:]) | {min(known.versions, default=0)}
+        kept = (
+            wanted | self.served | set(served[-KEPT_VERSIONS:]) | {min(known.versions, default=0)}
+        )
         for version, folder in self._folders().items():
             if version not in kept:
                 delete_directory(folder)
@@ -270,8 +273,9 @@ class Versions:
             row = PolicyVersion(run=name, policy=POLICY, version=0, base_url="", model="")
             await run.store.publish(row, epoch=run.state.epoch)
 
-    async def _heed(self, known: Told, now: int) -> None:
-        """Go on from the serving version, if there is a reason to; tried again until it works."""
+    async def _follow_serving(self, known: LiveState, now: int) -> None:
+        """Continue learning from the serving version, if there is a reason to; a failed load is
+        retried at the next call."""
         assert known.lanes is not None
         new, serving = known.events[self.lineage.decided :], known.lanes.serving
         if why := self._why_from_serving(known, now, new):
@@ -281,34 +285,34 @@ class Versions:
                 self._stop_learning(f"{why}, but version {serving} cannot be loaded: {error}")
                 return
             self.lineage.resets.append(Reset(now, serving))
-            log_phase(log, f"the learner goes on from version {serving}: {why}")
-        self.lineage.decided, self.stuck = len(known.events), ""
+            log_phase(log, f"the learner continues from version {serving}: {why}")
+        self.lineage.decided, self.blocked = len(known.events), ""
 
     def _stop_learning(self, why: str) -> None:
-        if why != self.stuck:
-            log.warning("learning waits, and serving goes on: %s", why)
-        self.stuck = why
+        if why != self.blocked:
+            log.warning("learning is paused, serving continues: %s", why)
+        self.blocked = why
 
-    def _why_from_serving(self, known: Told, now: int, new: Sequence[Event]) -> str:
-        """Why the learner has to go on from the serving version, not from its own weights; empty if
-        it has not. new: what was decided since the last call."""
+    def _why_from_serving(self, known: LiveState, now: int, new: Sequence[Event]) -> str:
+        """Why the learner has to continue from the serving version, not from its own
+        weights; empty if it has not. new: what was decided since the last call."""
         assert known.lanes is not None
         serving = known.lanes.serving
         lag = self.lineage.lag(serving, now)
-        bad = [event.version for event in new if documents.resets(event)]
+        bad = [event.version for event in new if records.resets(event)]
         derived = [version for version in bad if self.lineage.lag(version, now) < inf]
         if derived and serving not in derived and lag:
-            return f"version {derived[-1]} was found bad"
+            return f"version {derived[-1]}, from which the learner comes, was rejected"
         if lag == inf:
-            return "it serves, and the learner comes from another one"
+            return "the learner does not descend from the serving version"
         undecided = known.lanes.candidate is not None or pending(known) or now not in known.versions
-        if not undecided and lag >= most_ahead(self.run.config.algorithm.max_staleness):
-            return f"{lag:.0f} updates later nothing was decided"
+        if not undecided and lag >= max_updates_ahead(self.run.config.algorithm.max_staleness):
+            return f"there was no decision after {lag:.0f} updates"
         return ""
 
-    async def _offer_wished(self, known: Told, step: int) -> None:
-        """Serve the first of the weights that users offer."""
-        wishes = documents.unmet(known)
+    async def _serve_offered(self, known: LiveState, step: int) -> None:
+        """Serve the first of the checkpoints that users offer."""
+        wishes = records.unmet(known)
         if not wishes or known.lanes is None or pending(known):
             return
         version, wish = wishes[0]
@@ -338,20 +342,20 @@ def _link_or_copy(file: Path, target: Path) -> None:
         shutil.copy(file, target)
 
 
-def pending(known: Told) -> set[int]:
+def pending(known: LiveState) -> set[int]:
     """The version that is offered next, if nothing is decided about it."""
-    following = documents.next_offer(known)
+    following = records.next_offer(known)
     return set() if following is None else {following.version}
 
 
-def wanted_of(known: Told) -> set[int]:
+def wanted_of(known: LiveState) -> set[int]:
     """The versions to serve: of the lanes, and the one that is offered."""
     if known.lanes is None:
         return set(known.versions)
-    wanted = documents.served(known.lanes) | pending(known)
+    wanted = records.served(known.lanes) | pending(known)
     return {version for version in wanted if version in known.versions}
 
 
-def most_ahead(staleness: float) -> int:
+def max_updates_ahead(staleness: float) -> int:
     """Updates of the learner since the serving version, after which it waits for a decision."""
     return max(1, ceil(staleness))

@@ -1,16 +1,27 @@
-"""Load tasks in the formats of other projects from local files."""
+"""Tasks about files: read from folders of other projects' formats, or generated from bugs.
+
+`bugs` generates repositories with one bug, without a network: a function is mutated in its module,
+and only bugs that a hidden test detects become tasks. `train` and `heldout` use the standard
+library.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Json
 from agentrl.tasks.harbor_format import HarborTask, UnfitTask, read_task, task_folders
-from agentrl.types import Json
 
 NOT_FILES = ("Dockerfile", ".dockerignore")
 # What a Dockerfile may say if the files beside it are all that the task needs.
@@ -68,7 +79,7 @@ def _needs_container(dockerfile: str, task: HarborTask, tests: Mapping[str, str]
 
 
 def _lines(text: str) -> list[str]:
-    """The lines with more than a comment, those that go on in the next one as one."""
+    """The lines with more than a comment, those continued on the next one as one."""
     joined = re.sub(r"\\\n", " ", text).splitlines()
     return [line for line in joined if line.strip() and not line.lstrip().startswith("#")]
 
@@ -79,7 +90,7 @@ def _texts(folder: Path, id: str) -> dict[str, str]:
         try:
             found[file.relative_to(folder).as_posix()] = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise UnfitTask(f"the Harbor task {id!r} has a file that is no text: {file}") from None
+            raise UnfitTask(f"the Harbor task {id!r} has a file that is not text: {file}") from None
     return found
 
 
@@ -111,3 +122,157 @@ def _swe(row: dict[str, Any], repositories: str, python: str) -> dict[str, Json]
 def _listed(value: str | list[str] | None) -> list[str]:
     """A list, which some files encode as a JSON string."""
     return json.loads(value) if isinstance(value, str) else value or []
+
+
+CALL_SECONDS = 0.2  # for all cases of one mutant; an endless loop counts as a detected bug
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.And: ast.Or, ast.Or: ast.And},
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
+    **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
+}
+# Function -> arguments of its hidden calls. No function is in both sets.
+TRAIN: dict[str, list[tuple[Any, ...]]] = {
+    "colorsys:hls_to_rgb": [(0.6, 0.4, 0.5), (0, 1, 0), (0.1, 0.7, 1), (0.5, 0.5, 0.2)],
+    "textwrap:dedent": [(" a\n  b",), ("\ta\n\tb\n",), ("x",), ("  a\n\n  b\n",)],
+    "heapq:nsmallest": [(2, [3, 1, 2]), (0, [1]), (5, [2, 1]), (1, [4, 3])],
+    "statistics:median": [([1, 3, 2],), ([1, 2, 3, 4],), ([5],)],
+    "fnmatch:translate": [("*.py",), ("[!a]?",), ("a[b",), ("[a-c]",)],
+    "colorsys:rgb_to_hsv": [(0.2, 0.4, 0.6), (1, 0, 0), (0, 0, 0), (0.5, 0.5, 0.2)],
+    "posixpath:commonpath": [(["/a/b/c", "/a/b/d"],), (["a/b"],), (["a", "b"],), (["/", "/x"],)],
+}
+HELDOUT: dict[str, list[tuple[Any, ...]]] = {
+    "shlex:quote": [("a b",), ("",), ("it's",), ("plain",)],
+    "string:capwords": [("a b",), (" x  y",), ("a-b", "-")],
+    "calendar:monthrange": [(2024, 2), (2023, 12), (1900, 2), (2000, 2)],
+}
+# Reads a module, variants of a function and its calls as JSON; writes the results of each variant.
+CHILD = f"""
+import json, resource, signal, sys
+def late(*_): raise TimeoutError
+def answers(text, name, cases):
+    space = dict(whole)
+    def call(case):
+        try:
+            return repr(eval(name, space)(*eval(case)))
+        except TimeoutError:
+            raise
+        except Exception as error:
+            return "raises " + type(error).__name__
+    signal.setitimer(signal.ITIMER_VIRTUAL, {CALL_SECONDS})  # CPU time, whatever the load
+    try:
+        exec(text, space)
+        return [call(case) for case in cases]
+    except TimeoutError:
+        return ["does not end"]
+    except BaseException as error:
+        return ["raises " + type(error).__name__]
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+signal.signal(signal.SIGVTALRM, late)
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+asked, whole = json.load(sys.stdin), {{"__name__": "mutant"}}
+exec(compile(asked["whole"], "mutant", "exec"), whole)
+sys.stdout.write(json.dumps([answers(t, asked["name"], asked["cases"]) for t in asked["texts"]]))
+"""
+HIDDEN = "test_hidden.py"
+TEST = """import unittest
+
+from {module} import {name}
+
+CASES = [
+{cases}]
+
+
+def answer(case):
+    try:
+        return repr({name}(*case))
+    except Exception as error:
+        return "raises " + type(error).__name__
+
+
+class Hidden(unittest.TestCase):
+{methods}"""
+
+
+def train() -> list[dict[str, Json]]:
+    return [task for path, cases in TRAIN.items() for task in bugs(path, cases)]
+
+
+def heldout() -> list[dict[str, Json]]:
+    return [task for path, cases in HELDOUT.items() for task in bugs(path, cases)]
+
+
+def bugs(function: str, cases: Sequence[tuple[Any, ...]]) -> list[dict[str, Json]]:
+    """A task for each one-place bug in `function`, "module:name", that changes the result of one of
+    the `cases`, tuples of arguments that are Python literals. `files` has the module under another
+    name, `tests` the hidden tests. Raises ConfigError for a function without a Python source."""
+    module, _, name = function.partition(":")
+    try:
+        whole = inspect.getsource(importlib.import_module(module))
+        mutants = list(_mutants(whole, name))
+    except (ImportError, TypeError, OSError) as error:
+        raise ConfigError(f"{function!r} is not a function with a Python source: {error}") from None
+    asked = {"whole": whole, "name": name, "cases": [repr(case) for case in cases]}
+    asked["texts"] = ["", *(text for text, _ in mutants)]
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", CHILD],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=60 + 10 * CALL_SECONDS * len(mutants),
+        check=False,
+    )
+    if done.returncode:
+        why = done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"{function!r}: its module does not run by itself: {why}")
+    wanted, *given = json.loads(done.stdout)
+    file, tasks = f"{module}_{name}".replace(".", "_"), list[dict[str, Json]]()
+    methods = "".join(
+        f"    def test_{n}(self):\n        self.assertEqual(answer(CASES[{n}]), {answer!r})\n\n"
+        for n, answer in enumerate(wanted)
+    )
+    listed = "".join(f"    {case!r},\n" for case in cases)
+    test = TEST.format(module=file, name=name, cases=listed, methods=methods)
+    for (_, source), said in zip(mutants, given, strict=True):
+        if said != wanted:
+            pairs = enumerate(zip(wanted, said, strict=False))
+            wrong = next((n for n, (right, other) in pairs if right != other), 0)
+            call = f"{name}({', '.join(map(repr, cases[wrong]))})"
+            words = f"{file}.py has one bug, in the function {name}. For example, {call} must give"
+            words += f" {wanted[wrong]}. Fix it."
+            about: dict[str, Json] = {"id": f"{file}/{len(tasks)}", "input": words}
+            tasks.append(about | {"files": {f"{file}.py": source}, "tests": {HIDDEN: test}})
+    return tasks
+
+
+def _mutants(whole: str, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the function with one change, and its module with this function and all other lines
+    unchanged. Raises TypeError if the module has no such function."""
+    nodes = [node for node in ast.parse(whole).body if isinstance(node, ast.FunctionDef)]
+    function = next((node for node in nodes if node.name == name), None)
+    if function is None:
+        raise TypeError("its module does not define it")
+    lines = list(StringIO(whole))  # the lines that `ast` counts; str.splitlines splits more often
+    first = min([function.lineno, *(node.lineno for node in function.decorator_list)]) - 1
+    head, tail = lines[:first], lines[function.end_lineno :]
+    for node in list(ast.walk(function)):
+        before = dict(vars(node))
+        if _change(node):
+            text = ast.unparse(ast.fix_missing_locations(function)) + "\n"
+            vars(node).update(before)
+            yield text, "".join([*head, text, *tail])
+
+
+def _change(node: ast.AST) -> bool:
+    """Turn a node into a bug in place; False if its kind has no mutation."""
+    if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPS:
+        node.op = SWAPS[type(node.op)]()  # type: ignore[assignment]
+    elif isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+        node.ops = [SWAPS[type(node.ops[0])](), *node.ops[1:]]  # type: ignore[list-item]
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        node.value += 1
+    elif isinstance(node, ast.If):
+        node.test = ast.UnaryOp(ast.Not(), node.test)
+    else:
+        return False
+    return True

@@ -20,25 +20,32 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from agentrl.algorithms.selfplay.report import game_figures
-from agentrl.base.failures import how_many
-from agentrl.base.processes import PHASE
-from agentrl.base.progress import lasting
-from agentrl.config import RunConfig
-from agentrl.config.policies import has_no_own_policy
-from agentrl.scores import are_shares, missing_text, score_text
+from agentrl.algorithms.ratings import game_figures
+from agentrl.core.config import RunConfig
+from agentrl.core.config.derived import has_no_own_policy
+from agentrl.core.files import lasting
+from agentrl.core.processes import PHASE
+from agentrl.core.types import (
+    EMPTY,
+    Counts,
+    ErrorKind,
+    StepRow,
+    are_shares,
+    how_many,
+    missing_text,
+    score_text,
+)
 from agentrl.store.base import Store
 from agentrl.telemetry import report
-from agentrl.telemetry.curve import function_names
 from agentrl.telemetry.report import (
     failure_sentence,
     figure,
+    function_names,
     health,
     idle_sides,
     rate,
     roles_without_calls,
 )
-from agentrl.types import EMPTY, Counts, ErrorKind, StepRow
 
 WIDE = 0.35  # of an interval, which fewer than about 25 tasks have
 BAR = 30  # columns
@@ -62,7 +69,7 @@ DISCARDED = (
     "{} groups were discarded: they have unknown token ids, or impossible rewards or log-probs."
     " For details see {}."
 )
-TAKEN_BACK = (
+ROLLED_BACK = (
     "{:.0f} steps were rolled back and are trained again from step {}, because of a damaged"
     " checkpoint or --from"
 )
@@ -311,8 +318,8 @@ class RunWarnings:
         """Print the new warnings of these steps."""
         committed = [row for row in rows if row.committed]
         for row in rows:
-            if not row.committed and (steps := row.metrics.get("steps/taken_back")):
-                self._print_once(("taken back", row.step), TAKEN_BACK.format(steps, row.step + 1))
+            if not row.committed and (steps := row.metrics.get("steps/rolled_back")):
+                self._print_once(("rolled back", row.step), ROLLED_BACK.format(steps, row.step + 1))
         if committed and not self.roles_checked:
             self.roles_checked = True
             self._print_once("roles", await roles_without_calls(store, self.config))
@@ -419,7 +426,7 @@ class LogFollower:
 
 
 def _logged_at(line: bytes) -> float:
-    """In unix seconds, the end of its millisecond; 0 for a line that goes on with another."""
+    """In unix seconds, the end of its millisecond; 0 for a line that continues another."""
     try:
         return datetime.fromisoformat(line[:23].decode().replace(",", ".")).timestamp() + 1e-3
     except ValueError:

@@ -1,4 +1,4 @@
-"""The report of a finished run: scores, two rollouts, paths."""
+"""The report of a finished run: scores, two rollouts, paths, and the curve as `curve.png`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.algorithms.sampling.evaluate import MOST_TRIALS
-from agentrl.algorithms.selfplay.report import game_figures, win_rate_table
-from agentrl.base.failures import how_many, one_line
-from agentrl.config import RunConfig, store_of
-from agentrl.config import policies as team
-from agentrl.scores import are_shares, score_text
+from agentrl.algorithms.ratings import game_figures, win_rate_table
+from agentrl.algorithms.sampling.evaluate import MAX_TRIALS, best_step
+from agentrl.core.config import RunConfig, derived, store_of
+from agentrl.core.types import (
+    FailureCount,
+    Purpose,
+    RolloutState,
+    StepRow,
+    are_shares,
+    how_many,
+    one_line,
+    score_text,
+)
 from agentrl.store.base import Store
-from agentrl.telemetry.curve import function_names, reward_curves, save_curve
-from agentrl.types import FailureCount, Purpose, RolloutState, StepRow
 
-MOST_COUNTED_FAILURES = 1000  # most failed rollouts whose kinds are counted
+MAX_COUNTED_FAILURES = 1000  # failed rollouts whose kinds are counted
 
 
 async def print_report(
@@ -34,8 +39,8 @@ async def print_report(
     console: Console | None = None,
 ) -> None:
     """Print the report of a run, and save its learning curve."""
-    from agentrl.algorithms.why.sentences import verdict
-    from agentrl.traces.examples import examples
+    from agentrl.algorithms.why import verdict
+    from agentrl.transcript import examples
 
     console = console or Console()
     table = score_table(steps, await _outcomes(store, config, steps))
@@ -59,10 +64,27 @@ async def print_report(
         paths["best"] = Path(config.output, "checkpoints", "best")
     for name, path in paths.items():
         if path:
-            console.print(f"{name:<11}{path}", highlight=False, markup=False, soft_wrap=True)
+            note = below_untrained(steps) if name == "best" else ""
+            console.print(f"{name:<11}{path}{note}", highlight=False, markup=False, soft_wrap=True)
     where = f" {config.store}" if store_option(config) else ""
     view = f"agentrl view{where} --run {config.name} --open"
     console.print(f"Next: {view}", highlight=False, markup=False, soft_wrap=True)
+
+
+def below_untrained(steps: Sequence[StepRow]) -> str:
+    """A note on the best checkpoint if its score is below that of the untrained policy, or ""."""
+    scores = {
+        row.step: row.metrics.get("eval/common", row.metrics["eval/score"])
+        for row in steps
+        if "eval/score" in row.metrics
+    }
+    first = scores.pop(0, nan)
+    best = best_step(scores)
+    if not scores or not scores[best] < first:
+        return ""
+    share = are_shares(row.metrics for row in steps)
+    low, high = (score_text(score, share) for score in (scores[best], first))
+    return f" (step {best}: {low}, below the untrained policy's {high})"
 
 
 def store_option(config: RunConfig) -> str:
@@ -101,7 +123,7 @@ def score_table(steps: list[StepRow], outcomes: Iterable[float] = ()) -> Table:
 
 def trained_reward(config: RunConfig, steps: Sequence[StepRow], metrics: dict[str, float]) -> str:
     """The reward that is trained, if that is another than the outcome, such as a judge's."""
-    name = str(config.algorithm.options.get("reward", "outcome"))
+    name = derived.trained_reward(config)
     mean = metrics.get(f"reward/{name}/mean", nan)
     if name == "outcome" or isnan(mean):
         return ""
@@ -138,12 +160,12 @@ async def _outcomes(store: Store, config: RunConfig, steps: list[StepRow]) -> li
 
 
 async def _failures(store: Store, config: RunConfig) -> str:
-    """A sentence with the number of failed rollouts, by kind, and the last message; without those
-    for which an earlier start ended, before it was fixed."""
+    """A sentence with the number of failed rollouts, by kind, and the last message; without the
+    trial rollouts that stopped earlier starts of the run."""
     found = await store.search(
-        config.name, state=RolloutState.FAILED, limit=MOST_COUNTED_FAILURES, budget=5.0
+        config.name, state=RolloutState.FAILED, limit=MAX_COUNTED_FAILURES, budget=5.0
     )
-    first = await store.groups(config.name, purpose=Purpose.EVAL, step=0, limit=MOST_TRIALS)
+    first = await store.groups(config.name, purpose=Purpose.EVAL, step=0, limit=MAX_TRIALS)
     trials = {re.sub(r"\.\d+$", "", id): id for id in sorted(group.id for group in first)}
     ended = {group.id for group in first} - {*trials.values()}
     rows = [row for row in found.rows if row.group not in ended]
@@ -152,10 +174,10 @@ async def _failures(store: Store, config: RunConfig) -> str:
     kinds = Counter(row.error for row in rows if row.error is not None)
     counts = ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds))
     number = len(rows)
-    if number == MOST_COUNTED_FAILURES:
+    if number == MAX_COUNTED_FAILURES:
         number, counts = (
             (await store.counts(config.name)).failed,
-            f"of the last {MOST_COUNTED_FAILURES} {counts}",
+            f"of the last {MAX_COUNTED_FAILURES} {counts}",
         )
     last = await store.trace(rows[0].id)
     failure = last.rollout.failure if last is not None else None
@@ -180,21 +202,23 @@ def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str,
     """Policy -> a sentence for the user, for policies that should have learned but had no calls:
     the agent may use other names for its roles."""
     found = {}
-    for name in team.trained_policies(config) if config.policies else []:
+    for name in derived.trained_policies(config) if config.policies else []:
         calls = [row.metrics[f"{name}/calls"] for row in steps if f"{name}/calls" in row.metrics]
         if calls and not any(calls):
-            own = [role for role, player in team.policy_by_role(config).items() if player == name]
-            heard = ", ".join(map(repr, sorted(reward_curves(steps)))) or "none of several"
+            own = [
+                role for role, player in derived.policy_by_role(config).items() if player == name
+            ]
+            called = ", ".join(map(repr, sorted(reward_curves(steps)))) or "none of several"
             found[name] = (
                 f"the policy {name!r} has learned nothing: no call was made in its roles "
-                f"({', '.join(map(repr, own))}); the roles with calls are {heard}"
+                f"({', '.join(map(repr, own))}); the roles with calls are {called}"
             )
     return found
 
 
 async def roles_without_calls(store: Store, config: RunConfig) -> str:
     """A sentence about the run file's roles without a call in the first trained step, or empty."""
-    named = team.policy_by_role(config)
+    named = derived.policy_by_role(config)
     if not (named and config.steps):
         return ""
     seen: set[str] = set()
@@ -203,12 +227,12 @@ async def roles_without_calls(store: Store, config: RunConfig) -> str:
         seen.update(call.role for call in (trace.transitions if trace else ()))
         if seen >= named.keys():
             return ""
-    silent = [repr(role) for role in named if role not in seen]
-    spoke = ", ".join(map(repr, sorted(seen))) or "none"
+    missing = [repr(role) for role in named if role not in seen]
+    called = ", ".join(map(repr, sorted(seen))) or "none"
     return (
-        f"no call was made in the first step in the role {', '.join(silent)}, which the run file "
-        f"names; the roles with calls are {spoke}. Roles are graph nodes, agent names, model names "
-        "or those of `with agentrl.role(...)`"
+        f"no call was made in the first step in the role {', '.join(missing)}, which the run "
+        f"file names; the roles with calls are {called}. Roles are graph nodes, agent names, model "
+        "names or those of `with agentrl.role(...)`"
     )
 
 
@@ -245,7 +269,7 @@ def idle_sides(metrics: dict[str, float]) -> list[str]:
 
 
 def rate(metrics: dict[str, float], key: str) -> str:
-    """Of the groups for which the step has waited; others were there, as after a resume."""
+    """The count `key` per second of rollouts, without groups that were ready before the step."""
     seconds, groups = metrics.get("time/rollouts", 0.0), metrics.get("groups", 0.0)
     waited = max(0.0, 1.0 - metrics.get("groups/ready", 0.0) / max(groups, 1.0))
     return f"{metrics.get(key, 0.0) * waited / seconds:.0f}" if seconds and waited else "-"
@@ -272,3 +296,71 @@ def times(config: RunConfig, steps: list[StepRow], seconds: float) -> str:
     wasted = total("tokens/wasted")
     end = f"; {wasted:.0f} tokens of cancelled rollouts" if wasted else ""
     return f"{seconds:.0f} s: {', '.join(parts)}{end}"
+
+
+FUNCTIONS = "eval/function/"  # metrics of `eval.functions`
+
+
+def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
+    """Save reward per step (also per role, if there are several) and held-out scores as
+    `curve.png`; None if nothing was trained. The first step's reward is at 1, and the score of the
+    untrained policy at 0."""
+    committed = [row for row in steps if row.committed and "reward/mean" in row.metrics]
+    if not committed:
+        return None
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    means = [row.metrics["reward/mean"] for row in committed]
+    spread = [row.metrics.get("reward/std", 0.0) for row in committed]
+    x = [row.step + 1 for row in committed]
+    low = [mean - std / 2 for mean, std in zip(means, spread, strict=True)]
+    high = [mean + std / 2 for mean, std in zip(means, spread, strict=True)]
+    axes.fill_between(x, low, high, alpha=0.15, linewidth=0)
+    at = f"at temperature {config.sampling.temperature:g}"
+    axes.plot(x, means, label=f"training reward, {at} (mean ± half a deviation)")
+    for role, points in reward_curves(committed).items():
+        curve = [(step + 1, reward) for step, reward in points]
+        axes.plot(*zip(*curve, strict=True), "--", linewidth=1, label=f"{role} (training)")
+    held_out = {"eval/score": measured_how(config, steps), "eval/sampled": "at temperature 1"}
+    labels = {name: f"held-out, {how}" for name, how in held_out.items()}
+    for name, label in {**labels, **function_names(steps)}.items():
+        if held := [(row.step, row.metrics[name]) for row in steps if name in row.metrics]:
+            axes.plot(
+                *zip(*held, strict=True), "o:" if name == "eval/sampled" else "o-", label=label
+            )
+    axes.set(xlabel="steps", ylabel="reward", title=config.name)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    path = Path(config.output, "curve.png")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def measured_how(config: RunConfig, steps: Sequence[StepRow]) -> str:
+    """How held-out scores are measured: greedy or sampled, and on how many tasks."""
+    at = config.eval.temperature
+    counted = {row.metrics["eval/tasks"] for row in steps if "eval/tasks" in row.metrics}
+    how = f"at temperature {at:g}" if at else "greedy"
+    return f"{how}, {' or '.join(f'{n:.0f}' for n in sorted(counted))} tasks" if counted else how
+
+
+def function_names(steps: Sequence[StepRow]) -> dict[str, str]:
+    """Metric -> label of the metrics of `eval.functions`."""
+    names = {name for row in steps for name in row.metrics if name.startswith(FUNCTIONS)}
+    return {name: name.removeprefix(FUNCTIONS) for name in sorted(names)}
+
+
+def reward_curves(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
+    """Role -> learning curve as (step, mean reward); empty for a single role."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in steps:
+        for name, value in row.metrics.items():
+            if name.startswith("role/") and name.endswith("/reward"):
+                role = name.removeprefix("role/").removesuffix("/reward")
+                found.setdefault(role, []).append((row.step, value))
+    return found

@@ -6,7 +6,7 @@ a Hugging Face checkpoint that imitates the given conversations. It needs the ex
 
 from typing import TYPE_CHECKING
 
-from agentrl.base.late import late
+from agentrl.core import lazy_attributes
 
 if TYPE_CHECKING:
     from agentrl.tiny.models import Conversation as Conversation
@@ -15,4 +15,6 @@ if TYPE_CHECKING:
     from agentrl.tiny.models import word_tokenizer as word_tokenizer
 
 # Imported at their first use, because torch takes seconds to import.
-__getattr__ = late(__name__, {"models": "Conversation imitator make_model word_tokenizer"})
+__getattr__ = lazy_attributes(
+    __name__, {"models": "Conversation imitator make_model word_tokenizer"}
+)

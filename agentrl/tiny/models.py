@@ -22,16 +22,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentrl.algorithms.data.batch import TokenRow
-from agentrl.algorithms.demonstrations.imitated import format_problem
-from agentrl.algorithms.model.cpu_threads import thread_tuner
+from agentrl.algorithms.demonstrations import format_problem
+from agentrl.algorithms.model.chat import Tokenizer
 from agentrl.algorithms.model.forward import forward_logprobs
-from agentrl.algorithms.model.load import Tokenizer
+from agentrl.algorithms.model.lm_head import thread_tuner
 from agentrl.algorithms.model.packing import pack_rows
-from agentrl.base.files import share_weights
-from agentrl.base.processes import log_phase
-from agentrl.base.progress import steps_left
-from agentrl.errors import TrainingError
-from agentrl.types import Json
+from agentrl.core.errors import TrainingError
+from agentrl.core.files import share_weights, steps_left
+from agentrl.core.processes import log_phase
+from agentrl.core.types import Json
 
 log = logging.getLogger("agentrl.algorithm")
 Conversation = list[dict[str, Json]]  # chat messages

@@ -1,26 +1,47 @@
-"""The first screen of a run: what became better, why, and one success and one failure as text."""
+"""The first screen of a run: what became better, why, and one success and one failure as text.
+
+Also on other pages: lists of groups with their tasks, and in games what a seat got; all settings as
+tables, the changed ones first in each; the output of `agentrl explain` as tables of rewards and of
+the way from them to each call's weight, where unknown lines are kept as notes, so that nothing is
+lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from statistics import fmean
 from typing import Any, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
-from agentrl.algorithms.why.findings import findings
-from agentrl.errors import AgentRLError
+from agentrl.algorithms.why import findings
+from agentrl.core.config import from_store
+from agentrl.core.config.validate import flatten
+from agentrl.core.errors import AgentRLError
+from agentrl.core.types import (
+    INSTRUCTION_ROLES,
+    Json,
+    Purpose,
+    Rollout,
+    RolloutState,
+    RunState,
+    Scope,
+    Trace,
+)
 from agentrl.store.base import Store
-from agentrl.store.records import GroupRow, RolloutRow
-from agentrl.types import Json, Purpose, RolloutState, RunState, Scope, Trace
+from agentrl.store.records import CallRow, GroupRow, RolloutRow
+from agentrl.transcript import best_title
 from agentrl.view import records
-from agentrl.view.groups import Listed
-from agentrl.view.pictures import Album, Picture
+from agentrl.view.records import Album, Paging, Picture
 
 READING_PATIENCE = 3.0  # seconds that a page waits for reasons; they are there at the next visit
-REASONS_PAUSE = 30.0  # seconds between two readings of a run that goes on, which cost it time
+REASONS_PAUSE = 30.0  # seconds between two readings of a running run, which cost it time
 EVALUATIONS = 12  # evaluations that are looked at
 RECENT_GROUPS = 24  # training groups that are looked at for an example
 MESSAGES, LONGEST = 6, 480  # of an example: messages, and characters of each
@@ -105,10 +126,17 @@ async def evaluations(store: Store, run: str) -> list[GroupRow]:
 
 
 async def examples(
-    store: Store, album: Album, run: str, held_out: Sequence[GroupRow], *, game: bool
+    store: Store,
+    album: Album,
+    run: str,
+    held_out: Sequence[GroupRow],
+    *,
+    game: bool,
+    share: bool = False,
 ) -> list[ShownRollout]:
     """A success and a failure: of the last evaluation, else on the same task in an earlier one,
-    else of the last training steps. Of a game, where both happen in each, two rollouts."""
+    else of the last training steps. Of a game, where both happen in each, two rollouts. share:
+    whether outcomes are from 0 to 1, where the best may be no success."""
     trained = await store.groups(run, purpose=Purpose.TRAIN, limit=RECENT_GROUPS)
     groups = [*held_out, *trained]
     if game and (seats := await _games(store, album, run, groups)):
@@ -122,12 +150,13 @@ async def examples(
         if bad is None and (row := next(later, None)) is not None:
             bad, same = (row, row.rollouts[at]), ", the same task"
     bad = bad or next((one for row in groups if (one := _pick(row, good=False))), None)
-    found = [("A success", good, ""), ("A failure", bad, same)]
-    made = [
-        await _example(store, album, title, *one, good=title == "A success", note=note)
-        for title, one, note in found
-        if one
-    ]
+    made = []
+    if good is not None:
+        row, id = good
+        title = best_title(row.outcomes[row.rollouts.index(id)] or 0.0, share=share)
+        made.append(await _example(store, album, title, row, id, good=True))
+    if bad is not None:
+        made.append(await _example(store, album, "A failure", *bad, good=False, note=same))
     return [one for one in made if one is not None]
 
 
@@ -191,7 +220,7 @@ async def _example(
     talk = [
         one
         for one in records.talk(trace.transitions, pictures)
-        if (one["text"] or one["tools"]) and one["role"] not in ("system", "developer")
+        if (one["text"] or one["tools"]) and one["role"] not in INSTRUCTION_ROLES
     ]
     for one in talk:
         one["text"] = one["text"][:LONGEST]
@@ -294,7 +323,7 @@ async def tasks_of(store: Store, run: str, rows: Sequence[RolloutRow]) -> dict[s
 
 
 async def completions(store: Store, run: str, step: int) -> list[dict[str, Any]]:
-    """The rollouts that a step asked for, each with its task and what was said last."""
+    """The rollouts that a step requested, each with its task and what was said last."""
     given: Any = {"step": step, "limit": COMPLETIONS}
     rows = await store.rollouts(run, purpose=Purpose.TRAIN, **given)
     rows = rows or await store.rollouts(run, **given)
@@ -308,3 +337,187 @@ async def completions(store: Store, run: str, step: int) -> list[dict[str, Any]]
         one["finish"] = said[-1].finish if said else ""
         found.append(one | {"answer": last and records.message(last, -1)})
     return found
+
+
+OUTCOME = "outcome"
+RECENT = 150  # training groups whose tasks are listed
+
+
+class Listed(NamedTuple):
+    """A group with its task."""
+
+    row: GroupRow
+    task: Mapping[str, Json]  # empty if the group is pruned
+    seat: str = ""  # whose outcomes these are; empty: those of the rollouts as a whole
+    share: bool = True  # whether what its seats got lies in 0 to 1
+
+
+async def recent(store: Store, run: str) -> list[Listed]:
+    """The last training groups."""
+    rows = await store.groups(run, purpose=Purpose.TRAIN, limit=RECENT)
+    return await listed(store, run, [row for row in rows if row.rollouts])
+
+
+async def listed(store: Store, run: str, rows: Sequence[GroupRow]) -> list[Listed]:
+    return list(await asyncio.gather(*(_listed(store, run, row) for row in rows)))
+
+
+async def _listed(store: Store, run: str, row: GroupRow) -> Listed:
+    first = await store.rollouts(run, group=row.id, limit=1) if row.rollouts else []
+    if first and row.step < 0:
+        return Listed(row, {"input": await _asked(store, first[0])})
+    if not first or len(_seats(first[0])) < 2:
+        return Listed(row, first[0].task if first else {})
+    every = await store.rollouts(run, group=row.id)
+    if not (seat := deciding_seat(every)):
+        return Listed(row, first[0].task)
+    got = {one.id: _seats(one) for one in every}
+    outcomes = [got.get(id, {}).get(seat) for id in row.rollouts]
+    share = all(0 <= x <= 1 for seats in got.values() for x in seats.values())
+    return Listed(replace(row, outcomes=outcomes), first[0].task, seat, share)
+
+
+async def _asked(store: Store, session: Rollout) -> str:
+    """What a user said first: a session has no task."""
+    calls = (await store.calls([session.id])).get(session.id) or []
+    said = (one for call in calls[:1] for one in call.messages if one.get("role") == "user")
+    return records.gist(next(said, {}).get("content"))
+
+
+def deciding_seat(rollouts: Sequence[Rollout]) -> str:
+    """The first seat of a game in which the outcome of the rollout, the mean of what all seats
+    got, is the same for any winner; empty if the outcome says more than that."""
+    games = [seats for one in rollouts if len(seats := _seats(one)) > 1]
+    if not any(len({*seats.values()}) > 1 for seats in games):
+        return ""
+    means = {round(fmean(seats.values()), 6) for seats in games}
+    whole = {round(x, 6) for one in rollouts if (x := one.reward()) == x}
+    return min(games[0]) if len(means) == 1 and whole <= means else ""
+
+
+def seats(rollouts: Sequence[Rollout]) -> list[str]:
+    """The seats of a game whose outcomes tell more than that of the rollout; else none."""
+    found = {seat for one in rollouts for seat in _seats(one)}
+    return sorted(found) if deciding_seat(rollouts) else []
+
+
+def _seats(rollout: Rollout) -> dict[str, float]:
+    """What each seat or role got."""
+    rows = (row for row in rollout.rewards if row.scope is Scope.ROLE and row.name == OUTCOME)
+    return {row.target: row.value for row in rows if row.target}
+
+
+def values(found: Sequence[Listed], *, percent: bool) -> dict[str, Any]:
+    """What templates list. `percent`: whether the scores of the run are percentages."""
+    of = {one.row.id: one.seat for one in found if one.seat}
+    tasks = [records.gist(one.task) if one.task else "" for one in found]
+    percent = percent and all(one.share for one in found)
+    shown = {"groups": [one.row for one in found], "percent": percent}
+    return shown | {"group_tasks": tasks, "seats": of}
+
+
+HEADING = re.compile(r"\S.*, step \d+, .+")
+REWARD = re.compile(r"  (?P<name>.+?) = (?P<value>\S+) \((?P<source>.*)\)")
+CALL = re.compile(r"call (?P<id>\S+), (?P<role>.+), (?P<tokens>\d+) tokens(?: by (?P<by>.+))?")
+LINK = re.compile(r"  (?P<depth> *)(?P<text>.+): (?P<numbers>(?:[a-z]+ [-\d. e+]+(?:, )?)+)")
+MISSING = re.compile(r"  (?P<depth> *)(?P<text>.+): (?P<numbers>(?:[a-z]+ (?:missing|[^,]+),? ?)+)")
+WEIGHT = re.compile(
+    r"  weight in the loss \(psi\): (?P<psi>.+) per token \((?P<factors>advantage .+)\)"
+)
+WORDS = {  # of parts of a credit
+    "GroupRelative": "Compared with the group",
+    "GrpoScale": "Divided by the group's spread",
+    "PeerAdvantages": "Compared with rollouts that came to the same state",
+    "ReturnScale": "Scaled by the spread of the returns",
+    "sum": "All of these together",
+}
+
+
+def read(text: str, calls: Sequence[CallRow] = (), at: int | None = None) -> dict[str, Any]:
+    """Values of the template: what is said first (`verdict`), `rewards`, a page of `calls` with
+    their steps and weight, `gates`, `notes`, `text`. at: a call on the page."""
+    rewards: list[dict[str, str]] = []
+    found: list[dict[str, Any]] = []
+    verdict: list[str] = []
+    gates: list[str] = []
+    notes: list[str] = []
+    order, place = {call.id: at for at, call in enumerate(calls)}, verdict
+    for line in text.splitlines():
+        if call := CALL.fullmatch(line):
+            found.append(call.groupdict() | {"at": order.get(call["id"]), "steps": []})
+            found[-1] |= {"weight": None, "notes": []}
+        elif line.strip() in ("rewards", "none"):
+            continue
+        elif HEADING.fullmatch(line):
+            place = notes
+        elif line == "gates and penalties":
+            place = gates
+        elif not found and (row := REWARD.fullmatch(line)):
+            rewards.append(row.groupdict())
+        elif found and place is not gates and line.startswith(" "):
+            _of_call(found[-1], line)
+        elif line.strip():
+            place.append(line.strip())
+    paging = Paging.of(len(found), at)
+    found = found[paging.first : paging.end]
+    for each in found:  # each step continues with what the one before it found
+        depths = [step["depth"] for step in each["steps"]]
+        each["chain"] = len({*depths}) == len(depths)
+    shown = {"verdict": verdict, "rewards": rewards, "calls": found, "gates": gates}
+    return {**shown, "notes": notes, "text": text, "paging": paging}
+
+
+def _of_call(call: dict[str, Any], line: str) -> None:
+    if weight := WEIGHT.fullmatch(line):
+        call["weight"] = weight["psi"]
+        parts = (part.rsplit(" ", 1) for part in weight["factors"].split(" x "))
+        call["factors"] = [(name, value) for name, value in parts]
+    elif link := LINK.fullmatch(line) or MISSING.fullmatch(line):
+        numbers = dict(part.split(" ", 1) for part in link["numbers"].split(", "))
+        text = link["text"].strip()
+        step = {"text": text, "words": words(text), "depth": len(link["depth"]) // 2}
+        call["steps"].append(step | {"numbers": numbers})
+    else:
+        call["notes"].append(line.strip())
+
+
+def words(text: str) -> str:
+    """A part of a credit in words, from its record: the name of a class and its fields."""
+    factor, name = "", text
+    if weighted := re.match(r"(.+?) x (?=[A-Z])", text):
+        factor, name = f"{weighted[1]} × ", text[weighted.end() :]  # noqa: RUF001
+    kind = re.split(r"[(\[]", name.partition(": ")[2] or name, maxsplit=1)[0]
+    plain = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind).capitalize()
+    return factor + WORDS.get(kind, plain)
+
+
+# Values that may be secrets: the variables of the agent, and whatever is called so.
+SECRET = re.compile(r"agent\.env\.|(^|[._-])(api[_-]?key|secret|password|token)$", re.I)
+TOP = "run"  # the name of the table of settings without one
+
+
+class Setting(NamedTuple):
+    name: str
+    value: Json
+    changed: bool  # whether it is not the default
+
+
+def tables(config: Mapping[str, Any]) -> dict[str, list[Setting]]:
+    """Table -> its settings."""
+    found: dict[str, list[Setting]] = {}
+    defaults = _defaults()
+    for key, value in flatten(config).items():
+        table, dot, name = key.partition(".")
+        shown = "set" if value and SECRET.search(key) else value
+        changed = bool(defaults) and value != defaults.get(key) and value not in ("", [], None)
+        row = Setting(name if dot else table, shown, changed)
+        found.setdefault(table if dot else TOP, []).append(row)
+    return {name: sorted(rows, key=lambda row: not row.changed) for name, rows in found.items()}
+
+
+@cache
+def _defaults() -> Mapping[str, Json]:
+    try:
+        return flatten(msgspec.to_builtins(from_store({"name": "run"})))
+    except AgentRLError:
+        return {}

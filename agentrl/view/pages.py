@@ -11,13 +11,9 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from agentrl.config import from_store
-from agentrl.errors import AgentRLError, Forbidden, Invalid, NotFound
-from agentrl.store.base import Store
-from agentrl.store.records import CallRow, Dataset, GroupRow
-from agentrl.telemetry.report import policies_without_calls, untrained_sentences
-from agentrl.traces.spelling import Spelling, spelling
-from agentrl.types import (
+from agentrl.core.config import from_store
+from agentrl.core.errors import AgentRLError, Forbidden, Invalid, NotFound
+from agentrl.core.types import (
     Credit,
     ErrorKind,
     Image,
@@ -28,11 +24,15 @@ from agentrl.types import (
     Trace,
     Transition,
 )
-from agentrl.view import charts, front, groups, prompts, records, settings, summaries, versions
-from agentrl.view.pictures import LOST, Album
+from agentrl.store.base import Store
+from agentrl.store.records import CallRow, Dataset, GroupRow
+from agentrl.telemetry.report import policies_without_calls, untrained_sentences
+from agentrl.transcript import Spelling, spelling
+from agentrl.view import front, records, summaries, versions
+from agentrl.view.records import LOST, Album
 from agentrl.view.summaries import BY_STATE, REWARD, SCORE, condition, facts
 
-SHOWN = [SCORE, REWARD, *charts.TRAINING]  # curves of a comparison
+SHOWN = [SCORE, REWARD, *summaries.TRAINING]  # curves of a comparison
 GROUPS_PER_PAGE, FOUND_PER_PAGE, ITEMS_PER_PAGE = 30, 50, 10  # rows per page
 LANES_PER_PAGE = 200  # calls of a table
 RATING, RATE = "selfplay/elo/", "selfplay/win_rate/"  # metrics of snapshots
@@ -100,16 +100,19 @@ class Pages:
         values["pool"] = any(name.startswith(RATING) for name in names)
         values["game"] = any(name.startswith("selfplay/") for name in names)
         values["datasets"] = [] if live else await self._datasets(state)
-        values |= await charts.page(self.store, state, names, query.get("metric"))
+        values |= await summaries.page(self.store, state, names, query.get("metric"))
         values["origin"] = list((await self.store.documents(run, "origin")).items())[-1:]
+        values["audited"] = bool(await self.store.documents(run, "audit"))
         values["reasons"] = await self._reasons.of(state, at)
         held_out = await front.evaluations(self.store, run)
         given: Any = self.store, self.album, run, held_out
-        values["examples"] = await front.examples(*given, game=values["game"])
+        values["examples"] = await front.examples(
+            *given, game=values["game"], share=values["percent"]
+        )
         values |= await self._tasks(run, held_out, [])
         values["solved"] = values["unit"] and all(row.last == 1.0 for row in values["task_rows"])
         values["task_rows"] = values["task_rows"][: front.TASKS_ON_FRONT]
-        values["settings"] = settings.tables(state.config)
+        values["settings"] = front.tables(state.config)
         return Page("run.html", run, values | await self._groups(run, {}, 12))
 
     async def tasks(self, run: str, query: Query) -> Page:
@@ -117,7 +120,7 @@ class Pages:
         await self._state(run)
         held_out = await front.evaluations(self.store, run)
         of = query.get("of") or ("heldout" if held_out else "train")
-        trained = await groups.recent(self.store, run) if of == "train" else []
+        trained = await front.recent(self.store, run) if of == "train" else []
         values = await self._tasks(run, held_out, trained)
         if query.get("sort") == "trend":
             values["task_rows"].sort(key=lambda row: row.trend)
@@ -126,7 +129,7 @@ class Pages:
         return Page("tasks.html", f"{run} tasks", values | {"sort": query.get("sort") or "last"})
 
     async def _tasks(
-        self, run: str, held_out: Sequence[GroupRow], trained: Sequence[groups.Listed]
+        self, run: str, held_out: Sequence[GroupRow], trained: Sequence[front.Listed]
     ) -> Values:
         if trained:
             steps, rows = front.training_tasks(trained)
@@ -140,7 +143,7 @@ class Pages:
         """The points of curves after the step `after`."""
         after = records.read_number(query, "after")
         start = -1 if after is None else after
-        found = await self.store.series(run, names, after=start, points=charts.POINTS)
+        found = await self.store.series(run, names, after=start, points=summaries.CHART_POINTS)
         return {name: records.finite(points) for name, points in found.items()}
 
     async def step(self, run: str, step: int) -> Page:
@@ -212,13 +215,19 @@ class Pages:
         """The versions of a live run as lanes, and what was decided about them."""
         return Page("versions.html", f"{run} versions", await versions.decided(self.store, run))
 
+    async def audit(self, run: str) -> Page:
+        """What attacks on the run's verifier were paid, by its newest audit."""
+        await self._state(run)
+        found = (await self.store.documents(run, "audit")).get("report")
+        return Page("audit.html", f"{run} audit", {"run": run, "report": found})
+
     async def prompts(self, run: str) -> Page:
         """The candidates of the run's searches for prompts, each below its parent."""
-        return Page("prompts.html", f"{run} prompts", await prompts.searched(self.store, run))
+        return Page("prompts.html", f"{run} prompts", await versions.searched(self.store, run))
 
     async def prompt(self, run: str, id: str) -> Page:
         """The texts of a candidate as a diff against its parent's."""
-        return Page("prompt.html", f"prompt {id}", await prompts.compared(self.store, run, id))
+        return Page("prompt.html", f"prompt {id}", await versions.compared(self.store, run, id))
 
     async def groups(self, run: str, query: Query) -> Page:
         await self._state(run)
@@ -229,22 +238,22 @@ class Pages:
         given: Any = {"state": query.get("state") or None, "before": query.get("before") or None}
         purpose, step = _choice(query, "purpose", Purpose), records.read_number(query, "step")
         rows = await self.store.groups(run, purpose=purpose, step=step, limit=limit, **given)
-        found = await groups.listed(self.store, run, rows)
+        found = await front.listed(self.store, run, rows)
         more = rows[-1].id if len(rows) == limit else None
         percent = await summaries.read_shares(self.store, run)
-        return groups.values(found, percent=percent) | {"more": more}
+        return front.values(found, percent=percent) | {"more": more}
 
     async def group(self, run: str, group: str) -> Page:
         rows = await self.store.rollouts(run, group=group)
         if not rows:
             raise NotFound(f"run {run!r} has no group {group!r}; a prune may have removed it")
         names = {row.name for one in rows for row in one.rewards if row.target is None}
-        names -= {groups.OUTCOME} if groups.seats(rows) else set()
+        names -= {front.OUTCOME} if front.seats(rows) else set()
         values: Values = {
             "run": run,
             "group": group,
             "rows": records.nested(rows, lambda row: row.branch.rollout if row.branch else ""),
-            "seats": groups.seats(rows),
+            "seats": front.seats(rows),
         }
         values["names"] = sorted(names, key=lambda name: (name != "outcome", name))
         return Page("group.html", group, values | {"first": rows[0]})
@@ -427,7 +436,7 @@ class Pages:
         self,
         run: str,
         names: list[str],
-        points: int = charts.POINTS,
+        points: int = summaries.CHART_POINTS,
         known: list[str] | None = None,
     ) -> Values:
         """Metric -> curve; empty, without a query, if the run does not have the metric. `known`:

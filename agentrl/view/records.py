@@ -1,23 +1,37 @@
-"""Convert stored records to values for templates. Pure functions; a missing number is None."""
+"""Values for templates from stored records. A missing number is None.
+
+A page describes images, and a browser fetches their files by digest; an exported file has them
+inside. Only files that browsers decode and never run are given out.
+
+Server-sent events make open pages reload their data after changes of the store. The commit of the
+folder of the run file is kept with a run.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import SequenceMatcher
 from itertools import takewhile, zip_longest
 from typing import Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
-from agentrl.base.images import digest_of, in_words, url_of
-from agentrl.errors import Invalid
+from agentrl import __version__
+from agentrl.algorithms.train.features import Feature, ServedRun
+from agentrl.core import images
+from agentrl.core.errors import Invalid, NotFound, StoreError
+from agentrl.core.images import describe, digest_of, in_words, url_of
+from agentrl.core.types import Credit, Image, Json, Purpose, Reward, Rollout, Trace, Transition
+from agentrl.store.base import Store
 from agentrl.store.records import CallRow, Item
 from agentrl.store.rows import digest
-from agentrl.traces.spelling import Spelling
-from agentrl.types import Credit, Json, Purpose, Reward, Rollout, Trace, Transition
-from agentrl.view.pictures import LOST, Picture
+from agentrl.transcript import Spelling
 
 # Characters of a message, task or result on a page; another page has all of it.
 LONGEST_TEXT = 2000
@@ -119,7 +133,7 @@ class Paging(NamedTuple):
 
 class Conversations:
     """Finds for each call of a list, in order, the conversation that it continues. The work is
-    proportional to the messages of the calls, of which a call that goes on with a call of its role
+    proportional to the messages of the calls, of which a call that continues a call of its role
     counts only the new ones."""
 
     def __init__(self) -> None:
@@ -378,3 +392,159 @@ def placed(rollout: Rollout) -> str:
         return f"session {rollout.id.partition('/')[2]}"
     kind = "held-out tasks" if rollout.purpose is Purpose.EVAL else "training"
     return f"{kind}, step {rollout.step}, rollout {rollout.id.rpartition('/')[2] or rollout.id}"
+
+
+TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")  # that browsers only decode
+IMAGES_PER_READ = 16
+MAX_KNOWN = 10_000  # pictures whose description is kept
+WIDEST, HIGHEST = 320, 208  # pixels of a thumbnail
+SMALL, LARGEST_SCALE = 112, 8  # pixels to which small images are enlarged, in whole steps
+
+
+class Picture(NamedTuple):
+    """An image as a page shows it; without an address in words only."""
+
+    label: str  # such as [image 1280x800 png 243 kB]
+    digest: str = ""
+    address: str = ""
+    width: int = 0
+    height: int = 0
+
+    @property
+    def scale(self) -> float:
+        """How much larger its thumbnail is than the image; small images are enlarged."""
+        fits = min(WIDEST / max(self.width, 1), HIGHEST / max(self.height, 1))
+        return min(fits, max(1, min(LARGEST_SCALE, SMALL // max(self.width, self.height, 1))))
+
+
+LOST = Picture(images.LOST)
+
+
+class Album:
+    """The images of a store. Keeps what the last ones are, which never changes, not their files."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[str, Picture] = {}
+
+    async def of(self, run: str, calls: Iterable[Transition]) -> dict[str, Picture]:
+        """The pictures of calls by digest, without those that are no longer stored."""
+        wanted = sorted({digest for call in calls for digest in call.images})
+        async for image in self.files(run, [d for d in wanted if d not in self._known]):
+            while len(self._known) >= MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+            address = f"/image/{image.digest}?run={quote(run)}" if _is_shown(image) else ""
+            self._known[image.digest] = Picture(
+                describe(image), image.digest, address, image.width, image.height
+            )
+        return {digest: self._known[digest] for digest in wanted if digest in self._known}
+
+    async def files(self, run: str, digests: Sequence[str]) -> AsyncIterator[Image]:
+        """Yield the images that are stored, a few of them in memory at a time."""
+        for first in range(0, len(digests), IMAGES_PER_READ):
+            some = digests[first : first + IMAGES_PER_READ]
+            found = await self._store.images(run, some)
+            for wanted in some:
+                if wanted in found:
+                    yield found[wanted]
+
+    async def file(self, run: str, digest: str) -> Image:
+        """Raises NotFound for an image that is not stored, or that a browser might run."""
+        found = (await self._store.images(run, [digest])).get(digest)
+        if found is None:
+            raise NotFound(f"image {digest} is not stored: a prune has removed it")
+        if not _is_shown(found):
+            raise NotFound(f"image {digest} is of type {found.media_type}, which is not shown")
+        return found
+
+
+def _is_shown(image: Image) -> bool:
+    return image.media_type in TYPES
+
+
+KEEPALIVE_INTERVAL = 15.0  # seconds after which a comment shows that the connection is alive
+EVENT_PAUSE = 0.7  # seconds between two events of a stream, because drawing slows down training
+REREAD_PAUSE = 2.0  # seconds before another read of an unreadable store
+
+
+class Changing(Protocol):
+    """A store, or all stores of a server."""
+
+    async def cursor(self) -> int: ...
+    async def wait(self, cursor: int, *, timeout: float | None = None) -> int: ...
+
+
+class ChangeFeed:
+    """The event streams of one server."""
+
+    def __init__(self, store: Changing) -> None:
+        self._store, self._ending = store, asyncio.Event()
+
+    def end(self) -> None:
+        """End every stream, so that the server can stop."""
+        self._ending.set()
+
+    async def stream(self, last: str) -> AsyncIterator[str]:
+        """Events `change` with the store's cursor as id. `last`: the client's last id; '': now."""
+        cursor = int(last) if last.isdecimal() else await self._store.cursor()
+        yield f"retry: 2000\nid: {cursor}\nevent: hello\ndata: {cursor}\n\n"
+        while not self._ending.is_set():
+            try:
+                newest = await self._changed(cursor)
+            except StoreError as error:
+                yield f"event: lost\ndata: {' '.join(str(error).split())}\n\n"
+                await self._rest(REREAD_PAUSE)
+                continue
+            changed, cursor = newest > cursor, newest
+            yield f"id: {cursor}\nevent: change\ndata: {cursor}\n\n" if changed else ": quiet\n\n"
+            await self._rest(EVENT_PAUSE if changed else 0)
+
+    async def _changed(self, cursor: int) -> int:
+        """The newest cursor, after a change, after QUIET seconds, or at the end."""
+        wait = asyncio.ensure_future(self._store.wait(cursor, timeout=KEEPALIVE_INTERVAL))
+        end = asyncio.ensure_future(self._ending.wait())
+        try:
+            await asyncio.wait((wait, end), return_when=asyncio.FIRST_COMPLETED)
+            return wait.result() if wait.done() else cursor
+        finally:
+            wait.cancel()
+            end.cancel()
+
+    async def _rest(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), seconds)
+
+
+DOCUMENTS = "origin"  # the kind, with one for each commit
+GIT_TIMEOUT = 5.0  # seconds
+
+
+class RunOrigin(Feature):
+    async def start(self, run: ServedRun) -> None:
+        found = await asyncio.to_thread(origin, run.config.root)
+        if found:
+            await run.store.put_documents(run.config.name, DOCUMENTS, found)
+
+
+def origin(root: str) -> dict[str, Json]:
+    """The commit of a folder, with whether files were changed since; {} if git knows none."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", root, *safe, *arguments]
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=GIT_TIMEOUT
+        )
+        return done.stdout.strip()
+
+    # No program is run that the settings of the repository name.
+    safe = ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"]
+    try:
+        commit = git("rev-parse", "HEAD")
+        for name in git("config", "--name-only", "--list").splitlines():
+            if name.startswith("filter."):
+                value = "false" if name.endswith(".required") else ""
+                safe += ["-c", f"{name}={value}"]
+        changed = bool(git("status", "--porcelain", "--untracked-files=no", "--", "."))
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {commit: {"changed": changed, "agentrl": __version__}}

@@ -16,7 +16,7 @@ from jinja2.runtime import Context
 from markupsafe import Markup
 from msgspec.json import encode
 
-from agentrl.scores import missing_text
+from agentrl.core.types import missing_text
 from agentrl.view.pages import Page
 from agentrl.view.records import LONGEST_TEXT, gist, placed, text_of
 

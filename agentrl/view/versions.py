@@ -1,4 +1,8 @@
-"""The page of a live run: its versions as lanes, and what was decided about them."""
+"""The pages of versions: of a live run, and of a search for prompts.
+
+A live run's versions are lanes with what was decided about them; a search has candidates, and a
+page for the texts of one.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,58 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from agentrl.config.live import PromotionConfig
-from agentrl.errors import NotFound
-from agentrl.live.records.documents import Compared, Event, Told, Version, told, unmet
+from agentrl.algorithms.prompt_search import Candidate, candidates_of, reflections_of
+from agentrl.core.config.live import PromotionConfig
+from agentrl.core.errors import NotFound
+from agentrl.core.types import Purpose, RunState
+from agentrl.live.records import Compared, Event, LiveState, Version, live_state, unmet
 from agentrl.store.base import Store
+from agentrl.store.records import GroupRow
+from agentrl.view.records import changes, nested
+
+SHOWN_GROUPS = 500  # last groups of searches whose scores are shown
+Values = dict[str, Any]
+
+
+async def searched(store: Store, run: str) -> Values:
+    """The candidates of the run's searches, each below its parent."""
+    state, known = await _candidates(store, run)
+    rows = nested([*known.values()], lambda one: next(iter(one.parents), ""))
+    return {"run": run, "rows": rows, "known": known} | await _found(store, state)
+
+
+async def compared(store: Store, run: str, id: str) -> Values:
+    """The texts of a candidate as a diff against its parent's."""
+    state, known = await _candidates(store, run)
+    if (one := known.get(id)) is None:
+        raise NotFound(f"run {run!r} has no candidate {id!r}")
+    parent = known.get(next(iter(one.parents), ""), one)
+    pairs = zip(parent.texts, one.texts, strict=False)
+    texts = [(new, changes(old.text, new.text)) for old, new in pairs]
+    asked = [row for row in await reflections_of(store, run) if row.id == one.reflection]
+    values = {"run": run, "one": one, "parent": parent, "texts": texts, "asked": asked}
+    return values | await _found(store, state)
+
+
+async def _candidates(store: Store, run: str) -> tuple[RunState, dict[str, Candidate]]:
+    if (state := await store.run(run)) is None:
+        raise NotFound(f"there is no run {run!r} in this store")
+    return state, {one.id: one for one in await candidates_of(store, run)}
+
+
+async def _found(store: Store, state: RunState) -> Values:
+    """(candidate, kind) -> the groups with which searches scored candidates."""
+    prefix, settings = f"{state.run}/prompts/", state.config.get("prompts") or {}
+    given: Any = {"purpose": Purpose.EVAL, "before": f"{state.run}/prompts0"}
+    found: dict[tuple[str, str], list[GroupRow]] = {}
+    for group in await store.groups(state.run, limit=SHOWN_GROUPS, **given):
+        if group.id.startswith(prefix):
+            search, _, name = group.id.removeprefix(prefix).partition("/")
+            kind = "validation" if group.n == settings.get("validation") else "minibatch"
+            key = (name.rpartition(".")[2], search if search == "heldout" else kind)
+            found.setdefault(key, []).append(group)
+    return {"found": found}
+
 
 VERSIONS, EVENTS = 24, 60  # newest ones that are shown
 NARROWEST = 0.4  # percent of the width that a phase has at least
@@ -37,7 +89,7 @@ async def decided(store: Store, run: str) -> dict[str, Any]:
     """The versions of a live run, and the last decisions about them."""
     if (state := await store.run(run)) is None:
         raise NotFound(f"there is no run {run!r} in this store")
-    known, now = await told(store, run), time.time()
+    known, now = await live_state(store, run), time.time()
     rows = rows_of(known, now)
     candidate = None if known.lanes is None else known.lanes.candidate
     current = None if candidate is None else known.compared.get(candidate)
@@ -51,7 +103,7 @@ async def decided(store: Store, run: str) -> dict[str, Any]:
     return values
 
 
-def rows_of(known: Told, now: float) -> list[VersionRow]:
+def rows_of(known: LiveState, now: float) -> list[VersionRow]:
     """A row for each version, the newest first."""
     found, last = phases(known.events, now), {event.version: event for event in known.events}
     numbers = sorted({*known.versions, *last}, reverse=True)
@@ -103,7 +155,7 @@ def _add(own: list[Phase], new: Phase) -> None:
     own.append(new)
 
 
-def _state(known: Told, version: int, last: Event | None) -> tuple[str, float]:
+def _state(known: LiveState, version: int, last: Event | None) -> tuple[str, float]:
     """What a version is now, and its share of new sessions."""
     lanes = known.lanes
     if lanes is not None and version == lanes.serving:

@@ -3,13 +3,17 @@
 A credit maps a batch to advantages A, float64 [N]. NaN means *missing*: a rollout without a reward
 enters no statistic and not the loss. 0 means *no gradient*: the rollout equals its baseline or has
 no others to be compared with; it counts in the denominators of the loss.
+
+A credit may be nested in others: `nested_records`, `map_records` and `format_record` search, change
+and format the records of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from math import inf
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +21,7 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, lift, next_same, owner, reduce_by, scan, units
 from agentrl.algorithms.data.merge import split_reference
-from agentrl.errors import TrainingError, nearest
+from agentrl.core.errors import TrainingError, nearest
 
 Credit = Callable[[Batch], Tensor]
 """Batch -> A [N]."""
@@ -53,20 +57,20 @@ def standardise(
     """(x - baseline) / scale among units of equal id.
 
     x [U]: NaN = missing: enters no statistic, result 0. by, norm_by (default `by`) int64 [U]: ids
-    of the groups for the baseline, and for the scale. base: none, the mean, the mean of the others
-    (leave-one-out), or given values [U]. norm: the standard deviation of x - baseline plus eps (of
-    which less below ORDINARY, in proportion: small rewards have the same advantages as large ones),
-    or the mean of |x|: the mean of x if none is negative, and with mixed signs that nearly cancel
-    it keeps the result of n rewards within n + 1. w, bw [U]: frequency weights of all statistics,
-    and of the baseline alone.
+    of the groups for the baseline, and for the scale. base: none, the mean, the mean of the
+    others (leave-one-out), or given values [U]. norm: the standard deviation of x - baseline
+    plus eps (of which less below ORDINARY_DEVIATION, in proportion: small rewards have the same
+    advantages as large ones), or the mean of |x|: the mean of x if none is negative, and with
+    mixed signs that nearly cancel it keeps the result of n rewards within n + 1. w, bw [U]:
+    frequency weights of all statistics, and of the baseline alone.
 
     The deviation is taken around the mean of x - baseline. That mean is 0 for the baselines "mean"
     and "loo" without weights; with given values (an EMA, a greedy rollout) it may not be, and then
     stays in the result but does not enter the scale.
 
     The result is exactly 0, not rounding noise divided by eps, for a unit without others to compare
-    with, for one within SPREAD of its baseline (relative to the largest |x| of its id), and if the
-    mean or deviation to divide by is not positive."""
+    with, for one within ROUNDING_SPREAD of its baseline (relative to the largest |x| of its
+    id), and if the mean or deviation to divide by is not positive."""
     known = ~(x - base if isinstance(base, Tensor) else x).isnan()
     x = torch.where(known, x.double(), 0.0)
     weight = known.double() if w is None else known * w.double()
@@ -373,3 +377,47 @@ class TokenKLPenalty:
                 f"{batch.n_tokens} tokens, and there are none; set its coefficient to 0"
             )
         return self.beta * (batch.behaviour.double() - batch.reference.double())
+
+
+def nested_records(part: object) -> Iterator[object]:
+    """Yield a credit and every record inside it, outermost first."""
+    inside = part if isinstance(part, tuple) else ()
+    if is_dataclass(part) and not isinstance(part, type):
+        yield part
+        inside = tuple(getattr(part, item.name) for item in fields(part))
+    for item in inside:
+        yield from nested_records(item)
+
+
+def rewards_read(*parts: object) -> tuple[str, ...]:
+    """The reward references that credits read: every `reward` field that is a string, in order."""
+    found = (getattr(record, "reward", None) for record in nested_records(parts))
+    return tuple(dict.fromkeys(name for name in found if isinstance(name, str)))
+
+
+def map_records(part: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of a credit with `change` applied to every record inside it, innermost first."""
+    if isinstance(part, tuple):
+        return tuple(map_records(item, change) for item in part)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    inner = {item.name: map_records(getattr(part, item.name), change) for item in fields(part)}
+    return change(replace(part, **inner))
+
+
+def format_record(record: object, leave_out: tuple[str, ...] = ()) -> str:
+    """Format a record with the fields that differ from their defaults, GroupRelative('outcome',
+    norm='std'), or one with only numbers with all that are finite, Clip(0.2, hi=0.28)."""
+    if isinstance(record, tuple):
+        return f"({', '.join(map(format_record, record))}{',' if len(record) == 1 else ''})"
+    if not is_dataclass(record) or isinstance(record, type):
+        return getattr(record, "__name__", repr(record))
+    shown = []
+    numeric = all(isinstance(getattr(record, field.name), float) for field in fields(record))
+    for number, field in enumerate(fields(record)):
+        value = getattr(record, field.name)
+        usual = value == (inf if numeric else field.default)
+        if field.name in leave_out or (number and usual):
+            continue
+        shown.append(f"{field.name}={format_record(value)}" if number else format_record(value))
+    return f"{type(record).__name__}({', '.join(shown)})"

@@ -2,8 +2,12 @@
 
     token -> transition (a call) -> row -> rollout -> group
 
+    observation -> row
+
 A token is an *action* token (sampled by the policy). Prompts, tool results and template tokens
-are context: they appear in `Row.tokens`, never in the token level.
+are context: they appear in `TokenRow.tokens`, never in the token level. An observation is a token
+of what a tool or the environment answered to an action of the policy; it has a level of its own, so
+nothing that is computed of tokens (ratios, KL, credit, averages) can see it.
 """
 
 from __future__ import annotations
@@ -27,21 +31,25 @@ class TokenRow:
     logprobs: Tensor  # float32 [A], behaviour log-probs at the sampling temperature
     temperature: Tensor  # float32 [A], > 0
     transition: Tensor  # int64 [A], index into Batch.transitions
+    # int64 [O], positions of observations in `tokens`, ascending, each >= 1 and before the last
+    # action.
+    observed: Tensor = field(default_factory=_unknown)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows and level tables of one optimizer batch.
 
-    N action tokens, S calls, R rows, U rollouts, K roles, M groups. Token columns concatenate
-    the rows' action tokens in row order. The calls of a rollout are contiguous and in call
-    order. An unknown column is empty; comparing by it is an error.
+    N action tokens, O observations, S calls, R rows, U rollouts, K roles, M groups. Token columns
+    concatenate the rows' action tokens in row order, columns of observations their observations.
+    The calls of a rollout are contiguous and in call order. An unknown column is empty; comparing
+    by it is an error.
     """
 
     rows: list[TokenRow]
     token_row: Tensor  # int64 [N]
     token_transition: Tensor  # int64 [N]
-    behaviour: Tensor  # float32 [N]
+    behaviour: Tensor  # float32 [N], log-probs of the sampler
     transition_rollout: Tensor  # int64 [S]
     transition_role: Tensor  # int64 [S], index into `roles`
     row_rollout: Tensor  # int64 [R]
@@ -53,8 +61,8 @@ class Batch:
     groups: list[str]  # ids [M]
     rollouts: list[str]  # ids [U]
     transitions: list[str]  # ids [S]
-    # The training step that trains it, from 1 as the console counts. Outside of a training step:
-    # the one that its last group was planned for, from 0.
+    # The training step that trains it, counted from 1 as on the console. Outside of a training
+    # step: the step for which its last group was planned, counted from 0.
     step: int = 0
     transition_state: Tensor = field(default_factory=_unknown)  # int64 [S], id of its state
     transition_action: Tensor = field(default_factory=_unknown)  # int64 [S], id of its answer
@@ -67,14 +75,21 @@ class Batch:
     rollout_greedy: Tensor = field(default_factory=_unknown)  # bool [U], all at temperature 0
     values: Tensor = field(default_factory=_unknown)  # float64 [N], critic's, before each token
     reference: Tensor = field(default_factory=_unknown)  # float64 [N], reference log-probs
-    # int64 [N, K], tokens whose log-probs psi reads, the sampled one first: see `LossCoefficients`.
+    # float64 [N], log-prob of each token where the prompt tells more, less that where it does not;
+    # NaN: told nothing.
+    told: Tensor = field(default_factory=_unknown)
+    # int64 [N, K], tokens whose log-probs psi reads, the sampled one first.
     symbols: Tensor = field(default_factory=_unknown)
     # int64 [R], ids: psi needs the log-probs of all rows of one id at once. Empty: rows are
     # independent.
     row_unit: Tensor = field(default_factory=_unknown)
     # Values of each `RememberedColumn`, by its name (state.py): float64, one per unit of its level.
     remembered: Mapping[str, Tensor] = field(default_factory=dict)
-    token_version: Tensor = field(default_factory=_unknown)  # int64 [N], sampling policy; -1: ?
+    # int64 [N], version of the policy that sampled each token; -1: unknown.
+    token_version: Tensor = field(default_factory=_unknown)
+    observation_row: Tensor = field(default_factory=_unknown)  # int64 [O]
+    observation_source: Tensor = field(default_factory=_unknown)  # int64 [O], index into `sources`
+    sources: list[str] = field(default_factory=list)  # names of tools, or roles of messages
 
     @property
     def n_tokens(self) -> int:
@@ -106,8 +121,8 @@ class Batch:
         return position - first[self.transition_rollout]
 
     def cut(self, rows: Tensor) -> tuple[Batch, Tensor]:
-        """The batch with these rows [r] alone, ascending, and the indices [n] of its tokens in this
-        one. The levels above rows keep all their units."""
+        """The batch with these rows only (int64 [r], ascending), and the indices int64 [n] of its
+        tokens in this batch. The levels above rows keep all their units."""
         tokens = torch.isin(self.token_row, rows).nonzero().flatten()
         columns = (
             "behaviour",
@@ -115,15 +130,19 @@ class Batch:
             "token_version",
             "values",
             "reference",
+            "told",
             "symbols",
         )
         known = {name: x for name in columns if len(x := getattr(self, name))}
+        seen = torch.isin(self.observation_row, rows)
         part = replace(
             self,
             rows=[self.rows[row] for row in rows.tolist()],
             token_row=torch.searchsorted(rows, self.token_row[tokens]),
             row_rollout=self.row_rollout[rows],
             row_unit=self.row_unit[rows] if len(self.row_unit) else self.row_unit,
+            observation_row=torch.searchsorted(rows, self.observation_row[seen]),
+            observation_source=self.observation_source[seen],
             **{name: x[tokens] for name, x in known.items()},
         )
         return part, tokens

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.errors import TrainingError
+from agentrl.core.errors import TrainingError
 
 Level = Literal["token", "transition", "role", "rollout"]
 """The kind of unit that a value belongs to. "role": each role of each rollout, [U * K]."""

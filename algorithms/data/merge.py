@@ -1,10 +1,11 @@
-"""Stored groups to a batch: calls are merged to rows of tokens, and what else is known of them
+"""The batch of stored groups: calls are merged to rows of tokens, and what else is known of them
 becomes columns of ids and of rewards.
 
 One row per branch of an attempt's token tree: a call extends a row whose tokens are an exact prefix
 of its prompt. Every other call (a sub-agent, a second sample of one prompt, a compacted history)
 starts a new row. Invariant: each sampled token is an action exactly once, after exactly the tokens
-it was sampled from; elsewhere it is context.
+it was sampled from; elsewhere it is context. An observation follows an action of its attempt, and
+is counted once, however many branches continue it.
 
 A reward reference is `name` (scope rollout), `role:name` or `transition:name`. A column of rewards
 has one number per rollout, role or call; NaN if there is no row.
@@ -13,9 +14,10 @@ has one number per rollout, role or call; NaN if there is no row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from types import MappingProxyType
 
 import msgspec
 import torch
@@ -23,8 +25,8 @@ from msgspec import structs
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch, TokenRow
-from agentrl.errors import TrainingError, nearest
-from agentrl.types import (
+from agentrl.core.errors import TrainingError, nearest
+from agentrl.core.types import (
     POLICY,
     Group,
     Json,
@@ -134,6 +136,12 @@ def dense_ids(values: Iterable[Hashable]) -> Tensor:
     return torch.tensor([ids.setdefault(value, len(ids)) for value in values], dtype=torch.int64)
 
 
+Observations = Callable[[Transition, Transition], Iterable[tuple[int, str]]]
+"""(a call, an earlier one whose prompt and completion its prompt begins with) -> positions in the
+prompt, ascending, of what tools and the environment answered to the earlier one, with their
+sources."""
+
+
 def build_batch(
     groups: Iterable[Group],
     *,
@@ -141,14 +149,15 @@ def build_batch(
     min_group: int = 0,
     policy: str = POLICY,
     state: Callable[[Transition], Hashable] = last_observation,
+    observations: Observations | None = None,
 ) -> Batch:
     """The batch of one training step of `policy`.
 
     reward_names: reward references; empty: rollouts need no reward. state: returns the state of a
-    call; calls with equal states are comparable. Leaves out failed rollouts without a reward,
-    inexact calls, calls of other policies, and groups with fewer than `min_group` scored rollouts.
-    Keeps rollouts with a missing reward (NaN), and rollouts without sampled tokens (no rows),
-    because their reward counts."""
+    call; calls with equal states are comparable. observations: default: there are none. Leaves out
+    failed rollouts without a reward, inexact calls, calls of other policies, and groups with fewer
+    than `min_group` scored rollouts. Keeps rollouts with a missing reward (NaN), and rollouts
+    without sampled tokens (no rows), because their reward counts."""
     step, names, rollouts, rollout_group = 0, list[str](), list[Rollout](), list[int]()
     for group in groups:
         step = group.step
@@ -160,10 +169,12 @@ def build_batch(
             names.append(group.id)
     own = [[call for call in row.transitions if trainable(call, policy)] for row in rollouts]
     calls = [call for some in own for call in some]
-    rows, row_rollout = _merge_each(own)
+    rows, row_rollout, seen = _merge_each(own, observations)
+    sources = sorted(set(seen))
     prompts = [blake2b(call.prompt).digest() for call in calls]
     completions = [blake2b(call.completion).digest() for call in calls]
     roles = sorted({call.role for call in calls})
+    seen_row = _ids(range(len(rows))).repeat_interleave(_ids(len(row.observed) for row in rows))
     warm = [any(call.sampling.temperature > 0 for call in some) for some in own]
     return Batch(
         rows=rows,
@@ -190,10 +201,17 @@ def build_batch(
         transition_truncated=torch.tensor([call.finish == "length" for call in calls]).bool(),
         rollout_greedy=~torch.tensor(warm).bool(),
         token_version=_token_version(rows, calls),
+        observation_row=seen_row,
+        observation_source=_ids(sources.index(source) for source in seen),
+        sources=sources,
     )
 
 
-def merge(calls: Sequence[Transition]) -> list[TokenRow]:
+Observed = Mapping[int, list[tuple[int, str]]]
+"""Observations by the index of the call in whose prompt they are: their positions and sources."""
+
+
+def merge(calls: Sequence[Transition], observed: Observed = MappingProxyType({})) -> list[TokenRow]:
     """Rows of one attempt, in the order of their first call. `TokenRow.transition` indexes
     `calls`, which must all be `trainable`.
 
@@ -215,7 +233,34 @@ def merge(calls: Sequence[Transition]) -> list[TokenRow]:
         branch.tokens = prompt + calls[index].completion.tobytes()
         branch.calls.append(index)
     branches.sort(key=lambda branch: min(branch.calls))
-    return [_row(branch, calls) for branch in branches]
+    return [_row(branch, calls, observed) for branch in branches]
+
+
+def _observed(calls: Sequence[Transition], observations: Observations) -> Observed:
+    """The observations in the prompts of calls, by the call's index: what follows the longest
+    earlier call that is a prefix. A branch does not count again what it shares with another, nor
+    what follows a call that repeats another rollout's, which is counted there."""
+    found: dict[int, list[tuple[int, str]]] = {}
+    acted = {c.prompt.tobytes() + c.completion.tobytes(): c for c in calls if len(c.completion)}
+    known: dict[bytes, list[Sequence[int]]] = {}
+    for index, call in enumerate(calls):
+        if not len(call.completion) or call.repeats is not None:
+            continue
+        prompt = call.prompt.tobytes()
+        before = max((one for one in acted if prompt.startswith(one)), key=len, default=b"")
+        if not before or acted[before].repeats is not None:
+            continue
+        earlier, start = acted[before], len(before) // call.prompt.itemsize
+        new, others = call.prompt[start:], known.setdefault(before, [])
+        first = start + max((_common(new, other) for other in others), default=0)
+        found[index] = [(at, name) for at, name in observations(call, earlier) if at >= first]
+        others.append(new)
+    return found
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 @dataclass(slots=True)
@@ -224,7 +269,7 @@ class _Branch:
     calls: list[int] = field(default_factory=list)
 
 
-def _row(branch: _Branch, every: Sequence[Transition]) -> TokenRow:
+def _row(branch: _Branch, every: Sequence[Transition], seen: Observed) -> TokenRow:
     calls = [every[index] for index in branch.calls]
     sizes = torch.tensor([len(call.completion) for call in calls])
     spans = [(len(call.prompt), len(call.prompt) + len(call.completion)) for call in calls]
@@ -236,18 +281,25 @@ def _row(branch: _Branch, every: Sequence[Transition]) -> TokenRow:
         logprobs=torch.cat([torch.frombuffer(c.logprobs, dtype=torch.float32) for c in calls]),
         temperature=torch.tensor(temperatures).repeat_interleave(sizes),
         transition=torch.tensor(branch.calls).repeat_interleave(sizes),
+        observed=_ids(at for index in branch.calls for at, _ in seen.get(index, ())),
     )
 
 
-def _merge_each(attempts: Sequence[Sequence[Transition]]) -> tuple[list[TokenRow], list[int]]:
-    """Rows of several attempts, with calls numbered consecutively, and the attempt of each row."""
-    rows, numbers, first = list[TokenRow](), list[int](), 0
+def _merge_each(
+    attempts: Sequence[Sequence[Transition]], observations: Observations | None
+) -> tuple[list[TokenRow], list[int], list[str]]:
+    """Rows of several attempts, with calls numbered consecutively, the attempt of each row, and the
+    source of each observation."""
+    rows, numbers, sources, first = list[TokenRow](), list[int](), list[str](), 0
     for number, calls in enumerate(attempts):
-        merged = merge(calls)
-        rows += [replace(row, transition=row.transition + first) for row in merged]
-        numbers += [number] * len(merged)
+        seen: Observed = {} if observations is None else _observed(calls, observations)
+        for row in merge(calls, seen):
+            rows.append(replace(row, transition=row.transition + first))
+            numbers.append(number)
+            own = dict.fromkeys(row.transition.tolist())
+            sources += [source for call in own for _, source in seen.get(call, ())]
         first += len(calls)
-    return rows, numbers
+    return rows, numbers, sources
 
 
 def _token_version(rows: Iterable[TokenRow], calls: Sequence[Transition]) -> Tensor:
@@ -258,9 +310,10 @@ def _token_version(rows: Iterable[TokenRow], calls: Sequence[Transition]) -> Ten
 
 def token_versions(call: Transition) -> Tensor:
     """Version of the policy that sampled each token, int64 [C]; -1 if unknown."""
-    spans = call.spans or [(0, -1 if call.version is None else call.version)]
-    starts = _ids([*(start for start, _ in spans), len(call.completion)])
-    return _ids(version for _, version in spans).repeat_interleave(starts.diff())
+    if not call.spans:
+        return torch.full((len(call.completion),), -1 if call.version is None else call.version)
+    starts = _ids([*(start for start, _ in call.spans), len(call.completion)])
+    return _ids(version for _, version in call.spans).repeat_interleave(starts.diff())
 
 
 def _ids(values: Iterable[int]) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level
-from agentrl.errors import PolicyError, TrainingError, nearest
-from agentrl.types import Group, Json, Rollout
+from agentrl.core.errors import PolicyError, TrainingError, nearest
+from agentrl.core.types import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class StatePart(Protocol):
 
 @runtime_checkable
 class Measured(Protocol):
-    """A `StatePart` that says something of the last batch."""
+    """A `StatePart` with metrics of the last batch."""
 
     def metrics(self) -> Mapping[str, float]: ...
 
@@ -43,7 +43,8 @@ class Measured(Protocol):
 class RememberedColumn:
     """A column of a credit whose values come from earlier steps: a frozen dataclass.
 
-    stored_as: the word for its state in checkpoints, which stays when the class is renamed."""
+    stored_as: the word for its state in checkpoints, which is not changed when the class is
+    renamed."""
 
     __slots__ = ()
     stored_as: ClassVar[str]
@@ -154,7 +155,7 @@ class AlgorithmState:
         for name, part in self.parts.items():
             if name not in data:
                 log.warning(
-                    "The checkpoint has no state of %s; starting it anew.", shown.get(name, name)
+                    "The checkpoint has no state of %s; resetting it.", shown.get(name, name)
                 )
                 continue
             try:

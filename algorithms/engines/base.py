@@ -1,5 +1,6 @@
-"""The `PolicyServer` protocol, and the code that all policy servers share. Requests are OpenAI's
-chat completions with vLLM's additions:
+"""The `PolicyServer` protocol, and the code that all policy servers share.
+
+Requests are OpenAI's chat completions with vLLM's additions:
 
 request   `return_token_ids: true`, `logprobs: true`
 response  `prompt_token_ids`, `choices[].token_ids`, `choices[].logprobs.content[].logprob`
@@ -22,8 +23,8 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from agentrl.base.http_server import server_loop
-from agentrl.errors import PolicyError
+from agentrl.core.errors import PolicyError
+from agentrl.core.http import server_loop
 
 T = TypeVar("T")
 VERSION_HEADER = "x-policy-version"  # in every response
@@ -64,7 +65,7 @@ class PolicyServer(Protocol):
 class RequestHold:
     """Counts the calls in flight of a policy server, and holds new calls while weights change.
 
-    New calls are held at first, until `release`. Always true: from the return of `hold` to
+    New calls are held at first, until `release`. Invariant: from the return of `hold` to
     `release` no call is in flight, so one version of a policy answers a whole call. Used on one
     event loop."""
 

@@ -1,10 +1,11 @@
 """Auxiliary models: the critic, and two frozen scorers, the reference and the teacher.
 
 The critic is a linear head on the policy's hidden states, which costs no extra forward pass and
-trains the policy's layers too, or on those of a separate decoder. Always true: a new head returns 0
+trains the policy's layers too, or on those of a separate decoder. Invariant: a new head returns 0
 everywhere, so the first advantages are the returns; the head is float32 or wider; the policy's
 optimizer, at its learning rate, applies the gradient of a shared head by the policy's weights. A
-frozen model changes in one case only: every `every` steps the reference becomes the current policy.
+frozen model changes in one case only: every `every` steps the reference becomes the current policy,
+or moves a share of the way to it.
 Checkpoints hold no other frozen model, because the run file names it.
 """
 
@@ -22,20 +23,15 @@ from torch.nn import Linear, ModuleDict
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.learners.optimizer import Optimizer, read_trained, save_trained
+from agentrl.algorithms.model.chat import Tokenizer
 from agentrl.algorithms.model.forward import check_model, hidden_states
-from agentrl.algorithms.model.inputs import inputs_of
-from agentrl.algorithms.model.load import (
-    Tokenizer,
-    copy_weights,
-    load_model,
-    read_weights,
-    save_weights,
-)
+from agentrl.algorithms.model.load import copy_weights, load_model, read_weights, save_weights
 from agentrl.algorithms.model.packing import Pack
+from agentrl.algorithms.model.scaled import inputs_of
 from agentrl.algorithms.objective.values import ValueTerms, value_loss
-from agentrl.errors import PolicyError
+from agentrl.core.errors import PolicyError
 
-CRITIC = Path("critic", "critic.safetensors")  # in a checkpoint, beside the critic's optimizer
+CRITIC = Path("critic", "critic.safetensors")  # in a checkpoint, next to the critic's optimizer
 REFERENCE = "reference.safetensors"  # in a checkpoint
 
 
@@ -107,19 +103,28 @@ class ValueModel:
 @dataclass(frozen=True, slots=True)
 class Reference:
     """A frozen model that scores the tokens of `policy`. every: number of training steps after
-    which `policy` is copied into it; 0: never."""
+    which `policy` is copied into it; 0: never. mix: the share of `policy` then, 1: all."""
 
     model: PreTrainedModel
     policy: PreTrainedModel
     every: int = 0
+    mix: float = 1.0
 
     def __post_init__(self) -> None:
         freeze(self.model)
 
     def finish(self, step: int) -> None:
-        """Called after training step number `step`: copies the policy if it is time."""
-        if self.every and (step + 1) % self.every == 0:
-            copy_weights(self.model, dict(self.policy.named_parameters()))
+        """Called after training step number `step`: copies the policy, or its share, if it is
+        time."""
+        if not self.every or (step + 1) % self.every:
+            return
+        now = dict(self.policy.named_parameters())
+        if self.mix == 1:
+            copy_weights(self.model, now)
+            return
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.lerp_(now[name].to(parameter), self.mix)
 
     def save(self, directory: Path) -> None:
         """Write the weights into a checkpoint, if they change during the run."""

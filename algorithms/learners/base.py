@@ -2,8 +2,9 @@
 
 The protocol's few methods suffice for every algorithm, because there is one loss:
 
-loss = - sum_t sg[psi_t] * log pi_t - sum_t eta_t * H_t
+loss = - sum_t sg[psi_t] * log pi_t - sum_t eta_t * H_t - sum_o omega_o * log pi_o
 
+over the tokens t and, for an algorithm that learns from them, the observations o of a batch;
 plus, with a critic, the squared error of its values.
 """
 
@@ -22,13 +23,13 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.model.adapters import Adapters
-from agentrl.algorithms.model.inputs import inputs_of
-from agentrl.algorithms.model.load import Tokenizer, no_progress_bars, read_policy
+from agentrl.algorithms.model.chat import Tokenizer
+from agentrl.algorithms.model.load import Adapters, no_progress_bars, read_policy
+from agentrl.algorithms.model.scaled import inputs_of
 from agentrl.algorithms.objective.core import FrozenModel
+from agentrl.algorithms.objective.ratios import LearnerOutput
 from agentrl.algorithms.objective.values import ValueTerms
-from agentrl.algorithms.presets.registry import LearnerOutput
-from agentrl.errors import PolicyError
+from agentrl.core.errors import PolicyError
 
 LossCoefficients = Callable[[Tensor, Tensor], Tensor]
 """(current log-probs [n], token indices int64 [n]) -> psi [n], the coefficients of log-probs.
@@ -36,8 +37,6 @@ LossCoefficients = Callable[[Tensor, Tensor], Tensor]
 Called once per micro-batch of whole rows and whole units of `Batch.row_unit`, detached. Indices
 point into the batch's token level. If the batch has `symbols`, the log-probs are those of the
 symbols, [n, K], the sampled token first; psi is [n] for the sampled tokens, or [n, K]."""
-
-Psi = LossCoefficients  # its earlier name, until the next version
 
 Frozen = Literal["reference", "teacher"]
 Scored = Literal["current"] | Frozen
@@ -53,6 +52,8 @@ class StepReport(msgspec.Struct, kw_only=True):
     tokens: int = 0  # tokens forwarded, context included
     applied: bool = False  # false: the gradient was not finite and the update was skipped
     entropy: Tensor | None = None  # float32 [N], nats, before each token, if it is computed
+    # float32 [O]: log-probs of the observations before the update; empty: not computed.
+    observations: Tensor = msgspec.field(default_factory=lambda: torch.empty(0))
     symbols: Tensor | None = None  # float32 [N, K]: log-probs of the batch's symbols, if any
     metrics: dict[str, float] = {}  # the learner's other metrics, by full name
 
@@ -63,7 +64,7 @@ class StepReport(msgspec.Struct, kw_only=True):
 
 
 class SavedPart(Protocol):
-    """What is in the checkpoints of a learner beside its policy."""
+    """What is in the checkpoints of a learner besides its policy."""
 
     def save(self, directory: Path) -> None: ...
 
@@ -77,7 +78,7 @@ class Learner(Protocol):
 
     supplies: frozenset[LearnerOutput]
     """The models whose log-probs it can compute, and whether it can compute values, the most
-    probable tokens, and the gradient of the entropy."""
+    probable tokens, the gradient of the entropy, and that of observations."""
     undoable: bool
     """Whether `algorithm.max_kl` can undo its steps, by `mark` and `shrink`."""
 
@@ -106,9 +107,11 @@ class Learner(Protocol):
         lr: float,
         critic: ValueTerms | None = None,
         entropy_weights: Tensor | None = None,
+        observation_weights: Tensor | None = None,
     ) -> StepReport:
         """Forward, backward and update of the policy, and of the critic if there are terms.
-        entropy_weights: [N]. A log-prob, value, loss or gradient that is not finite: no update.
+        entropy_weights: [N]. observation_weights: [O], only given to a learner that supplies
+        "observations". A log-prob, value, loss or gradient that is not finite: no update.
 
         metrics: memory/*peak_mb (see `memory.peak`) and those of `critic_metrics`."""
 
@@ -152,7 +155,7 @@ class LearnerDefaults:
     frozen: Mapping[Frozen, FrozenModel] = MappingProxyType({})
 
     def mark(self) -> None:
-        raise NotImplementedError(f"{type(self).__name__} undoes no step")
+        raise NotImplementedError(f"{type(self).__name__} cannot undo a step")
 
     def shrink(self, share: float) -> None:
         self.mark()
@@ -217,10 +220,10 @@ class PolicyWeights(LearnerDefaults):
         for name, tensor in self.model.state_dict().items():
             tensor.copy_(weights[name])
 
-    def check_output(self, asked: LearnerOutput) -> None:
+    def check_output(self, output: LearnerOutput) -> None:
         """Raise PolicyError for a model that the learner does not have."""
-        if asked not in self.supplies:
-            raise PolicyError(f"the learner has no {'critic' if asked == 'values' else asked}")
+        if output not in self.supplies:
+            raise PolicyError(f"the learner has no {'critic' if output == 'values' else output}")
 
 
 def fixed_coefficients(found_N: Tensor, p: Tensor, index: Tensor) -> Tensor:

@@ -1,12 +1,19 @@
-"""Builds the learner of a policy and its auxiliary models from the run file.
+"""The learner of a policy and its auxiliary models, built from the run file.
 
 Models that the algorithm does not read are not loaded; settings without effect are errors.
+
+`use_liger` replaces norms and gated activations of one loaded model by Liger Kernel's fused ones.
+They are Triton kernels, so the model must be on an NVIDIA GPU; a sampler and a learner that share
+the model both use them.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from transformers import PreTrainedModel
@@ -14,20 +21,24 @@ from transformers import PreTrainedModel
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.base import Frozen, Learner
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.liger.kernels import use_liger
-from agentrl.algorithms.model.adapters import Adapters
-from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
-from agentrl.algorithms.model.inputs import inputs_of
-from agentrl.algorithms.model.load import Tokenizer
+from agentrl.algorithms.model.chat import Tokenizer
+from agentrl.algorithms.model.lm_head import ThreadTuner, thread_tuner
+from agentrl.algorithms.model.load import Adapters
+from agentrl.algorithms.model.scaled import inputs_of
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.ratios import LearnerOutput
 from agentrl.algorithms.plugins import learner_factory
-from agentrl.algorithms.presets.registry import LearnerOutput
-from agentrl.config import RunConfig, Section, TorchLearnerConfig
-from agentrl.config.learning import MODEL_LR
-from agentrl.errors import ConfigError
-from agentrl.plugins import check_protocol
-from agentrl.types import POLICY
+from agentrl.algorithms.vision.learner import ImageTextLearner
+from agentrl.core.config import RunConfig, Section, TorchLearnerConfig
+from agentrl.core.config.learning import MODEL_LR
+from agentrl.core.errors import ConfigError, PolicyError, install_command
+from agentrl.core.plugins import check_protocol
+from agentrl.core.types import POLICY
 
+KEY = "learner.liger_kernel"
+
+
+SHARED_COEFFICIENT = 0.5  # of the value loss in the loss of a policy that shares its layers
 HEAD_STEP = 0.05  # a shared head's learning rate times its width: how far AdamW moves a value
 
 
@@ -41,9 +52,9 @@ def make_learner(
 ) -> Learner:
     """Build the learner of `model`, or of its adapter `policy`. The caller closes it.
 
-    Raises PolicyError for models that cannot be loaded, ConfigError for unsupported settings and
-    for what is no learner or lacks a stream."""
-    factory = learner_factory(config)
+    Raises PolicyError for models that cannot be loaded; ConfigError for unsupported settings, for a
+    factory that returns no learner, and for a learner without a stream that `algo` reads."""
+    factory = learner_factory(config.learner.kind, Path(config.root))
     learner: Learner = factory(config, algo, model, tokenizer, adapters, policy)
     check_protocol(learner, Learner, by=factory, key="learner.kind")
     try:
@@ -68,8 +79,8 @@ def torch_learner(
     assert isinstance(own, TorchLearnerConfig)
     if own.liger_kernel:
         use_liger(model)
-    inputs = inputs_of(model)
-    learner: TorchLearner = (inputs.learner if inputs else TorchLearner)(
+    kind = TorchLearner if inputs_of(model) is None else ImageTextLearner
+    return kind(
         model,
         tokenizer,
         critic=make_critic(config, model, tokenizer, start),
@@ -87,7 +98,6 @@ def torch_learner(
         offload=own.offload,
         release=config.engine.frees_gpu,
     )
-    return learner
 
 
 def available_streams(config: RunConfig) -> frozenset[LearnerOutput]:
@@ -125,15 +135,17 @@ def make_critic(
         policy,
         decoder,
         lr=settings.lr or (HEAD_STEP / width if decoder is None else MODEL_LR),
-        coefficient=settings.coefficient if decoder is None else 1.0,
-        weight_decay=settings.weight_decay,
+        coefficient=SHARED_COEFFICIENT if decoder is None else 1.0,
+        weight_decay=config.algorithm.weight_decay,
         max_grad_norm=config.algorithm.max_grad_norm,
     )
 
 
 def caches_reference(config: RunConfig, algo: Algo) -> bool:
     """Whether the reference's log-probs come from the store instead of a model in memory."""
-    return not config.plays_rollouts and "reference" in algo.needs and not config.reference.every
+    told = algo.telling is not None and algo.telling.teacher == "reference"  # with other prompts
+    cached = "reference" in algo.needs and not config.reference.every and not told
+    return not config.plays_rollouts and cached
 
 
 def frozen_sources(config: RunConfig, algo: Algo, start: str) -> dict[Frozen, tuple[str, str]]:
@@ -160,6 +172,7 @@ def make_frozen_models(
             load_auxiliary(key, name, policy, tokenizer),
             policy,
             config.reference.every if stream == "reference" else 0,
+            config.reference.mix,
         )
         for stream, (key, name) in frozen_sources(config, algo, start).items()
     }
@@ -174,9 +187,6 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
     if not critic.model:
         for key in _changed_keys(critic):
             yield f"critic.{key}", "and there is no critic.model"
-    elif critic.model != "shared" and "coefficient" in _changed_keys(critic):
-        # AdamW is invariant to the scale of a loss that shares no parameter with another.
-        yield "critic.coefficient", "and has no effect on a critic with a model of its own"
     if "reference" not in algo.needs:
         why = f"{preset} has no penalty towards a reference; set the coefficient of its penalty"
         for key in _changed_keys(reference):
@@ -184,12 +194,12 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
     if config.policy.lora.rank and reference.every:
         why = "and the reference of an adapter is the model without it, which does not change"
         yield "reference.every", why
+    if not reference.every and "mix" in _changed_keys(reference):
+        yield "reference.mix", "and there is no reference.every"
     if not reference.target_kl and "kl_horizon" in _changed_keys(reference):
         yield "reference.kl_horizon", "and there is no reference.target_kl"
     for key in _changed_keys(config.teacher) if "teacher" not in algo.needs else ():
         yield f"teacher.{key}", f"{preset} reads no teacher"
-    if not config.teacher.upstream and "concurrency" in _changed_keys(config.teacher):
-        yield "teacher.concurrency", "and there is no teacher.upstream"
     if config.teacher.upstream and algo.distill is not None and algo.distill.of == "policy":
         why = "and has no log-probs of the policy's most probable tokens, which of = 'policy' reads"
         yield "teacher.upstream", f"{why} (a teacher.model does)"
@@ -205,7 +215,8 @@ def _check_fit(config: RunConfig, algo: Algo, learner: Learner) -> None:
     """Raise ConfigError if the algorithm reads a stream that the learner does not supply and that
     does not come with the groups, or if the run would undo its steps and cannot."""
     kind = f"learner.kind = {config.learner.kind!r}"
-    optional = {"values": algo.reads_critic, "top_tokens": algo.symbols, "entropy": algo.entropy}
+    optional = {"values": algo.reads_critic, "top_tokens": algo.symbols, "entropy": algo.entropy,
+                "observations": algo.echo}  # fmt: skip
     given = {"teacher": config.teacher.upstream, "reference": caches_reference(config, algo)}
     needed = algo.needs | {stream for stream, is_read in optional.items() if is_read}
     needed -= {stream for stream, is_given in given.items() if is_given}
@@ -216,8 +227,8 @@ def _check_fit(config: RunConfig, algo: Algo, learner: Learner) -> None:
         )
     if config.algorithm.max_kl and not learner.undoable:
         raise ConfigError(
-            f"algorithm.max_kl: {kind} undoes no step; leave it out, or give it `undoable`, `mark` "
-            "and `shrink` (agentrl.algorithms.learners.base)"
+            f"algorithm.max_kl: {kind} cannot undo a step; leave it out, or give the learner "
+            "`undoable`, `mark` and `shrink` (agentrl.algorithms.learners.base)"
         )
 
 
@@ -226,3 +237,30 @@ def _threads(number: int, model: PreTrainedModel) -> ThreadTuner:
     if number or model.device.type != "cpu":
         return ThreadTuner(number or os.cpu_count() or 1)
     return thread_tuner(model.num_parameters(), "training computes", os.cpu_count() or 1)
+
+
+def use_liger(model: Any) -> None:
+    """Replace the model's norms and gated activations. Raises PolicyError if that is impossible."""
+    if model.device.type != "cuda":
+        raise PolicyError(
+            f"{KEY}: the policy is on {model.device.type}, not on a GPU; leave it out"
+        )
+    try:
+        from liger_kernel.transformers import monkey_patch
+    except ImportError as error:
+        raise PolicyError(
+            f"{KEY}: liger-kernel cannot be imported ({error}); {install_command('liger')}"
+        ) from None
+    kind = model.config.model_type
+    if kind not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise PolicyError(f"{KEY}: Liger Kernel does not support model type {kind!r}; leave it out")
+    # Liger also replaces classes and functions of transformers' module, for models that are loaded
+    # later, which may be on a CPU.
+    module = vars(sys.modules[type(model).__module__])
+    before = dict(module)
+    try:
+        monkey_patch._apply_liger_kernel_to_instance(
+            model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False
+        )
+    finally:
+        module.update(before)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agentrl.errors import PolicyError
+from agentrl.core.errors import PolicyError
 
 MB = 10**6
 

@@ -1,6 +1,6 @@
 """AdamW on named parameters, with float32 master weights for bfloat16 and float16 parameters.
 
-Owns master weights and moments, and the gradients during a step. Always true: updates are computed
+Owns master weights and moments, and the gradients during a step. Invariant: updates are computed
 in float32 or wider, gradients of narrow weights are summed over micro-batches in float32, and a
 model weight is its master weight rounded once.
 """
@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from agentrl.algorithms.learners.memory import is_out_of_memory
 from agentrl.algorithms.model.load import copy_weights, read_weights, save_weights
-from agentrl.errors import DamagedError, PolicyError, TrainingError, install_command
+from agentrl.core.errors import DamagedError, PolicyError, TrainingError, install_command
 
 FILE = "optimizer.safetensors"  # tensors "<parameter>/<moment>", and "<parameter>/master"
 MASTER = "master"
@@ -142,7 +142,7 @@ class Optimizer:
 
 
 def shrink_momentum(optimizer: torch.optim.Optimizer, share: float) -> None:
-    """Scale the first moments by share^2: they would go on pushing where a step was undone."""
+    """Scale the first moments by share^2: they would continue to push where a step was undone."""
     for state in optimizer.state.values():
         # Of bitsandbytes' 8 bits, those of large weights have a scale for each block.
         first = next(key for key in ("exp_avg", "absmax1", "state1") if key in state)
@@ -150,7 +150,7 @@ def shrink_momentum(optimizer: torch.optim.Optimizer, share: float) -> None:
 
 
 def save_trained(module: Module, optimizer: Optimizer, file: Path) -> None:
-    """Write a module's weights to `file`, and its optimizer beside it."""
+    """Write a module's weights to `file`, and its optimizer next to it."""
     save_weights(module, file)
     optimizer.save(file.parent)
 

@@ -1,7 +1,7 @@
 """The reference learner: one process, one device, torch.
 
 Owns the optimizer and, during `step` and `load`, the weights; between calls anybody may read them.
-Always true: the gradient is a sum over micro-batches of whole rows with weights fixed beforehand,
+Invariant: the gradient is a sum over micro-batches of whole rows with weights fixed beforehand,
 so it does not depend on the split into micro-batches; the model is in eval mode, since dropout
 would make sampler and learner disagree; no graph and no gradient outlives a call.
 """
@@ -34,16 +34,20 @@ from agentrl.algorithms.learners.base import (
     fixed_coefficients,
 )
 from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
-from agentrl.algorithms.model.adapters import Adapters
-from agentrl.algorithms.model.cpu_threads import ThreadTuner
+from agentrl.algorithms.model.chat import Tokenizer
 from agentrl.algorithms.model.forward import check_model, hidden_states, supported_packing
-from agentrl.algorithms.model.lm_head import action_logprobs, other_logprobs, top_tokens
-from agentrl.algorithms.model.load import Tokenizer
+from agentrl.algorithms.model.lm_head import (
+    ThreadTuner,
+    action_logprobs,
+    other_logprobs,
+    top_tokens,
+)
+from agentrl.algorithms.model.load import Adapters
 from agentrl.algorithms.model.packing import Pack, Packing, pack_rows
+from agentrl.algorithms.objective.ratios import LearnerOutput
 from agentrl.algorithms.objective.values import ValueTerms
-from agentrl.algorithms.presets.registry import LearnerOutput
-from agentrl.errors import PolicyError, TrainingError
-from agentrl.types import POLICY
+from agentrl.core.errors import PolicyError, TrainingError
+from agentrl.core.types import POLICY
 
 T = TypeVar("T")
 Score = Callable[[PreTrainedModel, Pack], Tensor]
@@ -58,7 +62,7 @@ class WeightCopy:
     @torch.no_grad()
     def take(self, now: Sequence[Tensor]) -> None:
         """Copy these weights over what was kept."""
-        if not self.kept:  # pinned, so that the device goes on while they are copied
+        if not self.kept:  # pinned, so that the device continues while they are copied
             self.kept = [
                 torch.empty(w.shape, dtype=w.dtype, pin_memory=w.device.type == "cuda") for w in now
             ]
@@ -109,7 +113,7 @@ class TorchLearner(PolicyWeights):
         check_model(model)
         self.critic, self.frozen, self.more = critic, dict(frozen or {}), list[SavedPart]()
         values: tuple[LearnerOutput, ...] = () if critic is None else ("values",)
-        supplies = ("top_tokens", "entropy", *values, *self.frozen)
+        supplies = ("top_tokens", "entropy", "observations", *values, *self.frozen)
         super().__init__(model, tokenizer, adapters, policy, supplies)
         self.optimizer = Optimizer(self.parameters(), kind=optimizer, weight_decay=weight_decay)
         if offload and model.device.type == "cpu":
@@ -157,6 +161,7 @@ class TorchLearner(PolicyWeights):
         lr: float,
         critic: ValueTerms | None = None,
         entropy_weights: Tensor | None = None,
+        observation_weights: Tensor | None = None,
         eta: Tensor | None = None,  # its earlier name, for subclasses until the next version
     ) -> StepReport:
         """As `Learner.step`; metric memory/retries is 1 if memory ran out once. Raises
@@ -170,7 +175,7 @@ class TorchLearner(PolicyWeights):
             memory.start_measuring(device)
         with self.threads.working(batch.n_tokens), self._adapted():
             try:
-                terms = (batch, coefficients, critic, entropy_weights)
+                terms = (batch, coefficients, critic, entropy_weights, observation_weights)
                 report = self._within_memory(lambda: self._backward(*terms))
                 report.grad_norm = self.optimizer.clip(self.max_grad_norm)
                 finite = math.isfinite(report.loss + report.grad_norm)
@@ -277,20 +282,30 @@ class TorchLearner(PolicyWeights):
         return other_logprobs(head, hidden, ids.to(to), logprobs, temperature, fp32=self.fp32_head)
 
     def _backward(
-        self, batch: Batch, given: LossCoefficients, terms: ValueTerms | None, bonus: Tensor | None
+        self,
+        batch: Batch,
+        given: LossCoefficients,
+        terms: ValueTerms | None,
+        bonus: Tensor | None,
+        observed: Tensor | None,
     ) -> StepReport:
         """Accumulate the gradient. Stops at a log-prob that is not finite; the rest stays NaN."""
         logprobs_N, entropy_N = torch.full((2, batch.n_tokens), math.nan)
         symbols = torch.full(batch.symbols.shape, math.nan) if batch.symbols.numel() else None
         report = StepReport(logprobs=logprobs_N, entropy=entropy_N, symbols=symbols)
+        if observed is not None:
+            report.observations = torch.full(observed.shape, math.nan)
         value_loss, clipped = 0.0, 0
         packs = pack_rows(batch.rows, self.packing, self.token_budget, batch.row_unit)
         if len(batch.row_unit) and max(len(pack.tokens) for pack in packs) > self.token_budget:
             packs = pack_rows(batch.rows, self.packing, self.token_budget)
             given = self._computed(packs, given, batch.n_tokens)
         for pack in packs:
+            read_pack = pack if observed is None else pack.with_observations()
             with self._recomputing():
-                p, entropy, hidden = self._forward(pack, self.model, bonus is not None)
+                every = self._forward(read_pack, self.model, bonus is not None)
+            n = len(pack.index)
+            p, entropy, hidden = (x[:n] for x in every)
             current = p.detach().cpu()
             logprobs_N[pack.index] = current.float()
             entropy_N[pack.index] = entropy.detach().float().cpu()
@@ -314,6 +329,13 @@ class TorchLearner(PolicyWeights):
                 report.loss -= float(bonus_n @ entropy.detach())
                 roots.append(entropy)
                 gradients.append(-bonus_n)
+            if observed is not None:
+                weights_o = observed[pack.observed_index].to(p)
+                said = every[0][n:]
+                report.loss -= float(weights_o @ said.detach())
+                report.observations[pack.observed_index] = said.detach().float().cpu()
+                roots.append(said)
+                gradients.append(-weights_o)
             if self.critic and terms is not None:
                 if self.critic.decoder is not None:
                     # The critic has a graph of its own, so the policy's can be freed first.

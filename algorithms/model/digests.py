@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from agentrl.errors import DamagedError
+from agentrl.core.errors import DamagedError
 
 FILE = "SHA256SUMS"
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")

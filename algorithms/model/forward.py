@@ -8,7 +8,7 @@ log-probs where they are right, and `prove` finds out which are, before anything
 - `padded`: the model's own forward pass over right-padded batches of branches.
 - `plain`: the model's own forward pass over one branch at a time.
 
-Always true: the result of a row does not depend on the other rows of its pack. Hidden states are
+Invariant: the result of a row does not depend on the other rows of its pack. Hidden states are
 reduced to action positions before the language-model head (see `lm_head`).
 """
 
@@ -29,9 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.model import attention
-from agentrl.algorithms.model.cpu_threads import computing_with
-from agentrl.algorithms.model.inputs import inputs_of
-from agentrl.algorithms.model.lm_head import action_logprobs
+from agentrl.algorithms.model.lm_head import action_logprobs, computing_with
 from agentrl.algorithms.model.packing import Pack, Packing, pack_rows
 from agentrl.algorithms.model.scaled import (
     ORIGINAL,
@@ -39,10 +37,11 @@ from agentrl.algorithms.model.scaled import (
     ScalingError,
     attempt,
     copy_key,
+    inputs_of,
     scaled_copy,
 )
-from agentrl.base.processes import log_phase
-from agentrl.errors import PolicyError
+from agentrl.core.errors import PolicyError
+from agentrl.core.processes import log_phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -405,7 +404,7 @@ def _rounds_little(model: PreTrainedModel, rows: Sequence[TokenRow]) -> bool:
 
 def proof_rows(both_regimes: bool = False) -> list[TokenRow]:
     """Rows beyond every window of a copy, which share prefixes of several lengths, and short ones.
-    both_regimes: shorter than the original context, too, which only a copy that has one tells."""
+    both_regimes: shorter than the original context, too, which only a copy that has one shows."""
     draw = torch.Generator().manual_seed(1)
 
     def some(n: int) -> list[int]:

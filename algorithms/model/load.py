@@ -1,35 +1,125 @@
-"""Load policies (a Hugging Face decoder and its tokenizer) and weights of checkpoints.
+"""Loading of policies (a Hugging Face decoder and its tokenizer) and of weights of checkpoints.
 
 A policy's checkpoint is a Hugging Face directory. Other trained models of a run (a critic, a
 reference that follows the policy, a reward model) are one safetensors file each. Weights are
 checked to fit before anything changes.
+
+`Adapters` is the protocol of a model's adapters that several policies share. Invariant: the base
+is never written; a forward pass outside `using` and `routed` is that of the base; only one thread
+at a time is inside either.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import Embedding, Module
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch.nn import Embedding, Module, Parameter
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from agentrl.algorithms.formats.choose import choose
-from agentrl.base.failures import one_line
-from agentrl.config import RunConfig
-from agentrl.errors import ConfigError, DamagedError, PolicyError
+from agentrl.algorithms.model import products
+from agentrl.algorithms.model.chat import Tokenizer
+from agentrl.algorithms.model.templates import choose
+from agentrl.core.config import RunConfig
+from agentrl.core.errors import ConfigError, DamagedError, PolicyError
+from agentrl.core.types import one_line
+
+CONFIG = "adapter_config.json"  # in the directory of an adapter
+
+Selection = Sequence[tuple[str, Tensor | None]]
+"""Adapters of one forward pass, each with its tokens: int64 indices into the second-last axis of
+activations; None: all tokens."""
+
+
+class Adapters(Protocol):
+    """The adapters of one model, by name."""
+
+    model: PreTrainedModel
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def add(
+        self, name: str, *, rank: int, alpha: float, targets: Sequence[str] = (), seed: int = 0
+    ) -> None:
+        """Add an adapter scale * B A with scale = alpha / rank and B = 0, which has no effect yet.
+
+        targets: names of linear layers, such as "q_proj", or of experts, such as "gate_up_proj" or
+        "experts"; empty: all of the text decoder but routers. The same seed and name give the same
+        A. Raises PolicyError for a target the model does not have."""
+
+    def open(self, name: str, directory: Path) -> None:
+        """Add an adapter that `save` or peft wrote. Raises PolicyError if it does not fit."""
+
+    def fits(self, directory: Path) -> bool:
+        """Whether the files of an adapter name this base."""
+
+    def copy(self) -> Adapters:
+        """A copy of adapters and modules on the same base weights, so that another thread can be
+        inside `using` or `routed` of it."""
+
+    def duplicate(self, name: str, source: Adapters, original: str) -> None:
+        """Add a copy of the adapter `original` of `source`."""
+
+    def keep_reference(self, name: str) -> None:
+        """Keep the adapter as it is now, as the reference of the policy that it is."""
+
+    def reference(self, name: str) -> str | None:
+        """The adapter that was kept as its reference; None: the base alone is."""
+
+    def close(self, name: str) -> None:
+        """Remove an adapter. Raises PolicyError for the first one."""
+
+    def parameters(self, name: str) -> dict[str, Parameter]:
+        """The parameters of one adapter, by names without the adapter's name."""
+
+    def coverage(self, name: str) -> str:
+        """What an adapter is on, its share of the weights, and what is without it; a sentence."""
+
+    def rank(self, name: str) -> int: ...
+
+    def using(self, name: str | None, *, wide: bool = False) -> AbstractContextManager[None]:
+        """Context in which forward passes apply one adapter to all tokens; None: the base alone.
+
+        wide: see `routed`. Run the backward pass inside as well: it may recompute layers."""
+
+    def routed(self, selection: Selection, *, wide: bool = True) -> AbstractContextManager[None]:
+        """Context in which forward passes apply these adapters, each to its tokens.
+
+        wide: on a CPU, multiply in the adapter's float32 and not in the dtype of the base: faster
+        for few tokens, and the bits of a token do not depend on how many there are."""
+
+    def save(self, name: str, directory: Path) -> None:
+        """Write one adapter in peft's format, with the base's fingerprint in the metadata."""
+
+    def read(self, name: str, directory: Path) -> dict[str, Tensor]:
+        """The weights that `save` wrote, by the names of `parameters`. Raises PolicyError for
+        another base, rank, scale or target, and DamagedError for incomplete files."""
+
+    def restore(self, name: str, weights: Mapping[str, Tensor]) -> None:
+        """Copy the weights that `read` returned into the adapter."""
+
+    def merge(self, name: str, directory: Path) -> None:
+        """Write base + adapter as an ordinary Hugging Face directory, without changing memory."""
+
+    def merged(self, name: str) -> dict[str, Tensor]:
+        """Weights of base + adapter, by the base's names, without changing memory."""
+
+    def save_base(self, directory: Path) -> None:
+        """Write the base alone as an ordinary Hugging Face directory."""
+
 
 Model = torch.nn.Module
-Tokenizer = Any  # transformers' tokenizers share no typed base class
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 LARGEST_PADDING = 1024  # most rows of an embedding without a token, which pad its size
@@ -57,6 +147,8 @@ def load_model(
     check_directory(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
+        if config is not None:
+            choose(tokenizer, config)
         options = {"dtype": DTYPES[dtype], "output_loading_info": True, **(quantized or {})}
         model, loading = _load(name, config, options)
     except (PolicyError, ConfigError):
@@ -64,8 +156,6 @@ def load_model(
     except Exception as error:  # transformers and safetensors document no exception types
         raise PolicyError(f"model {name!r}: cannot be loaded: {one_line(str(error))}") from error
     _check_weights(name, model, loading["missing_keys"], head)
-    if config is not None:
-        choose(tokenizer, config)
     if template and not getattr(tokenizer, "chat_template", None):
         raise PolicyError(
             f"model {name!r}: its tokenizer has no chat template; add chat_template.jinja to the "
@@ -77,13 +167,14 @@ def load_model(
     except (RuntimeError, AssertionError) as error:  # unknown name, or no such device here
         reason = str(error).splitlines()[0]
         raise PolicyError(f"policy.device = {device!r}: cannot be used: {reason}") from None
+    products.install(model)
     # Eval mode turns off dropout, which would make sampler and learner disagree.
     return model.eval(), tokenizer
 
 
 def _load(name: str, config: RunConfig | None, options: dict[str, Any]) -> tuple[Any, Any]:
     """The model and what was loaded of it: with its vision tower if it is trained with one."""
-    from agentrl.vision.loading import load as load_with_tower
+    from agentrl.algorithms.vision.loading import load as load_with_tower
 
     shape = AutoConfig.from_pretrained(name)
     if (found := load_with_tower(name, shape, config, options)) is not None:
@@ -101,12 +192,6 @@ def _load(name: str, config: RunConfig | None, options: dict[str, Any]) -> tuple
 def device_of(setting: str) -> str:
     """The device of `policy.device`, where "auto" is the GPU if there is one."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if setting == "auto" else setting
-
-
-def packs_weights() -> bool:
-    """Whether products in bfloat16 on this CPU read weights in a layout of their own."""
-    has_kernels: bool = torch._C._has_mkldnn
-    return has_kernels and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Rows as packs of a forward pass, under a token budget. `forward` computes them.
+"""Packs of a forward pass: rows as forests of tokens, under a token budget. `forward` computes
+them.
 
 A pack is a forest of rows as one sequence without padding. With `rows` nothing is shared between
 rows; with `trie` a common prefix is one path, computed once, forward and backward. Rows are never
@@ -12,7 +13,7 @@ numbered depth first, so a subtree is a range of numbers: "j is i or an ancestor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -32,13 +33,25 @@ class Pack:
     """Rows of one forward pass, as one sequence of T tokens without padding, with n actions. A
     token shared by several rows is present once, a shared action once per row."""
 
-    tokens: Tensor  # int64 [T], distinct tokens, depth first; below 0: see `inputs`
+    tokens: Tensor  # int64 [T], distinct tokens, depth first; below 0: see `Inputs`
     positions: Tensor  # int64 [T], depth in the branch
     end: Tensor  # int64 [T], key j is visible to query i iff j <= i < end[j]
     states: Tensor  # int64 [n], the packed token whose hidden state predicts each action
     actions: Tensor  # int64 [n], the predicted token
     temperature: Tensor  # float32 [n]
     index: Tensor  # int64 [n], index in the batch's token level
+    observed_states: Tensor  # int64 [o], the packed token that predicts each observation
+    observed: Tensor  # int64 [o], the predicted token
+    observed_index: Tensor  # int64 [o], index in the batch's level of observations
+
+    def with_observations(self) -> Pack:
+        """With the observations after the actions, at temperature 1, as if they were sampled."""
+        return replace(
+            self,
+            states=torch.cat((self.states, self.observed_states)),
+            actions=torch.cat((self.actions, self.observed)),
+            temperature=torch.cat((self.temperature, torch.ones(len(self.observed)))),
+        )
 
 
 def pack_rows(
@@ -61,7 +74,10 @@ def pack_rows(
     first = np.flatnonzero(np.diff(ids[order], prepend=-1))  # first row of each unit in `order`
     new = np.add.reduceat(lengths - shared, first) if len(first) else lengths
     bounds = np.append(first, len(order))
-    offsets = np.cumsum(np.array([0, *(len(row.actions) for row in rows)], np.int64))
+    offsets, seen = (
+        np.cumsum(np.array([0, *sizes], np.int64))
+        for sizes in ([len(row.actions) for row in rows], [len(row.observed) for row in rows])
+    )
     packs = []
     ranges = token_budget_ranges(new + shared[first], shared[first], token_budget)
     for start, stop in ((bounds[a], bounds[b]) for a, b in ranges):
@@ -80,6 +96,14 @@ def pack_rows(
                 actions=torch.cat([row.tokens[row.actions] for row in own]),
                 temperature=torch.cat([row.temperature for row in own]),
                 index=torch.from_numpy(np.concatenate(index)),
+                observed_states=torch.cat(
+                    [
+                        torch.from_numpy(path)[row.observed - 1]
+                        for path, row in zip(forest.paths, own, strict=True)
+                    ]
+                ),
+                observed=torch.cat([row.tokens[row.observed] for row in own]),
+                observed_index=torch.cat([torch.arange(seen[i], seen[i + 1]) for i in chosen]),
             )
         )
     return packs

@@ -1,31 +1,135 @@
-"""Small random copies of models: the same class and layers, and numbers that fit in a test.
+"""Small random copies of models: the same class and layers, and numbers that fit in a test; and the
+protocol of what a model reads besides text, such as images.
 
 What a model computes depends on its class and on the numbers in its configuration: windows, chunks,
 the keys that an index keeps, the context before positions were extended. A copy has the same ones
 at a size at which a row of some tens of tokens is beyond all of them, and costs milliseconds
 whatever the model's size. `forward.prove` compares ways to compute a model on its copy.
+
+In a batch and in the rows of the embedded engine, token ids below 0 stand for what is not text.
+Only the `Inputs` that put them there know what each is; other code just compares and counts ids.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Module
 from transformers import PretrainedConfig, PreTrainedModel
 
-from agentrl.algorithms.model.inputs import inputs_of
+from agentrl.core.types import Json
+
+if TYPE_CHECKING:
+    from agentrl.algorithms.model.chat import Chat, Codec
+    from agentrl.algorithms.model.packing import Pack
+    from agentrl.core.types import Transition
+    from agentrl.store.base import Store
+
+
+ATTRIBUTE = "agentrl_inputs"
+
+
+class ReadPrompt(tuple[int, ...]):
+    """The token ids of a prompt, and those that the engine reads in their place."""
+
+    read: NDArray[np.int32]  # of the same length
+    rotary: NDArray[np.int64] | None = None  # [axes, P]; None: each token's place
+
+
+class Inputs(Protocol):
+    """Reads a model's ids below 0. One per model; the learner and the engine may call it at the
+    same time."""
+
+    def of_pack(self, pack: Pack) -> tuple[Module, dict[str, Any]]:
+        """The decoder, and what it is called with: embeddings [1, T, H] and positions of a pack,
+        differentiable."""
+        ...
+
+    def generate(self, *, input_ids: Tensor, logits_to_keep: int, **options: Any) -> Any:
+        """In place of calling the model: its output for a step of the engine."""
+        ...
+
+    def changed(self) -> None:
+        """Called when the engine's weights have changed."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write the files of a checkpoint that it needs besides those of model and tokenizer."""
+        ...
+
+    def chat(self, tokenizer: Any, codec: Codec) -> Chat:
+        """Renders requests to `ReadPrompt`s."""
+        ...
+
+    async def fetch(self, store: Store, run: str, calls: Iterable[Transition]) -> None:
+        """Read from the store what calls name, and keep it until the next time."""
+        ...
+
+    def check(self, other: Module) -> str:
+        """Why another model does not read the same ids; empty if it does."""
+        ...
+
+    def probe(self) -> list[dict[str, Json]]:
+        """Messages with what it reads, to compare a policy server's log-probs with the learner's;
+        empty: only text is trained."""
+        ...
+
+    def prompt(self, tokenizer: Any) -> list[int]:
+        """What the learner reads for `probe`, as the chat template renders it. Raises PolicyError
+        if it cannot."""
+        ...
+
+    def read(self, prompt: Sequence[int], messages: Sequence[dict[str, Json]]) -> list[int]:
+        """What the learner reads for a prompt that a server has rendered from messages. Raises
+        PolicyError for a prompt that is not that of the messages."""
+        ...
+
+
+def attach(model: Module, inputs: Inputs) -> None:
+    """Let `inputs` read for a model, and its copies."""
+    setattr(model, ATTRIBUTE, inputs)
+
+
+def inputs_of(model: Module) -> Inputs | None:
+    found: Inputs | None = getattr(model, ATTRIBUTE, None)
+    return found
+
+
+def rotary_positions(
+    prompts: Sequence[NDArray[np.int64] | None], rows: NDArray[np.int64], places: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Rotary positions of tokens at `places` of `rows`, int64 [N] each: their places, or [axes, N]
+    if a row has others. prompts: `ReadPrompt.rotary` of each row; text after it continues from its
+    largest position."""
+    axes = max((len(prompt) for prompt in prompts if prompt is not None), default=0)
+    if not axes:
+        return places
+    found = np.tile(places, (axes, 1))
+    for row, prompt in enumerate(prompts):
+        if prompt is not None:
+            own = np.flatnonzero(rows == row)
+            at, size = places[own], prompt.shape[1]
+            after = prompt.max() + 1 + at - size
+            found[:, own] = np.where(at < size, prompt[:, np.minimum(at, size - 1)], after)
+    return found
+
 
 T = TypeVar("T")
 
 HIDDEN, HEADS, HEAD = 64, 4, 16
 VOCABULARY = 64
 SPREAD = 2.0  # of logits
-LAYERS = 8  # at most, unless it takes more to have each kind
+LAYERS = 8  # at most, unless more are needed to include each kind of layer
 WINDOW, ORIGINAL, CONTEXT = 8, 16, 256
-THRESHOLD = 32  # a number above it that is no size of a weight is taken for a window
+THRESHOLD = 32  # a larger number that is no size of a weight is assumed to be a window
 
 # Sizes of weights by the names that configurations give them, and what a copy has at most. Products
 # must fit: heads times their size is the hidden size, as are a state-space layer's, times two.
@@ -73,10 +177,10 @@ UNSET = ("_name_or_path", "output_attentions")  # which not every class of confi
 
 
 class ScalingError(Exception):
-    """There is no small copy of a model: with the reason."""
+    """A model has no small copy; the message is the reason."""
 
 
-class Headed(torch.nn.Module):
+class DecoderWithHead(torch.nn.Module):
     """A decoder without a language-model head, with a random one: a model of text as the learner
     and the engine call it."""
 
@@ -108,7 +212,7 @@ def scaled_copy(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
 
     def make() -> PreTrainedModel:
         copy = type(network)._from_config(scaled_config(network.config), dtype=torch.float32)
-        copy = copy if copy.get_output_embeddings() else Headed(copy)
+        copy = copy if copy.get_output_embeddings() else DecoderWithHead(copy)
         randomise(copy)
         soften(copy)
         return cast("PreTrainedModel", copy.eval())
@@ -148,7 +252,7 @@ def _network(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module) -> None:
-    """Weights with which attention is far from uniform, and every bias and gate has a part."""
+    """Random weights with which attention is far from uniform, and each bias and gate matters."""
     for parameter in model.parameters():
         if parameter.dim() < 2:
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -162,8 +266,8 @@ def randomise(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def soften(model: PreTrainedModel) -> None:
-    """Scale the head until its logits are some nats apart: beside a probability of one every error
-    is small."""
+    """Scale the head until its logits are a few nats apart: if one token had a probability near 1,
+    errors in all others would be too small to see."""
     tokens = torch.arange(VOCABULARY)[None, 4:24]
     for _ in range(3):  # a head may be the embeddings, too
         spread = float(model(input_ids=tokens, use_cache=False).logits.std())
@@ -272,7 +376,7 @@ def _list(
 
 
 def _positions(values: Mapping[str, Any], found: dict[str, Any]) -> None:
-    """Keep the number of times by which positions were extended, and each head's rotation whole."""
+    """Fit per-frequency factors and sections of rotary embeddings to the copy's head size."""
     for rope in _ropes(found):
         for name in ("short_factor", "long_factor", "mrope_section"):
             if name in rope and isinstance(rope[name], list):

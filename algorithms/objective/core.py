@@ -6,28 +6,41 @@
 
 H is the entropy of the current policy's distribution at token t, with its exact gradient. `ratios`
 names the models whose log-probs are compared, and k' is the derivative of a penalty (see
-`kl_gradient`). A loss of whole rollouts (see `added_loss`) adds its own psi. `Terms` holds the
-constants of one optimizer step, normalised over the whole step, so the gradient does not depend on
-how the step is cut into micro-batches.
+`kl_gradient`). A loss of whole rollouts, such as one of pairs (`AddedLoss`), adds its own psi, and
+`Echo` the cross-entropy of observations, which nothing else here reads.
+`Terms` holds the constants of one optimizer step, normalised over the whole step, so the gradient
+does not depend on how the step is cut into micro-batches.
+
+A token's lag is the number of policy updates since it was sampled; 0 if its version is unknown.
+Filters (`RecentTokens`), weights and metrics of tokens that older versions sampled depend on it.
+`TopKDistillation` compares several tokens per position, with less noise than the sampled token
+alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
+from statistics import fmean
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Column, Credit, CriticValues, TokenKLPenalty
-from agentrl.algorithms.credit.records import nested_records
+from agentrl.algorithms.credit.core import (
+    Column,
+    Credit,
+    CriticValues,
+    TokenKLPenalty,
+    nested_records,
+)
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import How, Unit, reduce_by, units
+from agentrl.algorithms.data.merge import own_calls, token_versions
 from agentrl.algorithms.data.state import RememberedColumn
-from agentrl.algorithms.objective.added_loss import AddedLoss, AddedTerms
-from agentrl.algorithms.objective.distill import TopKDistillation
-from agentrl.algorithms.objective.prepare import Prepare
+from agentrl.algorithms.objective.prepare import Prepare, TrainedPolicy
 from agentrl.algorithms.objective.ratios import (
     LOG_LIMIT,
     GateFn,
@@ -35,8 +48,9 @@ from agentrl.algorithms.objective.ratios import (
     LogProbs,
     Model,
 )
-from agentrl.errors import TrainingError
-from agentrl.plugins import where
+from agentrl.core.errors import TrainingError
+from agentrl.core.plugins import where
+from agentrl.core.types import POLICY, Group
 
 IN_WORDS: dict[str, str] = {
     "current": "current policy", "old": "old policy", "sampler": "sampler",
@@ -63,11 +77,13 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class KLPenalty:
-    """A penalty beta * k(current - den) on the divergence from a model, in the loss."""
+    """A penalty beta * k(current - den) on the divergence from a model, in the loss. on: the tokens
+    that have it; default: all."""
 
     kind: KLEstimator
     beta: float
     den: Model = "reference"
+    on: GateFn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +101,28 @@ TOKENS = Average(("all",))
 ROW_SUMS = Average(("row",), "sum")
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The cross-entropy of what tools and the environment answered to the policy's actions, mean
+    over the observations of an optimizer step, times `weight`. roles: of the messages; tools: their
+    names, empty: all."""
+
+    weight: float = 0.1
+    roles: tuple[str, ...] = ("tool",)
+    tools: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Algo:
     """An algorithm.
 
-    keep: bool [N], the tokens in the loss; default all. rewards: references of the rewards that it
-    reads; a batch may lack the `optional` ones. resample: replace groups in which all values of
-    this reward are equal. side: an additional loss of whole rollouts or pairs. distill: imitation
-    of a teacher over several tokens per position. prepare: changes of the claimed groups before
-    credit, in this order."""
+    gates: factors of the advantage. penalties: subtracted from it. agg: how the loss is averaged
+    over tokens. keep: bool [N], the tokens in the loss; default all. rewards: references of the
+    rewards that it reads; a batch may lack the `optional` ones. resample: replace groups in
+    which all values of this reward are equal. side: an additional loss of whole rollouts or
+    pairs. distill: imitation of a teacher over several tokens per position. echo: imitation of
+    observations. telling: prompts that tell what only training knows. prepare: changes of the
+    claimed groups before credit, in this order."""
 
     credit: Credit
     gates: tuple[Gate, ...] = ()
@@ -103,11 +132,13 @@ class Algo:
     entropy: float = 0.0  # coefficient of the policy's entropy in nats
     side: AddedLoss | None = None
     distill: TopKDistillation | None = None
+    echo: Echo | None = None
+    telling: PrivilegedPrompts | None = None
     rewards: tuple[str, ...] = ("outcome",)
     optional: tuple[str, ...] = ()
     resample: str | None = None
     prepare: tuple[Prepare, ...] = ()
-    old_from_versions: bool = False  # interpolate the old policy: see `staleness`
+    old_from_versions: bool = False  # interpolate the old policy: see `old_policy_share`
     name: str = "custom"
 
     @cached_property
@@ -119,8 +150,10 @@ class Algo:
             read.add("reference")
         if self.side is not None and self.side.reference:
             read.add("reference")
-        if self.distill is not None:
+        if self.distill is not None and not self.distill.told:
             read.add("teacher")
+        if self.telling is not None and self.telling.teacher == "reference":
+            read.add("reference")
         return frozenset(read) - {"current"}
 
     @cached_property
@@ -128,6 +161,12 @@ class Algo:
         """Number of tokens whose log-probs it reads per position; 0: only the sampled one."""
         of_gates = max((getattr(gate.fn, "symbols", 0) for gate in self.gates), default=0)
         return of_gates if self.distill is None else self.distill.k
+
+    @cached_property
+    def reads_whole_step(self) -> bool:
+        """Whether psi of a token depends on the log-probs of all tokens of the optimizer step."""
+        functions = [g.fn for g in self.gates] + [reg.on for reg in self.penalties]
+        return any(map(_of_whole_step, functions))
 
     @property
     def min_group_size(self) -> int:
@@ -142,7 +181,7 @@ class Algo:
     @property
     def remembered(self) -> tuple[RememberedColumn, ...]:
         """The columns that it remembers between steps."""
-        parts = nested_records((self.credit, self.keep))
+        parts = nested_records((self.credit, self.keep, self.telling))
         return tuple(dict.fromkeys(p for p in parts if isinstance(p, RememberedColumn)))
 
     @property
@@ -204,7 +243,7 @@ def loss_terms(
         sampler=sampler,
         given=given,
         ids={gate.by: units(batch, "token", gate.by) for gate in algo.gates if gate.by},
-        skip=_skip(algo, batch, live, credit, added),
+        skip=_skip(algo, batch, live, credit, added, given),
         added=added,
     )
 
@@ -246,14 +285,21 @@ def loss_coefficients(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Ten
     for _, _, factor in gate_factors(algo, terms, logprobs, index):
         total = total * factor
     for reg in algo.penalties:
-        total = total - reg.beta * kl_gradient(logprobs.current - logprobs.of(reg.den), reg.kind)
+        pull = reg.beta * kl_gradient(logprobs.current - logprobs.of(reg.den), reg.kind)
+        if reg.on is not None:
+            lr = logprobs.current - logprobs.of(reg.den)
+            pull = pull * _factors(reg.on, lr, terms, logprobs, index)
+        total = total - pull
     total = terms.weight[index] * total
     if terms.added is not None:
         total = total + terms.added.coefficients(logprobs.current, index)
     now_K, teacher_K = logprobs.candidates.current, logprobs.candidates.teacher
     if algo.distill is None or now_K is None or teacher_K is None:
         return total.to(p)
-    pull_K = terms.weight[index, None] * algo.distill.pull(now_K, teacher_K)
+    known = ~teacher_K.isnan().any(-1)  # a call that was told nothing has no teacher
+    pull_K = torch.zeros_like(now_K)
+    pull_K[known] = algo.distill.pull(now_K[known], teacher_K[known])
+    pull_K = terms.weight[index, None] * pull_K
     pull_K[:, 0] += total
     return pull_K.to(p)
 
@@ -261,6 +307,14 @@ def loss_coefficients(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Ten
 def entropy_weights(algo: Algo, terms: Terms) -> Tensor | None:
     """Coefficient of the entropy at each token, float64 [N]; None without an entropy bonus."""
     return algo.entropy * terms.weight if algo.entropy else None
+
+
+def observation_weights(algo: Algo, batch: Batch) -> Tensor | None:
+    """omega of each observation, float64 [O]; None if the algorithm learns from none."""
+    count = len(batch.observation_row)
+    if algo.echo is None or not count:
+        return None
+    return torch.full((count,), algo.echo.weight / count, dtype=torch.float64)
 
 
 def pool(lr: Tensor, ids: Tensor | None, how: How = "mean") -> Tensor:
@@ -323,8 +377,27 @@ def gate_factors(
         raw = logprobs.of(gate.num) - logprobs.of(gate.den)
         kept = raw if gate.pre is None else gate.pre(raw, advantage, logprobs)
         lr = pool(kept, ids, gate.how)
-        found.append((gate, lr, gate.fn(lr, advantage, logprobs) * (kept == raw)))
+        factor = _factors(gate.fn, lr, terms, logprobs, index)
+        found.append((gate, lr, factor * (kept == raw)))
     return found
+
+
+def _of_whole_step(fn: GateFn | None) -> bool:
+    """Whether it compares the tokens of an optimizer step with one another."""
+    return getattr(fn, "whole_step", False)
+
+
+def _factors(fn: GateFn, lr: Tensor, terms: Terms, logprobs: LogProbs, index: Tensor) -> Tensor:
+    """Factors [n]. A function of the whole step gets the tokens in the loss, in their order,
+    however rows are packed; the others have factor 1."""
+    advantage = terms.advantage[index]
+    if not _of_whole_step(fn):
+        return fn(lr, advantage, logprobs)
+    order = index.argsort()
+    order = order[terms.weight[index[order]] > 0]
+    factor = torch.ones_like(lr)
+    factor[order] = fn(lr[order], advantage[order], logprobs.at(order)).double()
+    return factor
 
 
 def _check_finite(x: Tensor, model: str, where: str) -> None:
@@ -336,19 +409,32 @@ def _check_finite(x: Tensor, model: str, where: str) -> None:
 
 
 def _skip(
-    algo: Algo, batch: Batch, live: Tensor, credit: Tensor, added: AddedTerms | None
+    algo: Algo,
+    batch: Batch,
+    live: Tensor,
+    credit: Tensor,
+    added: AddedTerms | None,
+    given: GivenLogProbs,
 ) -> str | None:
     if not batch.n_tokens:
         return "the batch has no sampled tokens"
-    if added is not None and added.count:
+    if (added is not None and added.count) or observation_weights(algo, batch) is not None:
         return None
     if not live.any():
         return f"every token of {len(batch.groups)} groups is missing its reward or filtered out"
     # A critic learns from every known return, even if all advantages are 0.
-    learns_without_credit = algo.penalties or algo.distill or algo.reads_critic or algo.entropy
-    if not (learns_without_credit or credit.any()):
+    others = algo.penalties or algo.reads_critic or algo.entropy
+    if not (others or _is_taught(algo, given) or credit.any()):
         return f"no rollout of {len(batch.groups)} groups did better or worse than the others"
     return None
+
+
+def _is_taught(algo: Algo, given: GivenLogProbs) -> bool:
+    """Whether a distillation has a teacher: a policy that is told nothing has none."""
+    if algo.distill is None or not algo.distill.told:
+        return algo.distill is not None
+    teacher_K = given.teacher_candidates
+    return teacher_K is not None and not bool(teacher_K.isnan().all())
 
 
 class FrozenModel(Protocol):
@@ -387,3 +473,147 @@ class ReferenceControl:
 def kl_to_reference(batch: Batch) -> float:
     """Mean of sampler - reference over the tokens of a nonempty batch, in nats."""
     return float((batch.behaviour.double() - batch.reference.double()).mean())
+
+
+class PrivilegedPrompts(Protocol):
+    """Prompts with what the policy does not see when it acts, with which its calls are scored."""
+
+    @property
+    def teacher(self) -> Literal["current", "reference"]:
+        """Whose log-probs are those of the told calls."""
+
+    @property
+    def by_token(self) -> bool:
+        """Whether credit reads `Batch.told`."""
+
+    def token_gap(self, batch: Batch, groups: list[Group], policy: TrainedPolicy) -> Tensor:
+        """`Batch.told`."""
+
+    def told(
+        self, batch: Batch, groups: list[Group], policy: TrainedPolicy
+    ) -> tuple[Batch, Tensor, Tensor]:
+        """The batch of the told calls, and the same tokens in `batch` and in it, int64 [n] each."""
+
+
+class AddedTerms(Protocol):
+    """The constants of the loss in one optimizer step."""
+
+    @property
+    def count(self) -> int:
+        """The number of its examples; 0: it has no gradient."""
+
+    def coefficients(self, current: Tensor, index: Tensor) -> Tensor:
+        """psi float64 [n] of a micro-batch of whole units. current [n]: log-probs of the
+        tokens `index`."""
+
+    def metrics(self, current: Tensor) -> dict[str, float]:
+        """Metrics of the step. current [N]: log-probs before the update."""
+
+
+class AddedLoss(Protocol):
+    """A loss that is added to the policy gradient."""
+
+    @property
+    def reference(self) -> bool:
+        """Whether it reads the log-probs of the reference."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Further rewards that it reads, which rollouts may lack."""
+
+    def terms(self, batch: Batch, reference: Tensor | None) -> AddedTerms:
+        """reference: its log-probs [N], if it reads them."""
+
+    def row_unit(self, batch: Batch) -> Tensor:
+        """Ids of the rows, int64 [R]; rows with one id must be in one micro-batch."""
+
+    def sampled(self, batch: Batch) -> Tensor:
+        """Whether each token was sampled after its prompt, bool [N]."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecentTokens:
+    """Filter, bool [N]: the tokens of version `oldest` or later that `keep` (None: all) keeps. The
+    reward of a rollout without such tokens still counts in its group's baseline."""
+
+    oldest: int
+    keep: Column | None = None
+
+    def __call__(self, batch: Batch) -> Tensor:
+        recent = ~batch.too_old(self.oldest)
+        return recent if self.keep is None else recent & self.keep(batch)
+
+
+def withhold(algo: Algo, batch: Batch, oldest: int) -> Algo:
+    """`algo`, with tokens of versions before `oldest` filtered out if the batch has any."""
+    if not batch.too_old(oldest).any():
+        return algo
+    return replace(algo, keep=RecentTokens(oldest, algo.keep))
+
+
+def old_policy_share(lag: Tensor) -> Tensor:
+    """The fraction s = (lag - 1) / lag in the interpolated old policy, whose log-probs are
+    sampler + s (current - sampler), float64 [N]; 1 at lag 0, where the sampler is the policy
+    itself. A-3PO, arXiv 2512.06547."""
+    return torch.where(lag > 0, (lag - 1).double() / lag.clamp(min=1), 1.0)
+
+
+def effective_share(weights: Tensor) -> float:
+    """Effective sample size of n weights divided by n, (sum w)^2 / (n sum w^2); 1 if all are 0."""
+    total = weights.square().sum()
+    return float(weights.sum().square() / total) / weights.numel() if total > 0 else 1.0
+
+
+def staleness_metrics(
+    step: int, groups: Sequence[Group], policy: str = POLICY, *, version: int | None = None
+) -> dict[str, float]:
+    """Age of the data of step `step`. staleness/steps_mean, steps_max: steps from the one that a
+    group was planned for to this one; below 0 if it is trained earlier, which only
+    `algorithm.group_order = "ready"` allows. staleness/version_mean, version_p95, version_max:
+    updates of the policy since a token was sampled, over tokens with a known version.
+    staleness/mixed: number of calls during which weights changed. version: the policy's current
+    version, default `step`."""
+    now = step if version is None else version
+    metrics: dict[str, float] = {}
+    if ages := [step - group.step for group in groups]:
+        metrics |= {"staleness/steps_mean": fmean(ages), "staleness/steps_max": max(ages)}
+    calls = [c for c in own_calls(groups, policy) if c.version is not None and c.completion]
+    if calls:
+        lags = now - torch.cat(list(map(token_versions, calls)))
+        metrics["staleness/version_mean"] = float(lags.double().mean())
+        metrics["staleness/version_p95"] = float(lags.kthvalue(ceil(0.95 * lags.numel())).values)
+        metrics["staleness/version_max"] = float(lags.max())
+        metrics["staleness/mixed"] = sum(bool(call.spans) for call in calls)
+    return metrics
+
+
+MIN_REST = 1e-6  # probability of all other tokens; smaller values are rounding errors
+
+
+@dataclass(frozen=True, slots=True)
+class TopKDistillation:
+    """beta times the KL divergence between teacher and policy over k tokens and one symbol for the
+    rest, without which leaving the k tokens would cost nothing. The k tokens are the sampled one
+    and the most probable ones of the teacher (of = "teacher": KL(teacher || policy)) or of the
+    policy before the first update (of = "policy": KL(policy || teacher)). GKD, arXiv 2306.13649."""
+
+    k: int
+    beta: float
+    of: Literal["teacher", "policy"]
+    told: bool = False  # the teacher is the policy with other prompts: see `Algo.telling`
+
+    def pull(self, current_K: Tensor, teacher_K: Tensor) -> Tensor:
+        """psi = -d beta KL / d current_K, float64. current_K, teacher_K: log-probs of policy and
+        teacher, [n, K]."""
+        with torch.enable_grad():
+            leaf_K = current_K.detach().double().requires_grad_()
+            policy, teacher = with_rest(leaf_K), with_rest(teacher_K.double())
+            first, second = (teacher, policy) if self.of == "teacher" else (policy, teacher)
+            loss = self.beta * (first.exp() * (first - second)).sum()
+        return -torch.autograd.grad(loss, leaf_K)[0]
+
+
+def with_rest(logprobs_K: Tensor) -> Tensor:
+    """Log-probs [n, K + 1] with that of all other tokens appended."""
+    rest = (1 - logprobs_K.exp().sum(-1, keepdim=True)).clamp(min=MIN_REST)
+    return torch.cat((logprobs_K, rest.log()), -1)

@@ -1,32 +1,31 @@
-"""What an algorithm may ask for before its credit: changes of the claimed groups."""
+"""Preparations: changes of the claimed groups that an algorithm makes before its credit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from msgspec import structs
 from torch import Tensor
 
-from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import split_reference
-from agentrl.algorithms.model.chat import Chat
-from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.text import Codec
-from agentrl.errors import TrainingError
-from agentrl.types import POLICY, Group, Reward, Rollout
+from agentrl.algorithms.model.chat import Chat, Codec, Tokenizer
+from agentrl.core.errors import TrainingError
+from agentrl.core.types import POLICY, Group, Reward, Rollout
 
 
 @dataclass(frozen=True)
 class TrainedPolicy:
     """The policy that a step trains, before its update. context: most tokens that a call may
-    have, prompt and completion; None: any number."""
+    have, prompt and completion; None: any number. state: of the algorithm, by name."""
 
-    logprobs: Callable[[Batch], Tensor]  # of every action token, float32 [N]
+    # Of every action token, float32 [N]; with a second argument, those of another model.
+    logprobs: Callable[..., Tensor]
     tokenizer: Tokenizer | None = None
     context: int | None = None
     name: str = POLICY
+    state: Mapping[str, object] = field(default_factory=dict)
 
     @cached_property
     def chat(self) -> Chat:
@@ -43,7 +42,7 @@ Prepare = Callable[[list[Group], TrainedPolicy], list[Group]]
 """Returns the groups with further rewards, or rollouts that are in no store. Does not change its
 argument. Rewards of stored rollouts are committed with the step."""
 KEEPS_PROMPTS: set[Prepare] = set()
-"""Those that write no prompt anew, so what a prompt has beside text is not lost."""
+"""Those that rewrite no prompt, so what a prompt has besides text is not lost."""
 
 
 def with_call_rewards(

@@ -16,14 +16,19 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from agentrl.errors import TrainingError
+from agentrl.core.errors import TrainingError
 
 log = logging.getLogger("agentrl.algorithm")
 LOG_LIMIT = 20.0  # |log r| is clamped to this against overflow
 
 Model = Literal["current", "old", "sampler", "reference", "teacher"]
 """Whose log-probs: the current policy's, its before the first update of the batch, those that the
-tokens were sampled with, and two frozen models'. Papers say p or pi, o, b or mu, q and t."""
+tokens were sampled with, and two frozen models'. Papers write p or pi, o, b or mu, q and t."""
+LearnerOutput = Model | Literal["values", "top_tokens", "entropy", "observations"]
+ALL_STREAMS: tuple[LearnerOutput, ...] = (
+    "old", "sampler", "reference", "teacher", "values", "top_tokens", "entropy", "observations",
+)  # fmt: skip
+"""All that a learner may supply to an algorithm, besides the current log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,18 @@ class LogProbs:
     reference: Tensor | None = None  # None: not computed, as for the teacher
     teacher: Tensor | None = None
     candidates: Candidates = Candidates()
+
+    def at(self, index: Tensor) -> LogProbs:
+        """Those of some tokens."""
+        own = {
+            each.name: column[index]
+            for each in fields(self)
+            if isinstance(column := getattr(self, each.name), Tensor)
+        }
+        several = fields(self.candidates)
+        known = ((each.name, getattr(self.candidates, each.name)) for each in several)
+        candidates = Candidates(**{name: x[index] for name, x in known if x is not None})
+        return replace(self, **own, candidates=candidates)
 
     def of(self, model: Model) -> Tensor:
         """Those of one model. Raises TrainingError if they are not computed."""
@@ -98,6 +115,9 @@ class GivenLogProbs:
 
 
 class GateFn(Protocol):
+    """One with the class variable `whole_step` is called with all tokens of an optimizer step that
+    are in the loss, in their order."""
+
     def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor: ...
 
 

@@ -14,11 +14,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Column, CriticValues
-from agentrl.algorithms.credit.records import nested_records
+from agentrl.algorithms.credit.core import Column, CriticValues, nested_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo
-from agentrl.errors import TrainingError
+from agentrl.core.errors import TrainingError
 
 
 @runtime_checkable

@@ -1,7 +1,8 @@
-"""Training on a data set instead of an agent's rollouts.
+"""Training on a data set instead of an agent's rollouts: the data set is the source of a run's
+groups.
 
 A completion becomes a rollout, and a pair a group of two, with the reward `LABEL`: 1 for the better
-one. So loop, credit and learner are the usual ones. Always true: the items of a step are a pure
+one. So loop, credit and learner are the usual ones. Invariant: the items of a step are a pure
 function of the data set's version, the seed and the step; the reference's log-probs are computed
 once, before the first step, and read from the store, so it is not in memory during training.
 """
@@ -26,20 +27,19 @@ from agentrl.algorithms.learners.auxiliary import load_auxiliary
 from agentrl.algorithms.learners.base import Learner, Scored
 from agentrl.algorithms.learners.factory import caches_reference
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.model.inputs import Inputs, inputs_of
 from agentrl.algorithms.model.load import vocabulary_size
+from agentrl.algorithms.model.scaled import Inputs, inputs_of
 from agentrl.algorithms.objective.core import Algo, loss_terms
 from agentrl.algorithms.preferences.completions import WEIGHT, CompletionLoss, mismatched_rollout
 from agentrl.algorithms.sampling.collect import Collected, unreadable_reason
-from agentrl.algorithms.sampling.task_sampler import shuffled
-from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.algorithms.sampling.tasks import shuffled
+from agentrl.algorithms.train.features import Feature, LoadedRun
+from agentrl.algorithms.train.policies import LoadedModel
 from agentrl.algorithms.train.prepare import Retokenizer
 from agentrl.algorithms.train.step import Updater
-from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
-from agentrl.store.base import Store
-from agentrl.store.records import Item
-from agentrl.types import (
+from agentrl.core.config import RunConfig
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import (
     POLICY,
     Float32,
     Group,
@@ -51,6 +51,8 @@ from agentrl.types import (
     Transition,
     float32,
 )
+from agentrl.store.base import Store
+from agentrl.store.records import Item
 
 LABEL = "label"  # the reward of a completion: 1 or 0 in a pair, else the label of the item
 ITEMS_PER_READ = 64  # items that are read at once
@@ -124,7 +126,7 @@ class DatasetCollector:
     reference: str = ""  # digest of its weights
     items: dict[str, list[Item]] = field(default_factory=dict)  # usable ones, by split
     tokenizer: Retokenizer = field(init=False)
-    inputs: Inputs | None = field(init=False)  # what the model reads beside text
+    inputs: Inputs | None = field(init=False)  # what the model reads besides text
     serves: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -327,3 +329,18 @@ def _rollout(
         transitions=list(calls),
         rewards=[Reward(value=value, name=name) for name, value in rewards.items()],
     )  # fmt: skip
+
+
+class DataSet(Feature):
+    """Training on a data set."""
+
+    collector: DatasetCollector
+
+    async def prepare(self, run: LoadedRun) -> None:
+        updater, (model,) = run.policies.updaters[POLICY], run.models
+        self.collector = DatasetCollector(run.config, run.store, run.state.epoch, updater, model)
+        await self.collector.prepare()
+        self.source = self.collector
+
+    async def evaluate(self, step: int, limit: int) -> None:
+        await self.collector.evaluate(step, limit)

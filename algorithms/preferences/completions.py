@@ -22,9 +22,9 @@ from agentrl.algorithms.credit.core import rollout_rewards
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import reduce_by
 from agentrl.algorithms.objective.prepare import KEEPS_PROMPTS, TrainedPolicy
-from agentrl.algorithms.preferences.pairing import How, choose_pairs
-from agentrl.errors import TrainingError
-from agentrl.types import Group, Reward, Rollout
+from agentrl.algorithms.preferences.draft import How, choose_pairs
+from agentrl.core.errors import TrainingError
+from agentrl.core.types import Group, Reward, Rollout
 
 WEIGHT, MISMATCHED = "weight", "mismatched"
 """Names of two further rewards: the weight of a pair or label (default 1), and 1 for rollouts whose

@@ -1,21 +1,79 @@
-"""Build a version of a data set, without duplicate and contradictory items."""
+"""A version of a data set in the making, without duplicate and contradictory items.
+
+Pairs of rollouts are chosen in a group, for stored groups and for those of a training step. A run's
+version of its data set is pinned from its first start to its end.
+"""
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
+from agentrl.core.config import RunConfig, from_store  # before the table, which its schema imports
+
+# isort: split
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import combinations
+from math import isnan
 from typing import Any, Literal
 
-from msgspec.structs import replace
-
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Image, Transition
 from agentrl.store.base import Store
 from agentrl.store.records import Dataset, Item, Kind, Side, digest_of
-from agentrl.types import Image, Transition
+
+
+async def pin_dataset(store: Store, config: RunConfig) -> RunConfig:
+    """The settings with a fixed version of the data set: that of a started run, or the newest.
+
+    Raises ConfigError for a data set or version that the store does not have."""
+    data = config.data
+    if not data.name:
+        return config
+    versions = [row.version for row in await store.datasets(data.name) if row.digest]
+    state = await store.run(config.name)
+    if not data.version and state is not None and state.step:
+        data = from_store(state.config).data
+    version = data.version or max(versions, default=0)
+    if version not in versions:
+        known = ", ".join(map(str, versions)) or "none"
+        raise ConfigError(
+            f"data.name = {data.name!r}: the store {config.store} has no such version (complete "
+            f"ones: {known}); make one with `agentrl data mine` or `import`"
+        )
+    pinned: RunConfig = replace(config, **{"data": replace(data, version=version)})
+    return pinned
+
+
+How = Literal["extremes", "all", "best-of"]
+MIN_DIFFERENCE = 1e-9  # smaller differences count as ties
+
+
+def choose_pairs(
+    values: Sequence[float], how: How, least: float, per_group: int, seed: str
+) -> list[tuple[int, int]]:
+    """Indices (better, worse) of pairs whose values differ by at least `least`, and by more than 0.
+
+    extremes: the best and the worst. all: all pairs, the largest gap first. best-of: the best and a
+    random other, drawn with `seed`. per_group: most pairs; 0: all. NaN values are in no pair."""
+    known = [i for i, value in enumerate(values) if not isnan(value)]
+    order = sorted(known, key=lambda i: -values[i])  # ties in order of index
+    if len(order) < 2:
+        return []
+    candidates = [(order[0], order[-1])]
+    if how == "all":
+        candidates = sorted(combinations(order, 2), key=lambda two: values[two[1]] - values[two[0]])
+    elif how == "best-of":
+        candidates = [(order[0], random.Random(seed).choice(order[1:]))]
+    found = [(a, b) for a, b in candidates if values[a] - values[b] >= max(least, MIN_DIFFERENCE)]
+    return found[: per_group or None]
+
 
 ROWS_PER_CALL = 500  # completions or items per call to the store
-IMAGE_BYTES = 2**24  # of images that are sent to the store at once, beside one that is larger
+IMAGE_BYTES = 2**24  # of images that are sent to the store at once, except for one that is larger
 Conflicts = Literal["drop", "keep"]
 
 

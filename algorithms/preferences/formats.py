@@ -1,27 +1,201 @@
-"""The usual formats of preferences and demonstrations: rows with known columns become items.
+"""Formats of data sets: rows of preferences and demonstrations, imported and exported.
 
-The columns determine the format. A row whose columns have other types than the format's is an error
-that names the column. Numbers and truth values may be text, and messages may be ShareGPT's.
+The columns of an imported row determine its format. A row whose columns have other types than the
+format's is an error that names the column. Numbers and truth values may be text, and messages may
+be ShareGPT's. Imported items have no tokens: a run renders them with its policy's chat template and
+learns from the tokens that the template adds for each answer.
+
+Images of imported rows are files in data URLs of messages, or in a column `images`, for which parts
+of type "image" stand, as in TRL. Stored messages name them by their digests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import BytesIO
 from math import isfinite, nan
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from agentrl.algorithms.preferences.draft import Draft
-from agentrl.algorithms.preferences.images import with_digests
-from agentrl.base.images import digests
-from agentrl.base.jsonvalues import NotJsonError, as_json
-from agentrl.errors import ConfigError
-from agentrl.store.records import Kind
-from agentrl.types import Json, Transition, float32, int32
+from agentrl.core.errors import ConfigError
+from agentrl.core.images import (
+    KIND,
+    SCHEME,
+    ImageRefusedError,
+    digests,
+    read_image,
+    url_of,
+    with_data_urls,
+)
+from agentrl.core.types import Image, Json, Transition, float32, int32
+from agentrl.core.values import NotJsonError, as_json
+from agentrl.store.base import Store
+from agentrl.store.records import Item, Kind
+
+Messages = list[dict[str, Json]]
+Written = Callable[[Messages, Mapping[str, Image]], Messages]
+
+
+async def export_rows(
+    store: Store, items: Iterable[Item], written: Written = with_data_urls
+) -> list[dict[str, Any]]:
+    """The items in TRL's columns, with exact token ids if they are known. written: how messages
+    show images, by default as data URLs."""
+    rows: list[dict[str, Any]] = []
+    for item in items:
+        names = {"chosen": item.chosen, "rejected": item.rejected}
+        sides = await store.sides([name for name in names.values() if name])
+        first = sides[item.chosen][0]
+        seen = {image for calls in sides.values() for call in calls for image in call.images}
+        images = await store.images("", sorted(seen)) if seen else {}
+        prompt = written(first.messages, images)
+        row: dict[str, Any] = {"prompt": prompt, "split": item.split}
+        if first.tools:
+            row["tools"] = first.tools
+        for word, digest in names.items():
+            if digest:
+                calls = sides[digest]
+                said = [*calls[-1].messages[len(first.messages) :], calls[-1].answer]
+                key = word if item.kind == "pair" else "completion"
+                row[key] = written([message for message in said if message], images)
+                if all(call.exact for call in calls):
+                    start = len(first.prompt)
+                    whole = [*calls[-1].prompt[start:], *calls[-1].completion]
+                    row |= {"prompt_ids": list(first.prompt), f"{key}_ids": whole}
+        known = {"label": item.label, "labels": item.steps, "margin": item.margin}
+        rows.append(row | {key: value for key, value in known.items() if value not in (None, [])})
+    return rows
+
+
+Row = dict[str, Any]
+COLUMNS = ("images", "image")
+PROMPT_COLUMNS = ("prompt", "context", "messages", "conversations")  # columns with the first images
+ANSWER_COLUMNS = ("chosen", "rejected", "completion")  # each continues after those
+
+
+def with_digests(row: Row) -> tuple[Row, list[Image]]:
+    """The row with the digests of its images in its messages, and the images. Raises ConfigError
+    for an image that no policy can see, and for more or fewer images than parts."""
+    files = _files(row)
+    talks = {
+        key: row[key]
+        for key in (*PROMPT_COLUMNS, *ANSWER_COLUMNS)
+        if isinstance(row.get(key), list | dict)
+    }
+    if files and not any(_is_gap(part) for talk in talks.values() for part in _parts(talk)):
+        talks = _shown_first(row, len(files))
+    found: dict[str, Image] = {}
+    used = start = 0  # images used by the column, and by those before the answers
+    for key in (key for key in (*PROMPT_COLUMNS, *ANSWER_COLUMNS) if key in talks):
+        at = start if key in ANSWER_COLUMNS else used
+        talks[key], at = _named(talks[key], key, files, at, found)
+        used = max(used, at)
+        start = start if key in ANSWER_COLUMNS else at
+    if used != len(files):
+        raise ConfigError(
+            f"{len(files)} images, and {used} parts of type 'image' in the messages: give one for "
+            "each"
+        )
+    own = {key: x for key, x in row.items() if not (files and key in COLUMNS)}
+    return own | talks, list(found.values())
+
+
+def _named(
+    talk: Any, where: str, files: list[str], at: int, found: dict[str, Image]
+) -> tuple[Any, int]:
+    """A column with digests, and the number of files used so far."""
+
+    def part(given: Any, place: str) -> Any:
+        nonlocal at
+        if _is_gap(given):
+            at += 1
+            url = files[at - 1] if at <= len(files) else ""
+            if not url:
+                raise ConfigError(f"{place} is an image, and the row has {len(files)} images")
+            given = {"type": KIND, KIND: {"url": url}}
+        if url_of(given) is None:
+            return given
+        try:
+            image = read_image(given)
+        except ImageRefusedError as error:
+            raise ConfigError(f"{place} is an image that cannot be seen: {error}") from None
+        found[image.digest] = image
+        about = given[KIND] if isinstance(given[KIND], dict) else {}
+        return {"type": KIND, KIND: {**about, "url": SCHEME + image.digest}}
+
+    said = []
+    for number, message in enumerate([talk] if isinstance(talk, dict) else talk):
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            place = f"{where}[{number}].content"
+            parts = [part(given, f"{place}[{index}]") for index, given in enumerate(content)]
+            message = {**message, "content": parts}
+        said.append(message)
+    return said[0] if isinstance(talk, dict) else said, at
+
+
+def _is_gap(part: Any) -> bool:
+    """Whether a part stands for the next image of the row."""
+    return isinstance(part, dict) and part.get("type") == "image"
+
+
+def _parts(talk: Any) -> list[Any]:
+    messages = [talk] if isinstance(talk, dict) else talk
+    contents = (one.get("content") for one in messages if isinstance(one, dict))
+    return [part for content in contents if isinstance(content, list) for part in content]
+
+
+def _shown_first(row: Row, count: int) -> dict[str, Any]:
+    """The columns of messages with all images before the first text of a user, as TRL has them."""
+    gaps: list[Any] = [{"type": "image"}] * count
+    asked = next((key for key in PROMPT_COLUMNS if row.get(key)), None)
+    talks = {
+        key: row[key]
+        for key in (*PROMPT_COLUMNS, *ANSWER_COLUMNS)
+        if isinstance(row.get(key), list | dict)
+    }
+    for key in [asked] if asked else [key for key in ANSWER_COLUMNS if key in talks]:
+        talk = row[key]
+        if isinstance(talk, str):
+            talks[key] = [{"role": "user", "content": [*gaps, {"type": "text", "text": talk}]}]
+            continue
+        messages = [dict(one) for one in ([talk] if isinstance(talk, dict) else talk)]
+        first = next((one for one in messages if one.get("role") == "user"), None)
+        if first is not None:
+            text = first.get("content")
+            parts = text if isinstance(text, list) else [{"type": "text", "text": text or ""}]
+            first["content"] = [*gaps, *parts]
+        talks[key] = messages
+    return talks
+
+
+def _files(row: Row) -> list[str]:
+    """The images of a row's own column, as data URLs."""
+    own = next((row[key] for key in COLUMNS if row.get(key) is not None), None)
+    given: list[Any] = own if isinstance(own, list) else [] if own is None else [own]
+    return [_url(one) for one in given]
+
+
+def _url(given: Any) -> str:
+    body: Any = given.get("bytes") if isinstance(given, dict) else given
+    if hasattr(body, "save"):  # a decoded image of `datasets`
+        file = BytesIO()
+        body.save(file, "PNG")
+        body = file.getvalue()
+    if isinstance(body, bytes):
+        return f"data:image/png;base64,{b64encode(body).decode()}"  # the type is read from the file
+    if isinstance(body, str) and body.startswith("data:"):
+        return body
+    raise ConfigError(
+        f"images: {given!r:.80} is not an image; give the bytes of its file, or leave the column "
+        "out"
+    )
+
 
 T = TypeVar("T")
-Row = dict[str, Any]
 Message = dict[str, Json]
 FORMATS = (
     "chosen and rejected (with prompt, or messages that begin alike); prompt, completion, label; "
@@ -241,7 +415,9 @@ def _sharegpt(said: Message, where: str) -> Message:
         named = {"name": function.name, "arguments": text}
         return {"role": "assistant", "tool_calls": [{"type": "function", "function": named}]}
     if not isinstance(name, str) or name not in ROLES:
-        raise ConfigError(f"{where}: from {name!r:.80} is no known role; write {', '.join(ROLES)}")
+        raise ConfigError(
+            f"{where}: from {name!r:.80} is not a known role; write {', '.join(ROLES)}"
+        )
     others = {key: one for key, one in said.items() if key not in ("from", "value", "role")}
     return others | {"role": ROLES[name]} | ({} if value is None else {"content": value})
 

@@ -1,4 +1,4 @@
-"""Mine pairs and labels, with exact tokens, from the rollouts of a finished or running run."""
+"""Mining of pairs and labels, with exact tokens, from the rollouts of a finished or running run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.algorithms.preferences.draft import Draft
-from agentrl.algorithms.preferences.pairing import LEAST_DIFFERENCE, How, choose_pairs
+from agentrl.algorithms.preferences.draft import MIN_DIFFERENCE, Draft, How, choose_pairs
 from agentrl.algorithms.preferences.turns import reasked, written
-from agentrl.store.base import Store
-from agentrl.store.records import without_tokens
-from agentrl.types import (
+from agentrl.core.types import (
     CORRECTION,
     POLICY,
     SESSION,
@@ -27,6 +24,8 @@ from agentrl.types import (
     Scope,
     Transition,
 )
+from agentrl.store.base import Store
+from agentrl.store.records import without_tokens
 
 ROLLOUTS_PER_READ = 256  # rollouts per read
 Found = tuple[Rollout, float, list[Transition]]  # rollout, its reward, the policy's calls
@@ -85,7 +84,7 @@ async def mine(store: Store, draft: Draft, spec: MineSpec) -> None:
             known = experts.get(_task(group[0][0]))
             some = [known, *group] if known else group
             gaps = enumerate(some[0][1] - value for _, value, _ in some)
-            worse = [(0, i) for i, gap in gaps if gap >= max(spec.least, LEAST_DIFFERENCE)]
+            worse = [(0, i) for i, gap in gaps if gap >= max(spec.least, MIN_DIFFERENCE)]
             _pairs(draft, some, worse[: spec.per_group or None] if known else [])
         else:
             values = [value for _, value, _ in group]

@@ -1,6 +1,6 @@
 """The turns of a conversation with a user: calls between two of the user's messages.
 
-Always true: a turn is known from the stored requests alone, so it is the same for training and for
+Invariant: a turn is known from the stored requests alone, so it is the same for training and for
 mining.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from agentrl.types import CORRECTION, FEEDBACK, SIGNAL, Json, Reward, Scope, Transition
+from agentrl.core.types import CORRECTION, FEEDBACK, SIGNAL, Json, Reward, Scope, Transition
 
-GOOD = 0.5  # least value of a turn that went well
+MIN_GOOD = 0.5  # value from which a turn went well
 RESULTS = ("tool_result", "functionResponse")  # in a message of the user, by Anthropic and Gemini
 
 
@@ -24,7 +24,7 @@ def said(call: Transition) -> list[dict[str, Json]]:
     return [m for m in call.messages if m.get("role") == "user" and not _is_result(m)]
 
 
-def last_said(call: Transition) -> str:
+def last_user_text(call: Transition) -> str:
     """The text of the user's last message in the request of a call; "" if it is no text."""
     content = said(call)[-1].get("content") if said(call) else ""
     return content if isinstance(content, str) else ""
@@ -46,8 +46,8 @@ def turns(calls: Sequence[Transition]) -> list[list[int]]:
 
 
 def turn_values(calls: Sequence[Transition], rewards: Iterable[Reward]) -> list[float | None]:
-    """What is said about each turn: the mean of signals, feedback and corrections (0) of its calls.
-    None: nothing is."""
+    """The value of each turn: the mean of the signals, feedback and corrections (0) of its calls;
+    None if there are none."""
     known: dict[str, list[float]] = {}
     for row in rewards:
         if row.scope is Scope.TRANSITION and row.name in (SIGNAL, FEEDBACK, CORRECTION):
@@ -60,14 +60,14 @@ def reasked(calls: Sequence[Transition], rewards: Sequence[Reward]) -> list[tupl
     """Pairs (first call of a turn that went wrong, first call of the next turn, which went well):
     the user had to ask again. The second call's answer is one that the first should have given.
 
-    A turn follows another if the user's messages go on with one more."""
+    A turn follows another if the user's messages continue with one more."""
     ordered, values = turns(calls), turn_values(calls, rewards)
     numbers = {_key(calls[turn[0]]): number for number, turn in enumerate(ordered)}
     found = []
     for turn, good in zip(ordered, values, strict=True):
         before = numbers.get(_key(calls[turn[0]], earlier=1))
         bad = None if before is None else values[before]
-        if before is not None and bad is not None and good is not None and bad < GOOD <= good:
+        if before is not None and bad is not None and good is not None and bad < MIN_GOOD <= good:
             found.append((ordered[before][0], turn[0]))
     return found
 
@@ -93,6 +93,6 @@ def written(correction: str) -> dict[str, Json]:
 
 
 def _key(call: Transition, earlier: int = 0) -> bytes:
-    """Equal for calls of one turn; `earlier`: of the turn so many messages of the user before."""
+    """Equal for calls of one turn. earlier: the key of the turn that many user messages before."""
     messages = said(call)
     return msgspec.json.encode((call.role, messages[: len(messages) - earlier]))

@@ -1,1 +1,1 @@
-"""Algorithms by name."""
+"""Presets and modifiers: algorithms by name."""

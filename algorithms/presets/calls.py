@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, Literal
 
 import msgspec
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import calls, core
-from agentrl.algorithms.credit.calls import Returns, StepGae, value_of
+from agentrl.algorithms.credit.calls import CountedMeans, Returns, RunningMean, StepGae, value_of
 from agentrl.algorithms.credit.core import (
     Column,
     Credit,
@@ -23,26 +24,18 @@ from agentrl.algorithms.credit.core import (
     rewards,
     weighted_sum,
 )
-from agentrl.algorithms.credit.running_means import CountedMeans, RunningMean
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, next_same, reduce_by, scan, units
 from agentrl.algorithms.data.merge import last_observation
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average
-from agentrl.algorithms.presets import declare
-from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Share, modifier, preset
-from agentrl.errors import ConfigError
-from agentrl.types import Rollout
+from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Share, preset
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Rollout
 
 
 def whitened_gae(value: Column, reward: str, gamma: float, lam: float) -> GroupRelative:
     """GAE over calls, whitened over calls."""
     return GroupRelative(StepGae(value, reward, gamma, lam), by=("all",), norm="std")
-
-
-@preset("turn-ppo", usual=True, clip=PPO_CLIP)
-def turn_ppo(reward: str, *, value: str = "", gamma: Discount = 0.99, lam: Discount = 0.95) -> Algo:
-    """Agent-R1 with a discount per turn, token mean. arXiv 2512.17008."""
-    return Algo(whitened_gae(value_of(value), reward, gamma, lam), agg=TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +68,9 @@ class BiLevelGae:
         return self(batch) + self.value(batch).double()
 
 
+MEAN_RETURN = "mean-return"
+
+
 @dataclass(frozen=True, slots=True)
 class Tabular(RunningMean):
     """The mean return of earlier steps from the state before a call, [S], 0 for a new state: a
@@ -82,7 +78,7 @@ class Tabular(RunningMean):
 
     reward: str | Column = "outcome"
     gamma: float = 1.0
-    stored_as: ClassVar[str] = "mean-return"
+    stored_as: ClassVar[str] = MEAN_RETURN
 
     @property
     def level(self) -> Level:
@@ -107,26 +103,13 @@ class Tabular(RunningMean):
         return Returns(self.reward, self.gamma)(batch)
 
 
-@declare.as_modifier("step-gae", prefix="step_")
-@preset("agent-r1", clip=PPO_CLIP, kl=True)
+@preset("agent-r1", clip=(0.2, 0.2, inf), clip_by="token", average="row", kl=True)
 def agent_r1(reward: str, *, value: str = "", gamma: Discount = 1.0, lam: Discount = 0.95) -> Algo:
     """PPO with calls as actions: GAE over calls, whitened over calls. `value`: a reward that holds
-    V of each call; default: the critic. arXiv 2511.14460."""
-    return Algo(whitened_gae(value_of(value), reward, gamma, lam))
-
-
-@preset("pspo", clip=(3e-4, 4e-4, 10.0), clip_by="transition", kl=True)
-def pspo(reward: str, *, value: str = "", gamma: Discount = 1.0, lam: Discount = 0.95) -> Algo:
-    """GAE over calls, and one clipped ratio per call. arXiv 2601.10029."""
-    return Algo(whitened_gae(value_of(value), reward, gamma, lam))
-
-
-@modifier("tabular", prefix="tabular_")
-def with_tabular(algo: Algo, *, gamma: Discount = 1.0, lam: Discount = 0.95) -> Algo:
-    """Replaces the host's credit by GAE over calls; the value of a state is the mean return of
-    earlier steps from it, for tasks with few states. arXiv 1506.02438."""
-    reward = declare.outcome_of(algo)
-    return replace(algo, credit=whitened_gae(Tabular(reward, gamma), reward, gamma, lam))
+    V of each call, or "mean-return", the mean return of earlier steps from the state before it, for
+    tasks with few states; default: the critic. arXiv 2511.14460, 1506.02438."""
+    known = Tabular(reward, gamma) if value == MEAN_RETURN else value_of(value)
+    return Algo(whitened_gae(known, reward, gamma, lam))
 
 
 @preset("ragen", clip=PPO_CLIP)
@@ -138,7 +121,7 @@ def ragen(
     return Algo(Whiten(BiLevelGae(CriticValues(), reward, gamma_high, gamma, lam)), agg=TOKENS)
 
 
-@preset("archer", usual=True)
+@preset("archer")
 def archer(reward: str, *, advantage: str = "", gamma: Discount = 0.9) -> Algo:
     """REINFORCE with each call's temporal difference of a critic's values, r + gamma V' - V. Early
     calls learn only as fast as the critic, which in the paper is off-policy. `advantage`: a reward
@@ -175,7 +158,7 @@ class CallsOrOutcome:
         return torch.where(has[batch.token_rollout], self.credit(batch), self.outcome(batch))
 
 
-@preset("mt-grpo", usual=True, clip=PPO_CLIP)
+@preset("mt-grpo", clip=PPO_CLIP)
 def mt_grpo(reward: str, *, turn_reward: str = "transition:turn", weight: Share = 1.0) -> Algo:
     """Outcome compared over rollouts plus a reward of calls compared within the same turn. A
     rollout without such a reward (no tool call) is compared by the sum of both. arXiv 2505.11821.
@@ -192,8 +175,8 @@ class HiperGae:
     the segments, each started by a call that chooses a subgoal (part "high"); [S].
 
     high, low: values per call. A call with a high value starts a segment; one with a low value acts
-    and takes one unit of time; one with both gets both credits, because its tokens are not told
-    apart. Rewards of other calls belong to the call before them."""
+    and takes one unit of time; one with both gets both credits, because its tokens are not
+    distinguished. Rewards of other calls belong to the call before them."""
 
     high: Column
     low: Column
@@ -251,8 +234,7 @@ class OfRole:
         return torch.where(chosen, self.value(batch), torch.nan)
 
 
-@declare.as_modifier("hiper", usual=True, prefix="hiper_")
-@preset("hiper", usual=True, clip=PPO_CLIP)
+@preset("hiper", clip=PPO_CLIP)
 def hiper(
     reward: str,
     *,
@@ -305,7 +287,7 @@ class MainAndSubCredit:
         return torch.where(main, self.credit(batch), self.others(batch))
 
 
-@preset("m-grpo", usual=True, clip=PPO_CLIP, kl=True)
+@preset("m-grpo", clip=PPO_CLIP, kl=True)
 def m_grpo(reward: str, *, main: str = "main", sub_reward: str = "transition:sub") -> Algo:
     """The main role compared by the outcome, each sub-agent's calls by a reward of their own over
     the group. Each call weighs 1 / number of its rollout's calls in statistics and loss; the paper

@@ -1,4 +1,4 @@
-"""Declare an algorithm: a preset is a function of keyword options that returns an `Algo`, a
+"""Declarations of algorithms: a preset is a function of keyword options that returns an `Algo`, a
 modifier a function of an Algo and options that returns another.
 
 `@preset` and `@modifier` write a record into a table and leave the function as it is.
@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
-from agentrl.algorithms.credit.core import Credit
-from agentrl.algorithms.credit.records import rewards_read
-from agentrl.algorithms.objective.core import Algo, Gate, KLPenalty
+from agentrl.algorithms.credit.core import Credit, rewards_read
+from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average, Gate, KLPenalty
 from agentrl.algorithms.objective.ratios import Clip
-from agentrl.config.presets import preset_names
-from agentrl.errors import ConfigError
-from agentrl.plugins import check_call, load_plugin, plugin_points, where
+from agentrl.core.config import Natural
+from agentrl.core.config.derived import preset_names
+from agentrl.core.errors import ConfigError
+from agentrl.core.plugins import check_call, load_plugin, plugin_points, where
 
 # Types of options.
 Num = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -31,6 +31,15 @@ Mix = Annotated[dict[str, Share], msgspec.Meta(min_length=1)]  # reward name to 
 CreditFunction = Annotated[Credit, "file.py:name"]  # from a batch to advantages [N]
 Names = Annotated[list[str], msgspec.Meta(min_length=1)]
 Scale = Literal["none", "std"]
+RatioUnit = Literal["token", "transition", "row"]
+AverageName = Literal["row", "token", "rollout", "sum"]
+
+AVERAGES: Mapping[AverageName, Average] = {
+    "row": Average(("row",)),
+    "token": TOKENS,
+    "rollout": Average(("rollout",)),
+    "sum": ROW_SUMS,
+}
 
 KEY = "algorithm.preset"
 PPO_CLIP = (0.2, 0.2)
@@ -56,58 +65,96 @@ def options_of_function(function: Callable[..., Any]) -> dict[str, Option]:
 
 @dataclass(frozen=True, slots=True)
 class AlgoPreset:
-    """A function of keyword options, and the shared options that it asks for: see `preset`."""
+    """A function of keyword options, and the shared options that it asks for: see `preset`.
+
+    A recipe has the function of the preset that it is `of`, other defaults of its options, the
+    modifiers that are named there, too, and a description of its own."""
 
     name: str
     function: Callable[..., Any]
     reward: str = "outcome"
     clip: tuple[float, ...] = ()
-    clip_by: Literal["transition", "row"] | None = None
+    clip_by: RatioUnit | None = None
+    average: AverageName | None = None
     kl: bool = False
-    usual: bool = False  # whether it is in the short list
+    of: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
 
     def options(self) -> dict[str, Option]:
         """Type and default of each option, as a run file may set them. Raises ConfigError for a
-        parameter that can be no option."""
+        parameter that can be no option, and for one that `@preset` declares, too."""
         own = options_of_function(self.function)
         for name, parameter in inspect.signature(self.function).parameters.items():
             if name not in own and not (name == "reward" and self._takes_reward()):
                 raise ConfigError(
                     f"algorithm.preset: the parameter {parameter.name!r} of "
-                    f"{where(self.function)} is no keyword-only option with a type; write "
+                    f"{where(self.function)} is not a keyword-only option with a type; write "
                     "def name(*, option: float = 0.5) -> Algo"
                 )
-        return self._with_shared(own)
+        for name in sorted(self._shared_options().keys() & own.keys()):
+            raise ConfigError(
+                f"algorithm.preset: the option {name!r} of {where(self.function)} is declared by "
+                "@preset, too; rename it, or remove the argument of @preset"
+            )
+        reward = {"reward": Option(str, self.reward)} if self._takes_reward() else {}
+        return with_defaults(reward | own | self._shared_options(), self.defaults)
 
     @property
     def doc(self) -> str:
-        return inspect.getdoc(self.function) or ""
+        return self.text or inspect.getdoc(self.function) or ""
 
     def build(self, **options: Any) -> Algo:
-        """The algorithm. Raises ConfigError if the function returns something else."""
+        """The algorithm. Raises ConfigError if the function returns something else, or an `agg`
+        that the declared average would replace, and for options that contradict each other."""
+        asked, options = options.get("average"), {**self.defaults, **options}
+        if asked == "sum" and options.get("length"):
+            raise ConfigError(
+                f"algorithm.options.length = {options['length']}: with average = 'sum' nothing is "
+                "divided by a length; set length = 0, or remove average"
+            )
+        own = inspect.signature(self.function).parameters.keys()
         shared = {"reward": self.reward} if self._takes_reward() else {}
-        own = {name: x for name, x in options.items() if name not in ("kl", *self._bounds())}
-        algo = self.function(**shared | own)
+        algo = self.function(**shared | {key: x for key, x in options.items() if key in own})
         if not isinstance(algo, Algo):
             raise ConfigError(
                 f"algorithm.preset: {where(self.function)} returned {type(algo).__name__}, which "
-                "is no Algo; return Algo(...) instead"
+                "is not an Algo; return Algo(...) instead"
             )
-        return self._shared(algo, options)
+        if self.average and algo.agg is not Algo.agg:
+            raise ConfigError(
+                f"algorithm.preset: {where(self.function)} returned an Algo with an agg, which "
+                f"@preset(average={self.average!r}) would replace; remove one of the two"
+            )
+        algo = self._shared(algo, options)
+        for word in self.of.split("+")[1:]:
+            algo = modifiers[word].build(algo)
+        return algo
 
     def _shared(self, algo: Algo, options: Mapping[str, Any]) -> Algo:
-        """`algo` with PPO's clip and the KL penalty."""
+        """`algo` with PPO's clip, the average of the loss and the KL penalty."""
         if bounds := self._bounds():
             limits = [options.get(name, default) for name, default in bounds.items()]
-            algo = replace(algo, gates=(Gate(Clip(*limits), by=self.clip_by), *algo.gates))
+            unit = options.get("clip_by", self.clip_by)
+            gate = Gate(Clip(*limits), by=None if unit == "token" else unit)
+            algo = replace(algo, gates=(gate, *algo.gates))
+        if self.average:
+            agg, length = AVERAGES[options.get("average", self.average)], options.get("length", 0)
+            agg = replace(agg, inner="const", const=length) if length else agg
+            algo = replace(algo, agg=agg)
         beta = options.get("kl", 0.0) if self.kl else 0.0
         return replace(algo, penalties=(KLPenalty("k3", beta), *algo.penalties)) if beta else algo
 
-    def _with_shared(self, own: dict[str, Option]) -> dict[str, Option]:
-        reward = {"reward": Option(str, self.reward)} if self._takes_reward() else {}
+    def _shared_options(self) -> dict[str, Option]:
+        """The options that `@preset` declares besides the reward."""
         kinds = {"clip_low": Num, "clip_high": Num, "clip_dual": Cap}
-        clip = {name: Option(kinds[name], x) for name, x in self._bounds().items()}
-        return reward | own | clip | ({"kl": Option(Num, 0.0)} if self.kl else {})
+        shared = {name: Option(kinds[name], x) for name, x in self._bounds().items()}
+        if self.clip_by:
+            shared["clip_by"] = Option(RatioUnit, self.clip_by)
+        if self.average:
+            shared["average"] = Option(AverageName, self.average)
+            shared["length"] = Option(Natural, 0)
+        return shared | ({"kl": Option(Num, 0.0)} if self.kl else {})
 
     def _takes_reward(self) -> bool:
         parameter = inspect.signature(self.function).parameters.get("reward")
@@ -120,30 +167,40 @@ class AlgoPreset:
 @dataclass(frozen=True, slots=True)
 class AlgoModifier:
     """A function of an Algo and keyword options. prefix: of its options in a run file. host: the
-    preset to show it with. credit_only: the function is a preset's, of a reward and options; its
-    credit replaces the host's."""
+    preset to show it with.
+
+    A recipe has the function of the modifier that it is `of`, or of the preset whose credit it puts
+    in place of the host's (`credit_only`), with other defaults and a description of its own."""
 
     name: str
     function: Callable[..., Algo]
     prefix: str = ""
     host: str = "grpo"
+    of: str = ""
     credit_only: bool = False
-    usual: bool = False  # whether it is in the short list
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
 
     def options(self) -> dict[str, Option]:
-        own = options_of_function(self.function)
+        own = with_defaults(options_of_function(self.function), self.defaults)
         return {self.prefix + name: option for name, option in own.items()}
 
     @property
     def doc(self) -> str:
-        said = inspect.getdoc(self.function) or ""
-        return f"Instead of the host's credit: {said}" if self.credit_only else said
+        return self.text or inspect.getdoc(self.function) or ""
 
     def build(self, algo: Algo, **options: Any) -> Algo:
         given = {name.removeprefix(self.prefix): x for name, x in options.items()}
+        given = {**self.defaults, **given}
         if self.credit_only:
             return replace(algo, credit=self.function(outcome_of(algo), **given).credit)
         return self.function(algo, **given)
+
+
+def with_defaults(options: dict[str, Option], defaults: Mapping[str, Any]) -> dict[str, Option]:
+    return {
+        name: Option(kind, defaults.get(name, default)) for name, (kind, default) in options.items()
+    }
 
 
 presets: dict[str, AlgoPreset] = {}
@@ -157,60 +214,51 @@ def preset(
     *,
     reward: str = "outcome",
     clip: tuple[float, ...] = (),
-    clip_by: Literal["transition", "row"] | None = None,
+    clip_by: RatioUnit | None = None,
+    average: AverageName | None = None,
     kl: bool = False,
-    usual: bool = False,
 ) -> Callable[[Build], Build]:
-    """Register a function of keyword options under a name. The function stays as it is; what a run
+    """Register a function of keyword options under a name. The function is unchanged; what a run
     file names is the record `presets[name]`, with these shared options.
 
     reward: default of the option `reward`, if the function has a parameter of that name. clip:
     defaults of the options clip_low, clip_high and (optionally) clip_dual of PPO's clip on the
-    ratio of current to old policy, pooled over each `clip_by`. kl: add the option kl, the
-    coefficient of a k3 KL penalty to the reference. usual: show it in the short list.
+    ratio of current to old policy. clip_by: default of the option clip_by, the unit whose tokens'
+    geometric mean is one ratio. average: default of the option average, the units that the loss is
+    a mean over ("sum": rows, whose tokens are summed), beside length, a number of tokens to divide
+    by instead of a unit's own; the function then returns no `agg`. kl: add the option kl, the
+    coefficient of a k3 KL penalty to the reference.
 
     Raises ConfigError for the name of one of the library's own presets."""
 
     def register(function: Build) -> Build:
-        add_preset(AlgoPreset(name, function, reward, clip, clip_by, kl, usual))
+        made = AlgoPreset(name, function, reward, clip, clip_by, average, kl)
+        add_preset(made)
+        declared[function] = made
         return function
 
     return register
 
 
-def modifier(
-    name: str, *, prefix: str = "", host: str = "grpo", usual: bool = False
-) -> Callable[[Build], Build]:
+def modifier(name: str, *, prefix: str = "", host: str = "grpo") -> Callable[[Build], Build]:
     """Register a function of an Algo and keyword options that applies to any preset as "+name".
 
     prefix: prepended to its options in a run file, to tell them from the preset's. host: the preset
-    to show it with. usual: show it in the short list. Raises ConfigError for the name of one of the
-    library's own modifiers."""
+    to show it with. Raises ConfigError for the name of one of the library's own modifiers."""
 
     def register(function: Build) -> Build:
-        _add_modifier(AlgoModifier(name, function, prefix, host, usual=usual))
-        return function
-
-    return register
-
-
-def as_modifier(name: str, *, prefix: str, usual: bool = False) -> Callable[[Build], Build]:
-    """Also register a preset's function as a modifier that replaces the host's credit by the
-    preset's, computed from the host's reward. Its options are the preset's own, with a prefix."""
-
-    def register(function: Build) -> Build:
-        _add_modifier(AlgoModifier(name, function, prefix, credit_only=True, usual=usual))
+        add_modifier(AlgoModifier(name, function, prefix, host))
         return function
 
     return register
 
 
 def add_preset(made: AlgoPreset) -> None:
-    _check_free(made.name, made.name in preset_names().presets, made.function)
-    presets[made.name] = declared[made.function] = made
+    _check_free(made.name, made.name in preset_names().hosts, made.function)
+    presets[made.name] = made
 
 
-def _add_modifier(made: AlgoModifier) -> None:
+def add_modifier(made: AlgoModifier) -> None:
     _check_free(made.name, made.name in preset_names().modifiers, made.function)
     modifiers[made.name] = made
 
@@ -227,7 +275,7 @@ def preset_named(name: str, root: Path = Path()) -> AlgoPreset:
     """A preset of the library, of an installed package, or of the user's file in the folder `root`.
     Raises ConfigError for a function that cannot be loaded or is no preset."""
     names = preset_names()
-    library = {*names.presets, *(f"+{word}" for word in names.modifiers)}
+    library = {*names.hosts, *(f"+{word}" for word in names.modifiers)}
     own = library | (presets.keys() - plugin_points("presets").names)
     thing = load_plugin("presets", name, own, root, key=KEY)
     if thing is None:

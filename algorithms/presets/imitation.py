@@ -1,8 +1,10 @@
-"""Imitation of demonstrations, of the best sampled rollouts, or of a teacher."""
+"""Imitation of demonstrations, of the best sampled rollouts, of a teacher, or of what tools
+answered."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 import torch
@@ -10,11 +12,10 @@ from torch import Tensor
 
 from agentrl.algorithms.credit.core import Imitated, ZeroAdvantage, rollout_rewards
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.objective.core import TOKENS, Algo, KLPenalty
-from agentrl.algorithms.objective.distill import TopKDistillation
-from agentrl.algorithms.presets.declare import Share, modifier, preset
-from agentrl.config import Natural, Positive
-from agentrl.errors import ConfigError
+from agentrl.algorithms.objective.core import TOKENS, Algo, Echo, KLPenalty, TopKDistillation
+from agentrl.algorithms.presets.declare import Names, Num, Share, modifier, preset
+from agentrl.core.config import Natural, Positive
+from agentrl.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +38,20 @@ class Best:
         return kept[batch.token_rollout]
 
 
-@preset("sft", usual=True)
-def sft() -> Algo:
-    """Imitates every sampled token, mean over tokens: supervised fine-tuning, for demonstrations.
+@preset("sft")
+def sft(reward: str, *, least: Share | None = None, best: Natural = 0) -> Algo:
+    """Imitates every sampled token, mean over tokens: supervised fine-tuning, for demonstrations;
+    or only the rollouts whose reward is at least `least`, or the `best` best of them in each group.
     arXiv 2203.02155."""
-    return Algo(Imitated(), agg=TOKENS, rewards=())
-
-
-@preset("rft", usual=True)
-def rft(reward: str, *, least: Share = 1.0, best: Natural = 0) -> Algo:
-    """Imitates the rollouts whose reward is at least `least`, or the `best` best of them in each
-    group: rejection sampling, expert iteration. arXiv 2308.01825, 2304.06767."""
-    return Algo(Imitated(), agg=TOKENS, keep=Best(reward, least, best))
+    if least is None and not best:
+        return Algo(Imitated(), agg=TOKENS, rewards=())
+    return Algo(Imitated(), agg=TOKENS, keep=Best(reward, -inf if least is None else least, best))
 
 
 Whose = Literal["teacher", "policy"]
 
 
-@preset("distill", usual=True)
+@preset("distill")
 def distill(*, beta: Positive = 1.0, top: Natural = 0, of: Whose = "teacher") -> Algo:
     """On-policy distillation: reverse KL to a teacher on the policy's own rollouts, no rewards.
     top: 0: estimated from the sampled token; else over this many tokens and the rest: the most
@@ -62,7 +59,7 @@ def distill(*, beta: Positive = 1.0, top: Natural = 0, of: Whose = "teacher") ->
     return with_teacher(Algo(ZeroAdvantage(), agg=TOKENS, rewards=()), beta=beta, top=top, of=of)
 
 
-@modifier("distill", usual=True, prefix="distill_")
+@modifier("distill", prefix="distill_")
 def with_teacher(
     algo: Algo, *, beta: Positive = 1.0, top: Natural = 0, of: Whose = "teacher"
 ) -> Algo:
@@ -75,3 +72,17 @@ def with_teacher(
             f"the preference loss or the top-k gate of {algo.name!r}; set top = 0"
         )
     return replace(algo, distill=TopKDistillation(top, beta, of))
+
+
+TOOL_MESSAGES, ALL_TOOLS = ["tool"], list[str]()
+
+
+@modifier("echo", prefix="echo_")
+def with_echo(
+    algo: Algo, *, weight: Num = 0.1, roles: Names = TOOL_MESSAGES, tools: list[str] = ALL_TOOLS
+) -> Algo:
+    """Adds the cross-entropy of what tools answered to the policy's own actions, mean over these
+    tokens, which are in the forward pass anyway; of groups without a difference and of failed
+    rollouts, too. roles: of the messages, "user" for environments that answer as the user; tools:
+    only these. arXiv 2605.24517."""
+    return replace(algo, echo=Echo(weight, tuple(roles), tuple(tools)))

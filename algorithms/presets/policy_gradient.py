@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from agentrl.algorithms.credit.core import (
     rollout_rewards,
 )
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import known_mean, owner, reduce_by
-from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average
+from agentrl.algorithms.data.ids import Level, Unit, known_mean, owner, reduce_by
+from agentrl.algorithms.objective.core import TOKENS, Algo
 from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.declare import (
     PPO_CLIP,
@@ -33,17 +33,27 @@ from agentrl.algorithms.presets.declare import (
     outcome_of,
     preset,
 )
-from agentrl.config import Count, Natural
-from agentrl.errors import TrainingError
+from agentrl.core.config import Count, Natural
+from agentrl.core.errors import ConfigError, TrainingError
+
+Baseline = Literal["none", "mean", "scaled-mean", "loo", "length", "greedy"]
 
 
-@preset("reinforce", usual=True)
-def reinforce(reward: str) -> Algo:
-    """Reward times log-prob, no baseline. Williams 1992."""
-    return Algo(GroupRelative(reward, base="none"), agg=ROW_SUMS)
+@preset("reinforce", average="sum")
+def reinforce(reward: str, *, baseline: Baseline = "none") -> Algo:
+    """Reward times log-prob, minus a baseline of the group: the mean, also with rewards scaled up
+    for groups without a gradient, the mean of the others ("loo"), one weighted by length, or the
+    reward of a greedy rollout, the first of each group, which is not trained. Williams 1992."""
+    if baseline == "scaled-mean":
+        return Algo(GroupRelative(RescaledByValid(reward)))
+    if baseline == "length":
+        return Algo(GroupRelative(reward, bw=core.response_lengths))
+    if baseline == "greedy":
+        return Algo(GroupRelative(SampledRewards(reward), base=GreedyBaseline(reward)))
+    return Algo(GroupRelative(reward, base=baseline))
 
 
-@preset("reinforce++", usual=True, clip=PPO_CLIP)
+@preset("reinforce++", clip=PPO_CLIP)
 def reinforce_pp(reward: str, *, gamma: Num = 1.0, kl_reward: Num = 0.0) -> Algo:
     """Reward-to-go whitened over all tokens; needs no groups. `kl_reward`: coefficient of the KL
     penalty to the reference in every token's reward. arXiv 2501.03262."""
@@ -51,19 +61,47 @@ def reinforce_pp(reward: str, *, gamma: Num = 1.0, kl_reward: Num = 0.0) -> Algo
     return Algo(Whiten(core.RewardToGo(reward, gamma, penalty)), agg=TOKENS)
 
 
-@preset("rloo", usual=True)
-def rloo(reward: str) -> Algo:
-    """Leave-one-out mean as baseline, no clip. arXiv 2402.14740."""
-    return Algo(GroupRelative(reward, base="loo"), agg=ROW_SUMS)
+NORMS: dict[str, tuple[core.Norm, tuple[Unit, ...] | None]] = {
+    "group": ("std", None),
+    "batch": ("std", ("all",)),
+    "mean": ("mean", None),
+    "tokens": ("none", None),
+}
 
 
-@preset("grpo", usual=True, clip=(0.2, 0.2, inf), kl=True)
-def grpo(reward: str, *, std: bool = True) -> Algo:
-    """Group mean and (std) deviation, PPO clip, mean of row means. arXiv 2402.03300."""
-    return Algo(GroupRelative(reward, norm="std" if std else "none"))
+@preset("grpo", clip=(0.2, 0.2, inf), clip_by="token", average="row", kl=True)
+def grpo(
+    reward: str,
+    *,
+    std: bool = True,
+    scale: Literal["group", "batch", "mean", "tokens"] = "group",
+    baseline: Literal["mean", "loo", "none"] = "mean",
+    calls: bool = False,
+    within: Literal["group", "role", "turn", "prompt"] = "group",
+) -> Algo:
+    """Group mean and (std) deviation, PPO clip, mean of row means. scale: instead of the group's
+    deviation, that of the batch, the group's mean, or mean and deviation of all tokens. calls: each
+    call has the reward and is compared. within: "role" compares only the same role's rewards,
+    "turn" or "prompt" its calls of the same turn or prompt, also without `calls`. arXiv
+    2402.03300."""
+    if not std and scale != "group":
+        raise ConfigError(
+            f"algorithm.options.scale = {scale!r}: has no effect with std = false; remove one"
+        )
+    norm, norm_by = NORMS[scale] if std else ("none", None)
+    by: tuple[Unit, ...] = ("group",) if within == "group" else ("group", "role")
+    at: Level | None = "transition" if calls else None
+    if within in ("turn", "prompt"):
+        at, by = "transition", (*by, within)
+    elif within == "role" and at is None and core.level_of(reward) == "rollout":
+        at = "role"
+    credit = GroupRelative(reward, at, by, baseline, norm, norm_by)
+    if scale == "tokens":
+        return Algo(Whiten(credit, ("all",) if within == "group" else by[1:]))
+    return Algo(credit)
 
 
-@preset("ppo", usual=True, clip=PPO_CLIP, kl=True)
+@preset("ppo", clip=PPO_CLIP, kl=True)
 def ppo(
     reward: str, *, gamma: Discount = 1.0, lam: Discount = 0.95, kl_reward: declare.Num = 0.0
 ) -> Algo:
@@ -74,18 +112,6 @@ def ppo(
 
 
 OUTCOME = {"outcome": 1.0}
-
-
-@preset("dr-grpo", usual=True, clip=PPO_CLIP)
-def dr_grpo(reward: str, *, length: Count = 1024) -> Algo:
-    """GRPO without standard deviation, rows divided by a constant length. arXiv 2503.20783."""
-    return Algo(GroupRelative(reward), agg=Average(("row",), "const", length))
-
-
-@preset("agl-v1", usual=True, clip=PPO_CLIP)
-def agl_v1(reward: str) -> Algo:
-    """GRPO averaged over rollouts, however many calls they took. arXiv 2608.17528."""
-    return Algo(GroupRelative(reward, norm="std"), agg=Average(("rollout",)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +147,7 @@ class NotTruncated:
         return ~core.was_truncated(batch)[batch.token_rollout]
 
 
-@preset("dapo", usual=True, clip=(0.2, 0.28))
+@preset("dapo", clip=(0.2, 0.28))
 def dapo(
     reward: str,
     *,
@@ -139,24 +165,11 @@ def dapo(
     return Algo(GroupRelative(shaped, norm="std"), agg=TOKENS, keep=keep, resample=reward)
 
 
-@preset("liteppo", clip=PPO_CLIP)
-def liteppo(reward: str) -> Algo:
-    """Group mean, standard deviation of the whole batch, token mean. arXiv 2508.08221."""
-    return Algo(GroupRelative(reward, norm="std", norm_by=("all",)), agg=TOKENS)
-
-
 @preset("gdpo", clip=PPO_CLIP)
 def gdpo(*, rewards: Mix = OUTCOME) -> Algo:
     """Several rewards (name to weight), each compared separately, then mixed. arXiv 2601.05242."""
     terms = ((GroupRelative(name, norm="std"), weight) for name, weight in rewards.items())
     return Algo(Whiten(core.weighted_sum(*terms)))
-
-
-@preset("agl-v0", clip=PPO_CLIP)
-def agl_v0(reward: str) -> Algo:
-    """LightningRL as first released: every call has the final reward, compared over calls, token
-    mean. arXiv 2508.03680."""
-    return Algo(GroupRelative(reward, at="transition", norm="std"), agg=TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,37 +309,7 @@ class SampledRewards:
         )
 
 
-@preset("reinforce++-baseline", clip=PPO_CLIP)
-def baseline(reward: str) -> Algo:
-    """Group mean as baseline, whitened over all tokens. arXiv 2501.03262."""
-    return Algo(Whiten(GroupRelative(reward)), agg=TOKENS)
-
-
-@preset("opo")
-def opo(reward: str) -> Algo:
-    """Length-weighted group mean as baseline, for exact on-policy training. arXiv 2505.23585."""
-    return Algo(GroupRelative(reward, bw=core.response_lengths), agg=TOKENS)
-
-
-@preset("gpg")
-def gpg(reward: str) -> Algo:
-    """Group mean as baseline, scaled up for groups without a gradient. arXiv 2504.02546."""
-    return Algo(GroupRelative(RescaledByValid(reward)), agg=TOKENS)
-
-
-@preset("remax")
-def remax(reward: str) -> Algo:
-    """A greedy rollout as baseline: the first of each group, not trained. arXiv 2310.10505."""
-    return Algo(GroupRelative(SampledRewards(reward), base=GreedyBaseline(reward)), agg=ROW_SUMS)
-
-
-@preset("maxrl", clip=PPO_CLIP)
-def maxrl(reward: str) -> Algo:
-    """Group mean as baseline and as scale, for rewards >= 0. arXiv 2602.02710."""
-    return Algo(GroupRelative(reward, norm="mean"), agg=TOKENS)
-
-
-@modifier("credit", usual=True)
+@modifier("credit")
 def with_credit(algo: Algo, *, credit: CreditFunction, credit_reward: str = "") -> Algo:
     """Replaces the host's credit by your function "file.py:name", which takes a batch and returns
     one advantage per token, NaN if missing (arXiv 2402.03300). credit_reward: the reward to put

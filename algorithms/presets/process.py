@@ -1,4 +1,4 @@
-"""Process rewards beside outcomes, and credit of calls in hindsight.
+"""Process rewards besides outcomes, and credit of calls in hindsight.
 
 Named reward streams, PRIME, iStar, ArCHer and MT-GRPO mix process and outcome rewards in one of
 three ways. "advantages" (the default): each is centred and scaled separately, so that none
@@ -19,7 +19,6 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from agentrl import types
 from agentrl.algorithms.credit import calls, core
 from agentrl.algorithms.credit.calls import Agreement, CallRewards, GatedByOutcome
 from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum, weighted_sum
@@ -30,8 +29,9 @@ from agentrl.algorithms.objective.core import TOKENS, Algo
 from agentrl.algorithms.objective.prepare import TrainedPolicy, with_call_rewards
 from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.declare import PPO_CLIP, Cap, Discount, Share, modifier, preset
-from agentrl.errors import ConfigError
-from agentrl.types import Group, Rollout, Scope, Transition, int32
+from agentrl.core import types
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Group, Rollout, Scope, Transition, int32
 
 Way = Literal["advantages", "returns", "rewards"]
 
@@ -224,7 +224,7 @@ def _check(streams: Mapping[str, RewardStream], option: str, way: Way, host: boo
             )
 
 
-@preset("streams", usual=True, clip=PPO_CLIP, kl=True)
+@preset("streams", clip=PPO_CLIP, kl=True)
 def streams(
     *,
     streams: Streams,
@@ -237,7 +237,7 @@ def streams(
     return Algo(mixed_credit(streams, mix, gamma=gamma, norm=norm), optional=_optional(streams))
 
 
-@modifier("process", usual=True, prefix="process_")
+@modifier("process", prefix="process_")
 def with_process(algo: Algo, *, streams: Streams) -> Algo:
     """Adds the advantages of more rewards to the host's. arXiv 2509.19199; see CREDIT.md."""
     _check(streams, "process_streams", "advantages", host=True)
@@ -271,19 +271,19 @@ def istar(reward: str, *, process: str = "transition:process", weight: Share = 1
 HINDSIGHT = f"transition:{types.HINDSIGHT}"  # the reward that `add_hindsight` adds
 
 
-TOLD = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
+OUTCOME_NOTE = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
 
 
 def add_hindsight(groups: list[Group], policy: TrainedPolicy) -> list[Group]:
-    """Add to every call a reward `hindsight`, the mean log-prob of its tokens if its prompt tells
+    """Add to every call a reward `hindsight`, the mean log-prob of its tokens if its prompt states
     the outcome. HCAPO, arXiv 2603.08754.
 
     The prompt is rendered again with the outcome at its end, and the learner computes the log-probs
     of the sampled tokens after it. Samples nothing. Excludes calls of rollouts without an outcome,
     calls whose last message is not text, and those that then exceed the context."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    told = {call.id: call for rollout in rollouts for call in _told(rollout, policy)}
-    batch = build_batch(map_calls(groups, lambda c: told.get(c.id)), policy=policy.name)
+    informed = {call.id: call for rollout in rollouts for call in _with_outcome(rollout, policy)}
+    batch = build_batch(map_calls(groups, lambda c: informed.get(c.id)), policy=policy.name)
     if not batch.n_tokens:
         return groups
     call, n = batch.token_transition, len(batch.transitions)
@@ -293,8 +293,8 @@ def add_hindsight(groups: list[Group], policy: TrainedPolicy) -> list[Group]:
     return with_call_rewards(groups, HINDSIGHT, scores)
 
 
-def _told(rollout: Rollout, policy: TrainedPolicy) -> Iterator[Transition]:
-    """The calls of a rollout with prompts that tell its outcome, where that is possible."""
+def _with_outcome(rollout: Rollout, policy: TrainedPolicy) -> Iterator[Transition]:
+    """The calls of a rollout with prompts that state its outcome, where that is possible."""
     from agentrl.algorithms.model.chat import RequestError  # imports transformers
 
     outcome = rollout.reward()
@@ -304,7 +304,7 @@ def _told(rollout: Rollout, policy: TrainedPolicy) -> Iterator[Transition]:
             continue
         if not isinstance(last.get("content"), str):
             continue
-        text = last["content"] + TOLD.format(outcome=outcome)
+        text = last["content"] + OUTCOME_NOTE.format(outcome=outcome)
         try:
             prompt = policy.chat.encode([*before, {**last, "content": text}], call.tools)
         except RequestError:
@@ -337,23 +337,18 @@ class HindsightReturns:
 
 
 @modifier("hcapo", prefix="hcapo_")
-def with_hcapo(
-    algo: Algo, *, reward: str = HINDSIGHT, weight: Share = 1.0, gamma: Discount = 0.95
-) -> Algo:
+def with_hcapo(algo: Algo, *, weight: Share = 1.0, gamma: Discount = 0.95) -> Algo:
     """Adds HCAPO's hindsight credit of calls to the host's; negative only where the host's is
     negative. arXiv 2603.08754."""
-    returns = HindsightReturns(CallRewards(reward), declare.outcome_of(algo), gamma)
+    returns = HindsightReturns(CallRewards(HINDSIGHT), declare.outcome_of(algo), gamma)
     gated = GatedByOutcome(GroupRelative(returns, norm="std"), algo.credit, "negative")
     credit = weighted_sum((algo.credit, 1.0), (gated, weight))
     return replace(algo, credit=credit, optional=(*algo.optional, HINDSIGHT))
 
 
 @preset("hcapo", clip=PPO_CLIP, kl=True)
-def hcapo(
-    reward: str, *, hindsight_reward: str = HINDSIGHT, weight: Share = 1.0, gamma: Discount = 0.95
-) -> Algo:
+def hcapo(reward: str, *, weight: Share = 1.0, gamma: Discount = 0.95) -> Algo:
     """Outcome over rollouts plus returns of calls, weighted by the probability of the call given
-    the outcome. The learner computes that probability unless `hindsight_reward` names another
-    reward of calls. arXiv 2603.08754."""
+    the outcome, which the learner computes. arXiv 2603.08754."""
     host = Algo(GroupRelative(reward, norm="std"))
-    return with_hcapo(host, reward=hindsight_reward, weight=weight, gamma=gamma)
+    return with_hcapo(host, weight=weight, gamma=gamma)

@@ -1,4 +1,4 @@
-"""Algorithms by name.
+"""The registry of algorithms by name.
 
 `make("grpo+tis", {"clip_high": 0.28, "tis_cap": 3.0})` builds an algorithm from a preset, any
 modifiers, and the keyword options of all of them. An option that none of them has is an error.
@@ -11,25 +11,27 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import msgspec
 
-from agentrl.algorithms.credit.records import rewards_read
-from agentrl.algorithms.feedback.presets import TOLD, TURN, add_told, add_turns
-from agentrl.algorithms.multiagent import coma  # noqa: F401  (registers its preset)
+from agentrl.algorithms.credit.core import rewards_read
 from agentrl.algorithms.objective.core import IN_WORDS, Algo
 from agentrl.algorithms.objective.prepare import Prepare
-from agentrl.algorithms.objective.ratios import Model
-from agentrl.algorithms.preferences import losses, pairs  # noqa: F401  (register presets, too)
+from agentrl.algorithms.objective.ratios import LearnerOutput
+from agentrl.algorithms.preferences import pairs  # noqa: F401  (registers its presets)
 from agentrl.algorithms.presets import (  # noqa: F401  (importing them registers their presets)
     calls,
     declare,
     imitation,
+    multiagent,
     policy_gradient,
     process,
+    recipes,
+    replays,
     states,
     teams,
+    told,
     trust_regions,
 )
 from agentrl.algorithms.presets.declare import (
@@ -43,22 +45,19 @@ from agentrl.algorithms.presets.declare import (
     modifier_named,
     preset_named,
 )
-from agentrl.algorithms.replays import presets as replays  # noqa: F401  (registers its presets)
-from agentrl.base.loading import import_error, load_attribute
-from agentrl.base.user_code import contained
-from agentrl.config.learning import AlgorithmConfig
-from agentrl.config.presets import find_preset, preset_names
-from agentrl.errors import ConfigError, nearest
-from agentrl.plugins import check_call, where
+from agentrl.algorithms.presets.feedback import TURN, add_turns
+from agentrl.core.config.derived import find_preset, preset_names
+from agentrl.core.config.learning import AlgorithmConfig
+from agentrl.core.errors import ConfigError, nearest
+from agentrl.core.loading import import_error, load_attribute
+from agentrl.core.plugins import check_call, where
+from agentrl.core.user_code import contained
 
-LearnerOutput = Model | Literal["values", "top_tokens", "entropy"]
-ALL_STREAMS: tuple[LearnerOutput, ...] = (
-    "old", "sampler", "reference", "teacher", "values", "top_tokens", "entropy",
-)  # fmt: skip
+recipes.register()
+
 # What adds rewards that no verifier gives, by name.
 ADDED_REWARDS: Mapping[str, Prepare] = {
     process.HINDSIGHT: process.add_hindsight,
-    TOLD: add_told,
     TURN: add_turns,
 }
 
@@ -92,7 +91,7 @@ def make(
     algo = _built(host, given[0])
     for modifier, own_options in zip(added, given[1:], strict=True):
         algo = modifier.build(algo, **own_options)
-    read = rewards_read(algo.credit, algo.keep, algo.side)
+    read = rewards_read(algo.credit, algo.keep, algo.side, algo.telling)
     # The rewards of plain functions are unknown; they are in `algo.rewards`, default the outcome.
     if not read or not is_dataclass(algo.credit):
         read = tuple(dict.fromkeys(algo.rewards + read))
@@ -107,10 +106,10 @@ def parts_of_name(name: str, root: Path) -> tuple[AlgoPreset, list[AlgoModifier]
 
 
 def library_presets() -> tuple[dict[str, AlgoPreset], dict[str, AlgoModifier]]:
-    """The library's presets and modifiers, by name."""
+    """The library's presets and modifiers with its recipes, by name."""
     names = preset_names()
     return (
-        {name: declare.presets[name] for name in names.presets},
+        {name: declare.presets[name] for name in sorted(names.hosts)},
         {name: declare.modifiers[name] for name in names.modifiers},
     )
 
@@ -167,18 +166,23 @@ def _check_tables(key: str, value: Any, kind: Any) -> None:
 
 
 def check_supplies(algo: Algo, supplies: Collection[str]) -> None:
-    """Raise ConfigError if the algorithm needs the most probable tokens or the gradient of the
-    entropy and the learner does not supply it."""
+    """Raise ConfigError if the algorithm needs the most probable tokens, or the gradient of the
+    entropy or of observations, and the learner does not supply it."""
     if algo.entropy and "entropy" not in supplies:
         raise ConfigError(
             f"algorithm.options.entropy = {algo.entropy}: the learner of this run does not compute "
             "the gradient of the entropy; set it to 0, or learner.kind = 'torch'"
         )
+    if algo.echo and "observations" not in supplies:
+        raise ConfigError(
+            f"algorithm.preset = {algo.name!r} learns from what tools answered, which the learner "
+            "of this run does not compute; leave +echo out, or set learner.kind = 'torch'"
+        )
     if algo.symbols and "top_tokens" not in supplies:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the most probable tokens at every position, "
             "which the learner of this run does not compute; choose dppo-tv or dppo-kl, or "
-            "top = 0 of distill, which compare only the sampled token"
+            "top = 0 of distill or told, which compare only the sampled token"
         )
 
 

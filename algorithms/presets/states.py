@@ -11,33 +11,22 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import calls, core
 from agentrl.algorithms.credit.core import Column, GroupRelative, weighted_sum
-from agentrl.algorithms.credit.peers import LAMBDA, PeerAdvantages
-from agentrl.algorithms.credit.scale import GrpoScale, ReturnScale
-from agentrl.algorithms.credit.states import mean_by
+from agentrl.algorithms.credit.states import LAMBDA, GrpoScale, PeerAdvantages, ReturnScale, mean_by
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Level, Unit, key, next_same, previous, reduce_by, units
+from agentrl.algorithms.data.ids import Level, key, next_same, previous, reduce_by, units
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Scale, Share, modifier, preset
-from agentrl.config import Natural
+from agentrl.core.config import Natural
 
 
-@declare.as_modifier("peers", usual=True, prefix="peers_")
-@preset("peers", usual=True, clip=PPO_CLIP, kl=True)
-def peers(reward: str, *, gamma: Discount = 1.0, lam: Discount = LAMBDA) -> Algo:
-    """Compares each call with other rollouts that came to the same state, as far as this batch and
-    those before show that states tell what calls did; without such states it is `rloo`. Needs no
-    critic. GAE over calls as in arXiv 2511.14460, states as in 2505.10978."""
-    return Algo(GroupRelative(PeerAdvantages(reward, gamma, lam), base="none"))
-
-
-@preset("auto", usual=True, clip=(0.2, 0.2, math.inf), kl=True)
+@preset("auto", clip=(0.2, 0.2, math.inf), kl=True)
 def auto(reward: str, *, std: bool = True, gamma: Discount = 1.0, lam: Discount = LAMBDA) -> Algo:
     """`grpo`, with the credit of `peers` where states recur and tell what earlier calls did; on the
     scale of `grpo`, with or without `std`, which is that of the batches before, too. arXiv
     2402.03300."""
-    credit = peers(reward=reward, gamma=gamma, lam=lam).credit
+    credit = GroupRelative(PeerAdvantages(reward, gamma, lam), base="none")
     return Algo(GrpoScale(credit, reward, ReturnScale(reward)) if std else credit)
 
 
@@ -72,7 +61,7 @@ class SameStateRelative:
         return torch.where(x.isnan(), torch.nan, advantage)[batch.token_transition]
 
 
-@modifier("gigpo", usual=True, prefix="gigpo_")
+@modifier("gigpo", prefix="gigpo_")
 def with_gigpo(
     algo: Algo, *, weight: Share = 1.0, gamma: Discount = 0.95, norm: Scale = "none"
 ) -> Algo:
@@ -81,7 +70,7 @@ def with_gigpo(
     return replace(algo, credit=weighted_sum((algo.credit, 1.0), (anchors, weight)))
 
 
-@preset("gigpo", usual=True, clip=PPO_CLIP, kl=True)
+@preset("gigpo", clip=PPO_CLIP, kl=True)
 def gigpo(
     reward: str, *, weight: Share = 1.0, gamma: Discount = 0.95, norm: Scale = "none"
 ) -> Algo:
@@ -92,7 +81,6 @@ def gigpo(
     return with_gigpo(host, weight=weight, gamma=gamma, norm=norm)
 
 
-@declare.as_modifier("hgpo", prefix="hgpo_")
 @preset("hgpo", clip=PPO_CLIP, kl=True)
 def hgpo(
     reward: str,
@@ -107,26 +95,6 @@ def hgpo(
     answer alike after the call that decides, the error of the gradient is up to 1.3 times that of
     `rloo`; where many calls earn a bit more than few it learns the opposite."""
     return Algo(SameStateRelative(reward, gamma, depth, alpha, norm))
-
-
-@dataclass(frozen=True, slots=True)
-class PeerValues:
-    """Value of the state before each call: the mean return of the calls that the group's other
-    rollouts made in the same state, [S]; missing if there are none. With `StepGae` it is a critic
-    without parameters, unbiased if equal ids mean equal states."""
-
-    reward: str | Column = "outcome"
-    gamma: float = 1.0
-    by: tuple[Unit, ...] = ("group", "state")
-    level: ClassVar[Level] = "transition"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        x = calls.Returns(self.reward, self.gamma)(batch)
-        same, known = units(batch, "transition", *self.by), (~x.isnan()).double()
-        mean, share = (
-            mean_by(y, same, batch.transition_rollout)[0] for y in (x.nan_to_num(nan=0.0), known)
-        )
-        return torch.where(share > 0, mean / share, torch.nan)
 
 
 def histories(batch: Batch) -> Tensor:
@@ -204,7 +172,6 @@ def _between_groups(x: Tensor, state: Tensor, inner: Tensor, batch: Batch) -> tu
     return within, between * len(batch.groups)
 
 
-@declare.as_modifier("batch-td", prefix="batch_td_")
 @preset("batch-td", clip=PPO_CLIP, kl=True)
 def batch_td(reward: str, *, gamma: Discount = 1.0) -> Algo:
     """Calls compared by reward plus value of the next state, learned from the group by batch TD; by

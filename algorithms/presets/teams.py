@@ -1,7 +1,8 @@
 """Credit and averages for teams and self-play.
 
 A batch has the calls of one policy only. Credit that depends on other roles' calls is therefore a
-reward from the verifier, which sees the whole rollout (`agentrl.teams.rewards` has the formulas).
+reward from the verifier, which sees the whole rollout (`agentrl.algorithms.team_rewards` has the
+formulas).
 """
 
 from __future__ import annotations
@@ -14,15 +15,22 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import calls, core
-from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, Whiten, rewards
-from agentrl.algorithms.credit.records import map_records, nested_records
-from agentrl.algorithms.credit.running_means import Ema
+from agentrl.algorithms.credit.calls import Ema
+from agentrl.algorithms.credit.core import (
+    Column,
+    Credit,
+    GroupRelative,
+    Whiten,
+    map_records,
+    nested_records,
+    rewards,
+)
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, lift, reduce_by, units
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average
 from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Names, modifier, preset
-from agentrl.config import Count
-from agentrl.errors import ConfigError
+from agentrl.core.config import Count
+from agentrl.core.errors import ConfigError
 
 Equal = Annotated[
     list[Literal["role", "rollout", "transition", "row", "group"]], msgspec.Meta(min_length=1)
@@ -71,14 +79,6 @@ class NonzeroAdvantage:
         return self.credit(batch) != 0
 
 
-@preset("at-grpo", clip=PPO_CLIP)
-def at_grpo(reward: str, *, within: Literal["turn", "prompt"] = "turn", std: bool = True) -> Algo:
-    """Calls compared with those of the same role and turn or, with `within` = "prompt", of the same
-    role and prompt: solvers of one proposal, proposers of one task. arXiv 2510.11062."""
-    by: tuple[Unit, ...] = ("group", "role", within)
-    return Algo(GroupRelative(reward, at="transition", by=by, norm="std" if std else "none"))
-
-
 @preset("magrpo")
 def magrpo(
     *,
@@ -90,8 +90,8 @@ def magrpo(
     """Joint rollouts compared by the team's return (reward `outcome`), the same advantage for every
     call of every role, on sums of log-probs. In cross mode, answers of one role compared by their
     mean return over all combinations with the other roles' answers (`transition:cross`, from
-    `agentrl.teams.rewards.cross`). baseline: mean of all (MAGRPO), mean of the others (MARLOO),
-    maximum (MAREMAX, never above 0) or none (MAREINFORCE). arXiv 2508.04652."""
+    `agentrl.algorithms.team_rewards.cross`). baseline: mean of all (MAGRPO), mean of the others
+    (MARLOO), maximum (MAREMAX, never above 0) or none (MAREINFORCE). arXiv 2508.04652."""
     level, name = ("transition", "transition:cross") if mode == "cross" else ("rollout", "outcome")
     reward = reward or name
     if core.level_of(reward) != level:
@@ -105,49 +105,14 @@ def magrpo(
     return Algo(credit, agg=ROW_SUMS)
 
 
-@preset("sage", reward="role:outcome", clip=PPO_CLIP, kl=True)
-def sage(reward: str) -> Algo:
-    """REINFORCE++ with rewards whitened per role over the whole batch: challenger, planner, solver
-    and critic are each compared only with their own role. The KL penalty is in the loss; the paper
-    does not say where. arXiv 2603.15255."""
-    return Algo(Whiten(GroupRelative(reward, base="none"), by=("role",)), agg=TOKENS)
-
-
 @preset("maporl", reward="transition:maporl", clip=PPO_CLIP, kl=True)
 def maporl(reward: str, *, value: str = "") -> Algo:
     """PPO for each role of a debate, with every answer an episode of its own: its reward, which
-    `agentrl.teams.rewards.maporl` computes from the verifier's scores, already includes the later
-    rounds. `value`: a reward that holds V of each call; default: the critic. arXiv 2502.18439."""
+    `agentrl.algorithms.team_rewards.maporl` computes from the verifier's scores, already includes
+    the later rounds. `value`: a reward that holds V of each call; default: the critic. arXiv
+    2502.18439."""
     advantage = SingleCallAdvantage(calls.value_of(value), reward)
     return Algo(GroupRelative(advantage, by=("role",), norm="std"), agg=TOKENS)
-
-
-@preset("marti", reward="transition:marti", clip=PPO_CLIP, kl=True)
-def marti(reward: str) -> Algo:
-    """Answers compared with those of the same role and turn by a reward for improving on earlier
-    answers, which `agentrl.teams.rewards.marti` computes from the verifier's scores. MARTI,
-    OpenReview E7jZqo0A50."""
-    return Algo(GroupRelative(reward, at="transition", by=("group", "role", "turn"), norm="std"))
-
-
-@preset("difference", reward="role:difference", clip=PPO_CLIP)
-def difference(
-    reward: str, *, baseline: Literal["mean", "none"] = "mean", std: bool = False
-) -> Algo:
-    """Each role's reward is the team's reward minus the team's reward without the role, from
-    replays (`algorithm.counterfactual`) or the verifier
-    (`agentrl.algorithms.replays.coalitions.difference`). baseline: the group's mean, or none,
-    because it is a difference already. arXiv 2012.11258."""
-    norm: core.Norm = "std" if std else "none"
-    return Algo(GroupRelative(reward, by=("group", "role"), base=baseline, norm=norm))
-
-
-@preset("shapley", reward="role:shapley", clip=PPO_CLIP)
-def shapley(reward: str, *, std: bool = False) -> Algo:
-    """Each role compared by its Shapley value, the mean contribution to the coalitions of the
-    others, from replays (`algorithm.counterfactual`) or the verifier
-    (`agentrl.algorithms.replays.coalitions.shapley`). arXiv 1907.05707."""
-    return Algo(GroupRelative(reward, by=("group", "role"), norm="std" if std else "none"))
 
 
 @preset("spiral", reward="role:outcome", clip=PPO_CLIP)
@@ -204,13 +169,7 @@ def mean_by(algo: Algo, *, units: Equal) -> Algo:
     return replace(algo, agg=replace(algo.agg, unit=tuple(units)))
 
 
-@preset("dr-mas", usual=True, clip=PPO_CLIP)
-def dr_mas(reward: str) -> Algo:
-    """Calls compared with those of the same role. arXiv 2602.08847."""
-    return Algo(GroupRelative(reward, at="transition", by=("group", "role"), norm="std"))
-
-
-@modifier("per-role", usual=True)
+@modifier("per-role")
 def per_role(algo: Algo) -> Algo:
     """Restricts every comparison and scale of the host to one role; rollouts count once per role.
     arXiv 2602.08847."""
@@ -244,7 +203,7 @@ class RoleFilter:
         return calls.made_by(batch, self.roles)[batch.token_transition]
 
 
-@modifier("only", usual=True, prefix="only_")
+@modifier("only", prefix="only_")
 def only(algo: Algo, *, roles: Names) -> Algo:
     """Trains only the calls of these roles. arXiv 2508.03680."""
     chosen = RoleFilter(tuple(roles))

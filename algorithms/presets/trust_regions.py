@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import ClassVar, Literal
 
 import torch
@@ -12,8 +14,7 @@ from agentrl.algorithms.credit import core
 from agentrl.algorithms.credit.core import GroupRelative, rewards
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective import ratios
-from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average, Gate, KLPenalty
-from agentrl.algorithms.objective.distill import with_rest
+from agentrl.algorithms.objective.core import TOKENS, Algo, Average, Gate, KLPenalty, with_rest
 from agentrl.algorithms.objective.ratios import (
     InRange,
     LogProbs,
@@ -22,9 +23,9 @@ from agentrl.algorithms.objective.ratios import (
     Truncate,
     ratio,
 )
-from agentrl.algorithms.presets.declare import Cap, Num, modifier, preset
-from agentrl.config import Count
-from agentrl.errors import ConfigError
+from agentrl.algorithms.presets.declare import Cap, Discount, Num, modifier, preset
+from agentrl.core.config import Count, Natural
+from agentrl.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class NonzeroVarianceReward:
         )
 
 
-@preset("scalerl", usual=True)
+@preset("scalerl")
 def scalerl(reward: str, *, cap: Cap = 5.0) -> Algo:
     """Truncated weight against the sampler, batch standard deviation over groups whose rewards
     differ, mean over prompts. For its other settings see `algorithms/README.md`. arXiv 2510.13786.
@@ -48,17 +49,7 @@ def scalerl(reward: str, *, cap: Cap = 5.0) -> Algo:
     return Algo(credit, (Gate(Truncate(0.0, cap), den="sampler"),), agg=Average(("group",)))
 
 
-SEQUENCE_CLIP = (3e-4, 4e-4)  # for a mean ratio of a row
-
-
-@preset("gspo", usual=True, clip=SEQUENCE_CLIP, clip_by="row")
-def gspo(reward: str) -> Algo:
-    """GRPO with one ratio per row, the geometric mean of its tokens'; with a reward of calls,
-    `reward = "transition:name"`, credit differs inside a row. arXiv 2507.18071."""
-    return Algo(GroupRelative(reward, norm="std"))
-
-
-@preset("cispo", usual=True)
+@preset("cispo")
 def cispo(reward: str, *, low: Num = 0.0, cap: Cap = 5.0) -> Algo:
     """GRPO with ratios truncated instead of dropped; bounds are absolute. arXiv 2506.13585."""
     gate = Gate(Truncate(low, cap))
@@ -122,12 +113,6 @@ def minirl(reward: str, *, clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
     return Algo(GroupRelative(reward), gates, agg=TOKENS)
 
 
-@preset("luspo", clip=SEQUENCE_CLIP, clip_by="row")
-def luspo(reward: str) -> Algo:
-    """GSPO with row sums, which removes the bias towards short answers. arXiv 2602.05261."""
-    return Algo(GroupRelative(reward, norm="std"), agg=ROW_SUMS)
-
-
 @preset("gmpo")
 def gmpo(reward: str, *, log_low: Num = 0.4, log_high: Num = 0.4) -> Algo:
     """GRPO with the geometric mean of a row's ratios, clipped per token. arXiv 2507.20673."""
@@ -185,43 +170,28 @@ class TopKDivergenceGate(DivergenceGate):
         return self.factor(lr, advantage * lr, distance)
 
 
-def _dppo(reward: str, gate: Gate, length: int) -> Algo:
-    return Algo(GroupRelative(reward), (gate,), agg=Average(("row",), "const", length))
-
-
-@preset("dppo-tv")
-def dppo_tv(
-    reward: str, *, low: Num = 0.15, high: Num = 0.15, cap: Cap = 20.0, length: Count = 1024
-) -> Algo:
-    """Trust region on the change of probability instead of its ratio. arXiv 2602.04879."""
-    return _dppo(reward, Gate(DivergenceGate("tv", low, high, cap), den="sampler"), length)
-
-
-@preset("dppo-kl")
-def dppo_kl(
-    reward: str, *, low: Num = 0.05, high: Num = 0.05, cap: Cap = 20.0, length: Count = 1024
-) -> Algo:
-    """Trust region on the KL divergence of a token's probability. arXiv 2602.04879."""
-    return _dppo(reward, Gate(DivergenceGate("kl", low, high, cap), den="sampler"), length)
-
-
-@preset("dppo-topk")
-def dppo_topk(
+@preset("dppo")
+def dppo(
     reward: str,
     *,
-    k: Count = 20,
     kind: Literal["tv", "kl"] = "tv",
+    k: Natural = 0,
     low: Num | None = None,
     high: Num | None = None,
     cap: Cap = 20.0,
     length: Count = 1024,
 ) -> Algo:
-    """Trust region on the total variation (0.15) or KL divergence (0.05) between current and old
-    policy over the sampled and the most probable tokens, k in all, and the rest. No effect without
-    minibatches or epochs. arXiv 2602.04879."""
+    """Trust region on the change of a token's probability ("tv": 0.15) or its KL divergence (0.05)
+    instead of its ratio. k: between current and old policy, over the sampled and the most probable
+    tokens, k in all, and the rest, which has no effect without minibatches or epochs. arXiv
+    2602.04879."""
     bound = 0.15 if kind == "tv" else 0.05
     down, up = (bound if given is None else given for given in (low, high))
-    return _dppo(reward, Gate(TopKDivergenceGate(kind, down, up, cap, k)), length)
+    if k:
+        gate = Gate(TopKDivergenceGate(kind, down, up, cap, k))
+    else:
+        gate = Gate(DivergenceGate(kind, down, up, cap), den="sampler")
+    return Algo(GroupRelative(reward), (gate,), agg=Average(("row",), "const", length))
 
 
 @preset("kimi")
@@ -230,23 +200,37 @@ def kimi(reward: str, *, beta: Num = 0.1) -> Algo:
     return Algo(GroupRelative(reward), penalties=(KLPenalty("k2", beta, "old"),), agg=TOKENS)
 
 
+RatioBy = Literal["token", "row"]
+
+
 def with_gates(algo: Algo, *gates: Gate) -> Algo:
     return replace(algo, gates=algo.gates + gates)
 
 
-@modifier("tis", usual=True)
-def tis(algo: Algo, *, tis_cap: Cap = 2.0) -> Algo:
-    """Truncated weight per token of trainer against sampler. fengyao.notion.site/off-policy-rl."""
-    return with_gates(algo, Gate(Truncate(0.0, tis_cap), "old", "sampler"))
+@modifier("tis", prefix="tis_")
+def tis(
+    algo: Algo,
+    *,
+    cap: Cap = 2.0,
+    by: RatioBy = "token",
+    drop: bool = False,
+    low: Num = 0.0,
+    high: Cap = inf,
+    inside: RatioBy = "row",
+) -> Algo:
+    """Truncated weight per token, or product of a row's weights, of trainer against sampler; drop:
+    what is above the cap is dropped instead. low, high: drops rows whose geometric mean weight, or
+    tokens (`inside`) whose weight, is out of range. fengyao.notion.site/off-policy-rl."""
+    fn = RatioInRange(0.0, cap) if drop else Truncate(0.0, cap)
+    gate = Gate(fn, "old", "sampler")
+    found = with_gates(algo, gate if by == "token" else replace(gate, by="row", how="sum"))
+    if low == 0 and high == inf:
+        return found
+    unit: Literal["row"] | None = "row" if inside == "row" else None
+    return with_gates(found, Gate(InRange(low, high), "old", "sampler", unit))
 
 
-@modifier("icepop", usual=True)
-def icepop(algo: Algo, *, icepop_low: Num = 0.5, icepop_high: Cap = 5.0) -> Algo:
-    """Drops tokens whose weight of trainer against sampler is out of range. arXiv 2510.18855."""
-    return with_gates(algo, Gate(RatioInRange(icepop_low, icepop_high), "old", "sampler"))
-
-
-@modifier("decoupled", usual=True)
+@modifier("decoupled")
 def decoupled(algo: Algo, *, decoupled_old: Literal["exact", "versions"] = "exact") -> Algo:
     """The uncapped weight of old policy against sampler. arXiv 2110.00641, 2505.24298. versions:
     interpolates the old policy between sampler and current policy by the number of updates between
@@ -255,11 +239,18 @@ def decoupled(algo: Algo, *, decoupled_old: Literal["exact", "versions"] = "exac
     return replace(found, old_from_versions=decoupled_old == "versions")
 
 
-@modifier("behaviour", usual=True)
-def behaviour(algo: Algo) -> Algo:
+@modifier("behaviour", prefix="behaviour_")
+def behaviour(algo: Algo, *, quantile: Discount = 1.0) -> Algo:
     """Takes ratios against the sampler instead of the old policy, so that clips are relative to the
-    policy that sampled the tokens, however old it is (verl's bypass mode)."""
-    if algo.symbols or not any((g.num, g.den) == ("current", "old") for g in algo.gates):
+    policy that sampled the tokens, however old it is (verl's bypass mode). quantile: PPO's bound
+    shrinks for tokens whose |log-ratio| is above this one of the step; 1: for none."""
+    if any(getattr(gate.fn, "symbols", 0) for gate in algo.gates):
+        raise ConfigError(
+            "algorithm.preset: this preset compares the most probable tokens, of which +behaviour "
+            "needs the sampler's log-probs, and the store has only that of the sampled token; "
+            "choose dppo-tv or dppo-kl"
+        )
+    if not any((g.num, g.den) == ("current", "old") for g in algo.gates):
         raise ConfigError(
             "algorithm.preset: +behaviour changes token ratios against the old policy, which this "
             "preset does not have; remove it, or add +tis instead"
@@ -267,7 +258,12 @@ def behaviour(algo: Algo) -> Algo:
     gates = (
         replace(g, den="sampler") if (g.num, g.den) == ("current", "old") else g for g in algo.gates
     )
-    return replace(algo, gates=tuple(gates))
+    found = replace(algo, gates=tuple(gates))
+    if quantile == 1:
+        return found
+    return with_clip(found, "sat", lambda gate, clip: replace(
+        gate, fn=StaleClip(clip.lo, clip.hi, clip.dual, quantile)
+    ))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,23 +278,112 @@ class OffPolicyMask:
         return (~((advantage < 0) & (-lr > self.delta))).double()
 
 
-@modifier("seq-tis")
-def seq_tis(algo: Algo, *, seq_tis_cap: Cap = 2.0) -> Algo:
-    """Truncated product of a row's weights. verl `rollout_corr_helper`."""
-    return with_gates(algo, Gate(Truncate(0.0, seq_tis_cap), "old", "sampler", "row", "sum"))
+@dataclass(frozen=True, slots=True)
+class StaleClip(ratios.TrustRegion):
+    """PPO's clip whose bound shrinks for the stalest tokens of the step: above the quantile q of
+    |lr|, the bound on the side that lr has left is multiplied by 1 / (1 + (|lr| / q)^2). The bound
+    of the way back, and all other tokens, keep PPO's. SAT, arXiv 2607.18722, which calls this
+    factor a Hill kernel with exponent 2; that its scale is q, and that q is of the whole optimizer
+    step, is chosen here."""
+
+    quantile: float = 0.9
+    whole_step: ClassVar[bool] = True
+
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
+        r, scale = ratio(lr), self.scale(lr)
+        hi, lo = (torch.where(side, scale, 1.0) for side in (lr > 0, lr < 0))
+        down = (r >= 1 - self.lo * lo) & (r <= self.dual)
+        return r * torch.where(advantage >= 0, r <= 1 + self.hi * hi, down)
+
+    def scale(self, lr: Tensor) -> Tensor:
+        """The factor of each token's bound."""
+        size = lr.abs()
+        q = size.quantile(self.quantile) if size.numel() else size.new_zeros(())
+        return torch.where((size > q) & (q > 0), 1 / (1 + (size / q).square()), 1.0)
 
 
-@modifier("mis")
-def mis(algo: Algo, *, mis_cap: Cap = 3.0) -> Algo:
-    """Drops rows whose product of weights is above the cap. TRL `sequence_mask`."""
-    return with_gates(algo, Gate(RatioInRange(0.0, mis_cap), "old", "sampler", "row", "sum"))
+def with_clip(algo: Algo, name: str, change: Callable[[Gate, ratios.Clip], Gate]) -> Algo:
+    """The algorithm with its gate of PPO's clip changed. Raises ConfigError without one."""
+    if not any(isinstance(gate.fn, ratios.Clip) for gate in algo.gates):
+        raise ConfigError(
+            f"algorithm.preset: +{name} changes PPO's clip, which this preset does not have; "
+            "remove it, or choose grpo, dapo, gspo or ppo"
+        )
+    gates = [change(g, g.fn) if isinstance(g.fn, ratios.Clip) else g for g in algo.gates]
+    return replace(algo, gates=tuple(gates))
 
 
-@modifier("seq-mask-tis", prefix="seq_mask_")
-def seq_mask_tis(algo: Algo, *, low: Num = 0.99, high: Cap = 1.01, cap: Cap = 2.0) -> Algo:
-    """TIS within rows whose geometric mean weight is near 1. OpenRLHF `seq-mask-tis`."""
-    mask = Gate(InRange(low, high), "old", "sampler", "row")
-    return with_gates(algo, Gate(Truncate(0.0, cap), "old", "sampler"), mask)
+def covariance(advantage: Tensor, logprobs: LogProbs) -> Tensor:
+    """Each token's share of the covariance of advantage and log-prob, [n]: where it is large, the
+    update makes a likely token likelier, and entropy falls. arXiv 2505.22617."""
+    p = logprobs.current
+    return (advantage - advantage.mean()) * (p - p.mean())
+
+
+@dataclass(frozen=True, slots=True)
+class CovarianceMask:
+    """0 at a share of the step's tokens, at least one, drawn of those whose `covariance` is
+    between `low` and `high` and that PPO's clip keeps, else 1. The draw is a function of the number
+    of candidates. Clip-Cov, arXiv 2505.22617."""
+
+    share: float
+    low: float
+    high: float
+    clip: ratios.Clip | None = None
+    is_mask: ClassVar[bool] = True
+    whole_step: ClassVar[bool] = True
+
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
+        found = covariance(advantage, logprobs) if lr.numel() else lr
+        able = (found > self.low) & (found < self.high)
+        if self.clip is not None:
+            able &= (advantage == 0) | (self.clip(lr, advantage, logprobs) > 0)
+        candidates = able.nonzero().flatten()
+        draw = torch.Generator().manual_seed(len(candidates))
+        chosen = torch.randperm(len(candidates), generator=draw)[: drawn(self.share, lr)]
+        return torch.ones_like(lr).index_fill(0, candidates[chosen], 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TopCovariance:
+    """1 at the share of the step's tokens, at least one, with the largest `covariance`, else 0."""
+
+    share: float
+    whole_step: ClassVar[bool] = True
+
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
+        if not lr.numel():
+            return lr
+        chosen = covariance(advantage, logprobs).topk(drawn(self.share, lr)).indices
+        return torch.zeros_like(lr).index_fill(0, chosen, 1.0)
+
+
+def drawn(share: float, tokens: Tensor) -> int:
+    return min(max(int(share * tokens.numel()), 1), tokens.numel())
+
+
+@modifier("clip-cov", prefix="clip_cov_")
+def clip_cov(
+    algo: Algo,
+    *,
+    share: Discount = 2e-4,
+    low: Num = 1.0,
+    high: Cap = 5.0,
+    how: Literal["clip", "kl"] = "clip",
+    beta: Num = 1.0,
+) -> Algo:
+    """Drops a share of the step's tokens, drawn of those that lower entropy most: whose covariance
+    of advantage and log-prob is between `low` and `high`. how = "kl": in place of PPO's clip the
+    plain ratio, and a penalty beta |log-ratio| to the old policy at the share with the largest
+    covariance, without effect unless there are minibatches or epochs. Needs the log-probs of the
+    whole step at once. arXiv 2505.22617."""
+    if how == "kl":
+        found = with_clip(algo, "kl-cov", lambda gate, clip: replace(gate, fn=Ratio()))
+        penalty = KLPenalty("abs", beta, "old", TopCovariance(share))
+        return replace(found, penalties=(*found.penalties, penalty))
+    gate = next((g for g in algo.gates if isinstance(g.fn, ratios.Clip)), Gate(ratios.Ratio()))
+    clip = gate.fn if isinstance(gate.fn, ratios.Clip) else None
+    return with_gates(algo, replace(gate, fn=CovarianceMask(share, low, high, clip)))
 
 
 @modifier("opsm")

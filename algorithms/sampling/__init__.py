@@ -1,1 +1,1 @@
-"""Samples tasks, opponents and branches, requests rollouts, and collects the groups to train."""
+"""Sampling: tasks, opponents and branches, requests for rollouts, and the groups to train."""

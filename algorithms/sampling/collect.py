@@ -1,9 +1,12 @@
-"""Requests and claims the groups that a step trains, and replaces groups without a signal.
+"""The collector: requests and claims the groups that a step trains, replaces groups without a
+signal, and cancels the slowest rollouts of groups and those that have become too stale to train.
 
-Always true: requests are a function of seed, step and round, so a restarted process requests the
+Invariant: requests are a function of seed, step and round, so a restarted process requests the
 same rollouts, and the store ignores duplicates. Groups that were claimed and not committed are
 claimed again. So a step trains the same groups however often it is started, unless
-`algorithm.group_order = "ready"` lets it take groups of later steps that ended first.
+`algorithm.group_order = "ready"` lets it take groups of later steps that ended first. A cancelled
+rollout has no reward (missing, never 0). Cancellations depend on the store alone, so a restarted
+process makes the same ones.
 
 The store's counts limit the number of requested groups (see `free_groups`): at most
 (max_staleness + 1) x groups of them are neither trained nor discarded, even if a process was
@@ -12,32 +15,141 @@ killed. Replacements do not count.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import floor, isfinite, isnan
+from math import ceil, floor, inf, isfinite, isnan
 from statistics import fmean
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from agentrl.algorithms.credit.core import ROUNDING_SPREAD
 from agentrl.algorithms.data.merge import counterfactual, reward_reference, valid_for_any
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.sampling.stragglers import (
-    cancel_stale,
-    cancelled_metrics,
-    close_groups_during,
-    is_replaced,
-)
-from agentrl.algorithms.sampling.task_sampler import TaskSampler, group_number
-from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.config.policies import trained_policies
-from agentrl.errors import ConfigError
+from agentrl.algorithms.sampling.tasks import TaskSampler, group_number
+from agentrl.core.config import AlgorithmConfig, RunConfig
+from agentrl.core.config.derived import steps_learned, trained_policies
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Counts, Group, NewRollout, Purpose, Rollout, RolloutState, Transition
 from agentrl.store.base import Store
-from agentrl.store.limits import LARGEST_LOGPROB, LARGEST_REWARD
-from agentrl.types import Counts, Group, NewRollout, Purpose, Rollout, Transition
+from agentrl.store.records import GroupRow
+from agentrl.store.rows import LARGEST_LOGPROB, LARGEST_REWARD
+
+T = TypeVar("T")
+CHECK_PAUSE = 0.5  # seconds between checks of the open groups
+MAX_OPEN_GROUPS = 100_000  # of one query; there are never as many
+
+
+async def close_groups_during(work: Coroutine[Any, Any, T], store: Store, config: RunConfig) -> T:
+    """Run `work` and return its result. Meanwhile closes groups early by `algorithm.group_quorum`
+    and `group_deadline`; an error of the store there also cancels `work`."""
+    if config.algorithm.group_quorum is None and config.algorithm.group_deadline is None:
+        return await work
+    waiting = asyncio.ensure_future(work)
+    closing = asyncio.ensure_future(_close_groups(store, config))
+    try:
+        await asyncio.wait((waiting, closing), return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            await closing
+        return await waiting
+    finally:
+        waiting.cancel()
+        closing.cancel()
+        await asyncio.gather(waiting, closing, return_exceptions=True)
+
+
+async def settle_groups_ahead(store: Store, config: RunConfig) -> None:
+    """With algorithm.async_sampling = "one_step_off", wait until every requested group has ended,
+    so that none of their calls uses the weights after the update."""
+    if config.algorithm.async_sampling == "one_step_off":
+        await close_groups_during(_settle(store, config), store, config)
+
+
+async def _settle(store: Store, config: RunConfig) -> None:
+    for row in await _open_groups(store, config):
+        await store.settled(row.id)
+
+
+async def _close_groups(store: Store, config: RunConfig) -> None:
+    begun: dict[str, float] = {}
+    while True:
+        for row in await _open_groups(store, config):
+            if await is_complete(store, config, row, begun, time.time()):
+                await store.cancel(row.rollouts)
+        await asyncio.sleep(CHECK_PAUSE)
+
+
+async def is_complete(
+    store: Store, config: RunConfig, row: GroupRow, begun: dict[str, float], now: float
+) -> bool:
+    """Whether an open group has enough successful rollouts. begun: cache of the time at which each
+    group's first rollout was claimed."""
+    settings = config.algorithm
+    succeeded = row.states.count(RolloutState.SUCCEEDED)
+    if succeeded >= (settings.group_quorum or inf):
+        return True
+    if settings.group_deadline is None or succeeded < settings.min_group:
+        return False
+    if row.id not in begun:
+        attempts = [await store.attempts(rollout) for rollout in row.rollouts]
+        begun[row.id] = min(each[0].started for each in attempts if each)
+    return now - begun[row.id] >= settings.group_deadline
+
+
+async def cancel_stale(store: Store, config: RunConfig, step: int) -> None:
+    """Cancel the running rollouts of earlier steps' groups that are too stale for this step."""
+    for row in await _open_groups(store, config):
+        if row.step < step:
+            calls = await store.calls(row.rollouts)
+            if is_stale(config, calls.values(), step):
+                await store.cancel(row.rollouts)
+
+
+def is_stale(config: RunConfig, rollouts: Iterable[Sequence[Transition]], step: int) -> bool:
+    """Whether a trained policy sampled tokens of these calls more than max_staleness updates before
+    a step. rollouts: calls by rollout."""
+    ahead = ceil(config.algorithm.max_staleness)
+    oldest = {name: steps_learned(config, name, step) - ahead for name in trained_policies(config)}
+    return any(
+        call.version is not None
+        and call.repeats is None
+        and call.version < oldest.get(call.policy, call.version)
+        for calls in rollouts
+        for call in calls
+    )
+
+
+def is_replaced(config: RunConfig, group: Group, step: int) -> bool:
+    """Whether a group is replaced because it is too stale."""
+    calls = (rollout.transitions for rollout in group.rollouts)
+    return config.algorithm.stale_tokens == "cancel" and is_stale(config, calls, step)
+
+
+def cancelled_metrics(config: RunConfig, groups: Sequence[Group], step: int) -> dict[str, float]:
+    """rollouts/cancelled; groups/closed_early: groups with cancelled rollouts; tokens/wasted:
+    sampled by cancelled rollouts or stale groups. Empty if nothing was cancelled."""
+    cancelled, closed, wasted = 0, 0, 0
+    for group in groups:
+        ended = [row for row in group.rollouts if row.state is RolloutState.CANCELLED]
+        cancelled, closed = cancelled + len(ended), closed + bool(ended)
+        rows = group.rollouts if is_replaced(config, group, step) else ended
+        calls = [call for row in rows for call in row.transitions]
+        wasted += sum(len(call.completion) for call in calls if call.repeats is None)
+    if not (cancelled or wasted):
+        return {}
+    counts = {"rollouts/cancelled": cancelled, "groups/closed_early": closed}
+    return {name: float(count) for name, count in (counts | {"tokens/wasted": wasted}).items()}
+
+
+async def _open_groups(store: Store, config: RunConfig) -> list[GroupRow]:
+    return await store.groups(
+        config.name, purpose=Purpose.TRAIN, state="open", limit=MAX_OPEN_GROUPS
+    )
+
 
 log = logging.getLogger(__name__)
-MOST_ROUNDS = 10  # of replacements; verl's max_num_gen_batches
+MAX_ROUNDS = 10  # of replacements; verl's max_num_gen_batches
 Vocabulary = Mapping[str, int]  # vocabulary size by policy
 
 
@@ -49,7 +161,7 @@ class Collected:
     discarded: list[Group]  # not trained; the step's commit removes them from the queue
     metrics: dict[str, float]
     stored: bool = True  # whether they are in the store, so that the step's commit names them
-    ready: int = 0  # groups that had ended before the step asked for its own
+    ready: int = 0  # groups that had ended before the step requested its own
 
 
 class GroupSource(Protocol):
@@ -57,7 +169,7 @@ class GroupSource(Protocol):
 
     @property
     def serves(self) -> bool:
-        """Whether the run's policies are served meanwhile."""
+        """Whether policy servers must run while groups are collected."""
 
     async def collect(self, step: int) -> Collected:
         """The groups of a step; the same ones if the step is repeated."""
@@ -137,14 +249,14 @@ class Collector:
         claimed = await self.claim(size)
         if not self.replaces:
             return claimed, replaced
-        for number in range(self.config.algorithm.max_rounds or MOST_ROUNDS):
+        for number in range(self.config.algorithm.max_rounds or MAX_ROUNDS):
             missing = size - sum(self.is_kept(group, step) for group in claimed)
             # If no rollout has the reward, replacements would not have it either.
             if not missing or (self.resample and not any(map(self.known_values, claimed))):
                 break
             replaced += missing
             others = self.tasks.replacements(step, number, missing)
-            await self.store.enqueue(others)
+            await self.store.enqueue(others, epoch=self.epoch)
             await self.requested(others)
             claimed = await self.claim(len(claimed) + missing)
         return claimed, replaced
@@ -156,7 +268,7 @@ class Collector:
         if free > 0:
             last = await self.store.groups(self.config.name, purpose=Purpose.TRAIN, limit=1)
             first = 1 + group_number(last[0].id) if last else 0
-            await self.store.enqueue(self.tasks.groups(first, free))
+            await self.store.enqueue(self.tasks.groups(first, free), epoch=self.epoch)
         await self.requested(self.tasks.rollouts(step))
 
     def is_informative(self, group: Group) -> bool:
@@ -264,9 +376,9 @@ def _call_defect(call: Transition, size: int | None) -> str | None:
         if tokens and size is not None and not 0 <= min(tokens) <= max(tokens) < size:
             worst = max(tokens) if max(tokens) >= size else min(tokens)
             return (
-                f"the token id {worst}, and policy {call.policy!r} has those below {size}: whoever "
-                "answered it has another tokenizer"
+                f"the token id {worst}, but policy {call.policy!r} has only ids below {size}: the "
+                "server that answered it has another tokenizer"
             )
     if not (isfinite(sum(call.logprobs)) and max(call.logprobs, default=0.0) <= LARGEST_LOGPROB):
-        return "log-probs above 0, or none that is a number"
+        return "log-probs that are above 0 or not finite"
     return None

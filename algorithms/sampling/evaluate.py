@@ -1,35 +1,162 @@
-"""Held-out evaluation of the current policy, through the same queue as training."""
+"""Evaluations: held-out tasks played by the current policy, through the same queue as training;
+their scores, with confidence intervals, pass@k and the best of a run; and functions of the run file
+that measure checkpoints (`eval.functions`).
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, variance
 
 from msgspec.structs import replace
 
-from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
-from agentrl.algorithms.sampling.scores import (
-    common_score,
-    few_tasks,
-    score_metrics,
-    spread_metrics,
+from agentrl.algorithms.sampling.tasks import evaluation_rollouts
+from agentrl.algorithms.train.features import Feature, ServedRun
+from agentrl.algorithms.verdict import trial_name
+from agentrl.core import user_code
+from agentrl.core.config import RunConfig
+from agentrl.core.config.derived import has_no_own_policy, initial_version
+from agentrl.core.errors import ConfigError, TrainingError
+from agentrl.core.loading import import_error, load_attribute
+from agentrl.core.processes import log_phase
+from agentrl.core.types import (
+    POLICY,
+    ErrorKind,
+    Json,
+    NewRollout,
+    Purpose,
+    Rollout,
+    Scope,
+    commonest_message,
+    fix_hint,
 )
-from agentrl.base.failures import commonest_message, cure_of
-from agentrl.base.processes import log_phase
-from agentrl.changes import trial_name
-from agentrl.config import RunConfig
-from agentrl.config.policies import has_no_own_policy
-from agentrl.errors import TrainingError
 from agentrl.store.base import Store
 from agentrl.store.records import GroupRow
-from agentrl.types import ErrorKind, Json, NewRollout, Purpose, Rollout
+
+log = logging.getLogger("agentrl.algorithm")
+
+SOLVED = 0.5  # smallest reward of a solved sample, for pass@k
+Z = 1.96  # quantile of the normal distribution for a two-sided 95 % interval
+FEW_TASKS, ENOUGH_TASKS = 20, 40  # held-out tasks; below the first a run reports their uncertainty
+
+
+def score_metrics(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """<name>: mean outcome; <name>/<role>: mean outcome of each role that has its own, such as the
+    players of a game; <name>_missing: number of rollouts without an outcome, such as crashes and
+    time-outs, which no mean includes."""
+    outcomes: dict[str, list[float]] = {name: [rollout.reward() for rollout in rollouts]}
+    for row in (row for rollout in rollouts for row in rollout.rewards):
+        if row.scope is Scope.ROLE and row.name == "outcome":
+            outcomes.setdefault(f"{name}/{row.target}", []).append(row.value)
+    known = {key: [x for x in values if not math.isnan(x)] for key, values in outcomes.items()}
+    missing = {f"{name}_missing": float(len(rollouts) - len(known[name]))}
+    return missing | {key: fmean(values) for key, values in known.items() if values}
+
+
+def spread_metrics(
+    name: str, rollouts: Sequence[Rollout], tasks: int, config: RunConfig
+) -> dict[str, float]:
+    """<name>_low, <name>_high: 95 % confidence interval of the mean over tasks. With several
+    rollouts per task also <name>/pass@k, for k = 1, 2, 4 ... and their number."""
+    by_task: list[list[float]] = [[] for _ in range(tasks)]
+    for rollout in rollouts:
+        if not math.isnan(value := rollout.reward()):
+            by_task[rollout.index % tasks].append(value)
+    metrics, samples = _bounds(name, [fmean(xs) for xs in by_task if xs]), config.eval.samples
+    if len(rollouts) > tasks:
+        solved = [(len(xs), sum(x >= SOLVED for x in xs)) for xs in by_task]
+        for k in sorted({*(2**i for i in range(samples.bit_length())), samples}):
+            values = [pass_at(k, n, c) for n, c in solved if n >= k]
+            if values:
+                key = f"{name}/pass@{k}"
+                metrics |= {key: fmean(values)} | _bounds(key, values)
+    return metrics
+
+
+def pass_at(k: int, n: int, c: int) -> float:
+    """pass@k for c right ones of n samples: the unbiased estimator 1 - C(n - c, k) / C(n, k),
+    arXiv 2107.03374."""
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def _bounds(name: str, values: Sequence[float]) -> dict[str, float]:
+    if len(values) < 2:
+        return {}
+    low, high = confidence_interval(values)
+    return {f"{name}_low": low, f"{name}_high": high}
+
+
+def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean of two or more values. Pass one value per task, because samples
+    of a task are not independent. For values in [0, 1] it is Wilson's, with the effective sample
+    size for their standard error (Korn and Graubard 1998), so it is not empty if all are equal."""
+    mean, error2 = fmean(values), variance(values) / len(values)
+    if not 0.0 <= min(values) <= max(values) <= 1.0:
+        return mean - Z * math.sqrt(error2), mean + Z * math.sqrt(error2)
+    n = mean * (1.0 - mean) / error2 if error2 else float(len(values))
+    middle, scale = (mean + Z * Z / (2 * n)) / (1 + Z * Z / n), Z / (1 + Z * Z / n)
+    half = scale * math.sqrt(mean * (1 - mean) / n + Z * Z / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def few_tasks(n: int) -> str:
+    """How uncertain a score on so few tasks is, by Wilson's interval; empty for enough."""
+    if not 0 < n < FEW_TASKS:
+        return ""
+    known, enough = (50 * Z / math.sqrt(tasks + Z * Z) for tasks in (n, ENOUGH_TASKS))
+    return (
+        f"{n} held-out task{'s' if n > 1 else ''}: with rewards of 0 and 1 a score moves in steps"
+        f" of {100 / n:.0f} points, and is known to ±{known:.0f} points; {ENOUGH_TASKS} tasks give"
+        f" ±{enough:.0f}"
+    )
+
+
+def common_score(config: RunConfig, rollouts: Sequence[Rollout], tasks: int) -> dict[str, float]:
+    """eval/common: the score on the tasks that all evaluations of the run share, if this one has
+    more. An evaluation takes the first tasks of the same list."""
+    limits = [limit for limit in (config.eval.tasks, config.eval.curve_tasks) if limit]
+    common = min(limits, default=tasks)
+    if not (config.eval.every and config.steps) or tasks <= common:
+        return {}
+    known = [
+        x
+        for rollout in rollouts
+        if rollout.index % tasks < common and not math.isnan(x := rollout.reward())
+    ]
+    return {"eval/common": fmean(known)} if known else {}
+
+
+async def heldout_scores(store: Store, run: str) -> dict[int, float]:
+    """Held-out scores by step, all on the same tasks, best first, ties by step."""
+    series = await store.series(run, ["eval/score", "eval/common"], after=0, points=sys.maxsize)
+    scores = dict(series["eval/score"]) | dict(series["eval/common"])
+    return dict(sorted(scores.items(), key=lambda row: (-row[1], row[0])))
+
+
+def best_step(scores: Mapping[int, float]) -> int:
+    """The step with the best score, of equal ones the last: where the greedy policy always succeeds
+    the sampled one still becomes more certain. 0 without scores."""
+    return max(scores, key=lambda step: (scores[step], step), default=0)
+
+
+def has_stalled(scores: Mapping[int, float], patience: int) -> bool:
+    """Whether none of the last `patience` held-out scores is a new best. scores: of
+    `heldout_scores`. patience: 0: never."""
+    steps = list(scores)
+    stalled = 0 < patience <= sum(step > steps[0] for step in steps)
+    if stalled:
+        log_phase(log, f"held-out scores have not risen since step {steps[0]}: training ends")
+    return stalled
+
 
 NO_NUMBER = "VerifierError: the verifier returned"  # start of the message of such a failure
-FEWEST = 4  # rollouts that fail alike by more than chance
-MOST_TRIALS = 1000  # groups of evaluations before the first step
-log = logging.getLogger("agentrl.algorithm")
+MIN_ALIKE_FAILURES = 4  # rollouts that fail alike by more than chance
+MAX_TRIALS = 1000  # groups of evaluations before the first step
 
 
 def temperatures(config: RunConfig, step: int) -> dict[str, float]:
@@ -60,8 +187,8 @@ async def evaluate_heldout(
     if outer:
         after = f" after {step} steps" if config.steps else ""
         log_phase(log, f"scoring {len(tasks)} held-out tasks{after}")
-        if step == 0 and (said := few_tasks(len(tasks))):
-            log_phase(log, said)
+        if step == 0 and (warning := few_tasks(len(tasks))):
+            log_phase(log, warning)
     trial = await failed_trials(store, config.name) if step == 0 else 0
     started = time.monotonic()
     requested, named = {}, temperatures(config, step)
@@ -94,7 +221,7 @@ def check_first(
         return
     same_kind = len({failure.kind for failure in failures}) == 1
     no_number = all(failure.message.startswith(NO_NUMBER) for failure in failures)
-    if not no_number and (unchanged_only or not same_kind or len(failures) < FEWEST):
+    if not no_number and (unchanged_only or not same_kind or len(failures) < MIN_ALIKE_FAILURES):
         return
     kind, message = failures[0].kind, commonest_message(failures)
     why = f" by {kind}: {message}"
@@ -103,13 +230,13 @@ def check_first(
         why = f", because of {name}: {message}" if name else f", because of {message}"
     raise TrainingError(
         f"all {len(rollouts)} rollouts failed{why}. Example: agentrl show {rollouts[0].id}."
-        f" {cure_of(kind, message)}, and repeat the command"
+        f" {fix_hint(kind, message)}, and rerun the command"
     )
 
 
 async def failed_trials(store: Store, run: str) -> int:
     """How many evaluations before the first step ended the run, because every rollout failed."""
-    rows = await store.groups(run, purpose=Purpose.EVAL, step=0, limit=MOST_TRIALS)
+    rows = await store.groups(run, purpose=Purpose.EVAL, step=0, limit=MAX_TRIALS)
     trials: dict[str, list[GroupRow]] = {}
     for row in rows:
         trials.setdefault(row.id.rpartition("/")[2].partition(".")[2], []).append(row)
@@ -134,3 +261,44 @@ async def play(
         name: await store.rollouts(rollouts[0].run, group=rollouts[0].group)
         for name, rollouts in requested.items()
     }
+
+
+class EvalFunctions(Feature):
+    """They are called at each evaluation."""
+
+    live: ServedRun
+
+    async def start(self, run: ServedRun) -> None:
+        self.live = run
+
+    async def evaluate(self, step: int, limit: int) -> None:
+        live = self.live
+        await evaluate_functions(live.store, live.config, live.state.epoch, step)
+
+
+async def evaluate_functions(store: Store, config: RunConfig, epoch: int, step: int) -> None:
+    """Log the results of `eval.functions` on the policy after `step` steps, as
+    eval/function/<name>, or <name>/<key> for a mapping. Raises ConfigError if a function raises or
+    returns anything but numbers."""
+    metrics: dict[str, float] = {}
+    state = await store.run(config.name)
+    last = state and state.checkpoint and config.checkpoint_path(state.checkpoint)
+    begun = "" if config.policies else initial_version(config, POLICY)[1].directory
+    checkpoint = Path(last or begun or config.model_path())
+    for path in config.eval.functions:
+        function = load_attribute(path, Path(config.root), key="eval.functions")
+        try:
+            result = await user_code.in_thread(function, checkpoint)
+        except Exception as error:  # the user's function is a boundary
+            raise import_error(f"eval.functions = {path!r}", error) from error
+        name = f"eval/function/{path.rpartition(':')[2]}"
+        numbers = result if isinstance(result, Mapping) else {"": result}
+        try:
+            metrics |= {f"{name}/{key}".rstrip("/"): float(x) for key, x in numbers.items()}
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"eval.functions = {path!r} returned {result!r:.80}; it must return a number, or a "
+                "mapping of names to numbers"
+            ) from None
+    if metrics:
+        await store.log(config.name, step, metrics, epoch=epoch)

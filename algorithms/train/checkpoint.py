@@ -23,13 +23,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from agentrl.algorithms.model import digests
-from agentrl.algorithms.sampling.scores import best_step, heldout_scores
-from agentrl.base import folder_lock
-from agentrl.base.files import PARTIAL, atomic_directory, delete_directory
-from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, DamagedError, PolicyError
+from agentrl.algorithms.sampling.evaluate import best_step, heldout_scores
+from agentrl.core import files
+from agentrl.core.config import RunConfig
+from agentrl.core.errors import AgentRLError, DamagedError, PolicyError
+from agentrl.core.files import PARTIAL, atomic_directory, delete_directory
+from agentrl.core.types import Json
 from agentrl.store.base import Store
-from agentrl.types import Json
 
 STATE = "state.json"
 BEST = "best"  # link to the checkpoint with the best held-out score
@@ -72,8 +72,8 @@ def save_checkpoint(
 def begin_checkpoint(
     directory: Path, learner: Checkpointable, state: Mapping[str, Json], run: str = ""
 ) -> Callable[[], None]:
-    """Write the files of a checkpoint. Returns a function, for any thread, after which it is whole:
-    only then it has its name. Both raise AgentRLError as `save_checkpoint`."""
+    """Write the files of a checkpoint. Returns a function, which any thread may call, that
+    completes it and gives it its name. Both raise AgentRLError as `save_checkpoint` does."""
     content = {"run": run, "state": state, "random": random_state()}
     with ExitStack() as stack:
         partial = stack.enter_context(_new_directory(directory))
@@ -92,7 +92,7 @@ def _new_directory(directory: Path) -> Iterator[Path]:
             digests.write(partial)
     except (OSError, SafetensorError) as error:
         raise AgentRLError(
-            f"checkpoint {directory}: it cannot be written ({error}); free disk space or check "
+            f"checkpoint {directory} cannot be written ({error}); free disk space or check "
             "the permissions of the folder, then start the run again"
         ) from error
 
@@ -147,7 +147,9 @@ def export_checkpoint(source: Path, target: Path) -> None:
     files = [file for file in sorted(source.glob("*")) if file.is_file() and _is_policy_file(file)]
     whole = any((folder / STATE).is_file() for folder in (source, source.parent))
     if not whole or not any(map(_is_weights, files)):
-        raise PolicyError(f"{source}: it is no checkpoint of a run; give <output>/checkpoints/...")
+        raise PolicyError(
+            f"{source}: it is not a checkpoint of a run; give <output>/checkpoints/..."
+        )
     digests.check(source)
     for file in filter(_is_weights, files):
         try:
@@ -180,7 +182,7 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     old = [path for path in trained[keep:] if path.name.partition(".")[0] not in scored]
     for path in (*rewound, *(path for path in old if path.resolve() != best)):
         if path.resolve() != last.resolve():
-            with folder_lock.deleting(path) as unread:
+            with files.deleting(path) as unread:
                 if unread:
                     delete_directory(path)
     for path in folder.glob(f"*{PARTIAL}*"):
@@ -223,8 +225,8 @@ def _own(folder: Path, run: str) -> list[tuple[Path, tuple[int, int]]]:
 
 
 def _is_of(path: Path, run: str) -> bool:
-    """Whether a checkpoint belongs to this run. One without a run's identity (from an earlier
-    version) or with an unreadable state does."""
+    """Whether a checkpoint belongs to this run; true if its state has no identity or cannot be
+    read."""
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
         return content.get("run", "") in ("", run)

@@ -1,9 +1,9 @@
-"""A run in stages, and the protocol of what is optional in it.
+"""The stages of a run, and the protocol of its optional features.
 
 A run is built in stages. Each is a record of what lives from then on: `OpenRun` has the store,
 `LoadedRun` also the policies, `ServedRun` also their servers. A feature, such as self-play or
-judges, takes part by the methods of `Feature`; the record that one gets says what exists when it is
-called. Always true: methods are called in the order of their definition here, and each of all
+judges, takes part by the methods of `Feature`; the record that one gets has what exists when it is
+called. Invariant: methods are called in the order of their definition here, and each of all
 features in the order of the run's list (`main.features_of`).
 """
 
@@ -12,17 +12,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.sampling.collect import GroupSource
-from agentrl.algorithms.sampling.rollouts import CandidateInUse
-from agentrl.algorithms.train.load_policies import LoadedModel
-from agentrl.algorithms.train.policy_set import PolicySet
-from agentrl.algorithms.train.serving import PolicyServers
-from agentrl.base.folder_lock import FolderLock
-from agentrl.config import RunConfig
-from agentrl.store.base import Store
-from agentrl.types import Group, RunState, StepReward
+from agentrl.algorithms.sampling.tasks import CandidateInUse
+
+if TYPE_CHECKING:  # a feature names what it uses, and nothing is built here
+    from agentrl.algorithms.sampling.collect import GroupSource
+    from agentrl.algorithms.train.metrics import Metrics
+    from agentrl.algorithms.train.policies import LoadedModel, PolicySet
+    from agentrl.algorithms.train.serving import PolicyServers
+    from agentrl.core.config import RunConfig
+    from agentrl.core.files import FolderLock
+    from agentrl.core.types import Group, RunState, StepReward
+    from agentrl.store.base import Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class Feature:
     """Something optional in a run. It overrides the methods that it needs.
 
     source: where groups come from, if not from rollouts that the run requests; set by `prepare`. At
-    most one feature has such a source, which says whether policies are served."""
+    most one feature has such a source, which decides whether policies are served."""
 
     source: GroupSource | None = None
 

@@ -1,54 +1,41 @@
-"""Loads the policies of a run: each is a model, or an adapter of a shared model."""
+"""Loading of a run's policies: each is a model, or an adapter of a shared model."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
-from agentrl.algorithms.lora.loading import load_adapted
-from agentrl.algorithms.model import digests
-from agentrl.algorithms.model.adapters import Adapters
-from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_size
 from agentrl.algorithms.train.checkpoint import parse_name
-from agentrl.base.files import atomic_directory
-from agentrl.base.loading import load_attribute
-from agentrl.base.processes import log_phase
-from agentrl.base.progress import still_at
-from agentrl.config import LoraConfig, RunConfig
-from agentrl.config.policies import frozen_policies, trained_policies, view
-from agentrl.errors import ConfigError, PolicyError
+from agentrl.algorithms.train.policies import LoadedModel, add_adapter, load_base_model
+from agentrl.algorithms.warmup import warm_up
+from agentrl.core.config import RunConfig
+from agentrl.core.config.derived import (
+    frozen_policies,
+    initial_lora,
+    trained_policies,
+    view,
+    warmup_folder,
+)
+from agentrl.core.errors import ConfigError, PolicyError
+from agentrl.core.files import atomic_directory, still_at
+from agentrl.core.loading import load_attribute
+from agentrl.core.processes import log_phase
 
 log = logging.getLogger("agentrl.algorithm")
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model in memory, with the policies that it is, or that are adapters of it."""
-
-    source: str  # directory or hub name
-    model: PreTrainedModel
-    tokenizer: Tokenizer
-    adapters: Adapters | None = None  # named by policy; None: the model is the policy
-    policies: list[str] = field(default_factory=list)
-    built: bool = False  # whether policy.build or [warmup] has just made it
 
 
 def load_policies(config: RunConfig) -> list[LoadedModel]:
     """Load the models of all policies of a run, with their adapters.
 
     Raises PolicyError for a model that cannot be loaded, and for an adapter of another model."""
-    from agentrl.algorithms.demonstrations.warmup import warm_up  # which loads models, too
-
     bases: dict[tuple[str, str], LoadedModel] = {}
     for name in (*trained_policies(config), *frozen_policies(config)):
         own = view(config, name)
         source, built = policy_directory(own)
-        built |= warm_up(own, source)
-        source, lora = own.model_path(), own.initial_policy.lora
+        if own.warmup.data and name in trained_policies(config):
+            roles = config.policies[name].roles if config.policies else None
+            built |= warm_up(own, source, warmup_folder(config, name), roles)
+        source, lora = own.model_path(), initial_lora(config, name)
         adapted = bool(lora.rank or lora.adapter)
         key = (source, "" if adapted else name)
         try:
@@ -63,31 +50,6 @@ def load_policies(config: RunConfig) -> list[LoadedModel]:
             where = f"policies.{name}: " if config.policies else ""
             raise PolicyError(f"{where}{error}") from None
     return list(bases.values())
-
-
-def load_base_model(
-    source: str, config: RunConfig, *, adapted: bool, built: bool = False
-) -> LoadedModel:
-    digests.check(Path(source))
-    log_phase(log, f"loading the model {source}")
-    if adapted:
-        return LoadedModel(source, *load_adapted(source, config), built=built)
-    policy = config.policy
-    model, tokenizer = load_model(source, policy.dtype, policy.device, config=config)
-    return LoadedModel(source, model, tokenizer, built=built)
-
-
-def add_adapter(adapters: Adapters, name: str, lora: LoraConfig, config: RunConfig) -> None:
-    """Add the adapter of a policy. An adapter directory without a rank is loaded frozen."""
-    if not lora.rank:
-        adapters.open(name, config.path(lora.adapter))
-        log_phase(log, adapters.coverage(name))
-        return
-    rank, alpha, targets = lora.rank, lora.alpha, lora.targets
-    adapters.add(name, rank=rank, alpha=alpha, targets=targets, seed=config.seed)
-    log_phase(log, adapters.coverage(name))
-    if lora.adapter:
-        adapters.restore(name, adapters.read(name, config.path(lora.adapter)))
 
 
 def policy_directory(config: RunConfig) -> tuple[str, bool]:
@@ -121,8 +83,3 @@ def evaluated_steps(config: RunConfig) -> int:
             if found and (folder / "state.json").is_file():
                 return found[0]
     return 0
-
-
-def vocabulary_sizes(bases: Sequence[LoadedModel]) -> dict[str, int]:
-    """The vocabulary size by policy."""
-    return {name: vocabulary_size(base.model) for base in bases for name in base.policies}

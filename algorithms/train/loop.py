@@ -3,6 +3,11 @@
 All of its state is in the store or the last checkpoint, so it may be killed at any moment: the next
 start continues after that checkpoint (`saving.py`). It does not know which algorithm it runs, nor
 which features the run has: it calls each of them by the methods of `features.py`.
+
+A step is empty, without a usable rollout, if all its rollouts failed, or none has a call that can
+be trained. It commits its failure counts and nothing else. The run ends after too many, and after a
+step of which too many rollouts failed for one cause. The store counts empty steps in a row, so the
+count survives a restart.
 """
 
 from __future__ import annotations
@@ -10,25 +15,129 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from math import isnan
 
 from msgspec import structs
 
-from agentrl.algorithms.diagnostics.metrics import Metrics, throughput
-from agentrl.algorithms.sampling.collect import Collected, GroupSource
-from agentrl.algorithms.sampling.evaluate import check_first
-from agentrl.algorithms.sampling.stragglers import settle_groups_ahead
-from agentrl.algorithms.train.empty_steps import (
-    check_empty_steps,
-    check_failed,
-    empty_commit,
-    is_empty,
-)
+from agentrl.algorithms.data.merge import valid
+from agentrl.algorithms.proof import announce_tried
+from agentrl.algorithms.sampling.collect import Collected, GroupSource, settle_groups_ahead
+from agentrl.algorithms.sampling.evaluate import MIN_ALIKE_FAILURES, check_first
 from agentrl.algorithms.train.features import Feature, ServedRun
-from agentrl.algorithms.train.heldout import HeldoutEvaluator
-from agentrl.algorithms.train.saving import Checkpoints
-from agentrl.types import StepCommit, StepReward
+from agentrl.algorithms.train.metrics import Metrics, group_metrics, throughput
+from agentrl.algorithms.train.policies import PolicySet
+from agentrl.algorithms.train.saving import Checkpoints, HeldoutEvaluator
+from agentrl.algorithms.why import cause
+from agentrl.core.config import RunConfig
+from agentrl.core.errors import TrainingError
+from agentrl.core.types import (
+    EMPTY,
+    ErrorKind,
+    Group,
+    RunState,
+    StepCommit,
+    StepReward,
+    fix_hint,
+    one_line,
+    same_cause,
+)
+from agentrl.store.base import Store
+
+MAX_EMPTY_STEPS = 3  # in a row: one may be bad luck, and each costs as much as a good one
+# Metrics that an empty step commits, in addition to rollouts/failed/* and judges/*.
+FAILURES = ("rollouts", "rollouts/failed", "calls/refused", "calls/inexact", "calls/too_long")
+
+# Failures that the run file requests, or that are no evidence about the rest of the step.
+EXPECTED = {ErrorKind.LIMIT, ErrorKind.CANCELLED}
+
+
+def is_empty(policies: PolicySet, step: int, metrics: Metrics, collected: Collected) -> bool:
+    """Whether no policy can train on any rollout of a step. metrics: of the policies that learn in
+    it; discarded groups, and rollouts that the other policies could train on, count too."""
+    if metrics["rollouts/usable"]:
+        return False
+
+    def usable(names: Iterable[str], groups: Iterable[Group]) -> bool:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rewards = {name: policies.updaters[name].algo.rewards for name in names}
+        return any(valid(row, read, name) for name, read in rewards.items() for row in rollouts)
+
+    waiting = policies.updaters.keys() - dict(policies.learning(step)).keys()
+    return not (usable(policies.updaters, collected.discarded) or usable(waiting, collected.groups))
+
+
+def failure_counts(metrics: Mapping[str, float]) -> Metrics:
+    """Select the metrics that an empty step commits."""
+    kept = {
+        name: value
+        for name, value in metrics.items()
+        if name in FAILURES or name.startswith(("rollouts/failed/", "judges/"))
+    }
+    return kept | {EMPTY: metrics["rollouts"]}
+
+
+def empty_commit(
+    state: RunState, policies: PolicySet, step: int, collected: Collected, metrics: Metrics
+) -> StepCommit:
+    """The commit of an empty step: its failure counts, without a trained group or a checkpoint, so
+    the previous checkpoint remains the last."""
+    groups = [*(collected.groups if collected.stored else []), *collected.discarded]
+    return StepCommit(
+        run=state.run,
+        epoch=state.epoch,
+        step=step,
+        groups=[],
+        discarded=[group.id for group in groups],
+        versions=policies.versions(step + 1),
+        checkpoint=None,
+        metrics=failure_counts(metrics | group_metrics(groups)),
+    )
+
+
+def check_failed(config: RunConfig, collected: Collected) -> None:
+    """Raise TrainingError if more than `max_failed` of a step's rollouts failed for one cause, and
+    without a reward: what is left of the step is no fair sample of the tasks."""
+    groups = [*collected.groups, *collected.discarded]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    failed = [row for row in rollouts if row.failure and isnan(row.reward())]
+    causes = Counter(
+        same_cause(row.failure) for row in failed
+        if row.failure and row.failure.kind not in EXPECTED
+    )  # fmt: skip
+    cause, count = next(iter(causes.most_common(1)), (None, 0))
+    if count < MIN_ALIKE_FAILURES or count <= config.max_failed * len(rollouts):
+        return
+    first = next(row for row in failed if row.failure and same_cause(row.failure) == cause)
+    assert first.failure is not None
+    kind, message = first.failure.kind, one_line(first.failure.message)
+    raise TrainingError(
+        f"{count} of the {len(rollouts)} rollouts of a step failed for one cause, {kind}:"
+        f" {message}. Example: agentrl show {first.id}. {fix_hint(kind, message)}, and repeat the"
+        f" command, which resumes; or allow more by max_failed (now {config.max_failed:g})"
+    )
+
+
+async def check_empty_steps(store: Store, config: RunConfig) -> None:
+    """Raise TrainingError, with the most likely cause, if the last MAX_EMPTY_STEPS steps were
+    empty, or all steps of a shorter run. A live run waits for better sessions."""
+    if config.live.running:
+        return
+    rows = [row for row in await store.steps(config.name) if row.committed]
+    empty = list(takewhile(lambda row: EMPTY in row.metrics, reversed(rows)))
+    if not empty or len(empty) < min(MAX_EMPTY_STEPS, config.steps):
+        return
+    reason = await cause(store, config.name, len(empty))
+    again = f"the same command resumes after step {len(rows)}"
+    if len(rows) == config.steps:
+        again = "rerun the command with more steps, or with --fresh"
+    raise TrainingError(
+        f"nothing was learned in {len(empty)} steps in a row, of which no rollout could be used: "
+        f"{reason}. Correct that, and {again}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +169,8 @@ class TrainingLoop:
                 groups, more = await feature.complete(groups)
                 added |= more
             collected = replace(collected, groups=groups)
+            if step == first:
+                announce_tried(live.config, live.models, groups)
             claimed = time.monotonic()
             async with live.serving.updating():
                 # Credit, packing, gradients. In a thread, because servers run on this loop.

@@ -1,8 +1,8 @@
 """The algorithm process: opens the run, loads its policies, starts their servers, and begins the
-training loop (`loop.py`). An evaluation plan has such a process too, with frozen policies.
+training loop (`loop.py`).
 
 Each of these stages is a function from one record of the run to the next (`stages.py`), so nothing
-can be used before it exists.
+can be used before it exists. An evaluation plan has such a process too, with frozen policies.
 """
 
 from __future__ import annotations
@@ -13,31 +13,30 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
-from agentrl.algorithms.curriculum.training import Curriculum
-from agentrl.algorithms.eval_functions.training import EvalFunctions
-from agentrl.algorithms.formats.training import TemplateChecks
-from agentrl.algorithms.judges.training import JudgeRewards
+from agentrl.algorithms.hack_signs import HackSigns
+from agentrl.algorithms.judges import JudgeRewards
 from agentrl.algorithms.learners.memory import is_out_of_memory
-from agentrl.algorithms.preferences.training import DataSet
-from agentrl.algorithms.prompts.training import PromptSearch
-from agentrl.algorithms.replays.branching import request_branches
-from agentrl.algorithms.replays.training import Replays
+from agentrl.algorithms.preferences.collector import DataSet
+from agentrl.algorithms.prompts import PromptSearch
 from agentrl.algorithms.sampling.collect import Collector, Requested, nothing_more
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.algorithms.selfplay.training import SelfPlay
-from agentrl.algorithms.train import build
+from agentrl.algorithms.sampling.curriculum import Curriculum
+from agentrl.algorithms.sampling.evaluate import EvalFunctions
+from agentrl.algorithms.sampling.replays import Replays, request_branches
+from agentrl.algorithms.sampling.tasks import TaskSampler
+from agentrl.algorithms.selfplay import SelfPlay
+from agentrl.algorithms.train import stages
 from agentrl.algorithms.train.features import Feature, LoadedRun
-from agentrl.algorithms.train.heldout import HeldoutEvaluator
-from agentrl.algorithms.train.load_policies import vocabulary_sizes
+from agentrl.algorithms.train.formats import TemplateChecks
 from agentrl.algorithms.train.loop import TrainingLoop
+from agentrl.algorithms.train.policies import vocabulary_sizes
+from agentrl.algorithms.train.saving import HeldoutEvaluator
 from agentrl.algorithms.train.stages import load_run, open_run, prepare_process, serve_run
-from agentrl.base import memory
-from agentrl.base.failures import one_line
-from agentrl.base.processes import freeze_loaded, log_phase, log_to_stderr
-from agentrl.config import RunConfig
-from agentrl.config.run_file import tasks_of
-from agentrl.errors import TrainingError
-from agentrl.types import ENDED, Json
+from agentrl.core import processes
+from agentrl.core.config import RunConfig
+from agentrl.core.config.run_file import tasks_of
+from agentrl.core.errors import TrainingError
+from agentrl.core.processes import freeze_loaded, log_phase, log_to_stderr, share_freed_memory
+from agentrl.core.types import ENDED, Json, one_line
 
 log = logging.getLogger("agentrl.algorithm")
 
@@ -46,13 +45,14 @@ def main(config: RunConfig, added: Sequence[Feature] = ()) -> None:
     """Train (or, with no steps, evaluate) until the run is complete. added: see `features_of`.
     Raises TrainingError if memory runs out."""
     log_to_stderr()
+    share_freed_memory()
     try:
         asyncio.run(run(config, added, ready=freeze_loaded))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         why = one_line(str(error)) or type(error).__name__
-        raise TrainingError(f"memory ran out ({why}); {memory.CURE}") from error
+        raise TrainingError(f"memory ran out ({why}); {processes.LEARNER_MEMORY_HINT}") from error
 
 
 async def run(
@@ -63,8 +63,8 @@ async def run(
 ) -> None:
     """Open the run, load the policies of its last checkpoint, and train to the last step. added:
     see `features_of`. ready: called when everything is loaded."""
-    algos = build.load_algorithms(config)
-    greedy, resample = build.group_requirements(config, algos)
+    algos = stages.load_algorithms(config)
+    greedy, resample = stages.group_requirements(config, algos)
     features = features_of(config, added)
     log_phase(log, "reading the tasks")
     train, heldout = tasks_of(config, "train"), tasks_of(config, "heldout")
@@ -98,7 +98,7 @@ def features_of(config: RunConfig, added: Sequence[Feature] = ()) -> list[Featur
     """The features of a run, in the order in which their methods are called. added: those of
     packages that import this one, such as `agentrl.live`."""
     features: list[Feature] = []
-    if config.tasks.order == "difficulty" or config.tasks.solved is not None:
+    if config.tasks.order != "shuffle":
         features.append(Curriculum(config))
     if config.eval.functions:
         features.append(EvalFunctions())
@@ -106,6 +106,8 @@ def features_of(config: RunConfig, added: Sequence[Feature] = ()) -> list[Featur
         features.append(TemplateChecks())
     if config.judges:
         features.append(JudgeRewards())
+    if config.plays_rollouts:
+        features.append(HackSigns(config))
     features += added
     if config.prompts.components:
         features.append(PromptSearch())

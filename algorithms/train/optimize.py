@@ -1,20 +1,21 @@
-"""The optimizer steps of a training step, how far they move the policy, and the way back from too
-far. The scheduled learning rate and the order of minibatches are functions of the step.
+"""The optimizer steps of a training step, how far they move the policy, and undoing those that move
+it too far. The scheduled learning rate and the order of minibatches are functions of the step.
 
 The distance is the KL divergence of the policy before the training step from the one after it, in
 nats per token: the k3 estimate (joschu.net/blog/kl-approx.html) on the step's sampled tokens,
 weighted as in the loss, and by policy / sampler where an older version sampled them. It takes a
 forward pass, so of a large batch only a part is measured: neighbouring rows, whose common prefixes
-are computed once. Always true: which rows is a function of seed and step, and nobody samples from
-weights that are undone, because they are published later.
+are computed once. Invariant: the measured rows are a function of seed and step, and no call is
+sampled from weights that are undone, because weights are published later.
 
-Many steps of the largest length that is allowed lose a policy as one that is too long does. So the
-rate is lowered where recent steps went far, and rises slowly; checkpoints have it.
+Many steps of the largest KL that is allowed ruin a policy as one that is too large does. So the
+learning rate is lowered while recent steps are large, and rises slowly; checkpoints store it.
 
-A step with half the learning rate ends half way, because AdamW's step is proportional to it: so an
-undone step is made again without another gradient. First moments shrink by its square.
-Whole, they push the next steps too far as well; at 0, many small steps learn too slowly; and
-without second moments the next step is the largest that AdamW makes.
+AdamW's step is proportional to the learning rate, so an undone step is repeated at half the rate
+without another gradient: its weights are half way. The first moments are multiplied by the square
+of that factor. Kept whole, they would push the next steps too far as well; at 0, many small steps
+would learn too slowly. Second moments are kept, because without them the next step would be the
+largest that AdamW makes.
 """
 
 from __future__ import annotations
@@ -33,22 +34,20 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.diagnostics import metrics
-from agentrl.algorithms.diagnostics.bad_steps import BadSteps, Dump, StepRecorder
-from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.base import Learner, StepReport
 from agentrl.algorithms.objective import core as objective
-from agentrl.algorithms.objective import staleness
 from agentrl.algorithms.objective.core import Algo, Terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs, ratio
 from agentrl.algorithms.objective.values import ValueTerms, select_tokens
-from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.types import POLICY, Group, Json
+from agentrl.algorithms.train import metrics
+from agentrl.algorithms.train.metrics import BadSteps, Dump, Metrics, StepRecorder
+from agentrl.core.config import AlgorithmConfig, RunConfig
+from agentrl.core.types import POLICY, Group, Json
 
 log = logging.getLogger("agentrl.algorithm")
 T = TypeVar("T")
 MAX_KL = 0.05  # for each optimizer step, by default: tens of times what that of a healthy run moves
-MOST_HALVINGS = 10  # after which nothing of a step is kept
+MAX_HALVINGS = 10  # after which nothing of a step is kept
 # Of the weights that correct for tokens of another policy, such as an older version.
 LARGEST_CORRECTION = 2.0
 STEP_SIZE = "step_size"  # name of what is remembered, in the algorithm's state
@@ -57,7 +56,7 @@ LOWERED_FROM = 0.1
 LATEST_WEIGHT = 0.25  # weight of the latest training step in that mean
 LOWER, HIGHER = 0.5, 2 ** (1 / 16)  # factors of the rate after a training step
 # The measured share of a batch's tokens, with context; the least number.
-MEASURED_SHARE, FEWEST_MEASURED = 1 / 8, 2048
+MEASURED_SHARE, MIN_MEASURED = 1 / 8, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +149,16 @@ class OptimizerSteps:
 
     def step(self, algo: Algo, minibatch: Minibatch, lr: float) -> StepReport:
         """One optimizer step. Coefficients are picklable: a learner may send them to processes."""
-        return self.learner.step(
+        step = partial(
+            self.learner.step,
             minibatch.batch,
             partial(objective.loss_coefficients, algo, minibatch.terms),
             lr=lr,
             critic=minibatch.values,
             entropy_weights=objective.entropy_weights(algo, minibatch.terms),
         )
+        observed = objective.observation_weights(algo, minibatch.batch)
+        return step() if observed is None else step(observation_weights=observed)
 
     def applied(self, step: int, number: int, tried: Minibatch, report: StepReport) -> bool:
         """Whether the weights changed; if not, the batch is written to a file."""
@@ -175,16 +177,11 @@ class OptimizerSteps:
         return mean_kl(old, report.logprobs, (terms.weight > 0).double()) > target
 
     def lr(self, step: TrainingStep) -> float:
-        """The learning rate of a step: the schedule's, scaled by the effective sample size."""
-        full = learning_rate(self.config.algorithm, step.version, self.config.steps)
-        enough, old = self.config.algorithm.ess_for_full_lr, step.given.old
-        if enough is None or old is None:
-            return full
-        weights = ratio(old.double().cpu() - step.batch.behaviour.double())
-        return full * min(1.0, staleness.effective_share(weights) / enough)
+        """The learning rate of a step, by the schedule."""
+        return learning_rate(self.config.algorithm, step.version, self.config.steps)
 
     def movement(self, step: TrainingStep) -> Movement | None:
-        """What measures how far the step moves the policy; None where that sampled no token."""
+        """Measures how far the step moves the policy; None if there is no limit or no token."""
         batch = step.batch
         if not batch.n_tokens or self.limit is None:
             return None
@@ -207,7 +204,7 @@ class OptimizerSteps:
 def iterate_minibatches(
     step: TrainingStep, config: RunConfig, learner: Learner
 ) -> Iterator[Minibatch]:
-    """Yield the minibatch of each optimizer step with its loss terms: whole groups, shuffled anew
+    """Yield the minibatch of each optimizer step with its loss terms: whole groups, reshuffled
     in every epoch. Credit and the critic's targets are those of the whole batch.
 
     If there are several, the old policy's log-probs are computed when the first is asked for."""
@@ -271,7 +268,7 @@ class KlLimit:
     limit: float = MAX_KL
     seed: int = 0
     policy: str = POLICY
-    told: bool = False  # whether the console knows that steps are undone
+    notified: bool = False  # whether the console knows that steps are undone
     recent: float = 0.0  # mean KL of recent training steps
     rate: float = 1.0  # of the learning rate, with which a training step begins
 
@@ -301,12 +298,12 @@ class KlLimit:
         found = msgspec.convert(data, dict[str, float])
         self.recent, self.rate = found.get("recent", 0.0), found.get("rate", 1.0)
 
-    def tell(self, step: int, kl: float, share: float) -> None:
-        """Say on the console, once, that a step was undone."""
-        if self.told:
+    def notify(self, step: int, kl: float, share: float) -> None:
+        """Report on the console, once, that a step was undone."""
+        if self.notified:
             return
-        self.told = True
-        again = f"made again with 1/{1 / share:.0f} of its learning rate" if share else "not made"
+        self.notified = True
+        again = f"repeated at 1/{1 / share:.0f} of its learning rate" if share else "not repeated"
         log.warning(
             "step %d: the update of policy %r was too large (%.3g nats per token, algorithm.max_kl "
             "= %g), so it was undone and %s. From now on the metric update/undone counts this; if "
@@ -317,7 +314,7 @@ class KlLimit:
 
 @dataclass(slots=True)
 class Movement:
-    """The way of the policy in one training step."""
+    """How far one training step moves the policy."""
 
     owner: KlLimit
     step: int  # from 0
@@ -337,22 +334,22 @@ class Movement:
             self.owner.learner.mark()
 
     def finish(self, logprobs: Tensor) -> bool:
-        """After an optimizer step that saw these log-probs [N] of its minibatch: shorten it until
-        the policy is within the limit. Returns whether anything of it is left."""
+        """After an optimizer step, shorten it until the policy is within the limit. logprobs [N]:
+        of its minibatch, before the step. Returns whether any part of the step is kept."""
         if self.before is None:
             self.before = logprobs[self.tokens]
         earlier, halved = self.kl or 0.0, self.undone
         self.kl = moved = self.measure()
         while self.owner.limit and not self.kl <= self.owner.limit:  # NaN is beyond it, too
             self.undone += 1
-            kept = 0.5 if self.undone <= MOST_HALVINGS else 0.0
+            kept = 0.5 if self.undone <= MAX_HALVINGS else 0.0
             self.share *= kept
             self.owner.learner.shrink(kept)
             self.kl = self.measure() if kept else earlier
             if not kept:
                 break
         if self.undone > halved:
-            self.owner.tell(self.step, moved, self.share)
+            self.owner.notify(self.step, moved, self.share)
         return self.share > 0
 
     def measure(self) -> float:
@@ -385,10 +382,10 @@ def mean_kl(old: Tensor, now: Tensor, weight: Tensor, whole: Tensor | None = Non
 
 
 def measured_rows(batch: Batch, seed: str, minibatches: int) -> Tensor | None:
-    """Indices [r], ascending, of neighbouring rows with MEASURED_SHARE of the tokens of a
-    minibatch, or FEWEST_MEASURED if that is more; None: all rows."""
+    """Indices int64 [r], ascending, of neighbouring rows with MEASURED_SHARE of the tokens of a
+    minibatch, or MIN_MEASURED tokens if that is more; None: all rows."""
     lengths = torch.tensor([len(row.tokens) for row in batch.rows])
-    enough = max(FEWEST_MEASURED, math.ceil(MEASURED_SHARE * int(lengths.sum()) / minibatches))
+    enough = max(MIN_MEASURED, math.ceil(MEASURED_SHARE * int(lengths.sum()) / minibatches))
     if enough >= lengths.sum():
         return None
     first = random.Random(seed).randrange(len(lengths))

@@ -1,15 +1,19 @@
 """Prepares collected groups for credit: adds token ids and rewards that only the learning side can
-compute, drops calls longer than the model's context, and runs what the algorithm brings along."""
+compute, drops calls longer than the model's context, and runs what the algorithm brings along. The
+batch that is made of them is scored by the critic and by other models."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
-from msgspec.structs import replace
+import torch
+from msgspec import structs
+from torch import Tensor
 
+from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import (
     build_batch,
     check_rewards,
@@ -17,15 +21,19 @@ from agentrl.algorithms.data.merge import (
     own_calls,
     trainable,
 )
-from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.model.chat import Chat, RequestError, tool_names
-from agentrl.algorithms.model.inputs import Inputs
-from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.text import Codec
-from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.learners.base import Learner, ReferenceElsewhere, Teacher
+from agentrl.algorithms.model.chat import Chat, Codec, RequestError, Tokenizer, tool_names
+from agentrl.algorithms.model.scaled import Inputs
+from agentrl.algorithms.objective.core import (
+    Algo,
+    PrivilegedPrompts,
+    TopKDistillation,
+    old_policy_share,
+)
 from agentrl.algorithms.objective.prepare import TrainedPolicy
-from agentrl.types import POLICY, Group, Json, StepReward, Transition, float32, int32
+from agentrl.algorithms.objective.ratios import GivenLogProbs
+from agentrl.algorithms.train.metrics import Metrics
+from agentrl.core.types import POLICY, Group, Json, StepReward, Transition, float32, int32
 
 
 class Completer(Protocol):
@@ -97,7 +105,7 @@ class Preprocessor:
         return groups, metrics
 
     def learn(self, groups: list[Group]) -> Metrics:
-        """Let what is trained beside the policy learn from the complete groups of a step."""
+        """Let what is trained besides the policy learn from the complete groups of a step."""
         return {name: x for each in self.trainers for name, x in each.learn(groups).items()}
 
 
@@ -134,7 +142,7 @@ def without_long_calls(
         RuntimeWarning,
         stacklevel=2,
     )
-    marked = map_calls(groups, lambda c: replace(c, exact=False) if c.id in long else c)
+    marked = map_calls(groups, lambda c: structs.replace(c, exact=False) if c.id in long else c)
     return marked, len(long)
 
 
@@ -181,7 +189,7 @@ def _scored(
     for index, id in enumerate(batch.transitions):
         if id not in ready:
             own = logprobs[batch.token_transition == index]
-            ready[id] = replace(calls[id], logprobs=float32(own.tolist()))
+            ready[id] = structs.replace(calls[id], logprobs=float32(own.tolist()))
     return map_calls(groups, lambda call: ready.get(call.id, call))
 
 
@@ -238,10 +246,107 @@ class Retokenizer:
         size = len(prompt) + len(completion)
         if whole[: len(prompt)] != prompt or (self.context is not None and size > self.context):
             return None
-        return replace(
+        return structs.replace(
             call,
             prompt=int32(prompt),
             completion=int32(completion),
             logprobs=float32([0.0] * len(completion)),
             exact=True,
         )
+
+
+# -- scores of a batch -----------------------------------------------------------------------------
+
+
+class ScoredBatch(NamedTuple):
+    """A batch with `values`, `reference` and the `symbols` of a distillation over several tokens;
+    and the log-probs of other models, float64."""
+
+    batch: Batch
+    given: GivenLogProbs
+
+
+@dataclass(frozen=True)
+class BatchScorer:
+    """Adds to a batch what credit and loss read of the critic and of other models."""
+
+    learner: Learner
+    trained: TrainedPolicy
+    reference: ReferenceElsewhere | None  # None: the learner's
+    teacher: Teacher | None  # None: the learner's
+
+    def score(
+        self,
+        algo: Algo,
+        batch: Batch,
+        version: int | None,
+        groups: list[Group],
+    ) -> ScoredBatch:
+        """The critic's values and the log-probs of other models that the algorithm reads. version:
+        the policy's, if it is about to be trained. groups: of the batch, for an algorithm that
+        tells the policy what they know."""
+        learner, teacher, given = self.learner, self.teacher, GivenLogProbs()
+        if "reference" in algo.needs:
+            elsewhere = self.reference
+            found = elsewhere(batch) if elsewhere else learner.logprobs(batch, "reference")
+            batch = replace(batch, reference=found.double())
+            given = replace(given, reference=batch.reference)
+        telling = algo.telling
+        if telling is not None and telling.by_token and batch.n_tokens:
+            gap = telling.token_gap(batch, groups, self.trained)
+            batch = replace(batch, told=gap)
+        if algo.distill is not None and algo.distill.told and telling is not None:
+            batch, told = self.told_symbols(algo.distill, telling, batch, groups)
+            given = replace(given, teacher_candidates=told)
+        elif algo.distill is not None and batch.n_tokens:
+            taught = teacher.top(batch) if teacher else _taught(algo.distill, learner, batch)
+            batch = replace(batch, symbols=taught[0])
+            first = taught[1][:, 0].double()
+            given = replace(given, teacher=first, teacher_candidates=taught[1])
+        elif "teacher" in algo.needs:
+            of_teacher = (
+                teacher.top(batch)[1][:, 0] if teacher else learner.logprobs(batch, "teacher")
+            )
+            given = replace(given, teacher=of_teacher.double())
+        if algo.reads_critic:
+            batch = replace(batch, values=learner.values(batch))
+        if version is not None and algo.old_from_versions:
+            given = replace(given, weight_of_current=old_policy_share(batch.lag(version)))
+        return ScoredBatch(batch, given)
+
+    def told_symbols(
+        self,
+        distill: TopKDistillation,
+        telling: PrivilegedPrompts,
+        batch: Batch,
+        groups: list[Group],
+    ) -> tuple[Batch, Tensor]:
+        """The batch with `symbols`, and their log-probs [N, K] by the policy that is told; NaN
+        where it is told nothing."""
+        if not batch.n_tokens:
+            return batch, torch.empty(0, distill.k)
+        told, at, there = telling.told(batch, groups, self.trained)
+        sampled = torch.cat([row.tokens[row.actions] for row in batch.rows])[:, None]
+        if not told.n_tokens:
+            return replace(batch, symbols=sampled), torch.full(sampled.shape, torch.nan)
+        if distill.of == "teacher":
+            ids, logprobs = self.learner.top(told, distill.k, telling.teacher)
+            symbols = sampled.repeat(1, ids.shape[1])  # where nothing is told, these have no weight
+            symbols[at] = ids[there]
+        else:
+            symbols, _ = self.learner.top(batch, distill.k)
+            asked = torch.zeros((told.n_tokens, symbols.shape[1]), dtype=torch.int64)
+            asked[there] = symbols[at]
+            told = replace(told, symbols=asked)
+            logprobs = self.learner.symbol_logprobs(told, telling.teacher)
+        found = logprobs.new_full(symbols.shape, torch.nan)
+        found[at] = logprobs[there]
+        return replace(batch, symbols=symbols), found
+
+
+def _taught(distill: TopKDistillation, learner: Learner, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The tokens [N, K] on which teacher and policy are compared, and the teacher's log-probs."""
+    if distill.of == "teacher":
+        return learner.top(batch, distill.k, "teacher")
+    symbols, _ = learner.top(batch, distill.k)
+    return symbols, learner.symbol_logprobs(replace(batch, symbols=symbols), "teacher")

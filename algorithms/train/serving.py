@@ -1,6 +1,6 @@
 """The policy servers of a run, which serve each policy, trained or frozen, under its name.
 
-Owns one policy server for each model in memory; the adapters of a model share it. Always true:
+Owns one policy server for each model in memory; the adapters of a model share it. Invariant:
 weights, versions and the set of served policies change only inside `updating`; no call is in flight
 there, unless `algorithm.samples_during_update`; a policy that did not learn keeps its version.
 """
@@ -18,17 +18,17 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.engines.base import PolicyServer, advertised_url, run_unless_failed
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
-from agentrl.algorithms.model.adapters import CONFIG, Adapters
-from agentrl.algorithms.model.load import Model, Tokenizer
+from agentrl.algorithms.model.chat import Tokenizer
+from agentrl.algorithms.model.load import CONFIG, Adapters, Model
 from agentrl.algorithms.plugins import engine_factory
-from agentrl.algorithms.train.load_policies import LoadedModel, load_base_model
-from agentrl.base.files import atomic_directory
-from agentrl.config import RunConfig
-from agentrl.config.policies import FrozenPolicy, view
-from agentrl.errors import ConfigError, PolicyError
-from agentrl.plugins import check_protocol
+from agentrl.algorithms.train.policies import LoadedModel, load_base_model
+from agentrl.core.config import RunConfig
+from agentrl.core.config.derived import FrozenPolicy, view
+from agentrl.core.errors import ConfigError, PolicyError
+from agentrl.core.files import atomic_directory
+from agentrl.core.plugins import check_protocol
+from agentrl.core.types import POLICY, PolicyVersion
 from agentrl.store.base import Store
-from agentrl.types import POLICY, PolicyVersion
 
 
 class PolicyServers:
@@ -61,10 +61,13 @@ class PolicyServers:
                 f"{engine.kind!r} cannot change weights while calls run; use 'drained'"
             )
 
-    async def start(self) -> None:
-        """Start all servers. Raises PolicyError if a port is taken, or a server does not start."""
+    async def start(self, frozen: int = 0) -> None:
+        """Start all servers. frozen: further policies that will be served beside the loaded ones.
+        Raises PolicyError if a port is taken, or a server does not start."""
         async with AsyncExitStack() as started:
             for server in self._each():
+                if frozen and hasattr(server, "make_room"):
+                    server.make_room(frozen)
                 await server.start()
                 started.push_async_callback(server.close)
             started.pop_all()
@@ -239,10 +242,6 @@ def policy_server(
 
     Raises PolicyError for a model that it cannot serve, and for a missing vLLM."""
     engine = config.engine
-    if factory := engine_factory(config):
-        server: PolicyServer = factory(config, model, tokenizer, adapters, name)
-        check_protocol(server, PolicyServer, by=factory, key="engine.kind")
-        return server
     if engine.kind == "embedded":
         return EmbeddedServer(
             model,
@@ -257,4 +256,7 @@ def policy_server(
             keys=engine.kv_on_update if config.algorithm.samples_during_update else None,
             access=engine.access,
         )
-    raise ConfigError(f"engine.kind = {engine.kind!r} is not served here")
+    factory = engine_factory(config)
+    server: PolicyServer = factory(config, model, tokenizer, adapters, name)
+    check_protocol(server, PolicyServer, by=factory, key="engine.kind")
+    return server

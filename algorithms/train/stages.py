@@ -1,4 +1,6 @@
-"""A run in stages: opened, with its policies in memory, with their servers. See `features.py`."""
+"""Stages of a run: opened, with its policies in memory, with their servers (see `features.py`); and
+what it trains with: algorithm, updater and state of every trained policy.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,36 +18,169 @@ import torch
 from msgspec.structs import replace
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl import run_owner
+from agentrl.algorithms.credit.dump import CreditRecorder, keep_in
+from agentrl.algorithms.data.state import AlgorithmState
+from agentrl.algorithms.judges import check_judges
+from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.load import vocabulary_gap, vocabulary_size
-from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.preflight.training import announce, with_proven_packing
-from agentrl.algorithms.teachers.training import check_teachers
-from agentrl.algorithms.train import build
+from agentrl.algorithms.objective.core import Algo, ReferenceControl
+from agentrl.algorithms.preferences.collector import from_dataset, on_dataset
+from agentrl.algorithms.presets import registry
+from agentrl.algorithms.presets.registry import check_group, check_staleness
+from agentrl.algorithms.proof import announce, with_proven_packing
+from agentrl.algorithms.reward_models import check_reward_models, with_reward_models
+from agentrl.algorithms.sampling.collect import resampling_reward
+from agentrl.algorithms.sampling.replays import (
+    check_counterfactuals,
+    with_optional_reward,
+    with_role_rewards,
+)
+from agentrl.algorithms.selfplay import check_seat_comparison
+from agentrl.algorithms.teachers import check_teachers, with_teacher_server
 from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
 from agentrl.algorithms.train.features import Feature, LoadedRun, OpenRun, ServedRun
-from agentrl.algorithms.train.load_policies import LoadedModel, evaluated_steps, load_policies
-from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.train.kl_target import with_kl_target
+from agentrl.algorithms.train.load_policies import evaluated_steps, load_policies
+from agentrl.algorithms.train.metrics import MAX_BAD_STEPS, BadSteps
+from agentrl.algorithms.train.optimize import STEP_SIZE, KlLimit, largest_kl
+from agentrl.algorithms.train.policies import LoadedModel, PolicySet
+from agentrl.algorithms.train.prepare import Completer, Preprocessor, ProcessedScorer, Retokenizer
 from agentrl.algorithms.train.serving import PolicyServers
-from agentrl.base import folder_lock
-from agentrl.base.processes import log_phase
-from agentrl.config import RunConfig
-from agentrl.config.infrastructure import EngineConfig
-from agentrl.config.policies import FrozenPolicy, trained_policies
-from agentrl.errors import DamagedError, PolicyError
-from agentrl.store import open_store
+from agentrl.algorithms.train.step import Updater
+from agentrl.core import files
+from agentrl.core.config import RunConfig
+from agentrl.core.config.derived import FrozenPolicy, self_playing_policy, trained_policies, view
+from agentrl.core.config.infrastructure import EngineConfig
+from agentrl.core.errors import ConfigError, DamagedError, PolicyError
+from agentrl.core.processes import log_phase
+from agentrl.core.types import EMPTY, POLICY, RunState
+from agentrl.store import open_store, run_folder
 from agentrl.store.base import Store
-from agentrl.types import EMPTY, RunState
+
+
+def load_algorithms(config: RunConfig) -> dict[str, Algo]:
+    """Build the algorithm of each trained policy. Raises ConfigError for invalid settings."""
+    algos = {}
+    for name in trained_policies(config):
+        try:
+            algos[name] = load_algorithm(view(config, name))
+        except ConfigError as error:
+            where = f"policies.{name}: " if config.policies else ""
+            raise ConfigError(f"{where}{error}") from None
+    return algos
+
+
+def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str | None]:
+    """The algorithms' requirements on groups, which all policies share: whether the first rollout
+    is greedy, and the reward that must differ within a group, or None.
+
+    Raises ConfigError if they disagree, or do not fit counterfactuals or self-play."""
+    required = {
+        name: (algo.needs_greedy, resampling_reward(view(config, name).algorithm, algo))
+        for name, algo in algos.items()
+    }
+    (first, wanted), *others = required.items()
+    for name, other in others:
+        if other != wanted:
+            raise ConfigError(
+                f"policies.{first} and policies.{name} learn from the same groups, and their "
+                f"presets {algos[first].name!r} and {algos[name].name!r} need different ones (a "
+                "greedy rollout, or dynamic sampling); choose presets that agree, or set "
+                "algorithm.dynamic_sampling = false"
+            )
+    if config.algorithm.counterfactual.substitutes:
+        check_counterfactuals(config, algos, wanted[1])
+    if config.selfplay.seats and config.steps:
+        check_seat_comparison(algos[self_playing_policy(config)])
+    return wanted
+
+
+def load_algorithm(config: RunConfig) -> Algo:
+    """Build the algorithm of the run file. Raises ConfigError for settings that do not fit it."""
+    streams = factory.available_streams(config)
+    settings = config.algorithm
+    algo = registry.make(settings.preset, settings.options, streams=streams, root=Path(config.root))
+    if config.judges:
+        check_judges(config, algo)
+    if config.data.name:
+        algo = on_dataset(config, algo)
+    algo = with_optional_reward(config.algorithm.counterfactual, algo)
+    if config.reward_models:
+        check_reward_models(config, algo)
+    check_group(settings, algo)
+    check_staleness(settings, algo)
+    factory.refuse_unused_settings(config, algo)
+    return algo
+
+
+def make_policies(
+    config: RunConfig,
+    algos: Mapping[str, Algo],
+    models: Sequence[LoadedModel],
+    stack: AsyncExitStack,
+) -> PolicySet:
+    """Build the trained policies, with the state of the run. `stack` closes their learners."""
+    updaters = {}
+    for name, algo in algos.items():
+        model = next(model for model in models if name in model.policies)
+        made = make_updater(view(config, name), name, algo, model)
+        stack.callback(made.learner.close)
+        dumps = Path(config.output, "dumps", name if config.policies else "")
+        updaters[name] = updater = extend_updater(made, model, dumps)
+        if updater.limit is not None:
+            updater.state.parts[STEP_SIZE] = updater.limit
+    state = AlgorithmState() if config.policies else updaters[POLICY].state
+    return PolicySet(config, updaters, state)
+
+
+def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -> Updater:
+    """Build the updater of one policy. config: the policy's view of the run."""
+    settings, tokenizer = config.algorithm, model.tokenizer
+    learner = factory.make_learner(config, algo, model.model, tokenizer, model.adapters, name)
+    context = context_length(model.model)
+    completers: list[Completer] = [ProcessedScorer(learner, context, name, algo.rewards)]
+    if settings.missing_token_ids == "retokenize":  # before reward models, which need the token ids
+        completers.append(Retokenizer(tokenizer, learner, context, name, algo.rewards))
+    return Updater(
+        config,
+        algo,
+        learner,
+        state=AlgorithmState(algo.remembered, seed=config.seed),
+        preprocessor=Preprocessor(
+            tuple(completers), context=context, policy=name, tokenizer=tokenizer
+        ),
+        reference_control=ReferenceControl(learner.frozen.get("reference")),
+        bad_steps=BadSteps(MAX_BAD_STEPS),
+        policy=name,
+        limit=KlLimit(learner, largest_kl(settings), config.seed, name),
+    )
+
+
+def extend_updater(updater: Updater, model: LoadedModel, dumps: Path) -> Updater:
+    """The updater with what the settings of its policy add to a step. dumps: the folder for the
+    batches of failed optimizer steps."""
+    config = updater.config
+    if updater.bad_steps is not None:
+        updater.bad_steps.keep = partial(keep_in, dumps)
+    if config.algorithm.store_credit:
+        updater = dataclasses.replace(updater, recorder=CreditRecorder(updater.policy))
+    updater = with_kl_target(updater)
+    if config.data.name:
+        updater = from_dataset(updater)
+    updater = with_role_rewards(updater)
+    updater = with_reward_models(updater, model)
+    return with_teacher_server(updater, model)
+
 
 log = logging.getLogger("agentrl.algorithm")
 
 
 async def open_run(config: RunConfig, closing: AsyncExitStack) -> OpenRun:
-    lock = closing.enter_context(folder_lock.shared(Path(config.output)))
+    lock = closing.enter_context(files.shared(Path(config.output)))
     store = await closing.enter_async_context(open_store(config.store))
     # Opened before the policies are built, so runners can load their agents meanwhile.
-    state = await run_owner.open_as_child(store, config)
+    state = await run_folder.open_as_child(store, config)
     return OpenRun(config=config, store=store, state=state, lock=lock, closing=closing)
 
 
@@ -60,9 +196,9 @@ async def load_run(
     for model in models:
         check_vocabulary(model)
         check_context(model, config)
-    announce(config, models)
+    announce(config, models, opened.state.step)
     config = with_proven_packing(config, models)
-    policies = build.make_policies(config, algos, models, opened.closing)
+    policies = make_policies(config, algos, models, opened.closing)
     now = {**vars(opened), "config": config}
     loaded = LoadedRun(**now, models=models, policies=policies)
     for feature in features:
@@ -73,12 +209,12 @@ async def load_run(
 
 
 def check_context(loaded: LoadedModel, config: RunConfig) -> None:
-    """Log that a model's context is shorter than the run file says."""
-    asked, longest = config.engine.max_context, context_length(loaded.model)
-    if longest and asked > longest and asked != EngineConfig().max_context:
+    """Log that a model's context is shorter than the run file's."""
+    requested, longest = config.engine.max_context, context_length(loaded.model)
+    if longest and requested > longest and requested != EngineConfig().max_context:
         log.warning(
             "engine.max_context = %d is more than the model's context: calls have at most %d "
-            "tokens, of prompt and answer", asked, longest,
+            "tokens, of prompt and answer", requested, longest,
         )  # fmt: skip
 
 
@@ -148,7 +284,7 @@ async def _train_again(store: Store, state: RunState, path: Path | None) -> RunS
     lost, where = state.step - steps, path or "the untrained policy"
     log.warning("Going on from %s: %d steps are trained again.", where, lost)
     await store.rewind(state.run, state.epoch, steps, name)
-    await store.log(state.run, steps, {"steps/taken_back": float(lost)}, epoch=state.epoch)
+    await store.log(state.run, steps, {"steps/rolled_back": float(lost)}, epoch=state.epoch)
     return replace(state, step=steps, checkpoint=name)
 
 
@@ -160,9 +296,9 @@ async def served(
     and announced."""
     prepare_process(config.seed)
     async with open_store(config.store) as store:
-        state = await run_owner.open_as_child(store, config)
+        state = await run_folder.open_as_child(store, config)
         serving = PolicyServers(config, load_policies(config))
-        await serving.start()
+        await serving.start(frozen=len(players))
         try:
             async with serving.updating():
                 await serving.publish(dict.fromkeys(trained_policies(config), steps))

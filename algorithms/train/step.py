@@ -1,42 +1,47 @@
-"""One training step, on one page: groups are prepared and made a batch, which is scored; credit and
-loss terms follow from it, optimizer steps change the policy, and the report says what happened.
+"""One training step: groups are prepared and made a batch, the batch is scored, credit and loss
+terms are computed from it, optimizer steps change the policy, and metrics are returned.
 
-Each is a call of one function. What an algorithm needs beyond that it declares in its `Algo`.
+Each is a call of one function. What an algorithm needs beyond that, it declares in its `Algo`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from math import ceil
-from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.merge import build_batch
+from agentrl.algorithms.data.merge import (
+    build_batch,
+)
+from agentrl.algorithms.data.observations import AnswerTexts
 from agentrl.algorithms.data.state import AlgorithmState, Recalled
-from agentrl.algorithms.diagnostics.bad_steps import BadSteps, StepRecorder
-from agentrl.algorithms.diagnostics.metrics import Metrics, batch_metrics
 from agentrl.algorithms.learners.base import Learner, ReferenceElsewhere, Teacher
-from agentrl.algorithms.objective.core import Algo, ReferenceControl, compute_advantages
-from agentrl.algorithms.objective.distill import TopKDistillation
+from agentrl.algorithms.objective.core import (
+    Algo,
+    ReferenceControl,
+    compute_advantages,
+    staleness_metrics,
+    withhold,
+)
 from agentrl.algorithms.objective.prepare import TrainedPolicy
-from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.objective.staleness import old_policy_share, staleness_metrics, withhold
 from agentrl.algorithms.objective.values import critic_terms, value_metrics
 from agentrl.algorithms.presets.registry import check_supplies
+from agentrl.algorithms.train.metrics import BadSteps, Metrics, StepRecorder, batch_metrics
 from agentrl.algorithms.train.optimize import (
     KlLimit,
     OptimizerSteps,
     TrainingStep,
     iterate_minibatches,
 )
-from agentrl.algorithms.train.prepare import Preprocessor
-from agentrl.config import RunConfig
-from agentrl.types import POLICY, Group
+from agentrl.algorithms.train.prepare import BatchScorer, Preprocessor, ScoredBatch
+from agentrl.core.config import RunConfig
+from agentrl.core.errors import TrainingError
+from agentrl.core.types import POLICY, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +54,9 @@ class Built:
     withheld: int  # tokens that are too old
 
 
-class ScoredBatch(NamedTuple):
-    """A batch with `values`, `reference` and the `symbols` of a distillation over several tokens;
-    and the log-probs of other models, float64."""
-
-    batch: Batch
-    given: GivenLogProbs
-
-
 @dataclass(frozen=True)
 class Updater:
-    """Trains one policy, on its calls in the claimed groups. `build.make_updater` makes that of a
+    """Trains one policy, on its calls in the claimed groups. `stages.make_updater` makes that of a
     run."""
 
     config: RunConfig
@@ -73,8 +70,7 @@ class Updater:
     policy: str = POLICY
     reference: ReferenceElsewhere | None = None  # None: the learner's
     teacher: Teacher | None = None  # None: the learner's
-    # None: how far steps move the policy is not measured, because no policy sampled what it trains
-    # on.
+    # None: the KL of steps is not measured, because no policy sampled the data (a data set).
     limit: KlLimit | None = None
     unchanged: Iterator[int] = field(default_factory=lambda: count(1))  # steps without a change
 
@@ -85,7 +81,22 @@ class Updater:
     def trained(self) -> TrainedPolicy:
         """The learner, as preparation sees it."""
         tokenizer, context = self.preprocessor.tokenizer, self.preprocessor.context
-        return TrainedPolicy(self.learner.logprobs, tokenizer, context, self.policy)
+        state = self.state.parts
+        return TrainedPolicy(self.learner.logprobs, tokenizer, context, self.policy, state)
+
+    @cached_property
+    def observations(self) -> AnswerTexts | None:
+        """Finds the observations that the algorithm learns from; None if it learns from none.
+        Raises TrainingError without a tokenizer."""
+        if self.algo.echo is None:
+            return None
+        if self.preprocessor.tokenizer is None:
+            raise TrainingError(f"policy {self.policy!r} has no tokenizer to read answers with")
+        return AnswerTexts(self.algo.echo, self.preprocessor.tokenizer)
+
+    @cached_property
+    def scorer(self) -> BatchScorer:
+        return BatchScorer(self.learner, self.trained, self.reference, self.teacher)
 
     @cached_property
     def optimizer(self) -> OptimizerSteps:
@@ -99,7 +110,7 @@ class Updater:
         which the policy learned; default: all.
 
         If there is no learning signal (every reward is missing, or all are equal and there is no
-        critic) no weight changes, `update/skipped` counts it and the log has the reason.
+        critic), no weight changes, `update/skipped` counts the step and the log has the reason.
         Raises TrainingError for a reward that no rollout has."""
         version = step if version is None else version
         algo = self.reference_control.tuned(self.algo)
@@ -107,7 +118,7 @@ class Updater:
         built = self.build(algo, prepared.groups, step, version)
         # A step without a usable rollout has no checkpoint, so nothing may learn from it.
         learned = self.preprocessor.learn(prepared.complete) if built.batch.rollouts else {}
-        scored = self.score(built.algo, built.batch, version)
+        scored = self.score(built.algo, built.batch, version, prepared.groups)
         clip = self.config.critic.clip
         values = critic_terms(built.algo, scored.batch, clip=clip) if algo.reads_critic else None
         advantage = compute_advantages(built.algo, scored.batch)
@@ -142,6 +153,8 @@ class Updater:
     def build(self, algo: Algo, groups: list[Group], step: int, version: int) -> Built:
         """The batch of prepared groups, with what the algorithm remembers of earlier steps."""
         batch = replace(self.batch(groups), step=step + 1)
+        if self.observations is not None:
+            self.observations.check(batch)
         recalled = self.state.recall(batch, groups) if self.state.remembered else Recalled({}, {})
         oldest = version - ceil(self.config.algorithm.max_staleness)
         withheld = int(batch.too_old(oldest).sum())
@@ -149,50 +162,25 @@ class Updater:
         algo = withhold(algo, batch, oldest) if withheld else algo
         return Built(algo, batch, recalled, withheld)
 
-    def score(self, algo: Algo, batch: Batch, version: int | None = None) -> ScoredBatch:
-        """The critic's values and the log-probs of other models that the algorithm reads. version:
-        the policy's, if it is about to be trained."""
-        learner, teacher, given = self.learner, self.teacher, GivenLogProbs()
-        if "reference" in algo.needs:
-            elsewhere = self.reference
-            found = elsewhere(batch) if elsewhere else learner.logprobs(batch, "reference")
-            batch = replace(batch, reference=found.double())
-            given = replace(given, reference=batch.reference)
-        if algo.distill is not None and batch.n_tokens:
-            taught = teacher.top(batch) if teacher else _taught(algo.distill, learner, batch)
-            batch = replace(batch, symbols=taught[0])
-            first = taught[1][:, 0].double()
-            given = replace(given, teacher=first, teacher_candidates=taught[1])
-        elif "teacher" in algo.needs:
-            of_teacher = (
-                teacher.top(batch)[1][:, 0] if teacher else learner.logprobs(batch, "teacher")
-            )
-            given = replace(given, teacher=of_teacher.double())
-        if algo.reads_critic:
-            batch = replace(batch, values=learner.values(batch))
-        if version is not None and algo.old_from_versions:
-            given = replace(given, weight_of_current=old_policy_share(batch.lag(version)))
-        if (
-            version is not None
-            and self.config.algorithm.ess_for_full_lr is not None
-            and batch.n_tokens
-        ):
-            given = replace(given, old=learner.logprobs(batch))
-        return ScoredBatch(batch, given)
+    def score(
+        self, algo: Algo, batch: Batch, version: int | None = None, groups: Sequence[Group] = ()
+    ) -> ScoredBatch:
+        """The batch with the log-probs and values that `algo` reads: `BatchScorer.score`."""
+        return self.scorer.score(algo, batch, version, list(groups))
 
     def batch(self, groups: list[Group], min_group: int | None = None) -> Batch:
         """The trainable tokens of the groups, with the rewards that the algorithm reads. min_group:
         default `algorithm.min_group`."""
-        least = self.config.algorithm.min_group if min_group is None else min_group
+        smallest = self.config.algorithm.min_group if min_group is None else min_group
         names, side = self.algo.rewards, self.algo.side
         names += () if side is None else side.columns
-        batch = build_batch(groups, reward_names=names, min_group=least, policy=self.policy)
+        batch = build_batch(
+            groups,
+            reward_names=names,
+            min_group=smallest,
+            policy=self.policy,
+            observations=self.observations,
+        )
+        if self.algo.reads_whole_step:
+            return replace(batch, row_unit=torch.zeros(len(batch.rows), dtype=torch.int64))
         return batch if side is None else replace(batch, row_unit=side.row_unit(batch))
-
-
-def _taught(distill: TopKDistillation, learner: Learner, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The tokens [N, K] on which teacher and policy are compared, and the teacher's log-probs."""
-    if distill.of == "teacher":
-        return learner.top(batch, distill.k, "teacher")
-    symbols, _ = learner.top(batch, distill.k)
-    return symbols, learner.symbol_logprobs(replace(batch, symbols=symbols), "teacher")

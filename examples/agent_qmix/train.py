@@ -29,15 +29,11 @@ from world import Task, tasks
 
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.multiagent.episodes import TeamEpisode
-from agentrl.algorithms.multiagent.qmix import QMix
-from agentrl.base.files import atomic_directory
-from agentrl.config import RunConfig, resolve
-from agentrl.errors import TrainingError
-from agentrl.runners.main import RunnerThread
-from agentrl.store import open_store
-from agentrl.store.base import Store
-from agentrl.types import (
+from agentrl.algorithms.presets.multiagent import QMix, TeamEpisode
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.errors import TrainingError
+from agentrl.core.files import atomic_directory
+from agentrl.core.types import (
     POLICY,
     NewRollout,
     PolicyVersion,
@@ -46,6 +42,9 @@ from agentrl.types import (
     RunState,
     StepCommit,
 )
+from agentrl.runners.main import RunnerThread
+from agentrl.store import open_store
+from agentrl.store.base import Store
 
 RUN = "agent_qmix"
 EPISODES, KEPT, UPDATES, BATCH = 32, 40, 16, 64  # EPISODES and UPDATES per step; KEPT steps

@@ -20,7 +20,7 @@ from tokenizers import decoders
 from tools import WORDS, Message, Tool
 from transformers import PreTrainedTokenizerFast
 
-from agentrl.base.threads import run_blocking
+from agentrl.core.processes import run_blocking
 from agentrl.tiny import Conversation, imitator, word_tokenizer
 
 Answer = tuple[str, str]  # the name of a tool, or nothing, and its argument or what is said

@@ -21,7 +21,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from tasks import QUESTION, train
 
 from agentrl.tiny import Conversation
-from agentrl.vision.tiny import imitator
+from agentrl.tiny.vision import imitator
 
 READINGS, DEMONSTRATIONS, STEPS = 800, 600, 700
 CORRECT = 0.25  # fraction of right choices in demonstrations

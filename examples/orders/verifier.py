@@ -6,7 +6,7 @@ from typing import Any
 from world import checks, feedback
 
 from agentrl import Reward
-from agentrl.types import Scope, Trace
+from agentrl.core.types import Scope, Trace
 
 
 def verify(task: dict[str, Any], result: str, trace: Trace) -> list[Reward]:

@@ -75,7 +75,7 @@ def main() -> None:
     mine = ["--how", "all", "--least", "0.25", "--per-group", "3", "--test", "0.2"]
     finish(agentrl("data", "mine", "pairs", "--run", "rlhf-samples", "--store", store, *mine))
     policy = ["policy.build=", f"policy.model={Path.cwd()}/runs/rlhf-samples/warmup", seed]
-    finish(agentrl("rm", "train", f"{HERE}/rm.toml", f"store={store}", *policy))
+    finish(agentrl("reward-model", f"{HERE}/rm.toml", f"store={store}", *policy))
     prepared = time.monotonic()
     model = f"reward_models.rm.model={Path.cwd()}/runs/rlhf-rm/reward_model"
     ppo = ["train", f"{HERE}/run.toml", *policy, model, "--fresh", "-q", f"steps={given.steps}"]

@@ -1,7 +1,7 @@
 """Compute the answer to the question, and reward each call by its role.
 
-The paper does not give its weights: those of `agentrl.teams.rewards` are ours, and so is the choice
-to reward a critic only for its format.
+The paper does not give its weights: those of `agentrl.algorithms.team_rewards` are ours, and so is
+the choice to reward a critic only for its format.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from board import HERE, MOVES, answer, parse, square
 
 from agentrl import Reward, Scope, Trace, Transition
-from agentrl.teams.rewards import sage_challenger, sage_planner, sage_solver
+from agentrl.algorithms.team_rewards import sage_challenger, sage_planner, sage_solver
 
 
 def verify(result: dict[str, Any], trace: Trace) -> list[Reward]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
-from agentrl.types import ErrorKind, Failure, Json, Reward, Span
+from agentrl.core.types import ErrorKind, Failure, Json, Reward, Span
 
 if TYPE_CHECKING:  # a process of the pool runs agents and has no gateway
     from agentrl.runners.gateway.attribution import ActiveAttempt
@@ -27,7 +27,11 @@ class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs agents, one attempt per call; scoring happens elsewhere."""
+    """Runs agents, one attempt per call; scoring happens elsewhere.
+
+    `runner.executor` names a class or function that gives one for (config, root, gateway, runner):
+    the run file, its folder, the gateway's base URL for agents on this machine, and this runner's
+    name."""
 
     sealed: bool
     """The gateway accepts the agent with its attempt's own key only."""
@@ -39,8 +43,10 @@ class Executor(Protocol):
         """Raise ConfigError or AgentError for problems that the user can correct."""
 
     async def run(self, active: ActiveAttempt) -> ExecutionResult:
-        """Run one attempt until its deadline or cancellation. Nothing that it started survives,
-        except threads of the runner's own process."""
+        """Run one attempt until its deadline, in `active.left` seconds (see `out_of_time`), or
+        cancellation. Nothing that it started survives, except threads of the runner's own process.
+        An agent that fails is a `failure` of the result; an exception is the executor's own, and
+        counts as `lost_runner`."""
 
     async def close(self) -> None: ...
 

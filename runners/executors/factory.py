@@ -1,4 +1,7 @@
-"""Creates the executor that a run file selects."""
+"""The executor of a run file.
+
+Only the selected one is imported, and only by runners: the client of Kubernetes is an extra.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,49 @@ from typing import Any, NoReturn, cast
 
 from msgspec.structs import replace
 
-from agentrl.base.access import is_loopback
-from agentrl.config import RunConfig
-from agentrl.config.infrastructure import EXECUTORS
-from agentrl.errors import ConfigError
-from agentrl.plugins import check_call, check_protocol, load_plugin, where
+from agentrl.core.access import is_loopback
+from agentrl.core.config import RunConfig
+from agentrl.core.config.infrastructure import (
+    EXECUTORS,
+    ContainerRunnerConfig,
+    KubernetesRunnerConfig,
+    PoolRunnerConfig,
+)
+from agentrl.core.errors import ConfigError
+from agentrl.core.plugins import check_call, check_protocol, load_plugin, where
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent, load
+
+
+def command(config: RunConfig, root: Path, gateway: str, runner: str) -> Executor:
+    from agentrl.runners.executors.command import CommandExecutor
+
+    return CommandExecutor(config.agent, config.runner, root=root, gateway=gateway)
+
+
+def pool(config: RunConfig, root: Path, gateway: str, runner: str) -> Executor:
+    from agentrl.runners.executors.pool import PoolExecutor
+
+    assert isinstance(config.runner, PoolRunnerConfig)
+    return PoolExecutor(config.agent.path, config.agent, config.runner, root=root)
+
+
+def container(config: RunConfig, root: Path, gateway: str, runner: str) -> Executor:
+    from agentrl.runners.executors.containers import ContainerExecutor
+
+    assert isinstance(config.runner, ContainerRunnerConfig)
+    return ContainerExecutor(config.agent, config.runner, root=root, gateway=gateway)
+
+
+def kubernetes(config: RunConfig, root: Path, gateway: str, runner: str) -> Executor:
+    from agentrl.runners.executors.kubernetes import KubernetesExecutor
+
+    assert isinstance(config.runner, KubernetesRunnerConfig)
+    run = f"{config.name} {config.store} {config.output}"  # rollout ids are not unique across runs
+    return KubernetesExecutor(
+        config.agent, config.runner, root=root, gateway=gateway, name=runner, run=run
+    )
+
 
 KEY = "runner.executor"
 COMMAND = "command"  # executor of agents that are commands, by default
@@ -92,7 +131,7 @@ def _refuse(config: RunConfig, instead: str) -> NoReturn:
 
 
 def _refuse_network(config: RunConfig) -> None:
-    """Refuse a gateway on the network for agents without keys: it could not tell calls apart."""
+    """Refuse a gateway on the network for agents without keys: it could not distinguish calls."""
     if not is_loopback(config.runner.host):
         raise ConfigError(
             f"runner.host = {config.runner.host!r}: with {KEY} = {config.runner.executor!r} agents"

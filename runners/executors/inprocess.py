@@ -1,4 +1,4 @@
-"""Python agents: adapters for callables and LangChain runnables, and the in-process executor."""
+"""The in-process executor, for agents in Python: callables and LangChain runnables."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.base import threads, user_code
-from agentrl.base.loading import load_attribute, raised
-from agentrl.errors import AgentError, AgentRLError
+from agentrl.core import processes, user_code
+from agentrl.core.errors import AgentError, AgentRLError
+from agentrl.core.loading import load_attribute, raised
+from agentrl.core.types import ErrorKind, Failure, Json
 from agentrl.runners import executors
 from agentrl.runners.executors import ExecutionResult, input_of, out_of_time
-from agentrl.runners.scoring.results import failure_of, stored_result
+from agentrl.runners.scoring import failure_of, stored_result
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing import core as tracing
-from agentrl.types import ErrorKind, Failure, Json
 
 if TYPE_CHECKING:
     from agentrl.runners.gateway.attribution import ActiveAttempt
@@ -176,7 +176,7 @@ class InProcessExecutor:
 
     async def _until_deadline(self, active: ActiveAttempt) -> tuple[Any, Failure | None]:
         """Run the agent until its deadline; one that ignores cancellation runs on unobserved. A
-        result that comes later is none, as of an agent that blocks the event loop."""
+        result after the deadline does not count, even if the agent blocked the event loop."""
         agent = self._in_thread if self.threaded else self.agent
         task = asyncio.create_task(run_guarded(agent, input_of(active)))
         try:
@@ -191,7 +191,7 @@ class InProcessExecutor:
 
         async def work() -> Any:
             loop = asyncio.get_running_loop()
-            loop.set_default_executor(threads.DaemonThreads())
+            loop.set_default_executor(processes.DaemonThreads())
             running.append((loop, asyncio.current_task()))
             attempt_log.enter_agent()
             return await self.agent(value)
@@ -220,7 +220,7 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
 
 
 async def run_apart(agent: Agent, value: Json) -> tuple[Any, Failure | None]:
-    """`run_guarded` in a task of its own, which an agent may end in any way."""
+    """`run_guarded` in a task of its own, which the agent may cancel."""
     return await asyncio.create_task(run_guarded(agent, value))
 
 

@@ -1,5 +1,6 @@
 """The model APIs that agents may call, by the paths of their routes, which follow the prefix of an
-attempt: OpenAI's completions, and those that are translated into them."""
+attempt: OpenAI's completions, and those that are translated into them.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +12,14 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from agentrl.runners.dialects import Dialect
-from agentrl.runners.dialects.base import CHAT, TEXT
-from agentrl.runners.dialects.conversation import Body
-from agentrl.runners.gateway import stored_responses, translated
+from agentrl.runners.apis import google, messages, responses
+from agentrl.runners.apis.base import CHAT, TEXT, Dialect
+from agentrl.runners.apis.chat import Body
+from agentrl.runners.gateway import stored_responses
 from agentrl.runners.gateway.attribution import CallOrigin
-from agentrl.runners.translation import google, messages, responses
 
 if TYPE_CHECKING:
-    from agentrl.runners.gateway.endpoints import Endpoints
+    from agentrl.runners.gateway.server import Endpoints
 
     Answer = Callable[[Endpoints, CallOrigin, web.Request], Awaitable[web.StreamResponse]]
 
@@ -28,7 +28,7 @@ OWN = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
 
 @dataclass(frozen=True, slots=True)
 class ModelApi:
-    """What the gateway answers on a path, and how it tells errors there."""
+    """What the gateway answers on a path, and how it reports errors there."""
 
     dialect: Dialect  # of errors
     answer: Answer | None = None  # to a POST
@@ -38,10 +38,10 @@ class ModelApi:
     models: Callable[[Sequence[str]], Body] | None = None  # the list of models, for these clients
 
 
-GOOGLE = ModelApi(google.dialect("", stream=False), translated.answer_google)
+GOOGLE = ModelApi(google.dialect("", stream=False), stored_responses.answer_google)
 TRANSLATED: Mapping[str, ModelApi] = {
     "/v1/responses": ModelApi(
-        responses.DIALECT, translated.answer_responses, get=translated.no_websocket
+        responses.DIALECT, stored_responses.answer_responses, get=stored_responses.no_websocket
     ),
     "/v1/responses/compact": ModelApi(responses.DIALECT, stored_responses.compact),
     "/v1/responses/input_tokens": ModelApi(responses.DIALECT, stored_responses.count),
@@ -70,11 +70,11 @@ TRANSLATED: Mapping[str, ModelApi] = {
     ),
     "/v1/messages": ModelApi(
         messages.DIALECT,
-        translated.answer_messages,
+        stored_responses.answer_messages,
         header="anthropic-version",
-        models=translated.anthropic_models,
+        models=stored_responses.anthropic_models,
     ),
-    "/v1/messages/count_tokens": ModelApi(messages.DIALECT, translated.count_messages),
+    "/v1/messages/count_tokens": ModelApi(messages.DIALECT, stored_responses.count_messages),
     "/v1/models/{model}:{verb}": GOOGLE,
     "/v1beta/models/{model}:{verb}": GOOGLE,
 }
@@ -89,14 +89,14 @@ def listed() -> list[str]:
 
 
 def client_api(request: web.Request) -> ModelApi | None:
-    """Return the API whose clients send a request with these headers, if they tell it."""
+    """Return the API whose clients send a request with these headers, if they identify it."""
     apis = (api for api in TRANSLATED.values() if api.header)
     return next((api for api in apis if api.header in request.headers), None)
 
 
 def dialect_of(request: web.Request) -> Dialect:
-    """Return the dialect in which errors of a request are told: that of its path, which may be one
-    that nothing answers, such as `/v1/messages/batches`, or else of its headers."""
+    """Return the dialect of the errors of a request: that of its path, which may be one that
+    nothing answers, such as `/v1/messages/batches`, or else of its headers."""
     meant = (api for path, api in TRANSLATED.items() if _pattern(path).search(request.path))
     api = next(meant, None) or client_api(request)
     return CHAT if api is None else api.dialect

@@ -1,4 +1,4 @@
-"""Attributes a request to its attempt.
+"""The attribution of requests to attempts.
 
 The first of these that names one decides: the attempt's secret key, sent as API key; the path
 `/a/{attempt}/v1`; the trace id of a W3C `traceparent` header; the attempt's id, sent as API key.
@@ -14,6 +14,7 @@ Writers: the worker registers and unregisters, the gateway's event loop does eve
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 import time
@@ -29,15 +30,14 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from msgspec import Struct
 
-from agentrl.base.failures import LOOPS
-from agentrl.base.http_server import bearer, given_key, read_body
-from agentrl.runners.dialects import Dialect
-from agentrl.runners.dialects.conversation import ConversationMemory
-from agentrl.runners.gateway.refusals import TOLD, RefusedError
-from agentrl.runners.gateway.request import ModelRequest, Sight, read_request
+from agentrl.core.http import bearer, given_key, read_body
+from agentrl.core.types import LOOPS, Attempt, Sampling, Transition
+from agentrl.runners.apis.base import Dialect
+from agentrl.runners.apis.chat import ConversationMemory
+from agentrl.runners.gateway.refusals import REPORTED, RefusedError
+from agentrl.runners.gateway.request import ImagePolicy, ModelRequest, read_request
 from agentrl.runners.gateway.upstream import NO_SEATS, Seats
-from agentrl.runners.tracing.roles import DEFAULT, NAMES, ROLE
-from agentrl.types import Attempt, Sampling, Transition
+from agentrl.runners.tracing.attempt_log import DEFAULT, NAMES, ROLE
 
 if TYPE_CHECKING:
     from agentrl.runners.gateway.features import Answer, Change, Feature, Record
@@ -74,10 +74,10 @@ class ActiveAttempt:
     """The gateway's state of an attempt in progress."""
 
     attempt: Attempt
-    deadline: float  # time.monotonic() of its time-out
     sealed: bool = False  # only calls with its key are accepted
     scoring: bool = False  # a verifier's: reaches frozen endpoints only
     recorded: bool = True  # whether calls and spans are stored; a verifier's are not
+    deadline: float = math.inf  # time.monotonic() of its time-out
     lenient: bool = False  # whether it is answered if the store fails, and no longer recorded
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)  # its secret
     calls: int = 0  # requests so far
@@ -98,17 +98,17 @@ class ActiveAttempt:
     changes: list[Change] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
-    sight: Sight = field(default_factory=Sight)  # of its calls
+    image_policy: ImagePolicy = field(default_factory=ImagePolicy)  # of its calls
     # Rows of responses that may be stored, and of which the agent has read nothing, by body hash
     # and role, oldest first. Each is the answer to one later equal call.
-    unread: dict[tuple[int, str], deque[Sequence[Transition]]] = field(default_factory=dict)
+    undelivered: dict[tuple[int, str], deque[Sequence[Transition]]] = field(default_factory=dict)
     place: AgentPlace | None = None
     environment: str = ""  # that plays it, in place of an agent
     tokens: int = 0  # sampled so far
-    most_calls: int = 0  # 0: no limit
-    bare: int = 0  # calls in a row that add nothing to the policy's last answer
+    max_calls: int = 0  # 0: no limit
+    idle_calls: int = 0  # consecutive calls whose request adds nothing to the policy's last answer
     last_body: int = 0  # hash of the latest request body
-    most_tokens: int = 0  # sampled tokens after which calls are refused; 0: no limit
+    max_tokens: int = 0  # sampled tokens after which calls are refused; 0: no limit
     on_spent: Callable[[str], None] | None = None  # called with the limit that was reached
 
     @property
@@ -130,7 +130,7 @@ class ActiveAttempt:
         """Model calls that the attempt waited for at its deadline, which ends calls, too."""
         return self.waits + self.cut
 
-    def goes_on_unrecorded(self) -> bool:
+    def continues_unrecorded(self) -> bool:
         """Whether calls are answered although the store failed; none is recorded from then on."""
         self.recorded = self.recorded and not self.lenient
         return self.lenient
@@ -139,12 +139,12 @@ class ActiveAttempt:
         """Number a new call with request body `raw`. Raises RefusedError, and ends the attempt, if
         it has used up its calls or tokens."""
         spent = ""
-        if self.most_calls and self.calls >= self.most_calls:
-            spent = f"the agent made more than agent.max_calls = {self.most_calls} model calls"
-            if self.bare > self.most_calls / 2:
-                spent += f"; {self.bare} in a row {LOOPS}"
-        elif self.most_tokens and self.tokens >= self.most_tokens:
-            spent = f"the agent sampled agent.max_tokens = {self.most_tokens} tokens"
+        if self.max_calls and self.calls >= self.max_calls:
+            spent = f"the agent made more than agent.max_calls = {self.max_calls} model calls"
+            if self.idle_calls > self.max_calls / 2:
+                spent += f"; {self.idle_calls} in a row {LOOPS}"
+        elif self.max_tokens and self.tokens >= self.max_tokens:
+            spent = f"the agent sampled agent.max_tokens = {self.max_tokens} tokens"
         if spent:
             if self.on_spent is not None:
                 self.on_spent(spent)
@@ -153,15 +153,15 @@ class ActiveAttempt:
         body_hash = hash(raw)
         return CountedCall(number, body_hash, self.ended.get(body_hash, ()))
 
-    def count_bare(self, call: CountedCall, messages: Sequence[Mapping[str, object]]) -> None:
+    def count_idle_call(self, call: CountedCall, messages: Sequence[Mapping[str, object]]) -> None:
         """Count a request that ends with an answer of the policy, or repeats the one before."""
         own = bool(messages) and messages[-1].get("role") == "assistant"
         adds_nothing = own or call.body_hash == self.last_body
-        self.bare, self.last_body = self.bare + 1 if adds_nothing else 0, call.body_hash
+        self.idle_calls, self.last_body = self.idle_calls + 1 if adds_nothing else 0, call.body_hash
 
     def seed_of(self, question: bytes) -> int:
         """The sampling seed of the next call with this question: the same if calls arrive in
-        another order, another one if the question is asked again or the rollout tried again."""
+        another order, another one if the question is repeated or the rollout retried."""
         digest = blake2b(question, digest_size=16).digest()
         self.questions[digest] += 1
         seed, times = self.attempt.rollout.sampling.seed, self.questions[digest]
@@ -181,8 +181,8 @@ class ActiveAttempt:
             self.failures.pop(number, None)
 
     def model_was_silent(self, call: CountedCall, seconds: float) -> None:
-        """Mark the call as failed if the model was silent for most of the attempt's time: then the
-        model, not the agent, caused the time-out."""
+        """Mark the call as failed if the model sent nothing for most of the attempt's time: then
+        the model, not the agent, caused the time-out."""
         hung = seconds > SILENT_SHARE * self.attempt.rollout.timeout
         if hung and self.left < DEADLINE_MARGIN:
             message = f"the model had not answered for {seconds:.3g} s when the time was up"
@@ -195,15 +195,15 @@ class ActiveAttempt:
             failed = self.ended.get(call.body_hash, ())
             self.ended[call.body_hash] = (*failed, call.number)
 
-    def keep_unread(self, call: CountedCall, role: str, rows: Sequence[Transition]) -> None:
+    def keep_undelivered(self, call: CountedCall, role: str, rows: Sequence[Transition]) -> None:
         """Keep a response of which the agent has read nothing, for a retry of its call: otherwise
         both would be trained, and the agent has acted on the second only."""
-        self.unread.setdefault((call.body_hash, role), deque()).append(rows)
+        self.undelivered.setdefault((call.body_hash, role), deque()).append(rows)
 
-    def take_unread(self, call: CountedCall, role: str) -> Sequence[Transition]:
-        """Return the rows of the oldest response that an equal call has left unread; none if there
-        is none."""
-        kept = self.unread.get((call.body_hash, role))
+    def take_undelivered(self, call: CountedCall, role: str) -> Sequence[Transition]:
+        """Return the rows of the oldest response that was not delivered to an equal call; none if
+        there is none."""
+        kept = self.undelivered.get((call.body_hash, role))
         return kept.popleft() if kept else ()
 
     def extend(self, seconds: float) -> None:
@@ -220,7 +220,8 @@ class CallOrigin(NamedTuple):
     inside: tuple[str, ...] = ()  # names of nodes and agent around the call, innermost first
 
     def role_of(self, model: str) -> str:
-        """Return the role of a call that requests `model`: see `agentrl.runners.tracing.roles`."""
+        """Return the role of a call that requests `model`: see
+        `agentrl.runners.tracing.attempt_log`."""
         return self.role or (model if model in self.active.roles else DEFAULT)
 
 
@@ -289,13 +290,13 @@ class AttemptRegistry:
         scoring: bool = False,
         recorded: bool = True,
     ) -> ActiveAttempt:
-        deadline = time.monotonic() + attempt.rollout.timeout
         roles = self.roles.union(attempt.rollout.seats)
         recorded = recorded and not scoring
-        active = ActiveAttempt(attempt, deadline, sealed, scoring, recorded, roles=roles)
+        active = ActiveAttempt(attempt, sealed, scoring, recorded, roles=roles)
+        active.extend(attempt.rollout.timeout)
         for feature in () if scoring else self.features:
             feature.join(active)
-        self._active[attempt.id] = self._keys[active.key] = active
+        self._active[active.id] = self._keys[active.key] = active
         return active
 
     def unregister(self, attempt: str) -> None:
@@ -320,8 +321,8 @@ class AttemptRegistry:
             raise RefusedError(
                 401,
                 "key_missing",
-                f"attempt {attempt} is reached with its own API key only: use the one that its"
-                " environment has in OPENAI_API_KEY",
+                f"attempt {attempt} accepts only its own API key: use the one that its environment"
+                " has in OPENAI_API_KEY",
             )
         if attempt in self._ended:
             message = f"attempt {self._ended[attempt]} has ended; it can call a model only while it"
@@ -334,15 +335,15 @@ class AttemptRegistry:
         """Return attempt and role of a request. `path` holds `attempt` and `role` if the URL names
         them.
 
-        Raises RefusedError with a message that says how to fix the request."""
+        Raises RefusedError with a message that explains how to fix the request."""
         # A malformed header counts as missing: stored span ids must be valid for export.
         parent = PARENT.match(headers.get("traceparent", ""))
         trace, span = (parent[1], parent[2]) if parent else ("", None)
         active = self._owner(headers, path, trace)
-        said = _baggage(headers.get("baggage", ""))
-        names = tuple(unquote(name) for name in said.get(NAMES, "").split(",") if name)
+        baggage = _baggage(headers.get("baggage", ""))
+        names = tuple(unquote(name) for name in baggage.get(NAMES, "").split(",") if name)
         inner = next((name for name in names if name in active.roles), None)
-        return CallOrigin(active, path.get("role") or said.get(ROLE) or inner, span, names)
+        return CallOrigin(active, path.get("role") or baggage.get(ROLE) or inner, span, names)
 
     async def within(self, work: Work, request: web.Request) -> web.StreamResponse:
         """Run `work` for the attempt of the request; the attempt's end cancels it."""
@@ -368,9 +369,9 @@ class AttemptRegistry:
         api_key = bearer(unquote(given_key(headers)))  # an attempt's secret key, or its id
         if api_key in self._keys:
             active = self._keys[api_key]
-            stranger = trace != active.id and (trace in self._active or trace in self._ended)
-            if stranger or path.get("attempt", active.id) != active.id:
-                message = "this API key opens no attempt but its own"
+            other_trace = trace != active.id and (trace in self._active or trace in self._ended)
+            if other_trace or path.get("attempt", active.id) != active.id:
+                message = "this API key is of another attempt than the request's URL or trace"
                 raise RefusedError(403, "wrong_attempt", message)
             return active
         if "attempt" in path:
@@ -392,13 +393,13 @@ class AttemptRegistry:
 
 
 def answering_errors(answer: Callable[[web.Request, BaseException], web.Response]) -> Middleware:
-    """A middleware that answers errors of `TOLD` as `answer` says."""
+    """A middleware that answers errors of `REPORTED` with `answer`."""
 
     @web.middleware
     async def answering(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
-        except TOLD as error:
+        except REPORTED as error:
             return answer(request, error)
 
     return answering

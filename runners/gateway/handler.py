@@ -7,7 +7,7 @@
 
 Each stage calls the next, because the last three are inside of what is tried again:
 
-    run                  until the attempt's time is up; tells the agent of errors
+    run                  until the attempt's time is up; reports errors to the agent
       _answer            from a record if there is one, else from the policy
         Upstream.retry   picks a route for each try
           _ask           one try; posts again without what the server refuses
@@ -17,11 +17,13 @@ Each stage calls the next, because the last three are inside of what is tried ag
 Two parts of a record change: features may change `messages` and `fields` of a request before it is
 sent, and a response grows while it is streamed.
 
-Invariant: an answer that is recorded is stored before its last byte is sent. Once the agent has
-been sent a byte of the model's words (a comment is none), the call is not tried again; if the
-response breaks after that, the agent's connection is closed, as any other end would look complete.
+Invariant: an answer that is recorded is stored before its last byte is sent. Once a byte of the
+model's output has been sent to the agent (SSE comments do not count), the call is not retried; if
+the response breaks off after that, the agent's connection is closed, because any other end would
+look complete.
 If the agent disconnects, what it has been sent is stored as a call with finish "cut", as the agent
-acted on it; if that is nothing, a response that may be stored is kept for a retry (`_kept_unread`).
+acted on it; if that is nothing, a response that may be stored is kept for a retry
+(`_keep_undelivered`).
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
-from agentrl.base import threads
-from agentrl.errors import Conflict, Forbidden, Invalid, NotFound, StoreError
-from agentrl.runners.dialects import Dialect
-from agentrl.runners.dialects.base import CHAT, data_event
+from agentrl.core import processes
+from agentrl.core.errors import Conflict, Forbidden, Invalid, NotFound, StoreError
+from agentrl.core.types import AUXILIARY_ROLE, Transition
+from agentrl.runners.apis.base import CHAT, Dialect, data_event
 from agentrl.runners.gateway import recorded
 from agentrl.runners.gateway.attribution import CallOrigin, ReceivedCall, changed, receive
 from agentrl.runners.gateway.prompt_size import find_fitting
@@ -59,13 +61,13 @@ from agentrl.runners.gateway.refusals import (
 from agentrl.runners.gateway.request import (
     forwarded,
     read_request,
-    warn_of_doubt,
+    warn_of_inexact,
     warn_of_name,
     warn_of_processors,
     warn_of_sampling,
 )
 from agentrl.runners.gateway.response import (
-    LONGEST_REFUSAL,
+    MAX_REFUSAL_LENGTH,
     NO_TRANSLATION,
     AnsweredCall,
     Delivery,
@@ -79,7 +81,6 @@ from agentrl.runners.gateway.response import (
 )
 from agentrl.runners.gateway.upstream import Route, SentCall, Upstream
 from agentrl.store.base import Store
-from agentrl.types import AUXILIARY_ROLE, Transition
 
 STORE_REFUSALS = (Invalid, NotFound, Conflict, Forbidden)  # after which nothing is stored
 REFUSED_FIELDS = (400, 422)  # status of servers' responses to unknown fields
@@ -114,10 +115,10 @@ class CallHandler:
         except (UpstreamError, RefusedError) as error:
             if not self._agent.begun:
                 raise
-            if dialect.tells_errors:
-                told = data_event(dialect.error(502, error.code, error.message))
+            if dialect.reports_errors:
+                event = data_event(dialect.error(502, error.code, error.message))
                 with contextlib.suppress(DisconnectedError):
-                    await self._agent.send(told, {})
+                    await self._agent.send(event, {})
         except TimeoutError:
             self._record_silence()
             if not self._agent.begun:
@@ -135,9 +136,9 @@ class CallHandler:
     async def _answer(self, call: ReceivedCall) -> web.StreamResponse:
         """Answer from a record if there is one of the call, else from the policy."""
         active = self._active
-        active.count_bare(call.counted, call.request.messages)
-        if unread := active.take_unread(call.counted, call.role):
-            return await self._answer_recorded(call, unread, unread)
+        active.count_idle_call(call.counted, call.request.messages)
+        if undelivered := active.take_undelivered(call.counted, call.role):
+            return await self._answer_recorded(call, undelivered, undelivered)
         if call.defaults.seed is not None:
             seed = active.seed_of(question_of(call.request, call.role))
             call = replace(call, defaults=replace(call.defaults, seed=seed))
@@ -206,13 +207,13 @@ class CallHandler:
             request = call.request
         auxiliary = self._upstream.router.is_auxiliary(call.role, self._active.seats)
         if not (route.frozen or auxiliary):
-            if why := self._active.sight.why_not(call, route.policy):
+            if why := self._active.image_policy.rejection_reason(call, route.policy):
                 call.fail(why)
                 raise RefusedError(400, "not_text", why)
             warn_of_name(self._upstream, route, call.caller, request.model)
         if request.dialect.api == CHAT.api:
             messages = await self._upstream.adapt(route, request.messages)
-            fields = await self._active.sight.sent(call, messages, route)
+            fields = await self._active.image_policy.sent(call, messages, route)
             request = replace(request, fields=fields)
             call = replace(call, request=request)
         body, sampling = request.encode(route, call.defaults, capture=capture, fitting=fitting)
@@ -240,8 +241,8 @@ class CallHandler:
     async def _without_refused(
         self, sent: SentCall, refusal: ServerRefusal, gives_ids: bool | None
     ) -> SentCall | None:
-        """Prepare the call without what its server may have refused; None if that is a mistake of
-        the agent. gives_ids: whether the server returns token ids, if known."""
+        """Prepare the call without what its server may have refused; None if the agent's own
+        request is at fault. gives_ids: whether the server returns token ids, if known."""
         call, route, fitting = sent.call, sent.route, sent.fitting
         if refusal.status == 400 and fitting is None and not route.frozen:
             fields, most = call.request.fields, sent.sampling.max_tokens
@@ -254,12 +255,12 @@ class CallHandler:
 
     def _refused(self, sent: SentCall, refusal: ServerRefusal) -> web.Response:
         dialect, status = sent.call.request.dialect, refusal.status
-        words = translate_error(dialect, status, refusal.words)
-        said = words[:LONGEST_REFUSAL].decode(errors="replace")
-        self._active.refused = f"{status}: {said}"
+        body = translate_error(dialect, status, refusal.words)
+        excerpt = body[:MAX_REFUSAL_LENGTH].decode(errors="replace")
+        self._active.refused = f"{status}: {excerpt}"
         if self._agent.begun:  # it has had comments only
             raise UpstreamError(f"the policy server answered {self._active.refused}", final=True)
-        return web.Response(status=status, body=words, content_type="application/json")
+        return web.Response(status=status, body=body, content_type="application/json")
 
     async def _read(self, sent: SentCall, reply: aiohttp.ClientResponse) -> web.StreamResponse:
         """Answer with the server's response. Raises ServerRefusal for a mistake of the agent."""
@@ -279,7 +280,7 @@ class CallHandler:
 
     async def _whole(self, sent: SentCall, raw: bytes, headers: Headers) -> web.StreamResponse:
         request, route = sent.call.request, sent.route
-        response, translation = ModelResponse(request.doubt), request.translation
+        response, translation = ModelResponse(request.inexact), request.translation
         with parsing(route, raw):
             part = read_chunk(raw)
             if part.may_be_error and (error := error_in(part, route, raw)):
@@ -292,19 +293,19 @@ class CallHandler:
             with parsing(route, raw, NO_TRANSLATION):
                 body = translation.whole(msgspec.json.decode(body), len(response.prompt))
         rows = self._make_rows(AnsweredCall(sent, response, headers))
-        with self._kept_unread(rows):
+        with self._keep_undelivered(rows):
             await self._store_rows(rows)
         return web.Response(body=body, headers=forwarded(headers))
 
     async def _stream(
         self, sent: SentCall, parts: AsyncIterator[bytes], headers: Headers
     ) -> web.StreamResponse:
-        answered = AnsweredCall(sent, ModelResponse(sent.call.request.doubt), headers)
+        answered = AnsweredCall(sent, ModelResponse(sent.call.request.inexact), headers)
         rows: list[Transition] = []
         try:
             end = await self._agent.relay(answered, parts)
             rows = self._make_rows(answered)
-            with self._kept_unread(rows):
+            with self._keep_undelivered(rows):
                 await self._store_rows(rows)
                 return await self._agent.send(end, headers)
         except (asyncio.CancelledError, DisconnectedError):
@@ -313,8 +314,8 @@ class CallHandler:
             raise
 
     def _make_rows(self, answered: AnsweredCall) -> list[Transition]:
-        """Make the rows of a response, which takes numbers of the attempt; say what is odd about
-        them. None for calls that are not recorded."""
+        """Make the rows of a response, numbered within the attempt, and log what is unusual about
+        them. Empty for calls that are not recorded."""
         if not (active := self._active).recorded:
             return []
         sent, upstream = answered.sent, self._upstream
@@ -328,7 +329,7 @@ class CallHandler:
         common = _common_fields(answered)
         rows = [choice.transition(**self._count_row(), **common) for choice in choices]
         if not sent.route.frozen:
-            warn_of_doubt(upstream, sent.route, (choice.doubt for choice in choices))
+            warn_of_inexact(upstream, sent.route, (choice.inexact for choice in choices))
             warn_of_processors(upstream, sent.route, rows[0].processors)
         for record in active.records:
             rows = [record(sent.call, row) for row in rows]
@@ -345,23 +346,23 @@ class CallHandler:
         if not rows:
             return
         try:
-            kept = await self._active.sight.add(self._store, self._call, rows)
+            kept = await self._active.image_policy.add(self._store, self._call, rows)
         except StoreError as error:
-            if self._active.goes_on_unrecorded():
-                self._upstream.warn_once("calls are answered and not recorded: %s", error)
+            if self._active.continues_unrecorded():
+                self._upstream.warn_once("calls are answered but not recorded: %s", error)
                 return
             self._call.fail(message := f"the call was not stored: {error}")
             unknown = not isinstance(error, STORE_REFUSALS)
             raise NotStoredError(message, final=True, unknown=unknown) from error
-        if not all(kept) and not self._active.goes_on_unrecorded():
+        if not all(kept) and not self._active.continues_unrecorded():
             over = f"attempt {self._active.id} has lost its lease"
             raise RefusedError(403, "attempt_ended", over)
         self._active.tokens += sum(len(row.completion) for row in rows)
 
     @contextlib.contextmanager
-    def _kept_unread(self, rows: list[Transition]) -> Iterator[None]:
-        """Keep a response for the retry if the agent has read nothing of it and it may be stored,
-        which it may even if nobody waits for that any longer: see `Writer.post`."""
+    def _keep_undelivered(self, rows: list[Transition]) -> Iterator[None]:
+        """Keep a response for the retry if the agent has read nothing of it and it may be stored;
+        it may be even after the wait for the store was cancelled: see `Writer.post`."""
         try:
             yield
         except (asyncio.CancelledError, DisconnectedError, NotStoredError) as error:
@@ -369,7 +370,7 @@ class CallHandler:
             # A row that a feature changes, such as by redaction, is not what the model said, so no
             # retry can be answered with it.
             if rows and stored and not (self._agent.shown or self._active.records):
-                self._active.keep_unread(self._call.counted, self._call.role, rows)
+                self._active.keep_undelivered(self._call.counted, self._call.role, rows)
             raise
 
     async def _store_shown(self, answered: AnsweredCall, rows: list[Transition]) -> None:
@@ -380,7 +381,7 @@ class CallHandler:
             if answered.response.choices:
                 rows = rows or self._make_rows(answered)
                 with contextlib.suppress(asyncio.CancelledError):
-                    await threads.uncancelled(self._store_rows(rows))
+                    await processes.uncancelled(self._store_rows(rows))
         except (NotStoredError, RefusedError):
             pass  # the call has failed, or the attempt has lost its lease, and this call with it
         else:

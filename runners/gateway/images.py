@@ -20,19 +20,18 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from agentrl.base.image_files import ImageRefusedError, read_image
-from agentrl.base.images import KIND, SCHEME, with_data_urls
-from agentrl.config import RunConfig
-from agentrl.config.agents import ImagesConfig
-from agentrl.config.infrastructure import EmbeddedEngineConfig
-from agentrl.config.policies import seeing_policies
-from agentrl.errors import NotFound, StoreError
+from agentrl.core.config import RunConfig
+from agentrl.core.config.derived import seeing_policies
+from agentrl.core.config.infrastructure import EmbeddedEngineConfig
+from agentrl.core.errors import NotFound, StoreError
+from agentrl.core.images import KIND, SCHEME, ImageRefusedError, read_image, with_data_urls
+from agentrl.core.types import Image, Json, Transition
 from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.refusals import UpstreamError
 from agentrl.runners.gateway.request import (
     Fields,
-    Sight,
+    ImagePolicy,
     is_empty,
     kind_of,
     media_field,
@@ -42,12 +41,12 @@ from agentrl.runners.gateway.request import (
 )
 from agentrl.runners.gateway.upstream import Messages, Route
 from agentrl.store.base import Store
-from agentrl.types import Image, Json, Transition
 
 ADVICE = "; a policy sees images with policy.vision, which takes an image-text model"
 PIXELS = ("media_io_kwargs", "mm_processor_kwargs")  # fields that change what a policy sees
+MAX_IMAGES = 100  # of one call: each is kept in memory until the store has it
 PUT_AGAIN = 1200.0  # seconds after which a prune may have removed what nothing refers to
-MOST_REMEMBERED = 100_000  # digests
+MAX_REMEMBERED = 100_000  # digests
 LARGEST_PUT = 2**24  # bytes sent to the store at a time
 
 
@@ -63,42 +62,40 @@ class StoredImages(Feature):
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         digests, seeing = isinstance(config.engine, EmbeddedEngineConfig), seeing_policies(config)
-        self._sight = ImageSight(store, config.images, seeing, digests=digests)
+        self._image_policy = StoredImagePolicy(store, seeing, digests=digests)
         self._needed = bool(seeing or config.upstreams)  # else every image is refused
 
     def join(self, active: ActiveAttempt) -> None:
         if not self._needed:
-            active.sight = Sight(ADVICE)
+            active.image_policy = ImagePolicy(ADVICE)
             return
-        active.changes.append(self._sight.read)
-        active.sight = self._sight
+        active.changes.append(self._image_policy.read)
+        active.image_policy = self._image_policy
 
 
-class ImageSight(Sight):
-    """How the calls of a run are seen. digests: the policy server reads images from the store."""
+class StoredImagePolicy(ImagePolicy):
+    """Accepts images, and stores them. digests: the policy server reads images from the store."""
 
-    def __init__(
-        self, store: Store, limits: ImagesConfig, seeing: Collection[str], *, digests: bool
-    ) -> None:
+    def __init__(self, store: Store, seeing: Collection[str], *, digests: bool) -> None:
         super().__init__(ADVICE)
-        self._store, self._limits, self._seeing, self._digests = store, limits, seeing, digests
+        self._store, self._seeing, self._digests = store, seeing, digests
         self._put = OrderedDict[str, Put]()  # by digest
 
     def read(self, call: ReceivedCall) -> ReceivedCall:
         """Return the call with digests in the place of images. What cannot be read stays as it is;
-        it concerns only calls that are trained (`why_not`)."""
-        request, limits = call.request, self._limits
+        it concerns only calls that are trained (`rejection_reason`)."""
+        request = call.request
         count = sum(1 for _ in _images(request.messages))
         if not count:
             return call
-        if count > limits.max_per_call:
-            unseen = f"{count} images, more than images.max_per_call = {limits.max_per_call}"
+        if count > MAX_IMAGES:
+            unseen = f"{count} images, more than {MAX_IMAGES}"
             return replace(call, request=replace(request, unseen=unseen))
         found, unseen = list[Image](), ""
         messages = list(request.messages)
         for number, index, part in _images(request.messages):
             try:
-                image = read_image(part, max_bytes=limits.max_bytes, max_pixels=limits.max_pixels)
+                image = read_image(part)
             except ImageRefusedError as error:
                 where = f"messages[{number}].content[{index}]"
                 unseen = unseen or f"an image in {where} that it cannot see: {error}"
@@ -109,10 +106,10 @@ class ImageSight(Sight):
         new: dict[str, Any] = {"messages": messages, "images": digests, "files": files}
         return replace(call, request=replace(request, **new, unseen=unseen))
 
-    def why_not(self, call: ReceivedCall, policy: str) -> str:
+    def rejection_reason(self, call: ReceivedCall, policy: str) -> str:
         request = call.request
         if policy.partition("@")[0] not in self._seeing:  # a snapshot is named policy@steps
-            return super().why_not(call, policy)
+            return super().rejection_reason(call, policy)
         found = media_field(request.fields) or not_text(request.messages, frozenset({KIND}))
         if found:
             return (
@@ -170,7 +167,7 @@ class ImageSight(Sight):
             task = asyncio.create_task(self._store.put_images(run, some))
             self._put |= dict.fromkeys((image.digest for image in some), Put(now, task))
             task.add_done_callback(partial(self._ended, [image.digest for image in some]))
-        while len(self._put) > MOST_REMEMBERED:
+        while len(self._put) > MAX_REMEMBERED:
             self._put.popitem(last=False)
         found = (self._put[digest].task for digest in files if digest in self._put)
         return list({task for task in found if task is not None})

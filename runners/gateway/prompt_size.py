@@ -1,4 +1,4 @@
-"""How many tokens a prompt has, as a policy server counts them, and how many fit after it."""
+"""The size of a prompt in tokens, as a policy server counts them, and how many fit after it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from agentrl.core.types import Json
 from agentrl.runners.gateway.request import Fields, value
 from agentrl.runners.gateway.response import read
 from agentrl.runners.gateway.upstream import Route, Upstream
-from agentrl.types import Json
 
 # Fields that determine the prompt, as /tokenize has them; see `_rendered` for the others.
 RENDERED = {"messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"}

@@ -1,4 +1,4 @@
-"""Recorded rows as a policy server would send them, and the questions that they answer."""
+"""Recorded calls: rows as a policy server would send them, and the requests that they answer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from agentrl.runners.dialects.base import TEXT, UntranslatableError, data_event
+from agentrl.core.types import Json, Transition, float32, int32
+from agentrl.runners.apis.base import TEXT, UntranslatableError, data_event
 from agentrl.runners.gateway.request import ModelRequest, value
 from agentrl.runners.gateway.upstream import Route
-from agentrl.types import Json, Transition, float32, int32
 
-MOST_CHOICES = 16_384  # per call, as in vLLM
+MAX_CHOICES = 16_384  # per call, as in vLLM
 CUT = "cut"  # `finish` of a choice whose end the agent did not receive
 RECORD = Route(policy="record", version=None, base_url="the record of a rollout", model="")
 
@@ -36,7 +36,7 @@ async def stream(rows: Sequence[Transition], call: ModelRequest) -> AsyncIterato
     body, text = _completion(rows, call), call.dialect is TEXT
     options = value(call.fields, "stream_options") or {}
     if not isinstance(options, dict):
-        raise UntranslatableError("stream_options", f"{options!r:.80} is no object")
+        raise UntranslatableError("stream_options", f"{options!r:.80} is not an object")
     choices, usage = body.pop("choices"), body.pop("usage")
     if not text:
         body["object"] = "chat.completion.chunk"
@@ -57,8 +57,8 @@ async def stream(rows: Sequence[Transition], call: ModelRequest) -> AsyncIterato
 def choices_of(call: ModelRequest) -> int:
     """How many are asked for. Raises UntranslatableError for what no server would take."""
     n = value(call.fields, "n") or 1
-    if type(n) is not int or not 0 < n <= MOST_CHOICES:
-        raise UntranslatableError("n", f"{n!r:.80} is no number from 1 to {MOST_CHOICES}")
+    if type(n) is not int or not 0 < n <= MAX_CHOICES:
+        raise UntranslatableError("n", f"{n!r:.80} is not a number from 1 to {MAX_CHOICES}")
     return n
 
 

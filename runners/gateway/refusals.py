@@ -1,4 +1,4 @@
-"""What the gateway refuses, what a policy server refuses or fails at, and how the agent reads it.
+"""Refusals: of the gateway, of policy servers and their failures, and how the agent reads them.
 
 A server that fails after it has begun a stream can only send an event, under the status 200; some
 proxies answer every error so. Such an error is treated as the status that it means.
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 from aiohttp import web
 
-from agentrl.errors import AgentRLError, Invalid
-from agentrl.runners.dialects import Dialect, UntranslatableError
-from agentrl.runners.dialects.conversation import Body
+from agentrl.core.errors import AgentRLError, Invalid
+from agentrl.runners.apis.base import Dialect, UntranslatableError
+from agentrl.runners.apis.chat import Body
 
 if TYPE_CHECKING:
     from agentrl.runners.gateway.response import ResponseChunk
@@ -27,7 +27,7 @@ MALFORMED = (RecursionError, OverflowError, AttributeError, LookupError, TypeErr
 UNREADABLE = "invalid_body"
 # The gateway has already retried, so the agent's SDK need not.
 FINAL = {"x-should-retry": "false"}
-LABELS = ("code", "status", "status_code", "type", "error_type")  # fields that say what is wrong
+LABELS = ("code", "status", "status_code", "type", "error_type")  # fields that name the error
 # Part of a label, without separators -> HTTP status, in order of precedence.
 MEANINGS = {"ratelimit": 429, "toomany": 429, "exhausted": 429, "quota": 429, "overloaded": 503}
 MEANINGS |= {"unavailable": 503, "timeout": 504, "deadline": 504, "gateway": 502}
@@ -40,7 +40,7 @@ MEANINGS |= {
 }
 MEANINGS |= {"notfound": 404, "unprocessable": 422, "badrequest": 400, "invalid": 400}
 MEANINGS |= {"contextlength": 400}
-UNNAMED = 500  # of an error that says nothing else
+UNNAMED = 500  # of an error without a message
 
 
 class RefusedError(Exception):
@@ -100,8 +100,8 @@ def _meant_status(body: Body) -> int | None:
     error = body.get("error")
     if not error and body.get("object") != "error" and body.get("type") != "error":
         return None
-    told = [part.get(name) for part in (error, body) if isinstance(part, dict) for name in LABELS]
-    labels = ["".join(filter(str.isalnum, str(label).lower())) for label in told]
+    found = [part.get(name) for part in (error, body) if isinstance(part, dict) for name in LABELS]
+    labels = ["".join(filter(str.isalnum, str(label).lower())) for label in found]
     codes = (int(label) for label in labels if label.isdecimal() and 400 <= int(label) < 600)
     words = (MEANINGS[part] for label in labels for part in MEANINGS if part in label)
     return next(codes, None) or next(words, UNNAMED)
@@ -136,9 +136,9 @@ def failure(
             " base_url or its API key",
             final=True,
         )
-    said = words[:500].decode(errors="replace")
+    excerpt = words[:500].decode(errors="replace")
     return UpstreamError(
-        f"the policy server at {url} answered {status}: {said}",
+        f"the policy server at {url} answered {status}: {excerpt}",
         status=status,
         body=words,
         retry_after=float(retry_after) if retry_after.isdecimal() else 0.0,
@@ -150,18 +150,18 @@ def malformed(route: Route, what: str) -> UpstreamError:
     return UpstreamError(f"the policy server at {route.base_url} sent {what}", transient=False)
 
 
-TOLD: tuple[type[BaseException], ...] = (
+REPORTED: tuple[type[BaseException], ...] = (
     *(RefusedError, UntranslatableError, UpstreamError, AgentRLError),
     *(msgspec.DecodeError, UnicodeDecodeError, RecursionError),
     *(web.HTTPException, web.RequestPayloadError),
 )
-"""Errors that an agent is told of; any other is a bug."""
+"""Errors that are reported to an agent; any other is a bug."""
 
 
-def told(
+def error_response(
     request: web.Request, error: BaseException, dialect: Dialect, answered: Iterable[str]
 ) -> web.Response:
-    """Return the response for an error of `TOLD`, in the format of the API that was called.
+    """Return the response for an error of `REPORTED`, in the format of the API that was called.
     answered: every method and path that is."""
     status, code, message = _meaning(request, error, answered)
     words = error.body if isinstance(error, UpstreamError) else b""

@@ -1,4 +1,4 @@
-"""A model call as the agent asks for it: what is sent for it, and what of it a learner can compute.
+"""A model call as the agent requests it: what is sent for it, and what of it a learner can compute.
 
 It is sent with `return_token_ids` and `logprobs`, and with the rollout's sampling parameters that
 the agent does not set. The agent's own fields are passed on byte for byte, except the arguments of
@@ -12,7 +12,7 @@ is recorded with `Transition.processors`, and the learner scores its tokens itse
 
 A text model is trained. Instead of an image it would see placeholder tokens, and two prompts with
 other images but the same placeholders would be equal, so such a call is refused unless it goes to a
-model that is not trained. A feature may teach an attempt's `Sight` to see more.
+model that is not trained. A feature may give an attempt an `ImagePolicy` that accepts more.
 
 Invariant: an unknown field may be a processor of a server that is not known here, so it counts as
 one; a field in `PLAIN` determines the prompt, the form of the response or when sampling ends.
@@ -28,13 +28,12 @@ import msgspec
 from msgspec import Struct
 from multidict import CIMultiDict
 
-from agentrl.base.http_server import KEY_HEADERS
-from agentrl.base.images import KIND
-from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
-from agentrl.runners.dialects.base import TEXT, typed
-from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.core.http import KEY_HEADERS
+from agentrl.core.images import KIND
+from agentrl.core.types import Image, Json, Sampling, Transition
+from agentrl.runners.apis.base import TEXT, Dialect, Translation, UntranslatableError, typed
+from agentrl.runners.apis.chat import ConversationMemory
 from agentrl.store.base import Store
-from agentrl.types import Image, Json, Sampling, Transition
 
 if TYPE_CHECKING:
     from agentrl.runners.gateway.attribution import CallOrigin, ReceivedCall
@@ -107,7 +106,7 @@ class ModelRequest(Struct, frozen=True):
     conversation: int | None = None  # key of `messages`, see `ConversationMemory.recall`
 
     @property
-    def doubt(self) -> str:
+    def inexact(self) -> str:
         """Why no response can be recorded exactly; empty if it can."""
         echo = self.dialect is TEXT and value(self.fields, "echo")
         return "its response repeats the prompt (echo)" if echo else ""
@@ -166,9 +165,9 @@ def read_request(
     if isinstance(messages, list):
         sent, joined = fields["messages"], translation is not None
         written = bytes(sent) if isinstance(sent, msgspec.Raw) else b""
-        said, conversation = memory.recall(messages, joined=joined, raw=written)
-        if said is not messages:
-            fields["messages"] = messages = said
+        recalled, conversation = memory.recall(messages, joined=joined, raw=written)
+        if recalled is not messages:
+            fields["messages"] = messages = recalled
         if translation is not None:
             translation.chat["messages"] = messages
     if "messages" not in fields and isinstance(prompt, str):
@@ -334,14 +333,14 @@ def warn_of_processors(upstream: Upstream, route: Route, found: Collection[str])
         )
 
 
-def warn_of_doubt(upstream: Upstream, route: Route, doubts: Iterable[str]) -> None:
-    """Say why a response is recorded as inexact."""
-    if doubt := next(filter(None, doubts), ""):
-        upstream.warn_once("policy %s: a call is inexact, as %s", route.policy, doubt)
+def warn_of_inexact(upstream: Upstream, route: Route, reasons: Iterable[str]) -> None:
+    """Warn that a response is recorded as inexact, with the first reason."""
+    if reason := next(filter(None, reasons), ""):
+        upstream.warn_once("policy %s: a call is inexact, as %s", route.policy, reason)
 
 
 def warn_of_sampling(upstream: Upstream, route: Route, used: Sampling, defaults: Sampling) -> None:
-    """Say that the agent's sampling is not the run file's."""
+    """Warn that the agent's sampling is not the run file's."""
     names = ("temperature", "top_p", "top_k", "max_tokens")
     wanted = ((name, getattr(defaults, name)) for name in names)
     other = [name for name, value in wanted if value not in (None, getattr(used, name))]
@@ -356,17 +355,17 @@ def warn_of_sampling(upstream: Upstream, route: Route, used: Sampling, defaults:
 # -- what of it is not text -----------------------------------------------------------------------
 
 
-class Sight:
+class ImagePolicy:
     """How the calls of an attempt are seen: here, as text only."""
 
     def __init__(self, advice: str = "") -> None:
         """advice: the end of a refusal of what is text but for images."""
         self._advice = advice
 
-    def why_not(self, call: ReceivedCall, policy: str) -> str:
+    def rejection_reason(self, call: ReceivedCall, policy: str) -> str:
         """Explain why `policy` cannot be trained on a call; empty if it can."""
         fields, messages = call.request.fields, call.request.messages
-        why = why_not_text(fields, messages, policy, call.role)
+        why = text_rejection_reason(fields, messages, policy, call.role)
         images = why and not (media_field(fields) or not_text(messages, frozenset({KIND})))
         return why + self._advice if images else why
 
@@ -384,7 +383,7 @@ class Sight:
         return await store.add_transitions(rows)
 
 
-def why_not_text(
+def text_rejection_reason(
     fields: Mapping[str, Json], messages: Sequence[Mapping[str, Json]], policy: str, role: str
 ) -> str:
     """Explain why `policy` cannot be trained on a prompt; empty if it is text."""

@@ -1,6 +1,6 @@
-"""What a policy server sends: the body or the events of a response, its tokens, and its failures.
+"""A policy server's response: its body or events, its tokens, and its failures.
 
-Fields that the agent did not ask for are removed, so the agent sees the same as with the real API.
+Fields that the agent did not request are removed, so the agent sees the same as with the real API.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from agentrl.runners.dialects.conversation import ToolCalls
+from agentrl.core.types import Json, Transition, float32, int32
+from agentrl.runners.apis.chat import ToolCalls
 from agentrl.runners.gateway.refusals import MALFORMED, UpstreamError, error_in, malformed
 from agentrl.runners.gateway.request import Fields, ModelRequest, forwarded, storable, value
-from agentrl.types import Json, Transition, float32, int32
 
 if TYPE_CHECKING:
     from agentrl.runners.gateway.upstream import Route, SentCall
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Headers = Mapping[str, str]
 # A translation reads more of a completion than parsing checks, so it may fail at either's fault.
 NO_TRANSLATION = "cannot be translated; if it is a valid completion, this is a bug of agentrl"
-LONGEST_REFUSAL = 500  # bytes kept of a refusal
+MAX_REFUSAL_LENGTH = 500  # bytes kept of a refusal
 SPANS = "agentrl_spans"  # choice field: (first token, version), if several versions sampled it
 LARGEST_ANSWER = 64 * 2**20  # bytes of a response that is not streamed, or of one event
 LARGEST_STREAM = 4 * LARGEST_ANSWER  # bytes of all events of a stream
@@ -99,14 +99,14 @@ class SampledChoice:
     message: dict[str, Json] = field(default_factory=dict)
     finish: str | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
-    doubt: str = ""  # why its tokens are not known exactly
+    inexact: str = ""  # why its tokens are not known exactly
     calls: ToolCalls | None = None  # of a stream, once a part has one
 
     @property
     def exact(self) -> bool:
         """Whether the prompt and each sampled token with its log-prob are known."""
         counted = len(self.tokens) == len(self.logprobs)
-        return self.has_token_ids and bool(self.prompt) and counted and not self.doubt
+        return self.has_token_ids and bool(self.prompt) and counted and not self.inexact
 
     @property
     def has_content(self) -> bool:
@@ -124,7 +124,7 @@ class SampledChoice:
         try:
             logprobs = _logprobs.decode(data.get("logprobs", b"null"))
         except msgspec.DecodeError as error:  # null for a token, or a list, from some servers
-            self.doubt = self.doubt or f"its log-probs are not readable: {error}"
+            self.inexact = self.inexact or f"its log-probs are not readable: {error}"
         else:
             if logprobs is not None:
                 self.logprobs.extend(logprobs.token_logprobs or ())
@@ -177,7 +177,7 @@ def _joined(so_far: Json, more: Json) -> Json:
 class ModelResponse:
     """A response under assembly, from one part or from the chunks of a stream."""
 
-    doubt: str = ""  # why its tokens are not those that the model sampled
+    inexact: str = ""  # why its tokens are not those that the model sampled
     choices: dict[int, SampledChoice] = field(default_factory=dict)
     prompt: array[int] = field(default_factory=int32)
 
@@ -206,13 +206,13 @@ class ModelResponse:
             if not begun:
                 raise
             for choice in self.choices.values():
-                choice.doubt = choice.doubt or f"its token ids are not readable: {error}"
+                choice.inexact = choice.inexact or f"its token ids are not readable: {error}"
         about = [choice for choice, _ in touched] or self.choices.values()
         return any(choice.finish for choice in about)
 
     def _choice(self, index: int) -> SampledChoice:
         if index not in self.choices:
-            self.choices[index] = SampledChoice(doubt=self.doubt)
+            self.choices[index] = SampledChoice(inexact=self.inexact)
         return self.choices[index]
 
     def cut(self, finish: str) -> None:
@@ -379,7 +379,7 @@ class Delivery:
                 await self.send(opening + shown, headers)
                 opening = b""
         if not response.complete:
-            said = last[:LONGEST_REFUSAL].decode(errors="replace")
+            said = last[:MAX_REFUSAL_LENGTH].decode(errors="replace")
             raise malformed(route, f"half a stream, and last {said}")
         if translation is not None:
             held.append(translation.end())

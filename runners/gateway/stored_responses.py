@@ -1,5 +1,5 @@
-"""What OpenAI's server keeps of the Responses API, for the time of one attempt: responses and their
-items, conversations, and compactions.
+"""The routes of the translated APIs (see `apis`), and what the Responses API keeps: responses and
+their items, conversations, and compactions, for the time of one attempt.
 
 An attempt sees only its own, and its end forgets them. A compaction is a call of the policy like
 any other, recorded and trained: its answer is the text of the compaction item, which the next
@@ -10,7 +10,7 @@ Source: https://platform.openai.com/docs/api-reference/responses and /conversati
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -18,26 +18,119 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from aiohttp import web
 
-from agentrl.base.http_server import read_body
-from agentrl.runners.dialects import UntranslatableError, base
-from agentrl.runners.dialects.base import Dialect
-from agentrl.runners.dialects.conversation import Body, ConversationMemory
+from agentrl.core.http import read_body
+from agentrl.core.types import INSTRUCTION_ROLES, Json
+from agentrl.runners.apis import base, common, google, messages, responses
+from agentrl.runners.apis.base import Dialect, UntranslatableError
+from agentrl.runners.apis.chat import Body, ConversationMemory
 from agentrl.runners.gateway.attribution import CallOrigin
-from agentrl.runners.gateway.refusals import RefusedError
-from agentrl.runners.gateway.translated import count_tokens
-from agentrl.runners.translation import common, responses
-from agentrl.types import Json
+from agentrl.runners.gateway.prompt_size import RefusedPromptError, prompt_size
+from agentrl.runners.gateway.refusals import RefusedError, UpstreamError, translate_error
+from agentrl.runners.gateway.upstream import Route
 
 if TYPE_CHECKING:
-    from agentrl.runners.gateway.endpoints import Endpoints
+    from agentrl.runners.gateway.server import Endpoints
 
-MOST_BYTES = 64 * 2**20  # of the items of an attempt's conversations, as JSON
+
+NOTHING: Mapping[str, Json] = {}
+
+
+async def answer_responses(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    return await endpoints.call(responses.DIALECT, caller, request)
+
+
+async def no_websocket(request: web.Request) -> web.StreamResponse:
+    """Refuse a websocket at once; the agent then falls back to POST."""
+    raise RefusedError(426, "no_websocket", "there are no websockets here; POST the call instead")
+
+
+async def answer_messages(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    return await endpoints.call(messages.DIALECT, caller, request)
+
+
+async def count_messages(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    """https://docs.anthropic.com/en/api/messages-count-tokens"""
+    count = partial(count_tokens, endpoints, caller, request, messages.DIALECT)
+    return await count(messages.prompt_of, "input_tokens")
+
+
+def anthropic_models(names: Sequence[str]) -> Body:
+    """https://docs.anthropic.com/en/api/models-list"""
+    about = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
+    ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
+    data = [{"id": name, "display_name": name} | about for name in names]
+    return {"has_more": False} | ends | {"data": data}
+
+
+async def answer_google(
+    endpoints: Endpoints, caller: CallOrigin, request: web.Request
+) -> web.StreamResponse:
+    """Call a method of Google's API, whose path names the model."""
+    model, verb = request.match_info["model"], request.match_info["verb"]
+    stream = verb == "streamGenerateContent"
+    dialect = google.dialect(model, stream=stream)
+    if verb == "countTokens":
+        prompt_of = partial(google.prompt_of, model=model)
+        return await count_tokens(endpoints, caller, request, dialect, prompt_of, "totalTokens")
+    if verb not in ("generateContent", "streamGenerateContent"):
+        raise UntranslatableError(
+            verb, "there is generateContent, streamGenerateContent and countTokens", status=404
+        )
+    if stream and request.query.get("alt") != "sse":
+        raise UntranslatableError("alt", "a stream is sent as events only; add ?alt=sse")
+    return await endpoints.call(dialect, caller, request)
+
+
+async def count_tokens(
+    endpoints: Endpoints,
+    caller: CallOrigin,
+    request: web.Request,
+    dialect: Dialect,
+    prompt_of: Callable[[Body, ConversationMemory], Body],
+    field: str,
+    *,
+    about: Mapping[str, Json] = NOTHING,
+) -> web.StreamResponse:
+    """Count a request's prompt tokens as rendered by the policy server. `prompt_of` converts it to
+    a chat completion request; `field`: name of the count in the response, next to `about`."""
+    raw, upstream = await read_body(request), endpoints.upstream
+    memory = caller.active.memory
+    chat = prompt_of(msgspec.json.decode(raw, type=Body), memory)
+    chat["messages"], _ = memory.recall(chat["messages"], joined=True)
+
+    async def once(route: Route) -> web.StreamResponse:
+        asked = chat | {"messages": await upstream.adapt(route, chat["messages"])}
+        try:
+            size = await prompt_size(upstream, route, asked, request.headers)
+        except RefusedPromptError as error:
+            words = translate_error(dialect, error.status, error.words)
+            return web.Response(status=error.status, body=words, content_type="application/json")
+        except (LookupError, UpstreamError) as error:
+            if isinstance(error, UpstreamError) and not (route.frozen and error.final):
+                raise
+            why = f"the endpoint {route.policy!r} does not tell how many tokens a prompt has"
+            why = f"{why}; estimate it, or leave it out"
+            raise RefusedError(404, "not_counted", why) from None
+        return web.json_response({**about, field: size.count})
+
+    return await endpoints.unrecorded(
+        caller, raw, str(chat.get("model") or ""), "count_tokens", once
+    )
+
+
+MAX_BYTES = 64 * 2**20  # of the items of an attempt's conversations, as JSON
 PAGE, LARGEST_PAGE = 20, 100  # items
 # Beginning of the ids of items, by type; others begin with "item".
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "compaction": "cmp"}
 PREFIXES |= {"custom_tool_call": "ctc", "function_call_output": "fco"}
 # Messages that a compaction keeps word for word.
-KEPT = ("user", "system", "developer")
+KEPT = ("user", *INSTRUCTION_ROLES)
 SUMMARIZE = (
     "Summarize the conversation so far for yourself: from now on you have your summary in place of"
     " everything but the user's own messages. Say what the goal is, what was done and found out,"
@@ -187,8 +280,8 @@ class Conversation:
     def refuse_if_full(self, more: int = 0) -> None:
         """Refuse a request that would add `more` bytes to what the attempt's conversations hold."""
         all = self.memory.kept["conversations"].values()
-        if sum(one.size for one in all) + more > MOST_BYTES:
-            why = f"the conversations of this attempt hold at most {MOST_BYTES} bytes; delete one"
+        if sum(one.size for one in all) + more > MAX_BYTES:
+            why = f"the conversations of this attempt hold at most {MAX_BYTES} bytes; delete one"
             raise RefusedError(413, "conversations_full", f"{why}, or some of its items")
 
 
@@ -337,14 +430,16 @@ def _page(request: web.Request, items: list[Body]) -> web.Response:
     _refuse_unknown(request, "after", "limit", "order")
     limit, order = request.query.get("limit", f"{PAGE}"), request.query.get("order", "desc")
     if not limit.isdecimal() or not 0 < int(limit) <= LARGEST_PAGE:
-        raise UntranslatableError("limit", f"{limit!r:.80} is no number from 1 to {LARGEST_PAGE}")
+        raise UntranslatableError(
+            "limit", f"{limit!r:.80} is not a number from 1 to {LARGEST_PAGE}"
+        )
     if order not in ("asc", "desc"):
         raise UntranslatableError("order", f"{order!r:.80} is neither asc nor desc")
     found = items if order == "asc" else items[::-1]
     if after := request.query.get("after"):
         at = next((i for i, item in enumerate(found) if item.get("id") == after), None)
         if at is None:
-            raise UntranslatableError("after", f"{after!r:.80} is no item of this list")
+            raise UntranslatableError("after", f"{after!r:.80} is not an item of this list")
         found = found[at + 1 :]
     return _list(found[: int(limit)], more=len(found) > int(limit))
 

@@ -1,40 +1,115 @@
-"""Probes which message roles a policy's chat template renders, and adapts messages to them.
+"""Roles: those of calls, by the rules of `[[roles.match]]` and harness presets, and those of
+messages that a policy's chat template renders.
+
+A coding harness makes calls besides the agent's own: titles, summaries, commit messages, calls of
+sub-agents. Harnesses have no common way to mark them, so rules do.
 
 Templates silently drop roles that they do not know, and the policy would be trained on a prompt
-without its instructions. The policy server renders prompts, so it is asked to tokenize probes: a
-text is in the prompt if it makes it longer. Invariant: messages that a template renders are sent
-unchanged; texts that it renders in no role are refused.
+without its instructions. The policy server renders prompts, so it tokenizes probes: a text is in
+the prompt if it makes it longer. Invariant: messages that a template renders are sent unchanged;
+texts that it renders in no role are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from typing import Any
 
+import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
-from agentrl.base.processes import log_phase
-from agentrl.runners.dialects.base import UntranslatableError, joined
-from agentrl.runners.dialects.conversation import Body
+from agentrl.core.config import RoleRule
+from agentrl.core.processes import log_phase
+from agentrl.core.types import INSTRUCTION_ROLES, Json
+from agentrl.runners.apis.base import UntranslatableError, joined
+from agentrl.runners.apis.chat import Body
+from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.prompt_size import RefusedPromptError, prompt_size
 from agentrl.runners.gateway.refusals import UpstreamError
+from agentrl.runners.gateway.request import ModelRequest, value
 from agentrl.runners.gateway.upstream import Messages, Route, Upstream
+
+
+class RoleRules(Feature):
+    """The feature: calls without a role get that of the first rule that they match."""
+
+    def __init__(self, rules: Sequence[RoleRule]) -> None:
+        self._rules = rules
+
+    def join(self, active: ActiveAttempt) -> None:
+        if self._rules:
+            active.changes.append(self._with_role)
+
+    def _with_role(self, call: ReceivedCall) -> ReceivedCall:
+        if call.caller.role is not None:
+            return call
+        role = role_of_request(self._rules, call.request, call.http.headers, call.raw)
+        return replace(call, caller=call.caller._replace(role=role))
+
+
+def role_of_request(
+    rules: Sequence[RoleRule], request: ModelRequest, headers: Mapping[str, str], raw: bytes
+) -> str | None:
+    """Return the role of the first matching rule, or None; `raw`: the body that the agent sent."""
+    body = cache(partial(msgspec.json.decode, raw, type=dict[str, Any]))  # 80 kB; few rules need it
+    return next((rule.role for rule in rules if _holds(rule, request, headers, body)), None)
+
+
+def _holds(
+    rule: RoleRule,
+    request: ModelRequest,
+    headers: Mapping[str, str],
+    body: Callable[[], dict[str, Any]],
+) -> bool:
+    form = value(request.fields, "response_format")
+    leading = next((m for m in request.messages if m.get("role") in INSTRUCTION_ROLES), {})
+    last = request.messages[-1] if request.messages else {}
+    said = _texts(last)[-1] if last.get("role") == "user" else ""
+    return (
+        all(k in headers and fnmatchcase(headers[k], v) for k, v in rule.header.items())
+        and rule.tools in (None, bool(request.tools))
+        and rule.schema in (None, isinstance(form, dict) and form.get("type") == "json_schema")
+        and fnmatchcase(request.model, rule.model or "*")
+        and fnmatchcase(_texts(leading)[0], f"{rule.system}*")
+        and fnmatchcase(said, f"{rule.prompt}*")
+        and all(_field_matches(body(), key, pattern) for key, pattern in rule.field.items())
+    )
+
+
+def _texts(message: Mapping[str, Json]) -> list[str]:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    found = (part.get("text") for part in parts if isinstance(part, dict))
+    return [text for text in found if isinstance(text, str)] or [""]
+
+
+def _field_matches(body: Json, key: str, pattern: str) -> bool:
+    for name in key.split("."):
+        if not isinstance(body, dict) or name not in body:
+            return False
+        body = body[name]
+    text = body if isinstance(body, str) else msgspec.json.encode(body).decode()
+    return fnmatchcase(text, pattern)
+
 
 log = logging.getLogger("agentrl.runner")
 Count = Callable[[Messages], Awaitable[int | None]]  # prompt tokens; None: messages refused
 WORDS = [str(number) for number in range(100, 164)]  # each at least one token in any tokenizer
-INSTRUCTIONS = ("system", "developer")
 USER, CALL = {"role": "user", "content": "1"}, {"name": "f", "arguments": "{}"}
 CALLS = [{"id": "call_1", "type": "function", "function": CALL}]
 CALLED: Body = {"role": "assistant", "content": None, "tool_calls": CALLS}
 
 # Kind of text -> functions that put a text of this kind into a probe conversation.
 LEADING, LATER = "instructions at the beginning", "instructions after the beginning"
-BESIDE, RESULT = "text beside a tool call", "the result of a tool"
+NEXT_TO_CALL, RESULT = "text beside a tool call", "the result of a tool"
 PROBES: dict[str, list[Callable[[str], Messages]]] = {
     LEADING: [
         lambda said: [_by("developer", said), _by("developer", "1"), USER],
@@ -45,7 +120,7 @@ PROBES: dict[str, list[Callable[[str], Messages]]] = {
         lambda said: [USER, _by("developer", said), USER],
         lambda said: [USER, _by("system", said), USER],
     ],
-    BESIDE: [lambda said: [USER, CALLED | {"content": said}, _result("1"), USER]],
+    NEXT_TO_CALL: [lambda said: [USER, CALLED | {"content": said}, _result("1"), USER]],
     RESULT: [lambda said: [USER, CALLED, _result(said), USER]],
 }
 
@@ -64,7 +139,9 @@ class PromptRule:
         if self == PromptRule():
             return messages
         roles = [message.get("role") for message in messages]
-        start = next((i for i, role in enumerate(roles) if role not in INSTRUCTIONS), len(roles))
+        start = next(
+            (i for i, role in enumerate(roles) if role not in INSTRUCTION_ROLES), len(roles)
+        )
         made = messages[:start]
         if self.leading and roles[:start] not in ([], [self.leading]):
             parts = [_text(message, index) for index, message in enumerate(made)]
@@ -78,18 +155,18 @@ class PromptRule:
                 )
             if index >= start and self.later and what == LATER:
                 message = message | {"role": self.later}
-            if index >= start and self.split and what == BESIDE:
+            if index >= start and self.split and what == NEXT_TO_CALL:
                 made.append({k: v for k, v in message.items() if k != "tool_calls"})
                 message = message | {"content": None}
             made += [message] if index >= start else []
         return made
 
     def describe(self) -> str:
-        said = [f"{LEADING} become one {self.leading} message"] if self.leading else []
-        said += [f"{LATER} become {self.later} messages"] if self.later else []
-        said += [f"{BESIDE} becomes a message before it"] if self.split else []
-        said += [f"{what} is refused" for what in sorted(self.lost)]
-        return "; ".join(said) or "all roles as they are sent"
+        changes = [f"{LEADING} become one {self.leading} message"] if self.leading else []
+        changes += [f"{LATER} become {self.later} messages"] if self.later else []
+        changes += [f"{NEXT_TO_CALL} becomes a message before it"] if self.split else []
+        changes += [f"{what} is refused" for what in sorted(self.lost)]
+        return "; ".join(changes) or "all roles as they are sent"
 
 
 class ChatTemplates(Feature):
@@ -132,7 +209,7 @@ async def find_rule(count: Count, policy: str) -> PromptRule:
     """Find the rule of a policy from its server's counts of prompt tokens."""
 
     async def shows(probe: Callable[[str], Messages], rule: PromptRule) -> bool:
-        rule = replace(rule, lost=frozenset())
+        rule = dataclasses.replace(rule, lost=frozenset())
         long, short = [await count(rule.apply(probe(said))) for said in (" ".join(WORDS), "1")]
         return long is not None and short is not None and long - short >= len(WORDS) // 2
 
@@ -140,7 +217,7 @@ async def find_rule(count: Count, policy: str) -> PromptRule:
         for each in rules:
             if all([await shows(probe, each) for probe in PROBES[what]]):
                 return each
-        return replace(rules[0], lost=rules[0].lost | {what})
+        return dataclasses.replace(rules[0], lost=rules[0].lost | {what})
 
     rule = PromptRule()
     if not await shows(lambda said: [_by("user", said)], rule):
@@ -148,21 +225,25 @@ async def find_rule(count: Count, policy: str) -> PromptRule:
             "policy %s: its tokenizer does not tell which messages its prompts show", policy
         )
         return rule
-    rule = await first(LEADING, *(replace(rule, leading=role) for role in ("", "system", "user")))
-    rule = await first(LATER, *(replace(rule, later=role) for role in ("", "system", "user")))
-    rule = await first(BESIDE, rule, replace(rule, split=True))
+    rule = await first(
+        LEADING, *(dataclasses.replace(rule, leading=role) for role in ("", "system", "user"))
+    )
+    rule = await first(
+        LATER, *(dataclasses.replace(rule, later=role) for role in ("", "system", "user"))
+    )
+    rule = await first(NEXT_TO_CALL, rule, dataclasses.replace(rule, split=True))
     rule = await first(RESULT, rule)
-    say = log.info if rule == PromptRule() else partial(log_phase, log)
-    say(f"messages to policy {policy}: {rule.describe()}")
+    report = log.info if rule == PromptRule() else partial(log_phase, log)
+    report(f"messages to policy {policy}: {rule.describe()}")
     return rule
 
 
 def _what(message: Body, leading: bool) -> str:
-    if message.get("role") in INSTRUCTIONS:
+    if message.get("role") in INSTRUCTION_ROLES:
         return LEADING if leading else LATER
     if message.get("role") == "tool":
         return RESULT
-    return BESIDE if message.get("tool_calls") and message.get("content") else ""
+    return NEXT_TO_CALL if message.get("tool_calls") and message.get("content") else ""
 
 
 def _by(role: str, said: str) -> Body:

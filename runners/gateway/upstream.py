@@ -1,4 +1,4 @@
-"""Which server answers a call, and the HTTP client that asks it.
+"""The servers that answer calls: the router of a role to a server, and the HTTP client.
 
 The rollout's seats, then the run file's table of roles map a role to a policy; for a role in
 neither, the requested model name decides. Seats can also replace one policy by another. A call is
@@ -27,15 +27,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import aiohttp
 from msgspec import Struct
 
-from agentrl.base.access import read_sent_key
-from agentrl.config import UpstreamConfig
-from agentrl.runners.dialects.conversation import Body
+from agentrl.core.access import read_sent_key
+from agentrl.core.config import UpstreamConfig
+from agentrl.core.types import ANY_ROLE, AUXILIARY_ROLE, PolicyVersion, Sampling, Transition
+from agentrl.runners.apis.chat import Body
 from agentrl.runners.gateway.refusals import RefusedError, UpstreamError, failure, is_failure
 from agentrl.runners.gateway.request import forwarded
 from agentrl.runners.gateway.response import read
-from agentrl.store.base import Store
-from agentrl.store.following import keep_reading
-from agentrl.types import ANY_ROLE, AUXILIARY_ROLE, PolicyVersion, Sampling, Transition
+from agentrl.store.base import Store, keep_reading
 
 if TYPE_CHECKING:
     from agentrl.runners.gateway.attribution import CallOrigin, CountedCall, ReceivedCall
@@ -128,10 +127,10 @@ class Router:
     async def _read(self) -> None:
         self.policies = await self.store.policies(self.run)
         self.read.set()
-        self.look_again()
+        self.refresh_routes()
 
-    def look_again(self) -> None:
-        """Let waiting calls look for their servers again: policies or seats have changed."""
+    def refresh_routes(self) -> None:
+        """Let waiting calls find their servers again: policies or seats have changed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -207,12 +206,12 @@ class Router:
         """Return the policy or endpoint of a role; None if neither seats nor run file map it."""
         return seats.get(role) or self.roles.get(role)
 
-    def why_not_served(self, role: str, seats: Seats) -> str:
+    def unserved_reason(self, role: str, seats: Seats) -> str:
         """Explain why `find` returns None at the moment."""
         name = self.policy_of_role(role, seats)
         if name is None or name in self.policies:
             return "no policy server was ready for this call"
-        return f"nobody serves the policy {name!r}, which plays the role {role!r} here"
+        return f"no server has the policy {name!r}, which plays the role {role!r} here"
 
 
 def _frozen(name: str, config: UpstreamConfig) -> Route:
@@ -298,7 +297,7 @@ class Upstream:
         while True:
             tries += 1
             if (route := self.router.find(model, role, seats)) is None:
-                active.failures[call.number] = self.router.why_not_served(role, seats)
+                active.failures[call.number] = self.router.unserved_reason(role, seats)
                 route = await self.router.route(model, role, seats)
             try:
                 value = await once(route)
@@ -329,7 +328,7 @@ class Upstream:
             )
         url = f"{route.base_url}/{api}"
         sent = forwarded(headers)
-        if body.startswith(b"{"):  # which wget and curl call a form unless told otherwise
+        if body.startswith(b"{"):  # which wget and curl call a form unless set otherwise
             sent["content-type"] = "application/json"
         if route.frozen:
             for name in PRIVATE:

@@ -1,4 +1,4 @@
-"""Runs an attempt as an OpenTelemetry trace: its id is the trace id of its spans and model calls.
+"""An attempt as an OpenTelemetry trace: its id is the trace id of its spans and model calls.
 
 Owns: the patches, applied once per process, of HTTP clients, threads and tracers; the logs belong
 to `attempt_log`.
@@ -23,11 +23,10 @@ from opentelemetry.context import Context as TraceContext
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.trace import ProxyTracerProvider, StatusCode
 
-from agentrl.base.span_names import DESCRIPTION, KIND, kind_of
+from agentrl.core.otlp import DESCRIPTION, KIND, kind_of
+from agentrl.core.types import Span
 from agentrl.runners.tracing import attempt_log, http_clients, langchain_steps, shared_servers
-from agentrl.runners.tracing.attempt_log import AttemptLog
-from agentrl.runners.tracing.roles import role
-from agentrl.types import Span
+from agentrl.runners.tracing.attempt_log import AttemptLog, role
 
 __all__ = ["KIND", "Tracing", "install", "records", "role"]
 

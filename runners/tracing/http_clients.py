@@ -1,4 +1,4 @@
-"""Adds the attempt to the requests of the HTTP clients httpx, httpx2, requests and aiohttp.
+"""Patches of HTTP clients, httpx, httpx2, requests and aiohttp, which add the attempt to requests.
 
 Requests inside an attempt carry its W3C `traceparent` and `baggage`, also those of clients created
 before `install`. OpenTelemetry's instrumentations do the same for 70 µs to 120 µs of CPU per call
@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from agentrl.runners.tracing import attempt_log, roles
+from agentrl.runners.tracing import attempt_log
 
 STATUS = "http.response.status_code"
 Send = Callable[..., Any]
@@ -93,7 +93,7 @@ def _call(method: str, url: Any, headers: Any) -> Iterator[dict[str, Any]]:
     with log.call(method, str(url), attributes) as call:
         if attached or "traceparent" not in headers:
             headers["traceparent"] = f"{ours}{call.id}-01"
-        items = [*filter(None, [headers.get("baggage")]), *roles.baggage_items(log, call)]
+        items = [*filter(None, [headers.get("baggage")]), *attempt_log.baggage_items(log, call)]
         if items:
             headers["baggage"] = ",".join(items)
         yield attributes

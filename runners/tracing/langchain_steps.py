@@ -1,7 +1,7 @@
-"""Records the steps of LangChain and LangGraph as spans, without their inputs and outputs.
+"""Steps of LangChain and LangGraph as spans, without their inputs and outputs.
 
 A callback handler logs name, kind, parent, times and success of agents, chains and tools; their
-texts are in the calls. OpenInference's instrumentation (`runner.framework_spans`) records the
+texts are in the calls. OpenInference's instrumentation (`instrument_frameworks`) records the
 texts too, for about a third more CPU.
 """
 
@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 from uuid import UUID
 
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing.attempt_log import AttemptLog, step_id
 
@@ -29,15 +29,16 @@ def install() -> None:
 
 
 def instrument_frameworks() -> None:
-    """Record LangChain and LangGraph steps with inputs and outputs, as OpenInference spans.
+    """Record LangChain and LangGraph steps with inputs and outputs, as OpenInference spans: for an
+    agent's module to call.
 
     Raises ConfigError if the instrumentation package is missing."""
     try:
         from openinference.instrumentation.langchain import LangChainInstrumentor
     except ImportError as error:
         raise ConfigError(
-            "runner.framework_spans needs the package openinference-instrumentation-langchain;"
-            " install it, or remove the setting"
+            "instrument_frameworks() needs the package openinference-instrumentation-langchain;"
+            " install it, or leave the call out"
         ) from error
     instrumentor = LangChainInstrumentor()
     if not instrumentor.is_instrumented_by_opentelemetry:

@@ -1,4 +1,4 @@
-"""Lets the requests of a server belong to no attempt, whoever started it.
+"""Servers shared by attempts, whose requests belong to no attempt.
 
 Python serves each connection in the context in which the server was started. A server that is
 started inside one attempt, such as a shared environment, an MCP server or a cache, also serves
@@ -63,7 +63,7 @@ def install() -> None:
     _patch(asyncio.Queue, "get_nowait", _get)
     _patch(queue.Queue, "put", _put)
     _patch(queue.Queue, "get", _get)
-    if find_spec("uvicorn"):  # also for what it starts beside requests: an application's workers
+    if find_spec("uvicorn"):  # also for what it starts besides requests: an application's workers
         _patch(import_module("uvicorn.server").Server, "serve", _async)
     if find_spec("uvloop"):
         loop = import_module("uvloop").Loop

@@ -1,4 +1,5 @@
-"""Removes the workspaces of a dead runner, once the pipe that the runner holds open is closed.
+"""The cleaner: removes the workspaces of a dead runner, once the pipe that the runner holds open is
+closed.
 
 A small process imports this module: import only the standard library here.
 """

@@ -1,4 +1,4 @@
-"""Runs a program that can connect to one port of this machine and write to one folder.
+"""The sandbox of a program that can connect to one port of this machine and write to one folder.
 
 Three processes: this one stays in the machine's network and forwards connections; the second owns
 the namespaces; the third is the init process of its PID namespace, starts the program and reaps its
@@ -86,7 +86,7 @@ def _isolate(spec: Confinement, argv: list[str], parent: socket.socket) -> int:
 
 
 def _limit_files(spec: Confinement) -> None:
-    """Make all files read-only but the folder and scratch space; make hidden paths look empty."""
+    """Make all files read-only but the folder and scratch space; make hidden paths appear empty."""
     shown = [path for path in (*spec["show"], spec["write"]) if os.path.isdir(path)]  # noqa: PTH112
     opened = {path: os.open(path, os.O_PATH) for path in shown}
     scratch = [path for path in SCRATCH if os.path.isdir(path)]  # noqa: PTH112

@@ -1,45 +1,66 @@
-"""Creates and removes workspaces: a folder with the agent's repository and a separate HOME.
+"""Workspaces as folders: the agent's repository and a separate HOME, its sandbox and its changes.
 
 Owns: a folder of this runner below `workspace.folder`, locked while the runner lives, with the
 templates and every workspace in it.
 Invariant: a workspace is removed when its attempt is over. If the runner is killed, its cleaner, a
 separate process, removes them, or else the next runner that starts.
+
+`Sandbox` builds the command line that confines a program to its workspace, by `workspace.sandbox`.
+An agent's changes are found without git, as the agent may control git's hooks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import fcntl
+import filecmp
+import io
 import logging
 import os
+import pwd
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from agentrl.base import threads
-from agentrl.config import RunConfig
-from agentrl.config.infrastructure import ContainerRunnerConfig
-from agentrl.errors import ConfigError
+import msgspec
+
+from agentrl.core import processes
+from agentrl.core.config import RunConfig
+from agentrl.core.config.agents import WorkspaceConfig
+from agentrl.core.config.infrastructure import ContainerRunnerConfig
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Json, Task
+from agentrl.runners.executors.command import (
+    Finished,
+    OutputPipe,
+    ProcessLauncher,
+    passed_environment,
+    private_folders,
+)
+from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import AgentPlace
-from agentrl.runners.processes.contract import passed_environment, private_folders
-from agentrl.runners.processes.launcher import Finished, OutputPipe, ProcessLauncher
-from agentrl.runners.processes.supervisor import ProcessSpec
-from agentrl.runners.workspace import cleaner, sources
-from agentrl.runners.workspace.base import WorkspaceError
-from agentrl.runners.workspace.changes import carry_over, diff, pack, unpack
-from agentrl.runners.workspace.sandbox import Sandbox
-from agentrl.runners.workspace.sources import Template, Templates, no_space_or
-from agentrl.types import Json, Task
+from agentrl.runners.workspace import cleaner, confine, sources
+from agentrl.runners.workspace.sources import (
+    Template,
+    Templates,
+    WorkspaceError,
+    change_owner,
+    no_space_or,
+)
 
 FOLDERS = ("home", "tmp", "io")
 Change = Callable[[Path], None]  # modifies the files of a repository
+MAKING = 60.0  # seconds in which a workspace is made, at most
 LARGEST_OUTPUT = 2**20  # bytes kept of each output of a test
 log = logging.getLogger("agentrl.runner")
 
@@ -120,7 +141,7 @@ class Workspaces:
         """Prepare the folder. Raises ConfigError if the source does not exist or the sandbox does
         not work on this machine."""
         try:
-            await threads.call(self._make_folder)
+            await processes.call(self._make_folder)
         except OSError as error:
             raise ConfigError(f"workspace.folder: {no_space_or(error, 'make')}") from None
         await self._launcher.start()
@@ -151,11 +172,11 @@ class Workspaces:
                 raise WorkspaceError(f"the task has no {key!r}, the source of its workspace")
             source = task[key]
         try:
-            async with asyncio.timeout(self.config.timeout):
+            async with asyncio.timeout(MAKING):
                 change = None if changed is None else partial(unpack, packed=changed)
                 return await self._copy_of(source, change)
         except TimeoutError:
-            message = f"a workspace was not ready after {self.config.timeout:g} s"
+            message = f"a workspace was not ready after {MAKING:g} s"
             raise WorkspaceError(message) from None
 
     async def copy(self, template: Template, change: Change | None) -> Workspace:
@@ -163,11 +184,11 @@ class Workspaces:
         and cancellation the copy is removed."""
         self._count += 1
         folder = self.folder / str(self._count)
-        copying = asyncio.ensure_future(threads.call(self._copy, template.folder, folder, change))
+        copying = asyncio.ensure_future(processes.call(self._copy, template.folder, folder, change))
         try:
             await asyncio.shield(copying)
         except BaseException:
-            await threads.uncancelled(_undo(copying, folder))
+            await processes.uncancelled(_undo(copying, folder))
             raise
         return Workspace(folder, template, self)
 
@@ -180,29 +201,29 @@ class Workspaces:
             raise
 
     async def remove(self, workspace: Workspace, *, failed: bool = False, name: str = "") -> None:
-        """Remove a workspace, or keep it if `workspace.keep` says so, even if cancelled."""
-        await threads.uncancelled(self._remove(workspace, failed, name))
+        """Remove a workspace, or keep it by `workspace.keep`, even if cancelled."""
+        await processes.uncancelled(self._remove(workspace, failed, name))
 
     async def _remove(self, workspace: Workspace, failed: bool, name: str) -> None:
         keep = self.config.keep
         if name and (keep == "always" or (keep == "failed" and failed)):
             kept = self._kept / name.replace("/", "_")
             try:
-                await threads.call(_move, workspace.folder, kept)
+                await processes.call(_move, workspace.folder, kept)
                 log.info("kept the workspace of %s in %s", name, kept)
             except OSError as error:
                 log.warning("the workspace of %s is not kept: %s", name, error)
         for folder in (workspace.folder, *workspace._copies):
-            await threads.call(cleaner.remove, folder)
+            await processes.call(cleaner.remove, folder)
         await self._templates.release(workspace.template)
 
     async def close(self) -> None:
         await self._launcher.close()
-        await threads.call(cleaner.remove, self.folder)
+        await processes.call(cleaner.remove, self.folder)
         for fd in self._open:
             os.close(fd)
         if self._cleaner is not None:
-            await threads.call(self._cleaner.wait)
+            await processes.call(self._cleaner.wait)
 
     async def run(
         self, workspace: Workspace, argv: Sequence[str], *, timeout: float, env: Mapping[str, str]
@@ -216,7 +237,9 @@ class Workspaces:
         )
         name, own = f"agentrl-{os.urandom(8).hex()}", {**workspace.place.env, **env}
         if isinstance(self._runner, ContainerRunnerConfig):
-            from agentrl.runners.containers.cli import enclosure  # the client of containers
+            from agentrl.runners.executors.container_engine import (
+                enclosure,  # the client of containers
+            )
 
             inside = enclosure(self._runner, name, str(workspace.folder), own)
             spec["argv"], spec["env"] = [*inside.prefix, *argv], passed_environment(inside.pass_env)
@@ -275,7 +298,7 @@ def _clear_if_dead(lock: Path) -> None:
 
 async def _undo(copying: asyncio.Future[None], folder: Path) -> None:
     await asyncio.wait([copying])
-    await threads.call(cleaner.remove, folder)
+    await processes.call(cleaner.remove, folder)
 
 
 def _move(folder: Path, kept: Path) -> None:
@@ -291,3 +314,183 @@ def _answers(config: RunConfig, root: Path) -> list[Path]:
     named += [*config.verifier.rewards.values(), *config.workspace.hide]
     files = [root / name.partition(":")[0] for name in named if name]
     return [*files, Path(config.output)] if config.output else files
+
+
+class Sandbox:
+    """`root`: the run file's folder, readable for programs except the `hidden` paths. `gateway`:
+    the only address that they can connect to."""
+
+    def __init__(
+        self, config: WorkspaceConfig, root: Path, gateway: str, hidden: Iterable[Path]
+    ) -> None:
+        self.kind, self._root = config.sandbox, str(root)
+        self.owner = _user(config.user) if self.kind == "user" else None
+        self.confines = self.kind in ("user", "unshare", "bubblewrap")
+        self._port, self._hidden = urlsplit(gateway).port or 0, [str(path) for path in hidden]
+
+    def command(self, folder: Path, works_in: Path, argv: Sequence[str]) -> list[str]:
+        """Return a command line that runs `argv` with write access to `folder` only."""
+        if not self.confines:
+            return list(argv)
+        spec = confine.Confinement(
+            folder=str(works_in),
+            port=self._port,
+            write=str(folder),
+            show=[self._root, *_interpreter()],
+            hide=self._hidden,
+            mounts=self.kind != "bubblewrap",
+            user=self.owner,
+        )
+        program = [sys.executable, "-I", "-S", confine.__file__, msgspec.json.encode(spec).decode()]
+        if self.kind == "bubblewrap":
+            program += self._bubblewrap(str(folder), str(works_in))
+        return [*program, *argv]
+
+    def give(self, folder: Path) -> None:
+        """Make the user of the programs the owner of a folder's files."""
+        change_owner(folder, self.owner)
+
+    def _bubblewrap(self, folder: str, works_in: str) -> list[str]:
+        argv = ["bwrap", "--die-with-parent", "--unshare-user", "--unshare-pid"]
+        argv += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+        for path in confine.SCRATCH:
+            argv += ["--tmpfs", path]
+        for path in (self._root, *_interpreter()):
+            argv += ["--ro-bind", path, path]
+        for path in filter(os.path.exists, self._hidden):
+            empty = os.path.isdir(path)  # noqa: PTH112
+            argv += ["--tmpfs", path] if empty else ["--ro-bind", os.devnull, path]
+        return [*argv, "--bind", folder, folder, "--chdir", works_in, "--"]
+
+
+def _interpreter() -> list[str]:
+    """Return this Python's folders that lie in scratch folders, hence would be hidden."""
+    prefixes = {sys.prefix, sys.base_prefix}
+    return [path for path in prefixes if any(Path(path).is_relative_to(s) for s in confine.SCRATCH)]
+
+
+def _user(name: str) -> tuple[int, int]:
+    try:
+        found = pwd.getpwnam(name)
+    except KeyError:
+        raise ConfigError(f"workspace.user = {name!r}: there is no such user here") from None
+    if os.getuid():
+        raise ConfigError("workspace.sandbox = 'user' needs a runner of root; use 'unshare'")
+    return found.pw_uid, found.pw_gid
+
+
+LARGEST_DIFFED_FILE = 2**20  # bytes of a file of which `diff` shows lines
+LARGEST_PACK = 4 * 2**20  # bytes of changed files that are stored until scoring
+NOT_COMPARED = {".git", "__pycache__", ".pytest_cache"}
+
+
+def changes(old: Path, new: Path) -> list[str]:
+    """List the names of files that were added, changed or deleted."""
+    before, after = files_of(old), files_of(new)
+    same = {name for name in before.keys() & after.keys() if _same(before[name], after[name])}
+    return sorted((before.keys() | after.keys()) - same)
+
+
+def diff(old: Path, new: Path) -> str:
+    """Return the changes as a unified diff; binary and large files only by name."""
+    parts, found = [], (files_of(old), files_of(new))  # excludes names that lead through links
+    for name in changes(old, new):
+        before, after = (_lines(files.get(name)) for files in found)
+        if before is None or after is None:
+            parts.append(f"Binary or large files a/{name} and b/{name} differ\n")
+            continue
+        lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
+        parts += [line if line.endswith("\n") else f"{line}\n" for line in lines]
+    return "".join(parts)
+
+
+def carry_over(old: Path, new: Path, copy: Path) -> None:
+    """Apply the changes from `old` to `new` to `copy`, a copy of `old`."""
+    changed, after = changes(old, new), files_of(new)
+    _delete(copy, changed)
+    for name in changed:
+        if name in after:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(after[name], copy / name, follow_symlinks=False)
+
+
+def pack(old: Path, new: Path) -> bytes:
+    """Pack the changes in an archive: the names of changed files, then those that still exist.
+    Raises WorkspaceError if they cannot be read or are too large."""
+    try:
+        changed, after = changes(old, new), files_of(new)
+        left = {name: after[name] for name in changed if name in after}
+        if (size := sum(file.lstat().st_size for file in left.values())) > LARGEST_PACK:
+            raise WorkspaceError(f"its changed files have {size} bytes, over {LARGEST_PACK}")
+        buffer, names = io.BytesIO(), "\0".join(changed).encode(errors="surrogateescape")
+        with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
+            head = tarfile.TarInfo("changed")
+            head.size = len(names)
+            archive.addfile(head, io.BytesIO(names))
+            for name, file in left.items():
+                archive.add(file, name, recursive=False)
+        return buffer.getvalue()
+    except OSError as error:
+        raise no_space_or(error, "read") from None
+
+
+def unpack(copy: Path, packed: bytes) -> None:
+    """Apply the changes of `pack` to a copy of the original folder."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            head, *files = archive.getmembers()
+            names = archive.extractfile(head)
+            assert names is not None
+            _delete(copy, names.read().decode(errors="surrogateescape").split("\0"))
+            if hasattr(tarfile, "tar_filter"):
+                archive.extractall(copy, files, filter="tar")
+            else:  # Python before 3.11.4; names of `files_of` lead nowhere else
+                archive.extractall(copy, files)
+    except OSError as error:
+        raise no_space_or(error, "copy") from None
+
+
+def _delete(copy: Path, changed: list[str]) -> None:
+    """Delete changed files, existing ones first: then no name leads through a link of the agent."""
+    known = files_of(copy)
+    for name in changed:
+        if name in known:
+            known[name].unlink()
+    for name in changed:
+        if (folder := copy / name).is_dir():  # a file has taken its place
+            cleaner.remove(folder)
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Map names to paths of the files and links below a folder."""
+    found = {}
+    for parent, folders, names in os.walk(folder):
+        links = [name for name in folders if Path(parent, name).is_symlink()]
+        folders[:] = [name for name in folders if name not in NOT_COMPARED]
+        for name in (*names, *links):
+            path = Path(parent, name)
+            if path.is_symlink() or path.is_file():  # no pipes, which would block a reader
+                found[str(path.relative_to(folder))] = path
+    return found
+
+
+def _same(one: Path, other: Path) -> bool:
+    if one.is_symlink() or other.is_symlink():
+        return one.is_symlink() and other.is_symlink() and one.readlink() == other.readlink()
+    if one.stat().st_mode != other.stat().st_mode:
+        return False
+    return filecmp.cmp(one, other, shallow=False)
+
+
+def _lines(file: Path | None) -> list[str] | None:
+    """Return the lines of a file, none if it does not exist; None if it is large or not text."""
+    if file is None:
+        return []
+    if file.is_symlink():
+        return [f"-> {file.readlink()}\n"]
+    if file.stat().st_size > LARGEST_DIFFED_FILE:
+        return None
+    try:
+        return file.read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError:
+        return None

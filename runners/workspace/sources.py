@@ -1,5 +1,8 @@
-"""Templates of workspaces. Each source becomes a template once per runner: a git repository with a
-single commit, which hides all commits after the revision."""
+"""Sources of workspaces: the protocols of a source and of a workspace, and templates.
+
+Each source becomes a template once per runner: a git repository with a single commit, which hides
+all commits after the revision.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,52 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
 
 import msgspec
 
-from agentrl.base import threads
+from agentrl.core import processes
+from agentrl.core.errors import AgentRLError
+from agentrl.core.types import Json, Task
+from agentrl.runners.gateway.attribution import AgentPlace
 from agentrl.runners.workspace import cleaner
-from agentrl.runners.workspace.base import WorkspaceError
-from agentrl.types import Json
 
-MOST_TEMPLATES = 64  # cached templates; those in use are never evicted
+
+class WorkspaceError(AgentRLError):
+    """A workspace cannot be created, copied or written to. The message is one sentence."""
+
+
+class AttemptWorkspace(Protocol):
+    """The files of one attempt; verifiers get it as `workspace`."""
+
+    @property
+    def place(self) -> AgentPlace:
+        """The working environment of the agent's process."""
+
+    def diff(self) -> str:
+        """Return the agent's changes as a unified diff."""
+
+    def packed(self) -> bytes:
+        """Pack the agent's changes for `WorkspaceSource.prepare`. Raises WorkspaceError."""
+
+
+class WorkspaceSource(Protocol):
+    """Creates the workspaces of a run."""
+
+    async def start(self) -> None:
+        """Raise ConfigError for problems that the user can correct."""
+
+    async def prepare(self, task: Task, changed: bytes | None = None) -> AttemptWorkspace:
+        """Create a workspace, with the changes of `AttemptWorkspace.packed`, if any. Raises
+        WorkspaceError."""
+
+    async def remove(self, workspace: Any, *, failed: bool = False, name: str = "") -> None:
+        """Remove a workspace, even if cancelled. `failed` and `name`: of its attempt."""
+
+    async def close(self) -> None: ...
+
+
+MAX_TEMPLATES = 64  # cached templates; those in use are never evicted
 GIT_TIMEOUT = 300.0  # seconds
 # Excludes the user's own git settings, hooks and filters.
 GIT = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
@@ -62,7 +102,7 @@ class Templates:
     async def release(self, template: Template) -> None:
         template.users -= 1
         for key, task in list(self._building.items())[
-            : max(0, len(self._building) - MOST_TEMPLATES)
+            : max(0, len(self._building) - MAX_TEMPLATES)
         ]:
             if self._building.get(key) is not task or not task.done():  # a concurrent release
                 continue
@@ -70,12 +110,12 @@ class Templates:
                 del self._building[key]
             elif not (unused := task.result()).users:
                 del self._building[key]
-                await threads.call(partial(cleaner.remove, unused.folder))
+                await processes.call(partial(cleaner.remove, unused.folder))
 
 
 async def _template(work: partial[None], folder: Path) -> Template:
     try:
-        await threads.call(work)
+        await processes.call(work)
     except BaseException:
         cleaner.remove(folder)
         raise

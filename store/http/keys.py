@@ -1,4 +1,4 @@
-"""Bearer keys with scope, run and expiry; and the permission to write to an attempt.
+"""Keys of a served store, with scope, run and expiry, and the permission to write to an attempt.
 
 Keys are compared in constant time and never printed. Among callers with a runner key, only the one
 that claimed an attempt may write to it, identified by a random secret in the header
@@ -20,17 +20,17 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.errors import ConfigError, Forbidden, Invalid
+from agentrl.core.errors import ConfigError, Forbidden, Invalid
 from agentrl.store.base import Store
 from agentrl.store.http.wire import CLAIM_SECRET, KeyScope
-from agentrl.store.limits import check_ids
+from agentrl.store.rows import check_ids
 from agentrl.store.sql.store import SqlStore
 
 VARIABLE = "AGENTRL_STORE_KEYS"
 SHORTEST_KEY = 8  # characters
 SHORTEST_SECRET = 16  # bytes
 KEYS_LOOK_PAUSE = 1.0  # seconds between checks whether a key file has changed
-MOST_ATTEMPTS_CACHED = 65_536  # cached attempts
+MAX_ATTEMPTS_CACHED = 65_536  # cached attempts
 ATTEMPTS: dict[str, Callable[[dict[str, Any]], Iterable[str]]] = {
     "heartbeat": lambda arguments: arguments["attempts"],
     "finish": lambda arguments: (row.attempt for row in arguments["outcomes"]),
@@ -206,7 +206,7 @@ class Claims:
         found = {id: self._known[id] for id in attempts & self._known.keys()}
         if unknown := attempts - found.keys():
             new = await self._store.claims(sorted(unknown))
-            if len(self._known) > MOST_ATTEMPTS_CACHED:
+            if len(self._known) > MAX_ATTEMPTS_CACHED:
                 self._known.clear()
             self._known |= new
             found |= new

@@ -1,30 +1,36 @@
-"""Runs the store's server: one event loop in each of its processes, until SIGTERM."""
+"""`agentrl store serve`: one event loop in each of the server's processes, until SIGTERM.
+
+Further processes use further cores. All accept connections from one listening socket. Each opens
+the store itself: what they share is in its database. A worker that ends is started again; all end
+with the process that owns them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import multiprocessing
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.process import BaseProcess
 
-from agentrl.asgi import server as asgi_server
-from agentrl.asgi.server import AsgiServer, run_loop
-from agentrl.base.access import is_loopback_host
-from agentrl.base.processes import seal
-from agentrl.errors import AgentRLError, ConfigError, StoreError, user_message
+from agentrl.core import asgi as asgi_server
+from agentrl.core.access import is_loopback_host
+from agentrl.core.asgi import AsgiServer, run_loop
+from agentrl.core.errors import AgentRLError, ConfigError, StoreError, user_message
+from agentrl.core.processes import seal
 from agentrl.store.base import Store
 from agentrl.store.http.keys import VARIABLE, KeyFile, Keys
 from agentrl.store.http.server import StoreApp
-from agentrl.store.http.workers import Workers, end_with_parent
 from agentrl.store.sql.maintenance import limits
 from agentrl.store.sql.store import SqlStore
-
-log = logging.getLogger("agentrl.store")
 
 
 def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
@@ -71,7 +77,6 @@ def run(
     port: int,
     keys: Keys | KeyFile,
     *,
-    largest: int,
     retention: Retention | None = None,
     processes: int = 1,
 ) -> None:
@@ -90,19 +95,17 @@ def run(
                 if isinstance(opened, SqlStore):  # runners could not renew leases meanwhile
                     await opened.extend_leases()
                 if processes > 1:
-                    work = partial(run_worker, store, keys, largest)
+                    work = partial(run_worker, store, keys)
                     await stack.enter_async_context(Workers(processes - 1, work, listening))
                 if retention is not None:
                     keeping = asyncio.create_task(retention.keep(opened))
                     stack.push_async_callback(ended, keeping)
-                await serve(StoreApp(opened, keys, largest=largest), listening, ready)
+                await serve(StoreApp(opened, keys), listening, ready)
 
         run_loop(main())
 
 
-def run_worker(
-    store: Callable[[], Store], keys: Keys | KeyFile, largest: int, listening: socket.socket
-) -> None:
+def run_worker(store: Callable[[], Store], keys: Keys | KeyFile, listening: socket.socket) -> None:
     """Serve as one of several processes, until SIGTERM or the end of the one that started it."""
     seal()
 
@@ -111,7 +114,7 @@ def run_worker(
 
     async def main() -> None:
         async with store() as opened:
-            await serve(StoreApp(opened, keys, largest=largest), listening, ready)
+            await serve(StoreApp(opened, keys), listening, ready)
 
     try:
         run_loop(main())
@@ -123,3 +126,73 @@ def run_worker(
 async def ended(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait((task,))
+
+
+SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the store's connections and locks
+LOOK_PAUSE = 1.0  # seconds between two looks at the workers
+LONGEST_LOOK_PAUSE = 60.0  # the same while they end at once, as without their database
+END_PATIENCE = 15.0  # seconds for workers to finish their calls, before they are killed
+
+
+log = logging.getLogger("agentrl.store")
+
+
+class Workers(AbstractAsyncContextManager["Workers"]):
+    """Runs `work(listening)` in n processes, from `async with` until its end. `work` must be
+    picklable, and call `end_with_parent` on its event loop."""
+
+    def __init__(self, n: int, work: Callable[[socket.socket], None], listening: socket.socket):
+        self._n, self._work, self._listening = n, work, listening
+        self._running: list[BaseProcess] = []
+
+    async def __aenter__(self) -> Workers:
+        self._running += (self._start() for _ in range(self._n))
+        self._keeping = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._keeping.cancel()
+        await asyncio.wait((self._keeping,))
+        for process in self._running:
+            process.terminate()
+        deadline = time.monotonic() + END_PATIENCE
+        for process in self._running:
+            await asyncio.to_thread(process.join, max(0.0, deadline - time.monotonic()))
+            process.kill()
+
+    def _start(self) -> BaseProcess:
+        process = SPAWN.Process(
+            target=self._work, args=(self._listening,), name="store-worker", daemon=True
+        )
+        process.start()
+        return process
+
+    async def _keep(self) -> None:
+        """Restart workers that end, until the server closes its socket."""
+        pause = LOOK_PAUSE
+        while True:
+            await asyncio.sleep(pause)
+            if self._listening.fileno() < 0:
+                return
+            ended = [i for i, process in enumerate(self._running) if process.exitcode is not None]
+            pause = min(2 * pause, LONGEST_LOOK_PAUSE) if ended else LOOK_PAUSE
+            for i in ended:
+                code = self._running[i].exitcode
+                log.warning("worker ended (exit code %s); restarting it", code)
+                try:
+                    self._running[i] = self._start()
+                except OSError as error:
+                    log.warning("no worker could be started: %s", error)
+
+
+def end_with_parent(end: Callable[[], None]) -> None:
+    """Call `end` on the running event loop when the process that started this one has ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    loop = asyncio.get_running_loop()
+
+    def ended() -> None:
+        loop.remove_reader(parent.sentinel)
+        end()
+
+    loop.add_reader(parent.sentinel, ended)

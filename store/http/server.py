@@ -3,9 +3,14 @@
 Owns: the calls with an idempotency key in progress, and the long polls. Invariant: a call is
 completed even if its caller disconnects, except a long poll, which is cancelled and can be
 repeated. A call with an idempotency key is executed once: a repeat waits for the one in progress
-here, or gets its stored reply (`store/sql/idempotency.py`) from any process of the server. `prune`
-and `vacuum` have many transactions and no stored reply: a later repeat does, and reports, only the
+here, or gets its stored reply (`store/sql/runs.py`) from any process of the server. `prune` and
+`vacuum` have many transactions and no stored reply: a later repeat does, and reports, only the
 remaining work.
+
+Bodies of requests are read with limits on their size, their time and their memory. The body of POST
+/v1/traces has spans of any OpenTelemetry SDK. A trace is an attempt: the trace id of a span is its
+attempt's id. Spans of unknown attempts and invalid spans are rejected individually, as OTLP's
+partial success; the others are stored.
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Mapping
+import zlib
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,15 +36,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from agentrl.base.access import cross_site
-from agentrl.base.value_count import json_values, msgpack_values
-from agentrl.errors import Forbidden, Invalid, StoreError, Unavailable
+from agentrl.core import otlp
+from agentrl.core.access import cross_site
+from agentrl.core.errors import Forbidden, Invalid, NotFound, StoreError, Unavailable
+from agentrl.core.types import Span
+from agentrl.core.values import json_values, msgpack_values
 from agentrl.store.base import Store
-from agentrl.store.http import ingest, openapi, wire
-from agentrl.store.http.bodies import BodyReader, check_values
+from agentrl.store.http import wire
 from agentrl.store.http.keys import Claims, KeyFile, KeyGrant, Keys, with_secret
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, KeyScope, Verb
-from agentrl.store.sql.idempotency import CURRENT, IdempotentCall
+from agentrl.store.sql.runs import CURRENT, IdempotentCall
 
 log = logging.getLogger("agentrl.store")
 CLAIM_SECRET = wire.CLAIM_SECRET.encode()
@@ -46,7 +54,9 @@ AGAIN = object()  # result of a call that takes longer than one request may: pol
 VERB_OF = {f"/v1/{name}": verb for name, verb in VERBS.items()}
 BATCHES = wire.decoders(wire.BatchRequest)
 REASONS = {400: "malformed", 401: "unauthorized", 405: "method_not_allowed"}
+
 REASONS |= {413: "too_large", 415: "unsupported"}
+
 MORE_HEADERS = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}  # headers by status
 
 
@@ -79,12 +89,12 @@ class StoreApp:
             routes=[
                 Route("/healthz", self._health),
                 Route("/openapi.json", self._document),
-                Route(ingest.PATH, self._traces, methods=["POST"]),
+                Route(PATH, self._traces, methods=["POST"]),
                 Route("/v1/{verb}", self._unknown, methods=["POST"]),
             ],
             exception_handlers={HTTPException: _error_page, StoreError: _error_page},
         )
-        self._schema = msgspec.json.encode(openapi.document())
+        self._schema = msgspec.json.encode(wire.document())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle verbs directly, without the cost of request and response objects."""
@@ -288,10 +298,10 @@ class StoreApp:
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         kind = headers.get(b"content-type", b"").decode("latin-1")
         if encoding != "identity":  # others are answered while it is unpacked
-            body = await asyncio.to_thread(ingest.decompress, body, encoding, self._largest)
+            body = await asyncio.to_thread(decompress, body, encoding, self._largest)
         if kind.startswith(JSON):
             await check_values(body, json_values)
-        answer, form = await ingest.receive_spans(
+        answer, form = await receive_spans(
             self.store, body, kind, partial(self._claims.check_run, caller=caller)
         )
         return Response(answer, media_type=form)
@@ -360,3 +370,131 @@ def start_call(request: IdempotentCall, call: Coroutine[Any, Any, Any]) -> async
     context = copy_context()
     context.run(CURRENT.set, request)
     return asyncio.get_running_loop().create_task(call, context=context)
+
+
+LONGEST_SILENCE = 30.0  # seconds without a byte after which a body is abandoned
+LONGEST_UPLOAD = 120.0  # seconds for a complete body
+# Texts, lists and objects of a body, which are decoded in about a second. Rows have fewer in the
+# largest body; a body of fewer bytes cannot have more, so it is not counted.
+MAX_VALUES = 10_000_000
+MAX_BYTES_HELD = 128 * 2**20  # total bytes of all incomplete bodies
+
+
+class BodyReader:
+    """Reads the request bodies of one server."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest, self._free = largest, max(MAX_BYTES_HELD, largest)
+
+    async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+        """Read a complete body. Raises HTTPException as soon as it is known to be too large,
+        Unavailable if the rest does not arrive or memory is short, ConnectionAbortedError if the
+        client has closed the connection."""
+        length = headers.get(b"content-length", b"0")
+        self._check(int(length) if length.isdigit() else 0)
+        body, more = await _part(receive)
+        self._check(len(body))
+        return await self._rest(bytearray(body), receive) if more else body
+
+    async def _rest(self, body: bytearray, receive: Receive) -> bytes:
+        held, more = self._hold(len(body)), True
+        try:
+            async with asyncio.timeout(LONGEST_UPLOAD):
+                while more:
+                    part, more = await _part(receive)
+                    held += self._hold(len(part))
+                    body += part
+                    self._check(len(body))
+        except TimeoutError:
+            why = f"The body took over {LONGEST_UPLOAD:.0f} s: send less at a time."
+            raise Unavailable(why) from None
+        finally:
+            self._free += held
+        return bytes(body)
+
+    def _hold(self, size: int) -> int:
+        if size > self._free:
+            raise Unavailable("Too many large bodies are being sent: repeat the call.")
+        self._free -= size
+        return size
+
+    def _check(self, size: int) -> None:
+        if size > self._largest:
+            raise HTTPException(
+                413, f"The body is larger than {self._largest} bytes: send less at a time."
+            )
+
+
+async def check_values(body: bytes, count: Callable[[bytes, int], int]) -> None:
+    """Raise HTTPException for a body of more values than can be decoded while others wait."""
+    if len(body) > MAX_VALUES and await asyncio.to_thread(count, body, MAX_VALUES) > MAX_VALUES:
+        said = f"The body has more than {MAX_VALUES:,} strings, lists and objects"
+        raise HTTPException(413, f"{said}: send fewer at a time.")
+
+
+async def _part(receive: Receive) -> tuple[bytes, bool]:
+    """Receive the next bytes; return them and whether there are more."""
+    try:
+        async with asyncio.timeout(LONGEST_SILENCE):
+            message = await receive()
+    except TimeoutError:
+        raise Unavailable("The rest of the body did not come: repeat the call.") from None
+    if message["type"] == "http.disconnect":
+        raise ConnectionAbortedError
+    return message.get("body", b""), message.get("more_body", False)
+
+
+PATH = "/v1/traces"
+GZIP = 31  # zlib's name for the gzip format with the largest window
+
+
+def decompress(body: bytes, encoding: str, largest: int) -> bytes:
+    """Decode a body. Raises HTTPException if it is larger than `largest` bytes or malformed."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding != "gzip":
+        raise HTTPException(415, f"Content-Encoding must be gzip or identity, not {encoding!r}.")
+    stream = zlib.decompressobj(GZIP)
+    try:
+        plain = stream.decompress(body, largest + 1)
+    except zlib.error as error:
+        raise HTTPException(400, f"The body is not gzip: {error}.") from error
+    if len(plain) > largest:
+        raise HTTPException(413, f"The body is larger than {largest} bytes when unpacked.")
+    if not stream.eof:
+        raise HTTPException(400, "The gzip body ends too early.")
+    return plain
+
+
+async def receive_spans(
+    store: Store, body: bytes, content_type: str, check: Callable[[set[str]], Awaitable[None]]
+) -> tuple[bytes, str]:
+    """Add the spans; return the response body and its content type. `check` refuses attempts of
+    other runs. Needs no claim secret, which an SDK inside an agent does not have: the attempt's id
+    has 128 random bits."""
+
+    async def add(spans: list[Span]) -> tuple[int, str]:
+        await check({span.attempt for span in spans})
+        try:
+            await store.add_spans(spans)
+        except NotFound:
+            return await _by_attempt(store, spans)
+        return 0, ""
+
+    try:
+        return await otlp.receive(body, content_type, add)
+    except Invalid as error:
+        raise HTTPException(400, str(error)) from error
+
+
+async def _by_attempt(store: Store, spans: list[Span]) -> tuple[int, str]:
+    traces: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        traces[span.attempt].append(span)
+    refused, why = 0, ""
+    for mine in traces.values():
+        try:
+            await store.add_spans(mine)
+        except NotFound as error:
+            refused, why = refused + len(mine), str(error)
+    return refused, why

@@ -1,8 +1,8 @@
-"""Read-only verbs for user interfaces: curves, pages of groups and rollouts, searches.
+"""Reads for user interfaces: curves, pages of groups and rollouts, and searches.
 
 Invariant: the cost of a query depends on the size of its result, not on the size of the store.
-Pagination is by key, so rows that arrive meanwhile neither repeat nor hide others; a search ends
-when its time budget is spent and returns a cursor to continue from.
+Pagination is by key, so new rows cause neither repeated nor missing ones; a search ends when its
+time budget is spent and returns a cursor to continue from.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from agentrl import types
-from agentrl.errors import Invalid
-from agentrl.store import limits, rows
+from agentrl.core import types
+from agentrl.core.errors import Invalid
+from agentrl.store import rows
 from agentrl.store.records import AttemptRow, Found, GroupRow, RolloutRow
 from agentrl.store.sql import traces
-from agentrl.store.sql.database import Connection, Statement, joined, load_sql
+from agentrl.store.sql.database import NO_LIMIT, Connection, Statement, joined, load_sql
 
 SQL = load_sql("browse")
 FIRST_CHUNK, LARGEST_CHUNK = 125, 2000  # rollouts that a search examines per statement
 LONGEST_SEARCH = 10.0  # seconds
-NEWEST = 2**62
 Range = tuple[float | None, float | None]
 
 
@@ -61,9 +60,9 @@ def groups(
     before: str | None = None,
     limit: int = 50,
 ) -> list[GroupRow]:
-    limits.check_positive("limit", limit)
-    few = step is not None or trained is not None
-    if purpose is None and not few:  # the index sorts the groups of each purpose
+    rows.check_positive("limit", limit)
+    of_step = step is not None or trained is not None
+    if purpose is None and not of_step:  # the index sorts the groups of each purpose
         both = [
             groups(conn, run, purpose=one, state=state, before=before, limit=limit)
             for one in types.Purpose
@@ -71,8 +70,8 @@ def groups(
         return sorted(chain(*both), key=lambda group: group.id, reverse=True)[:limit]
     name = None if purpose is None else purpose.value
     filters = {
-        "purpose": None if few else name,
-        "of_purpose": name if few else None,
+        "purpose": None if of_step else name,
+        "of_purpose": name if of_step else None,
         "step": step,
         "trained": trained,
         "state": state,
@@ -117,7 +116,7 @@ def search(
     limit: int = 50,
     budget: float = 0.3,
 ) -> Found:
-    limits.check_positive("limit", limit)
+    rows.check_positive("limit", limit)
     if not 0 < budget <= LONGEST_SEARCH:
         raise Invalid(f"budget must be in (0, {LONGEST_SEARCH:g}] seconds, not {budget}.")
     if error is not None and state is None:  # the state is indexed
@@ -213,7 +212,7 @@ def _end(steps: Range | None, before: str | None) -> rows.Columns:
     step."""
     first, last = steps or (None, None)
     if before is None:
-        return {"first": first, "step": NEWEST if last is None else last + 1, "seq": 0}
+        return {"first": first, "step": NO_LIMIT if last is None else last + 1, "seq": 0}
     if not re.fullmatch(r"-?\d{1,18}\.\d{1,18}", before):
         raise Invalid(f"before must be the cursor of a previous page, not {before!r}.")
     step, _, seq = before.partition(".")

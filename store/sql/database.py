@@ -1,17 +1,24 @@
-"""The interface between the verbs and a database: SQL statements, connections, transactions.
+"""The interface between the verbs and a database, and the change feed.
 
 The verbs use a `Connection`, the writer a `Session`, `ReaderThreads` a `ReadPool`. SQL is in the
 `*.sql` files beside this one, one per noun; each statement follows a line `-- name: <name>`.
 Statements are in SQLite's dialect with parameters `:name` or `?`, and translated for PostgreSQL
 (`FORMS`). If that is not enough, or PostgreSQL needs a lock, `postgres/<noun>.sql` has a statement
 with the same name.
+
+In the feed inside one process, tasks wait for a topic, and any thread wakes them. It owns one
+counter per topic, and the futures of waiting tasks. Invariant: a notification between `ticket` and
+`changed` is not lost. The writer notifies after its commit, the listener after commits of other
+processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -19,13 +26,15 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from agentrl.errors import StoreError
+from agentrl.core.errors import StoreError
 
+NO_LIMIT = 2**62  # more rows, and larger cursors, than there ever are
 T = TypeVar("T")
 Parameters = Mapping[str, Any] | Sequence[Any]
 SQL_FOLDER = Path(__file__).parent
 MARK = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 LISTED = r"= any (array(select json_array_elements_text(\1::json)))"
+NO_LIMIT = 2**62
 FORMS = {  # pattern in SQLite's dialect -> replacement for PostgreSQL
     r"in \(select value from json_each\((:\w+|\?)\)\)": LISTED,
     r"length\(cast\((\w+) as blob\)\)": r"octet_length(\1)",
@@ -232,3 +241,74 @@ class ReaderThreads:
             except self._read_pool.errors as error:
                 if not self._read_pool.can_retry(error, since):
                     raise self._read_pool.to_store_error(error) from error
+
+
+QUEUE = 1  # a rollout became claimable
+GROUPS = 2  # a group settled, or was released
+ANY = 4  # anything was written
+TOPICS = (QUEUE, GROUPS, ANY)
+ALL = QUEUE | GROUPS | ANY
+Answers = Iterable[tuple[asyncio.Future[Any], Any]]
+
+
+class Feed:
+    """Wake-ups by topic. Topics are bits, so one byte holds all topics of a commit."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rings = dict.fromkeys(TOPICS, 0)
+        self._waiting: dict[int, set[asyncio.Future[None]]] = {topic: set() for topic in TOPICS}
+
+    def ticket(self, topic: int) -> int:
+        """Return a ticket; take it before a query: `changed` returns at once if a notification has
+        arrived since."""
+        return self._rings[topic]
+
+    async def changed(self, topic: int, ticket: int, timeout: float | None) -> None:
+        """Wait up to `timeout` seconds for a notification of the topic later than the ticket."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            if self._rings[topic] != ticket:
+                return
+            self._waiting[topic].add(future)
+        try:
+            await asyncio.wait((future,), timeout=timeout)
+        finally:
+            future.cancel()
+            with self._lock:
+                self._waiting[topic].discard(future)
+
+    def notify(self, topics: int) -> None:
+        woken: list[asyncio.Future[None]] = []
+        with self._lock:
+            for topic in TOPICS:
+                if topics & topic:
+                    self._rings[topic] += 1
+                    woken += self._waiting[topic]
+                    self._waiting[topic].clear()
+        resolve((future, None) for future in woken)
+
+
+def resolve(answers: Answers) -> None:
+    """Resolve futures from any thread, each with a result or an exception. Wakes each event loop
+    only once, however many of its futures are resolved."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Any]] = defaultdict(list)
+    for future, answer in answers:
+        by_loop[future.get_loop()].append((future, answer))
+    for loop, mine in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_settle, mine)
+        except RuntimeError:  # a closed loop has no waiters
+            if not loop.is_closed():
+                raise
+
+
+def _settle(answers: Answers) -> None:
+    """Resolve futures of the running event loop."""
+    for future, answer in answers:
+        if future.done():  # its waiter was cancelled
+            continue
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)

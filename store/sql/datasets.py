@@ -1,8 +1,8 @@
 """Verbs for data sets, judgements and cached log-probs, called by the writer.
 
-Invariant: a committed version never changes, but that `forget` takes items away; an item is in a
+Invariant: a committed version never changes, except that `forget` removes items; an item is in a
 version only once, whatever its position; a side that refers to a rollout stays readable: `prune`
-keeps that rollout, and if it is removed otherwise, its calls are copied to the side before.
+keeps that rollout, and before it is removed otherwise, its calls are copied to the side.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from agentrl import types
-from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import limits, rows
+from agentrl.core import types
+from agentrl.core.errors import Conflict, Invalid, NotFound
+from agentrl.store import rows
 from agentrl.store.records import Dataset, Item, Judgement, Side
-from agentrl.store.sql import images, traces
-from agentrl.store.sql.database import Connection, WritingConnection, load_sql
+from agentrl.store.sql import traces
+from agentrl.store.sql.database import NO_LIMIT, Connection, WritingConnection, load_sql
 from agentrl.store.sql.writer import Transaction
 
 SQL = load_sql("datasets")
-ALL = 2**62  # as a limit
 ENCODE = msgspec.msgpack.Encoder(enc_hook=rows.array_to_bytes).encode
 CALLS = msgspec.msgpack.Decoder(list[types.Transition], dec_hook=rows.array_from_bytes)
 
 
 def draft_dataset(tx: Transaction, name: str, spec: dict[str, types.Json]) -> int:
-    limits.check_id("The name of a data set", name)
+    rows.check_id("The name of a data set", name)
     text = rows.to_json(spec, "The spec of a data set")
     tx.conn.execute(SQL["lock_datasets"])
     last = tx.conn.execute(SQL["last_version"], (name,)).fetchone()
@@ -52,14 +51,16 @@ def check_items(items: Sequence[Item], sides: Sequence[Side]) -> None:
     for item in items:
         numbers = [item.label, item.margin, item.weight, *item.steps]
         if not all(math.isfinite(x) for x in numbers if x is not None) or item.weight < 0:
-            raise Invalid(f"Item {item.position}: its numbers must be finite, its weight not < 0.")
+            raise Invalid(f"Item {item.position}: numbers must be finite, and the weight >= 0.")
         if (item.kind == "pair") is (item.rejected is None) or item.chosen == item.rejected:
             raise Invalid(f"Item {item.position}: a pair has two different sides, others have one.")
         if (item.kind == "label") is (item.label is None):
-            raise Invalid(f"Item {item.position}: exactly the kind 'label' has a label.")
+            raise Invalid(
+                f"Item {item.position}: the kind 'label' needs a label, others have none."
+            )
     for side in sides:
         for call in side.own:
-            limits.check_transition(call)
+            rows.check_transition(call)
         if side.rollout is None and not side.own:
             raise Invalid(f"Side {side.digest} has no calls: name its rollout or give them.")
 
@@ -93,7 +94,7 @@ def copy_sides(conn: WritingConnection, rollouts: Sequence[str]) -> None:
 
 def _refer(conn: WritingConnection, side: str, own: Sequence[types.Transition]) -> None:
     """Let a side refer to the images of its own calls."""
-    images.refer(conn, "side", side, {image for call in own for image in call.images})
+    traces.refer(conn, "side", side, {image for call in own for image in call.images})
 
 
 def commit_dataset(tx: Transaction, name: str, version: int) -> Dataset:
@@ -114,7 +115,7 @@ def seal(conn: WritingConnection, key: Mapping[str, Any]) -> None:
 
 
 def add_judgements(tx: Transaction, judgements: Sequence[Judgement]) -> None:
-    limits.check_ids("The id of a judgement", (judgement.id for judgement in judgements))
+    rows.check_ids("The id of a judgement", (judgement.id for judgement in judgements))
     columns = [asdict(j) | {"verdict": rows.to_json(j.verdict, "A verdict")} for j in judgements]
     tx.conn.executemany(SQL["add_judgement"], [row | {"now": tx.now} for row in columns])
 
@@ -145,7 +146,7 @@ def items(
 ) -> list[Item]:
     _dataset(conn, name, version)
     given = {"name": name, "version": version, "split": split, "after": after}
-    found = conn.execute(SQL["items"], {**given, "limit": ALL if limit is None else limit})
+    found = conn.execute(SQL["items"], {**given, "limit": NO_LIMIT if limit is None else limit})
     return [rows.record(Item, row, steps=rows.from_json(row["steps"])) for row in found]
 
 

@@ -1,39 +1,46 @@
-"""Maintenance verbs: size of a store, prune and rewind.
+"""Maintenance: stats, prune, forget, rewind.
 
 Invariant: a rollout and all rows of its attempts are removed in one transaction, so readers never
 see a partial one; a transaction of a prune removes about `ROWS_PER_TRANSACTION`, for which other
 writers wait tens of milliseconds, and keeps the counters, steps and metrics of runs. The next prune
-continues a killed one. A rewind is one transaction: it settles the groups of its steps again and
-removes their credit, rewards and metrics; runners' records stay.
+continues a killed one. After `forget` no row of the store has a message, an answer or a note of its
+rollouts, but for images to which nothing refers: a prune removes those. A rewind is one
+transaction: it settles the groups of its steps again and removes their credit, rewards and metrics;
+runners' records stay.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.errors import Conflict, Invalid
+from agentrl.core.errors import Conflict, Invalid
+from agentrl.core.types import RolloutState
 from agentrl.store import rows
-from agentrl.store.records import Pruned, Stats
-from agentrl.store.sql import datasets, images, rollouts, runs
-from agentrl.store.sql.database import Connection, ReaderThreads, load_sql
-from agentrl.store.sql.feed import GROUPS
+from agentrl.store.records import Forgotten, Pruned, Stats
+from agentrl.store.sql import datasets, rollouts, runs, traces
+from agentrl.store.sql.database import (
+    GROUPS,
+    Connection,
+    ReaderThreads,
+    load_sql,
+)
 from agentrl.store.sql.writer import Transaction, Writer
-from agentrl.types import RolloutState
 
-SQL = load_sql("maintenance")
+MAINTENANCE = load_sql("maintenance")
 FEED = load_sql("feed")
 REWIND = load_sql("rewind")
 ROWS_PER_TRANSACTION = 2000  # calls and spans to remove; a single rollout may have more
-ROLLOUTS_PER_READ = 1024  # rollouts per read
+ROLLOUTS_PER_READ = 4096
 EVENTS_PER_TRANSACTION = 10_000  # range of cursors per transaction
 AT_REST = ("trained", "discarded", "settled")  # states of groups without queued or running rollouts
 TABLES = ("credits", "transitions", "spans", "rewards", "rollout_images", "attempts", "rollouts")
@@ -57,13 +64,16 @@ async def stats(readers: ReaderThreads) -> Stats:
     """The tables are counted at the same time, each as it is then."""
 
     def count(conn: Connection, table: str) -> int:
-        return int(conn.execute(SQL[f"rows_{table}"]).fetchone()["n"])
+        return int(conn.execute(MAINTENANCE[f"rows_{table}"]).fetchone()["n"])
 
     def of_all(conn: Connection) -> tuple[int, int, int]:
-        size, newest = conn.execute(SQL["size"]).fetchone(), conn.execute(FEED["cursor"]).fetchone()
+        size, newest = (
+            conn.execute(MAINTENANCE["size"]).fetchone(),
+            conn.execute(FEED["cursor"]).fetchone(),
+        )
         return size["bytes"], size["free"], newest["newest"]
 
-    tables = [name.removeprefix("rows_") for name in SQL if name.startswith("rows_")]
+    tables = [name.removeprefix("rows_") for name in MAINTENANCE if name.startswith("rows_")]
     first = sorted(tables, key=lambda name: name not in TABLES)  # the large ones
     counted = await asyncio.gather(*(readers.read(partial(count, table=name)) for name in first))
     rows = dict(zip(first, counted, strict=True))
@@ -84,21 +94,21 @@ async def prune(
     if seconds is not None and not 0 <= seconds < math.inf:
         raise Invalid(f"seconds is how long to work, not {seconds}.")
     ends = math.inf if seconds is None else time.monotonic() + seconds
-    total, gone, at = Pruned(), list[str](), -1 if after is None else after
+    total, gone = Pruned(), list[str]()
     if limits["run"] is not None:
         await readers.read(partial(runs.find_run, run=limits["run"]))
-    while page := await readers.read(partial(_page, limits=limits, after=at)):
-        if dry_run:
-            ids = [row["id"] for row in page]
-            total = _sum(total, _pruned(await readers.read(partial(_evidence, rollouts=ids))))
-            gone += ids
-        for part in [] if dry_run else _parts(page):
-            ids = [row["id"] for row in part]
-            total = _sum(total, await writer.post(partial(remove, rollouts=ids)))
-            if not dry_run and time.monotonic() > ends:
-                newest = await readers.read(_newest)
-                return replace(total, after=part[-1]["seq"], share=part[-1]["seq"] / newest)
-        at = page[-1]["seq"]
+    async with contextlib.aclosing(_pages(readers, limits, after)) as pages:
+        async for page in pages:
+            if dry_run:
+                ids = [row["id"] for row in page]
+                total = _sum(total, await readers.read(partial(_evidence, rollouts=ids)))
+                gone += ids
+            for part in [] if dry_run else _parts(page):
+                ids = [row["id"] for row in part]
+                total = _sum(total, await writer.post(partial(remove, rollouts=ids)))
+                if time.monotonic() > ends:
+                    newest = await readers.read(_newest)
+                    return replace(total, after=part[-1]["seq"], share=part[-1]["seq"] / newest)
     for run in await readers.read(partial(_runs, limits=limits)):
         upto, first, events = await readers.read(partial(_old_events, limits=limits, run=run))
         if events and not dry_run:
@@ -109,9 +119,9 @@ async def prune(
                 events += await writer.post(partial(_remove_events, window=window))
         total = _sum(total, Pruned(events=events))
     if dry_run:
-        unused = await readers.read(partial(images.unused, now=limits["now"], without=gone))
+        unused = await readers.read(partial(traces.unused, now=limits["now"], without=gone))
         return _sum(total, unused)
-    while (removed := await writer.post(images.remove_unused)).images:
+    while (removed := await writer.post(traces.remove_unused)).images:
         total = _sum(total, removed)
     return total
 
@@ -119,18 +129,40 @@ async def prune(
 # -- rollouts --------------------------------------------------------------------------------------
 
 
+async def _pages(
+    readers: ReaderThreads, limits: Limits, after: int | None
+) -> AsyncGenerator[list[Any], None]:
+    """Rollouts that may be removed. While a page is, the next one is read."""
+
+    def read(after: int) -> asyncio.Task[list[Any]]:
+        return asyncio.create_task(readers.read(partial(_page, limits=limits, after=after)))
+
+    coming = read(-1 if after is None else after)
+    try:
+        while page := await coming:
+            coming = read(page[-1]["seq"])
+            yield page
+    finally:
+        coming.cancel()
+        await asyncio.wait([coming])
+        if not coming.cancelled():
+            coming.exception()  # of a page that is not read
+
+
 def _page(conn: Connection, limits: Limits, after: int) -> list[Any]:
     columns = {**limits, "after": after, "n": ROLLOUTS_PER_READ}
-    return list(conn.execute(SQL["prunable"], columns).fetchall())
+    return list(conn.execute(MAINTENANCE["prunable"], columns).fetchall())
 
 
 def _newest(conn: Connection) -> int:
     """The position of the newest rollout; at least 1."""
-    return max(1, int(conn.execute(SQL["newest_rollout"]).fetchone()["seq"]))
+    return max(1, int(conn.execute(MAINTENANCE["newest_rollout"]).fetchone()["seq"]))
 
 
-def _evidence(conn: Connection, rollouts: Sequence[str]) -> list[Any]:
-    return list(conn.execute(SQL["evidence"], _ids(rollouts)).fetchall())
+def _evidence(conn: Connection, rollouts: Sequence[str]) -> Pruned:
+    row = conn.execute(MAINTENANCE["evidence"], _ids(rollouts)).fetchone()
+    names = ("attempts", "transitions", "spans", "rewards", "bytes")
+    return Pruned(rollouts=len(rollouts), **{name: int(row[name]) for name in names})
 
 
 def _parts(found: Sequence[Any]) -> Iterator[list[Any]]:
@@ -148,34 +180,33 @@ def _parts(found: Sequence[Any]) -> Iterator[list[Any]]:
 
 def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
     """Remove rollouts whose group is still at rest: an evaluation may have grown since."""
-    tx.conn.execute(SQL["lock_payloads"])
-    tx.conn.execute(SQL["lock_groups"], _ids(rollouts))
-    found = [row for row in _evidence(tx.conn, rollouts) if row["state"] in AT_REST]
-    datasets.copy_sides(tx.conn, [row["id"] for row in found])
-    delete_rows(tx, [row["id"] for row in found])
+    for statement in ("large_cache", "lock_payloads"):
+        tx.conn.execute(MAINTENANCE[statement])
+    tx.conn.execute(MAINTENANCE["lock_groups"], _ids(rollouts))
+    groups = tx.conn.execute(MAINTENANCE["groups_of"], _ids(rollouts)).fetchall()
+    found = [row for row in groups if row["state"] in AT_REST]
+    ids = [row["id"] for row in found]
+    removed = _evidence(tx.conn, ids)
+    datasets.copy_sides(tx.conn, ids)
+    delete_rows(tx, ids)
     # The group of a training rollout stays, which prevents enqueuing it again.
     for run, group in sorted(
         {(r["run_id"], r["group_id"]) for r in found if r["purpose"] == "eval"}
     ):
-        tx.conn.execute(SQL["delete_group"], {"run": run, "group": group})
+        tx.conn.execute(MAINTENANCE["delete_group"], {"run": run, "group": group})
     for run in sorted({row["run_id"] for row in found}):
         tx.add_event(run, "run", run)
-    return _pruned(found)
+    return removed
 
 
 def delete_rows(tx: Transaction, rollouts: Sequence[str]) -> None:
     """Delete rollouts with all rows of their attempts."""
     columns = _ids(rollouts)
-    hashes = [row["hash"] for row in tx.conn.execute(SQL["tools"], columns)]
+    hashes = [row["hash"] for row in tx.conn.execute(MAINTENANCE["tools"], columns)]
     for table in TABLES:
-        tx.conn.execute(SQL[f"delete_{table}"], columns)
+        tx.conn.execute(MAINTENANCE[f"delete_{table}"], columns)
     for digest in hashes:
-        tx.conn.execute(SQL["delete_payload"], {"hash": digest})
-
-
-def _pruned(found: Sequence[Any]) -> Pruned:
-    names = ("attempts", "transitions", "spans", "rewards", "bytes")
-    return Pruned(rollouts=len(found), **{name: sum(row[name] for row in found) for name in names})
+        tx.conn.execute(MAINTENANCE["delete_payload"], {"hash": digest})
 
 
 def _sum(one: Pruned, other: Pruned) -> Pruned:
@@ -191,21 +222,21 @@ def _ids(rollouts: Sequence[str]) -> dict[str, str]:
 
 
 def _runs(conn: Connection, limits: Limits) -> list[str]:
-    return [row["id"] for row in conn.execute(SQL["runs"], {"run": limits["run"]})]
+    return [row["id"] for row in conn.execute(MAINTENANCE["runs"], {"run": limits["run"]})]
 
 
 def _old_events(conn: Connection, limits: Limits, run: str) -> tuple[int, int, int]:
     """Return the cursor before which events may be removed, the first of them, and their number.
     The event at that cursor stays, so that the newest cursor never decreases."""
-    upto = conn.execute(SQL["old_events"], {**limits, "run": run}).fetchone()["upto"]
+    upto = conn.execute(MAINTENANCE["old_events"], {**limits, "run": run}).fetchone()["upto"]
     if upto is None:
         return 0, 0, 0
-    row = conn.execute(SQL["count_events"], {"run": run, "upto": upto}).fetchone()
+    row = conn.execute(MAINTENANCE["count_events"], {"run": run, "upto": upto}).fetchone()
     return upto, row["first"] or 0, row["n"]
 
 
 def _remove_events(tx: Transaction, window: dict[str, Any]) -> int:
-    return tx.conn.execute(SQL["delete_events"], window).rowcount
+    return tx.conn.execute(MAINTENANCE["delete_events"], window).rowcount
 
 
 # -- committed steps -------------------------------------------------------------------------------
@@ -260,3 +291,67 @@ def _forget_evaluations(tx: Transaction, columns: dict[str, Any]) -> None:
     tx.settle_groups()
     ended = [row["id"] for row in found if row["state"] != RolloutState.RUNNING]
     remove(tx, ended)
+
+
+FORGET = load_sql("forget")
+
+
+def forget(tx: Transaction, rollouts: Sequence[str], *, dry_run: bool = False) -> Forgotten:
+    """Delete rollouts, their branches, and the items, sides and judgements of them."""
+    tx.conn.execute(MAINTENANCE["lock_payloads"])
+    tx.conn.execute(datasets.SQL["lock_datasets"])
+    family = tx.conn.execute(FORGET["family"], _list("rollouts", rollouts)).fetchall()
+    tx.conn.execute(MAINTENANCE["lock_groups"], _list("rollouts", [r["id"] for r in family]))
+    free = [row for row in family if _is_free(row["state"], row["group_state"])]
+    gone, left = [row["id"] for row in free], [row["id"] for row in family if row not in free]
+    if dry_run:
+        _, items = _items_of(tx, gone)
+        return Forgotten(rollouts=len(gone), left=left, items=items)
+    items = _forget_items(tx, gone)
+    tx.conn.execute(FORGET["delete_judgements"], _list("rollouts", gone))
+    delete_rows(tx, gone)
+    _drop_groups(tx, [row["group_id"] for row in free])
+    for run in sorted({row["run_id"] for row in free}):
+        tx.add_event(run, "run", run, GROUPS)
+    traces.remove_unused(tx)
+    return Forgotten(rollouts=len(gone), left=left, items=items)
+
+
+def _is_free(state: str, group_state: str) -> bool:
+    return RolloutState(state).terminal and group_state != "claimed"
+
+
+def _forget_items(tx: Transaction, rollouts: Sequence[str]) -> dict[str, int]:
+    """Delete the sides of rollouts, and items that have one; their versions get a new digest."""
+    sides, touched = _items_of(tx, rollouts)
+    tx.conn.execute(FORGET["delete_items"], sides)
+    for statement in ("delete_sides", "delete_side_images"):
+        tx.conn.execute(datasets.SQL[statement])
+    tx.conn.execute(FORGET["delete_logprobs"], sides)
+    for dataset in touched:
+        name, _, version = dataset.rpartition("@")
+        datasets.seal(tx.conn, {"name": name, "version": int(version)})
+    return touched
+
+
+def _items_of(tx: Transaction, rollouts: Sequence[str]) -> tuple[dict[str, str], dict[str, int]]:
+    """The sides of rollouts, as a list for SQL, and the number of items with one, by data set."""
+    found = tx.conn.execute(FORGET["sides"], _list("rollouts", rollouts)).fetchall()
+    sides = _list("sides", [row["digest"] for row in found])
+    touched = tx.conn.execute(FORGET["touched"], sides).fetchall()
+    return sides, {f"{row['dataset']}@{row['version']}": row["n"] for row in touched}
+
+
+def _drop_groups(tx: Transaction, groups: Sequence[str]) -> None:
+    """Delete groups without rollouts that no step has."""
+    counted = Counter[tuple[str, str]]()
+    for row in tx.conn.execute(FORGET["empty_groups"], _list("groups", groups)).fetchall():
+        tx.conn.execute(FORGET["delete_group"], (row["id"],))
+        if row["purpose"] == "train":
+            counted[row["run_id"], row["state"]] += 1
+    for (run, state), n in counted.items():
+        tx.add_counts(run, **{f"groups_{state}": -n})
+
+
+def _list(name: str, ids: Sequence[str]) -> dict[str, str]:
+    return {name: rows.to_json(sorted(set(ids)), name)}

@@ -97,53 +97,45 @@ order by r.seq limit :n;
 -- name: newest_rollout
 select coalesce(max(seq), 0) as seq from rollouts;
 
--- Number of rows of each rollout in a JSON list of ids; bytes of the large columns.
+-- name: groups_of
+select r.id, r.run_id, r.group_id, g.purpose, g.state
+from rollouts r join groups g on g.id = r.group_id
+where r.id in (select value from json_each(:rollouts));
+
+-- Number of rows of the rollouts in a JSON list of ids; bytes of the large columns.
 -- name: evidence
 select
-    r.id, r.run_id, r.group_id, g.purpose, g.state,
-    (select count(*) from attempts a where a.rollout_id = r.id) as attempts,
-    coalesce(t.n, 0) as transitions,
-    coalesce(s.n, 0) as spans,
     (
-        select count(*) from rewards w join attempts a on a.id = w.attempt_id
-        where a.rollout_id = r.id
+        select count(*) from attempts
+        where rollout_id in (select value from json_each(:rollouts))
+    ) as attempts,
+    (
+        select count(*) from attempts a join rewards w on w.attempt_id = a.id
+        where a.rollout_id in (select value from json_each(:rollouts))
     ) as rewards,
-    coalesce(t.bytes, 0) + coalesce(s.bytes, 0) + coalesce(k.bytes, 0) as bytes
-from rollouts r
-join groups g on g.id = r.group_id
-left join (
+    t.n as transitions, s.n as spans, t.bytes + s.bytes as bytes
+from (
     select
-        a.rollout_id, count(*) as n,
-        sum(
+        count(*) as n,
+        coalesce(sum(
             length(prompt) + length(completion) + length(logprobs)
             + length(cast(messages as blob)) + coalesce(length(cast(answer as blob)), 0)
-        ) as bytes
-    from transitions c join attempts a on a.id = c.attempt_id
+            + coalesce((
+                select sum(
+                    length(d.advantage) + length(d.baseline) + length(d.gate)
+                    + length(d.weight) + length(d.psi)
+                ) from credits d where d.transition = c.seq
+            ), 0)
+        ), 0) as bytes
+    from attempts a join transitions c on c.attempt_id = a.id
     where a.rollout_id in (select value from json_each(:rollouts))
-    group by a.rollout_id
-) t on t.rollout_id = r.id
-left join (
+) t, (
     select
-        a.rollout_id, count(*) as n,
-        sum(length(cast(name as blob)) + length(cast(attributes as blob))) as bytes
-    from spans c join attempts a on a.id = c.attempt_id
+        count(*) as n,
+        coalesce(sum(length(cast(name as blob)) + length(cast(attributes as blob))), 0) as bytes
+    from attempts a join spans c on c.attempt_id = a.id
     where a.rollout_id in (select value from json_each(:rollouts))
-    group by a.rollout_id
-) s on s.rollout_id = r.id
-left join (
-    select
-        a.rollout_id,
-        sum(
-            length(d.advantage) + length(d.baseline) + length(d.gate)
-            + length(d.weight) + length(d.psi)
-        ) as bytes
-    from credits d
-    join transitions c on c.seq = d.transition
-    join attempts a on a.id = c.attempt_id
-    where a.rollout_id in (select value from json_each(:rollouts))
-    group by a.rollout_id
-) k on k.rollout_id = r.id
-where r.id in (select value from json_each(:rollouts));
+) s;
 
 -- name: tools
 select distinct c.tools as hash
@@ -154,6 +146,11 @@ where a.rollout_id in (select value from json_each(:rollouts)) and c.tools is no
 -- there is only one writer.
 -- name: lock_payloads
 select 1;
+
+-- KiB of pages that the connection keeps from now on: those of a transaction of a prune, of which
+-- ids are random, fit.
+-- name: large_cache
+pragma cache_size = -16384;
 
 -- name: lock_groups
 select 1 where :rollouts is not null;

@@ -20,13 +20,12 @@ from typing import Any
 
 import msgspec
 
-from agentrl import types
-from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import limits, rows
+from agentrl.core import types
+from agentrl.core.errors import Conflict, Invalid, NotFound
+from agentrl.store import rows
 from agentrl.store.rows import digest
-from agentrl.store.sql import documents, runs, traces
-from agentrl.store.sql.database import Connection, load_sql
-from agentrl.store.sql.feed import QUEUE
+from agentrl.store.sql import runs, traces
+from agentrl.store.sql.database import QUEUE, Connection, load_sql
 from agentrl.store.sql.tree import AttemptCalls
 from agentrl.store.sql.writer import Transaction
 
@@ -36,7 +35,12 @@ CLOCK_SLACK = 5.0  # seconds by which the times of concurrent transactions may d
 CANCELLED = types.Failure(kind=types.ErrorKind.CANCELLED, message="The rollout was cancelled.")
 
 
-def enqueue(tx: Transaction, rollouts: Sequence[types.NewRollout]) -> int:
+def enqueue(
+    tx: Transaction, rollouts: Sequence[types.NewRollout], *, epoch: int | None = None
+) -> int:
+    if epoch is not None:
+        for run in dict.fromkeys(rollout.run for rollout in rollouts):
+            runs.find_run(tx.conn, run, epoch)
     added: Counter[str] = Counter()
     groups = {rollout.group: rollout for rollout in rollouts}
     states = _open_groups(tx, groups)
@@ -112,8 +116,8 @@ def claim(
 
 
 def heartbeat(tx: Transaction, attempts: Sequence[str], *, lease: float) -> list[str]:
-    """Extend leases and return the live attempts; adds no event, as nobody waits for one."""
-    limits.check_lease(lease)
+    """Extend leases and return the live attempts; adds no event, as no reader waits for one."""
+    rows.check_lease(lease)
     columns = {
         "attempts": rows.to_json(attempts, "Attempts"),
         "lease": lease,
@@ -215,7 +219,7 @@ def settled(conn: Connection, group: str) -> bool:
 
 
 def _attempt(conn: Connection, row: Any, id: str, fence: int, until: float) -> types.Attempt:
-    texts = documents.texts(conn, row["run_id"], row["candidate"]) if row["candidate"] else []
+    texts = runs.texts(conn, row["run_id"], row["candidate"]) if row["candidate"] else []
     return rows.attempt(row, id, fence, until, texts)
 
 
@@ -289,7 +293,7 @@ def _open_groups(tx: Transaction, members: Mapping[str, types.NewRollout]) -> di
         if created.rowcount and member.purpose is types.Purpose.TRAIN:
             tx.add_counts(member.run, groups_open=1)
         if member.candidate is not None:
-            documents.texts(tx.conn, member.run, member.candidate)
+            runs.texts(tx.conn, member.run, member.candidate)
         row = found.fetchone()
         if (row["run_id"], row["purpose"]) != (member.run, member.purpose.value):
             raise Conflict(

@@ -1,27 +1,38 @@
-"""Verbs of runs: takeover, training steps, served policy versions, called by the writer.
+"""Verbs of runs, called by the writer.
+
+Takeover, training steps, served policy versions, documents, and calls that may be repeated.
 
 Invariant: `runs.step` is the number of committed steps; a group is trained by one step; a claimed
 group belongs to the current epoch; the counters of a run include pruned rows.
+
+Documents are the JSON values kept with a run. A rollout may name one of kind `candidate`, whose
+`texts` travel with its attempts.
+
+A repeated call is executed only once, with the same reply. Most verbs are idempotent by the ids of
+their rows, claims too. Where that is not enough the caller gives the call an id, and its reply is
+stored under it, in the transaction of the call: every process of a server knows it, and the next
+one too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from agentrl import types
-from agentrl.errors import Conflict, Fenced, Invalid, NotFound
-from agentrl.store import limits, rows
+from agentrl.core import types
+from agentrl.core.errors import Conflict, Fenced, Invalid, NotFound
+from agentrl.core.types import Json, PromptText
+from agentrl.store import rows
 from agentrl.store.rows import digest
-from agentrl.store.sql.database import Connection, WritingConnection, load_sql
-from agentrl.store.sql.feed import GROUPS
-from agentrl.store.sql.writer import Transaction
+from agentrl.store.sql.database import GROUPS, NO_LIMIT, Connection, WritingConnection, load_sql
+from agentrl.store.sql.writer import Transaction, WriteVerb
 
 SQL = load_sql("runs")
-ALL = 2**62  # as a limit
 LEASE_SLACK = 60.0  # seconds by which leases of owners may differ
 
 
@@ -35,7 +46,7 @@ def open_run(
     gone: str = "",
 ) -> types.RunState:
     if owner:
-        limits.check_lease(lease)
+        rows.check_lease(lease)
     text, until = rows.to_json(config, "The run's configuration"), tx.now + lease
     columns = {"run": run, "now": tx.now, "config": text, "owner": owner}
     # A later end of a lease than `limit` was set before the clock was set back.
@@ -51,7 +62,7 @@ def open_run(
 
 def hold_run(tx: Transaction, run: str, owner: str, *, lease: float) -> bool:
     if lease:
-        limits.check_lease(lease)
+        rows.check_lease(lease)
     until = tx.now + lease if lease else 0.0
     columns = {"run": run, "owner": owner, "until": until}
     return tx.conn.execute(SQL["hold_run"], columns).fetchone() is not None
@@ -62,7 +73,7 @@ def prepare(commit: types.StepCommit) -> tuple[list[rows.Columns], str]:
     the commit as canonical text, which identifies a repeat. In it digests replace credit and
     rewards, which have their own tables, and empty lists are omitted. Raises Invalid for invalid
     credit and rewards."""
-    limits.check_commit(commit)
+    rows.check_commit(commit)
     credits = [rows.credit_columns(credit) for credit in commit.credits]
     record = {name: value for name, value in msgspec.structs.asdict(commit).items() if value != []}
     record["groups"] = commit.groups
@@ -136,7 +147,7 @@ def claim_groups(
 
 
 def publish(tx: Transaction, version: types.PolicyVersion, *, epoch: int | None = None) -> None:
-    limits.check_id("The name of a policy", version.policy)
+    rows.check_id("The name of a policy", version.policy)
     find_run(tx.conn, version.run, epoch)
     tx.conn.execute(SQL["publish"], msgspec.structs.asdict(version))
     tx.add_event(version.run, "policy", version.policy)
@@ -145,7 +156,7 @@ def publish(tx: Transaction, version: types.PolicyVersion, *, epoch: int | None 
 def log(
     tx: Transaction, run: str, step: int, metrics: dict[str, float], *, epoch: int | None = None
 ) -> None:
-    limits.check_ids("A metric's name", metrics)
+    rows.check_ids("A metric's name", metrics)
     find_run(tx.conn, run, epoch)
     tx.conn.execute(SQL["log_step"], {"run": run, "step": step, "now": tx.now})
     _set_metrics(tx.conn, run, step, metrics)
@@ -184,7 +195,7 @@ def steps(
 ) -> list[types.StepRow]:
     if limit is not None and limit < 0:
         raise Invalid(f"limit is a number of steps, not {limit}.")
-    columns = {"run": run, "after": after, "limit": ALL if limit is None else limit}
+    columns = {"run": run, "after": after, "limit": NO_LIMIT if limit is None else limit}
     found = conn.execute(SQL["steps"], columns).fetchall()
     metrics: dict[int, dict[str, float]] = {row["step"]: {} for row in found}
     last = found[-1]["step"] if found else after
@@ -283,3 +294,88 @@ def _mark_group(
 
 def _set_metrics(conn: WritingConnection, run: str, step: int, metrics: dict[str, float]) -> None:
     conn.executemany(SQL["set_metric"], [(run, step, *metric) for metric in metrics.items()])
+
+
+DOCUMENTS = load_sql("documents")
+
+
+CANDIDATE = "candidate"
+
+
+class _Candidate(msgspec.Struct):
+    texts: list[PromptText]
+
+
+def put_documents(
+    tx: Transaction, run: str, kind: str, documents: Mapping[str, Json], *, replace: bool = False
+) -> None:
+    rows.check_ids("The kind or key of a document", (kind, *documents))
+    find_run(tx.conn, run)
+    for key, value in documents.items():
+        if kind == CANDIDATE:
+            _check_texts(key, value)
+        text = rows.to_json(value, f"The {kind} {key!r}")
+        columns = {"run": run, "kind": kind, "key": key, "value": text, "replace": replace}
+        tx.conn.execute(DOCUMENTS["put_document"], columns)
+        tx.add_event(run, kind, key)
+
+
+def documents(conn: Connection, run: str, kind: str, *, after: str = "") -> dict[str, Json]:
+    found = conn.execute(DOCUMENTS["documents"], (run, kind, after))
+    return {row["key"]: rows.from_json(row["value"]) for row in found}
+
+
+def texts(conn: Connection, run: str, candidate: str) -> list[PromptText]:
+    """Return the texts of a candidate. Raises NotFound if the run does not have it."""
+    row = conn.execute(DOCUMENTS["document"], (run, CANDIDATE, candidate)).fetchone()
+    if row is None:
+        raise NotFound(f"Run {run!r} has no candidate {candidate!r}: add it first.")
+    return msgspec.json.decode(row["value"], type=_Candidate).texts
+
+
+def _check_texts(candidate: str, value: Json) -> None:
+    try:
+        msgspec.convert(value, _Candidate)
+    except msgspec.ValidationError as error:
+        raise Invalid(f"The texts of candidate {candidate!r} cannot be used: {error}.") from error
+
+
+REQUESTS = load_sql("requests")
+REPLIES_KEPT = 86_400.0  # seconds for which replies are stored
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class IdempotentCall:
+    """`id`: chosen by the caller. `digest`: hash of the arguments; a different one means that the
+    id was used for another call."""
+
+    id: str
+    digest: str
+
+
+CURRENT: ContextVar[IdempotentCall | None] = ContextVar("request", default=None)
+
+
+def answer_once(verb: WriteVerb[T], reply: type[T]) -> WriteVerb[T]:
+    """Wrap a verb to execute it only once for the current request, if there is one: a repeat gets
+    the stored reply. Raises Conflict if the request's id was used with other arguments."""
+    request = CURRENT.get()
+    if request is None:
+        return verb
+
+    def execute(tx: Transaction) -> T:
+        tx.conn.execute(REQUESTS["lock_request"], {"id": request.id})
+        known = tx.conn.execute(REQUESTS["request"], (request.id,)).fetchone()
+        if known is None:
+            result = verb(tx)
+            tx.conn.execute(REQUESTS["forget_requests"], (tx.now - REPLIES_KEPT,))
+            text = msgspec.json.encode(result).decode()
+            columns = {"id": request.id, "digest": request.digest, "reply": text, "at": tx.now}
+            tx.conn.execute(REQUESTS["add_request"], columns)
+            return result
+        if known["digest"] != request.digest:
+            raise Conflict("This idempotency-key was used for a call with other arguments.")
+        return msgspec.json.decode(known["reply"], type=reply)
+
+    return execute

@@ -13,18 +13,25 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from agentrl import types
-from agentrl.errors import Forbidden, Invalid
-from agentrl.store import limits, records, rows
-from agentrl.store.sql import browse, documents, maintenance, traces
-from agentrl.store.sql import datasets as data
-from agentrl.store.sql import forget as forgetting
-from agentrl.store.sql import images as pictures
-from agentrl.store.sql import rollouts as queue
-from agentrl.store.sql import runs as training
-from agentrl.store.sql.database import Connection, ReaderThreads, ReadPool, Session, load_sql
-from agentrl.store.sql.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.sql.idempotency import answer_once
+from agentrl.core import types
+from agentrl.core.errors import Forbidden, Invalid
+from agentrl.store import records, rows
+from agentrl.store.sql import browse, maintenance, traces
+from agentrl.store.sql import datasets as dataset_verbs  # `datasets` is a verb, too
+from agentrl.store.sql import rollouts as rollout_verbs
+from agentrl.store.sql import runs as run_verbs
+from agentrl.store.sql.database import (
+    ANY,
+    GROUPS,
+    QUEUE,
+    Connection,
+    Feed,
+    ReaderThreads,
+    ReadPool,
+    Session,
+    load_sql,
+)
+from agentrl.store.sql.runs import answer_once
 from agentrl.store.sql.writer import Bulk, Transaction, Writer, WriteVerb
 
 SQL = load_sql("feed")
@@ -115,18 +122,18 @@ class SqlStore:
         lease: float = 0.0,
         gone: str = "",
     ) -> types.RunState:
-        limits.check_id("The name of a run", run)
-        limits.check_ids("A run's owner", (owner, gone))
+        rows.check_id("The name of a run", run)
+        rows.check_ids("A run's owner", (owner, gone))
         open_run = partial(
-            training.open_run, run=run, config=config, owner=owner, lease=lease, gone=gone
+            run_verbs.open_run, run=run, config=config, owner=owner, lease=lease, gone=gone
         )
         return await self._writer.post(answer_once(open_run, types.RunState))
 
-    hold_run = _writing(training.hold_run)
+    hold_run = _writing(run_verbs.hold_run)
 
     async def commit_step(self, commit: types.StepCommit) -> None:
-        credits, record = training.prepare(commit)
-        step = partial(training.commit_step, commit=commit, credits=credits, record=record)
+        credits, record = run_verbs.prepare(commit)
+        step = partial(run_verbs.commit_step, commit=commit, credits=credits, record=record)
         await self._writer.post(step)
 
     rewind = _writing(maintenance.rewind)
@@ -141,28 +148,30 @@ class SqlStore:
         groups: Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> list[types.Group]:
-        limits.check_positive("n", n)
+        rows.check_positive("n", n)
         if ordered and groups is not None:
             raise Invalid("claim_groups takes groups in order, or those that are named: not both.")
 
         def claim(tx: Transaction, last: bool) -> list[str] | None:
-            return training.claim_groups(
+            return run_verbs.claim_groups(
                 tx, run, epoch, n, ordered=ordered, groups=groups, last=last
             )
 
         ids = await self._until(GROUPS, claim, timeout)
         return await self._readers.read(partial(traces.groups, run=run, ids=ids))
 
-    publish = _writing(training.publish)
-    log = _writing(training.log)
-    put_documents = _writing(documents.put_documents)
+    publish = _writing(run_verbs.publish)
+    log = _writing(run_verbs.log)
+    put_documents = _writing(run_verbs.put_documents)
 
     # -- queue -------------------------------------------------------------------------------------
 
-    async def enqueue(self, rollouts: Sequence[types.NewRollout]) -> int:
+    async def enqueue(
+        self, rollouts: Sequence[types.NewRollout], *, epoch: int | None = None
+    ) -> int:
         for rollout in rollouts:
-            limits.check_rollout(rollout)
-        enqueue = partial(queue.enqueue, rollouts=rollouts)
+            rows.check_rollout(rollout)
+        enqueue = partial(rollout_verbs.enqueue, rollouts=rollouts, epoch=epoch)
         return await self._writer.post(answer_once(enqueue, int))
 
     async def claim(
@@ -175,31 +184,35 @@ class SqlStore:
         claim_id: str | None = None,
         timeout: float = 0.0,
     ) -> list[types.Attempt]:
-        limits.check_positive("n", n)
-        limits.check_lease(lease)
-        limits.check_ids("A claim's id or runner", (runner, claim_id or ""))
+        rows.check_positive("n", n)
+        rows.check_lease(lease)
+        rows.check_ids("A claim's id or runner", (runner, claim_id or ""))
         if claim_id == "":
             raise Invalid("claim_id is empty: give each claim an id of its own, or none.")
 
         def claim(tx: Transaction, last: bool) -> list[types.Attempt] | None:
-            claimed = queue.claim(tx, n, runner=runner, lease=lease, run=run, claim_id=claim_id)
+            claimed = rollout_verbs.claim(
+                tx, n, runner=runner, lease=lease, run=run, claim_id=claim_id
+            )
             return [] if claimed is None and last else claimed
 
         return await self._until(QUEUE, claim, timeout)
 
-    heartbeat = _writing(queue.heartbeat)
+    heartbeat = _writing(rollout_verbs.heartbeat)
 
     async def finish(self, outcomes: Sequence[types.Outcome]) -> list[bool]:
         for outcome in outcomes:
-            limits.check_outcome(outcome)
+            rows.check_outcome(outcome)
         clean = [rows.clean_outcome(outcome) for outcome in outcomes]
-        return await self._writer.post(Bulk(queue.finish, clean))
+        return await self._writer.post(Bulk(rollout_verbs.finish, clean))
 
-    claims = _reading(queue.claims)
-    owner = _reading(queue.owner)
+    claims = _reading(rollout_verbs.claims)
+    owner = _reading(rollout_verbs.owner)
 
     async def cancel(self, rollouts: Sequence[str]) -> int:
-        return await self._writer.post(answer_once(partial(queue.cancel, rollouts=rollouts), int))
+        return await self._writer.post(
+            answer_once(partial(rollout_verbs.cancel, rollouts=rollouts), int)
+        )
 
     # -- traces ----------------------------------------------------------------------------------
 
@@ -208,17 +221,17 @@ class SqlStore:
         return await self._writer.post(Bulk(traces.add_transitions, calls))
 
     async def add_spans(self, spans: Sequence[types.Span]) -> None:
-        limits.check_ids("The id of a span", (span.id for span in spans))
+        rows.check_ids("The id of a span", (span.id for span in spans))
         await self._writer.post(partial(traces.add_spans, spans=spans))
 
     async def put_images(self, run: str, images: Sequence[types.Image]) -> None:
-        columns = pictures.prepare(images)
-        await self._writer.post(partial(pictures.put_images, run=run, columns=columns))
+        columns = traces.prepare_images(images)
+        await self._writer.post(partial(traces.put_images, run=run, columns=columns))
 
     # -- reading -----------------------------------------------------------------------------------
 
-    run = _reading(training.state)
-    runs = _reading(training.names)
+    run = _reading(run_verbs.state)
+    runs = _reading(run_verbs.names)
     rollouts = _reading(traces.rollouts)
     groups = _reading(browse.groups)
     search = _reading(browse.search)
@@ -226,36 +239,36 @@ class SqlStore:
     outline = _reading(traces.outline)
     attempts = _reading(browse.attempts)
     credits = _reading(traces.credits)
-    steps = _reading(training.steps)
+    steps = _reading(run_verbs.steps)
     metric_names = _reading(browse.metric_names)
     series = _reading(browse.series)
-    counts = _reading(training.counts)
-    failures = _reading(queue.failures)
-    policies = _reading(training.policies)
-    documents = _reading(documents.documents)
-    images = _reading(pictures.images)
+    counts = _reading(run_verbs.counts)
+    failures = _reading(rollout_verbs.failures)
+    policies = _reading(run_verbs.policies)
+    documents = _reading(run_verbs.documents)
+    images = _reading(traces.images)
 
     # -- data sets ---------------------------------------------------------------------------------
 
-    draft_dataset = _writing(data.draft_dataset)
+    draft_dataset = _writing(dataset_verbs.draft_dataset)
 
     async def add_items(
         self, name: str, version: int, items: Sequence[records.Item], sides: Sequence[records.Side]
     ) -> None:
-        data.check_items(items, sides)
-        add = partial(data.add_items, name=name, version=version, items=items, sides=sides)
+        dataset_verbs.check_items(items, sides)
+        add = partial(dataset_verbs.add_items, name=name, version=version, items=items, sides=sides)
         await self._writer.post(add)
 
-    commit_dataset = _writing(data.commit_dataset)
-    datasets = _reading(data.datasets)
-    items = _reading(data.items)
-    sides = _reading(data.sides)
-    calls = _reading(data.calls)
+    commit_dataset = _writing(dataset_verbs.commit_dataset)
+    datasets = _reading(dataset_verbs.datasets)
+    items = _reading(dataset_verbs.items)
+    sides = _reading(dataset_verbs.sides)
+    calls = _reading(dataset_verbs.calls)
     add_rewards = _writing(traces.add_rewards)
-    add_judgements = _writing(data.add_judgements)
-    judgement = _reading(data.judgement)
-    add_logprobs = _writing(data.add_logprobs)
-    logprobs = _reading(data.logprobs)
+    add_judgements = _writing(dataset_verbs.add_judgements)
+    judgement = _reading(dataset_verbs.judgement)
+    add_logprobs = _writing(dataset_verbs.add_logprobs)
+    logprobs = _reading(dataset_verbs.logprobs)
 
     # -- change feed -------------------------------------------------------------------------------
 
@@ -266,11 +279,11 @@ class SqlStore:
 
     async def settled(self, group: str, *, timeout: float | None = None) -> bool:
         def look(tx: Transaction, last: bool) -> bool | None:
-            return queue.settled(tx.conn, group) or (False if last else None)
+            return rollout_verbs.settled(tx.conn, group) or (False if last else None)
 
         if not isinstance(self._writer, NoWriter):
             return await self._until(GROUPS, look, timeout)
-        return await self._read_until(bool, partial(queue.settled, group=group), timeout)
+        return await self._read_until(bool, partial(rollout_verbs.settled, group=group), timeout)
 
     # -- maintenance -------------------------------------------------------------------------------
 
@@ -293,7 +306,7 @@ class SqlStore:
         return await maintenance.prune(self._readers, self._writer, limits, **some)
 
     async def forget(self, rollouts: Sequence[str], *, dry_run: bool = False) -> records.Forgotten:
-        delete = partial(forgetting.forget, rollouts=rollouts, dry_run=dry_run)
+        delete = partial(maintenance.forget, rollouts=rollouts, dry_run=dry_run)
         return await self._writer.post(answer_once(delete, records.Forgotten))
 
     async def vacuum(self) -> None:
@@ -331,10 +344,10 @@ class SqlStore:
             ticket = self._feed.ticket(topic)
 
             def verb(tx: Transaction, last: bool = last) -> tuple[T | None, float | None]:
-                if queue.expire_leases(tx):
+                if rollout_verbs.expire_leases(tx):
                     tx.settle_groups()  # makes them visible to `look`
                 found = look(tx, last)
-                return found, queue.next_expiry(tx) if found is None else None
+                return found, rollout_verbs.next_expiry(tx) if found is None else None
 
             found, expires = await self._writer.post(verb)
             if found is not None:

@@ -1,22 +1,35 @@
-"""Verbs of traces: calls, spans and rewards of attempts, called by the writer.
+"""Verbs of traces, called by the writer: calls, spans, rewards and images of attempts.
 
 Invariant: rows are immutable; rows of an attempt that was no longer live are marked late; the
 parents of a call are earlier calls of the same attempt.
+
+Images are the files that messages name by their digests. Invariant: an image is stored before a
+call that refers to it, and for as long as a rollout or a side of a data set does. A prune removes
+the others, `IN_FLIGHT` seconds after they were last put, as the call for which an image was put may
+not be stored yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Literal
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from agentrl import types
-from agentrl.errors import Invalid, NotFound
-from agentrl.store import limits, rows
-from agentrl.store.records import CallRow
+from agentrl.core import types
+from agentrl.core.errors import Invalid, NotFound
+from agentrl.store import rows
+from agentrl.store.records import CallRow, Pruned
 from agentrl.store.rows import digest
-from agentrl.store.sql import images as pictures
-from agentrl.store.sql.database import Connection, Cursor, joined, load_sql
+from agentrl.store.sql import runs
+from agentrl.store.sql.database import (
+    NO_LIMIT,
+    Connection,
+    Cursor,
+    WritingConnection,
+    joined,
+    load_sql,
+)
 from agentrl.store.sql.tree import PreparedTransition, TokenTree
 from agentrl.store.sql.writer import Transaction
 
@@ -27,7 +40,7 @@ FIRST_GIVEN = 2**29  # lowest position of rewards of `add_rewards`
 
 def prepare(call: types.Transition) -> PreparedTransition:
     """Validate and encode a call. Raises Invalid if it cannot be stored or trained on."""
-    limits.check_transition(call)
+    rows.check_transition(call)
     columns, prompt = rows.transition_columns(call), rows.to_blob(call.prompt)
     what, answer = f"of call {call.id}", columns["answer"]
     lines = [rows.to_json(message, f"A message {what}") for message in call.messages]
@@ -84,7 +97,7 @@ def _refer(tx: Transaction, tree: TokenTree, calls: Sequence[PreparedTransition]
             used.setdefault(call.attempt, set()).update(call.images)
     for attempt, digests in sorted(used.items()):
         known = tree.calls[attempt].images
-        pictures.refer(tx.conn, "rollout", attempt, digests - known)
+        refer(tx.conn, "rollout", attempt, digests - known)
         known |= digests
 
 
@@ -127,7 +140,7 @@ def add_rewards(tx: Transaction, rewards: Sequence[types.StepReward]) -> None:
         if found is None or found["attempt_id"] is None:
             raise NotFound(f"Rollout {rollout!r} is unknown or was never claimed.")
         outcome = types.Outcome(attempt=found["attempt_id"], fence=0, rewards=[reward])
-        limits.check_outcome(outcome)
+        rows.check_outcome(outcome)
         _check_targets(tx.conn, outcome)
         key = repr((reward.scope, reward.target, reward.name, reward.source)).encode()
         position = FIRST_GIVEN + int.from_bytes(digest(key)[:4]) % FIRST_GIVEN
@@ -289,3 +302,71 @@ def _check_targets(conn: Connection, outcome: types.Outcome) -> None:
                 f"Attempt {outcome.attempt} has no call {id!r}, the target of a reward: name "
                 "one of its own."
             )
+
+
+IMAGES = load_sql("images")
+IN_FLIGHT = 3600.0  # seconds; a longer call puts its images again when it is stored
+REMOVED_AT_ONCE = 100  # images per transaction
+
+
+def prepare_images(images: Sequence[types.Image]) -> list[rows.Columns]:
+    """Raise Invalid for an image that is not what its digest says. Outside the transaction, in
+    which other writers wait."""
+    for image in images:
+        rows.check_image(image)
+    return [asdict(image) for image in images]
+
+
+def put_images(tx: Transaction, run: str, columns: Sequence[rows.Columns]) -> None:
+    if run:
+        runs.find_run(tx.conn, run)
+    # Sorted, as two transactions that lock the same rows in another order block each other.
+    for row in sorted(columns, key=lambda row: str(row["digest"])):
+        tx.conn.execute(IMAGES["put_image"], row | {"now": tx.now})
+
+
+def images(conn: Connection, run: str, digests: Sequence[str]) -> dict[str, types.Image]:
+    rows.check_digests("An image", digests)
+    found = conn.execute(IMAGES["images"], {"digests": rows.to_json(digests, "Digests")})
+    return {row["digest"]: rows.record(types.Image, row, body=bytes(row["body"])) for row in found}
+
+
+def refer(
+    conn: WritingConnection,
+    kind: Literal["rollout", "side"],
+    owner: str,
+    digests: Collection[str],
+) -> None:
+    """Let a side, or the rollout of the attempt `owner`, refer to images. Raises NotFound for one
+    that is not stored."""
+    if not digests:
+        return
+    columns = {"owner": owner, "digests": rows.to_json(sorted(digests), "Digests")}
+    conn.execute(IMAGES[f"refer_{kind}"], columns)  # from here on no prune removes them
+    stored = {row["digest"] for row in conn.execute(IMAGES["stored"], columns)}
+    if lost := min(set(digests) - stored, default=""):
+        raise NotFound(f"Image {lost} is not stored: put it before the calls that refer to it.")
+
+
+def unused(
+    conn: Connection, *, now: float, without: Sequence[str] = (), n: int = NO_LIMIT
+) -> Pruned:
+    """Count the images that a prune may remove together with the rollouts `without`."""
+    found = _unused(conn, now, without, n)
+    return Pruned(images=len(found), bytes=sum(found.values()))
+
+
+def remove_unused(tx: Transaction) -> Pruned:
+    """Remove some images to which nothing refers."""
+    tx.conn.execute(IMAGES["lock_references"])
+    found = _unused(tx.conn, tx.now, (), REMOVED_AT_ONCE)
+    if found:
+        digests = rows.to_json(list(found), "Digests")
+        tx.conn.execute(IMAGES["delete_images"], {"digests": digests})
+    return Pruned(images=len(found), bytes=sum(found.values()))
+
+
+def _unused(conn: Connection, now: float, without: Sequence[str], n: int) -> dict[str, int]:
+    """Map digests to bytes."""
+    columns = {"before": now - IN_FLIGHT, "without": rows.to_json(without, "Rollouts"), "n": n}
+    return {row["digest"]: row["bytes"] for row in conn.execute(IMAGES["unused"], columns)}

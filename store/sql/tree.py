@@ -1,9 +1,9 @@
 """The token tree: every call stores only tokens and messages that no earlier call of its attempt
 has.
 
-Invariant: while a `TokenTree` is used, nobody else adds to its attempts: on SQLite a transaction
-has the file for itself, on PostgreSQL its creator has locked their rows. The stored calls of an
-attempt are asked for at the start and awaited at the first use, or they are remembered. Whether
+Invariant: while a `TokenTree` is used, no other writer adds to its attempts: a transaction has the
+file for itself on SQLite, and on PostgreSQL its creator has locked their rows. The stored calls of
+an attempt are requested at the start and awaited at the first use, or they are remembered. Whether
 these are still all, the database checks in the same transaction (`check_known` in `traces.sql`): if
 not, it raises an error on purpose, and the writer runs each verb alone, without what is remembered.
 Late calls have only late parents, regular calls only regular ones: these may move to another
@@ -19,13 +19,13 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any, NamedTuple
 
-from agentrl.errors import Conflict
+from agentrl.core.errors import Conflict
 from agentrl.store import rows
 from agentrl.store.rows import digest
 from agentrl.store.sql.database import Cursor, WritingConnection, load_sql
 
 SQL = load_sql("traces")
-MOST_CALLS_CACHED = 20_000  # calls that a process remembers, about a kilobyte each
+MAX_CALLS_CACHED = 20_000  # calls that a process remembers, about a kilobyte each
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class KnownAttempts:
         self.take(attempts)
         self._known |= attempts
         self._calls += sum(len(calls.late) + 1 for calls in attempts.values())
-        while self._calls > MOST_CALLS_CACHED:
+        while self._calls > MAX_CALLS_CACHED:
             self.take([next(iter(self._known))])
 
 

@@ -12,7 +12,7 @@ follows:
     run again, each verb in a savepoint. A verb may therefore run several times, and must have no
     effect outside the transaction.
   * An unexpected error ends the writer and is raised for all waiting and later verbs.
-  * After a time in which nobody could write (a vacuum, a failover) every lease is extended.
+  * After a time in which writes were impossible (a vacuum, a failover) every lease is extended.
 """
 
 from __future__ import annotations
@@ -30,18 +30,26 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from agentrl.errors import StoreError, Unavailable
-from agentrl.store.sql.database import Session, WritingConnection, load_sql
-from agentrl.store.sql.feed import ANY, GROUPS, QUEUE, resolve
+from agentrl.core.errors import StoreError, Unavailable
+from agentrl.core.types import Counts, Purpose
+from agentrl.store.sql.database import (
+    ANY,
+    GROUPS,
+    QUEUE,
+    Session,
+    WritingConnection,
+    load_sql,
+    resolve,
+)
 from agentrl.store.sql.tree import AttemptCalls, KnownAttempts
-from agentrl.types import Counts, Purpose
 
 SQL = load_sql("feed")
 EXTEND_LEASES = load_sql("rollouts")["resume"]
 STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may be too late
 LEASE_GRACE = 10.0  # seconds by which leases are extended after a stall, for waiting heartbeats
 LARGEST_GROUP = 256  # verbs per transaction: bounds the time that other processes wait for the lock
-HASTE, LEISURE = 0.002, 0.05  # minimum seconds between notifications: of work, of other changes
+# Minimum seconds between notifications: of work, and of other changes.
+URGENT_INTERVAL, NOTIFY_INTERVAL = 0.002, 0.05
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -85,7 +93,7 @@ class Transaction:
             counts[name] += more
 
     def extend_leases(self) -> None:
-        """Extend every lease to at least `LEASE_GRACE`, as nobody could renew it. This revives
+        """Extend every lease to at least `LEASE_GRACE`, as it could not be renewed. This revives
         expired leases whose rollouts were not claimed again."""
         self.conn.execute(EXTEND_LEASES, {"until": self.now + LEASE_GRACE, "grace": LEASE_GRACE})
 
@@ -158,21 +166,21 @@ class _Notices:
     time; the first after a pause is sent at once."""
 
     owed: int = 0
-    told: float = -LEISURE  # time of the last notification, monotonic clock
+    notified: float = -NOTIFY_INTERVAL  # time of the last notification, monotonic clock
 
     def wait(self, topics: int = 0) -> float:
         """Return the seconds until others must be notified of `topics` and of what is owed."""
-        pause = HASTE if (self.owed | topics) & (QUEUE | GROUPS) else LEISURE
-        return max(0.0, self.told + pause - time.monotonic())
+        pause = URGENT_INTERVAL if (self.owed | topics) & (QUEUE | GROUPS) else NOTIFY_INTERVAL
+        return max(0.0, self.notified + pause - time.monotonic())
 
     def due(self, topics: int) -> int:
         """Return the topics to notify others of with a commit of `topics`; 0 if it is too early."""
         return 0 if self.wait(topics) > 0.0 else self.owed | topics
 
-    def sent(self, told: int, topics: int) -> None:
-        """Record a commit of `topics`, with a notification of `told` if that is not 0."""
-        self.owed = 0 if told else self.owed | topics
-        self.told = time.monotonic() if told else self.told
+    def sent(self, due: int, topics: int) -> None:
+        """Record a commit of `topics`, with a notification of `due` if that is not 0."""
+        self.owed = 0 if due else self.owed | topics
+        self.notified = time.monotonic() if due else self.notified
 
 
 class Writer:
@@ -195,7 +203,8 @@ class Writer:
         """Queue a verb, from any running loop. The future resolves, on that loop, after the commit.
 
         A caller that is cancelled while it waits does not take the verb back: it is committed all
-        the same, and nobody learns of it. The gateway rests on this (`ActiveAttempt.unread`)."""
+        the same, without a report. The gateway relies on this
+        (`ActiveAttempt.undelivered`)."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._closed:
@@ -263,7 +272,7 @@ class Writer:
     def _ended(self, error: BaseException) -> Unavailable:
         ended = Unavailable(
             f"Store {self._name}: its writer hit an unexpected error ({error!r}) and has "
-            "ended: open the store anew."
+            "ended: open the store again."
         )
         ended.__cause__ = error
         return ended
@@ -308,10 +317,10 @@ class Writer:
             group.extend_leases()
         run(jobs, group)
         group.write()
-        told = self._notices.due(group.topics)
-        self._session.commit(told)
+        due = self._notices.due(group.topics)
+        self._session.commit(due)
         self._known.keep(group.seen)
-        self._notices.sent(told, group.topics)
+        self._notices.sent(due, group.topics)
         self._stalled = time.monotonic() - since > STALL
         return group.topics
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from agentrl import trainer
-from agentrl.base import processes
-from agentrl.config import resolve
-from agentrl.errors import ConfigError, TrainingError
+from agentrl.core import processes
+from agentrl.core.config import resolve
+from agentrl.core.errors import ConfigError, TrainingError
 from agentrl.store import open_store
 from tests import factories
 
@@ -41,7 +41,7 @@ class Mortal:
 @pytest.mark.parametrize(
     ("life", "rollouts", "ends", "started"),
     [
-        (1.0, 0, TrainingError, processes.MOST_DEATHS),
+        (1.0, 0, TrainingError, processes.MAX_CONSECUTIVE_CRASHES),
         (processes.STEADY_UPTIME + 1.0, 0, KeyboardInterrupt, 101),
         (1.0, 1, KeyboardInterrupt, 101),  # an agent that kills its runner, one task after another
     ],
@@ -174,3 +174,20 @@ def test_a_run_that_was_stopped_says_the_step_that_it_continues_after(
     steps = 3
     with pytest.raises(KeyboardInterrupt, match="after step 3 of 9"):
         trainer.run_training(config)
+
+
+async def test_runners_begin_when_an_audit_has_had_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentrl.audit.subjects.LIMIT", 0.05)
+    began = list[bool]()
+
+    async def play() -> None:
+        began.append(audit.done())
+
+    audit = asyncio.create_task(asyncio.sleep(60))
+    await trainer._after(audit, play())
+    audit.cancel()
+    audit = asyncio.create_task(asyncio.sleep(0))
+    await trainer._after(audit, play())
+    assert began == [False, True]

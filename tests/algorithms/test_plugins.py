@@ -16,8 +16,8 @@ from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.algorithms.presets import registry
 from agentrl.algorithms.train.serving import policy_server
-from agentrl.config import resolve
-from agentrl.errors import ConfigError
+from agentrl.core.config import resolve
+from agentrl.core.errors import ConfigError
 from tests import factories
 from tests.algorithms.learners.test_learner import make_batch
 
@@ -67,7 +67,7 @@ def test_what_cannot_be_called_is_refused_before_a_run(tmp_path: Path, kind: str
     with pytest.raises(ConfigError, match=f"^engine.kind.*{why}"):
         engine_factory(factories.config(tmp_path, engine={"kind": kind}))
     with pytest.raises(ConfigError, match=f"^learner.kind.*{why}"):
-        learner_factory(factories.config(tmp_path, learner={"kind": kind}))
+        learner_factory(kind, tmp_path)
 
 
 def test_what_is_made_must_fit_the_protocol(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -111,10 +111,8 @@ def test_a_learner_without_what_the_preset_reads_is_refused(
     assert capsys.readouterr().out == "closed\n"
 
 
-def test_a_run_on_a_data_set_has_the_references_log_probs_from_the_store(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    from agentrl.config.learning import DataConfig
+def test_a_run_on_data_reads_the_references_log_probs(tmp_path: Path, tiny_model_dir: Path) -> None:
+    from agentrl.core.config.learning import DataConfig
 
     run, *more = poor_learner(tmp_path, tiny_model_dir)
     stored = msgspec.structs.replace(run, data=DataConfig(name="pairs"))
@@ -126,7 +124,7 @@ def test_the_front_checks_a_run_without_torch(tmp_path: Path) -> None:
     run = {"tasks": {"train": "tasks.jsonl"}, "policy": {"model": "m"}, "root": str(tmp_path)}
     code = (
         "import sys; sys.modules |= dict.fromkeys(('torch', 'transformers', 'vllm'));"
-        "from agentrl import trainer; from agentrl.config import resolve;"
+        "from agentrl import trainer; from agentrl.core.config import resolve;"
         f"trainer.check(resolve({run | {'engine': {'kind': 'vllm'}}}, source='run.toml'))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

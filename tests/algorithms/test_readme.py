@@ -15,7 +15,7 @@ import torch
 import agentrl.algorithms
 from agentrl.algorithms.presets.declare import presets
 from agentrl.algorithms.presets.registry import make
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
 from tests.algorithms.train.test_update import Recorder, group, updater
 from tests.algorithms.worlds import Call, Play, world
 
@@ -66,12 +66,12 @@ def test_a_credit_with_a_setting_is_found_checked_and_pickled(tmp_path: Path) ->
         presets.pop("softer", None)
 
 
-def test_what_a_preset_is_written_with_is_imported_from_one_place() -> None:
-    (table,) = re.findall(r"to write a preset:\n\n(.*?)\n\n", PAGE, re.DOTALL)
+def test_what_presets_are_written_with_has_one_import() -> None:
+    (table,) = re.findall(r"from `agentrl.algorithms`:\n\n(.*?)\n\n", PAGE, re.DOTALL)
     documented = {
         name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }
-    names = " ".join(agentrl.algorithms.LATE.values()).split()
+    names = " ".join(agentrl.algorithms.LAZY.values()).split()
     assert all(hasattr(agentrl.algorithms, name) for name in names)
     assert documented == set(names)
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import dense_ids
-from agentrl.algorithms.presets.registry import LearnerOutput
+from agentrl.algorithms.objective.ratios import LearnerOutput
 
 NAN = math.nan
 EVERY_OUTPUT: tuple[LearnerOutput, ...] = (
-    "old", "sampler", "reference", "teacher", "values", "top_tokens",
+    "old", "sampler", "reference", "teacher", "values", "top_tokens", "observations",
 )  # fmt: skip
 
 

@@ -11,8 +11,6 @@ python -m tests.benchmarks.batching --json
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +25,8 @@ from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.data.merge import merge
 from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.packing import Packing, pack_rows
-from agentrl.types import Transition, float32, int32
+from agentrl.core.types import Transition, float32, int32
+from tests.benchmarks.report import arguments, report
 
 SCALE = 25  # lengths are so many times shorter than at real sizes
 GROUP = 8
@@ -214,21 +213,16 @@ def measure(name: str, group: list[list[Transition]], repeats: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--only", choices="ABCD", help="one workload")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, float] = {}
     for name, group in workloads().items():
         if options.only in (None, name):
             result |= measure(name, group, options.repeats)
-    if options.json:
-        print(json.dumps(result))
-        return
-    for key, value in result.items():
-        print(f"{key:<32}{value:>12.4g}")
+    report(result, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from agentrl.config import RunConfig
-from agentrl.runners.features import run_features
+from agentrl.core.config import RunConfig
+from agentrl.core.types import NewRollout, PolicyVersion
 from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.main import run_features
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import NewRollout, PolicyVersion
 from tests.benchmarks.size import files, in_library
 
 RUN, CALLS = "traced", 5

@@ -19,7 +19,6 @@ that with which the store is opened, for namespaces share the machine's.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -41,6 +40,7 @@ from pathlib import Path
 import msgspec
 
 from tests.benchmarks.chaos_policy import NAME
+from tests.benchmarks.report import arguments, report
 from tests.system.conftest import ASKS, RUN, VERIFIER
 from tests.system.machines import Machine, Network, network, possible
 from tests.system.test_machines import AGENTRL, FILES, GROUPS, KEYS, POLICY_KEY, PORT, SIZE
@@ -371,8 +371,7 @@ def tiny_model(folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser = arguments(__doc__)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--over", type=float, default=3600.0, help="seconds; 0: without a pause")
     parser.add_argument("--seed", type=int, default=0)
@@ -382,11 +381,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = str(ROOT)
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options.faults, options.over, options.seed, tiny_model(Path(folder)))
-    if options.json:
-        print(json.dumps(result))
-        return
-    for name, value in result.items():
-        print(f"{name:<12} {value}")
+    report(result, as_json=options.json)
 
 
 if __name__ == "__main__":

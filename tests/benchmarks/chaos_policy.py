@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.engines.vllm.delivery import COMPLETIONS
 from agentrl.algorithms.engines.vllm.process import OLDEST
-from agentrl.algorithms.engines.vllm.serving import INIT
+from agentrl.algorithms.engines.vllm.protocol import INIT
 from agentrl.algorithms.model.load import load_model
-from agentrl.base.http_server import listen
+from agentrl.core.http import listen
 
 NAME = "embedded server behind engine.vllm.urls"
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from agentrl.store.http.keys import KeyFile
 from agentrl.store.http.serve import run
-from agentrl.store.sqlite.connection import Location
-from agentrl.store.sqlite.store import SqliteStore
+from agentrl.store.sqlite import Location, SqliteStore
 
 
 def serve(host: str, port: str, offset: str) -> None:
@@ -19,7 +18,7 @@ def serve(host: str, port: str, offset: str) -> None:
 
     location = Location.parse("sqlite:///store.db")
     keys = KeyFile(Path("keys"))
-    run(lambda: SqliteStore(location, clock=now), host, int(port), keys, largest=2**26)
+    run(lambda: SqliteStore(location, clock=now), host, int(port), keys)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ than half of the answers have a form that the task knows. `--max-kl 0` undoes no
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib
 import inspect
@@ -29,16 +28,18 @@ from typing import Any
 import torch
 from msgspec.structs import asdict, replace
 
-from agentrl.algorithms.diagnostics.metrics import Metrics
+from agentrl.algorithms.model.chat import Codec
 from agentrl.algorithms.model.load import end_tokens
-from agentrl.algorithms.model.text import Codec
-from agentrl.algorithms.model.tool_parser import ToolParser
-from agentrl.algorithms.train import build
-from agentrl.algorithms.train.load_policies import LoadedModel, load_policies
-from agentrl.base.loading import load_attribute, load_tasks
-from agentrl.lab.bench import BenchPlan, Pair, read_bench
-from agentrl.types import Group, Reward, Rollout, Transition, float32, int32
+from agentrl.algorithms.model.tool_formats import ToolParser
+from agentrl.algorithms.train import stages as build
+from agentrl.algorithms.train.load_policies import load_policies
+from agentrl.algorithms.train.metrics import Metrics
+from agentrl.algorithms.train.policies import LoadedModel
+from agentrl.core.loading import load_attribute, load_tasks
+from agentrl.core.types import Group, Reward, Rollout, Transition, float32, int32
 from tests import factories
+from tests.benchmarks.bench import BenchPlan, Pair, read_bench
+from tests.benchmarks.report import arguments
 
 Agent = Callable[..., Any]
 FILE = Path(__file__).parents[2] / "examples" / "bench" / "bench.toml"
@@ -196,8 +197,7 @@ def outcome(steps: Sequence[Metrics]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = arguments(__doc__)
     parser.add_argument("--factors", default="2,4")
     parser.add_argument("--seeds", default="101,102")
     parser.add_argument("--max-kl", type=float)

@@ -24,9 +24,9 @@ import time
 from contextlib import suppress
 from statistics import median
 
-from agentrl.runners.containers.keeper import started
-from agentrl.runners.containers.pool import Containers, ContainerSpec
-from tests.runners.containers.real import (
+from agentrl.runners.executors.containers import Containers, ContainerSpec
+from agentrl.runners.executors.keeper import started
+from tests.runners.executors.real import (
     ENGINE,
     busybox_image,
     environment,
@@ -86,7 +86,7 @@ async def leftover(image: str, kills: int, *, both: bool = False) -> tuple[int, 
     left, longest = 0, 0.0
     for number in range(kills):
         runner = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.runners.containers.real_runner", image),
+            *(sys.executable, "-m", "tests.runners.executors.real_runner", image),
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
         )

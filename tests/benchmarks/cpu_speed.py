@@ -14,7 +14,6 @@ is `Learner.step` with clipping and AdamW. `lora`: with an adapter of rank 16 on
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
@@ -28,17 +27,17 @@ import numpy as np
 import torch
 
 from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.engines.embedded.attention import GenerationRequest
 from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
-from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.lora.adapters import LoraAdapters
-from agentrl.algorithms.model.chat import Chat
+from agentrl.algorithms.model.chat import Chat, Codec
 from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.lora import LoraAdapters
 from agentrl.algorithms.model.packing import pack_rows
-from agentrl.algorithms.model.text import Codec
-from agentrl.types import POLICY, Sampling
+from agentrl.core.types import POLICY, Sampling
 from tests.benchmarks.learner import batch_of, update
+from tests.benchmarks.report import arguments, report
 
 ROWS = (1, 8, 64)
 ANSWER = 16  # tokens
@@ -209,24 +208,18 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--model", required=True, help="directory of a Hugging Face model")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tries", type=int, default=3)
     parser.add_argument("--only", action="append", choices=PARTS)
     parser.add_argument("--vllm", metavar="PYTHON", help="a Python with vLLM, to compare with")
-    parser.add_argument("--json", action="store_true")
     own = parser.parse_args()
     parts = own.only or (() if own.vllm else PARTS)
     given = {"dtype": own.dtype, "tries": own.tries, "threads": own.threads, "python": own.vllm}
     found = measure(own.model, only=parts, **given)
-    if own.json:
-        print(json.dumps(found))
-        return
-    for name, value in found.items():
-        target = f"  (target {TARGETS[name]:g})" if name in TARGETS else ""
-        print(f"{name:30} {value:10.4g}{target}")
+    report(found, as_json=own.json, targets=TARGETS)
 
 
 if __name__ == "__main__":

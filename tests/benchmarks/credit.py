@@ -7,7 +7,6 @@ python -m tests.benchmarks.credit --json
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import time
@@ -19,12 +18,13 @@ import torch
 
 from agentrl.algorithms.credit.calls import Returns, StepGae, ValuesFromReward
 from agentrl.algorithms.credit.core import Credit, GroupRelative
-from agentrl.algorithms.credit.peers import PeerAdvantages
+from agentrl.algorithms.credit.states import PeerAdvantages
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import compute_advantages, loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.presets.states import BatchTd
+from tests.benchmarks.report import arguments
 
 from . import world_figures
 from .team_variance import team_variance
@@ -249,11 +249,10 @@ def seconds(repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=["seconds", "variance", "worlds"])
     parser.add_argument("--batches", type=int, default=300, help="per world and size")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     torch.set_num_threads(1)
     sections: dict[str, Callable[[], dict[str, Any]]] = {

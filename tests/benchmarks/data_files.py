@@ -25,9 +25,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.loading import load_tasks
-from agentrl.base.row_files import read_rows, write_rows
-from agentrl.errors import ConfigError
+from agentrl.core.data_files import read_rows, write_rows
+from agentrl.core.errors import ConfigError
+from agentrl.core.loading import load_tasks
 
 Row = dict[str, Any]
 TEXTS = ["007", "42", "-1", "1e5", "0x10", "1_000", "2026-01-02", "2026-01-02T03:04:05Z", "12:30",

@@ -6,9 +6,7 @@ python -m tests.benchmarks.demo --starter    # what `agentrl init` writes
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -16,8 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from agentrl.core.types import StepRow
 from agentrl.store import open_store
-from agentrl.types import StepRow
+from tests.benchmarks.report import arguments, report
 
 RUN_FILE = Path(__file__).parents[2] / "examples" / "staff" / "run.toml"
 PARTS = ("build", "rollouts", "update", "eval")
@@ -71,10 +70,9 @@ def summary(steps: list[StepRow], seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--starter", action="store_true", help="only what `agentrl init` writes")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -84,11 +82,7 @@ def main() -> None:
                 for key, value in run(seed, Path(folder, prefix), run_file).items():
                     found.setdefault(f"{prefix}{key}", []).append(value)
     result = {"seeds": options.seeds} | found
-    if options.json:
-        print(json.dumps(result))
-        return
-    for key, values in result.items():
-        print(f"{key:<32}", *(f"{value:>9.4g}" for value in values))
+    report(result, as_json=options.json)
 
 
 if __name__ == "__main__":

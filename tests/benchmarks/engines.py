@@ -16,9 +16,7 @@ many, wider heads.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import shutil
 import subprocess
 import sys
@@ -35,12 +33,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.vllm.server import VllmServer
-from agentrl.algorithms.lora.adapters import LoraAdapters
 from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.lora import LoraAdapters
 from agentrl.algorithms.train.serving import policy_server
-from agentrl.config import resolve
+from agentrl.core.config import resolve
+from agentrl.core.types import POLICY
 from agentrl.store import open_store
-from agentrl.types import POLICY
+from tests.benchmarks.report import arguments, report
 
 DEMO = Path(__file__).parents[2] / "examples" / "staff"
 STEPS = 5
@@ -145,14 +144,13 @@ async def pace(output: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--model")
     asked.add_argument("--demo", action="store_true")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["embedded", "vllm"])
     parser.add_argument("--urls", nargs="+", default=[])
     parser.add_argument("--calls", type=int, default=CALLS)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
@@ -164,11 +162,7 @@ def main() -> None:
             )
             for kind in options.kinds
         }
-    if options.json:
-        print(json.dumps(results, indent=2))
-        return
-    for kind, figures in results.items():
-        print(kind, *(f"{name} {value:.1f}" for name, value in figures.items()), sep="  ")
+    report(results, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -32,11 +32,11 @@ import httpx
 from aiohttp import web
 
 import agentrl
-from agentrl.config import RunConfig
-from agentrl.plugins import plugin_points
-from agentrl.runners.executors.environment import environment
-from agentrl.runners.features import run_features
+from agentrl.core.config import RunConfig
+from agentrl.core.plugins import plugin_points
+from agentrl.runners.executors.command import environment
 from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.main import run_features
 from agentrl.store import open_store
 from tests.runners.conftest import RUN, Bench, FakeModel
 

@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.benchmarks.report import arguments, report
+
 LORA = {"lora": {"rank": 16}}
 ROWS = {"learner": {"packing": "rows"}}
 # Tables of the run file by name; "groups" x 8 rollouts.
@@ -63,12 +65,12 @@ def run_of(name: str, model: Path, folder: Path) -> dict[str, Any]:
 def measure(name: str, model: Path) -> dict[str, float]:
     """Estimate and peak of a configuration, in GB, in this process."""
     from agentrl.algorithms.engines.embedded.engine import Engine
+    from agentrl.algorithms.estimate import process_bytes, shape_of
     from agentrl.algorithms.learners.memory import process_peak
-    from agentrl.algorithms.model.inputs import inputs_of
-    from agentrl.algorithms.preflight.estimate import process_bytes, shape_of
-    from agentrl.algorithms.train.build import load_algorithm, make_updater
+    from agentrl.algorithms.model.scaled import inputs_of
     from agentrl.algorithms.train.load_policies import load_policies
-    from agentrl.config import resolve
+    from agentrl.algorithms.train.stages import load_algorithm, make_updater
+    from agentrl.core.config import resolve
 
     with TemporaryDirectory() as folder:
         config = resolve(run_of(name, model, Path(folder)), source=name)
@@ -111,7 +113,7 @@ def _prompts(engine: Any, groups: int, step: int, _: object) -> list[Prompt]:
 
 def _looks(engine: Any, groups: int, step: int, eyes: Any) -> list[Prompt]:
     """Prompts of as many images as fit, with a word before each."""
-    from agentrl.vision.images import ids_of, positions
+    from agentrl.algorithms.vision.images import ids_of, positions
 
     made: list[Prompt] = []
     for group in range(groups):
@@ -139,8 +141,8 @@ def _noise(seed: str) -> bytes:
 
 def _sample(engine: Any, prompts: list[Prompt]) -> list[tuple[list[int], list[int], list[float]]]:
     """Prompt, answer and its log-probs of each rollout, all of them sampled together."""
-    from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest
-    from agentrl.types import Sampling
+    from agentrl.algorithms.engines.embedded.attention import GenerationRequest
+    from agentrl.core.types import Sampling
 
     dice = random.Random(0)
     waiting: list[tuple[list[int], Future[Any]]] = []
@@ -159,7 +161,7 @@ def _sample(engine: Any, prompts: list[Prompt]) -> list[tuple[list[int], list[in
 
 
 def _groups(rollouts: list[tuple[list[int], list[int], list[float]]]) -> list[Any]:
-    from agentrl.types import Reward, float32
+    from agentrl.core.types import Reward, float32
     from tests.factories import call, group, rollout
 
     made = []
@@ -186,21 +188,16 @@ def estimate_over_peak(model: Path, names: list[str] | None = None) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a model's directory")
     parser.add_argument("--only", nargs="*", choices=[*CONFIGURATIONS, *SEEING])
     parser.add_argument("--here", choices=[*CONFIGURATIONS, *SEEING], help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.here:
         print(json.dumps(measure(options.here, options.model)))
         return
     found = estimate_over_peak(options.model, options.only)
-    if options.json:
-        print(json.dumps(found))
-        return
-    for name, figures in found.items():
-        print(name, *(f"{key} {value:.3g}" for key, value in figures.items()), sep="  ")
+    report(found, as_json=options.json)
 
 
 if __name__ == "__main__":

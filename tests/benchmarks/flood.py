@@ -14,7 +14,6 @@ a second after the answer, less the median of a second before; memory is the ser
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import http.client
@@ -35,6 +34,8 @@ from multiprocessing.synchronize import Event as EventType
 from pathlib import Path
 
 import psutil
+
+from tests.benchmarks.report import arguments, report
 
 HALF = b"POST /v1/cursor HTTP/1.1\r\nhost: localhost\r\n"
 CONTEXT = 32_768  # tokens, of the engine
@@ -107,10 +108,10 @@ def engine(pipe: Connection, folder: str) -> None:
 
 def gateway(pipe: Connection, folder: str) -> None:
     """As `engine`, of a gateway whose policy is a fixed text."""
-    from agentrl.config import UpstreamConfig
+    from agentrl.core.config import UpstreamConfig
+    from agentrl.core.types import NewRollout
     from agentrl.runners.gateway.server import Gateway
     from agentrl.store import open_store
-    from agentrl.types import NewRollout
 
     async def main() -> None:
         async with open_store(f"sqlite:///{folder}/store.db") as store:
@@ -237,20 +238,17 @@ def connections(count: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--only", choices=("connections", "engine", "gateway"))
     parser.add_argument("--connections", type=int, default=10_000)
     parser.add_argument("--megabytes", type=float, default=50.0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     result = {} if options.only not in (None, "connections") else connections(options.connections)
     for server in (engine, gateway):
         if options.only in (None, server.__name__):
             found = stall(server, options.megabytes)
             result |= {f"{server.__name__}_{name}": figure for name, figure in found.items()}
-    print(
-        json.dumps(result) if options.json else "\n".join(f"{k:<19} {v}" for k, v in result.items())
-    )
+    report(result, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ the same run. The upstream and the load generator are bare asyncio: they must co
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -20,6 +19,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.benchmarks.report import arguments, report
 
 RUN = "bench"
 CALLS = 8  # model calls of one attempt
@@ -122,12 +123,12 @@ def gateway(pipe: Connection, folder: str, ports: Sequence[int], vision: str = "
     vision: `policy.vision`."""
     import psutil
 
-    from agentrl.config import RunConfig
-    from agentrl.config.learning import PolicyConfig
-    from agentrl.runners.features import run_features
+    from agentrl.core.config import RunConfig
+    from agentrl.core.config.learning import PolicyConfig
+    from agentrl.core.types import NewRollout, Outcome, PolicyVersion
     from agentrl.runners.gateway.server import Gateway
+    from agentrl.runners.main import run_features
     from agentrl.store import open_store
-    from agentrl.types import NewRollout, Outcome, PolicyVersion
 
     async def main() -> None:
         async with open_store(f"sqlite:///{Path(folder) / 'store.db'}") as store:
@@ -398,8 +399,7 @@ def memory(bench: Bench, attempts: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser = arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each rate, about")
     parser.add_argument("--attempts", type=int, default=10_000, help="for the memory figure")
     parser.add_argument("--seats", action="store_true", help="only what roles cost")
@@ -413,11 +413,7 @@ def main() -> None:
                 result = figures(bench, seconds=options.seconds, attempts=options.attempts)
         finally:
             bench.close()
-    if options.json:
-        print(json.dumps(result))
-        return
-    for key, value in result.items():
-        print(f"{key:<28} {value:>10.4g}")
+    report(result, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def model_of(options: argparse.Namespace, results: Measurements, deadline: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--model", type=Path, help=f"default: {MODEL.relative_to(ROOT)}")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of the whole command")
@@ -202,7 +202,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prepared", type=Path, metavar="DIR", help="what --prepare made")
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="make what a machine lacks")
     parser.add_argument("--python-version", default="3.12", help="with --prepare: of that machine")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args(arguments)
     if options.prepare:
         gpu_loads.prepare(options.prepare, options.python_version)

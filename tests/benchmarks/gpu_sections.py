@@ -27,16 +27,16 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.lora.adapters import LoraAdapters
-from agentrl.algorithms.lora.quantize import load_quantized
 from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.lm_head import action_logprobs
 from agentrl.algorithms.model.load import load_model, no_progress_bars
+from agentrl.algorithms.model.lora import LoraAdapters
+from agentrl.algorithms.model.lora_targets import load_quantized
 from agentrl.algorithms.model.packing import Packing, pack_rows
-from agentrl.algorithms.preflight.proof import trie_gap
+from agentrl.algorithms.proof import trie_gap
 from agentrl.algorithms.train.serving import policy_server
-from agentrl.config import resolve
-from agentrl.types import POLICY, StepRow
+from agentrl.core.config import resolve
+from agentrl.core.types import POLICY, StepRow
 from tests.benchmarks import real_model
 from tests.benchmarks.cpu_speed import prompts, rollouts
 from tests.benchmarks.demo import read_steps

@@ -11,18 +11,17 @@ seed: the scores are of held-out tasks, greedy, and the seconds cover the whole 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import logging
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError
-from agentrl.runners.harnesses.check import Report, check
-from agentrl.runners.harnesses.preset import HARNESSES, load_preset
+from agentrl.core.errors import ConfigError
+from agentrl.runners.harness import HARNESSES, load_preset
+from agentrl.runners.harness_check import Report, check
 from tests.benchmarks import demo
+from tests.benchmarks.report import arguments, report
 from tests.runners.harnesses.refusing_proxy import RefusingProxy
 
 RUN_FILE = Path(__file__).parents[2] / "examples" / "harness" / "run.toml"
@@ -58,12 +57,11 @@ def measure(names: list[str], rollouts: int, concurrency: int) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--harnesses", nargs="*", default=list(HARNESSES))
     parser.add_argument("--rollouts", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     logging.getLogger("agentrl").setLevel(logging.ERROR)
     result = measure(options.harnesses, options.rollouts, options.concurrency)
@@ -71,11 +69,7 @@ def main() -> None:
         rows = [demo.run(seed, Path(folder), RUN_FILE) for seed in options.seeds]
     for key in ("before", "after", "before_sampled", "after_sampled", "seconds", "rollouts_per_s"):
         result[key] = [round(row[key], 3) for row in rows]
-    if options.json:
-        print(json.dumps(result))
-        return
-    for key, value in result.items():
-        print(f"{key:<24} {value}")
+    report(result, as_json=options.json)
 
 
 if __name__ == "__main__":

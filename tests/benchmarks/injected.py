@@ -22,7 +22,6 @@ missing. `became_a_reward` counts those with a number, `unnamed` failures withou
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -40,22 +39,21 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from agentrl.algorithms.judges import questions
-from agentrl.algorithms.judges.judge import JudgeClient
-from agentrl.base.user_code import UserCodeLoop
-from agentrl.config import resolve
-from agentrl.config.derived import Named
-from agentrl.config.rewards import PointwiseJudge, PrincipleJudge
+from agentrl.algorithms import judges
+from agentrl.algorithms.judges import JudgeClient
+from agentrl.core.config import resolve
+from agentrl.core.config.derived import Named
+from agentrl.core.config.rewards import PointwiseJudge, PrincipleJudge
+from agentrl.core.errors import AgentRLError
+from agentrl.core.types import NewRollout
+from agentrl.core.user_code import UserCodeLoop
 from agentrl.environments import hosted
-from agentrl.environments.runner import played_environment
-from agentrl.environments.scripted import stage
-from agentrl.errors import AgentRLError
-from agentrl.runners.main import attempt_runner
-from agentrl.runners.worker import Worker
+from agentrl.environments.runner import played_environment, stage
+from agentrl.runners.main import Worker, attempt_runner
 from agentrl.store import open_store
-from agentrl.types import NewRollout
+from tests.benchmarks.report import arguments, report
 from tests.environments.injected.__main__ import PLAYED
-from tests.runners.containers import real
+from tests.runners.executors import real
 
 ROOT = Path(__file__).parents[2]
 Ends = dict[str, dict[str, Any]]
@@ -433,10 +431,10 @@ def judged() -> Ends:
     point, principles = PointwiseJudge(upstream="j"), PrincipleJudge(upstream="j", principles=["a"])
     asked = {
         "score": (
-            questions.pointwise(point, []),
+            judges.pointwise(point, []),
             ("11", "-1", "NaN", '"9"', "true", "null", "5.5"),
         ),
-        "verdicts": (questions.principles(principles, []), ('{"1": 1}', '{"1": "maybe"}', "[]")),
+        "verdicts": (judges.principles(principles, []), ('{"1": 1}', '{"1": "maybe"}', "[]")),
     }
     found: Ends = {}
     for key, (question, values) in asked.items():
@@ -508,15 +506,14 @@ def merged(files: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("--json", action="store_true")
+    options = arguments(__doc__)
     options.add_argument("--only", nargs="*", default=[*OWN, *PLAYED], metavar="NAME")
     options.add_argument("--merge", nargs="*", default=[], metavar="FILE")
     given = options.parse_args()
     if unknown := {*given.only} - {*OWN, *PLAYED}:
         options.error(f"there is no {', '.join(unknown)}; there is {', '.join([*OWN, *PLAYED])}")
     found = merged(given.merge) if given.merge else measure(given.only)
-    print(json.dumps(found) if given.json else "\n".join(f"{k}: {v}" for k, v in found.items()))
+    report(found, as_json=given.json)
     sys.exit(bool(found["became_a_reward"] or found["unnamed"]))
 
 

@@ -39,7 +39,7 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.registry import make
-from agentrl.types import (
+from agentrl.core.types import (
     Group,
     Purpose,
     Reward,
@@ -49,6 +49,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from tests.benchmarks.report import arguments, report
 
 GROUP = 8
 TARGETS = {"memory ratio": 0.35, "one turn / TRL": 0.5, "ten turns / TRL": 0.5}
@@ -248,7 +249,7 @@ def compare_trl(python: str, groups: int, rounds: int, threads: int) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--trl", help="Python that has TRL; default: this one, if it has")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tflops", type=float, default=989.0, help="peak of the GPU in bfloat16")
@@ -257,7 +258,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--length", type=int, default=4096, help="of the row of the memory figures")
     parser.add_argument("--hidden", type=int, default=256, help="likewise: of the model")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -276,11 +276,7 @@ def main() -> None:
         else:
             figures["TRL"] = "not measured: give --trl a Python that has it"
         figures |= {f"{name}, at most": limit for name, limit in TARGETS.items() if name in figures}
-    if options.json:
-        print(json.dumps(figures))
-        return
-    for key, value in figures.items():
-        print(f"{key:<32}{value if isinstance(value, str) else format(value, '.4g'):>14}")
+    report(figures, as_json=options.json)
 
 
 if __name__ == "__main__":

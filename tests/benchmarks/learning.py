@@ -1,6 +1,7 @@
 """What credit is worth: how fast presets learn the tasks of examples/bench, at equal rollouts.
 
-    agentrl bench examples/bench/bench.toml --results tests/benchmarks/results/learning.jsonl
+    python -m tests.benchmarks.bench_runs examples/bench/bench.toml \\
+        --results tests/benchmarks/results/learning.jsonl
     python -m tests.benchmarks.learning [--json | --figure FILE | --write | --advice]
 
 The first command runs what the results file does not have yet, and may be stopped at any moment;
@@ -26,12 +27,11 @@ seeds, which are paired, after arXiv 2108.13264.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,11 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 import agentrl.algorithms
-from agentrl.config import RunConfig
-from agentrl.lab.advise import advise
-from agentrl.lab.bench import Bench, BenchPlan, read_bench
-from agentrl.lab.bench_runs import FORK, read_results, run_piece
+from agentrl.advise import advise
+from agentrl.core.config import RunConfig
+from tests.benchmarks.bench import Bench, BenchPlan, read_bench
+from tests.benchmarks.bench_runs import FORK, read_results, run_piece
+from tests.benchmarks.report import arguments
 
 FILE = Path(__file__).parents[2] / "examples" / "bench" / "bench.toml"
 RESULTS = Path(__file__).parent / "results" / "learning.jsonl"
@@ -52,6 +53,7 @@ CREDIT = Path(str(agentrl.algorithms.__file__)).parent / "CREDIT.md"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 SAMPLES = 2000  # of the bootstrap
 LAST = 3  # evaluations whose mean is the final level
+GENERAL = ("auto", "batch-td", "gigpo")  # presets with a column of the page
 HEADINGS = ("preset", "lr", "seeds", "final level", "area", "rollouts to 90 %", "rollouts to 100 %")
 Array = NDArray[np.float64]
 Summary = dict[str, dict[str, dict[str, Any]]]  # by task and preset
@@ -260,25 +262,36 @@ def preset_of(bench: Bench, name: str) -> str:
 
 def page(bench: Bench, found: Summary, left: dict[str, dict[str, int]]) -> str:
     """The part of CREDIT.md that is written from the results."""
+    names = " | ".join(f"`{name}`" for name in GENERAL)
     lines = [
-        "| task | preset | seeds | final level | area | rollouts to the baseline's final level |",
-        "|---|---|---|---|---|---|",
+        f"| task | baseline | {names} | better | worse |",
+        f"|---|---|{'---|' * len(GENERAL)}---|---|",
     ]
     for task, rows in found.items():
-        for name, row in sorted(rows.items(), key=lambda item: -item[1]["area"][0]):
-            base = name == bench.baseline_of(task)
-            ratio = "1 (the baseline)" if base else shown(row["ratio"])
-            lines.append(
-                f"| {task} | `{name}` | {row['seeds']} | {shown(row['final'])} | "
-                f"{shown(row['area'])} | {ratio} |"
-            )
+        base = bench.baseline_of(task)
+        cells = [task, f"{rows[base]['final'][0]:.2f}" if base in rows else ""]
+        cells += [of_seeds(rows[name]) if name in rows else "" for name in GENERAL]
+        several = {name: row["gain"] for name, row in rows.items() if row["seeds"] > 1}
+        cells.append(listed(name for name, (_, low, _) in several.items() if low > 0))
+        cells.append(listed(name for name, (_, _, high) in several.items() if high < 0))
+        lines.append(f"| {' | '.join(cells)} |")
     runs = sum(sum(presets.values()) for presets in left.values())
     good = ", ".join(f"`{name}` ({n})" for name, n in never_worse(bench, found).items())
-    lines += ["", "Not worse than the baseline, by the interval of the difference in area, on any "
-              f"task where both were run on all seeds (how many): {good or 'none'}."]  # fmt: skip
+    lines += ["", "Worse on no task, with the number of tasks on which they and the baseline "
+              f"have all seeds: {good or 'none'}."]  # fmt: skip
     whole = [task for task, presets in left.items() if not presets]
-    lines += ["", f"Complete tasks: {', '.join(whole) or 'none'}; runs that are missing: {runs}."]
+    lines += ["", f"Complete tasks: {', '.join(whole) or 'none'}; missing runs: {runs}."]
     return "\n".join(lines)
+
+
+def of_seeds(row: dict[str, Any]) -> str:
+    """The ratio of a preset; one seed has no interval."""
+    ratio = shown(row["ratio"], "-")
+    return ratio if row["seeds"] > 1 else ratio.partition(" ")[0]
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def with_results(text: str, part: str) -> str:
@@ -300,9 +313,9 @@ def markdown(found: Summary) -> str:
     return "\n".join(lines)
 
 
-def shown(interval: list[float]) -> str:
+def shown(interval: list[float], to: str = " to ") -> str:
     one, low, high = (f"{x:.2f}" if isfinite(x) else "never" for x in interval)
-    return f"{one} ({low} to {high})"
+    return f"{one} ({low}{to}{high})"
 
 
 def finite(value: Any) -> Any:
@@ -332,8 +345,7 @@ def figure(bench: Bench, found: Summary, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser = arguments(__doc__)
     parser.add_argument("--figure", type=Path, help="draw the curves into this file, too")
     parser.add_argument("--write", action="store_true", help="write CREDIT.md's page again")
     parser.add_argument("--results", type=Path, default=RESULTS)

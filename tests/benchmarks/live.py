@@ -9,20 +9,18 @@ and the others go on.
 
 from __future__ import annotations
 
-import argparse
-import json
 import traceback
 from importlib import import_module
 from typing import Any
 
 from tests.benchmarks.live_learning import PARTS, SEEDS
+from tests.benchmarks.report import arguments, report
 
 NAMES = ("kills", "latency", "promotion", "guard", "learning")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="of learning")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:4], help="of learning")
@@ -35,11 +33,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001  (hours of others would be lost)
             traceback.print_exc()
             figures[f"problem {name}"] = repr(error)
-    if given.json:
-        print(json.dumps(figures))
-        return
-    for key, value in figures.items():
-        print(f"{key:40} {value}")
+    report(figures, as_json=given.json)
 
 
 if __name__ == "__main__":

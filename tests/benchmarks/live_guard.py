@@ -2,12 +2,12 @@
 
 200 candidates of each kind of worse, against a serving version of which 200 sessions are
 known; their outcomes are known `DELAY` sessions late, what their calls show at once. `back <kind>`
-is the share that is taken back, or dropped as worse, before it has served 50 sessions, `sessions
-<kind>` the median, `alarms` the share of 200 equal ones that is taken back within 200 sessions.
+is the share that is rolled back, or dropped as worse, before it has served 50 sessions, `sessions
+<kind>` the median, `alarms` the share of 200 equal ones that is rolled back within 200 sessions.
 `alarms <when>`: the same of outcomes alone, in time: a session of the candidate begins every
 `EVERY` seconds, and those that fail become known earlier or later than the others, because their
 users complain at once and the others say nothing until `live.wait` has passed, or because they are
-shorter or longer. `served <points>`: the sessions that began until a candidate was taken back that
+shorter or longer. `served <points>`: the sessions that began until a candidate was rolled back that
 is so much lower, with outcomes that are known `live.wait` = `WAIT` seconds after their end, or of
 sessions whose users complain at once.
 `seconds`: from the third failed call in a store until the decision is stored, while no algorithm
@@ -17,7 +17,6 @@ process runs; median and largest of 20.
 from __future__ import annotations
 
 import asyncio
-import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,17 +26,15 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.config.live import GuardConfig, LiveConfig, PromotionConfig
-from agentrl.live.lanes.comparison import refuted
-from agentrl.live.lanes.decide import run as decide
-from agentrl.live.lanes.guard import SeenCalls, broken, call_limits, outcome_limits
-from agentrl.live.lanes.served import ServedSessions
-from agentrl.live.records.documents import Lanes, policy_of
-from agentrl.live.records.marks import SOURCE
+from agentrl.core.config.live import GuardConfig, LiveConfig, PromotionConfig
+from agentrl.core.types import SESSION, Purpose, Reward, Rollout, RolloutState
+from agentrl.live.promotion import SeenCalls, broken, call_limits, outcome_limits
+from agentrl.live.promotion import decide_promotions as decide
+from agentrl.live.records import SOURCE, Lanes, policy_of
+from agentrl.live.served import ServedSessions, refuted
 from agentrl.store import open_store
-from agentrl.types import SESSION, Purpose, Reward, Rollout, RolloutState
-from tests.agentrl.live.lanes.drawn import drawn, mark
-from tests.agentrl.live.lanes.played import Shop, config
+from tests.agentrl.live.promotion.drawn import drawn, mark
+from tests.agentrl.live.promotion.played import Shop, config
 from tests.factories import call
 
 CANDIDATES, SOON, USUAL = 200, 50, 200
@@ -123,8 +120,8 @@ def seen(
     """After how many sessions a candidate is back because of outcomes; None: not before `most`.
     failed, good: mean seconds of a session; complains: those that fail are labelled as explicit."""
     rng = np.random.default_rng([seed, int(100 * success), int(failed)])
-    live = LiveConfig(wait=WAIT, idle=IDLE)
-    served, lanes = ServedSessions(None, "shop", live), Lanes(serving=0, candidate=1)  # type: ignore[arg-type]
+    live = LiveConfig(wait=WAIT)
+    served, lanes = ServedSessions(None, "shop", live, IDLE), Lanes(serving=0, candidate=1)  # type: ignore[arg-type]
     before = [float(rng.random() < usual) for _ in range(USUAL)]
     outcomes = (rng.random(most) < success).astype(float).tolist()
     began = [EVERY * number for number in range(most)]
@@ -163,7 +160,7 @@ def _session(began: float, outcome: float, end: float, now: float, complains: bo
 
 
 def _calls(version: int) -> SeenCalls:
-    return SeenCalls(policy_of(version), re.compile(GuardConfig().refusal, re.IGNORECASE))
+    return SeenCalls(policy_of(version))
 
 
 def _speak(
@@ -199,7 +196,7 @@ async def _seconds() -> list[float]:
                 for _ in range(3):
                     await live.session(lane="candidate", said="", ends=False)
                 began = time.monotonic()
-                await _until(live, lambda events: events[-1].kind == "taken back")
+                await _until(live, lambda events: events[-1].kind == "rolled back")
                 found.append(time.monotonic() - began)
                 watch.cancel()
     return found
@@ -207,5 +204,5 @@ async def _seconds() -> list[float]:
 
 async def _until(live: Shop, met: Callable[[Any], bool]) -> None:
     cursor = await live.store.cursor()
-    while not met((await live.told()).events):
+    while not met((await live.state()).events):
         cursor = await live.store.wait(cursor, timeout=10.0)

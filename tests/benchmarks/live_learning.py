@@ -8,7 +8,7 @@ others go on; the figures of each are printed to stderr when it is done.
 order of their ends. `sessions_to_80`: after how many the mean of the last hundred is .8 or more;
 null: never. `failed_requests`: sessions that did not come to their end. `seconds`: of the sessions.
 After them the first version is offered by hand, which knows nothing: `worse_sessions` are those
-that it serves of 200 more until it is taken back; null: it is not.
+that it serves of 200 more until it is rolled back; null: it is not.
 `attack`: the same with an ordinary customer in the place of the attacker. `attack_cost <seed>` is
 how many points higher the mean of the last 500 sessions then is; `attack_cost`: the seeds' mean.
 `offline`: the way without `agentrl live`, with what its users said, and `judged`, with the judge of
@@ -29,8 +29,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from agentrl.live.records.documents import told
-from agentrl.live.records.people import all_sessions
+from agentrl.live.records import all_sessions, live_state
 from agentrl.store import open_store
 from tests.benchmarks import live_example as example
 from tests.benchmarks.live_offline import JUDGED, VOTED, Recipe, offline
@@ -142,12 +141,12 @@ def by_hundreds(right: Sequence[bool]) -> list[float]:
 
 
 async def offered(folder: Path, url: str, seed: int) -> int | None:
-    """Offer the first version again; the sessions that it served until it was taken back."""
+    """Offer the first version again; the sessions that it served until it was rolled back."""
     first = folder / "runs/live/versions/policy-0"
     await example.command(folder, "live", "offer", "run.toml", str(first))
     await example.customers(folder, url, sessions=200, seed=seed + 1000, attack=0.0)
     async with open_store(f"sqlite:///{folder}/runs/live/store.db") as store:
-        known = await told(store, "live")
+        known = await live_state(store, "live")
         version = max(row.version for row in known.versions.values() if row.kind != "trained")
         back = any(event.version == version and event.worse for event in known.events)
         rows = [row async for row in all_sessions(store, "live")]
@@ -157,5 +156,5 @@ async def offered(folder: Path, url: str, seed: int) -> int | None:
 async def decisions(folder: Path) -> tuple[list[str], int]:
     """The kinds of what was decided about versions, in order, and the number of training steps."""
     async with open_store(f"sqlite:///{folder}/runs/live/store.db") as store:
-        events = (await told(store, "live")).events
+        events = (await live_state(store, "live")).events
         return [event.kind for event in events], len(await store.steps("live"))

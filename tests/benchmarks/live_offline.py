@@ -4,7 +4,7 @@ The base model, the customers and what is known of each turn are those of the li
 `agentrl gateway serve` records a batch of sessions of the model that `agentrl serve` answers with;
 what is known of a turn is the label of its first call: votes and corrections, which
 are what it records of users (`VOTED`), or also what the judge of the live run says (`JUDGED`). Of
-all calls so far `agentrl data label` and `agentrl train` make a policy with KTO, which is served
+all calls so far `agentrl data mine` and `agentrl train` make a policy with KTO, which is served
 next. Until a hundred sessions reach the goal, or `MOST` were played.
 """
 
@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 
 from agentrl.algorithms.preferences.turns import SIGNAL, turn_values, turns
-from agentrl.config import load
-from agentrl.live.labels.asking import Asker
-from agentrl.live.labels.signals import replies
+from agentrl.core.config import load
+from agentrl.core.types import Reward, Scope, StepReward, Trace
+from agentrl.live.labels import Asker
+from agentrl.live.signals import replies
 from agentrl.store import open_store
-from agentrl.types import Reward, Scope, StepReward, Trace
 from tests.agentrl.live.shop import free_port
 from tests.benchmarks.live_example import (
     EXAMPLE,
@@ -168,7 +168,7 @@ class Offline:
         """A policy of what was recorded, by KTO."""
         recipe, folder = self.recipe, self.folder
         await command(
-            folder, "data", "label", "worth", "--store", STORE, "--run", "shop",
+            folder, "data", "mine", "worth", "--store", STORE, "--run", "shop", "--how", "label",
             "--policy", "model", "--reward", "worth", "--test", "0", "--inexact",
         )  # fmt: skip
         async with open_store(f"sqlite:///{folder / STORE}") as store:

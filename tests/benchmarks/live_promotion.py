@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.config.live import PromotionConfig
-from agentrl.live.lanes.comparison import refuted
-from tests.agentrl.live.lanes.drawn import Array, drawn
+from agentrl.core.config.live import MIN_SESSIONS, PromotionConfig
+from agentrl.live.served import refuted
+from tests.agentrl.live.promotion.drawn import Array, drawn
 
 CANDIDATES, MOST = 200, 400
 ALPHA = PromotionConfig().alpha
@@ -76,5 +76,5 @@ def decided(columns: Columns) -> tuple[str, int]:
     if up is None and down is None:
         return "", int(lanes.sum())
     if down is None or (up is not None and up < down):
-        return "promoted", max(int(lanes[:up].sum()), PromotionConfig().least)
+        return "promoted", max(int(lanes[:up].sum()), MIN_SESSIONS)
     return "dropped", int(lanes[:down].sum())

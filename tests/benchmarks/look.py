@@ -11,13 +11,12 @@ whole command, with building the policy and all evaluations, `cpu_seconds` all p
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import tempfile
 from pathlib import Path
 
 from tests.benchmarks.demo import run
+from tests.benchmarks.report import arguments, report
 
 RUN_FILE = Path(__file__).parents[2] / "examples" / "look" / "run.toml"
 KEYS = (
@@ -45,18 +44,13 @@ def figures(seeds: list[int], ways: dict[str, tuple[str, ...]]) -> dict[str, lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sighted", action="store_true", help="without the blind twins")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     ways = {"": WAYS[""]} if options.sighted else WAYS
     result = {"seeds": options.seeds} | figures(options.seeds, ways)
-    if options.json:
-        print(json.dumps(result))
-        return
-    for key, values in result.items():
-        print(f"{key:<32}", *(f"{value:>9.4g}" for value in values))
+    report(result, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ learner or engine take one row at a time; `refused`: a sentence at load; `wrong`
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import logging
@@ -37,13 +36,13 @@ from agentrl.algorithms.model.forward import (
     prove,
     results,
 )
-from agentrl.algorithms.model.inputs import inputs_of
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.scaled import randomise, soften
-from agentrl.errors import PolicyError
-from agentrl.vision import tiny
-from agentrl.vision.classes import CLASSES
+from agentrl.algorithms.model.scaled import inputs_of, randomise, soften
+from agentrl.algorithms.vision.inputs import CLASSES
+from agentrl.core.errors import PolicyError
+from agentrl.tiny import vision
 from tests.benchmarks import model_classes
+from tests.benchmarks.report import arguments
 
 STORED = Path(__file__).parent / "results" / "models.json"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
@@ -59,7 +58,7 @@ def models() -> Iterator[tuple[str, Any]]:
             seen.add(name)
             yield name, (lambda k=kind: built(k))
     for kind in CLASSES:
-        yield f"{kind} (image-text)", (lambda k=kind: tiny.make(k, ["a", "b"])[0])
+        yield f"{kind} (image-text)", (lambda k=kind: vision.make(k, ["a", "b"])[0])
 
 
 def built(kind: str) -> Any:
@@ -159,27 +158,33 @@ def page(stored: dict[str, Any], version: str) -> str:
     lines = [
         "# Models",
         "",
-        f"Which classes of transformers {version} train, and how they are computed: written by "
-        "`python -m tests.benchmarks.models --write`. Before the first step of a run learner and "
-        "engine compare themselves with the model's own forward pass, on a small copy with the "
-        "same layers and scaled-down windows, and take the fastest way that gives its log-probs "
-        "and gradients; the console says which and why. No setting turns that off.",
+        f"Classes of transformers {version} by how they are trained and sampled, written by "
+        "`python -m tests.benchmarks.models --write`. Before the first step learner and engine are "
+        "compared with the model's own forward pass, on a small copy, and the fastest way that "
+        "gives its log-probs and gradients is used; the console says which and why.",
         "",
         f"Of {counts['classes']} classes {counts['right']} train in batches, {counts['plain']} one "
         f"row or call at a time, and {counts['refused']} are refused; {counts['wrong']} are wrong. "
         f"Gradients differ by at most {counts['gradients_most']:.0e} of the largest one.",
         "",
-        "| class | learner | engine | why not faster, or why refused |",
+        "| learner | engine | why not faster, or why refused | classes |",
         "|---|---|---|---|",
     ]
+    alike: dict[tuple[str, str, str], list[str]] = {}
     for name, each in sorted(stored.items(), key=lambda item: item[0].lower()):
-        if "way" not in each:
-            lines.append(f"| {name} | {each['outcome']} | | {_cell(each['why'])} |")
-            continue
-        learner = LEARNERS[each["way"], each["packing"]]
-        reasons = each["why"] or each["engine_why"] if each["outcome"] != "right" else each["why"]
-        lines.append(f"| {name} | {learner} | {ENGINES[each['engine']]} | {_cell(reasons)} |")
+        alike.setdefault(_handling(name, each), []).append(name)
+    for (learner, engine, why), names in sorted(alike.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {learner} | {engine} | {_cell(why)} | {', '.join(names)} |")
     return "\n".join([*lines, ""])
+
+
+def _handling(name: str, each: dict[str, Any]) -> tuple[str, str, str]:
+    """How a class is trained and sampled, and why so."""
+    if "way" not in each:
+        return each["outcome"], "", each["why"].removeprefix(f"{name}: ")
+    learner = LEARNERS[each["way"], each["packing"]]
+    why = each["why"] or each["engine_why"] if each["outcome"] != "right" else each["why"]
+    return learner, ENGINES[each["engine"]], why
 
 
 def _cell(text: str) -> str:
@@ -199,8 +204,7 @@ def store(path: Path, found: dict[str, Any], version: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = arguments(__doc__)
     parser.add_argument("--group", default="1/1", help="K/N: every Nth class, from the Kth")
     parser.add_argument("--only", nargs="*", default=(), help="names of classes")
     parser.add_argument("--write", action="store_true", help="write the page of stored figures")

@@ -18,7 +18,6 @@ take a few minutes each.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -40,13 +39,14 @@ from transformers.utils import logging
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.lora.adapters import WEIGHTS, LoraAdapters
 from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.lora import WEIGHTS, LoraAdapters
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
-from agentrl.errors import AgentRLError
-from agentrl.types import POLICY, Rollout
+from agentrl.core.errors import AgentRLError
+from agentrl.core.types import POLICY, Rollout
 from tests import factories
 from tests.benchmarks import model_classes
+from tests.benchmarks.report import arguments
 
 NATS, OF_LARGEST = 1e-4, 1e-5
 RANK, ALPHA = 4, 8.0
@@ -240,8 +240,7 @@ def measure(names: list[str], show: Callable[[str], None]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = arguments(__doc__)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--group", default="1/1", metavar="K/N")
     given = parser.parse_args()

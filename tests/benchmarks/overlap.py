@@ -17,8 +17,6 @@ clock all ratios are of `examples/staff` with tools of 3 s (sigma 1.2), the mode
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -32,6 +30,7 @@ import numpy as np
 import torch
 
 from tests.benchmarks import demo
+from tests.benchmarks.report import arguments, report
 from tests.benchmarks.virtual_run import STAFF, Costs, Mode, VirtualRun, make_policy
 
 PRESETS = ("grpo+tis", "scalerl", "dppo-tv")
@@ -141,13 +140,12 @@ def wall_clock(seeds: list[int], steps: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--virtual", action="store_true", help="simulated clock")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=0, help="default: 25, on the wall clock 8")
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), help="of reward_gap")
     parser.add_argument("--policies", type=Path, help="folder in which to keep the first weights")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
@@ -158,11 +156,7 @@ def main() -> None:
             result = virtual(options.seeds, options.steps or 25, folder, presets)
         else:
             result = wall_clock(options.seeds, options.steps or 8, folder)
-    if options.json:
-        print(json.dumps(result))
-        return
-    for key, value in result.items():
-        print(f"{key:<28} {value}")
+    report(result, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -46,10 +46,11 @@ from agentrl.algorithms.preferences.completions import (
     WEIGHT,
     with_mismatched,
 )
-from agentrl.algorithms.preferences.pairing import choose_pairs
+from agentrl.algorithms.preferences.draft import choose_pairs
 from agentrl.algorithms.presets.registry import make
-from agentrl.types import Group, Reward
+from agentrl.core.types import Group, Reward
 from tests import factories
+from tests.benchmarks.report import arguments, report
 from tests.factories import call
 
 PARTS = ("parity", "speed", "memory", "learning", "staff", "rlhf", "rft", "mining")
@@ -511,8 +512,8 @@ def mining(rollouts: int = 100_000, members: int = 8) -> dict[str, Any]:
 
 
 async def _fill(url: str, rollouts: int, members: int) -> None:
+    from agentrl.core.types import NewRollout, Outcome
     from agentrl.store import open_store
-    from agentrl.types import NewRollout, Outcome
 
     dice = random.Random(0)
     async with open_store(url) as store:
@@ -550,13 +551,12 @@ async def _score(url: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--trl", help="a Python that has TRL 1.16")
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--losses", default=",".join(LEARNING))
     parser.add_argument("--staff", default="", help="output of a demo run of six steps")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--update", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.update:
@@ -577,11 +577,7 @@ def main() -> None:
     for name, part in parts.items():
         if given.only in (None, name):
             found |= part()
-    if given.json:
-        print(json.dumps(found))
-        return
-    for key, value in found.items():
-        print(f"{key:20} {value}")
+    report(found, as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -22,16 +22,21 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.algorithms.prompts.apo import apo_search
-from agentrl.algorithms.prompts.gepa import gepa_search
-from agentrl.algorithms.prompts.records import Candidate, Reflection
-from agentrl.algorithms.prompts.search import Search, SearchEnd, TaskResult
-from agentrl.config.learning import PromptsConfig
-from agentrl.runners.dialects.base import CHAT
-from agentrl.runners.dialects.conversation import ConversationMemory
-from agentrl.runners.gateway.prompts import apply_prompts
+from agentrl.algorithms.gepa_search import gepa_search
+from agentrl.algorithms.prompt_search import (
+    Candidate,
+    Reflection,
+    Search,
+    SearchEnd,
+    TaskResult,
+    apo_search,
+)
+from agentrl.core.config.learning import PromptsConfig
+from agentrl.core.types import PromptText
+from agentrl.runners.apis.base import CHAT
+from agentrl.runners.apis.chat import ConversationMemory
+from agentrl.runners.gateway.features import apply_prompts
 from agentrl.runners.gateway.request import read_request
-from agentrl.types import PromptText
 from examples.orders import world
 from tests.benchmarks import prompts_commands
 
@@ -78,7 +83,7 @@ class InProcess:
             for candidate, own in batches
         ]
 
-    def ask(self, number: int, question: str, max_tokens: int | None) -> Reflection:
+    def ask(self, number: int, question: str) -> Reflection:
         self.asked += 1
         answer = world.reflect(question, self.seed)
         return Reflection(id=str(number), run="run", step=0, question=question, answer=answer)

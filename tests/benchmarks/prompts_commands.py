@@ -24,9 +24,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from agentrl.algorithms.prompts.records import candidates_of
+from agentrl.algorithms.prompt_search import candidates_of
+from agentrl.core.types import Purpose
 from agentrl.store import open_store
-from agentrl.types import Purpose
 from examples.orders import world
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "orders"

@@ -29,9 +29,10 @@ from typing import Any
 
 import psutil
 
-from agentrl.config import RunConfig, load
-from agentrl.types import StepRow
+from agentrl.core.config import RunConfig, load
+from agentrl.core.types import StepRow
 from tests.benchmarks.demo import read_steps
+from tests.benchmarks.report import arguments, report
 from tests.examples.parts import modules
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm"
@@ -125,8 +126,8 @@ def beside(module: str, model: str) -> Figures:
 def tool_roundtrip() -> dict[str, float]:
     """By chat template, the share of conversations with tools that come back the same. Raises
     ImportError without the part that has the templates."""
-    from agentrl.algorithms.formats.templates import templates
-    from tests.algorithms.formats.roundtrip import tool_roundtrip
+    from agentrl.algorithms.model.templates import templates
+    from tests.algorithms.model.roundtrip import tool_roundtrip
 
     return {name: tool_roundtrip(name) for name in templates()}
 
@@ -164,26 +165,19 @@ def measured(section: str, options: argparse.Namespace, folder: Path) -> Figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--model", type=Path, default=EXAMPLE / "model")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--trl", metavar="PYTHON", help="a Python with TRL")
     parser.add_argument("--trl-evaluate", action="store_true", help="held-out scores of TRL too")
     parser.add_argument("--set", nargs="+", default=[], help="settings of the runs")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     if not options.model.is_dir():
         raise SystemExit(f"{options.model} is missing: make smollm-model")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(options, Path(folder))
-    if options.json:
-        print(json.dumps(found))
-        return
-    for key, value in found.items():
-        values = value if isinstance(value, list) else [value]
-        shown = (f"{one:>9.4g}" if isinstance(one, float) else str(one) for one in values)
-        print(f"{key:<26}", *shown, f"(target {TARGETS[key]:.3g})" if key in TARGETS else "")
+    report(found, as_json=options.json, targets=TARGETS)
 
 
 if __name__ == "__main__":

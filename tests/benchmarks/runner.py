@@ -9,9 +9,7 @@ what is allowed is allowed to us, so without that.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import logging
 import os
 import statistics
@@ -19,18 +17,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from agentrl.config import AgentConfig, RunConfig, resolve
+from agentrl.core.config import AgentConfig, RunConfig, resolve
+from agentrl.core.types import NewRollout, PolicyVersion, RolloutState
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
-from agentrl.runners.executors.environment import environment
+from agentrl.runners.executors.command import environment
 from agentrl.runners.executors.factory import make_executor
-from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.scoring.verifiers import Verifier
-from agentrl.runners.worker import Worker
+from agentrl.runners.main import Worker, run_features
+from agentrl.runners.scoring import Verifier
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import NewRollout, PolicyVersion, RolloutState
+from tests.benchmarks.report import arguments, report
 
 RUN = "benchmark"
 TRIVIAL = ["/bin/true"]
@@ -122,11 +120,10 @@ async def bare(rollouts: int, concurrency: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     logging.getLogger("agentrl").setLevel(logging.ERROR)  # that the agents call no model
     size = options.rollouts, options.concurrency
@@ -145,11 +142,7 @@ def main() -> None:
         result[f"{kind}_ours_ms" if kind == "command" else f"{kind}_ms"] < allowed
         for kind, allowed in KINDS.items()
     )
-    if options.json:
-        print(json.dumps(result))
-        return
-    for key, value in result.items():
-        print(f"{key:<24} {value:>9.4g}")
+    report(result, as_json=options.json)
 
 
 if __name__ == "__main__":

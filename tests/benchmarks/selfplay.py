@@ -13,7 +13,6 @@ against_first 0.216 and 0.214, against_pool 0.096 and 0.095; 369 and 498 s.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import subprocess
@@ -24,8 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from agentrl.core.types import StepRow
 from agentrl.store import open_store
-from agentrl.types import StepRow
+from tests.benchmarks.report import arguments, report
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "kuhn"
 TARGET = 0.6  # share of its exploitability that a policy loses
@@ -82,20 +82,15 @@ def summary(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--set", nargs="*", default=[], help="settings of the run file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = [run(seed, Path(folder), options.set) for seed in options.seeds]
     result = {"seeds": options.seeds} | {key: [row[key] for row in rows] for key in rows[0]}
     result["target_met"] = [row["fall"] >= TARGET and row["seconds"] <= 600 for row in rows]
-    if options.json:
-        print(json.dumps(result))
-        return
-    for key, values in result.items():
-        print(f"{key:<24}", *(f"{float(value):>9.4g}" for value in values))
+    report(result, as_json=options.json)
 
 
 if __name__ == "__main__":

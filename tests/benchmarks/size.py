@@ -5,7 +5,6 @@ python -m tests.benchmarks.size [--json]
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import json
@@ -23,6 +22,8 @@ from types import CodeType
 from typing import Any
 
 import grimp
+
+from tests.benchmarks.report import arguments
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "agentrl"
@@ -176,7 +177,7 @@ def upward(imported: Mapping[str, set[str]]) -> set[tuple[str, str]]:
 def settings() -> int:
     """Settings of the run file, by the table that they are in; tables are not counted. A name that
     several kinds of one table have counts once."""
-    text = run_command("config", "schema")
+    text = run_command("init", "--schema")
     schema = json.loads(text)
     tables = schema["$defs"]
 
@@ -227,9 +228,11 @@ def commands() -> int:
     return inside(access.commands())
 
 
-def presets() -> int:
-    """Presets and modifiers."""
-    return len(re.findall(r"^  \S", run_command("algorithms"), re.MULTILINE))
+def presets() -> tuple[int, int]:
+    """Presets and modifiers, and recipes, which are presets or modifiers with other options."""
+    own, _, recipes = run_command("algorithms").partition("\nrecipes\n")
+    names = re.compile(r"^  \S", re.MULTILINE)
+    return len(names.findall(own)), len(names.findall(recipes))
 
 
 def documents() -> list[Path]:
@@ -259,11 +262,13 @@ def house() -> dict[str, Any]:
     """What a reader and a user see, apart from the lines of the library."""
     imported = imports()
     circles, arrows = cycles(imported), upward(imported)
+    named, recipes = presets()
     return {
         "test_lines": sum(lines(file) for file in (ROOT / "tests").rglob("*.py")),
         "settings": settings(),
         "commands": commands(),
-        "presets_and_modifiers": presets(),
+        "presets_and_modifiers": named,
+        "recipes": recipes,
         "documents": len(documents()),
         "words": words(),
         "import_cycles": len(circles),
@@ -306,8 +311,7 @@ def measure(package: Path = PACKAGE) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true")
+    parser = arguments(__doc__)
     # They import torch and aiohttp, which `measure` does not need.
     from tests.benchmarks import call_trace, stays_trace, step_trace
 

@@ -17,7 +17,7 @@ from database import connect
 from openai import AsyncOpenAI
 from policy import PROMPT, TOOLS
 
-from agentrl.algorithms.preflight.simulation import lognormal
+from agentrl.algorithms.simulation import lognormal
 
 SECONDS, SIGMA = 3.0, 1.2
 CALLS = 5

@@ -10,7 +10,6 @@ python -m tests.benchmarks.stays_trace [--json]: figures, or the stops in their 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -28,9 +27,10 @@ from typing import Any
 import httpx
 
 from agentrl.algorithms.train import main as training
-from agentrl.config import RunConfig, resolve
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.types import Attempt
 from agentrl.runners.main import RunnerThread
-from agentrl.types import Attempt
+from tests.benchmarks.report import arguments
 from tests.benchmarks.size import ROOT, in_library
 
 SETTINGS: dict[str, Any] = {
@@ -146,8 +146,7 @@ def measure() -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true")
+    parser = arguments(__doc__)
     if parser.parse_args().json:
         print(json.dumps(measure()))
         return

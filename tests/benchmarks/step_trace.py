@@ -14,11 +14,11 @@ from types import CodeType, FrameType
 import torch
 
 from agentrl.algorithms.train import step
-from agentrl.algorithms.train.build import extend_updater, load_algorithm, make_updater
-from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.algorithms.train.policies import LoadedModel
+from agentrl.algorithms.train.stages import extend_updater, load_algorithm, make_updater
 from agentrl.algorithms.train.step import Updater
-from agentrl.config import resolve
-from agentrl.types import Group
+from agentrl.core.config import resolve
+from agentrl.core.types import Group
 from tests.benchmarks.learner import Shape, groups_of, network, rows, tokenizer
 from tests.benchmarks.size import files, in_library, lines
 

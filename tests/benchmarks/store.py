@@ -8,12 +8,13 @@ figures by name; `quick` is smaller in every dimension and proves only that the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from importlib import import_module
 from importlib.util import find_spec
+
+from tests.benchmarks.report import arguments, report
 
 Figures = dict[str, float | int | str]
 SECTIONS = (
@@ -38,8 +39,7 @@ def measure(section: str, *, quick: bool) -> Figures:
 
 def main() -> None:
     known = [name for name in SECTIONS if find_spec(f"tests.benchmarks.store_{name}")]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="SECTION")
     parser.add_argument("--postgres", metavar="URL", help="measure many processes on it, only")
@@ -51,13 +51,7 @@ def main() -> None:
         print(json.dumps(result) if options.json else result)
         return
     result = {name: measure(name, quick=options.quick) for name in options.only}
-    if options.json:
-        print(json.dumps(result))
-        return
-    for section, figures in result.items():
-        for name, value in figures.items():
-            shown = f"{value:>12.5g}" if isinstance(value, (int, float)) else value
-            print(f"{section:<12} {name:<44} {shown}")
+    report(result, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from agentrl.core.types import Transition, float32, int32
 from agentrl.store import open_store
-from agentrl.types import Transition, float32, int32
 from tests.benchmarks import store_load as load
 from tests.benchmarks.store import Figures
 

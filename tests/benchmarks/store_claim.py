@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from agentrl.core.types import Outcome
 from agentrl.store import Store, open_store
-from agentrl.types import Outcome
 from tests.benchmarks import store_load as load
 from tests.benchmarks.store import Figures
 

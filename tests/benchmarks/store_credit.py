@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from agentrl.algorithms.explain.credit_records import CreditRecorder
+from agentrl.algorithms.credit.dump import CreditRecorder
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.registry import make
+from agentrl.core.types import Credit, NewRollout, Outcome, StepCommit, Transition, float32, int32
 from agentrl.store import Store, open_store
-from agentrl.types import Credit, NewRollout, Outcome, StepCommit, Transition, float32, int32
 from tests.benchmarks.credit import batch
 from tests.benchmarks.store import Figures
 

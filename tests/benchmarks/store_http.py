@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import subprocess
 import sys
 import tempfile
@@ -30,12 +29,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agentrl.core.types import Attempt, NewRollout, Outcome, Reward, Transition, float32, int32
 from agentrl.store import Store, open_store
 from agentrl.store.http.client import call
 from agentrl.store.http.keys import Keys
 from agentrl.store.http.serve import listen
 from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, BatchCall, BatchRequest
-from agentrl.types import Attempt, NewRollout, Outcome, Reward, Transition, float32, int32
+from tests.benchmarks.report import arguments, report
 
 CLIENTS, BATCH, CALLS = 32, 16, 4
 PROMPT, COMPLETION, LOGPROBS = int32(range(256)), int32(range(128)), float32([-0.5] * 128)
@@ -268,8 +268,7 @@ def serve_empty() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help="short runs")
     parser.add_argument("--empty", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -277,11 +276,7 @@ def main() -> None:
         serve_empty()
         return
     result = measure(options.quick)
-    if options.json:
-        print(json.dumps(result))
-        return
-    for key, value in result.items():
-        print(f"{key:<28}", value)
+    report(result, as_json=options.json)
 
 
 if __name__ == "__main__":

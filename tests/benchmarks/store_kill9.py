@@ -30,9 +30,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import Fenced
+from agentrl.core.errors import Fenced
+from agentrl.core.types import NewRollout, Outcome, Reward, StepCommit, Transition
 from agentrl.store import Store, open_store
-from agentrl.types import NewRollout, Outcome, Reward, StepCommit, Transition
 from tests import factories
 from tests.benchmarks import store_load as load
 from tests.benchmarks.store import Figures

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
+from agentrl.core.types import NewRollout, Transition, float32, int32
 from agentrl.store import open_store
-from agentrl.types import NewRollout, Transition, float32, int32
 
 PROMPT, COMPLETION = 256, 128  # tokens
 CHARACTERS = 4  # of text per token

@@ -5,16 +5,15 @@ python -m tests.benchmarks.store_memory --json
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
-import json
 import tempfile
 from pathlib import Path
 
 import psutil
 
 from agentrl.store import Store, open_store
+from tests.benchmarks.report import arguments, report
 from tests.benchmarks.store_load import calls, rollouts
 
 CALLS = 20  # of one attempt
@@ -62,16 +61,11 @@ def _resident() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     result = measure(options.quick)
-    if options.json:
-        print(json.dumps(result))
-        return
-    for key, value in result.items():
-        print(f"{key:<24} {value:>12.4g}")
+    report(result, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from typing import TypeVar
 
 import psycopg
 
+from agentrl.core.types import Outcome
 from agentrl.store import Store, open_store
-from agentrl.types import Outcome
 from tests.benchmarks import store_http
 from tests.benchmarks import store_load as load
 from tests.benchmarks.store import Figures

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+from agentrl.core.types import Transition
 from agentrl.store import Store, open_store
 from agentrl.store.sql import traces
-from agentrl.types import Transition
 from tests.benchmarks import store_load as load
 from tests.benchmarks.store import Figures
 

@@ -22,7 +22,6 @@ what shared return came to in the end, over those that shared return took to get
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import subprocess
@@ -32,8 +31,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from agentrl.core.types import StepRow
 from agentrl.store import open_store
-from agentrl.types import StepRow
+from tests.benchmarks.report import arguments
 
 RUN_FILE = Path(__file__).parents[2] / "examples" / "team" / "run.toml"
 STEPS, EVERY, TASKS, SMOOTH, TUNING = 20, 1, 128, 3, 99
@@ -143,11 +143,10 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--tune", action="store_true", help="which of GRID suits which arm")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.tune:

@@ -25,11 +25,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agentrl.algorithms.formats.templates import templates
-from agentrl.algorithms.formats.tool_formats import load_format
 from agentrl.algorithms.model.chat import template_message
-from agentrl.algorithms.model.tool_parser import THINK, THOUGHT
-from tests.algorithms.formats.roundtrip import TOOLS, family_tokenizer
+from agentrl.algorithms.model.templates import templates
+from agentrl.algorithms.model.tool_formats import THINK, THOUGHT, load_format
+from tests.algorithms.model.roundtrip import TOOLS, family_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "templates.md"
 YES, NO, NONE = "yes", "**no**", ""
@@ -318,6 +317,14 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def grouped(rows: dict[str, list[str]]) -> list[list[str]]:
+    """One row for all names with the same cells."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in rows.items():
+        alike.setdefault(tuple(cells), []).append(name)
+    return [[", ".join(names), *cells] for cells, names in alike.items()]
+
+
 def versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
@@ -335,11 +342,11 @@ def page(found: dict[str, Any]) -> str:
         f"### `{name}`\n\n"
         + table(
             ["text", *readers],
-            [[case, *(reads[case] for reads in readers.values())] for case in cases(name)],
+            grouped({case: [reads[case] for reads in readers.values()] for case in cases(name)}),
         )
         for name, readers in parsers.items()
     )
-    rows = [[name, *row.values()] for name, row in templates_.items()]
+    rows = grouped({name: [*row.values()] for name, row in templates_.items()})
     return PREFACE.format(
         versions=shown, templates=table(["template", *columns], rows), formats=formats
     )
@@ -348,26 +355,24 @@ def page(found: dict[str, Any]) -> str:
 PREFACE = """# What templates render and parsers read
 
 Written by `make templates` with {versions}. What to do about a template that breaks the
-beginning of a prompt: [chat templates and tool formats](../../algorithms/formats/README.md).
+beginning of a prompt: [chat templates and tool formats](../../algorithms/model/FORMATS.md).
 
 ## Templates
 
-TRL's copies of what families publish (`NAME_training`: TRL's own change of it), and the library's.
-*yes*: what an answer consists of is again the beginning of every later prompt, so a conversation is
-one row of a batch; **no**: calls begin a branch of their own, and their prompts are computed again.
-Nothing: the template does not render such a conversation, or leaves its reasoning or calls out. The
-last three columns say how arguments are written that the model wrote as `1.50`, `null` and `{{}}`;
-nothing: in another way.
+The library's templates, and TRL's copies of published ones (`NAME_training`: as TRL changed it).
+*yes*: later prompts begin with the tokens of the answer, so a conversation is one row of a batch;
+**no**: later calls are rows of their own. Empty: the template does not render such a
+conversation, or omits its reasoning or calls. The last three columns: how it writes arguments
+that the model wrote as `1.50`, `null` and `{{}}`; empty: in another way.
 
 {templates}
 
 ## Parsers
 
-The same valid texts, read by the parser of each library. *yes*: content and calls are those that
-were written, white space apart, and numbers as they were written; *values*: numbers have the same
-value and another spelling, so a later prompt has other tokens. A call inside thoughts is a draft:
-*yes* where it is not executed. vLLM and SGLang have parsers of reasoning as well, which take
-thoughts out before where they are turned on.
+The same valid texts, read by each library's parser. *yes*: content and calls are as written,
+apart from white space; *values*: numbers are spelled differently, so a later prompt has other
+tokens. A call inside thoughts is a draft: *yes* where it is not executed. The reasoning parsers
+of vLLM and SGLang, if enabled, remove thoughts before.
 
 {formats}
 """

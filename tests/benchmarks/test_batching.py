@@ -28,7 +28,7 @@ def test_a_trie_forwards_little_else_than_distinct_tokens(
     assert batching.distinct(rows["trie"]) <= trie <= 1.01 * batching.distinct(rows["trie"])
 
 
-def test_the_last_call_rule_makes_a_row_of_each_uninterrupted_run() -> None:
+def test_the_last_call_rule_joins_uninterrupted_calls() -> None:
     linear, agents = (batching.workloads()[name][0] for name in "AC")
     assert [len(run) for run in batching.runs(linear)] == [10]
     assert [len(run) for run in batching.runs(agents)] == [1, 4] * 10

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from agentrl.algorithms.engines.vllm.factory import vllm_server
+from agentrl.algorithms.engines.vllm.server import vllm_server
 from agentrl.algorithms.model.load import load_model
-from agentrl.config import resolve
+from agentrl.core.config import resolve
 from tests.benchmarks import chaos
 from tests.benchmarks.chaos_policy import PolicyUrl
 from tests.system.machines import possible

@@ -7,7 +7,7 @@ import pytest
 from tests.benchmarks import credit
 
 
-def test_the_variance_of_peers_and_batch_td_is_a_fraction_of_that_of_broadcast(
+def test_peers_and_batch_td_have_less_variance_than_broadcast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(credit, "GROUPS", 800)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from torch.autograd import DeviceType
 
-from agentrl.types import StepRow
+from agentrl.core.types import StepRow
 from tests import warm
 from tests.benchmarks import gpu, gpu_loads, gpu_sections, real_model, utilisation
 
@@ -128,7 +128,7 @@ def test_gradients_of_a_trie_are_those_of_rows_one_by_one(
     assert ("float32_doctor" in found) == (name == "64")
 
 
-@pytest.mark.parametrize("name", ["prices", "calculator"])
+@pytest.mark.parametrize("name", ["prices", pytest.param("calculator", marks=pytest.mark.slow)])
 def test_an_agent_is_trained_and_its_steps_are_read(
     name: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,7 +148,7 @@ def test_an_agent_is_trained_and_its_steps_are_read(
     assert found["sampled_tokens_per_s"] > 0
 
 
-def test_a_run_that_does_not_end_in_time_is_read_as_far_as_it_came(
+def test_an_unfinished_run_is_read_as_far_as_it_came(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[StepRow] = []

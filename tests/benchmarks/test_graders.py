@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from tests.benchmarks.graders.__main__ import MARK, PAGE, changed, table
+import re
+
+from tests.benchmarks.graders.__main__ import MARK, PAGE, ROOT, changed, table
 from tests.benchmarks.graders.checks import CHECKS
 from tests.benchmarks.graders.rows import PAY, SEEDS
 
+TRAINERS = "## Graders of other trainers"
+
 
 def test_the_page_has_each_row_and_how_it_is_known() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8").partition(TRAINERS)[0]
     assert page.count(MARK) == 2
     shown = [line for line in page.splitlines() if line.startswith("| ")]
     assert len(shown) == len(PAY) + len(SEEDS) + 2
@@ -17,6 +21,14 @@ def test_the_page_has_each_row_and_how_it_is_known() -> None:
         words = [row.package, row.happens, row.pays, *([row.agentrl] if row.agentrl else [])]
         assert any(f"| {' | '.join(words)} | {known}" in line for line in shown), row
     assert page.count("| run with ") >= 25
+
+
+def test_graders_of_trainers_are_run_by_scripts() -> None:
+    rows = re.findall(r"^\| (\S+ [\d.]+).* `(\w+\.sh)` \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    assert len(rows) >= 7
+    for package, script in rows:
+        pinned = package.replace(" ", "==")
+        assert pinned in (ROOT / "findings" / script).read_text(encoding="utf-8"), script
 
 
 def test_each_check_is_of_a_row() -> None:

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentrl.errors import ConfigError
-from agentrl.lab.bench import (
+from agentrl.core.errors import ConfigError
+from tests.benchmarks.bench import (
     Bench,
     BenchPlan,
     BenchPreset,
@@ -20,7 +20,7 @@ from agentrl.lab.bench import (
     Result,
     read_bench,
 )
-from agentrl.lab.bench_runs import read_results
+from tests.benchmarks.bench_runs import read_results
 from tests.benchmarks.learning import (
     CREDIT,
     FILE,
@@ -112,7 +112,7 @@ def finish(plan: BenchPlan, one: Piece, slope: float) -> None:
     plan.done[one.digest] = Result(one.digest, *one.name, curve, 1.0, 0.0, "0")
 
 
-def test_all_presets_have_the_learning_rate_that_is_best_for_the_baseline(plan: BenchPlan) -> None:
+def test_all_presets_have_the_baselines_best_learning_rate(plan: BenchPlan) -> None:
     assert {row.lr for row in plan.done.values() if row.seed != 100} == {2e-3}
     tuned = list(plan.tuning(["chain"]))
     assert {one.name[1] for one in tuned} == {"broadcast"}
@@ -162,7 +162,7 @@ def test_the_table_has_normalised_scores_and_ratios(plan: BenchPlan, tmp_path: P
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_a_preset_is_recommended_only_where_no_task_shows_it_to_be_worse(plan: BenchPlan) -> None:
+def test_only_a_preset_that_is_never_worse_is_recommended(plan: BenchPlan) -> None:
     found = summarise(plan)
     assert found["chain"]["gigpo"]["gain"][1] > 0.1
     assert never_worse(plan.bench, found) == {"gigpo": 1}
@@ -192,10 +192,20 @@ def test_the_page_has_the_stored_results() -> None:
 def test_the_page_names_the_baseline_and_the_ratio(plan: BenchPlan) -> None:
     found = summarise(plan)
     text = page(plan.bench, found, {"chain": {"gigpo": 2}})
-    gigpo, broadcast = text.splitlines()[2:4]  # the larger area first
-    assert gigpo.startswith("| chain | `gigpo` | 2 | 1.00 (1.00 to 1.00) |")
-    assert broadcast.endswith("| 1 (the baseline) |")
-    assert text.endswith("Complete tasks: none; runs that are missing: 2.")
+    head, _, chain = text.splitlines()[:3]
+    assert head == "| task | baseline | `auto` | `batch-td` | `gigpo` | better | worse |"
+    cells = [cell.strip() for cell in chain.split("|")[1:-1]]
+    assert cells[0] == "chain"
+    assert cells[1] == "0.88"
+    assert cells[2:4] == ["", ""]
+    assert cells[4].startswith("0.50 (")
+    assert cells[5:] == ["`gigpo`", ""]
+    slower = {name: {**row, "gain": [-0.2, -0.3, -0.1]} for name, row in found["chain"].items()}
+    found["chain"]["gigpo"] = slower["gigpo"]
+    assert page(plan.bench, found, {}).splitlines()[2].endswith("|  | `gigpo` |")
+    found["chain"]["gigpo"]["seeds"] = 1
+    assert page(plan.bench, found, {}).splitlines()[2].endswith(" | 0.50 |  |  |")
+    assert text.endswith("Complete tasks: none; missing runs: 2.")
 
 
 def test_a_bench_file_that_cannot_be_is_refused(tmp_path: Path) -> None:

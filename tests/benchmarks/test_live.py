@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.config.live import PromotionConfig
-from agentrl.live.lanes.comparison import Counted, difference
-from agentrl.live.lanes.verdict import verdict
-from tests.agentrl.live.lanes.drawn import drawn
+from agentrl.core.config.live import PromotionConfig
+from agentrl.live.promotion import verdict
+from agentrl.live.served import Counted, difference
+from tests.agentrl.live.promotion.drawn import drawn
 from tests.benchmarks import live_example, live_guard, live_learning, live_promotion
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.algorithms.preflight.simulation import Simulation
+from agentrl.algorithms.simulation import Simulation
 from tests.benchmarks.overlap import logprob_error
 from tests.benchmarks.virtual_run import Costs, Mode, VirtualRun
 
@@ -27,7 +27,7 @@ def runs(tiny_model_dir: Path) -> dict[Mode, VirtualRun]:
     return {mode: VirtualRun(tiny_model_dir, mode, **SMALL).run() for mode in MODES}
 
 
-def test_weights_that_change_in_flight_are_named_and_steps_take_less_time(
+def test_weights_in_flight_are_named_and_steps_are_faster(
     runs: dict[Mode, VirtualRun],
 ) -> None:
     for ahead, gain in ((1.0, 1.5), (4.0, 2.5)):
@@ -44,7 +44,7 @@ def test_the_simulation_is_within_a_tenth_of_the_run(runs: dict[Mode, VirtualRun
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_where_sampling_takes_no_time_a_step_trains_what_was_sampled_that_many_updates_ago(
+def test_with_instant_sampling_the_lag_is_the_number_of_updates(
     tiny_model_dir: Path, ahead: int
 ) -> None:
     """The oracle is a loop, which samples groups in the batches in which they are asked for."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config import load
+from agentrl.core.config import load
 from tests.benchmarks import real_model
 
 TINY = [
@@ -25,9 +25,7 @@ def options(model: Path, **changes: object) -> argparse.Namespace:
 
 
 @pytest.mark.slow
-def test_a_run_is_scored_before_and_after_and_its_steps_are_timed(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_scored_before_and_after(tiny_model_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("langchain")
     verifier = tmp_path / "verifier.py"  # the tiny model is never right
     verifier.write_text("def verify(task, result):\n    return float(len(result) % 2)\n")

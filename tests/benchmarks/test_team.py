@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.types import StepRow
+from agentrl.core.types import StepRow
 from tests.benchmarks.team import compare, curve, reached, smoothed
 
 
@@ -23,7 +23,7 @@ def test_success_is_the_mean_of_three_evaluations() -> None:
     assert [score for _, score in smoothed(points)] == pytest.approx([0.0, 0.3, 0.3, 0.5])
 
 
-def test_an_arm_is_measured_by_the_rollouts_to_where_shared_return_ends() -> None:
+def test_an_arm_is_measured_by_its_rollouts_to_a_level() -> None:
     flat = [(0.0, 0.1), (64.0, 0.1), (128.0, 0.1)]
     slow = [(float(at), 0.1 + at / 1000) for at in range(0, 640, 64)]
     fast = [(spent, min(0.9, 0.1 + spent / 500)) for spent, _ in slow]

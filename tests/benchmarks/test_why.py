@@ -18,7 +18,7 @@ def test_each_fate_has_several_runs_that_are_not_the_same() -> None:
     assert len({*places}) == 50
 
 
-def test_another_thing_said_of_a_run_that_learned_is_a_wrong_alarm() -> None:
+def test_a_reason_for_a_run_that_learned_is_a_false_alarm() -> None:
     learned = {"kind": "learned", "right": True, "learned": True, "alarms": []}
     failing = learned | {"alarms": ["rollouts fail: 20%"]}
     alarm = learned | {"alarms": ["entropy is gone"]}

@@ -1,5 +1,5 @@
-"""TRL's GRPOTrainer on the price agent's prompts, tasks and verifier; run by
-`tests.benchmarks.real_model` with a Python that has TRL, so it imports nothing of this package.
+"""TRL's GRPOTrainer on an agent's prompts, tasks and verifier; run by `tests.benchmarks.real_model`
+and `tests.benchmarks.public` with a Python that has TRL, so it imports nothing of this package.
 
 python tests/benchmarks/trl_real_model.py SETTINGS.json"""
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 Given = dict[str, Any]
@@ -50,10 +50,10 @@ def verifier(path: str) -> Any:
 
 
 def rows(given: Given, tasks: list[Given]) -> Dataset:
-    system = {"role": "system", "content": given["prompt"]}
+    system = [{"role": "system", "content": given["prompt"]}] if given["prompt"] else []
     return Dataset.from_list(
         [
-            {"prompt": [system, {"role": "user", "content": task["input"]}], "task": task}
+            {"prompt": [*system, {"role": "user", "content": task["input"]}], "task": task}
             for task in tasks
         ]
     )
@@ -75,8 +75,12 @@ def trainer(given: Given, verify: Any, watch: Watch) -> trl.GRPOTrainer:
         r=given["rank"], lora_alpha=given["alpha"], target_modules="all-linear",
         task_type="CAUSAL_LM",
     )  # fmt: skip
+    dtype = getattr(torch, given["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=dtype)
+    if given.get("adapter"):  # which a warm-up has made
+        model, adapter = PeftModel.from_pretrained(model, given["adapter"], is_trainable=True), None
     return trl.GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(given["model"], dtype=getattr(torch, given["dtype"])),
+        model,
         lambda completions, task, **_: [
             verify(one, answer[0]["content"])
             for one, answer in zip(task, completions, strict=True)
@@ -87,7 +91,8 @@ def trainer(given: Given, verify: Any, watch: Watch) -> trl.GRPOTrainer:
     )  # fmt: skip
 
 
-def heldout(made: trl.GRPOTrainer, given: Given, verify: Any, *, sample: bool) -> float:
+def answers(made: trl.GRPOTrainer, given: Given, *, sample: bool) -> list[str]:
+    """A reply to each held-out task."""
     model, tokenizer = made.model.eval(), made.processing_class
     texts = [
         tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
@@ -101,9 +106,8 @@ def heldout(made: trl.GRPOTrainer, given: Given, verify: Any, *, sample: bool) -
             pad_token_id=tokenizer.pad_token_id, **how,
         )  # fmt: skip
     new = tokens[:, encoded["input_ids"].shape[1] :]
-    answers = tokenizer.batch_decode(new, skip_special_tokens=True)
-    pairs = zip(given["heldout"], answers, strict=True)
-    return sum(verify(task, answer) for task, answer in pairs) / len(answers)
+    found: list[str] = tokenizer.batch_decode(new, skip_special_tokens=True)
+    return found
 
 
 def main() -> None:
@@ -127,8 +131,17 @@ def main() -> None:
 
 
 def scores(made: trl.GRPOTrainer, given: Given, verify: Any, when: str) -> Given:
-    ways = {"greedy": False, "sampled": True}
-    return {f"{way}_{when}": heldout(made, given, verify, sample=s) for way, s in ways.items()}
+    """Held-out scores, greedy and sampled; with `answers` the greedy replies and their rewards."""
+    found: Given = {}
+    for way, sample in {"greedy": False, "sampled": True}.items():
+        if sample and given.get("answers"):
+            break
+        said = answers(made, given, sample=sample)
+        rewards = [verify(task, one) for task, one in zip(given["heldout"], said, strict=True)]
+        found[f"{way}_{when}"] = sum(rewards) / len(rewards)
+        if given.get("answers"):
+            found |= {f"answers_{when}": said, f"rewards_{when}": rewards}
+    return found
 
 
 if __name__ == "__main__":

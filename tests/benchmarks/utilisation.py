@@ -17,8 +17,6 @@ Python. `largest_other`: the operations with most of the time of `share_other`.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,12 +27,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from agentrl.algorithms.learners.factory import use_liger
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.liger.kernels import use_liger
-from agentrl.algorithms.lora.adapters import LoraAdapters
+from agentrl.algorithms.model.lora import LoraAdapters
 from agentrl.algorithms.model.packing import Packing, pack_rows
-from agentrl.types import POLICY
+from agentrl.core.types import POLICY
 from tests.benchmarks.learner import Shape, batch_of, rows, tokenizer, update
+from tests.benchmarks.report import arguments, report
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ def kind(event: Any, name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, default="0.5B")
     parser.add_argument("--packing", choices=["trie", "rows"], default="trie")
     parser.add_argument("--rank", type=int, default=0, help="of an adapter; 0: all weights")
@@ -186,17 +185,12 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tflops", type=float, default=TFLOPS, help="peak of the GPU in bfloat16")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
     own = parser.parse_args()
     found = utilisation(
         own.model, own.packing, rank=own.rank, budget=own.budget, groups=own.groups,
         repeats=own.repeats, tflops=own.tflops, liger=own.liger,
     )  # fmt: skip
-    if own.json:
-        print(json.dumps(found))
-        return
-    for key, value in found.items():
-        print(f"{key:<24}{format(value, '>12.4g') if isinstance(value, (int, float)) else value}")
+    report(found, as_json=own.json)
 
 
 if __name__ == "__main__":

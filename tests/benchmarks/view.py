@@ -14,7 +14,6 @@ steps.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -31,10 +30,11 @@ from typing import Any
 import httpx
 import psutil
 
+from agentrl.core.types import NewRollout, float32, int32
 from agentrl.store import open_store
-from agentrl.types import NewRollout, float32, int32
 from tests.agentrl.view import filled
 from tests.benchmarks import view_home, view_store
+from tests.benchmarks.report import arguments
 from tests.store.http.test_client import free_port
 
 CALLS, TOKENS, OUTPUT = 60, 400, 20_000
@@ -207,8 +207,7 @@ async def grow(url: str, n: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help="a small store, few repeats")
     parser.add_argument("--keep", type=Path, help="make the large store here, or use the one there")
     parser.add_argument("--postgres", help="an empty PostgreSQL database, to time that too")

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 from msgspec import to_builtins
 
-from agentrl.config.run_file import resolve
+from agentrl.core.config.run_file import resolve
+from agentrl.core.types import StepCommit
 from agentrl.store import open_store
-from agentrl.types import StepCommit
 
 STORES, RUNS, STEPS, EVERY = 20, 5, 30, 5  # runs of a store; steps of a run; evaluation
 VISITS = 40

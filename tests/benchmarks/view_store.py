@@ -10,7 +10,6 @@ same verbs through a server in front of it. Times are of warm repeats with other
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -25,8 +24,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from agentrl.core.types import ErrorKind, Purpose, RolloutState
 from agentrl.store import Store, open_store
-from agentrl.types import ErrorKind, Purpose, RolloutState
+from tests.benchmarks.report import arguments
 
 STEPS, QUICK = 4000, 100
 GROUPS, SIZE, EVERY, HELD_OUT = 12, 8, 50, 200  # groups of a step, rollouts of a group; evaluation
@@ -291,8 +291,7 @@ def measure(file: Path, url: str | None, *, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help="a store of 10,000 rollouts")
     parser.add_argument("--url", help="an empty PostgreSQL database, to time that too")
     parser.add_argument("--keep", type=Path, help="make the store here, or use the one that is")

@@ -27,19 +27,18 @@ import numpy as np
 import torch
 from msgspec.structs import asdict
 
+from agentrl.algorithms.engines.embedded.attention import GenerationRequest, TokenUpdate
 from agentrl.algorithms.engines.embedded.engine import PREFILL_TOKENS, Engine, TokenUpdates
-from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, TokenUpdate
-from agentrl.algorithms.model.chat import Chat
+from agentrl.algorithms.model.chat import Chat, Codec
 from agentrl.algorithms.model.load import end_tokens
-from agentrl.algorithms.model.text import Codec
-from agentrl.algorithms.model.tool_parser import ToolParser
-from agentrl.algorithms.preflight.simulation import Workload, lognormal
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.algorithms.train import build
+from agentrl.algorithms.model.tool_formats import ToolParser
+from agentrl.algorithms.sampling.tasks import TaskSampler
+from agentrl.algorithms.simulation import Workload, lognormal
+from agentrl.algorithms.train import stages
 from agentrl.algorithms.train.load_policies import load_policies
-from agentrl.base.loading import load_attribute
-from agentrl.config import RunConfig, load
-from agentrl.types import (
+from agentrl.core.config import RunConfig, load
+from agentrl.core.loading import load_attribute
+from agentrl.core.types import (
     Group,
     NewRollout,
     Reward,
@@ -101,8 +100,8 @@ class VirtualRun:
         self.config = run_config(policy, mode, seed, steps, preset, costs, settings)
         torch.manual_seed(seed)
         (base,) = load_policies(self.config)
-        algos = build.load_algorithms(self.config)
-        self.policies = build.make_policies(self.config, algos, [base], AsyncExitStack())
+        algos = stages.load_algorithms(self.config)
+        self.policies = stages.make_policies(self.config, algos, [base], AsyncExitStack())
         self.learned: Any = base.model
         self.served: Any = copy.deepcopy(base.model)
         self.codec = Codec(base.tokenizer)

@@ -11,7 +11,6 @@ the runs, which are then trained only once.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -21,8 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.algorithms.why import record, rules
+from agentrl.algorithms import run_record, why
 from agentrl.store import open_store
+from tests.benchmarks.report import arguments
 from tests.benchmarks.why_runs import LEARNED, SAID, Fate, fates, held_out_fates, play
 
 
@@ -33,9 +33,9 @@ def url_of(folder: Path) -> str:
 async def said_of(url: str) -> list[str]:
     """Everything that is said of a run, the most important first."""
     async with open_store(url, readonly=True) as store:
-        (run,) = (await record.read(store, "r")).values()
-    learned = rules.learned(run)
-    return [*([learned] if learned else []), *(reason.text for reason in rules.reasons(run))]
+        (run,) = (await run_record.read(store, "r")).values()
+    learned = why.learned(run)
+    return [*([learned] if learned else []), *(reason.text for reason in why.reasons(run))]
 
 
 def judge(fate: Fate, folder: Path) -> dict[str, Any]:
@@ -70,8 +70,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser = arguments(__doc__)
     parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--keep", type=Path)

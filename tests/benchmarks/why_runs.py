@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from agentrl.algorithms.engines.embedded import sampler
+from agentrl.algorithms.engines.embedded import engine
 from agentrl.algorithms.engines.embedded import server as embedded
 from agentrl.algorithms.train import main
-from agentrl.config import resolve
-from agentrl.errors import TrainingError
+from agentrl.core.config import resolve
+from agentrl.core.errors import TrainingError
 from agentrl.runners.main import RunnerThread
 from tests.benchmarks import why_worlds as w
 from tests.tiny_models import qwen2
@@ -138,7 +138,7 @@ def other_logprobs(sd: float) -> Callable[[], Any]:
     """The sampler's log-probs are not those that it sampled from."""
     import torch
 
-    sample = sampler.sample
+    sample = engine.sample
 
     def noisy(*given: Any) -> Any:
         tokens, logprobs = sample(*given)

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Credit, GroupRelative
-from agentrl.algorithms.credit.records import nested_records
-from agentrl.algorithms.credit.scale import GrpoScale
+from agentrl.algorithms.credit.core import Credit, GroupRelative, nested_records
+from agentrl.algorithms.credit.states import GrpoScale
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.state import RememberedColumn
 from agentrl.algorithms.presets.registry import make

@@ -20,8 +20,8 @@ with warnings.catch_warnings():
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-from agentrl.algorithms.formats.templates import templates
-from tests.algorithms.formats.roundtrip import TOOLS, Answer, answers, family_tokenizer, rendered
+from agentrl.algorithms.model.templates import templates
+from tests.algorithms.model.roundtrip import TOOLS, Answer, answers, family_tokenizer, rendered
 
 # Of tokenizers that are not Mistral's own, vLLM reads the newer format only.
 NAMES = sorted(templates().keys() - {"mistral_v3"})

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.algorithms.engines.vllm.serving import ServedModel, TrainedModel
-from agentrl.errors import PolicyError
+from agentrl.algorithms.engines.vllm.protocol import ServedModel, TrainedModel
+from agentrl.core.errors import PolicyError
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: run `make test-engines`", allow_module_level=True)
 
 from vllm.distributed.weight_transfer import ipc_engine, nccl_engine
 
-from agentrl.algorithms.engines.vllm import weight_sync
+from agentrl.algorithms.engines.vllm import weights
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 LEARNED = TrainedModel(
@@ -42,14 +42,14 @@ class Workers:
 
     async def post(self, path: str, body: Any = None, *, missing: bool = False) -> list[Any]:
         self.asked.append(path)
-        if path == weight_sync.UPDATE:
+        if path == weights.UPDATE:
             self.updates.append(self.infos[1](**body["update_info"]))
         return [None, None]
 
     async def ask(self, url: str, method: str, path: str, body: Any = None) -> Any:
         if path == "/get_world_size":
             return {"world_size": self.worlds[self.urls.index(url)]}
-        assert path == weight_sync.INIT
+        assert path == weights.INIT
         if self.hang:
             await asyncio.Event().wait()
         self.joined[url] = self.infos[0](**body["init_info"])
@@ -77,7 +77,7 @@ def workers_of_nccl() -> Workers:
 
 async def test_a_broadcast_reaches_every_worker_of_every_server(nccl: list[torch.Tensor]) -> None:
     workers = workers_of_nccl()
-    transfer = weight_sync.make_sync("nccl", LEARNED, None, 5.0)  # type: ignore[arg-type]
+    transfer = weights.make_sync("nccl", LEARNED, None, 5.0)  # type: ignore[arg-type]
     serving = ServedModel(None, None)  # type: ignore[arg-type]
     transfer.prepare(serving)
     assert serving.backend == "nccl"
@@ -86,7 +86,7 @@ async def test_a_broadcast_reaches_every_worker_of_every_server(nccl: list[torch
     assert [workers.joined[url].rank_offset for url in workers.urls] == [1, 3]
     assert {info.world_size for info in workers.joined.values()} == {4}
     assert {info.master_address for info in workers.joined.values()} == {"127.0.0.1"}
-    assert workers.asked == [weight_sync.START, weight_sync.UPDATE, weight_sync.FINISH] * 2
+    assert workers.asked == [weights.START, weights.UPDATE, weights.FINISH] * 2
     assert workers.updates[1].names == ["a", "b"]
     assert workers.updates[1].dtype_names == ["float32", "bfloat16"]
     assert workers.updates[1].shapes == [[2, 3], [4]]
@@ -106,7 +106,7 @@ async def test_a_broadcast_that_hangs_is_a_sentence_in_time(
 ) -> None:
     never = threading.Event()
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: never.wait())
-    transfer, workers = weight_sync.make_sync("nccl", LEARNED, None, 0.2), workers_of_nccl()  # type: ignore[arg-type]
+    transfer, workers = weights.make_sync("nccl", LEARNED, None, 0.2), workers_of_nccl()  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match=r"by nccl did not arrive within 0\.2 s"):
         await transfer.send("policy", workers)
     (late,) = [thread for thread in threading.enumerate() if thread.name == "agentrl-call"]
@@ -122,7 +122,7 @@ async def test_what_nccl_refuses_is_a_sentence(
         raise RuntimeError("NCCL error: no CUDA device")
 
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", refuse)
-    transfer = weight_sync.make_sync("nccl", LEARNED, None, 5.0)  # type: ignore[arg-type]
+    transfer = weights.make_sync("nccl", LEARNED, None, 5.0)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="could not be sent: NCCL error: no CUDA device"):
         await transfer.send("policy", workers_of_nccl())
 
@@ -142,8 +142,8 @@ async def test_handles_of_gpu_memory_arrive_as_they_were_made(
         (ipc_engine.IPCWeightTransferInitInfo, ipc_engine.IPCWeightTransferUpdateInfo)
     )
     workers.urls, workers.worlds = workers.urls[:1], (1,)
-    await weight_sync.make_sync("ipc", LEARNED, None, 5.0).send("policy", workers)  # type: ignore[arg-type]
-    assert workers.asked == [weight_sync.START, weight_sync.UPDATE, weight_sync.FINISH]
+    await weights.make_sync("ipc", LEARNED, None, 5.0).send("policy", workers)  # type: ignore[arg-type]
+    assert workers.asked == [weights.START, weights.UPDATE, weights.FINISH]
     (update,) = workers.updates
     assert update.names == ["a", "b"]
     assert update.ipc_handles == [

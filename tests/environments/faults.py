@@ -11,9 +11,9 @@ import sys
 import time
 from typing import Any
 
-from agentrl.config.derived import Named
+from agentrl.core.config.derived import Named
 from agentrl.environments import hosted
-from agentrl.environments.scripted import stage
+from agentrl.environments.runner import stage
 
 OTHERS = {"user": "Please do it.", "grader": "GRADE: I", "judge": "no"}
 DEEP = '{"a": [' * 2_000  # deeper than Python's parser of JSON goes

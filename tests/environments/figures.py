@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.derived import Named
-from agentrl.environments.commands.check import examine
+from agentrl.core.config.derived import Named
+from agentrl.environments.packages import examine
 
 
 def print_figures(
     environment: str, folder: Path = Path(), best: float = 1.0, **options: Any
 ) -> None:
-    """`agentrl env check` of it, in this process. `folder`: of its files. `best`: the most that any
-    player can score, of which `ground_truth` is the share that the solutions reach."""
+    """`agentrl doctor --environment` of it, in this process. `folder`: of its files. `best`: the
+    most that any player can score, of which `ground_truth` is the share of the solutions."""
     named = Named.read(environment, options, folder)
-    report = asyncio.run(examine(named, 3, 120.0, lambda line: print(line, file=sys.stderr)))
+    report = asyncio.run(examine(named, 3, lambda line: print(line, file=sys.stderr)))
     score = report.ground_truth
     known = {"tasks": sum(report.tasks.values()), "score": score, "best": best}
     known |= {"ground_truth": None if score is None else round(score / best, 9)}

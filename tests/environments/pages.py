@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import load
+from agentrl.core.config import load
+from agentrl.core.types import StepRow
 from agentrl.store import open_store
-from agentrl.types import StepRow
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```\w+\n# (\S+\.(?:py|toml))\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -28,7 +28,7 @@ def python(name: str) -> Path:
 
 
 def figures(name: str) -> dict[str, Any]:
-    """What `agentrl env check` finds in that interpreter."""
+    """What `agentrl doctor --environment` finds in that interpreter."""
     command = [python(name), "-m", f"tests.environments.{name}.figures"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -10,10 +10,10 @@ import json
 import sys
 from typing import Any
 
-from agentrl.config.derived import Named
+from agentrl.core.config.derived import Named
+from agentrl.core.errors import ConfigError
 from agentrl.environments import hosted
-from agentrl.environments.scripted import stage
-from agentrl.errors import ConfigError
+from agentrl.environments.runner import stage
 
 
 async def played(named: Named, replies: dict[str, list[Any]]) -> dict[str, Any]:

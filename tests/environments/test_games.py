@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,6 +132,24 @@ def test_only_literals_of_known_functions_are_evaluated() -> None:
     assert found["calls"][1]["last"] == "None"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "score"),
+    [
+        ({"base": 10, "height": 5}, 1.0),
+        ({"base": 10, "height": 5, "unit": "units"}, 1.0),
+        ({"base": 10, "height": 6}, 0.0),
+        ({"base": [10], "height": {"of": 5}}, 0.0),
+        ({}, 0.0),
+    ],
+)
+def test_a_single_request_is_one_call(arguments: dict[str, Any], score: float) -> None:
+    function = {"name": "calculate_triangle_area", "arguments": json.dumps(arguments)}
+    call = {"id": "c", "type": "function", "function": function}
+    found = played("bfcl", "simple_python+live_simple", {"agent": [{"tool_calls": [call]}]})
+    assert (found["problem"], found["outcome"], len(found["calls"])) == ("", score, 1)
+    assert found["calls"][0]["tools"] == 1
+
+
 async def test_frozen_lake_is_learned(tmp_path: Path) -> None:
     policy = """
 import random
@@ -161,6 +181,7 @@ def build(directory, seed):
 async def test_a_page_trains(name: str, tmp_path: Path) -> None:
     policy = """
 from pathlib import Path
+from typing import Any
 from agentrl.tiny import imitator
 
 def build(directory, seed):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.derived import Named
+from agentrl.core.config.derived import Named
+from agentrl.core.errors import ConfigError
 from agentrl.environments import hosted
-from agentrl.environments.scripted import stage
-from agentrl.errors import ConfigError
+from agentrl.environments.runner import stage
 from tests.environments.openenv.served import served
 from tests.environments.pages import python
 

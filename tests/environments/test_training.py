@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.types import StepRow
+from agentrl.core.types import StepRow
 from tests.environments.openenv.served import served
 from tests.environments.pages import ROOT, python, trained
 

@@ -16,10 +16,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentrl.base.loading import load_tasks
-from agentrl.config import load
+from agentrl.core.config import load
+from agentrl.core.loading import load_tasks
+from agentrl.core.types import NewRollout, PolicyVersion, Trace
 from agentrl.store import open_store
-from agentrl.types import NewRollout, PolicyVersion, Trace
 from tests import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

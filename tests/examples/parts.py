@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from agentrl.base.loading import load_attribute
+from agentrl.core.loading import load_attribute
 from tests import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

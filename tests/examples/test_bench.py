@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.base.loading import load_attribute, load_tasks
-from agentrl.config.presets import check_presets
-from agentrl.lab.bench import BenchPlan, read_bench
-from agentrl.runners.games import Game
-from agentrl.runners.games.scripted import _solved
+from agentrl.core.config.derived import check_presets
+from agentrl.core.loading import load_attribute, load_tasks
+from agentrl.runners.games import Game, _solved
 from tests import warm
+from tests.benchmarks.bench import BenchPlan, read_bench
 from tests.examples.parts import EXAMPLES, modules
 
 FILE = EXAMPLES / "bench" / "bench.toml"
@@ -201,7 +200,8 @@ def bench_file(folder: Path, text: str) -> Path:
 
 
 def bench(file: Path, *options: str) -> str:
-    command = ["-m", "agentrl", "bench", str(file), "--results", str(file.with_suffix(".jsonl"))]
+    command = ["-m", "tests.benchmarks.bench_runs", str(file)]
+    command += ["--results", str(file.with_suffix(".jsonl"))]
     ran = warm.run(*command, *options, cwd=file.parent, timeout=850)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from agentrl.cli.main import cli
-from agentrl.config import RunConfig, load
-from agentrl.config.infrastructure import VllmEngineConfig
+from agentrl.core.config import RunConfig, load
+from agentrl.core.config.infrastructure import VllmEngineConfig
 from agentrl.store.http.keys import Keys
 
 DEPLOY = Path(__file__).parents[2] / "examples/deploy"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.core.types import RolloutState, Scope
 from agentrl.store import open_store
-from agentrl.types import RolloutState, Scope
 from tests.examples.parts import EXAMPLES, train_once
 
 AGENTS = sorted(EXAMPLES.glob("*/agent.*"))

@@ -12,12 +12,12 @@ from types import ModuleType
 import pytest
 
 from agentrl.algorithms.model.load import load_model
-from agentrl.base.loading import load_attribute
-from agentrl.config import load
+from agentrl.core.config import load
+from agentrl.core.loading import load_attribute
+from agentrl.core.types import RolloutState, Scope
 from agentrl.runners.games import Game, View
 from agentrl.store import open_store
 from agentrl.tiny.models import word_tokenizer
-from agentrl.types import RolloutState, Scope
 from tests import warm
 
 pytest.importorskip("pyspiel")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from agentrl.base.loading import load_attribute
-from agentrl.config import RunConfig, load
-from agentrl.config.agents import WorkspaceConfig
-from agentrl.runners.harnesses.preset import load_preset
+from agentrl.core.config import RunConfig, load
+from agentrl.core.config.agents import WorkspaceConfig
+from agentrl.core.loading import load_attribute
+from agentrl.runners.harness import load_preset
 from agentrl.runners.workspace.folders import Workspaces
 from tests.examples.parts import EXAMPLES, modules
 from tests.runners.harnesses.stored import stored

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.core.types import Purpose, Rollout, RolloutState, StepRow, Transition
 from agentrl.store import open_store
-from agentrl.types import Purpose, Rollout, RolloutState, StepRow, Transition
 from tests import warm
 from tests.benchmarks.selfplay import EXAMPLE, rated
 

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from agentrl.base.loading import load_attribute
-from agentrl.config import load
+from agentrl.core.config import load
+from agentrl.core.loading import load_attribute
 
 LIVE = Path(__file__).parents[2] / "examples" / "live"
 MODULES = ("agent", "orders", "policy", "signals", "users", "wording")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.base.images import SCHEME
+from agentrl.core.images import SCHEME
 from agentrl.store import open_store
 from tests import warm
 from tests.benchmarks.look import KEYS, figures

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.core.types import RolloutState
 from agentrl.store import open_store
-from agentrl.types import RolloutState
 from tests.examples.parts import modules, train_once
 
 Parts = dict[str, ModuleType]

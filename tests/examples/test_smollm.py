@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import load
+from agentrl.core.config import load
 from tests.examples.parts import EXAMPLES, modules, train_once
 
 CALCULATOR = "smollm/calculator"

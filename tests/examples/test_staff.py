@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from agentrl.base.loading import load_attribute, load_tasks
-from agentrl.config import load
+from agentrl.core.config import load
+from agentrl.core.loading import load_attribute, load_tasks
 from agentrl.tiny.models import TEMPLATE, make_tokenizer
 
 STAFF = Path(__file__).parents[2] / "examples" / "staff"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.core.types import RolloutState, Transition
 from agentrl.store import open_store
-from agentrl.types import RolloutState, Transition
 from tests import factories
 from tests.examples.parts import modules, train_once
 

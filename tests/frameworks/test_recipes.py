@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentrl.config import load
+from agentrl.core.config import load
+from agentrl.core.types import NewRollout, PolicyVersion, Trace
 from agentrl.store import open_store
-from agentrl.types import NewRollout, PolicyVersion, Trace
 from tests.examples.conftest import EXAMPLES, Policy
 
 RECIPES = EXAMPLES / "frameworks"

@@ -71,16 +71,24 @@ class working_in:  # noqa: N801 - reads as a statement
 
 def algorithm_options(name: str) -> dict[str, Any]:
     """The options of a preset, or of a modifier ("+tis"), with their defaults."""
+    return {option: default for option, (_, default) in _algorithm(name).options().items()}
+
+
+def is_recipe(name: str) -> bool:
+    """Whether it is a preset or modifier with other options."""
+    return bool(_algorithm(name).of)
+
+
+def _algorithm(name: str) -> Any:
     from agentrl.algorithms.presets.registry import library_presets
 
     presets, modifiers = library_presets()
-    found = modifiers[name[1:]] if name[0] == "+" else presets[name]
-    return {option: default for option, (_, default) in found.options().items()}
+    return modifiers[name[1:]] if name[0] == "+" else presets[name]
 
 
 def groups_of(records: Iterable[Mapping[str, Any]]) -> list[Any]:
     """Groups of rollouts as the store returns them, from plain records."""
-    from agentrl.types import (
+    from agentrl.core.types import (
         Branch,
         Group,
         Purpose,
@@ -198,7 +206,8 @@ def prepare_step(
     from agentrl.algorithms.data.merge import build_batch
     from agentrl.algorithms.data.state import AlgorithmState
     from agentrl.algorithms.objective.core import compute_advantages
-    from agentrl.algorithms.presets.registry import ALL_STREAMS, make
+    from agentrl.algorithms.objective.ratios import ALL_STREAMS
+    from agentrl.algorithms.presets.registry import make
 
     algo = make(preset, options, streams=ALL_STREAMS, root=folder)
     side = algo.side
@@ -220,6 +229,19 @@ def prepare_step(
     return step
 
 
+def psi(preset: str, options: Mapping[str, Any], batch: Any, current: Any, old: Any) -> Any:
+    """psi [N] of a batch that a test has made, by log-probs of the current and the old policy."""
+    import torch
+
+    from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
+    from agentrl.algorithms.objective.ratios import ALL_STREAMS, GivenLogProbs
+    from agentrl.algorithms.presets.registry import make
+
+    algo = make(preset, options, streams=ALL_STREAMS)
+    terms = loss_terms(algo, batch, GivenLogProbs(old=old))
+    return loss_coefficients(algo, terms, current, torch.arange(batch.n_tokens))
+
+
 # -- the gateway -----------------------------------------------------------------------------------
 
 
@@ -231,11 +253,11 @@ class ServedGateway:
         self.folder, self.upstream, self.count = folder, upstream, 0
 
     async def __aenter__(self) -> ServedGateway:
-        from agentrl.config import RunConfig, UpstreamConfig
-        from agentrl.runners.features import run_features
+        from agentrl.core.config import RunConfig, UpstreamConfig
+        from agentrl.core.types import PolicyVersion
         from agentrl.runners.gateway.server import Gateway
+        from agentrl.runners.main import run_features
         from agentrl.store import open_store
-        from agentrl.types import PolicyVersion
 
         self.store = open_store(f"sqlite:///{self.folder / 'store.db'}")
         await self.store.open_run("golden", {})
@@ -266,7 +288,7 @@ class ServedGateway:
 
     async def attempt(self) -> tuple[str, Any]:
         """The key of a new attempt, and what `recorded` reads it by."""
-        from agentrl.types import NewRollout, Sampling
+        from agentrl.core.types import NewRollout, Sampling
 
         self.count += 1
         id = f"r{self.count}"
@@ -312,7 +334,7 @@ class RunWriter:
     async def __aenter__(self) -> RunWriter:
         import msgspec
 
-        from agentrl.config import resolve
+        from agentrl.core.config import resolve
         from agentrl.store import open_store
 
         self.store = open_store(self.url)
@@ -327,7 +349,7 @@ class RunWriter:
 
     async def play(self, rollouts: Iterable[Mapping[str, Any]]) -> None:
         """Queue, claim and end rollouts: each with `id`, `group`, `task`, and what became of it."""
-        from agentrl.types import (
+        from agentrl.core.types import (
             ErrorKind,
             Failure,
             NewRollout,
@@ -417,7 +439,7 @@ class RunWriter:
         credits: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Train the groups that have settled. credits: what the step stored of calls."""
-        from agentrl.types import Credit, StepCommit, float32
+        from agentrl.core.types import Credit, StepCommit, float32
 
         groups = await self.store.claim_groups(self.run, self.epoch, 64, timeout=0.0)
         stored = [
@@ -464,9 +486,9 @@ def trained(
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    from agentrl.algorithms.train.build import extend_updater, load_algorithm, make_updater
-    from agentrl.algorithms.train.load_policies import LoadedModel
-    from agentrl.config import resolve
+    from agentrl.algorithms.train.policies import LoadedModel
+    from agentrl.algorithms.train.stages import extend_updater, load_algorithm, make_updater
+    from agentrl.core.config import resolve
 
     shape = Qwen2Config(
         vocab_size=24,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Any
 
@@ -56,8 +56,8 @@ HOME = {
     " +per-role +call-discount +mean-by +only",
     "branches": "c3 tree-grpo treerl vineppo +tree",
     "process": "streams gdpo mt-grpo istar prime hcapo hgpo gigpo batch-td peers auto hiper"
-    " agent-r1 pspo ragen turn-ppo archer +corrections +self-distill +hcapo +hgpo +gigpo +batch-td"
-    " +peers +hiper +process +step-gae +tabular",
+    " agent-r1 pspo ragen turn-ppo archer +corrections +self-distill +told +hcapo +hgpo +gigpo"
+    " +batch-td +peers +hiper +process +step-gae +tabular",
     "pairs": "dpo kto aot apo-down apo-zero bco cdpo cpo exo hinge ipo nca orpo robust simpo sppo"
     " +nll +pairs rft sft",
 }
@@ -93,9 +93,17 @@ def specs() -> dict[str, Spec]:
     """The cases by name: all names on all batches, then each option on one of them."""
     found: dict[str, Spec] = {}
 
-    def add(kind: str, preset: str, options: dict[str, Any], whole: bool = True) -> None:
+    def add(
+        kind: str,
+        preset: str,
+        options: dict[str, Any],
+        whole: bool = True,
+        known: Collection[str] | None = None,
+    ) -> None:
         text = " ".join(f"{key}={value}" for key, value in sorted(options.items()))
-        found[f"{preset} on {kind}{' with ' + text if text else ''}"] = kind, preset, options, whole
+        name = f"{preset} on {kind}{' with ' + text if text else ''}"
+        if known is None or name in known:
+            found[name] = kind, preset, options, whole
 
     for name in listed():
         for kind in batches.KINDS:
@@ -103,12 +111,15 @@ def specs() -> dict[str, Spec]:
     for preset, options in MORE:
         for kind in ("text", "team", "process", "pairs"):
             add(kind, preset, options, whole=False)
+    kept = files.read("presets").keys()
     for name in listed():
         given = needed(name, home(name))
+        # A recipe has the options of its preset: those that were recorded tell it from others.
+        known = kept if access.is_recipe(name) else None
         for option, default in access.algorithm_options(name).items():
             for changed in others(name, option, default):
                 if option not in given:
-                    add(home(name), named(name), given | changed, whole=False)
+                    add(home(name), named(name), given | changed, whole=False, known=known)
     return found
 
 
@@ -134,18 +145,27 @@ def others(name: str, option: str, default: object) -> list[dict[str, Any]]:
 V = ["transition:v"]
 VALUES: dict[str, list[Any]] = {
     "how": ["all"], "treerl.how": ["parent"], "within": ["prompt"], "norm": ["std"],
-    "baseline": ["none", "max"], "value": V, "mode": ["cross"], "kind": ["kl"], "key": ["kind"],
+    "baseline": ["none", "max"], "grpo.baseline": ["loo"], "reinforce.baseline": ["mean"],
+    "value": V, "mode": ["cross"], "kind": ["kl"], "key": ["kind"],
     "ema_key": ["kind"], "step_value": V, "advantage": V, "pairs_loss": ["ipo"], "mix": [],
     "process": ["transition:turn"], "gigpo_norm": ["std"], "hgpo_norm": ["std"], "hiper.high": V,
     "hiper.low": V, "hiper_high": V, "hiper_low": V, "streams.norm": [], "streams.gamma": [],
     "of": [{"top": 3, "of": "policy"}], "distill_of": [{"distill_top": 3, "distill_of": "policy"}],
-    "per_group": [{"how": "all", "per_group": 2}], "pairs_least": [0.8],
+    "per_group": [{"how": "all", "per_group": 2}],
     "least": [0.8], "rft.least": [0.25], "best": [{"best": 1, "least": 0.0}],
     "overlong_limit": [], "overlong_cache": [{"overlong_limit": 3, "overlong_cache": 2}],
     "cap": [1.05], "low": [0.001], "high": [0.001], "cispo.low": [0.99], "clip_dual": [1.05],
     "mis_cap": [1.01], "icepop_low": [0.95], "icepop_high": [1.05], "tis_cap": [1.01],
     "seq_tis_cap": [1.01], "log_low": [0.05], "log_high": [0.05], "k": [3], "pass-at-k.k": [3],
     "seq_mask_low": [{"seq_mask_low": 0.5, "seq_mask_high": 2.0}],
+    "told_use": ["scale", "belief"], "told_top": [0, 3], "told_blend": [0.5],
+    "told_limit": [{"told_top": 0, "told_limit": 2.5}],
+    "told_of": [{"told_top": 3, "told_of": "policy"}], "told_temperature": [], "told_retire": [],
+    "told_least": [{"told_use": "belief", "told_least": 0.5}], "told_failures_only": [],
+    "told_band": [{"told_use": "scale", "told_band": 0.05}], "echo_weight": [],
+    "clip_cov_share": [{"clip_cov_share": 0.2, "clip_cov_low": 0.0}], "clip_cov_low": [],
+    "clip_cov_high": [], "kl_cov_share": [0.2],
+    "behaviour_quantile": [0.7], "clip_cov_beta": [], "tis_low": [0.99], "tis_high": [1.01],
     "seq_mask_high": [], "seq_mask_cap": [{"seq_mask_cap": 1.0, "seq_mask_high": 2.0}],
 }  # fmt: skip
 

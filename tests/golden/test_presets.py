@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
-from tests.golden import files, presets
+from agentrl.core.errors import TrainingError
+from tests.golden import access, batches, files, presets
 
 GOLDEN = files.read("presets")
 PRESETS = sorted({name.split(" on ")[0] for name in GOLDEN})
@@ -17,6 +20,24 @@ def test_numbers_of_a_preset_stay(preset: str) -> None:
     relative = presets.LOOSE.get(preset, files.RELATIVE)
     for name, spec in specs.items():
         files.check(name, GOLDEN.get(name), presets.numbers(*spec), relative)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.7, None])
+@pytest.mark.parametrize("name", presets.listed())
+def test_rewards_that_say_nothing_give_no_nan(name: str, value: float | None) -> None:
+    """All equal, or none at all: there, a preset may also refuse the step."""
+    kind = presets.home(name)
+    records = copy.deepcopy(batches.stored()[kind])
+    for rollout in (rollout for record in records for rollout in record["rollouts"]):
+        alike = [[*row[:3], value] for row in rollout["rewards"]]
+        rollout["rewards"] = alike if value is not None else []
+    groups = access.groups_of(records)
+    try:
+        _, psi, _ = presets.played(presets.named(name), presets.needed(name, kind), groups)
+    except TrainingError:
+        assert value is None
+    else:
+        assert psi.isfinite().all()
 
 
 def test_every_listed_preset_has_golden_numbers() -> None:

@@ -113,7 +113,7 @@ def test_every_rejection_of_verl_is_compared_or_named() -> None:
     assert not MASKS.keys() & NOT_OURS.keys()
 
 
-def test_the_mask_of_seq_mask_tis_is_verls_seq_mean_k1_with_inverse_bounds() -> None:
+def test_seq_mask_tis_is_verls_seq_mean_k1() -> None:
     algo = make("grpo+seq-mask-tis", {"seq_mask_low": 0.9, "seq_mask_high": 1.1})
     mask = algo.gates[-1]
     data = rollouts(1)
@@ -131,9 +131,7 @@ def test_the_mask_of_seq_mask_tis_is_verls_seq_mean_k1_with_inverse_bounds() -> 
 # -- differences on purpose ------------------------------------------------------------------------
 
 
-def test_verls_token_k1_bounds_hold_for_sampler_over_trainer_ours_for_trainer_over_sampler() -> (
-    None
-):
+def test_token_bounds_are_the_inverse_of_verls() -> None:
     """ "0.8_3.0" rejects a trainer that is twice as sure as the sampler and keeps half as sure."""
     ratio = torch.tensor([[2.0, 0.5]], dtype=torch.float64)
     kept, _ = helper.compute_rollout_rejection_mask(
@@ -143,7 +141,7 @@ def test_verls_token_k1_bounds_hold_for_sampler_over_trainer_ours_for_trainer_ov
     assert InRange(0.8, 3.0)(ratio[0].log(), ratio[0], {}).tolist() == [1.0, 0.0]
 
 
-def test_rejected_tokens_leave_verls_denominators_and_stay_in_ours() -> None:
+def test_rejected_tokens_stay_in_the_denominator_unlike_verl() -> None:
     """A gate never changes the weight of the tokens that pass it, so how much is rejected changes
     the size of the update and not its direction."""
     data = rollouts(0)
@@ -161,7 +159,13 @@ def test_rejected_tokens_leave_verls_denominators_and_stay_in_ours() -> None:
 
 
 def test_icepop_and_mis_are_one_gate_at_two_levels() -> None:
-    token, row = (make(f"grpo+{name}", {}).gates[-1] for name in ("icepop", "mis"))
-    assert isinstance(token.fn, RatioInRange)
-    assert isinstance(row.fn, RatioInRange)
-    assert (token.by, row.by, row.how) == (None, "row", "sum")
+    """IcePop in two factors, a weight and a mask."""
+    icepop, mis = (make(f"grpo+{name}", {}).gates for name in ("icepop", "mis"))
+    tokens = [gate for gate in icepop if (gate.num, gate.den) == ("old", "sampler")]
+    assert [gate.by for gate in tokens] == [None] * len(tokens)
+    assert isinstance(mis[-1].fn, RatioInRange)
+    assert (mis[-1].by, mis[-1].how) == ("row", "sum")
+    lr = torch.tensor([0.1, 0.49, 0.51, 1.0, 4.9, 5.1, 90.0], dtype=torch.float64).log()
+    given: Any = (lr, torch.ones_like(lr), None)
+    found = torch.stack([gate.fn(*given) for gate in tokens]).prod(0)
+    assert torch.equal(found, RatioInRange(0.5, 5.0)(*given))

@@ -115,9 +115,7 @@ SOLO = {"grpo": "grpo", "rloo": "rloo", "opo": "opo", "gpg": "gpg"}
 
 
 @pytest.mark.parametrize(("theirs_name", "name"), SOLO.items())
-def test_a_group_of_one_gets_its_raw_reward_in_verl_and_nothing_here(
-    theirs_name: str, name: str
-) -> None:
+def test_a_group_of_one_gets_nothing_unlike_verl(theirs_name: str, name: str) -> None:
     """There is nobody to compare it with, so it teaches nothing."""
     data = rollouts(0, group=(0,), reward=[0.7])
     raw = theirs(theirs_name, data)
@@ -125,20 +123,20 @@ def test_a_group_of_one_gets_its_raw_reward_in_verl_and_nothing_here(
     assert not ours(name, data).any()
 
 
-def test_a_group_of_one_is_an_error_of_verls_pass_at_k_and_nothing_here() -> None:
+def test_a_group_of_one_is_an_error_of_verls_pass_at_k() -> None:
     data = rollouts(0, group=(0,), reward=[0.7])
     with pytest.raises(ValueError, match="at least 2 samples"):
         theirs("grpo_passk", data)
     assert not ours("best-of", data).any()
 
 
-def test_a_group_of_one_gets_nothing_from_verls_own_vectorised_rloo() -> None:
+def test_a_group_of_one_gets_nothing_from_verls_rloo() -> None:
     data = rollouts(0, group=(0,), reward=[0.7])
     assert not theirs("rloo_vectorized", data).any()
     assert not ours("rloo", data).any()
 
 
-def test_equal_rewards_of_a_group_are_rounding_noise_in_verl_and_nothing_here() -> None:
+def test_equal_rewards_are_noise_in_verl_and_nothing_here() -> None:
     """Eight float32 rewards of 0.9 have a mean that is off by 6e-8, which verl divides by 1e-6."""
     data = rollouts(0, group=(0,) * 8, reward=[0.9] * 8)
     scores = data.token_rewards.float()
@@ -147,7 +145,7 @@ def test_equal_rewards_of_a_group_are_rounding_noise_in_verl_and_nothing_here() 
     assert not ours("grpo", data).any()
 
 
-def test_verls_gpg_scales_by_rewards_that_are_not_zero_we_by_groups_that_differ() -> None:
+def test_gpg_scales_by_groups_that_differ_unlike_verl() -> None:
     """Six rollouts, four of them in a group that teaches: 1.5, not 6 / 3 rewards that are not 0."""
     data = rollouts(0, group=(0, 0, 0, 0, 1, 1), reward=[1.0, 0, 0, 0, 1, 1])
     first = data.flat().token_row == 0

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.kl_target.training import KlController
 from agentrl.algorithms.objective.values import returns, value_loss, value_terms
 from agentrl.algorithms.presets.registry import make
+from agentrl.algorithms.train.kl_target import KlController
 
 from .batches import WHITE, Rollouts, rollouts
 

@@ -192,7 +192,7 @@ def test_bypass_with_a_clip_is_ppo_against_the_sampler() -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_bypass_without_a_clip_is_a_truncated_weight_against_the_sampler(level: str) -> None:
+def test_bypass_without_a_clip_is_a_truncated_weight(level: str) -> None:
     gate = Gate(Truncate(0.0, 1.3), den="sampler")
     if level == "sequence":
         gate = replace(gate, by="row", how="sum")
@@ -225,7 +225,7 @@ def test_weights_are_the_gradient_of_verls_average(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-def test_ranks_that_average_their_gradients_need_verls_scale_once(mode: str) -> None:
+def test_ranks_that_average_gradients_need_verls_scale_once(mode: str) -> None:
     """Two ranks with verl's global counts, averaged, are our weights over the whole batch."""
     data = rollouts(0)
     whole = torch.autograd.functional.jacobian(
@@ -263,7 +263,7 @@ def test_penalties_have_verls_values_and_gradients(kind: str, our_kind: Any) -> 
 
 
 @pytest.mark.parametrize("kind", ["k1+", "k3+", "abs+", "low_var_kl+", "kl+"])
-def test_verls_straight_through_penalties_have_the_gradient_of_k2(kind: str) -> None:
+def test_verls_straight_through_penalties_are_k2(kind: str) -> None:
     data = rollouts(0)
     p = data.p.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(verl.kl_penalty(p, data.q, kind).sum(), p)
@@ -287,7 +287,7 @@ def test_a_loss_with_a_penalty_is_verls_loss_plus_its_penalty(kind: str, our_kin
 # -- differences on purpose ------------------------------------------------------------------------
 
 
-def test_verls_k3_has_no_gradient_where_the_policy_is_far_away_ours_pulls_it_back() -> None:
+def test_k3_pulls_back_where_verls_has_no_gradient() -> None:
     """verl clamps the estimate to 10: the gradient is lost exactly where it is needed."""
     far = torch.tensor([-4.0], dtype=torch.float64)
     p = far.clone().requires_grad_()
@@ -296,7 +296,7 @@ def test_verls_k3_has_no_gradient_where_the_policy_is_far_away_ours_pulls_it_bac
     assert torch.allclose(kl_gradient(far, "k3"), 1 - (-far).exp())
 
 
-def test_a_correction_weighs_the_penalty_of_verls_dro_and_only_the_reward_here() -> None:
+def test_a_correction_weighs_only_the_reward_unlike_verls_dro() -> None:
     """Every host is corrected alike here: a gate is a factor of the advantage."""
     data = rollouts(0)
     weight = (data.o - data.b).exp().clamp(max=2.0)
@@ -317,7 +317,7 @@ def test_empty_rows_shrink_verls_gmpo_and_nothing_here() -> None:
     assert torch.allclose(ours(algo, data), expected, rtol=COUNTS, atol=COUNTS)
 
 
-def test_cispos_bounds_are_distances_from_one_in_verl_and_absolute_here() -> None:
+def test_cispos_bounds_are_absolute_unlike_verls() -> None:
     data = rollouts(0)
     algo = replace(make("cispo", {"low": 0.2, "cap": 0.2}), agg=AVERAGES["token-mean"])
     assert not torch.allclose(ours(algo, data), theirs("cispo", data, data.o, "token-mean"))

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,28 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentrl.config import AgentConfig, RetriesConfig, RunConfig, RunnerConfig
-from agentrl.runners import worker
+from agentrl.core.config import AgentConfig, RunConfig, RunnerConfig
+from agentrl.core.types import (
+    Attempt,
+    NewRollout,
+    PolicyVersion,
+    Rollout,
+    Sampling,
+    Transition,
+)
+from agentrl.runners import main
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
-from agentrl.runners.executors.environment import environment
+from agentrl.runners.executors.command import environment
 from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
-from agentrl.runners.features import run_features
 from agentrl.runners.gateway import upstream
+from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.scoring.verifiers import Verifier
-from agentrl.runners.worker import Worker
-from agentrl.runners.workspace.base import WorkspaceSource
+from agentrl.runners.main import Worker, run_features
+from agentrl.runners.scoring import Verifier
+from agentrl.runners.workspace.sources import WorkspaceSource
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import Attempt, NewRollout, PolicyVersion, Rollout, Sampling
 
 RUN = "test"
 Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
@@ -234,7 +241,7 @@ class Bench:
         verifier: Callable[..., Any] = lambda task, result: 1.0,
         *,
         error_reward: float | None = None,
-        retries: RetriesConfig = RetriesConfig(),  # noqa: B008 - frozen
+        retry: Sequence[str] = (),
         calls_optional: bool = True,  # an agent of a test is often one line
         limits: AgentConfig = AgentConfig(),  # noqa: B008 - frozen
         workspaces: WorkspaceSource | None = None,
@@ -242,7 +249,7 @@ class Bench:
     ) -> Worker:
         """`agent` is an agent, or a started executor."""
         executor = agent if isinstance(agent, Executor) else InProcessExecutor(as_agent(agent))
-        fields = {"error_reward": error_reward, "retries": retries}
+        fields = {"error_reward": error_reward, "retry": list(retry)}
         limits = msgspec.structs.replace(limits, calls_optional=calls_optional, **fields)
         checks = Verifier(verifier)
         execution = AttemptRunner(self.store, self.gateway, executor, checks, limits, workspaces)
@@ -277,7 +284,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repetitions follow at once, and so does the end of a worker."""
     monkeypatch.setattr(upstream, "FIRST_RETRY_PAUSE", 0.001)
     monkeypatch.setattr(upstream, "LONGEST_RETRY_PAUSE", 0.01)
-    monkeypatch.setattr(worker, "CLAIM_TIMEOUT", 0.02)
+    monkeypatch.setattr(main, "CLAIM_TIMEOUT", 0.02)
 
 
 @pytest.fixture
@@ -323,3 +330,16 @@ async def bench(store: Store, model: FakeModel) -> AsyncIterator[Bench]:
     with environment(gateway.base_url):
         yield bench
     await asyncio.to_thread(gateway.close)
+
+
+@pytest.fixture
+async def active(bench: Bench) -> ActiveAttempt:
+    """An attempt whose calls the gateway answers."""
+    return bench.gateway.register(await bench.attempt())
+
+
+async def rows(bench: Bench, active: ActiveAttempt) -> list[Transition]:
+    """The calls that are stored of an attempt."""
+    trace = await bench.store.trace(active.attempt.rollout.id)
+    assert trace is not None
+    return list(trace.transitions)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.base.threads import DaemonThreads, call
-from agentrl.errors import AgentError, ConfigError
+from agentrl.core.errors import AgentError, ConfigError
+from agentrl.core.processes import DaemonThreads, call
 from agentrl.runners.executors.inprocess import as_agent, load
 
 
@@ -202,7 +202,7 @@ async def test_chat_messages_as_input_of_langchain() -> None:
 
 
 def test_chat_messages_as_input_of_a_harness() -> None:
-    from agentrl.runners.harnesses.preset import prompt_of
+    from agentrl.runners.harness import prompt_of
 
     assert prompt_of(CHAT) == "s\n\nq"
     told = [*CHAT, {"role": "assistant", "content": "a"}]

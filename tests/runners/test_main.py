@@ -14,12 +14,12 @@ import httpx
 import msgspec
 import pytest
 
-from agentrl.config import AgentConfig, RunConfig
-from agentrl.errors import ConfigError, Unavailable
+from agentrl.core.config import AgentConfig, RunConfig
+from agentrl.core.errors import ConfigError, Unavailable
+from agentrl.core.types import ENDED, NewRollout, PolicyVersion, RolloutState
 from agentrl.runners import main
-from agentrl.runners.executors.environment import environment
+from agentrl.runners.executors.command import environment
 from agentrl.runners.main import RunnerThread, attempt_runner
-from agentrl.types import ENDED, NewRollout, PolicyVersion, RolloutState
 from tests import factories
 from tests.runners.conftest import Start
 from tests.store.conftest import _serving

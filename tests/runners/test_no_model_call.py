@@ -11,10 +11,9 @@ import httpx
 import pytest
 from aiohttp import web
 
-from agentrl.base.failures import one_line
-from agentrl.config import AgentConfig, RunnerConfig
-from agentrl.runners.executors.environment import environment
-from agentrl.types import ErrorKind, Rollout, RolloutState
+from agentrl.core.config import AgentConfig, RunnerConfig
+from agentrl.core.types import ErrorKind, Rollout, RolloutState, one_line
+from agentrl.runners.executors.command import environment
 
 TASK = {"input": "question"}
 BODY = {"model": "gpt", "messages": [{"role": "user", "content": "hello"}]}
@@ -80,7 +79,7 @@ async def test_a_program_that_fails_without_a_call_is_told_of_the_gateway(
     bench: Any, tmp_path: Path, fails: str
 ) -> None:
     """No span tells where a program in another process calls."""
-    from agentrl.runners.processes.command import CommandExecutor
+    from agentrl.runners.executors.command import CommandExecutor
 
     source = HARD_CODED if fails == "raises" else "import time; time.sleep(60)"
     command = [sys.executable, "-c", source]
@@ -140,8 +139,8 @@ def agent(text):
 async def test_a_client_made_at_import_has_the_gateways_key(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentrl.config.infrastructure import PoolRunnerConfig
-    from agentrl.runners.processes.pool import PoolExecutor
+    from agentrl.core.config.infrastructure import PoolRunnerConfig
+    from agentrl.runners.executors.pool import PoolExecutor
 
     (tmp_path / "ready_client.py").write_text(CLIENT)
     for name in ("OPENAI_API_KEY", "GEMINI_API_KEY", "TOOL_API_KEY", "OPENAI_ORG_ID"):

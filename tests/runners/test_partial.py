@@ -9,8 +9,8 @@ from typing import Any, Literal
 import pytest
 from openai import AsyncOpenAI, OpenAI, PermissionDeniedError
 
-from agentrl.config import AgentConfig, RetriesConfig
-from agentrl.types import ErrorKind, RolloutState
+from agentrl.core.config import AgentConfig
+from agentrl.core.types import ErrorKind, RolloutState
 
 Partial = Literal["score", "zero", "drop"]
 
@@ -160,7 +160,8 @@ async def test_a_verifier_that_needs_a_result_says_so(bench: Any) -> None:
 
 
 async def test_what_is_tried_again_is_not_scored(bench: Any) -> None:
-    limits, retries = AgentConfig(on_truncation="zero", max_calls=1), RetriesConfig(limit=1)
-    (rollout,) = await bench.run(endless, {"input": "x"}, limits=limits, retries=retries)
+    limits = AgentConfig(on_truncation="zero", max_calls=1)
+    how = {"limits": limits, "retry": ["limit"], "max_attempts": 2}
+    (rollout,) = await bench.run(endless, {"input": "x"}, **how)
     assert rollout.attempts == 2
     assert rollout.reward() == 0.0

@@ -16,8 +16,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from agentrl.store import Store, open_store
-from agentrl.types import (
+from agentrl.core.types import (
     Attempt,
     ErrorKind,
     Failure,
@@ -30,6 +29,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from agentrl.store import Store, open_store
 
 
 @dataclass

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentrl.store import Store, open_store
-from agentrl.types import (
+from agentrl.core.types import (
     Attempt,
     ErrorKind,
     Failure,
@@ -26,6 +25,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from agentrl.store import Store, open_store
 
 START = 1_700_000_000.0
 TOOLS = [{"type": "function", "function": {"name": "query"}}]

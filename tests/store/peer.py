@@ -7,8 +7,8 @@ import itertools
 import sys
 from hashlib import sha256
 
+from agentrl.core.types import Image, NewRollout, Outcome, Transition, float32, int32
 from agentrl.store import Store, open_store
-from agentrl.types import Image, NewRollout, Outcome, Transition, float32, int32
 
 
 def rollouts(group: str, n: int) -> list[NewRollout]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import Forbidden, Invalid, NotFound, StoreError
+from agentrl.core.errors import Forbidden, Invalid, NotFound, StoreError
+from agentrl.core.types import ErrorKind, Purpose, Reward, RolloutState, Scope
 from agentrl.store import open_store
-from agentrl.types import ErrorKind, Purpose, Reward, RolloutState, Scope
 
 
 async def claim(store, n=1, *, lease=10.0):

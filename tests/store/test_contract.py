@@ -12,9 +12,8 @@ import pytest
 from msgspec import structs
 from msgspec.structs import replace
 
-from agentrl.errors import Conflict, Fenced, Invalid, NotFound, StoreError
-from agentrl.store.limits import LONGEST_LEASE
-from agentrl.types import (
+from agentrl.core.errors import Conflict, Fenced, Invalid, NotFound, StoreError
+from agentrl.core.types import (
     Branch,
     Counts,
     Credit,
@@ -33,6 +32,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from agentrl.store.rows import LONGEST_LEASE
 
 SOON = 10.0  # seconds in which whatever is waited for must have happened
 
@@ -801,7 +801,7 @@ async def train_steps(store, kit, n, *, epoch=1):
         await store.log("run", step + 1, {"eval/score": 0.1 * step}, epoch=epoch)
 
 
-async def test_steps_are_taken_back_and_trained_again_once(store, kit):
+async def test_steps_are_rolled_back_and_trained_again_once(store, kit):
     await train_steps(store, kit, 3)
     await settle(store, kit, "g3")
     await store.claim_groups("run", 1, 1)  # held by the step that never came
@@ -852,7 +852,7 @@ async def test_discarded_groups_come_back_and_pruned_ones_are_asked_for_again(st
     await store.commit_step(kit.step(0, ["a", "c"]))
 
 
-async def test_steps_are_taken_back_by_the_owner_alone_and_only_there_are_any(store, kit):
+async def test_only_the_owner_rolls_back_steps_and_only_existing_ones(store, kit):
     await train_steps(store, kit, 1)
     with pytest.raises(Conflict, match="has 1 committed steps"):
         await store.rewind("run", 1, 2, "step-1")
@@ -866,7 +866,7 @@ async def test_steps_are_taken_back_by_the_owner_alone_and_only_there_are_any(st
     assert (await store.run("run")).step == 1
 
 
-async def test_who_evaluates_weights_that_are_taken_back_is_cancelled(store, kit):
+async def test_who_evaluates_weights_that_are_rolled_back_is_cancelled(store, kit):
     await train_steps(store, kit, 1)
     await store.enqueue(kit.group("late", 3, purpose=Purpose.EVAL, step=2))
     (attempt,) = await claim(store, 1)
@@ -936,7 +936,7 @@ async def test_credit_is_about_the_calls_of_the_groups_that_are_trained(store, k
         with pytest.raises(NotFound, match=f"credit for call '{wrong}'"):
             await store.commit_step(kit.step(0, ["a"], credits=[credit(wrong, 1.0)]))
     malformed = structs.replace(credit(call.id), psi=int32())
-    with pytest.raises(Invalid, match=r"psi must be an array made by agentrl.types.float32"):
+    with pytest.raises(Invalid, match=r"psi must be an array made by agentrl.core.types.float32"):
         await store.commit_step(kit.step(0, ["b"], credits=[malformed]))
     assert (await store.run("run")).step == 0
     assert await store.credits(attempt.rollout.id) == []
@@ -1080,6 +1080,15 @@ async def test_steps_of_an_old_owner_are_refused_even_repeated(store, kit):
     await store.open_run("run", {})
     with pytest.raises(Fenced):
         await store.commit_step(kit.step(0, []))
+
+
+async def test_an_old_owner_requests_no_rollouts(store, kit):
+    await store.open_run("run", {})
+    with pytest.raises(Fenced):
+        await store.enqueue(kit.group("old"), epoch=1)
+    assert await store.rollouts("run") == []
+    assert await store.enqueue(kit.group("new", 2), epoch=2) == 2
+    assert await store.enqueue(kit.group("any")) == 1
 
 
 async def test_log_merges(store):
@@ -1230,8 +1239,8 @@ async def test_calls_are_ordered_by_index_not_by_arrival(store, kit):
         ({"logprobs": float32()}, "0 log-probs for 2"),
         ({"logprobs": float32([-1.0, math.nan])}, "not finite"),
         ({"logprobs": float32([-1.0, -math.inf])}, "not finite"),
-        ({"logprobs": [-1.0, -1.0]}, "made by agentrl.types.float32"),
-        ({"prompt": float32([1.0])}, "made by agentrl.types.int32"),
+        ({"logprobs": [-1.0, -1.0]}, "made by agentrl.core.types.float32"),
+        ({"prompt": float32([1.0])}, "made by agentrl.core.types.int32"),
         ({"prompt": int32([1, -1])}, "not a token id"),
         ({"completion": int32([-(2**31), 2])}, "not a token id"),
         ({"logprobs": float32([-1.0, 0.5])}, "must not be above 0"),

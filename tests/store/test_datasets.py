@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from agentrl.errors import Conflict, Invalid, NotFound
+from agentrl.core.errors import Conflict, Invalid, NotFound
+from agentrl.core.types import Purpose, float32
 from agentrl.store.records import Item, Judgement, Side, digest_of
-from agentrl.types import Purpose, float32
 from tests import factories
 
 
@@ -127,7 +127,7 @@ async def test_a_side_refers_to_calls_of_a_rollout_and_keeps_them_from_a_prune(s
 
 
 async def test_a_side_survives_its_evaluation(store, kit):
-    """Which is removed when its step is taken back."""
+    """Which is removed when its step is rolled back."""
     await store.enqueue(kit.group("t"))
     await store.finish([kit.good((await store.claim(1, runner="test", lease=9.0))[0])])
     await store.claim_groups("run", 1, 1)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.errors import Unavailable
-from agentrl.store import following
-from agentrl.store.following import keep_reading
+from agentrl.core.errors import Unavailable
+from agentrl.store import base
+from agentrl.store.base import keep_reading
 
 AWAY = Unavailable("the disk is full")
 
@@ -41,7 +41,7 @@ async def test_a_store_that_is_away_is_said_once_and_read_from_the_beginning(
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(following.asyncio, "sleep", sleep)
+    monkeypatch.setattr(base.asyncio, "sleep", sleep)
     store: Any = SimpleNamespace(wait=wait)
     with pytest.raises(asyncio.CancelledError):
         await keep_reading(store, read, "nothing is labelled now", pause=0.5, timeout=60.0)
@@ -63,7 +63,7 @@ async def test_a_long_pause_is_not_shortened_while_the_store_is_away(
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(following.asyncio, "sleep", sleep)
+    monkeypatch.setattr(base.asyncio, "sleep", sleep)
     store: Any = SimpleNamespace(wait=wait)
     with pytest.raises(asyncio.CancelledError):
         await keep_reading(store, asyncio.Event().wait, "nothing is read", pause=5.0)  # type: ignore[arg-type]

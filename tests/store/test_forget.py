@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from agentrl.core.types import Branch, float32
 from agentrl.store.records import Forgotten, Item, Judgement, Side, digest_of
-from agentrl.types import Branch, float32
 
 SECRET = {"role": "user", "content": "my card is CANARY"}
 

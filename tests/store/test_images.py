@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agentrl.errors import Invalid, NotFound
+from agentrl.core.errors import Invalid, NotFound
+from agentrl.core.types import Image, NewRollout, Purpose, int32
 from agentrl.store import open_store, rows
 from agentrl.store.records import Item, Side, digest_of
-from agentrl.store.sql.images import IN_FLIGHT
+from agentrl.store.sql.traces import IN_FLIGHT
 from agentrl.store.urls import backend_of
-from agentrl.types import Image, NewRollout, Purpose, int32
 
 AGES = 10 * IN_FLIGHT
 

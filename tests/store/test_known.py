@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from agentrl.core.types import int32
 from agentrl.store.sql import tree
 from agentrl.store.sql.tree import AttemptCalls, KnownAttempts
-from agentrl.types import int32
 from tests.store.conftest import DATABASES
 
 pytestmark = pytest.mark.parametrize("url", DATABASES, indirect=True)
@@ -61,7 +61,7 @@ async def test_what_was_undone_is_not_known(store, kit) -> None:
 
 
 def test_the_oldest_is_forgotten(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "MOST_CALLS_CACHED", 7)
+    monkeypatch.setattr(tree, "MAX_CALLS_CACHED", 7)
     known = KnownAttempts()
     for id in ("a", "b", "c"):
         known.keep({id: AttemptCalls("run", {f"{id}{i}": False for i in range(2)})})

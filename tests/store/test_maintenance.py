@@ -7,10 +7,10 @@ import asyncio
 import msgspec
 import pytest
 
-from agentrl.errors import Conflict, Invalid, NotFound
+from agentrl.core.errors import Conflict, Invalid, NotFound
+from agentrl.core.types import Credit, Purpose, float32
 from agentrl.store.records import Pruned
 from agentrl.store.sql import maintenance
-from agentrl.types import Credit, Purpose, float32
 
 DAY = 86_400.0
 TOOLS = [{"name": "lookup"}]

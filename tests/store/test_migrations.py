@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import StoreError
-from agentrl.store import open_store
-from agentrl.store.sqlite import migrations
-from agentrl.store.sqlite.connection import Location
+from agentrl.core.errors import StoreError
+from agentrl.store import open_store, sqlite
+from agentrl.store.sqlite import Location
 from tests.store.conftest import DATABASES
 
 LATER = "0002_mood"
@@ -38,9 +37,9 @@ def add(script: str, path: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     """Add a later script to those of this version."""
     file = folder / f"{LATER}.sql"
     file.write_text(script, encoding="utf-8")
-    monkeypatch.setitem(migrations.SCRIPTS, LATER, file)
+    monkeypatch.setitem(sqlite.SCRIPTS, LATER, file)
     if path.startswith("postgres"):
-        from agentrl.store.postgres import migrations as postgres_migrations
+        from agentrl.store.postgres import store as postgres_migrations
 
         monkeypatch.setitem(postgres_migrations.SCRIPTS, LATER, file)
 
@@ -93,8 +92,8 @@ def test_a_store_may_be_created_while_another_process_looks_at_it(tmp_path: Path
     class Slow(sqlite3.Connection):
         def execute(self, *statement):  # type: ignore[no-untyped-def]
             found = super().execute(*statement).fetchall()
-            migrations.prepare(location)
+            sqlite.prepare(location)
             return self.cursor().execute("values (?)", found[0])
 
     with contextlib.closing(sqlite3.connect(location.path, factory=Slow)) as conn:
-        migrations._check_header(conn, location)  # type: ignore[arg-type]
+        sqlite._check_header(conn, location)  # type: ignore[arg-type]

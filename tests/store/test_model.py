@@ -26,11 +26,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from agentrl.errors import Conflict, Fenced
-from agentrl.store import Store, open_store
-from agentrl.store.sql import writer
-from agentrl.store.sql.rollouts import CLOCK_SLACK, SUSPECT_SHARE
-from agentrl.types import (
+from agentrl.core.errors import Conflict, Fenced
+from agentrl.core.types import (
     Attempt,
     Counts,
     ErrorKind,
@@ -41,6 +38,9 @@ from agentrl.types import (
     StepCommit,
     StepReward,
 )
+from agentrl.store import Store, open_store
+from agentrl.store.sql import writer
+from agentrl.store.sql.rollouts import CLOCK_SLACK, SUSPECT_SHARE
 from tests import factories
 
 LEASE = 10.0

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
+from agentrl.core.types import RolloutState
 from agentrl.store import open_store
+from agentrl.store import sqlite as sqlite_notify
 from agentrl.store.sql import writer
-from agentrl.store.sql.feed import Feed
-from agentrl.store.sqlite import notify as sqlite_notify
-from agentrl.types import RolloutState
+from agentrl.store.sql.database import Feed
 from tests.store.conftest import DATABASES
 
 PEER = Path(__file__).with_name("peer.py")
@@ -54,8 +54,8 @@ def spawn(url: str) -> Iterator[Spawn]:
 
 def notify_of(url: str) -> ModuleType:
     """By which those who open a store are told; one over HTTP is in a file."""
-    kind = "postgres" if url.startswith("postgresql") else "sqlite"
-    return import_module(f"agentrl.store.{kind}.notify")
+    kind = "postgres.store" if url.startswith("postgresql") else "sqlite"
+    return import_module(f"agentrl.store.{kind}")
 
 
 async def test_processes_write_at_once_and_nothing_is_lost_or_done_twice(
@@ -96,7 +96,7 @@ async def test_of_many_commits_others_are_told_at_once_and_of_the_last(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pause, told, steps = 0.4, list[int](), 60
-    monkeypatch.setattr(writer, "LEISURE", pause)
+    monkeypatch.setattr(writer, "NOTIFY_INTERVAL", pause)
     monkeypatch.setattr(notify_of(url), "POLL_PAUSE", 60.0)
 
     async with open_store(url) as one, open_store(url) as other, asyncio.timeout(30):
@@ -179,18 +179,6 @@ async def test_what_is_written_before_the_file_is_watched_is_heard_of(
         await looked.wait()
         await other.open_run("run", {})
         begin.set()
-        async with asyncio.timeout(20):
-            assert await waiting == 1
-
-
-async def test_without_sockets_the_file_is_watched(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(socket, "AF_UNIX")
-    monkeypatch.setattr(sqlite_notify, "POLL_PAUSE", 0.05)
-    async with open_store(str(path)) as one, open_store(str(path)) as other:
-        waiting = asyncio.create_task(one.wait(await one.cursor()))
-        await other.open_run("run", {})
         async with asyncio.timeout(20):
             assert await waiting == 1
 

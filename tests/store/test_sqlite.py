@@ -14,13 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentrl.errors import Invalid, StoreError, Unavailable
-from agentrl.store import open_store
+from agentrl.core.errors import Invalid, StoreError, Unavailable
+from agentrl.store import open_store, sqlite
 from agentrl.store.sql import traces, writer
-from agentrl.store.sql.feed import QUEUE
-from agentrl.store.sqlite import connection, migrations
-from agentrl.store.sqlite.connection import Location
-from agentrl.store.sqlite.notify import folder
+from agentrl.store.sql.database import QUEUE
+from agentrl.store.sqlite import Location, folder
 
 
 def refused(url: object, **options: object) -> str:
@@ -93,7 +91,7 @@ async def test_a_newer_schema(tmp_path: Path) -> None:
     conn = sqlite3.connect(path)
     conn.execute(
         "insert into _sqlite_migrations (migration_set, name, applied_at) values (?, ?, ?)",
-        (migrations.SET, "0999_future", "2099"),
+        (sqlite.SET, "0999_future", "2099"),
     )
     conn.commit()
     conn.close()
@@ -129,7 +127,7 @@ async def test_sqlite_utils_agrees_that_nothing_is_pending(tmp_path: Path) -> No
 
     await open_store(str(tmp_path / "store.db")).close()
     conn = sqlite3.connect(tmp_path / "store.db")
-    assert migrations.migrations().pending(Database(conn)) == []
+    assert sqlite.migrations().pending(Database(conn)) == []
     assert conn.execute("pragma journal_mode").fetchone() == ("wal",)
     conn.close()
 
@@ -235,19 +233,10 @@ async def test_one_store_serves_several_loops(tmp_path: Path, kit) -> None:
         assert [attempt.rollout.id for attempt in await waiting] == ["a/0"]
 
 
-async def test_a_cancelled_caller_does_not_disturb_the_writer(tmp_path: Path, kit) -> None:
-    async with open_store(str(tmp_path / "store.db")) as store:
-        await store.open_run("run", {})
-        task = asyncio.create_task(store.enqueue(kit.group("a", 1)))
-        await asyncio.sleep(0)
-        task.cancel()
-        assert await store.enqueue(kit.group("b", 1)) == 1
-
-
 async def test_the_log_is_copied_back_while_the_store_is_open(
     tmp_path: Path, kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "CHECKPOINT_ROWS", 1)
+    monkeypatch.setattr(sqlite, "CHECKPOINT_ROWS", 1)
     path = tmp_path / "store.db"
     async with open_store(str(path)) as store:
         await store.open_run("run", {})
@@ -307,7 +296,7 @@ def test_importing_the_package_is_light() -> None:
 def test_a_new_store_waits_for_who_reads_its_file(tmp_path: Path) -> None:
     reader = sqlite3.connect(path := tmp_path / "store.db", isolation_level=None)
     reader.executescript("create table t (x); drop table t; begin; select * from sqlite_master")
-    opening = threading.Thread(target=migrations.prepare, args=[Location.parse(str(path))])
+    opening = threading.Thread(target=sqlite.prepare, args=[Location.parse(str(path))])
     opening.start()
     opening.join(0.2)
     assert opening.is_alive()
@@ -397,7 +386,7 @@ async def test_what_nobody_foresaw_at_a_commit_is_the_answer_to_every_verb(
         for call in [store._writer.post(lambda tx: None) for _ in range(3)]:
             with pytest.raises(Unavailable, match="nobody foresaw this"):
                 await call
-        with pytest.raises(Unavailable, match="open the store anew"):
+        with pytest.raises(Unavailable, match="open the store again"):
             await store.log("run", 0, {})
     async with (
         open_store(str(tmp_path / "a.db")) as store,
@@ -426,7 +415,7 @@ async def test_a_refused_verb_does_not_hold_up_its_event_loop(
                     other.execute("begin immediate")
                     lost.set()
 
-            monkeypatch.setattr(connection, "LOCK_PATIENCE", 5.0)
+            monkeypatch.setattr(sqlite, "LOCK_PATIENCE", 5.0)
             monkeypatch.setattr(session, "rollback", lose_the_lock)
             calls = [asyncio.ensure_future(store._writer.post(v)) for v in (refused, lambda _: 1)]
             await asyncio.to_thread(lost.wait, 10)
@@ -442,8 +431,8 @@ async def test_a_refused_verb_does_not_hold_up_its_event_loop(
 async def test_a_verb_that_makes_a_rollout_claimable_hastens_the_notification(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "HASTE", 0.2)
-    monkeypatch.setattr(writer, "LEISURE", 100.0)
+    monkeypatch.setattr(writer, "URGENT_INTERVAL", 0.2)
+    monkeypatch.setattr(writer, "NOTIFY_INTERVAL", 100.0)
     async with open_store(str(tmp_path / "a.db")) as store, asyncio.timeout(10):
         told, loop, post = asyncio.Event(), asyncio.get_running_loop(), store._writer.post
         jobs, patient = store._writer._jobs, threading.Event()
@@ -518,7 +507,7 @@ def test_an_interrupt_leaves_no_verb_unanswered_and_no_lock(
             assert answers["c"] is answers["d"] is None
         else:
             runner.run(both("a", "b"))
-            with pytest.raises(Unavailable, match="open the store anew"):
+            with pytest.raises(Unavailable, match="open the store again"):
                 runner.run(added("c"))
             assert isinstance(answers["a"], Unavailable)
             assert isinstance(answers["b"], Unavailable)

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.core.types import NewRollout, Transition, int32
 from agentrl.store import open_store
 from agentrl.store.rows import digest
 from agentrl.store.sql.tree import TreeNode, deepest_prefix, prefix_digests
-from agentrl.types import NewRollout, Transition, int32
 from tests import factories
 from tests.store.conftest import BACKENDS
 

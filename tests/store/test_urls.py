@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.base.processes import environment_without_secrets
-from agentrl.errors import Invalid
+from agentrl.core.errors import Invalid
+from agentrl.core.processes import environment_without_secrets
 from agentrl.store import open_store
-from agentrl.store.sqlite.backend import SQLITE
+from agentrl.store.backends import SQLITE
 from agentrl.store.urls import backend_of, split_secret
 
 

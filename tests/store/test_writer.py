@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from agentrl.errors import Unavailable
+from agentrl.core.errors import Unavailable
 from agentrl.store import open_store
 from agentrl.store.sql import writer
 from tests.store.conftest import DATABASES
@@ -38,7 +38,7 @@ async def test_what_nobody_foresaw_is_the_answer_to_every_verb(url, monkeypatch)
         for call in waiting:
             with pytest.raises(Unavailable, match="nobody foresaw this"):
                 await call
-        with pytest.raises(Unavailable, match="open the store anew"):
+        with pytest.raises(Unavailable, match="open the store again"):
             await store.log("run", 0, {})
         assert await store.runs() == ["run"]
     async with open_store(url) as store, asyncio.timeout(SOON):  # nobody holds the lock
@@ -49,7 +49,7 @@ async def test_a_ring_that_fails_hangs_nobody(url, monkeypatch):
     async with open_store(url) as store, asyncio.timeout(SOON):
         monkeypatch.setattr(store._writer, "_notify", broken)
         assert (await store.open_run("run", {})).epoch == 1  # committed all the same
-        with pytest.raises(Unavailable, match="open the store anew"):
+        with pytest.raises(Unavailable, match="open the store again"):
             await store.log("run", 0, {})
 
 

@@ -23,11 +23,19 @@ import torch
 
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.train import main, saving, serving
-from agentrl.config import RunConfig, resolve
-from agentrl.config import policies as team
-from agentrl.errors import PolicyError
+from agentrl.core.config import RunConfig, derived, resolve
+from agentrl.core.errors import PolicyError
+from agentrl.core.types import (
+    Attempt,
+    ErrorKind,
+    Failure,
+    Outcome,
+    Reward,
+    Transition,
+    float32,
+    int32,
+)
 from agentrl.store import open_store
-from agentrl.types import Attempt, ErrorKind, Failure, Outcome, Reward, Transition, float32, int32
 
 STEPS = 6
 # Before the update, in the middle of it, with the checkpoint on disk, after the commit.
@@ -47,7 +55,7 @@ def config(folder: Path, model: Path, dtype: str = "float32") -> RunConfig:
         "agent": {"path": "agent.py:agent"}, "tasks": {"train": "tasks.jsonl"},
         "policy": {"model": str(model), "dtype": dtype, "device": "cpu"},
         "algorithm": algorithm, "learner": {"threads": 1, "token_budget": 60},
-        "max_failed": 1.0,  # what fails ends by max_empty_steps
+        "max_failed": 1.0,  # what fails ends by MAX_EMPTY_STEPS
     }  # fmt: skip
     return resolve(settings, source="test")
 
@@ -93,7 +101,7 @@ async def answer(settings: RunConfig) -> None:
     async with open_store(settings.store) as store:
         while True:
             for attempt in await store.claim(8, runner="r", lease=1.0, timeout=5.0):
-                calls, outcome = played(attempt, team.trained_policies(settings))
+                calls, outcome = played(attempt, derived.trained_policies(settings))
                 await store.add_transitions(calls)
                 await store.finish([outcome])
 

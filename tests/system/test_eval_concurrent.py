@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.config import RunConfig, resolve
-from agentrl.errors import ConfigError
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Attempt, Purpose
 from agentrl.store import open_store
-from agentrl.types import Attempt, Purpose
 from tests.system import steady
 from tests.system.steady import STEPS
 

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from agentrl import trainer
 from agentrl.algorithms.model import digests
-from agentrl.base import folder_lock
-from agentrl.config import RunConfig
-from agentrl.errors import ConfigError, DamagedError, Fenced, TrainingError, Unavailable
+from agentrl.algorithms.train import loop as empty_steps_module
+from agentrl.core import files
+from agentrl.core.config import RunConfig
+from agentrl.core.errors import ConfigError, DamagedError, Fenced, TrainingError, Unavailable
+from agentrl.core.types import EMPTY
 from agentrl.store import open_store
-from agentrl.store.sqlite.connection import StoreFile
+from agentrl.store.sqlite import StoreFile
 from agentrl.trainer import clear
-from agentrl.types import EMPTY
 from tests.algorithms.train.test_checkpoint import flip
 from tests.system.steady import (
     STEPS,
@@ -92,7 +93,7 @@ def test_a_live_run_is_not_cleared_and_goes_on(whole: Path, tmp_path: Path, tiny
     start(settings, attack)
     assert_same(tmp_path, whole)
     clear(settings)
-    assert sorted(path.name for path in Path(settings.output).iterdir()) == [folder_lock.FILE]
+    assert sorted(path.name for path in Path(settings.output).iterdir()) == [files.FILE]
 
 
 def test_who_cannot_be_seen_is_fenced_before_its_files_go(
@@ -108,7 +109,7 @@ def test_who_cannot_be_seen_is_fenced_before_its_files_go(
 
     def attack() -> None:
         monkeypatch.setattr(trainer, "_fence", noted)
-        (Path(settings.output) / folder_lock.FILE).unlink()
+        (Path(settings.output) / files.FILE).unlink()
         clear(settings)
 
     with pytest.raises((Fenced, TrainingError)) as caught:
@@ -176,18 +177,19 @@ def test_a_damaged_last_checkpoint_is_passed_over_and_the_run_ends_the_same(
 
 
 def test_a_damaged_checkpoint_before_empty_steps_is_passed_over(
-    broken: RunConfig, tmp_path: Path, tiny_model_dir: Path
+    broken: RunConfig, tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Empty steps write no checkpoint, so the last one is older than the last step, and the steps
-    that are taken back are the empty ones and one that was trained."""
+    that are rolled back are the empty ones and one that was trained."""
+    monkeypatch.setattr(empty_steps_module, "MAX_EMPTY_STEPS", 2)
     failing_config(folder_of(broken), tiny_model_dir)
     with pytest.raises(TrainingError, match="in 2 steps in a row"):
-        finish(replace(broken, max_empty_steps=2))
+        finish(broken)
     assert empty_steps(broken) == [False] * 4 + [True] * 2
     twin = config(shutil.copytree(folder_of(broken), tmp_path / "twin"), tiny_model_dir)
     flip(checkpoint(broken, 4) / "model.safetensors")
     with pytest.raises(TrainingError, match="in 2 steps in a row"):  # the same two
-        finish(replace(broken, max_empty_steps=2))
+        finish(broken)
     assert empty_steps(broken) == [False] * 4 + [True] * 2
     for settings in (broken, twin):
         config(folder_of(settings), tiny_model_dir)  # whose tasks do not fail
@@ -214,9 +216,9 @@ def weights_of(settings: RunConfig) -> dict[str, Tensor]:
 
 
 def go_back(settings: RunConfig, start: str) -> None:
-    from agentrl.checkpoints import restart
+    from agentrl import trainer
 
-    restart.go_back(settings, start)
+    trainer.go_back(settings, start)
 
 
 def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(

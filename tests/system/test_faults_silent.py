@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agentrl.errors import TrainingError
+from agentrl.core.errors import TrainingError
+from agentrl.core.types import EMPTY, Purpose, Rollout, RolloutState, StepRow
 from agentrl.store import open_store
-from agentrl.types import EMPTY, Purpose, Rollout, RolloutState, StepRow
 from tests import warm
 from tests.system.conftest import ASKS
 from tests.system.steady import config, failing_config, run

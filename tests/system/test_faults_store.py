@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentrl.base.processes import Child
-from agentrl.config import resolve
+from agentrl.core.config import resolve
+from agentrl.core.processes import Child
+from agentrl.core.types import ErrorKind, NewRollout, PolicyVersion, Rollout, RolloutState
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import ErrorKind, NewRollout, PolicyVersion, Rollout, RolloutState
 from tests.runners.conftest import FakeModel
 
 HEALTHY = 40

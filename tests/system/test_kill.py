@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.core.types import Purpose, RolloutState
 from agentrl.store import open_store
-from agentrl.types import Purpose, RolloutState
 from tests import warm
 
 VICTIMS = [("runner",), ("algorithm",), ("runner", "algorithm")]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.base.processes import USER_ERROR
+from agentrl.core.processes import USER_ERROR
 from tests.system.conftest import ASKS
 from tests.system.machines import Machine, Network, network, possible
 

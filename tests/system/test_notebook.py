@@ -34,7 +34,7 @@ def fit(steps, *callbacks):
     small = {{"groups": 1, "group_size": 4}}
     return Trainer(agent, tasks, lambda task, result: len(result) % 7, "{model}", steps=steps,
                    name="tiny", callbacks=callbacks, algorithm=small,
-                   sampling={{"max_tokens": 8}}).fit()
+                   sampling={{"max_tokens": 8}}, **{{"policy.device": "cpu"}}).fit()
 """
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.config import RunConfig, resolve
-from agentrl.errors import ConfigError
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Purpose
 from agentrl.store import open_store
-from agentrl.types import Purpose
 from tests.system import steady
 from tests.system.steady import POINTS, STEPS, Silent
 from tests.system.test_resume import assert_same

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.algorithms.train import saving
 from agentrl.cli.main import export
-from agentrl.config.schema import CheckpointConfig
-from agentrl.errors import NotFound, PolicyError
+from agentrl.core.config.schema import CheckpointConfig
+from agentrl.core.errors import NotFound, PolicyError
+from agentrl.core.types import RunState
 from agentrl.store import open_store
-from agentrl.types import RunState
 from tests import warm
 from tests.system.steady import (
     KINDS,
@@ -222,7 +222,7 @@ def check_trained_once(folder: Path, every: int) -> None:
     """And that no start has lost more than `every` steps."""
     with closing(sqlite3.connect(folder / "out" / "store.db")) as connection:
         found = connection.execute("select trained_step, state from groups order by 1").fetchall()
-        query = "select max(value) from metrics where name = 'steps/taken_back'"
+        query = "select max(value) from metrics where name = 'steps/rolled_back'"
         ((lost,),) = connection.execute(query).fetchall()
     assert found == [(step, "trained") for step in range(STEPS) for _ in range(2)]
     assert 0 < lost <= every

@@ -10,8 +10,8 @@ import pytest
 from peft import LoraConfig
 from safetensors.torch import save_file
 
+from agentrl.core.types import RolloutState
 from agentrl.store import open_store
-from agentrl.types import RolloutState
 from tests.system.test_run import agentrl
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "solver_critic"

@@ -1,9 +1,22 @@
-"""Gymnasium's registered environments, seen as text."""
+"""Gymnasium's registered environments, MiniGrid and TextWorld, seen as text."""
 
+import re
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from agentrl.environments import Episode
-from agentrl.environments.toolbox import Seeded, chosen, number, plain, rules, shortest, shown
+from agentrl.core.errors import ConfigError
+from agentrl.environments import Environment, Episode
+from agentrl.environments.toolbox import (
+    Seeded,
+    chosen,
+    content,
+    fifths,
+    number,
+    plain,
+    rules,
+    shortest,
+    shown,
+)
 
 # Of toy text: the words of the actions, and what is seen. Other actions are numbers.
 WORDS = {
@@ -74,3 +87,90 @@ class Gymnasium(Seeded):
 
     def solution(self, input: Any) -> Any:
         return shortest(lambda: self.open(input), lambda game: game.names)
+
+
+SIGNS = """two signs a cell: >> VV << ^^ you and where you look, WG wall, G goal, K key, A ball, \
+B box, V lava, D closed door, L locked door, each with its color's first letter; __ open door"""
+
+
+class GridGame(GymnasiumGame):
+    def __init__(self, plugin: Gymnasium, seed: int) -> None:
+        __import__("minigrid")  # registers its environments
+        super().__init__(plugin, seed)
+        self.names = [action.name for action in self.inner.actions]
+        self.rules = rules(self.inner.__doc__, SIGNS)
+
+    def picture(self, obs: Any) -> str:
+        held = self.inner.carrying
+        holding = f"\nYou hold a {held.color} {held.type}." if held else ""
+        return f"{obs['mission']}\n{self.inner.pprint_grid()}{holding}"
+
+
+class MiniGrid(Gymnasium):
+    """MiniGrid and BabyAI, seen as a grid of letters; options as for gymnasium."""
+
+    requires = ("gymnasium==1.4.0", "minigrid==3.2.0")
+    game = GridGame
+
+
+class TextWorldGame(Episode):
+    keep = False  # what is seen and held is told at each turn
+
+    def __init__(self, file: str, limit: int, commands: bool) -> None:
+        import textworld
+
+        names = "objective description inventory max_score admissible_commands policy_commands"
+        self.env = textworld.start(file, textworld.EnvInfos(**dict.fromkeys(names.split(), True)))
+        self.limit, self.commands, self.turns, self.score = limit, commands, 0, 0.0
+
+    def seen(self, state: Any, feedback: str = "") -> str:
+        known = [state.objective, feedback, state.description, state.inventory]
+        if self.commands:
+            useful = [c for c in state.admissible_commands if not c.startswith(("examine", "look"))]
+            known.append(f"Commands: {', '.join(useful)}\nThe last line of your reply is done.")
+        return "\n\n".join(re.sub(r"\n{2,}", "\n", text.strip()) for text in known if text)
+
+    def reset(self) -> str:
+        self.state = self.env.reset()
+        return self.seen(self.state)
+
+    def step(self, reply: dict[str, Any]) -> tuple[str, float, bool]:
+        command = (content(reply).strip().splitlines() or ["look"])[-1].strip(" \"'`*.>")
+        # The interpreter of games crashes at other letters, and at long lines.
+        command = re.sub(r"[^ -~]", "", command)[:100].strip()
+        state, score, done = self.env.step(command or "look")
+        score = number(score)
+        gain, self.score, self.turns = score - self.score, score, self.turns + 1
+        over = done or self.turns >= self.limit
+        feedback = re.sub(r"\n>.*", "", state.feedback, flags=re.DOTALL)  # without the status line
+        return self.seen(state, feedback), gain / max(1, state.max_score or 1), bool(over)
+
+    def close(self) -> None:
+        self.env.close()
+
+
+class TextWorld(Environment):
+    """Games of TextWorld; WHAT is a folder of them, every fifth held out, or a file.
+
+    Options: limit (of turns), commands (whether to tell those that are possible)."""
+
+    requires = ("textworld==1.7.0",)
+    isolation = "process"  # the interpreter of games is global, and its crash is the process's
+
+    def __init__(self, what: str, limit: int = 50, commands: bool = True) -> None:
+        where, self.limit, self.commands = self.root / what, limit, commands
+        games = [where] if where.is_file() else sorted(where.rglob("*.[uz][l8]*"))
+        self.games = {str(game.relative_to(where.parent)): game for game in games}
+        if not games:
+            raise ConfigError(f"{where} has no game: tw-make tw-simple --output {where}/1.z8")
+
+    def tasks(self, split: str) -> Iterable[dict[str, Any]]:
+        return fifths(self.games, split)
+
+    def open(self, input: Any) -> TextWorldGame:
+        return TextWorldGame(str(self.games[input]), self.limit, self.commands)
+
+    def solution(self, input: Any) -> list[str] | None:
+        game = self.open(input)
+        game.reset()
+        return list(game.state.policy_commands or ()) or None

@@ -1,5 +1,8 @@
-"""Inspect. WHAT is a task, such as `inspect_evals/gsm8k` or `prices.py@prices`; one sample is one
-rollout. Other models that it asks, such as `grader`, are roles."""
+"""Inspect's tasks, of which one sample is one rollout.
+
+WHAT is a task, such as `inspect_evals/gsm8k` or `prices.py@prices`. Other models that it asks, such
+as `grader`, are roles.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,16 @@ from copy import copy
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from agentrl.core.types import Json
 from agentrl.environments import Endpoint, Environment
-from agentrl.environments.plugins.shared import held_out
-from agentrl.environments.plugins.verdicts import check_choice, no_timeouts, numbered, scores
-from agentrl.types import Json
+from agentrl.environments.plugins.verdicts import (
+    check_choice,
+    digest,
+    held_out,
+    no_timeouts,
+    numbered,
+    scores,
+)
 
 SAMPLING = dict.fromkeys(("temperature", "top_p", "top_k", "seed", "num_choices"))  # the run's
 GRADER = 'it asks the role grader: set environment_options.roles = ["grader"]'
@@ -41,8 +50,11 @@ class Inspect(Environment):
         self.pairs = [(i if x.id is None else x.id, x) for i, x in enumerate(self.task.dataset, 1)]
 
     def tasks(self, split: str) -> list[dict[str, Json]]:
-        ids = [self.pairs[i][0] for i in held_out(len(self.pairs), split)]
-        return [{"id": f"{self.what}/{id}", "input": id} for id in ids]
+        some = [self.pairs[i] for i in held_out(len(self.pairs), split)]
+        return [
+            {"id": f"{self.what}/{id}", "input": id, "question": digest(sample.input)}
+            for id, sample in some
+        ]
 
     def solution(self, id: str | int) -> list[str]:
         target = dict(self.pairs)[id].target

@@ -4,9 +4,9 @@ import json
 import time
 from typing import Any
 
+from agentrl.core.errors import ConfigError
 from agentrl.environments import Episode, EpisodeError
 from agentrl.environments.toolbox import Seeded, as_fields, content, number
-from agentrl.errors import ConfigError
 
 FULL = """openenv:{}: its sessions were all taken for {:g} s (CAPACITY_REACHED): give the server's \
 create_app a higher max_concurrent_envs, or set runner.concurrency to what it has"""

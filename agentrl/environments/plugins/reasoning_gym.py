@@ -1,15 +1,16 @@
-"""reasoning-gym: puzzles without end, and their scorers. WHAT is a data set, as `chain_sum`."""
+"""reasoning-gym: generated puzzles and their scorers. WHAT is a data set, such as `chain_sum`."""
 
 from __future__ import annotations
 
 from ast import literal_eval
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
+from agentrl.core.types import Json
 from agentrl.environments import Environment
-from agentrl.environments.plugins.shared import question_in
+from agentrl.environments.plugins.verdicts import question_in
 from agentrl.environments.toolbox import number
-from agentrl.types import Json
 
 
 class ReasoningGym(Environment):
@@ -19,8 +20,8 @@ class ReasoningGym(Environment):
         self, what: str, size: int = 500, heldout: int = 100, seed: int = 7, system: str = "",
         **config: Any,
     ) -> None:  # fmt: skip
-        """`config`: of the data set. `system`: a system prompt, or the name of one of theirs, most
-        of which ask for the answer in <answer> tags; it is taken out of them."""
+        """`config`: of the data set. `system`: a system prompt, or the name of one of
+        reasoning-gym's. Most of these ask for <answer> tags, from which the answer is extracted."""
         import reasoning_gym
         from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
@@ -34,12 +35,13 @@ class ReasoningGym(Environment):
         }
 
     def tasks(self, split: str) -> Iterator[dict[str, Json]]:
-        told = [{"role": "system", "content": self.system}] if self.system else []
+        system = [{"role": "system", "content": self.system}] if self.system else []
         for i, entry in enumerate(self.data[split]):
             asked, where = entry["question"], {"split": split, "index": i}
-            given = [*told, {"role": "user", "content": asked}] if told else asked
+            given = [*system, {"role": "user", "content": asked}] if system else asked
             # As Python, because JSON has no tuples, which the scorers compare.
-            yield {"id": f"{self.what}/{split}/{i}", "input": given, **where, "entry": repr(entry)}
+            known = {"id": f"{self.what}/{split}/{i}", "answer": entry["answer"], **where}
+            yield {"input": given, "entry": repr(entry), **known}
 
     def verify(self, task: dict[str, Any], result: Json) -> float:
         said, entry = result if isinstance(result, str) else str(result), self._entry(task)
@@ -54,18 +56,23 @@ class ReasoningGym(Environment):
         return number(found)
 
     def solution(self, given: Any) -> list[str] | None:
-        asked = question_in(given)
-        entries = (entry for rows in self.data.values() for entry in rows)
-        found = next((entry["answer"] for entry in entries if entry["question"] == asked), None)
+        found = self._answers.get(question_in(given))
         return None if found is None else [found]
 
+    @cached_property
+    def _answers(self) -> dict[str, str]:
+        """By question; a data set generates each entry again whenever it is read."""
+        return {one["question"]: one["answer"] for rows in self.data.values() for one in rows}
+
     def _entry(self, task: dict[str, Any]) -> dict[str, Any]:
-        """The entry of a task. It is made again only if it is no literal, because five generators
-        make another one in another process (they iterate over sets of texts)."""
+        """The entry of a task. It is generated again only if it is no literal, because five
+        generators give other entries in another process (they iterate over sets of strings)."""
         try:
             entry: dict[str, Any] = literal_eval(task["entry"])
         except ValueError:
             entry = self.data[task["split"]][task["index"]]
             if entry["question"] != question_in(task["input"]):
-                raise RuntimeError("set PYTHONHASHSEED=0, or each process has others") from None
+                raise RuntimeError(
+                    "the data set differs between processes: set PYTHONHASHSEED=0"
+                ) from None
         return entry

@@ -1,12 +1,68 @@
-"""What packages with scorers of their own say of a rollout, as rewards. What was not judged raises:
-it is never a number."""
+"""Verdicts of packages with scorers of their own, as rewards.
+
+What was not judged raises: it is never a number.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
+
+
+def held_out(many: int, split: str) -> list[int]:
+    """The indices of a split, where the package has only one set: one of five is held out."""
+    return [i for i in range(many) if (i % 5 == min(4, many - 1)) == (split == "heldout")]
+
+
+def digest(question: Any) -> str:
+    """What is equal for equal questions alone, where a task's input is only an index."""
+    return hashlib.blake2b(str(question).encode(), digest_size=8).hexdigest()
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a model's tool call. Those that are no JSON object become one that no tool
+    takes, so that the model is told, as of any other call that fails."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    return {"not_a_json_object": text}
+
+
+@contextmanager
+def some_key() -> Iterator[None]:
+    """For packages that make a client when they are imported, and never call it."""
+    had = os.environ.get("OPENAI_API_KEY")
+    os.environ["OPENAI_API_KEY"] = had or "none"
+    try:
+        yield
+    finally:
+        if not had:
+            del os.environ["OPENAI_API_KEY"]
+
+
+class OfThisRollout:
+    """Stands for an object that each rollout has of its own, where a package keeps one."""
+
+    def __init__(self) -> None:
+        self._own: ContextVar[Any] = ContextVar("own")
+
+    def set_own(self, value: Any) -> None:
+        self._own.set(value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own.get(), name)
+
+
+def question_in(given: Any) -> str:
+    """The question of an input, which is a text, or messages if there is a system prompt."""
+    return str(given if isinstance(given, str) else given[-1]["content"])
+
 
 VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # of Inspect
 WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
@@ -16,7 +72,7 @@ SAMPLES = "inspect_ai._eval.task.run"  # logger of what plays samples
 @contextmanager
 def no_timeouts() -> Iterator[None]:
     """Raises RuntimeError at its end if Inspect logged a TimeoutError of a solver or tool, after
-    which it goes on to score."""
+    which it then scores."""
     found: list[str] = []
 
     class Kept(logging.Handler):
@@ -80,9 +136,11 @@ def number(value: Any, name: str) -> float:
         try:
             return float(value)
         except ValueError:
-            raise RuntimeError(f"the score {name} is {value!r:.80}, which is no number") from None
+            raise RuntimeError(
+                f"the score {name} is {value!r:.80}, which is not a number"
+            ) from None
     if not isinstance(value, int | float):
-        raise RuntimeError(f"the score {name} is {value!r:.80}, which is no number")
+        raise RuntimeError(f"the score {name} is {value!r:.80}, which is not a number")
     return float(value)
 
 

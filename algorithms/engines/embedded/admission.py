@@ -1,6 +1,6 @@
 """Admission of requests: between the HTTP handlers and the engine.
 
-Owns the version of each policy and the requests in flight. Always true: a request for an adapter
+Owns the version of each policy and the requests in flight. Invariant: a request for an adapter
 starts and ends under one version; so does one for a whole model, unless the engine swaps the
 weights in between and then reports the version of each token. Everything here runs on the server's
 event loop.
@@ -18,14 +18,13 @@ from itertools import count
 import numpy as np
 
 from agentrl.algorithms.engines.base import RequestHold
+from agentrl.algorithms.engines.embedded.attention import GenerationRequest, TokenUpdate
 from agentrl.algorithms.engines.embedded.engine import CLOSED, ENDED, Engine, TokenUpdates
-from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, TokenUpdate
 from agentrl.algorithms.model.attention import context_length, regime_end
-from agentrl.algorithms.model.chat import RequestError
-from agentrl.algorithms.model.inputs import ReadPrompt
-from agentrl.algorithms.model.text import Codec, TextStream
-from agentrl.errors import PolicyError
-from agentrl.types import Sampling
+from agentrl.algorithms.model.chat import Codec, RequestError, TextStream
+from agentrl.algorithms.model.scaled import ReadPrompt
+from agentrl.core.errors import PolicyError
+from agentrl.core.types import Sampling
 
 
 @dataclass(slots=True)
@@ -51,15 +50,16 @@ class PendingRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
-    """What ends a completion besides its length."""
+class StopConditions:
+    """What ends a completion besides its maximal length: stop strings, stop tokens, EOS."""
 
     strings: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
 
     def check(self, codec: Codec) -> Callable[[int], bool] | None:
-        """A function that is called with each token and tells whether the completion has ended."""
+        """A function from each new token to whether it ends the completion; None if only length
+        and EOS do."""
         if not (self.strings or self.tokens):
             return None
         stream = TextStream(codec, self.strings)
@@ -71,7 +71,7 @@ class Ends:
         return stopped
 
 
-NO_ENDS = Ends()
+NO_STOP_CONDITIONS = StopConditions()
 
 
 class Admission:
@@ -117,9 +117,9 @@ class Admission:
         *,
         keep: bool = False,
     ) -> None:
-        """Answer with the weights of `version` of a policy from now on. `load` copies them between
-        two steps of the engine (see `Engine.swap`); without it they are in place already, and
-        calls must be held."""
+        """Serve the weights of `version` of a policy from now on. `load` copies them between two
+        steps of the engine (see `Engine.swap`); without `load` they must be in place already, and
+        no call in flight (see `hold`). Raises PolicyError for a policy that is not served."""
         if policy not in self._numbers:
             served = ", ".join(map(repr, self._numbers))
             raise PolicyError(f"policy {policy!r} is not served; served are {served}")
@@ -131,7 +131,7 @@ class Admission:
         return self.engine.policies[self._numbers[policy]] if policy in self._numbers else None
 
     def add(self, policy: str, version: int, adapter: str) -> None:
-        """Answer new requests for a policy with this adapter of the engine's model."""
+        """Serve new requests for a policy with this adapter of the engine's model."""
         if policy in self._numbers:
             self.remove(policy)
         number = next(self._unused)
@@ -151,7 +151,7 @@ class Admission:
         policy: str,
         *,
         n: int = 1,
-        ends: Ends = NO_ENDS,
+        ends: StopConditions = NO_STOP_CONDITIONS,
         stream: bool = False,
         top: int = 0,
     ) -> AsyncIterator[PendingRequest]:
@@ -212,7 +212,7 @@ class Admission:
         return RequestError(
             f"the model's context is {longest} tokens, and the prompt of {size} "
             "leaves no room to answer; shorten the messages or "
-            + ("take a model with a longer one" if own else "raise engine.max_context"),
+            + ("use a model with a longer context" if own else "raise engine.max_context"),
             param="messages",
             code="context_length_exceeded",
         )

@@ -1,13 +1,24 @@
-"""Continuous batching: calls join and leave the running batch at every token.
+"""The embedded engine: continuous batching, in which calls join and leave at every token; sampling;
+and a slow way that is right for every decoder.
 
-Owns the KV cache and one thread, the only one that runs the model or changes the rows. Always true:
+Owns the KV cache and one thread, the only one that runs the model or changes the rows. Invariant:
 each step is one forward pass with at least one token of every running row; weights change between
 two steps (`swap`), or while there is no unfinished request, and then `swap` must follow. A request
 never reads keys that were computed with a version older than the one it begins under.
+
+Sampling is by pure functions. A token is the inverse of the cumulative distribution at one uniform
+number, which depends only on the call's seed and its number of tokens: other calls of the batch
+cannot influence it. The inverse is found in two levels: a sum in float64 over a large vocabulary
+costs more than its softmax.
+
+`PlainForward` is the model's own forward pass, one call at a time, for models that the engine
+cannot compute in batches (see `proof`). `cached` keeps the model's own cache for each call; without
+one, each token costs a pass over all tokens before it.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -24,22 +35,176 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentrl.algorithms.engines.embedded import attention, packed
-from agentrl.algorithms.engines.embedded.attention import PrefillChunk, StepPlan
-from agentrl.algorithms.engines.embedded.kv_cache import (
+from agentrl.algorithms.engines.embedded import attention
+from agentrl.algorithms.engines.embedded.attention import (
     GenerationRequest,
     KVPool,
+    PrefillChunk,
     RowTable,
+    StepPlan,
     TokenUpdate,
     cache_argument,
 )
-from agentrl.algorithms.engines.embedded.plain import PlainForward
-from agentrl.algorithms.engines.embedded.sampler import Ints, likeliest, sample, uniforms
-from agentrl.algorithms.model.adapters import Adapters
+from agentrl.algorithms.model import products
 from agentrl.algorithms.model.attention import UNUSED, whole_blocks
-from agentrl.algorithms.model.inputs import inputs_of, rotary_positions
-from agentrl.algorithms.model.load import Model
-from agentrl.errors import AgentRLError, PolicyError
+from agentrl.algorithms.model.load import Adapters, Model
+from agentrl.algorithms.model.scaled import inputs_of, rotary_positions
+from agentrl.core.errors import AgentRLError, PolicyError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+BLOCK = 256  # tokens of the vocabulary whose weights are summed before the first level
+IMPOSSIBLE = -9999.0  # in place of minus infinity, which JSON does not have
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniforms(seeds: NDArray[np.uint64], counters: Ints) -> Floats:
+    """The `counters`-th number in [0, 1) of each seed's SplitMix64 stream (Steele et al. 2014)."""
+    bits = _mix(_mix(seeds) + _GOLDEN * counters.astype(np.uint64)) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
+
+
+def sample(
+    logits_BV: Tensor, temperature: Floats, top_p: Floats, top_k: Ints, uniform: Floats
+) -> tuple[Tensor, Tensor]:
+    """Sampled tokens, int64 [B], and their log-probs, float32 [B].
+
+    Temperature 0 takes the most likely token. Log-probs are those of the distribution at the
+    temperature (at 1 if it is 0), before top-k (0: all) and top-p."""
+    greedy = temperature == 0
+    weights = torch.softmax(_scaled(logits_BV, temperature), dim=-1, dtype=torch.float32)
+    if greedy.all():
+        tokens = weights.argmax(dim=-1)
+    else:
+        tokens = _inverse(_filtered(weights, top_p, top_k), torch.from_numpy(uniform))
+        if greedy.any():
+            mask = torch.from_numpy(greedy).to(tokens.device)
+            tokens = torch.where(mask, weights.argmax(dim=-1), tokens)
+    return tokens, weights.gather(1, tokens[:, None])[:, 0].log()
+
+
+def top_logprobs(
+    logits_BV: Tensor, temperature: Floats, top: Ints
+) -> list[list[tuple[int, float]]]:
+    """The `top` most likely tokens of each row and their log-probs, as those of `sample`."""
+    logprobs = torch.log_softmax(_scaled(logits_BV, temperature), dim=-1, dtype=torch.float32)
+    values, tokens = logprobs.topk(int(top.max()), dim=-1)
+    rows = zip(tokens.tolist(), values.clamp(min=IMPOSSIBLE).tolist(), top.tolist(), strict=True)
+    return [list(zip(ids, found, strict=True))[:count] for ids, found, count in rows]
+
+
+def _scaled(logits_BV: Tensor, temperature: Floats) -> Tensor:
+    """The logits divided by the temperature, in float32; at 1 as they are."""
+    if (temperature == 1).all():
+        return logits_BV
+    scale = np.where(temperature == 0, 1.0, temperature).astype(np.float32)
+    return logits_BV.float() / torch.from_numpy(scale).to(logits_BV.device)[:, None]
+
+
+def _inverse(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """Each row's token at which its cumulative weights pass this share of their sum, int64 [B]."""
+    device, vocabulary = weights_BV.device, weights_BV.shape[-1]
+    whole = vocabulary // BLOCK * BLOCK
+    sums = weights_BV[:, :whole].reshape(len(weights_BV), -1, BLOCK).sum(-1)
+    blocks = torch.cat([sums, weights_BV[:, whole:].sum(-1, keepdim=True)], -1)
+    block, share = _passed(blocks, uniform_B.to(device)[:, None])
+    places = block * BLOCK + torch.arange(BLOCK, device=device)
+    inside = weights_BV.gather(1, places.clamp(max=vocabulary - 1))
+    inside[places >= vocabulary] = 0
+    return (block * BLOCK + _passed(inside, share)[0])[:, 0].clamp_(max=vocabulary - 1)
+
+
+def _passed(weights_BN: Tensor, share_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """The index at which cumulative weights pass a share of their sum, int64 [B, 1], and the share
+    of that weight which is before this point, float64 [B, 1]."""
+    # float64: in float32 the cumulative sum would lose rare tokens
+    cumulative = weights_BN.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # A product that is rounded up to the sum would pass no weight.
+    goal = torch.minimum(share_B1 * total, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cumulative, goal, right=True).clamp_(max=weights_BN.shape[-1] - 1)
+    weight = weights_BN.gather(1, index).double()
+    return index, (goal - cumulative.gather(1, index) + weight).div_(weight).clamp_(0, 1)
+
+
+def _filtered(weights_BV: Tensor, top_p: Floats, top_k: Ints) -> Tensor:
+    """Set the weights outside top-k and top-p to 0; top-p is a fraction of the mass after top-k."""
+    rows = np.flatnonzero((top_p < 1) | (top_k > 0))
+    if not rows.size:
+        return weights_BV
+    device, vocabulary = weights_BV.device, weights_BV.shape[-1]
+    at = torch.from_numpy(rows).to(device)
+    ordered, order = weights_BV[at].sort(dim=-1, descending=True, stable=True)
+    limit = torch.from_numpy(np.where(top_k > 0, top_k, vocabulary)[rows]).to(device)[:, None]
+    ordered[torch.arange(vocabulary, device=device) >= limit] = 0
+    mass = torch.from_numpy(top_p[rows]).to(device)[:, None]
+    cumulative = ordered.cumsum(dim=-1, dtype=torch.float64)
+    # a token stays if those before it have less than the mass, so the first always stays
+    ordered[cumulative - ordered >= mass * cumulative[:, -1:]] = 0
+    weights_BV[at] = torch.zeros_like(ordered).scatter_(1, order, ordered)
+    return weights_BV
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+# What classes call their cache: transformers 5.24 has renamed the first two.
+CACHES = ("cache", "past_key_values", "cache_params", "state")
+
+
+class PlainForward:
+    """Logits of a model after each running row's last token. Raises PolicyError if the model has no
+    cache to keep."""
+
+    def __init__(self, model: Model, *, cached: bool) -> None:
+        names = inspect.signature(model.forward).parameters
+        self.model = model
+        self.cache_name = next((name for name in CACHES if name in names), "") if cached else ""
+        if cached and not self.cached:
+            raise PolicyError("its forward pass takes no cache")
+        # Others compute logits for the whole prompt.
+        self.keep: dict[str, int] = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+        self.placed = "cache_position" in names  # some classes want it, before transformers 5.4
+        self.caches: dict[GenerationRequest, tuple[int, Any]] = {}  # tokens in it, and the cache
+
+    @property
+    def cached(self) -> bool:
+        return bool(self.cache_name)
+
+    def logits(
+        self, rows: RowTable, adapted: Callable[[Ints], AbstractContextManager[None]]
+    ) -> Tensor:
+        """[n, V]. adapted: context that applies to each token the adapter of its policy."""
+        running = rows.calls
+        kept = {call: cache for call, cache in self.caches.items() if call in running}
+        self.caches, found = kept, []
+        for row, call in enumerate(running):
+            known = int(rows.known[row])
+            # A row whose keys were dropped has older weights in its cache.
+            before, cache = self.caches.get(call, (0, None)) if rows.length[row] else (0, None)
+            tokens = torch.from_numpy(rows.tokens[row, before:known].astype(np.int64))[None]
+            with adapted(np.full(known - before, rows.policy[row])):
+                output, cache = self._call(tokens, cache, before)
+            found.append(output[0, -1])
+            if self.cached:
+                self.caches[call] = known, cache
+            rows.length[row] = known
+        return torch.stack(found)
+
+    def _call(self, tokens: Tensor, cache: Any, before: int) -> tuple[Tensor, Any]:
+        device = next(self.model.parameters()).device
+        state = {self.cache_name: cache} if cache is not None else {}
+        if state and self.placed:
+            state["cache_position"] = torch.arange(before, before + tokens.shape[1], device=device)
+        output = self.model(
+            input_ids=tokens.to(device), use_cache=self.cached, **state, **self.keep
+        )
+        return output.logits, getattr(output, self.cache_name) if self.cached else None
+
 
 PREFILL_TOKENS = 512  # most prompt tokens per step; more would stall running requests
 WORTH_WAITING = 16  # a request waits to copy this many prefix tokens that another is computing
@@ -55,7 +220,7 @@ TokenUpdates = list[tuple[GenerationRequest, TokenUpdate]]
 
 
 def sentence_of(error: BaseException) -> str:
-    """The error's first line, after its kind where the line alone does not tell."""
+    """The error's first line, after its kind where the line alone is not enough."""
     line = (str(error).splitlines() or [""])[0]
     return (
         line
@@ -86,8 +251,8 @@ class Engine:
         engine's thread with the adapter of a retired policy once no request uses it. way: how the
         model is computed; see `proof`."""
         if way == "batched":
-            attention.install(model)
-        packed.install(model)
+            attention.install_attention(model)
+        products.install(model)
         config: Any = model.config
         self.model, self.deliver, self.threads, self.adapters = model, deliver, threads, adapters
         self.dropped = dropped
@@ -235,10 +400,10 @@ class Engine:
             uniforms(rows.seed[:n], counters),
         )
         if wanted := np.flatnonzero(rows.top[:n]).tolist():
-            found = likeliest(logits[wanted], rows.temperature[wanted], rows.top[wanted])
+            found = top_logprobs(logits[wanted], rows.temperature[wanted], rows.top[wanted])
             for row, top in zip(wanted, found, strict=True):
                 if rows.length[row] == rows.known[row]:  # its prompt is complete
-                    rows.likeliest[row].append(top)
+                    rows.top_logprobs[row].append(top)
         self._record(tokens_n.cpu().numpy(), logprobs_n.cpu().numpy())
 
     def _forward(self) -> Tensor:
@@ -325,13 +490,13 @@ class Engine:
             finish = "stop" if stop else "length" if full[index] else None
             if call.stream:
                 spans = [(0, version)]
-                top = rows.likeliest[row][-1:]
+                top = rows.top_logprobs[row][-1:]
                 logprob = float(logprobs[index])
                 update = TokenUpdate([token], [logprob], finish, spans=spans, top=top)
                 updates.append((call, update))
             elif finish:
                 spans = rows.spans[row] or [(0, version)]
-                top = rows.likeliest[row]
+                top = rows.top_logprobs[row]
                 update = TokenUpdate(*rows.completion(row), finish, spans=spans, top=top)
                 updates.append((call, update))
             if finish:
@@ -355,7 +520,7 @@ class Engine:
             done.set_exception(error)
             return
         if self.policies.get(policy) is None:  # an adapter leaves the model's weights alone
-            packed.forget(self.model)
+            products.forget(self.model)
             if self.inputs:
                 self.inputs.changed()
         self.rows.change_version(policy, self.versions[policy], version, keep=keep)

@@ -1,4 +1,4 @@
-"""Whether the engine samples with a model's own log-probs, found out before it serves.
+"""The proof that the engine samples with a model's own log-probs, before it serves.
 
 On a small copy of the model (see `model.scaled`) it answers calls of unequal length, in a batch and
 alone, with prefixes copied from each other, beyond every window of the copy. Each token's log-prob
@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentrl.algorithms.engines.embedded.attention import GenerationRequest, TokenUpdate
 from agentrl.algorithms.engines.embedded.engine import Engine, EngineWay, TokenUpdates, sentence_of
-from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, TokenUpdate
 from agentrl.algorithms.model.attention import context_length, regime_end
-from agentrl.algorithms.model.cpu_threads import computing_with
 from agentrl.algorithms.model.forward import TOLERANCE, incompatibility
-from agentrl.algorithms.model.inputs import inputs_of
+from agentrl.algorithms.model.lm_head import computing_with
 from agentrl.algorithms.model.load import Model
-from agentrl.algorithms.model.scaled import ScalingError, attempt, copy_key, scaled_copy
-from agentrl.base.processes import log_phase
-from agentrl.errors import PolicyError
-from agentrl.types import Sampling
+from agentrl.algorithms.model.scaled import ScalingError, attempt, copy_key, inputs_of, scaled_copy
+from agentrl.core.errors import PolicyError
+from agentrl.core.processes import log_phase
+from agentrl.core.types import Sampling
 
 log = logging.getLogger("agentrl.algorithm")
 PROMPTS = ((28, 12), (28, 5), (20, 20), (0, 6))  # tokens from one text, and others after them
@@ -38,11 +37,11 @@ SENTENCES = {
 }
 
 
-def served_context(model: Model, asked: int) -> int:
+def served_context(model: Model, requested: int) -> int:
     """The most tokens of a call: `asked`, or those of the model. A model that rotates long
     sequences otherwise serves the short ones alone: a call that grew beyond them would have been
     sampled with other rotations than it is trained with."""
-    limits = asked, context_length(model) or asked, regime_end(model) or asked
+    limits = requested, context_length(model) or requested, regime_end(model) or requested
     return min(limits)
 
 

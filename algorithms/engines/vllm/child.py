@@ -1,11 +1,4 @@
-"""Middleware inside vLLM's HTTP server that holds requests and names versions.
-
-`python -m agentrl.algorithms.engines.vllm.child ARGUMENTS` is a `vllm serve` that ends with its
-parent process. vLLM has no policy versions and cannot keep requests waiting while weights change;
-the middleware adds both. Always true: a response names the version that was current when its
-request was admitted, which is the oldest of its tokens; from the response to `/agentrl/hold` until
-`/agentrl/open` no call is in flight.
-"""
+"""The process of a vLLM server, and the middleware that holds requests while weights change."""
 
 from __future__ import annotations
 
@@ -17,17 +10,14 @@ from typing import Any
 import msgspec
 
 from agentrl.algorithms.engines.base import VERSION_HEADER, RequestHold
-from agentrl.algorithms.engines.vllm.serving import (
+from agentrl.algorithms.engines.vllm.protocol import (
     CLOSE,
     HOLD,
     LOAD,
     OPEN,
+    REPLACED,
     RUNNING,
     UNLOAD,
-    versioned,
-)
-from agentrl.algorithms.engines.vllm.spans import (
-    REPLACED,
     AsgiApp,
     AsgiMessage,
     Receive,
@@ -35,15 +25,16 @@ from agentrl.algorithms.engines.vllm.spans import (
     SpanMiddleware,
     answer,
     parse_versions,
+    versioned,
 )
-from agentrl.base.access import Access
-from agentrl.base.http_server import NO_KEY, given_key
-from agentrl.base.processes import die_with_parent, seal
+from agentrl.core.access import Access
+from agentrl.core.http import NO_KEY, given_key
+from agentrl.core.processes import die_with_parent, seal
 
 KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests
 CALLERS_VARIABLE = "AGENTRL_VLLM_CALLERS"  # environment variable with the keys of callers, if any
 KEY_HEADER = "x-agentrl-key"  # header of control requests with the secret
-UNPLACED = b"Failed to apply prompt replacement"  # vLLM's words
+NO_PLACEHOLDER = b"Failed to apply prompt replacement"  # in vLLM's error message
 DROPPED = (
     "the model's chat template drops an image of the request, so the model would not see it; send "
     "images in the messages of users, or replace its chat_template.jinja"
@@ -124,7 +115,7 @@ class HoldMiddleware:
                         failed.update(message)
                         return
                 elif failed:
-                    failed["status"], message["body"] = told(message.get("body", b""))
+                    failed["status"], message["body"] = error_of(message.get("body", b""))
                     if failed["status"] != 500:
                         failed["headers"] = stamp
                     await send(dict(failed))
@@ -140,11 +131,11 @@ def is_public_path(path: str) -> bool:
     return open or (path.startswith("/v1/") and path not in (LOAD, UNLOAD))
 
 
-def told(body: bytes) -> tuple[int, bytes]:
-    """Status and body in place of vLLM's response with status 500. An image for which the chat
-    template wrote no placeholder is an error of vLLM's own there, which calls would be repeated
-    for."""
-    if UNPLACED not in body:
+def error_of(body: bytes) -> tuple[int, bytes]:
+    """Status and body in place of vLLM's response with status 500. vLLM reports an image for which
+    the chat template wrote no placeholder as an internal error, which would be retried; here it is
+    the request's error, 400."""
+    if NO_PLACEHOLDER not in body:
         return 500, body
     error = {"message": DROPPED, "type": "BadRequestError", "param": "messages", "code": 400}
     return 400, msgspec.json.encode({"error": error})

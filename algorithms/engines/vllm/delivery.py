@@ -1,4 +1,6 @@
-"""Brings the newest weights to running vLLM servers: wakes, sends, compares, lets calls in."""
+"""Delivery of the newest weights to running vLLM servers: wakes them, sends, compares, admits
+calls.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,21 @@ from dataclasses import dataclass
 from math import inf, isnan
 from typing import Any
 
-from agentrl.algorithms.engines.vllm.client import VllmClient
-from agentrl.algorithms.engines.vllm.serving import (
+from agentrl.algorithms.engines.vllm.fleet import VllmClient
+from agentrl.algorithms.engines.vllm.protocol import (
     CLOSE,
     HOLD,
     OPEN,
     RUNNING,
+    SPANS,
     LostError,
     ServedModel,
     TrainedModel,
     VllmHost,
 )
-from agentrl.algorithms.engines.vllm.spans import SPANS
 from agentrl.algorithms.engines.vllm.weights import NewestWeights
-from agentrl.errors import PolicyError
-from agentrl.types import POLICY, Json
+from agentrl.core.errors import PolicyError
+from agentrl.core.types import POLICY, Json
 
 # vLLM documents clear_cache as without effect here, but it does make calls recompute their keys.
 PAUSE_ROUTE, RESUME_ROUTE = "/pause?mode=keep&clear_cache=true", "/resume"
@@ -36,8 +38,8 @@ class WeightDelivery:
     """The steps by which servers get weights; each may be repeated after a server has died.
 
     Invariant: a server is awake and has the newest weights of a policy, no keys of older ones that
-    a new call could reuse, and the learner's log-probs, before `load` opens it or goes on to the
-    next. Weights change only where calls are held, or, while `swapping`, where vLLM is paused
+    a new call could reuse, and the learner's log-probs, before `load` opens it or continues with
+    the next. Weights change only where calls are held, or, while `swapping`, where vLLM is paused
     between two steps or another version of the adapter is loaded. Writer: the `VllmServer`."""
 
     def __init__(
@@ -69,7 +71,7 @@ class WeightDelivery:
             await self.control.post(HOLD)
 
     async def open(self, server: str = "") -> None:
-        """Let calls in, which are told the newest versions."""
+        """Admit calls, which get the newest versions."""
         await self.control.only(server).post(f"{OPEN}?{self._weights.serving.query()}")
 
     async def sleep(self) -> None:
@@ -240,7 +242,7 @@ class ParityCheck:
             return ""
         return (
             f"log-prob {served[worst]:.6f} against {scored[worst]:.6f}, tolerance "
-            f"{self.tolerance:g} (engine.vllm.tolerance)"
+            f"{self.tolerance:g}"
         )
 
     async def check_temperature(self, policy: str, servers: VllmClient) -> None:

@@ -1,4 +1,12 @@
-"""One `vllm serve` as a child process: its command line, start and end."""
+"""One `vllm serve` as a child process: its command line, start and end, and the middleware inside
+its HTTP server that holds requests and names versions.
+
+`python -m agentrl.algorithms.engines.vllm.process ARGUMENTS` is a `vllm serve` that ends with its
+parent process. vLLM has no policy versions and cannot keep requests waiting while weights change;
+the middleware adds both. Invariant: a response names the version that was current when its
+request was admitted, which is the oldest of its tokens; from the response to `/agentrl/hold` until
+`/agentrl/open` no call is in flight.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +32,25 @@ from agentrl.algorithms.engines.vllm.child import (
     KEY_VARIABLE,
     HoldMiddleware,
 )
-from agentrl.algorithms.engines.vllm.serving import BASE, LostError, ServedModel
-from agentrl.base.processes import PARENT, environment_without_secrets
-from agentrl.config.infrastructure import VllmEngineConfig
-from agentrl.errors import PolicyError, install_command
-from agentrl.types import POLICY, Json
+from agentrl.algorithms.engines.vllm.protocol import (
+    BASE,
+    LostError,
+    ServedModel,
+)
+from agentrl.core.config.infrastructure import VllmEngineConfig
+from agentrl.core.errors import PolicyError, install_command
+from agentrl.core.processes import PARENT, environment_without_secrets
+from agentrl.core.types import POLICY, Json
 
 OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
+
+
 APPENDED = {"--enforce-eager", "--enable-auto-tool-choice", "--disable-uvicorn-access-log"}
+
+
 OURS = {"--api-key", "--enable-lora", "--lora-modules", "--max-lora-rank", "--max-loras"}
+
+
 OURS |= {
     "--gpu-memory-utilization",
     "--enable-sleep-mode",
@@ -42,14 +60,36 @@ OURS |= {
     "--ssl-certfile",
     "--ssl-keyfile",
 }
+
+
+PARSER_OPTION = "--tool-call-parser"
 WORKER_EXTENSION = "agentrl.algorithms.engines.vllm.worker_extension.Extension"
+
+
 PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
+
+
 PARALLEL |= {"--data-parallel-size", "-dp"}
+
+
 START_POLL = 0.2  # seconds between health checks of a starting child
+
+
 HEALTH_INTERVAL = 2.0  # seconds between those of a running one
+
+
 ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b.*:")
+
+
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
+
+
 NOISE = re.compile(r"^\(\w+ pid=\d+\) |^(ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^]]*\] ")
+
+
+def names_parser(arguments: Sequence[str]) -> bool:
+    """Whether arguments of vLLM choose a tool parser, in place of that of `policy.tool_format`."""
+    return PARSER_OPTION in {word.partition("=")[0].replace("_", "-") for word in arguments}
 
 
 class VllmProcess:
@@ -63,18 +103,21 @@ class VllmProcess:
         *,
         dtype: str = "float32",
         gpu: bool = False,
+        tool_format: str = "hermes",
         adapters: int = 0,
         rank: int = 0,
         side_by_side: bool = False,
         memory: float = 0.0,
         media: Sequence[str] = (),
     ) -> None:
-        """adapters: number of LoRA adapters that fit; rank: the largest; side_by_side: two versions
-        of each may run at once; memory: fraction of the GPU's, 0: vLLM's default; media: arguments
-        for what the model reads beside text. Raises PolicyError if vLLM is missing or too old."""
+        """tool_format: of the model's calls of tools; adapters: number of LoRA adapters that fit;
+        rank: the largest; side_by_side: two versions of each may run at once; memory: fraction of
+        the GPU's, 0: vLLM's default; media: arguments for what the model reads besides text.
+        Raises PolicyError if vLLM is missing or too old."""
         check_installed()
         self.log, self.key, self.url, self.name = log, key, "", POLICY
         self.backend: str | None = None
+        self._tool_format = tool_format
         self.spans = True
         self.max_adapters, self._side_by_side = adapters, side_by_side
         self.refuses_adapters = "" if adapters else "all weights are trained"
@@ -225,7 +268,8 @@ class VllmProcess:
             *("--max-num-seqs", str(engine.max_batch)),
             # Log-probs of the sampled distribution; no sampling defaults from the checkpoint.
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-            *("--enable-auto-tool-choice", "--tool-call-parser", engine.vllm.tool_parser),
+            "--enable-auto-tool-choice",
+            *(() if names_parser(engine.vllm.arguments) else (PARSER_OPTION, self._tool_format)),
             *("--middleware", f"{HoldMiddleware.__module__}.{HoldMiddleware.__name__}"),
             *("--worker-extension-cls", WORKER_EXTENSION),
             # Compilation takes half a minute, which pays off on a GPU only.

@@ -1,29 +1,59 @@
-"""The policy server for vLLM, in a child process or on servers that somebody else started.
+"""The policy server for vLLM, in a child process or on servers that are managed elsewhere, as
+`[engine]` of the run file selects.
 
 A publish takes the learner's weights (`weights`), brings them to the servers (`delivery`), and does
-so again if vLLM dies meanwhile. With `in_flight` weights change while vLLM is paused
-between two steps, one server after another: running calls continue with keys of the new weights,
-and name the versions of their tokens (see `spans`); a new version of an adapter is loaded beside
-the old one, which running calls keep. A server that ends is restarted with the newest published
-weights under the same URL; its calls in flight fail like a lost connection.
+so again if vLLM dies meanwhile. With `in_flight` weights change while vLLM is paused between two
+steps, one server after another: running calls continue with keys of the new weights, and name the
+versions of their tokens (see `protocol`); a new version of an adapter is loaded in addition to the
+old one, which running calls keep. A server that ends is restarted with the newest published weights
+under the same URL; its calls in flight fail like a lost connection.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import torch
+
+from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.engines.vllm.delivery import ParityCheck, SleepCycle, WeightDelivery
-from agentrl.algorithms.engines.vllm.serving import LostError, TrainedModel, VllmHost
+from agentrl.algorithms.engines.vllm.fleet import VllmFleet
+from agentrl.algorithms.engines.vllm.process import (
+    PARSER_OPTION,
+    VllmProcess,
+    gpus_taken,
+    names_parser,
+)
+from agentrl.algorithms.engines.vllm.protocol import LostError, TrainedModel, VllmHost
 from agentrl.algorithms.engines.vllm.weights import NewestWeights
-from agentrl.errors import PolicyError
-from agentrl.types import POLICY
+from agentrl.algorithms.estimate import vllm_share
+from agentrl.algorithms.model.attention import context_length
+from agentrl.algorithms.model.chat import Tokenizer
+from agentrl.algorithms.model.forward import forward_logprobs
+from agentrl.algorithms.model.lm_head import computing_with
+from agentrl.algorithms.model.load import Adapters, checkpoint_weights
+from agentrl.algorithms.model.packing import pack_rows
+from agentrl.algorithms.model.scaled import Inputs, inputs_of
+from agentrl.algorithms.model.tool_formats import TOOL_FORMAT
+from agentrl.algorithms.proof import tolerance
+from agentrl.core.access import read_sent_key
+from agentrl.core.config import RunConfig
+from agentrl.core.config.derived import snapshots_served
+from agentrl.core.config.infrastructure import VllmConfig, VllmEngineConfig
+from agentrl.core.errors import PolicyError
+from agentrl.core.types import POLICY
 
 log = logging.getLogger(__name__)
-MOST_RESTARTS = 3  # most restarts between two publishes
+MAX_RESTARTS = 3  # between two publishes
 CRASH_GRACE = 15.0  # seconds to wait after a failed request for the server to end
 
 
@@ -47,12 +77,13 @@ class VllmServer:
         sleep: int = 0,
     ) -> None:
         """folder: for the files that servers read, used by this server alone; a fleet must find it
-        under the same path. method: see `weight_sync`. timeout: seconds for calls in flight to end
+        under the same path. method: see `choose_sync`. timeout: seconds for calls in flight to end
         before an update, and for vLLM to load the update. tolerance: largest difference in
         log-probs after a publish. in_flight: a publish outside `updating` pauses calls instead of
         waiting for their end. sleep: see `SleepCycle`."""
         self.model, self.base_url = POLICY, ""
         self.host = host
+        self._trained = len(learned.adapters)
         self._weights = NewestWeights(learned, host, folder, method, timeout)
         self._sleep = SleepCycle(sleep)
         parity = ParityCheck(learned, self._weights.serving, tolerance)
@@ -146,13 +177,18 @@ class VllmServer:
             self._publish_failed = False
             self.restarts.published()
 
+    def make_room(self, policies: int) -> None:
+        """Before `start`: for further adapters that will be added."""
+        room = self._trained + policies
+        self.host.max_adapters = max(self.host.max_adapters, room)
+
     async def add(self, policy: str, version: int) -> None:
         """As `PolicyServer.add`. Also raises PolicyError if there is no room for an adapter."""
         self._check_adapters(policy)
         if policy not in self._versions and len(self._versions) >= self.host.max_adapters:
             raise PolicyError(
                 f"vLLM has room for {self.host.max_adapters} adapters and serves"
-                f" {', '.join(self._versions)}; raise engine.vllm.max_adapters"
+                f" {', '.join(self._versions)}; let fewer play at once"
             )
         async with self._changing_weights(in_flight=self.in_flight):
             await self._drop_old()
@@ -221,8 +257,8 @@ class Restarts:
     """Whether vLLM is up.
 
     Invariant: after the first start `up` is set exactly while vLLM answers with the newest weights,
-    or has been given up, and then `failed` says why: so what waits for `up` never waits for a
-    server that nobody starts. Writer: the task of `watch`, which alone sets and clears it."""
+    or has been given up, and then `failed` has the reason: so what waits for `up` never waits for a
+    server that never starts. Writer: the task of `watch`, which alone sets and clears it."""
 
     def __init__(
         self, host: VllmHost, start: Callable[[], Awaitable[None]], may_start: asyncio.Event
@@ -276,11 +312,168 @@ class Restarts:
     async def _restart(self) -> None:
         reason = self._host.failure_reason()
         log.warning("vLLM ended and is started again with the newest weights; %s", reason)
-        while self._since_publish < MOST_RESTARTS:
+        while self._since_publish < MAX_RESTARTS:
             self._since_publish += 1
             try:
                 await self._start()
                 return
             except (PolicyError, LostError, OSError) as error:
                 reason = str(error)
-        self.failed = PolicyError(f"vLLM ended {MOST_RESTARTS + 1} times in one step; {reason}")
+        self.failed = PolicyError(f"vLLM ended {MAX_RESTARTS + 1} times in one step; {reason}")
+
+
+MIN_ADAPTERS = 8  # for which a child has room, also for those of evaluations and live versions
+PROBE = "The quick brown fox jumps over the lazy dog."
+
+
+def vllm_server(
+    config: RunConfig,
+    model: Any,
+    tokenizer: Tokenizer,
+    adapters: Adapters | None = None,
+    name: str = POLICY,
+) -> VllmServer:
+    """The server for vLLM, as a child process or at `engine.vllm.urls`. Every publish sends it the
+    weights of `model` or its adapters."""
+    engine, dtype = config.engine, config.policy.dtype
+    assert isinstance(engine, VllmEngineConfig)
+    learned = _trained_model(model, tokenizer, adapters, engine.threads or 1)
+    in_flight = config.algorithm.samples_during_update
+    folder = Path(config.output, "vllm").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    host: VllmHost
+    if engine.vllm.urls:
+        host = VllmFleet(
+            engine.vllm.urls,
+            host=engine.host,
+            port=engine.port,
+            api_key=read_sent_key(engine.vllm.key_env, "engine.vllm.key_env", "the servers'"),
+            access=engine.access,
+            start_timeout=engine.vllm.start_timeout,
+            # Less than the limit of the whole update, so one server that hangs is found first.
+            timeout=0.9 * engine.vllm.timeout,
+            adapters=bool(learned.adapters),
+        )
+    else:
+        context = min(engine.max_context, context_length(model) or engine.max_context)
+        tool_format = tokenizer.init_kwargs.get(TOOL_FORMAT) or "hermes"
+        if ":" in tool_format and not names_parser(engine.vllm.arguments):
+            raise PolicyError(
+                f"policy.tool_format = {tool_format!r}: vLLM cannot read it; set "
+                f"engine.vllm.arguments = ['{PARSER_OPTION}', ...], with a plug-in of vLLM"
+            )
+        copies = 2 if config.eval.concurrent else 1
+        room = copies * len(learned.adapters) + snapshots_served(config)
+        host = VllmProcess(
+            msgspec.structs.replace(engine, max_context=context),
+            folder / "vllm.log",
+            secrets.token_hex(16),
+            dtype=dtype,
+            gpu=learned.gpu >= 0,
+            tool_format=tool_format,
+            adapters=max(MIN_ADAPTERS, room) if adapters else 0,
+            rank=learned.rank,
+            side_by_side=in_flight,
+            memory=_gpu_memory(config, engine.vllm, model),
+            media=_media(learned.inputs),
+        )
+    return VllmServer(
+        learned,
+        host,
+        folder=folder / "served",
+        method=engine.vllm.sync,
+        timeout=engine.vllm.timeout,
+        tolerance=tolerance(config.policy),
+        in_flight=in_flight,
+        sleep=engine.vllm.sleep,
+    )
+
+
+def _media(inputs: Inputs | None) -> tuple[str, ...]:
+    """Arguments of a child whose model reads more than text."""
+    if inputs is None:
+        return ()
+    limits = {"video": 0} if inputs.probe() else {"video": 0, "image": 0}
+    return "--limit-mm-per-prompt", json.dumps(limits)
+
+
+def _gpu_memory(config: RunConfig, vllm: VllmConfig, model: Any) -> float:
+    """Fraction of the GPU's memory for a vLLM child; 0: vLLM's default. Raises PolicyError if the
+    learner leaves too little, and for settings that need a GPU without one."""
+    if model.device.type != "cuda":
+        if vllm.sleep or vllm.gpu_memory:
+            raise PolicyError(
+                "engine.vllm.sleep and engine.vllm.gpu_memory need a GPU, and the policy is on "
+                f"{model.device.type}; remove them"
+            )
+        return 0.0
+    if (model.device.index or 0) >= gpus_taken(vllm.arguments):
+        return vllm.gpu_memory  # vLLM has GPUs of its own
+    total = torch.cuda.get_device_properties(model.device).total_memory
+    return vllm.gpu_memory or vllm_share(config, model, total)
+
+
+def _trained_model(
+    model: Any, tokenizer: Tokenizer, adapters: Adapters | None, threads: int
+) -> TrainedModel:
+    inputs = inputs_of(model)
+
+    @torch.no_grad()
+    def score(policy: str, tokens: Sequence[int]) -> list[float]:
+        applied = nullcontext() if adapters is None else adapters.using(policy)
+        # vLLM computes at the same time, and more threads than cores are a hundred times slower.
+        with computing_with(threads), applied:
+            return _logprobs(model, tokens) if inputs is None else _logprobs_of_text(model, tokens)
+
+    def complete(save: Callable[[Path], None]) -> Callable[[Path], None]:
+        """Write what vLLM reads images with next to the weights, as in a checkpoint of the hub."""
+
+        def saved(directory: Path) -> None:
+            save(directory)
+            if inputs is not None:
+                inputs.save(directory)
+                tokenizer.save_pretrained(directory)
+
+        return saved
+
+    whole = TrainedModel(
+        save=complete(model.save_pretrained),
+        weights=lambda: checkpoint_weights(model, model.state_dict()),
+        save_tokenizer=tokenizer.save_pretrained,
+        score=score,
+        probe=tokenizer(PROBE)["input_ids"],
+        inputs=inputs,
+        gpu=(model.device.index or 0) if model.device.type == "cuda" else -1,
+    )
+    if adapters is None:
+        return whole
+    first = adapters.names[0]
+    return dataclasses.replace(
+        whole,
+        save=complete(lambda directory: adapters.merge(first, directory)),
+        weights=lambda: checkpoint_weights(model, adapters.merged(first)),
+        adapters=adapters.names,
+        save_base=complete(adapters.save_base),
+        save_adapter=adapters.save,
+        rank=max(map(adapters.rank, adapters.names)),
+    )
+
+
+def _logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
+    row = torch.tensor(tokens, device=model.device)
+    logprobs = model(row[None]).logits[0, :-1].float().log_softmax(-1)
+    scores: list[float] = logprobs.gather(1, row[1:, None])[:, 0].tolist()
+    return scores
+
+
+def _logprobs_of_text(model: Any, tokens: Sequence[int]) -> list[float]:
+    """As `TrainedModel.score`, of ids of which some are no text."""
+    row = torch.tensor(tokens)
+    text = (row[1:] >= 0).nonzero().flatten() + 1
+    ones = torch.ones(len(text))
+    actions = TokenRow(row, text, ones, ones, torch.zeros_like(text))
+    (pack,) = pack_rows([actions], "rows", len(tokens))
+    scores = torch.zeros(len(tokens) - 1)
+    scores[text - 1] = forward_logprobs(model, pack).float().cpu()
+    found: list[float] = scores.tolist()
+    return found

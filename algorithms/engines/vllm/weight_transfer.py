@@ -28,18 +28,18 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from agentrl.algorithms.engines.vllm.client import VllmClient
-from agentrl.algorithms.engines.vllm.serving import (
+from agentrl.algorithms.engines.vllm.fleet import VllmClient
+from agentrl.algorithms.engines.vllm.protocol import (
     FINISH,
     INIT,
     START,
     UPDATE,
     ServedModel,
     TrainedModel,
+    WeightSync,
 )
-from agentrl.algorithms.engines.vllm.weight_sync import WeightSync
-from agentrl.base import threads
-from agentrl.errors import PolicyError
+from agentrl.core import processes
+from agentrl.core.errors import PolicyError
 
 
 class TransferSync(WeightSync):
@@ -77,7 +77,7 @@ class TransferSync(WeightSync):
 
         try:
             async with asyncio.timeout(self._timeout):
-                await threads.call(transfer)  # a thread that hangs in NCCL delays no exit
+                await processes.call(transfer)  # a thread that hangs in NCCL delays no exit
         except TimeoutError:
             client.leave()
             self._engine = None  # its process group waits for a rank that may never join
@@ -154,7 +154,7 @@ class TransferClient:
 
 
 class LearnerWeightSource(WeightSource):  # type: ignore[misc]
-    """The learner's weights by checkpoint name, read anew in each pass."""
+    """The learner's weights by checkpoint name, read again in each pass."""
 
     def __init__(self, weights: Callable[[], Mapping[str, Tensor]]) -> None:
         self._weights = weights

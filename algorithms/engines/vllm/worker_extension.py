@@ -1,4 +1,4 @@
-"""Extension of vLLM's workers, which import it before they load a model.
+"""The extension of vLLM's workers, which import it before they load a model.
 
 It adds a weight-transfer engine for one machine without GPUs. On a CPU it makes linear layers read
 their weights at every call: vLLM would pack them once, and a reload does not replace the packed
@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.platforms import current_platform
 
-from agentrl.algorithms.engines.vllm.serving import MEMORY
+from agentrl.algorithms.engines.vllm.protocol import MEMORY
 
 
 class Extension:

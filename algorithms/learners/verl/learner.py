@@ -1,9 +1,11 @@
 """The learner for many GPUs: verl's workers under Ray, with this package's objective.
 
-Owns the workers, which own weights and optimizers. It updates its copy of the model (or adapter)
-after every step, for the policy server and for checkpoints. Always true between calls: that copy is
-the policy. The workers compute psi, on whole rows, so it must be picklable: no lambda over open
-files or servers.
+Owns the Ray actors, the GPUs reserved for them and, if it started one, Ray itself; the workers own
+weights and optimizers. It updates its copy of the model (or adapter) after every step, for the
+policy server and for checkpoints. Invariant: between calls, that copy is the policy; every rank
+has run the same calls; after a failed call or a timeout the workers are stopped, because the other
+ranks wait for the missing one inside a collective operation. The workers compute psi, on whole
+rows, so it must be picklable: no lambda over open files or servers.
 
 Rows are distributed over the ranks by length and padded with rows without actions, which do not
 change the loss, a sum over tokens with weights fixed beforehand. Checkpoints are those of
@@ -14,6 +16,11 @@ than FSDP2, a checkpoint has verl's own optimizer state, which only the same eng
 
 from __future__ import annotations
 
+import math
+import os
+import re
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +31,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Linear, ModuleDict
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.learners.auxiliary import CRITIC, REFERENCE
+from agentrl.algorithms.learners.auxiliary import CRITIC, REFERENCE, check_vocabulary
 from agentrl.algorithms.learners.base import (
     Frozen,
     LossCoefficients,
@@ -37,16 +44,177 @@ from agentrl.algorithms.learners.base import (
     critic_metrics,
     fixed_coefficients,
 )
+from agentrl.algorithms.learners.factory import frozen_sources
 from agentrl.algorithms.learners.optimizer import MASTER, NARROW, read_state, save_state
-from agentrl.algorithms.learners.verl.group import VerlWorkers
-from agentrl.algorithms.learners.verl.settings import FSDP2, VerlSettings, check_installed
+from agentrl.algorithms.learners.verl.settings import FSDP2, VerlSettings, check_installed, settings
 from agentrl.algorithms.learners.verl.shards import Shard, in_token_order, shards_of
-from agentrl.algorithms.model.adapters import Adapters
-from agentrl.algorithms.model.load import Tokenizer, copy_weights, read_weights
+from agentrl.algorithms.model.chat import Tokenizer
+from agentrl.algorithms.model.load import Adapters, copy_weights, read_weights
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.ratios import LearnerOutput
 from agentrl.algorithms.objective.values import ValueTerms
-from agentrl.algorithms.presets.registry import LearnerOutput
-from agentrl.errors import PolicyError
-from agentrl.types import POLICY
+from agentrl.core.config import RunConfig
+from agentrl.core.errors import ConfigError, PolicyError, TrainingError
+from agentrl.core.types import POLICY, one_line
+
+FREE_WITHIN = 60.0  # seconds to wait for the GPUs of a run that has just ended
+
+
+class VerlWorkers:
+    """One worker on each GPU, with its models loaded. frozen: directories or hub names of the
+    frozen models, by name.
+
+    Raises ConfigError without Ray or the requested GPUs, PolicyError for a model that the workers
+    cannot load."""
+
+    def __init__(self, settings: VerlSettings, frozen: Mapping[str, str]) -> None:
+        placed = settings["ray"]
+        self.ranks: int = placed["nodes"] * placed["gpus_per_node"]
+        self.timeout: float = placed["timeout"]
+        self.group: Any = None
+        self.pool: Any = None
+        self.started_ray = False
+        try:
+            self._start(settings, dict(frozen))
+        except BaseException:
+            self.close()
+            raise
+
+    def all(self, verb: str, *arguments: Any) -> list[Any]:
+        """Call a method with the same arguments on every rank; returns the results by rank."""
+        return self.each(verb, *([argument] * self.ranks for argument in arguments))
+
+    def each(self, verb: str, *arguments: list[Any]) -> list[Any]:
+        """Call a method on every rank; arguments: lists with one value per rank.
+
+        Raises TrainingError when a worker fails or does not answer in time."""
+        import ray
+
+        if self.group is None:
+            raise TrainingError("verl's workers are stopped; start the run again")
+        try:
+            answers: list[Any] = ray.get(
+                self.group.execute_all_async(verb, *arguments), timeout=self.timeout
+            )
+        except ray.exceptions.GetTimeoutError:
+            self.close()
+            raise TrainingError(
+                f"verl's workers did not answer {verb!r} within learner.verl.timeout = "
+                f"{self.timeout:g} s; raise it, or see Ray's logs of the workers"
+            ) from None
+        except ray.exceptions.RayError as error:
+            self.close()
+            if verb != "open" and isinstance(error, ray.exceptions.RayActorError):
+                raise TrainingError(
+                    f"a worker of verl died in {verb!r} ({_exit(error)}); the same command goes on "
+                    "after the last checkpoint"
+                ) from None
+            reason = [line.strip() for line in str(error).splitlines() if line.strip()]
+            kind = PolicyError if verb == "open" else TrainingError
+            raise kind(f"a worker of verl failed in {verb!r}: {reason[-1][:300]}") from None
+        return answers
+
+    def sent(self, thing: Any) -> Any:
+        """A reference to an object in Ray's store. Raises TrainingError if it cannot be pickled."""
+        import ray
+
+        try:
+            return ray.put(thing)
+        except TypeError as error:
+            raise TrainingError(
+                "the algorithm cannot be sent to verl's workers, because something in it cannot be "
+                f"pickled ({str(error).strip().splitlines()[0]}); take that out of its functions"
+            ) from None
+
+    def close(self) -> None:
+        """Stop the workers, and Ray if it was started here. May be called again."""
+        import ray
+
+        group, self.group = self.group, None
+        for worker in group.workers if group else []:
+            ray.kill(worker)
+        pool, self.pool = self.pool, None
+        for reserved in (pool.pgs if pool else None) or []:
+            ray.util.remove_placement_group(reserved)
+        if self.started_ray:
+            self.started_ray = False
+            ray.shutdown()
+
+    def _start(self, settings: VerlSettings, frozen: dict[str, str]) -> None:
+        import ray
+        from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+        from verl.utils.device import get_device_name
+
+        from agentrl.algorithms.learners.verl.worker import PolicyWorker, check_options
+
+        check_options(settings)
+        placed = settings["ray"]
+        if not ray.is_initialized():
+            _join(placed["address"] or os.environ.get("RAY_ADDRESS"))
+            self.started_ray = True
+        self._find_room(placed)
+        self.pool = RayResourcePool(
+            [placed["gpus_per_node"]] * placed["nodes"], use_gpu=True, max_colocate_count=1
+        )
+        start = RayClassWithInitArgs(cls=ray.remote(PolicyWorker), settings=settings, frozen=frozen)
+        self.group = RayWorkerGroup(
+            resource_pool=self.pool,
+            ray_cls_with_init=start,
+            device_name=get_device_name(),
+            ray_wait_register_center_timeout=math.ceil(self.timeout),
+        )
+        self.all("open")
+
+    def _find_room(self, placed: Mapping[str, Any]) -> None:
+        """Wait for the GPUs of a run that has just ended; verl itself would wait forever."""
+        import ray
+
+        each = placed["gpus_per_node"]
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        asked = f"learner.verl: {placed['nodes']} nodes with {each} GPUs are asked for, and "
+        if sum(int(node.get("GPU", 0)) // each for node in alive) < placed["nodes"]:
+            has = ", ".join(str(int(node.get("GPU", 0))) for node in alive)
+            raise ConfigError(f"{asked}Ray's nodes have {has}; lower them or add nodes to it")
+        until = time.monotonic() + min(self.timeout, FREE_WITHIN)
+        while ray.available_resources().get("GPU", 0) < self.ranks:
+            if time.monotonic() > until:
+                free = int(ray.available_resources().get("GPU", 0))
+                raise ConfigError(f"{asked}Ray has {free} that are free; wait for the others' end")
+            time.sleep(0.2)
+
+
+def _join(address: str | None) -> None:
+    """Connect to the Ray at an address, or start one."""
+    import ray
+
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False)
+    except Exception as error:  # noqa: BLE001 - Ray has no class for this
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        if not address:
+            raise ConfigError(f"learner.verl: Ray cannot be started here ({why})") from None
+        where = f"learner.verl.address = {address!r}"
+        if "AuthenticationError" in "".join(traceback.format_exception(error)):
+            raise ConfigError(
+                f"{where}: Ray wants its token there; set RAY_AUTH_MODE=token and "
+                "RAY_AUTH_TOKEN_PATH, or RAY_AUTH_TOKEN, as for its `ray start`"
+            ) from None
+        raise ConfigError(
+            f"{where}: Ray cannot be reached there ({why}); give the address that `ray start` "
+            "printed"
+        ) from None
+
+
+def _exit(error: Exception) -> str:
+    """Why a worker ended, as Ray reports it."""
+    text = str(error).strip()
+    if "its node has died" in text:
+        address = re.search(r"^\s*ip: (\S+)", text, re.MULTILINE)
+        where = f"its node {address[1]}" if address else "its node"
+        return f"{where} is lost: {text.splitlines()[-1].rpartition(': ')[2]}"[:200]
+    _, _, detail = text.partition("Worker exit detail: ")
+    return (detail or text).strip().split(". ")[0].splitlines()[0][:200]
+
 
 ENGINE = "verl"  # folder of verl's own checkpoint in ours, of another engine than FSDP2
 
@@ -300,3 +468,40 @@ def _metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name in ranks[0]
         if (found := [each[name] for each in ranks if name in each])
     }
+
+
+def verl_learner(
+    config: RunConfig,
+    algo: Algo,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    adapters: Adapters | None,
+    name: str,
+) -> VerlLearner:
+    """The learner of `model` or its adapter `name`. Raises ConfigError for settings that verl does
+    not support and without a supported verl, PolicyError for an auxiliary model of another
+    vocabulary and for models that the workers cannot load."""
+    frozen, critic = frozen_sources(config, algo, model.name_or_path), config.critic.model
+    sources = dict(frozen.values())
+    if critic and critic != "copy":
+        sources["critic.model"] = config.model_source(critic)
+    for key, source in sources.items():
+        _check_vocabulary(key, source, tokenizer)
+    return VerlLearner(
+        model,
+        tokenizer,
+        settings(config, model.name_or_path),
+        adapters=adapters,
+        policy=name,
+        frozen={stream: source for stream, (_, source) in frozen.items()},
+        every=config.reference.every,
+    )
+
+
+def _check_vocabulary(key: str, name: str, tokenizer: Tokenizer) -> None:
+    """Raise PolicyError unless the model `name` has the policy's vocabulary."""
+    try:
+        own = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {one_line(str(error))}") from None
+    check_vocabulary(key, name, own, tokenizer)

@@ -1,4 +1,4 @@
-"""Translates a run file into verl's configuration, without importing verl or torch."""
+"""verl's configuration, from a run file, without importing verl or torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from agentrl.config import RunConfig
-from agentrl.config.infrastructure import VerlConfig, VerlLearnerConfig
-from agentrl.config.keys import flatten
-from agentrl.config.learning import MODEL_LR
-from agentrl.errors import ConfigError, install_command
+from agentrl.core.config import RunConfig
+from agentrl.core.config.infrastructure import VerlConfig, VerlLearnerConfig
+from agentrl.core.config.learning import MODEL_LR
+from agentrl.core.config.validate import flatten
+from agentrl.core.errors import ConfigError, install_command
 
 VERL = ((0, 9), (0, 11))  # supported releases: from, and below
 REACHED_WITHIN = 10.0  # seconds
@@ -29,7 +29,7 @@ DECIDED = {  # verl's options -> the setting of agentrl that decides them, or ""
     "enable_gradient_checkpointing": "learner.gradient_checkpointing",
     "mixed_precision": "policy.dtype", "max_token_len_per_gpu": "learner.token_budget",
     "infer_max_token_len_per_gpu": "learner.token_budget", "lr": "algorithm.lr",
-    "param_offload": "learner.verl.offload", "optimizer_offload": "learner.verl.offload",
+    "param_offload": "learner.offload", "optimizer_offload": "learner.offload",
     "seed": "seed", "weight_decay": "algorithm.weight_decay",
     "clip_grad": "algorithm.max_grad_norm", "dtype": "policy.dtype", "model_dtype": "",
     "forward_only": "", "use_dynamic_bsz": "", "optimizer": "", "lr_scheduler_type": "",
@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "override_optimizer_config": dict(zip(("adam_beta1", "adam_beta2"), BETAS, strict=True)),
         "lr_decay_style": "constant",
         "lr_warmup_steps": 0,
-        "total_training_steps": 2**31,  # of a schedule that nobody follows
+        "total_training_steps": 2**31,  # of a learning-rate schedule that is not used
     },
 }
 
@@ -61,43 +61,43 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
     Raises ConfigError for settings that verl does not support."""
     for key, why in _unsupported_settings(config):
         raise ConfigError(f"{key}: {why}; leave it out, or set learner.kind = 'torch'")
-    asked, lora = _own(config), config.policy.lora
+    verl, lora = _own(config), config.policy.lora
     narrow = "bf16" if config.policy.dtype == "bfloat16" else "fp32"
-    packed = asked.attention == "flash_attention_2"
+    packed = verl.attention == "flash_attention_2"
     decoder = {
         "path": model,
         "use_remove_padding": packed,  # only flash attention knows where a packed row ends
         "enable_gradient_checkpointing": config.learner.gradient_checkpointing,
-        "override_config": {"attn_implementation": asked.attention},
+        "override_config": {"attn_implementation": verl.attention},
     }
     adapter = {
         "lora_rank": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": lora.targets or "all-linear",
     }
-    strategy = _strategy(asked)
+    strategy = _strategy(verl)
     optimizer = {
         "weight_decay": config.algorithm.weight_decay,
         "clip_grad": config.algorithm.max_grad_norm,
         "lr": config.algorithm.lr,  # of the first step; each step passes its own
     } | OPTIMIZERS[strategy]
     known: VerlSettings = {
-        "ray": {key: getattr(asked, key) for key in RAY},
+        "ray": {key: getattr(verl, key) for key in RAY},
         "model": decoder | (adapter if lora.rank else {}),
         "engine": {
             "strategy": strategy,
             "use_dynamic_bsz": True,
             "max_token_len_per_gpu": config.learner.token_budget,
             "infer_max_token_len_per_gpu": config.learner.token_budget,
-            "param_offload": asked.offload,
-            "optimizer_offload": asked.offload,
+            "param_offload": config.learner.offload,
+            "optimizer_offload": config.learner.offload,
             "seed": config.seed,
         }
         | ({"dtype": config.policy.dtype} if strategy == MEGATRON else _sharded(narrow)),
         "optimizer": optimizer,
         "critic": _critic(config, decoder, optimizer),
     }
-    return _with_options(known, asked)
+    return _with_options(known, verl)
 
 
 def _own(config: RunConfig) -> VerlConfig:
@@ -105,9 +105,9 @@ def _own(config: RunConfig) -> VerlConfig:
     return config.learner.verl
 
 
-def _strategy(asked: VerlConfig) -> str:
+def _strategy(verl: VerlConfig) -> str:
     """verl's engine. Raises ConfigError for an unknown one."""
-    found = asked.options.get("engine", {}).get("strategy", FSDP2)
+    found = verl.options.get("engine", {}).get("strategy", FSDP2)
     if found not in (FSDP2, MEGATRON):
         raise ConfigError(
             f"learner.verl.options.engine.strategy = {found!r}: agentrl trains with {FSDP2!r} and "
@@ -126,21 +126,19 @@ def _sharded(narrow: str) -> dict[str, Any]:
     }
 
 
-def _with_options(known: VerlSettings, asked: VerlConfig) -> VerlSettings:
+def _with_options(known: VerlSettings, verl: VerlConfig) -> VerlSettings:
     """Merge `learner.verl.options` into the settings. Raises ConfigError for a key of DECIDED."""
-    for part, options in asked.options.items():
+    for part, options in verl.options.items():
         for key, value in options.items():
             if key in DECIDED:
                 fixed = "its learner counts on its value"
-                cure = f"set {DECIDED[key]}" if DECIDED[key] else fixed
-                raise ConfigError(
-                    f"learner.verl.options.{part}.{key} is decided by agentrl; {cure}"
-                )
+                fix = f"set {DECIDED[key]}" if DECIDED[key] else fixed
+                raise ConfigError(f"learner.verl.options.{part}.{key} is decided by agentrl; {fix}")
             # A critic has a model and an optimizer of its own, with the same options.
             for target in (known[part], known["critic"].get(part, {})):
                 own = target.get(key)
                 target[key] = own | value if isinstance(own, dict) else value
-    ranks = asked.nodes * asked.gpus_per_node
+    ranks = verl.nodes * verl.gpus_per_node
     shared = int(known["engine"].get(SEQUENCE_PARALLEL, 1))
     if shared > 1 and (ranks % shared or not known["model"]["use_remove_padding"]):
         raise ConfigError(
@@ -206,12 +204,12 @@ def _check_reachable(address: str) -> None:
 
 def _critic(config: RunConfig, decoder: dict[str, Any], optimizer: dict[str, Any]) -> Any:
     """Settings of the critic's model and optimizer; empty without a critic."""
-    asked = config.critic
-    if not asked.model:
+    critic = config.critic
+    if not critic.model:
         return {}
-    path = decoder["path"] if asked.model == "copy" else config.model_source(asked.model)
-    own = {"weight_decay": asked.weight_decay, "lr": asked.lr or MODEL_LR}
-    return {"model": decoder | {"path": path}, "optimizer": optimizer | own}
+    path = decoder["path"] if critic.model == "copy" else config.model_source(critic.model)
+    own = optimizer | {"lr": critic.lr or MODEL_LR}
+    return {"model": decoder | {"path": path}, "optimizer": own}
 
 
 def _unsupported_settings(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -227,7 +225,10 @@ def _unsupported_settings(config: RunConfig) -> Iterator[tuple[str, str]]:
             "reference.every": config.reference.every,
         }
         if config.algorithm.max_kl:
-            yield "algorithm.max_kl", "the optimizer of verl's strategy = 'megatron' undoes no step"
+            yield (
+                "algorithm.max_kl",
+                "the optimizer of verl's strategy = 'megatron' cannot undo a step",
+            )
         for key in (key for key, value in whole.items() if value):
             yield key, "with verl's strategy = 'megatron' agentrl trains the policy's weights alone"
         if config.learner.gradient_checkpointing:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch, TokenRow
-from agentrl.errors import PolicyError
+from agentrl.core.errors import PolicyError
 
 NO_INTS, NO_FLOATS = torch.empty(0, dtype=torch.int64), torch.empty(0)
 PADDING = TokenRow(torch.zeros(2, dtype=torch.int64), NO_INTS, NO_FLOATS, NO_FLOATS, NO_INTS)

@@ -1,10 +1,11 @@
-"""One rank of the verl learner: verl's engines and the methods that the driver calls.
+"""One rank of the verl learner: verl's engines, built from the settings, and the methods that the
+driver calls.
 
 Runs inside a Ray actor, or in a process with torch.distributed's environment variables (`RANK`).
-Imports verl, so only processes that have it import this. Always true: the driver calls the same
+Imports verl, so only processes that have it import this. Invariant: the driver calls the same
 method on all ranks at once, because each contains collective operations; no gradient is kept
 between calls. Engines by name: the policy is "current", the critic "values", and frozen models are
-"reference" and "teacher".
+"reference" and "teacher". Weights have the names that checkpoints use.
 
 The methods of verl's `BaseEngine` are used where they suffice: passes, updates, whole weights.
 FSDP2's shards are read for more: the gradient's norm before an update, optimizer state by
@@ -15,14 +16,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
+import verl.utils.model
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -33,25 +35,162 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 from torch.nn.utils import get_total_norm
+from transformers import AutoModelForTokenClassification
+from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_name
+from verl.workers.config import (
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    McoreEngineConfig,
+    McoreOptimizerConfig,
+    TrainingWorkerConfig,
+)
+from verl.workers.engine import EngineRegistry
 from verl.workers.engine_workers import TrainingWorker
 
 from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.base import LossCoefficients
 from agentrl.algorithms.learners.optimizer import shrink_momentum
 from agentrl.algorithms.learners.torch import WeightCopy
-from agentrl.algorithms.learners.verl.engines import (
-    checkpoint_names,
-    policy_config,
-    scoring_engine,
-    value_engine,
-)
-from agentrl.algorithms.learners.verl.settings import FSDP2, VerlSettings
+from agentrl.algorithms.learners.verl.settings import FSDP2, MEGATRON, VerlSettings
 from agentrl.algorithms.learners.verl.shards import Shard
 from agentrl.algorithms.objective.values import ValueTerms, value_loss
-from agentrl.errors import TrainingError
+from agentrl.core.errors import ConfigError, TrainingError, nearest
+
+ADAPTER, WEIGHT = "base_model.model.", ".default.weight"  # around peft's names for an adapter
+CONFIGS = {  # verl's classes of an engine and its optimizer
+    FSDP2: (FSDPEngineConfig, FSDPOptimizerConfig),
+    MEGATRON: (McoreEngineConfig, McoreOptimizerConfig),
+}
+LORA = ("lora_rank", "lora_alpha", "target_modules")
+
+
+def policy_config(settings: VerlSettings) -> TrainingWorkerConfig:
+    """Configuration of the policy's engine, which verl's worker builds itself."""
+    engine, optimizer = CONFIGS[settings["engine"]["strategy"]]
+    return TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=_verl_config(HFModelConfig, settings["model"]),
+        engine_config=_verl_config(engine, settings["engine"]),
+        optimizer_config=_verl_config(optimizer, settings["optimizer"]),
+        checkpoint_config=CheckpointConfig(),
+    )
+
+
+def check_options(settings: VerlSettings) -> None:
+    """Raise ConfigError for options that verl's own configuration classes refuse, and for an engine
+    that is not installed."""
+    strategy = settings["engine"]["strategy"]
+    parts = dict(zip(("engine", "optimizer"), CONFIGS[strategy], strict=True))
+    _check_keys(HFModelConfig, settings["model"])  # building it would load the model's files
+    for part, kind in parts.items():
+        try:
+            _verl_config(kind, settings[part])
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(f"learner.verl.options.{part}: verl refuses it: {error}") from None
+    try:
+        EngineRegistry.get_engine_cls("language_model", strategy)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(
+            f"learner.verl.options.engine.strategy = {strategy!r}: verl cannot load it here "
+            f"({error}); install its requirements (see verl's documentation) on every node"
+        ) from None
+
+
+def scoring_engine(settings: VerlSettings, path: str) -> Any:
+    """The forward-only engine of a frozen model. path: directory or hub name."""
+    model = {key: value for key, value in settings["model"].items() if key not in LORA}
+    engine = settings["engine"] | {"forward_only": True}
+    # Megatron's engine looks into the optimizer's settings even without one.
+    return _open_engine("language_model", model | {"path": path}, engine, settings["optimizer"])
+
+
+def value_engine(settings: VerlSettings) -> Any:
+    """The engine of the critic: a decoder with a new head, one number initialised to 0."""
+    asked = settings["critic"]
+    with _value_models():
+        return _open_engine("value_model", asked["model"], settings["engine"], asked["optimizer"])
+
+
+def checkpoint_names(module: Module, of: str) -> dict[str, str]:
+    """Checkpoint name -> verl's name of every weight and buffer. In checkpoints a critic has
+    "decoder.*" and "head.*", an adapter peft's without ADAPTER and WEIGHT, others their own."""
+    if of == "values":
+        decoder = f"{module.base_model_prefix}."
+        return {_of_critic(key, decoder): key for key in module.state_dict()}
+    return {key.removeprefix(ADAPTER).removesuffix(WEIGHT): key for key in module.state_dict()}
+
+
+def _of_critic(key: str, decoder: str) -> str:
+    if key.startswith(decoder):
+        return "decoder." + key.removeprefix(decoder)
+    return "head." + key.rpartition(".")[2]
+
+
+def _open_engine(
+    kind: str, model: Mapping[str, Any], engine: Mapping[str, Any], optimizer: Mapping[str, Any]
+) -> Any:
+    engine_kind, optimizer_kind = CONFIGS[engine["strategy"]]
+    config, own = _verl_config(HFModelConfig, model), _verl_config(engine_kind, engine)
+    config.model_type, own.use_remove_padding = kind, config.use_remove_padding
+    made = EngineRegistry.new(
+        model_type=kind,
+        backend=engine["strategy"],
+        model_config=config,
+        engine_config=own,
+        optimizer_config=_verl_config(optimizer_kind, optimizer),
+        checkpoint_config=CheckpointConfig(),
+    )
+    made.initialize()
+    return made
+
+
+def _verl_config(kind: type, options: Mapping[str, Any]) -> Any:
+    """A configuration object of verl. Raises ConfigError for a setting this release lacks."""
+    _check_keys(kind, options)
+    return kind(**options)
+
+
+def _check_keys(kind: type, options: Mapping[str, Any]) -> None:
+    known = {field.name for field in fields(kind)}
+    for key in options:
+        if key not in known:
+            raise ConfigError(
+                f"learner.kind = 'verl': {kind.__name__} of the verl that is installed has no "
+                f"{key!r}; {nearest(key, known)} in learner.verl.options"
+            )
+
+
+@contextmanager
+def _value_models() -> Iterator[None]:
+    """Context in which verl's engine loads value models by `_value_model`: verl 0.9's own loader
+    needs flash attention whatever the settings, and otherwise trl."""
+    before = verl.utils.model.load_valuehead_model
+    verl.utils.model.load_valuehead_model = _value_model
+    try:
+        yield
+    finally:
+        verl.utils.model.load_valuehead_model = before
+
+
+def _value_model(
+    local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
+) -> Module:
+    """A decoder with a new head of zeros, with the signature of verl's own loader."""
+    model: Module = AutoModelForTokenClassification.from_pretrained(
+        local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
+    )
+    decoder = model.get_submodule(str(model.base_model_prefix))
+    inside = {id(parameter) for parameter in decoder.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in inside:
+            torch.nn.init.zeros_(parameter)
+    return model
+
 
 FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 TRAINED_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -104,8 +243,8 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
                 group["params"] = [each for each in group["params"] if each.requires_grad]
 
     def layout(self) -> tuple[int, bool]:
-        """Which of the shards this rank computes, and whether its answer is that of the shard.
-        Other ranks on the same shard have other parts of the model, or of the rows."""
+        """(index of the shard of rows that this rank computes, whether this rank returns the
+        shard's result). Other ranks of the same shard hold other parts of the model or rows."""
         return self.engine.get_data_parallel_rank(), self.engine.is_mp_src_rank_with_outputs()
 
     def logprobs(self, shard: Shard, of: str) -> Tensor:
@@ -351,9 +490,9 @@ def _grad_norm(module: torch.nn.Module) -> float:
 
 def _finite_everywhere(loss: float) -> float:
     """0, or NaN where the loss of any rank is not finite."""
-    told = torch.tensor(loss, device=get_device_name())
-    torch.distributed.all_reduce(told)
-    return 0.0 if told.isfinite() else math.nan
+    total = torch.tensor(loss, device=get_device_name())
+    torch.distributed.all_reduce(total)
+    return 0.0 if total.isfinite() else math.nan
 
 
 def _update(engine: Any, lr: float) -> float:
@@ -373,7 +512,7 @@ def _jagged(rows: list[Tensor]) -> Tensor:
 
 
 def _without_dropout(module: Any) -> None:
-    """verl trains in training mode, where dropout would make sampler and learner disagree."""
+    """Set dropout to 0: verl trains in training mode, where sampler and learner would disagree."""
     parts = module if isinstance(module, list) else [module]  # Megatron has stages
     for each in chain.from_iterable(part.modules() for part in parts):
         if isinstance(each, torch.nn.Dropout):

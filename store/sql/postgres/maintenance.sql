@@ -5,6 +5,10 @@ select pg_database_size(current_database()) as bytes, 0 as free;
 -- name: lock_payloads
 lock table payloads in share row exclusive mode;
 
+-- Its size is the server's.
+-- name: large_cache
+select 1;
+
 -- name: lock_groups
 select id from groups
 where id in (

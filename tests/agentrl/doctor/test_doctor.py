@@ -9,6 +9,7 @@ import shutil
 import socket
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -22,18 +23,19 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 from transformers import AutoTokenizer
 
+from agentrl import doctor
+from agentrl.algorithms import estimate, proof
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.model.packing import Pack
-from agentrl.algorithms.preflight import estimate, proof
-from agentrl.algorithms.preflight.proof import tolerance
-from agentrl.algorithms.preflight.training import with_proven_packing
+from agentrl.algorithms.proof import tolerance, with_proven_packing
 from agentrl.algorithms.train.load_policies import load_policies
+from agentrl.cli import inspect
+from agentrl.cli.inspect import examine
 from agentrl.cli.main import cli
-from agentrl.config import RunConfig, load, resolve
-from agentrl.config.learning import PolicyConfig
-from agentrl.doctor import command, machine, policy, proofs
-from agentrl.doctor.command import examine
-from agentrl.errors import PolicyError
+from agentrl.core.config import RunConfig, load, resolve
+from agentrl.core.config.learning import PolicyConfig
+from agentrl.core.errors import PolicyError
+from agentrl.doctor import machine, policy
 from agentrl.store import open_store
 from tests import warm
 from tests.factories import run_folder
@@ -78,7 +80,7 @@ def test_the_memory_of_each_policy_has_its_name(
         "policies": {"one": one, "two": one | {"roles": ["two"]}},
     }
     monkeypatch.setattr(policy, "memory", lambda config, source: ("fail", "9 GiB"))
-    found = command._examine_policy(resolve(data, source="test"), str(tmp_path))
+    found = inspect._examine_policy(resolve(data, source="test"), str(tmp_path))
     assert [each.name for each in found] == ["memory of one"]
 
 
@@ -105,6 +107,26 @@ def test_a_failure_is_the_exit_code(folder: Path) -> None:
     result = CliRunner().invoke(cli, ["doctor", str(folder / "run.toml")])
     assert result.exit_code == 1
     assert result.output.startswith("fail settings: verifier.path = 'verifier.py:verify'")
+
+
+def test_a_slow_check_says_what_it_waits_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(doctor, "PATIENCE", 0.05)
+
+    def probe() -> tuple[str, str]:
+        """Whether it answers. It may not."""
+        said = ""
+        while "waiting" not in said:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+        told.append(said.splitlines()[0])
+        return "ok", "it does"
+
+    told = list[str]()
+    (finding,) = doctor.run_check(probe)
+    assert (finding.name, finding.status) == ("probe", "ok")
+    assert told == ["waiting for probe: Whether it answers (0 s so far)"]
 
 
 def test_without_a_run_file_the_machine_is_checked() -> None:
@@ -299,7 +321,7 @@ def agent_that_asks_no_model(folder: Path, patch: Patch) -> list[str]:
 
 @broken("sampler", "fail", "another engine.kind")
 def sampler_of_other_weights(folder: Path, patch: Patch) -> list[str]:
-    serve = proofs.policy_server
+    serve = policy.policy_server
 
     def other(config: RunConfig, model: Any, *more: Any) -> PolicyServer:
         served = copy.deepcopy(model)
@@ -307,7 +329,7 @@ def sampler_of_other_weights(folder: Path, patch: Patch) -> list[str]:
             served.get_input_embeddings().weight.mul_(1.1)
         return serve(config, served, *more)
 
-    patch.setattr(proofs, "policy_server", other)
+    patch.setattr(policy, "policy_server", other)
     return []
 
 
@@ -362,7 +384,7 @@ def test_what_is_broken_is_named_with_its_cure(name: str, folder: Path, monkeypa
     breaking, check, status, cure = BROKEN[name]
     overrides = breaking(folder, monkeypatch)
     for slow in {"sampler", "rollout"} - {check}:  # which take seconds
-        monkeypatch.setattr(proofs, slow, lambda *given: None)
+        monkeypatch.setattr(policy, slow, lambda *given: None)
     found = [each for each in examine(folder / "run.toml", overrides) if each.status != "ok"]
     assert [(each.name, each.status) for each in found] == [(check, status)]
     assert cure in f"{found[0].sentence}; {found[0].cure}"
@@ -414,11 +436,11 @@ def test_a_sampler_is_judged_by_all_its_tokens(
     told = torch.full((16,), -1.0)
     scored = told.clone()
     scored[3] += largest
-    monkeypatch.setattr(proofs, "forward_logprobs", lambda *_: scored)
-    monkeypatch.setattr(proofs, "inputs_of", lambda _: None)
+    monkeypatch.setattr(policy, "forward_logprobs", lambda *_: scored)
+    monkeypatch.setattr(policy, "inputs_of", lambda _: None)
     content = [{"logprob": float(x)} for x in told]
     choice = {"token_ids": list(range(16)), "logprobs": {"content": content}}
     answer = {"choices": [choice], "prompt_token_ids": [1, 2]}
     model: Any = SimpleNamespace(model=SimpleNamespace(dtype=torch.bfloat16), adapters=None)
     allowed = tolerance(PolicyConfig(dtype="bfloat16"))
-    assert (proofs._gap(model, [], answer) <= allowed) == (expected == "ok")
+    assert (policy._gap(model, [], answer) <= allowed) == (expected == "ok")

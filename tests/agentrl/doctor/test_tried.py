@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from agentrl.config import RunConfig
+from agentrl.core.config import RunConfig
 from agentrl.doctor import machine, run_check
 
 ROOT = Path(__file__).parents[3]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.base.loading import load_attribute
-from agentrl.config import RunConfig, resolve
-from agentrl.environments.reference import parse
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.loading import load_attribute
+from agentrl.core.types import Rollout
+from agentrl.environments.hosted import parse
 from agentrl.environments.runner import played_environment
 from agentrl.runners.executors.factory import make_executor
-from agentrl.types import Rollout
 from tests.runners.conftest import Bench
 from tests.runners.conftest import bench as bench
 from tests.runners.conftest import impatient as impatient

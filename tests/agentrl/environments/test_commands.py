@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from agentrl import plugins
 from agentrl.cli.main import cli
-from agentrl.environments.commands import install as command_install
-from agentrl.environments.commands.show import message_of
-from agentrl.errors import ConfigError
+from agentrl.core import plugins
+from agentrl.core.config.derived import Named
+from agentrl.core.errors import ConfigError
+from agentrl.environments import hosted
+from agentrl.environments import packages as command_install
+from agentrl.environments.packages import message_of
 
 SOURCE = '''
 import random
@@ -34,6 +36,7 @@ class Guess(Environment):
 
     def tasks(self, split):
         seed = random.randrange(2**40) if self.mood == "moody" else 7
+        seed += 100 * (split == "heldout")
         for n in range(3):
             yield {"id": f"{split}-{n}", "input": {"seed": n + seed}}
 
@@ -75,10 +78,57 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str, told: str = "") -> Any:
-    done = CliRunner().invoke(cli, ["env", *arguments], input=told)
+    command = ["doctor", "--environment"] if arguments[0] == "check" else ["env", arguments[0]]
+    done = CliRunner().invoke(cli, [*command, *arguments[1:]], input=told)
     if done.exception and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done
+
+
+SUMS = """
+from agentrl.environments import Environment
+
+class Sums(Environment):
+    def tasks(self, split):
+        first = 0 if split == "train" else 16
+        for n in range(first, first + 20):
+            wrong = n % 3 * (self.what == "wrong")
+            asked = f"What is {n} + 2 * 3?"
+            yield {"id": f"{split}-{n}", "input": asked, "answer": str(n + 6 + wrong)}
+
+    def __init__(self, what):
+        self.what = what
+
+    def verify(self, task, result):
+        return float(result.strip() == task["answer"])
+"""
+
+
+def test_held_out_questions_that_are_trained_are_left_out_and_counted(here: Path) -> None:
+    (here / "sums.py").write_text(SUMS)
+    done = run("check", "sums.py:Sums:x")
+    said = (
+        "warn 4 of 20 held-out tasks ask what a training task asks: they are left out, and 16 are"
+    )
+    assert said in done.output
+    assert "contradict" not in done.output
+    named = Named.read("sums.py:Sums:x", {})
+    assert len(hosted.tasks(named, "heldout")) == 16
+    assert len(hosted.tasks(named, "train")) == 20
+
+
+def test_an_answer_key_that_contradicts_arithmetic_is_named(here: Path) -> None:
+    (here / "sums.py").write_text(SUMS)
+    said = run("check", "sums.py:Sums:wrong").output
+    assert "warn 27 of 40 answers contradict arithmetic, such as 'What is 1 + 2 * 3?' is 7" in said
+    rows: list[Any] = [{"input": "2 + 2 = ?", "answer": x} for x in ("4", "5")]
+    assert "1 questions have several answers" in next(command_install.contradictions(rows))
+    mixed = "Calculate -( 7 * -8 )."
+    (text,) = command_install.contradictions(
+        [{"input": mixed, "answer": "56"}, {"input": "x = 3 + 4, y = 2 + 1, x?", "answer": "1"},
+         {"input": "3 + 4 is", "answer": "9"}]
+    )  # fmt: skip
+    assert text.startswith("1 of 2 answers contradict arithmetic")
 
 
 @pytest.mark.parametrize("options", [["low=4"], ["mood=roles"]])
@@ -154,7 +204,7 @@ def test_a_rollout_by_hand_that_is_left(here: Path) -> None:
 
 
 def test_what_show_cannot_show(here: Path) -> None:
-    with pytest.raises(ConfigError, match="has no task 'train-9' of train; did you mean"):
+    with pytest.raises(ConfigError, match="has no task 'train-9'; did you mean"):
         run("show", "guesses.py:Guess:x", "--task", "train-9")
     with pytest.raises(ConfigError, match='write it as "PLUGIN:WHAT"'):
         run("show", "guesses")
@@ -176,7 +226,7 @@ def test_list(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [("guess", "guesses:Guess"), ("lost", "nothing_of_this:Lost")]
     known = EntryPoints(EntryPoint(*point, "agentrl.environments") for point in points)
     monkeypatch.setattr(plugins, "plugin_points", lambda group: known)
-    first, second, third = run("list").output.splitlines()
+    first, second, third = run("show").output.splitlines()
     assert first.split(maxsplit=1) == ["guess", "Guess a number"]
     assert second.split() == ["needs", "nothing"]
     assert third.startswith("lost            cannot be imported: ")
@@ -200,7 +250,12 @@ def test_eval_of_an_environment_on_a_server(here: Path, answering: str) -> None:
         ([], "give RUN_FILE, or --environment PLUGIN:WHAT --model URL"),
         (["--environment", "a:b"], "--model is missing"),
         (["run.toml", "--environment", "a:b"], "remove run.toml"),
-        (["run.toml", "--model", "m"], "--model goes with --environment"),
+        (["run.toml", "--model", "m"], "--model needs --environment"),
+        (["run.toml", "--crossplay", "--ablate", "a"], "--crossplay or --ablate"),
+        (["run.toml", "--crossplay", "--samples", "2"], "held-out tasks of a RUN_FILE"),
+        (["run.toml", "--games", "2"], "--every and --games go with --crossplay"),
+        (["run.toml", "--json"], "--fresh and --json go with"),
+        (["run.toml", "one", "two"], "one checkpoint at a time"),
         (["--environment", "a:b", "--model", "http://127.0.0.1:9/v1"], "give --model-name"),
         (["--environment", "a:b", "--model", "m", "--model-name", "x"], "'m' is none"),
     ],
@@ -283,7 +338,7 @@ def test_what_install_runs(
 
 def test_what_install_cannot_do(needy: Path) -> None:
     (needy / "mine").mkdir()
-    with pytest.raises(ConfigError, match="mine is there and is no virtual environment"):
+    with pytest.raises(ConfigError, match="mine exists and is not a virtual environment"):
         run("install", "needing.py:Needy", "--into", "mine")
     with pytest.raises(ConfigError, match="there is no file"):
         run("install", "absent.py:Needy")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.config import RunConfig, resolve
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.errors import AgentError, PolicyError
+from agentrl.core.types import RolloutState
 from agentrl.environments import Endpoint
-from agentrl.errors import AgentError, PolicyError
-from agentrl.types import RolloutState
 from tests.runners.conftest import Bench
 from tests.runners.executors.conftest import ELSEWHERE
 from tests.runners.executors.conftest import docker as docker

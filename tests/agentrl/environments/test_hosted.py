@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.derived import Named
+from agentrl.core.config.derived import Named
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import ErrorKind, RolloutState
 from agentrl.environments import hosted
 from agentrl.environments.hosted import Helper, Request
 from agentrl.environments.runner import played_environment
-from agentrl.errors import ConfigError
-from agentrl.types import ErrorKind, RolloutState
 from tests.agentrl.environments.conftest import HERE, Play, settings
 from tests.runners.conftest import Bench
 

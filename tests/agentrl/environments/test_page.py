@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import load
-from agentrl.config.derived import Named
+from agentrl.core.config import load
+from agentrl.core.config.derived import Named
+from agentrl.core.types import Scope
 from agentrl.environments import hosted
-from agentrl.environments.scripted import stage
+from agentrl.environments.runner import stage
 from agentrl.store import open_store
 from agentrl.trainer import run_training
-from agentrl.types import Scope
 
 PAGE = Path(__file__).parents[3] / "docs/how-to/write-an-environment.md"
 CODE = re.compile(

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.derived import Named
+from agentrl.core.config.derived import Named
+from agentrl.core.types import ErrorKind, Rollout, RolloutState, Scope
 from agentrl.environments import Endpoint, EpisodeError, play
-from agentrl.environments.reference import load_class
-from agentrl.environments.scripted import stage
-from agentrl.types import ErrorKind, Rollout, RolloutState, Scope
+from agentrl.environments.hosted import load_class
+from agentrl.environments.runner import stage
 from tests.agentrl.environments.conftest import HERE, Play, named, settings
 from tests.agentrl.environments.worlds import Walk
 from tests.runners.conftest import Bench

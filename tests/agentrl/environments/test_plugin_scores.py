@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.environments.plugins import reasoning_gym, textarena, verdicts
+from agentrl.environments.plugins import games, reasoning_gym, verdicts
 
 
 def trace(**fields: Any) -> Any:
@@ -72,9 +72,9 @@ def test_inspect_scores(given: Any, chosen: str, outcome: float) -> None:
         ({"m": score({"format": 1, "correct": 0})}, "m", r"one of its scores: \['m/format', 'm/c"),
         ({"m": score("C"), "m1": score("I")}, "", r"one of its scores: \['m', 'm1'\]"),
         ({}, "", "no scorer gave a score"),
-        ({"m": score(None)}, "", "the score m is None, which is no number"),
-        ({"m": score("maybe")}, "", "the score m is 'maybe', which is no number"),
-        ({"m": score([1, 0])}, "", r"the score m is \[1, 0\], which is no number"),
+        ({"m": score(None)}, "", "the score m is None, which is not a number"),
+        ({"m": score("maybe")}, "", "the score m is 'maybe', which is not a number"),
+        ({"m": score([1, 0])}, "", r"the score m is \[1, 0\], which is not a number"),
     ],
 )
 def test_inspect_gives_no_number_where_none_is_meant(given: Any, chosen: str, message: str) -> None:
@@ -105,7 +105,7 @@ class Made:
 
 
 def played(rewards: Any, info: Any = None, names: tuple[str, ...] = ("agent",)) -> Any:
-    game = textarena.TextArenaGame.__new__(textarena.TextArenaGame)
+    game = games.TextArenaGame.__new__(games.TextArenaGame)
     game.plugin = SimpleNamespace(names=names, limit=9, illegal=-1.0)
     game.env, game.role, game.turns, game.moved = Made(rewards, info), names[0], 0, set()
     return game.step({"content": "[up]"})
@@ -120,8 +120,8 @@ def test_an_illegal_move_has_the_reward_that_the_page_says() -> None:
 @pytest.mark.parametrize(
     ("rewards", "names", "message"),
     [
-        ({0: "solved"}, ("agent",), "the reward 'solved' is no number"),
-        ({0: "1.0"}, ("agent",), "the reward '1.0' is no number"),
+        ({0: "solved"}, ("agent",), "the reward 'solved' is not a number"),
+        ({0: "1.0"}, ("agent",), "the reward '1.0' is not a number"),
         (None, ("agent",), "ended without a reward for agent"),
         ({0: 1}, ("player_0", "player_1"), "ended without a reward for player_1"),
     ],

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from agentrl import Trainer
+from agentrl.core.types import Reward, Scope
 from agentrl.environments.playing import with_outcome
 from agentrl.store import open_store
-from agentrl.types import Reward, Scope
 from tests.agentrl.environments.conftest import HERE
 
 

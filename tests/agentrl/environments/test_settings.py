@@ -11,13 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from agentrl import trainer
-from agentrl.base.loading import load_tasks
 from agentrl.cli.main import cli
-from agentrl.config import differences, from_store, load, to_toml
-from agentrl.config.derived import Named
-from agentrl.environments import reference
-from agentrl.environments.reference import made, parse
-from agentrl.errors import ConfigError
+from agentrl.core.config import differences, from_store, load, to_toml
+from agentrl.core.config.derived import Named
+from agentrl.core.errors import ConfigError
+from agentrl.core.loading import load_tasks
+from agentrl.environments import hosted
+from agentrl.environments.hosted import made, parse
 from tests.agentrl.environments.conftest import HERE, settings
 from tests.conftest import Register
 
@@ -72,7 +72,7 @@ def test_what_the_run_file_says_itself_stays(tables: Any, kept: str) -> None:
     [
         ("Line", {}, 'write it as "PLUGIN:WHAT"'),
         ("Nobody:3", {}, "it has no 'Nobody'"),
-        ("Walk:3", {}, "is no class that inherits from agentrl.environments.Environment"),
+        ("Walk:3", {}, "is not a class that inherits from agentrl.environments.Environment"),
         ("Two:3", {}, "Two has open and verify of run, open and verify; it needs exactly one"),
         ("Line:x", {}, "cannot be made: ValueError: invalid literal"),
         ("Line:3", {"environment_options": {"gaol": 1}}, "unexpected keyword argument 'gaol'"),
@@ -99,33 +99,41 @@ def test_what_cannot_be_is_said_before_anything_is_built(
     )
 
 
+TASK_FAULTS = {
+    "twice": "task 1 of 'train' has the id 'a', which is there twice",
+    "both": "1 ids, such as 'a', are in 'train' and in 'heldout'",
+    "tuple": "task 'train'['input']['at'] ",
+    "nan": "task 'train'['input'] ",
+    "number": "task 0 of 'train' has the id 7, which is no text",
+    "no input": "task 0 of 'train' is {'id': 'train'}; it needs an 'id' and an 'input'",
+    "no id": "it needs an 'id' and an 'input'",
+    "no task": "task 0 of 'train' is 1; it needs",
+    "none": "tasks('train') has none",
+    "raises": "raised in tasks('train'): RuntimeError: the file is gone",
+    "exits": "raised in tasks('train'): SystemExit: no such set",
+}
+FROM_ELSEWHERE = ("tuple", "nan", "raises", "exits")  # what another process may hide
+
+
 @pytest.mark.parametrize(
-    ("fault", "why"),
+    ("fault", "python"),
     [
-        ("twice", "task 1 of 'train' has the id 'a', which is there twice"),
-        ("both", "1 ids, such as 'a', are in 'train' and in 'heldout'"),
-        ("tuple", "task 'train'['input']['at'] "),
-        ("nan", "task 'train'['input'] "),
-        ("number", "task 0 of 'train' has the id 7, which is no text"),
-        ("no input", "task 0 of 'train' is {'id': 'train'}; it needs an 'id' and an 'input'"),
-        ("no id", "it needs an 'id' and an 'input'"),
-        ("no task", "task 0 of 'train' is 1; it needs"),
-        ("none", "tasks('train') has none"),
-        ("raises", "raised in tasks('train'): RuntimeError: the file is gone"),
-        ("exits", "raised in tasks('train'): SystemExit: no such set"),
+        *((fault, "") for fault in TASK_FAULTS),
+        *((fault, sys.executable) for fault in FROM_ELSEWHERE),
     ],
 )
-@pytest.mark.parametrize("isolation", ["none", "process"])
-def test_tasks_are_checked(fault: str, why: str, isolation: str) -> None:
-    options: dict[str, Any] = {"fault": fault}
-    if isolation == "process":
-        options["python"] = sys.executable
+def test_tasks_are_checked(fault: str, python: str) -> None:
+    options = {"fault": fault} | ({"python": python} if python else {})
     with pytest.raises(ConfigError) as raised:
         trainer.check(
             settings("Tasks:1", policy={"build": "none.py:none"}, environment_options=options)
         )
-    assert why in str(raised.value)
+    assert TASK_FAULTS[fault] in str(raised.value)
     assert "environment = 'worlds.py:Tasks:1'" in str(raised.value)
+
+
+# What a user chooses about the device is not measured, which takes seconds.
+UNMEASURED: dict[str, Any] = {"policy": "model", "policy.device": "cpu"}
 
 
 @pytest.fixture
@@ -142,7 +150,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, 
 
 
 def test_a_trainer_needs_no_more_than_an_environment(started: list[Any]) -> None:
-    known: Any = {"policy": "model", "root": str(HERE), "environment_options": {"goal": 1}}
+    known: Any = UNMEASURED | {"root": str(HERE), "environment_options": {"goal": 1}}
     trainer.Trainer(environment="worlds.py:Line:3", **known).fit()
     [(config, local)] = started
     assert local is None  # in runner processes, as of a run file
@@ -159,7 +167,7 @@ def test_what_a_trainer_is_given_replaces_a_part_of_the_environment(started: lis
     def judged(task: Any, result: Any) -> float:
         return 1.0
 
-    known: Any = {"policy": "model", "root": str(HERE), "environment": "worlds.py:Questions:x"}
+    known: Any = UNMEASURED | {"root": str(HERE), "environment": "worlds.py:Questions:x"}
     trainer.Trainer(mine, **known).fit()
     trainer.Trainer(verifier=judged, tasks=[{"input": "a"}], **known).fit()
     (first, own), (second, others) = started
@@ -174,7 +182,7 @@ def test_what_a_trainer_is_given_replaces_a_part_of_the_environment(started: lis
 
 
 def test_tasks_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "MOST_TASKS", 100)
+    monkeypatch.setattr(hosted, "MAX_TASKS", 100)
     own = {"environment_options": {"fault": "never ends"}, "policy": {"build": "none.py:none"}}
     with pytest.raises(ConfigError, match=r"tasks\('train'\) has more than 100; let it end"):
         trainer.check(settings("Tasks:1", **own))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from agentrl.core.errors import ConfigError
 from agentrl.environments import Episode
 from agentrl.environments import toolbox as tools
-from agentrl.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,3 @@
 """Real containers."""
 
-from tests.runners.containers.real import real as real
+from tests.runners.executors.real import real as real

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import resolve
+from agentrl.core.config import resolve
+from agentrl.core.errors import AgentRLError, ConfigError
+from agentrl.environments.hosted import check
 from agentrl.environments.runner import played_environment
-from agentrl.environments.settings import check
-from agentrl.errors import AgentRLError, ConfigError
-from agentrl.harbor.environment import Harbor
-from agentrl.harbor.trial import clean
-from agentrl.runners.containers.pool import Containers
+from agentrl.harbor import Harbor, clean
+from agentrl.runners.executors.containers import Containers
 from tests.agentrl.harbor.folders import Scripted, write_task
-from tests.runners.containers.real import ENGINE, needs_podman, podman
+from tests.runners.executors.real import ENGINE, needs_podman, podman
 
 pytestmark = [needs_podman, pytest.mark.timeout(300)]
 DOCKERFILE = "environment/Dockerfile"
@@ -110,7 +109,7 @@ echo 7 > /logs/verifier/reward.txt
         ({DOCKERFILE: "FROM scratch\nCOPY Dockerfile /\n"}, "cannot start"),
         ({"tests/test.sh": "#!/bin/sh\necho broken tests >&2\n"}, "wrote no reward.*broken tests"),
         ({"tests/test.sh": "#!/bin/nowhere\n"}, "wrote no reward"),
-        ({"tests/test.sh": "#!/bin/sh\necho nan > /logs/verifier/reward.txt\n"}, "no finite"),
+        ({"tests/test.sh": "#!/bin/sh\necho nan > /logs/verifier/reward.txt\n"}, "not a finite"),
         (
             {
                 "task.toml": f"{SHARED}[verifier]\ntimeout_sec = 1\n",

@@ -15,7 +15,7 @@ import pytest
 
 from agentrl.store import open_store
 from tests.agentrl.harbor.folders import write_task
-from tests.runners.containers.real import needs_podman
+from tests.runners.executors.real import needs_podman
 
 pytestmark = [needs_podman, pytest.mark.timeout(400)]
 PAGE = Path(__file__).parents[3] / "docs/how-to/environments/harbor.md"
@@ -63,7 +63,7 @@ def train(folder: Path, image: str, *settings: str) -> list[Any]:
 
 def test_solutions_score_full_marks_through_a_gateway(tmp_path: Path, real: str) -> None:
     prepare(tmp_path, real)
-    checked = ("env", "check", "harbor:tasks", "cli=podman", "--tasks", "2", "--json")
+    checked = ("doctor", "--environment", "harbor:tasks", "cli=podman", "--tasks", "2", "--json")
     found = json.loads(agentrl(tmp_path, *checked))
     assert found["ok"], found
     assert found["ground_truth"] == 1.0

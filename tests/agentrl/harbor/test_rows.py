@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.errors import AgentRLError
+from agentrl.core.errors import AgentRLError
 from tests.agentrl.harbor.test_harbor import rollout as rollout
 from tests.agentrl.harbor.test_recipe import PAGE
-from tests.runners.containers import real
-from tests.runners.containers.real import imported, needs_podman
+from tests.runners.executors import real
+from tests.runners.executors.real import imported, needs_podman
 
 pytestmark = [
     *(needs_podman, pytest.mark.timeout(300), pytest.mark.slow),

@@ -10,9 +10,9 @@ from math import isnan
 
 from openai import AsyncOpenAI, OpenAIError
 
-from agentrl.live.records.sessions import ended
+from agentrl.core.types import Reward, StepReward, Transition
+from agentrl.live.records import ended
 from agentrl.store.base import Store
-from agentrl.types import Reward, StepReward, Transition
 from tests.agentrl.live.shop import RUN, Shop, until
 
 CLIENTS, TURNS = 4, 3

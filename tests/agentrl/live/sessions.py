@@ -7,18 +7,10 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.live.labels.asking import Asker
-from agentrl.runners.sessions.feedback import session_group
+from agentrl.core.types import SESSION, NewRollout, Outcome, Rollout, Transition, float32, int32
+from agentrl.live.labels import Asker
+from agentrl.runners.feedback import session_group
 from agentrl.store.base import Store
-from agentrl.types import (
-    SESSION,
-    NewRollout,
-    Outcome,
-    Rollout,
-    Transition,
-    float32,
-    int32,
-)
 
 RUN = "shop"
 NOW = 1_700_000_000.0  # unix seconds, 22:13 UTC

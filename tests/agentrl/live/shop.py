@@ -16,12 +16,11 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from agentrl.errors import Conflict
-from agentrl.live.records.documents import Event, Lanes, decide, policy_of, told
-from agentrl.live.records.sessions import ended
+from agentrl.core.errors import Conflict
+from agentrl.core.types import SESSION, Reward, Rollout, StepReward
+from agentrl.live.records import Event, Lanes, decide, ended, live_state, policy_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import SESSION, Reward, Rollout, StepReward
 
 RUN = "shop"
 SETTINGS = """
@@ -39,7 +38,6 @@ port = {port}
 sessions = 4
 least = 2
 wait = 0.0
-idle = 60.0
 [live.promotion]
 rule = "never"
 """
@@ -89,7 +87,7 @@ class Shop:
         assert self.process is not None
         if name == "supervisor":
             return self.process.pid
-        mark = f"{name}\0start" if name == "algorithm" else f"live\0{name}"
+        mark = "process\0live-gateway" if name == "gateway" else f"process\0{name}"
 
         async def found() -> int | None:
             for entry in Path("/proc").iterdir():
@@ -151,7 +149,7 @@ async def first_lanes(store: Store) -> Lanes:
     """Those of the run, once the first version serves."""
 
     async def served() -> Lanes | None:
-        return (await told(store, RUN)).lanes
+        return (await live_state(store, RUN)).lanes
 
     found: Lanes = await until(served, what="a version serves")
     return found
@@ -161,7 +159,7 @@ async def move(store: Store, lanes: Lanes, **what: Any) -> None:
     """Decide about versions, as watch does, or before it does."""
     event = Event(time=time.time(), lanes=lanes, **({"why": "a test"} | what))
     try:
-        await decide(store, RUN, await told(store, RUN), event)
+        await decide(store, RUN, await live_state(store, RUN), event)
     except Conflict:
         await move(store, lanes, **what)
 
@@ -203,7 +201,7 @@ def half(row: Rollout) -> float:
 
 async def offered(store: Store, version: int) -> None:
     async def there() -> bool:
-        return version in (await told(store, RUN)).versions
+        return version in (await live_state(store, RUN)).versions
 
     await until(there, what=f"version {version} is offered")
 

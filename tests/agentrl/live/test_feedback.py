@@ -10,13 +10,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentrl.config import RunConfig, resolve
-from agentrl.errors import Unavailable
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.errors import Unavailable
+from agentrl.core.types import PolicyVersion, StepCommit
 from agentrl.live.gateway import LiveSessions
-from agentrl.live.records.documents import Lanes, told
-from agentrl.live.records.people import TOKEN, secret_of, token_of, user_id
+from agentrl.live.records import TOKEN, Lanes, live_state, secret_of, token_of, user_id
 from agentrl.store import open_store
-from agentrl.types import PolicyVersion, StepCommit
 from tests.agentrl.live.sessions import RUN
 from tests.agentrl.live.shop import move
 from tests.agentrl.live.test_people import on_disk
@@ -176,7 +175,7 @@ async def test_nothing_of_a_session_that_opts_out_is_kept(tmp_path, model, caplo
             await shop.end("c")
         await shop.say("no, keep nothing", "c", x_agentrl_opt_out="1")  # of earlier ones, too
         assert await shop.store.rollouts(RUN) == []
-        assert (await told(shop.store, RUN)).lanes.serving == 0
+        assert (await live_state(shop.store, RUN)).lanes.serving == 0
     assert on_disk(tmp_path, CANARY) == []
     assert CANARY not in caplog.text
 
@@ -211,7 +210,7 @@ async def test_tokens_are_never_made_without_the_secret(tmp_path, model, monkeyp
             raise Unavailable("not now")
         return await known(store, config)
 
-    monkeypatch.setattr("agentrl.live.records.people.secret_of", late)
+    monkeypatch.setattr("agentrl.live.records.secret_of", late)
     async with front(tmp_path, model) as shop:
         assert await shop.say("hi again", "a") == token
     with pytest.raises(ValueError, match="not known yet"):
@@ -288,7 +287,7 @@ async def test_a_web_page_teaches_nothing(tmp_path, model, headers, status):
 
 
 async def test_a_session_takes_so_much_feedback(tmp_path, model, monkeypatch):
-    monkeypatch.setattr("agentrl.live.gateway.MOST_FEEDBACK", 3)
+    monkeypatch.setattr("agentrl.live.gateway.MAX_FEEDBACK", 3)
     async with front(tmp_path, model) as shop:
         token = await shop.say("hi", "a")
         found = [(await shop.feed("a", token, name=f"n{n}", value=1.0))[0] for n in range(5)]

@@ -15,19 +15,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from agentrl.config import RunConfig, resolve
-from agentrl.errors import Unavailable
-from agentrl.live import gateway
-from agentrl.live.gateway import LiveSessions
-from agentrl.live.records.documents import Lanes, Told
-from agentrl.live.records.marks import RESULT_ENDED, failed_calls
-from agentrl.live.records.sessions import chosen, ended
-from agentrl.live.serving import serve
-from agentrl.runners.sessions.feedback import session_group
-from agentrl.store import following, open_store
-from agentrl.store.base import Store
-from agentrl.store.sqlite.store import SqliteStore
-from agentrl.types import (
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.errors import Unavailable
+from agentrl.core.types import (
     FEEDBACK,
     PolicyVersion,
     Purpose,
@@ -36,6 +26,13 @@ from agentrl.types import (
     StepCommit,
     Transition,
 )
+from agentrl.live import gateway
+from agentrl.live.gateway import LiveSessions, serve
+from agentrl.live.records import RESULT_ENDED, Lanes, LiveState, chosen, ended, failed_calls
+from agentrl.runners.feedback import session_group
+from agentrl.store import base, open_store
+from agentrl.store.base import Store
+from agentrl.store.sqlite import SqliteStore
 from tests.agentrl.live.shop import move, until
 from tests.runners.conftest import FakeModel
 
@@ -237,7 +234,7 @@ async def test_calls_of_a_retired_version_go_on_with_the_serving_one(served: Ser
     (ours,) = await until(begun, what="the session has begun")
     assert (ours.task["lane"], ours.seats) == ("candidate", {"policy": "policy@1"})
     await served.publish(0)
-    await move(served.store, FIRST, kind="taken back", version=1)
+    await move(served.store, FIRST, kind="rolled back", version=1)
     async with asyncio.timeout(20):
         await waiting
     ((call,),) = (await served.store.calls([ours.id])).values()
@@ -345,8 +342,10 @@ async def test_another_user_who_says_the_same_gets_a_session_of_its_own(served: 
         assert len(await served.sessions()) == before + 1
 
 
-@pytest.mark.parametrize("served", [{"live": {"calls": 2}}], indirect=True)
-async def test_a_session_that_never_ends_goes_on_as_another_one(served: Served) -> None:
+async def test_a_session_that_never_ends_goes_on_as_another_one(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "MAX_SESSION_CALLS", 2)
     for n in range(5):
         await served.say(f"q{n}", x_session_id="ada")
     assert await served.groups("ada") == ["", "-2", "-3"]
@@ -404,13 +403,13 @@ async def test_calls_without_an_answer_are_counted_unless_the_client_leaves(
 
 @pytest.mark.parametrize(
     ("leaves", "failed"),
-    [(None, 0), (gateway.PATIENCE, 0), (0.0, 1)],
+    [(None, 0), (gateway.MIN_CLIENT_WAIT, 0), (0.0, 1)],
     ids=["is answered at last", "its client leaves", "its client has waited for long"],
 )
 async def test_a_call_that_is_tried_again_fails_if_its_client_gives_up(
     served: Served, monkeypatch: pytest.MonkeyPatch, leaves: float | None, failed: int
 ) -> None:
-    monkeypatch.setattr(gateway, "PATIENCE", leaves)
+    monkeypatch.setattr(gateway, "MIN_CLIENT_WAIT", leaves)
 
     async def breaks(*_: Any) -> web.Response:
         return web.json_response({"error": {"message": "busy"}}, status=500)
@@ -441,8 +440,8 @@ async def test_a_call_that_is_tried_again_fails_if_its_client_gives_up(
 async def test_a_store_that_is_away_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gateway, "LOOK_PAUSE", 0.001)
-    monkeypatch.setattr(following, "LONGEST_PAUSE", 0.004)
+    monkeypatch.setattr(gateway, "LANES_POLL_INTERVAL", 0.001)
+    monkeypatch.setattr(base, "LONGEST_PAUSE", 0.004)
     fails, seen = iter([True] * 9 + [False] + [True] * 9), list[Any]()
 
     async def waits(cursor: int, *, timeout: float | None) -> int:
@@ -452,10 +451,10 @@ async def test_a_store_that_is_away_is_said_once(
             raise Unavailable("the disk is full")
         return 7
 
-    async def told() -> Told:
-        return Told()
+    async def state() -> LiveState:
+        return LiveState()
 
-    store, known = SimpleNamespace(wait=waits), SimpleNamespace(told=told)
+    store, known = SimpleNamespace(wait=waits), SimpleNamespace(state=state)
     sessions: Any = SimpleNamespace(_store=store, _documents=known, _run=RUN, _follow=seen.append)
     sessions._read = partial(LiveSessions._read, sessions)
     with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""The listening socket goes from a gateway without supervisor to the next supervisor."""
+"""The listening socket goes from a gateway without supervisor to the next one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
+from agentrl.core.config import RunConfig
+from agentrl.core.errors import ConfigError
 from agentrl.live import handover
 from tests.agentrl.live.shop import free_port
 

@@ -9,16 +9,24 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agentrl.config import resolve
-from agentrl.errors import ConfigError, NotFound
-from agentrl.live.people_command import export, forget, users
-from agentrl.live.records import people
-from agentrl.live.records.documents import Version, put_version
-from agentrl.live.records.people import expire, forget_user, is_token, secret_of, token_of, user_id
-from agentrl.runners.sessions.feedback import Feedback, give_feedback
+from agentrl.cli.live import users
+from agentrl.core.config import resolve
+from agentrl.core.errors import ConfigError, NotFound
+from agentrl.core.types import StepCommit
+from agentrl.live import records
+from agentrl.live.records import (
+    Version,
+    expire,
+    forget_user,
+    is_token,
+    put_version,
+    secret_of,
+    token_of,
+    user_id,
+)
+from agentrl.runners.feedback import Feedback, give_feedback
 from agentrl.store import open_store
 from agentrl.store.records import Item, Side, digest_of
-from agentrl.types import StepCommit
 from tests.agentrl.live.labels.test_label import label
 from tests.agentrl.live.sessions import NOW, RUN, ended
 
@@ -83,21 +91,21 @@ async def test_a_user_is_deleted_with_all_that_was_made_of_it(store, config, tmp
         )
     assert on_disk(tmp_path, CANARY)
     ran = await asyncio.to_thread(
-        CliRunner().invoke, forget, [str(tmp_path / "shop.toml"), "--user", "ann"]
+        CliRunner().invoke, users, [str(tmp_path / "shop.toml"), "--user", "ann", "--forget"]
     )
     assert ran.exit_code == 0, ran.output
     assert ran.output.splitlines() == [
         "2 sessions and their replays are deleted",
         "1 items of data set good@1 are deleted, which has a new digest",
-        "versions 1, 2 have learned from them, or may go on from a version that has; weights cannot"
-        " be taken apart",
+        "versions 1, 2 have learned from them, or may continue from a version that has; weights "
+        "cannot be taken apart",
     ]
     assert on_disk(tmp_path, CANARY) == []
     assert [row.id for row in await store.rollouts(RUN)] == [other]
 
 
 async def test_a_session_in_progress_is_ended_and_deleted(store, config, monkeypatch):
-    monkeypatch.setattr(people, "NOTICED", 0.0)
+    monkeypatch.setattr(records, "NOTICED", 0.0)
     id = await of_user(store, config, "ann", "a", running=True)
     said = []
     gone = await forget_user(store, config, "ann", said.append)
@@ -134,12 +142,12 @@ async def test_what_a_step_is_training_on_is_deleted_after_it(store, config):
 async def test_what_a_dead_step_has_claimed_is_left_and_it_is_said(
     store, config, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(people, "PATIENCE", 0.0)
+    monkeypatch.setattr(records, "PATIENCE", 0.0)
     await of_user(store, config, "ann", "a")
     await store.claim_groups(RUN, (await store.run(RUN)).epoch, 1)
-    arguments = [str(tmp_path / "shop.toml"), "--user", "ann"]
-    ran = await asyncio.to_thread(CliRunner().invoke, forget, arguments)
-    assert "1 sessions are being trained on: repeat the command" in str(ran.exception)
+    arguments = [str(tmp_path / "shop.toml"), "--user", "ann", "--forget"]
+    ran = await asyncio.to_thread(CliRunner().invoke, users, arguments)
+    assert "1 sessions are being trained on: rerun the command" in str(ran.exception)
 
 
 async def test_all_that_is_known_of_a_user_is_exported(store, config, tmp_path):
@@ -148,8 +156,8 @@ async def test_all_that_is_known_of_a_user_is_exported(store, config, tmp_path):
     await give_feedback(store, RUN, Feedback(session="a", value=1.0, note="right"))
     await label(store)
     await mined(store, mine)
-    arguments = [str(tmp_path / "shop.toml"), "--user", "ann"]
-    ran = await asyncio.to_thread(CliRunner().invoke, export, arguments)
+    arguments = [str(tmp_path / "shop.toml"), "--user", "ann", "--export"]
+    ran = await asyncio.to_thread(CliRunner().invoke, users, arguments)
     session, last = map(json.loads, ran.output.splitlines())
     assert session["calls"][0]["messages"] == [{"role": "user", "content": "hi"}]
     assert session["calls"][0]["answer"]["content"] == "good one"

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.live.records.documents import Lanes, told
-from agentrl.live.records.sessions import ended, group_of
+from agentrl.core.types import SESSION, Transition
+from agentrl.live.records import Lanes, ended, group_of, live_state
 from agentrl.store.base import Store
-from agentrl.types import SESSION, Transition
 from tests.agentrl.live.shop import (
     RUN,
     half,
@@ -50,7 +49,7 @@ async def test_a_live_run_serves_learns_and_moves_traffic(
         await move(store, Lanes(serving=0, candidate=1, share=1.0), kind="candidate", version=1)
 
         await seated(store, client, 1)
-        await move(store, Lanes(serving=0), kind="taken back", version=1)
+        await move(store, Lanes(serving=0), kind="rolled back", version=1)
         await seated(store, client, 0)
         for number in range(4):
             await talk(client, f"t{number}")
@@ -59,7 +58,10 @@ async def test_a_live_run_serves_learns_and_moves_traffic(
 
         async def printed() -> bool:
             text = (tmp_path / "front.log").read_text()
-            return "goes on from version 0: version 1 was found bad" in text
+            return (
+                "continues from version 0: version 1, from which the learner comes, was rejected"
+                in text
+            )
 
         await until(printed, what="the console says it")
 
@@ -78,7 +80,7 @@ async def test_sessions_without_a_signal_are_discarded_although_nothing_can_be_t
         for discarded in (1, 2):
             await talk(client, f"unlabelled {discarded}")
             await until(none, what="the session is discarded")
-        assert [*(await told(store, RUN)).versions] == [0]  # nothing new is offered
+        assert [*(await live_state(store, RUN)).versions] == [0]  # nothing new is offered
         for number in range(4):
             await talk(client, f"s{number}")
         rows = await label(store, 4, half)

@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentrl.config import resolve
+from agentrl.core.config import resolve
+from agentrl.core.types import Reward, StepReward
 from agentrl.live import source as module
-from agentrl.live.blame import Tried
-from agentrl.live.records.marks import MARK, OUTCOME, SOURCE, Mark
+from agentrl.live.bisection import Attempted
+from agentrl.live.records import MARK, OUTCOME, SOURCE, Mark
 from agentrl.live.source import ROOM, SessionSource, no_room
 from agentrl.live.versions import Lineage
-from agentrl.runners.sessions.feedback import session_group
+from agentrl.runners.feedback import session_group
 from agentrl.store import open_store
-from agentrl.types import Reward, StepReward
 from tests.agentrl.live.sessions import RUN, ended
 
 
@@ -39,25 +39,27 @@ def test_why_nothing_is_learned_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     why = ["it is 4 updates ahead"]
-    versions = SimpleNamespace(stuck="", too_far_ahead=lambda step: why[0])
+    versions = SimpleNamespace(blocked="", too_far_ahead=lambda step: why[0])
     run = SimpleNamespace(config=SimpleNamespace(output=tmp_path))
     given: Any = {"run": run, "lineage": None, "vocabulary": None, "serves": False}
     source = SessionSource(**given, versions=versions)  # type: ignore[arg-type]
     sessions: list[Any] = [SimpleNamespace(group=f"s{n}") for n in range(4)]
     with caplog.at_level("INFO"):
         assert [source._held(4, sessions) for _ in range(3)] == why * 3
-        assert caplog.text.count("learning waits, and serving goes on: it is 4 updates ahead") == 1
-        versions.stuck = "version 0 cannot be loaded"  # which is said where it is found
-        assert source._held(4, sessions) == versions.stuck
-        versions.stuck, why[0] = "", ""
+        assert (
+            caplog.text.count("learning is paused, serving continues: it is 4 updates ahead") == 1
+        )
+        versions.blocked = "version 0 cannot be loaded"  # which is said where it is found
+        assert source._held(4, sessions) == versions.blocked
+        versions.blocked, why[0] = "", ""
         assert source._held(4, sessions) == ""
-        tried = Tried(3, ["s3"], once=[row.group for row in sessions])
-        source.blame.file.write_bytes(msgspec.json.encode(tried))
+        tried = Attempted(3, ["s3"], once=[row.group for row in sessions])
+        source.bisection.file.write_bytes(msgspec.json.encode(tried))
         assert "fix their cause, and delete" in source._held(4, sessions)
         assert source._held(4, sessions[1:]) == ""  # one was trained by another process
-        source.blame.file.unlink()
+        source.bisection.file.unlink()
         assert source._held(4, sessions) == ""
-    assert caplog.text.count("learning waits") == 2
+    assert caplog.text.count("learning is paused") == 2
 
 
 async def test_a_session_that_nobody_labels_is_discarded_after_a_day(
@@ -100,8 +102,8 @@ async def test_sessions_that_raised_alone_wait_are_tried_again_and_are_discarded
     run: Any = SimpleNamespace(config=config, policies=policies)
     lineage = Lineage()
     source = SessionSource(run=run, lineage=lineage, vocabulary={}, serves=False)
-    tried = Tried(4, [groups["once"]], once=[groups["once"]], twice=[groups["twice"]])
-    source.blame.file.write_bytes(msgspec.json.encode(tried))
+    tried = Attempted(4, [groups["once"]], once=[groups["once"]], twice=[groups["twice"]])
+    source.bisection.file.write_bytes(msgspec.json.encode(tried))
 
     def found(step: int) -> list[list[str]]:
         return [[row.group for row in some] for some in source._sorted(rows, step)]
@@ -110,6 +112,6 @@ async def test_sessions_that_raised_alone_wait_are_tried_again_and_are_discarded
     assert found(5) == [[groups["good"]], [groups["twice"]], [groups["once"]]]
     lineage.empty.append(4)  # the step between trained nothing
     assert found(5) == [[groups["good"]], [groups["twice"]], []]
-    source.blame.file.unlink()
+    source.bisection.file.unlink()
     assert found(5) == [[row.group for row in rows], [], []]
     assert source.unlabelled == {}

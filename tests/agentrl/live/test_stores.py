@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from agentrl.live.records.documents import Lanes
+from agentrl.live.records import Lanes
 from agentrl.store.base import Store
 from tests.agentrl.live.shop import (
     free_port,

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from agentrl.base.processes import USER_ERROR
 from agentrl.cli.main import cli
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.core.errors import AgentRLError, ConfigError
+from agentrl.core.processes import USER_ERROR
 from agentrl.live import supervisor
-from agentrl.live.blame import Blame, Tried
+from agentrl.live.bisection import Attempted, StepBisection
 from tests.agentrl.live.shop import Shop
 
 
@@ -57,12 +57,12 @@ async def test_the_first_start_of_a_run_also_finds_the_session_that_cannot_be_tr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blamed: bool
 ) -> None:
     monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.0)
-    blame, said = Blame(tmp_path), list[str]()
+    bisection, said = StepBisection(tmp_path), list[str]()
 
     def fails() -> None:
         if blamed:
-            tried = Tried(1, [f"s{n}" for n in range(8 // child.starts)])
-            blame.file.write_bytes(msgspec.json.encode(tried))
+            tried = Attempted(1, [f"s{n}" for n in range(8 // child.starts)])
+            bisection.file.write_bytes(msgspec.json.encode(tried))
 
     def say(text: str, **_: object) -> None:
         said.append(text)
@@ -70,7 +70,7 @@ async def test_the_first_start_of_a_run_also_finds_the_session_that_cannot_be_tr
             raise asyncio.CancelledError
 
     child: Any = Starts(fails)
-    keeping = supervisor.keep_running(child, say, blame.failed)
+    keeping = supervisor.keep_serving(child, say, bisection.failed)
     with pytest.raises(asyncio.CancelledError if blamed else AgentRLError):
         await keeping
     assert child.starts == (3 if blamed else 1)

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from agentrl.algorithm_process import added_features
-from agentrl.config import resolve
-from agentrl.config.derived import UNBOUNDED
-from agentrl.live.training import NICENESS, Live, yield_to_answers
+from agentrl.core.config import resolve
+from agentrl.core.config.derived import UNBOUNDED
+from agentrl.live.source import NICENESS, Live, yield_to_answers
 
 
 def priority() -> int:

@@ -11,25 +11,25 @@ from typing import Any
 
 import pytest
 
-from agentrl.base.files import delete_directory
-from agentrl.config import resolve
-from agentrl.errors import ConfigError, DamagedError, PolicyError
+from agentrl.core.config import resolve
+from agentrl.core.errors import ConfigError, DamagedError, PolicyError
+from agentrl.core.files import delete_directory
+from agentrl.core.types import EMPTY
 from agentrl.live import versions as module
-from agentrl.live.records.documents import (
+from agentrl.live.records import (
     GIVEN,
     Event,
     EventKind,
     Lanes,
-    Told,
+    LiveState,
     Version,
     Wish,
+    live_state,
     put_wish,
-    told,
 )
 from agentrl.live.versions import Lineage, Reset, Versions, pending, wanted_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import EMPTY
 from tests.agentrl.live.shop import RUN, move
 
 
@@ -86,14 +86,14 @@ def test_lineage_comes_back_from_a_checkpoint() -> None:
 
 def test_an_offered_version_is_served_until_something_is_decided_of_it() -> None:
     lanes, both = Lanes(serving=0), {0: version(0), 3: version(3)}
-    known = Told(versions=both, events=[event("first", 0, lanes)])
+    known = LiveState(versions=both, events=[event("first", 0, lanes)])
     assert pending(known) == {3}
     assert wanted_of(known) == {0, 3}
-    dropped = Told(versions=both, events=[*known.events, event("dropped", 3, lanes)])
+    dropped = LiveState(versions=both, events=[*known.events, event("dropped", 3, lanes)])
     assert pending(dropped) == set()
     assert wanted_of(dropped) == {0}
     before = Lanes(serving=3, previous=0)
-    promoted = Told(versions=both, events=[*known.events, event("promoted", 3, before)])
+    promoted = LiveState(versions=both, events=[*known.events, event("promoted", 3, before)])
     assert wanted_of(promoted) == {0, 3}
 
 
@@ -172,7 +172,7 @@ async def test_a_dropped_version_is_neither_served_nor_kept_and_the_next_is_offe
     await versions.tend(1)
     assert serves(versions) == ["policy@0", "policy@1"]
     await versions.tend(2)  # the first of them is not decided about
-    assert set((await told(store, RUN)).versions) == {0, 1}
+    assert set((await live_state(store, RUN)).versions) == {0, 1}
     await move(store, Lanes(serving=0), kind="dropped", version=1)
     for _ in range(3):
         await versions.tend(2)
@@ -186,14 +186,14 @@ async def test_the_learner_goes_on_from_the_serving_version_after_a_take_back(
 ) -> None:
     store = versions.run.store
     await versions.tend(1)
-    await move(store, Lanes(serving=0), kind="taken back", version=1)
+    await move(store, Lanes(serving=0), kind="rolled back", version=1)
     for _ in range(3):
         await versions.tend(2)
     assert versions.run.policies.loaded == ["policy-0"]  # type: ignore[attr-defined]
     assert versions.ahead(2) == 0
-    assert set((await told(store, RUN)).versions) == {0, 1}  # nothing new is learned yet
+    assert set((await live_state(store, RUN)).versions) == {0, 1}  # nothing new is learned yet
     await versions.tend(3)
-    assert set((await told(store, RUN)).versions) == {0, 1, 3}
+    assert set((await live_state(store, RUN)).versions) == {0, 1, 3}
     assert versions.ahead(3) == 1
 
 
@@ -275,11 +275,11 @@ async def test_wishes_are_carried_out_once_and_in_order(
     await again.start()
     for _ in range(2):
         await again.tend(0)
-    assert set((await told(store, RUN)).versions) == {0, GIVEN}
+    assert set((await live_state(store, RUN)).versions) == {0, GIVEN}
     await move(store, Lanes(serving=0, candidate=GIVEN), kind="candidate", version=GIVEN)
     for _ in range(2):
         await again.tend(0)
-    given = {number: one.given for number, one in (await told(store, RUN)).versions.items()}
+    given = {number: one.given for number, one in (await live_state(store, RUN)).versions.items()}
     assert given == {0: "", GIVEN: f"{tmp_path}/one", GIVEN + 1: f"{tmp_path}/two"}
 
 
@@ -291,7 +291,7 @@ async def test_what_cannot_be_offered_is_said_where_decisions_are(
     await put_wish(store, RUN, offered(tmp_path / "there"))
     for _ in range(2):
         await versions.tend(0)
-    known = await told(store, RUN)
+    known = await live_state(store, RUN)
     assert (known.events[-1].kind, known.events[-1].version) == ("dropped", GIVEN)
     assert known.events[-1].why.startswith(f"{tmp_path}/gone cannot be offered: ")
     assert set(known.versions) == {0, GIVEN + 1}
@@ -311,7 +311,7 @@ async def test_weights_that_cannot_be_served_are_dropped_and_tried_no_more(
     await put_wish(versions.run.store, RUN, offered(tmp_path / "given"))
     for _ in range(3):
         await versions.tend(0)
-    event = (await told(versions.run.store, RUN)).events[-1]
+    event = (await live_state(versions.run.store, RUN)).events[-1]
     assert event.why == f"{tmp_path}/given cannot be offered: {error}"
     assert tried == [f"policy@{GIVEN}"]
     assert folders(versions) == ["policy-0"]  # its copy is not kept
@@ -327,7 +327,7 @@ async def test_a_version_whose_folder_is_gone_leaves_its_lane(
     delete_directory(versions.folder(1))
     again = restarted(versions)
     await again.start()
-    event = (await told(store, RUN)).events[-1]
+    event = (await live_state(store, RUN)).events[-1]
     assert (event.kind, event.version, event.lanes) == ("dropped", 1, Lanes(serving=0))
     assert event.why.startswith("its weights cannot be loaded: there is no folder")
     await again.tend(1)
@@ -345,7 +345,7 @@ async def test_the_learner_waits_until_it_can_go_on_from_the_serving_version(
 ) -> None:
     store = versions.run.store
     await versions.tend(1)
-    await move(store, Lanes(serving=0), kind="taken back", version=1)
+    await move(store, Lanes(serving=0), kind="rolled back", version=1)
 
     def broken(directory: Path) -> None:
         raise DamagedError(f"{directory.name} is damaged")
@@ -354,17 +354,18 @@ async def test_the_learner_waits_until_it_can_go_on_from_the_serving_version(
         patch.setattr(versions.run.policies, "load", broken)
         for _ in range(3):
             await versions.tend(2)
-    assert versions.stuck.endswith("but version 0 cannot be loaded: policy-0 is damaged")
-    assert caplog.text.count("learning waits") == 1
-    assert set((await told(store, RUN)).versions) == {0, 1}  # what is bad is not offered again
+    assert versions.blocked.endswith("but version 0 cannot be loaded: policy-0 is damaged")
+    assert caplog.text.count("learning is paused") == 1
+    known = await live_state(store, RUN)
+    assert set(known.versions) == {0, 1}  # what is bad is not offered again
     await versions.tend(2)
-    assert (versions.stuck, versions.ahead(2)) == ("", 0)
+    assert (versions.blocked, versions.ahead(2)) == ("", 0)
 
 
 async def test_a_learner_that_is_too_far_ahead_says_what_it_waits_for(versions: Versions) -> None:
     await versions.tend(1)
     assert versions.too_far_ahead(1) == (
-        "it is 1 updates ahead of version 0, which serves (algorithm.max_staleness), and goes on "
+        "it is 1 updates ahead of version 0, which serves (algorithm.max_staleness), and continues "
         "after a decision about the version that is offered"
     )
     await move(versions.run.store, Lanes(serving=0, candidate=1), kind="candidate", version=1)

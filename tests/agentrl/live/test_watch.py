@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config import resolve
-from agentrl.errors import ConfigError, StoreError
-from agentrl.live import watch
-from agentrl.live.records.marks import SOURCE, mark_of, outcome_of
+from agentrl.core.config import resolve
+from agentrl.core.errors import ConfigError, StoreError
+from agentrl.live import supervisor
+from agentrl.live.records import SOURCE, mark_of, outcome_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.trainer import write_settings
@@ -46,10 +46,12 @@ async def test_work_that_fails_is_begun_again_and_the_others_go_on(
         going.set()
         await third.wait()
 
-    monkeypatch.setattr(watch, "FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(watch, "WORK", {"nothing is labelled": failing, "nothing else": steady})
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(
+        supervisor, "WORK", {"nothing is labelled": failing, "nothing else": steady}
+    )
     config = resolve({"store": f"sqlite:///{tmp_path}/store.db"}, source="test")
-    watching = asyncio.create_task(watch.watch(config))
+    watching = asyncio.create_task(supervisor.watch(config))
     await asyncio.gather(going.wait(), third.wait())
     watching.cancel()
     assert begun == ["failing"] * 3
@@ -66,10 +68,10 @@ async def test_what_a_user_must_mend_ends_the_process(
     async def work(*_: object) -> None:
         raise ConfigError("there is no file shop.py")
 
-    monkeypatch.setattr(watch, "WORK", {"sessions are not labelled": work})
+    monkeypatch.setattr(supervisor, "WORK", {"sessions are not labelled": work})
     config = resolve({"store": f"sqlite:///{tmp_path}/store.db"}, source="test")
     with pytest.raises(ConfigError, match=r"there is no file shop.py"):
-        await watch.watch(config)
+        await supervisor.watch(config)
 
 
 class LostStore(StoreError):
@@ -106,7 +108,7 @@ async def test_a_watch_that_is_killed_at_any_moment_labels_each_session_once(tmp
             before = await labelled(store)
             with (tmp_path / "watch.log").open("ab") as log:
                 watch = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "agentrl", "live", "watch", str(file),
+                    sys.executable, "-m", "agentrl", "process", "watch", str(file),
                     stdout=log, stderr=log,
                 )  # fmt: skip
             wanted = before + 1 if number < ROUNDS - 1 else len(expected)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import ErrorKind
 from agentrl.tasks import harbor, run_tests
 from agentrl.tasks.harbor_format import UnfitTask, digest_of, read_task, resolved, task_folders
 from agentrl.tasks.rewards import NoRewardError, read_rewards, with_outcome
-from agentrl.types import ErrorKind
 from tests.agentrl.harbor.folders import write_task
 
 STEPS = """multi_step_reward_strategy = "final"
@@ -228,7 +228,7 @@ def test_what_is_no_reward_is_none(texts: dict[str, str]) -> None:
         ({"tests/test.sh": "cat /app/hello.txt\n"}, "/app in tests/test.sh"),
         ({"tests/check.py": 'open("/root/x")\n'}, "/root in tests/check.py"),
         ({"tests/test.sh": "apt-get install -y curl\n"}, "apt-get in tests/test.sh"),
-        ({"environment/logo.png": b"\x89PNG\xff"}, "no text"),
+        ({"environment/logo.png": b"\x89PNG\xff"}, "not text"),
         ({"task.toml": "[verifier]\nenvironment_mode = 'separate'"}, "verifier's container"),
         ({"task.toml": "[environment]\ndocker_image = 'x'"}, "an image"),
         ({"task.toml": "[environment]\ngpus = 1"}, "GPU"),

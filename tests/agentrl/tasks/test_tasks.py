@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import ErrorKind
 from agentrl.tasks import bugs, harbor, run_tests, swe
-from agentrl.tasks.verify import parse_results
-from agentrl.types import ErrorKind
+from agentrl.tasks.rewards import parse_results
 
 ECHO = "call('x')"
 FIX = """
@@ -74,7 +74,7 @@ GONE = "import os; os.unlink(__file__); self.assertTrue(calc)"
     [
         (hidden("import time; time.sleep(60)", test_timeout=1.0), "ran longer than 1 s"),
         (hidden(GONE), "test_hidden.py was changed or deleted while it ran"),
-        (hidden("pass", test_command=["true"]), "ended without a test"),
+        (hidden("pass", test_command=["true"]), "ended without having run a test"),
         (hidden("pass", test_command=["true"], reward_file="reward"), "wrote no reward"),
     ],
 )

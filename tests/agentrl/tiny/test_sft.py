@@ -6,7 +6,7 @@ import torch
 from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import pack_rows
-from agentrl.errors import TrainingError
+from agentrl.core.errors import TrainingError
 from agentrl.tiny.models import imitate, rows_of, word_tokenizer
 
 TEMPLATE = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.algorithms.model.load import load_model
-from agentrl.errors import TrainingError
+from agentrl.core.errors import TrainingError
 from agentrl.tiny.models import (
     TEMPLATE,
     Conversation,

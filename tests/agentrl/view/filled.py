@@ -16,17 +16,15 @@ from typing import Any
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from agentrl.algorithms.prompts.records import (
+from agentrl.algorithms.prompt_search import (
     Candidate,
     Reflection,
     add_reflection,
+    candidate_id,
     put_candidates,
 )
-from agentrl.algorithms.prompts.search import candidate_id
-from agentrl.config.run_file import resolve
-from agentrl.store import open_store
-from agentrl.store.records import Item, Side, digest_of
-from agentrl.types import (
+from agentrl.core.config.run_file import resolve
+from agentrl.core.types import (
     Attempt,
     Branch,
     Credit,
@@ -45,6 +43,8 @@ from agentrl.types import (
     float32,
     int32,
 )
+from agentrl.store import open_store
+from agentrl.store.records import Item, Side, digest_of
 
 RUN, STEPS, SIZE = "run", 6, 4
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -12,9 +12,9 @@ from typing import Any
 from PIL import Image as Pillow
 from PIL import ImageDraw
 
+from agentrl.core.types import Attempt, Image, NewRollout, Outcome, Purpose, Reward, int32
 from agentrl.store import open_store
 from agentrl.store.records import Item, Side, digest_of
-from agentrl.types import Attempt, Image, NewRollout, Outcome, Purpose, Reward, int32
 from tests.agentrl.view import filled
 
 RUN = "look"

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.core.types import ErrorKind, Failure, NewRollout, Outcome, Purpose
 from agentrl.store import open_store
-from agentrl.types import ErrorKind, Failure, NewRollout, Outcome, Purpose
 from agentrl.view.export import export
 from tests.agentrl.view import filled
 from tests.agentrl.view.filled import finish, start, stop
@@ -392,7 +392,7 @@ def test_a_run_that_never_began_says_why_and_fits(tmp_path: Path, new_page: NewP
     page.set_viewport_size(PHONE)
     page.goto(f"{address}run/run")
     says = page.inner_text(".says")
-    assert "No step is trained yet; the likeliest reasons" in says
+    assert "No step is trained yet; the most likely reasons" in says
     assert "the agent makes no call at the gateway in 100% of the rollouts" in says
     assert page.locator("text=All 0 metrics").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0

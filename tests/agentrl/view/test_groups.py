@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.core.types import NewRollout, Outcome, Purpose, Reward, Scope
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import NewRollout, Outcome, Purpose, Reward, Scope
-from agentrl.view import groups
+from agentrl.view import front
 from agentrl.view.pages import Pages
 from agentrl.view.templates import render
 from tests import factories
@@ -39,9 +39,9 @@ async def played(
         await store.finish([Outcome(attempt=one.id, fence=one.fence, rewards=rows)])
 
 
-async def listed(store: Store) -> groups.Listed:
+async def listed(store: Store) -> front.Listed:
     rows = await store.groups("run", purpose=Purpose.TRAIN)
-    (found,) = await groups.listed(store, "run", rows)
+    (found,) = await front.listed(store, "run", rows)
     return found
 
 

@@ -15,15 +15,14 @@ from click.testing import CliRunner
 from msgspec import to_builtins
 
 from agentrl.cli.main import cli
-from agentrl.config.run_file import resolve
-from agentrl.errors import Invalid, NotFound, StoreError
-from agentrl.run_stores import VARIABLE, find, places, store_with
-from agentrl.scores import are_shares
+from agentrl.core.config.run_file import resolve
+from agentrl.core.errors import Invalid, NotFound, StoreError
+from agentrl.core.types import RunState, StepCommit, are_shares
 from agentrl.store import open_store
-from agentrl.types import RunState, StepCommit
-from agentrl.view import charts
-from agentrl.view.home.home import Home
+from agentrl.store.run_folder import STORE_VARIABLE, find, places, store_with
+from agentrl.view import summaries
 from agentrl.view.pages import Page
+from agentrl.view.server import Home
 from agentrl.view.summaries import (
     Verdict,
     facts,
@@ -89,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(STORE_VARIABLE, raising=False)
 
 
 async def listed(query: dict[str, str] | None = None, *given: str) -> Page:
@@ -208,7 +207,7 @@ def test_commands_find_the_store_of_a_run(folder: Path, monkeypatch: pytest.Monk
         store_with("gama")
     with pytest.raises(StoreError, match="2 stores have a run 'alpha'"):
         find("alpha")
-    monkeypatch.setenv(VARIABLE, f"sqlite:///{folder / 'node_modules/x/store.db'}")
+    monkeypatch.setenv(STORE_VARIABLE, f"sqlite:///{folder / 'node_modules/x/store.db'}")
     assert store_with("hidden").endswith("node_modules/x/store.db")
 
 
@@ -319,9 +318,9 @@ def test_the_reward_of_the_first_step_is_at_one() -> None:
     assert found.last is not None
     assert (found.first.step, found.last.step) == (1, 2)
     series = {"reward/mean": curve, "eval/score": [(0, 0.1), (2, 0.6)]}
-    chart = charts.main(list(series))
+    chart = summaries.main(list(series))
     assert chart is not None
-    drawn = charts.drawn(chart, series)
+    drawn = summaries.drawn(chart, series)
     assert drawn is not None
     assert drawn["offsets"] == [0, 1]
     starts = [one["path"].split(" ")[0] for one in drawn["paths"]]

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 import agentrl
+from agentrl import transcript
 from agentrl.store import open_store
-from agentrl.traces import show
 from agentrl.view.export import export
 from agentrl.view.pages import Pages
 from tests.agentrl.view import looking
@@ -138,12 +138,12 @@ async def test_what_images_are_is_read_once(look_store: str) -> None:
 async def test_the_console_says_what_was_seen(
     look_store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await show.show_rollout(look_store, ROLLOUT)
+    await transcript.show_rollout(look_store, ROLLOUT)
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert f"{LABEL} after it" in said
     assert "Look closely at this: [image 14x14 png " in said
     assert PRUNED in said
-    await show.show_rollout(look_store, ROLLOUT, prompts=True)
+    await transcript.show_rollout(look_store, ROLLOUT, prompts=True)
     assert f"{LABEL[:-1]}, 5 tokens]" in capsys.readouterr().out
 
 
@@ -183,9 +183,9 @@ def test_a_notebook_has_its_images_inside(look_store: str, monkeypatch: pytest.M
     document = agentrl.show(ROLLOUT, store=look_store).html
     assert document.count('<img src="data:image/') == len(SHOWN)
     assert "/image/" not in document
-    from agentrl.view import notebook
+    from agentrl.view import export
 
-    monkeypatch.setattr(notebook, "LARGEST_IMAGES", len(TINY.body))
+    monkeypatch.setattr(export, "LARGEST_IMAGES", len(TINY.body))
     document = agentrl.show(ROLLOUT, store=look_store).html
     assert document.count('<img src="data:image/') == 1
     assert f"{LABEL}, too large for a notebook" in document

@@ -14,14 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.coding_agents.runs import Runs
-from agentrl.coding_agents.server import Tools
-from agentrl.coding_agents.text import PAGE
-from agentrl.errors import Invalid
+from agentrl.cli.mcp_server import PAGE, Runs, Tools
+from agentrl.core.errors import Invalid
+from agentrl.core.types import NewRollout, Reward, Scope, Transition
 from agentrl.store import open_store
-from agentrl.traces.show import show_rollout
-from agentrl.types import NewRollout, Reward, Scope, Transition
-from agentrl.view import explanation, notebook, records
+from agentrl.transcript import show_rollout
+from agentrl.view import export as notebook
+from agentrl.view import front, records
 from agentrl.view.export import export
 from agentrl.view.records import CALLS_PER_PAGE, Conversations, Paging
 from tests import factories
@@ -119,7 +118,7 @@ def test_other_pages_are_paged_too(client: httpx.Client) -> None:
 def test_an_explanation_is_paged(store: str) -> None:
     calls = [factories.call(id=f"c{at}") for at in range(CALLS)]
     text = "\n".join(f"call {call.id}, agent, 3 tokens\n  note" for call in calls)
-    page = explanation.read(text, calls, 77)
+    page = front.read(text, calls, 77)
     assert [call["at"] for call in page["calls"]] == list(range(50, 100))
     assert page["paging"] == Paging(50, 100, CALLS)
 

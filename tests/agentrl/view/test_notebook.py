@@ -8,7 +8,7 @@ import html
 import pytest
 
 import agentrl
-from agentrl.errors import StoreError
+from agentrl.core.errors import StoreError
 from tests.agentrl.view import filled
 
 

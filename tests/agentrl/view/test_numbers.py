@@ -12,16 +12,16 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from agentrl.algorithms.explain.rollouts import explain_rollout
+from agentrl.core.types import Credit, NewRollout, Outcome, Reward, StepCommit, float32, int32
+from agentrl.explain import explain_rollout
 from agentrl.store import open_store
-from agentrl.types import Credit, NewRollout, Outcome, Reward, StepCommit, float32, int32
 from agentrl.view.pages import Pages
 from tests.agentrl.view import filled
 from tests.agentrl.view.filled import RUN
 
 GROUP = f"{RUN}/train/g0000000"
 NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.just(math.nan)
-TOKEN = re.compile(r"token (\d+) .*: advantage .*, gates (\S+), u (\S+), psi (\S+), log-prob")
+TOKEN = re.compile(r"token (\d+) .*: advantage .*, gates (\S+), share (\S+), psi (\S+), log-prob")
 
 
 @st.composite

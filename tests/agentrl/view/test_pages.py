@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import gzip
 import hashlib
 import html
 import itertools
 import json
-import math
 import os
 import re
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -24,12 +25,11 @@ import httpx
 import pytest
 
 import agentrl
-from agentrl.base.access import ANYBODY
+from agentrl.cli import inspect as view_command
 from agentrl.cli.main import cli
-from agentrl.errors import ConfigError
-from agentrl.store import open_store
-from agentrl.types import (
-    Credit,
+from agentrl.core.access import ANYBODY
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import (
     ErrorKind,
     Failure,
     NewRollout,
@@ -40,17 +40,14 @@ from agentrl.types import (
     Scope,
     Span,
     StepCommit,
-    Trace,
-    float32,
 )
-from agentrl.view import charts, explanation, records, settings, summaries, training
-from agentrl.view import command as view_command
+from agentrl.store import open_store
+from agentrl.view import front, records, server, summaries
 from agentrl.view.export import export
-from agentrl.view.home import server
-from agentrl.view.home.home import Home
 from agentrl.view.pages import Page, Pages
+from agentrl.view.server import Home
 from agentrl.view.templates import STATIC, clipped, environment, render
-from tests import factories, warm
+from tests import factories
 from tests.agentrl.view import filled
 from tests.agentrl.view.filled import start, stop
 
@@ -95,24 +92,11 @@ def test_nothing_is_written(filled_store: str, client: httpx.Client) -> None:
     assert hashlib.sha256(file.read_bytes()).digest() == before
 
 
-def test_numbers_equal_the_store(filled_store: str, client: httpx.Client) -> None:
-    async def stored() -> tuple[Trace | None, list[Credit]]:
-        async with open_store(filled_store, readonly=True) as store:
-            return await store.trace(ROLLOUT), await store.credits(ROLLOUT)
-
-    trace, credits = asyncio.run(stored())
+async def test_the_page_of_a_call_has_the_numbers_of_the_store(filled_store: str) -> None:
+    async with open_store(filled_store, readonly=True) as store:
+        trace, credits = await store.trace(ROLLOUT), await store.credits(ROLLOUT)
+        table = render(await Pages(store).numbers(ROLLOUT, 0))
     assert trace is not None
-    assert len(credits) == 3
-    shown = client.get(f"/tokens/{ROLLOUT}?call=0&call=1&call=2").json()
-    for at, (call, credit) in enumerate(zip(trace.transitions, credits, strict=True)):
-        values = shown[str(at)]
-        assert values["ids"] == list(call.completion)
-        assert float32(values["logp"]) == call.logprobs
-        for name in ("advantage", "psi", "weight", "gate"):
-            back = float32([math.nan if x is None else x for x in values[name]])
-            assert back.tobytes() == getattr(credit, name).tobytes()
-        assert [x for row in values["baseline"] for x in row] == list(credit.baseline)
-    table = client.get(f"/call/0/{ROLLOUT}").text
     assert f"{credits[0].psi[5]:.6g}" in table
     assert f"{trace.transitions[0].logprobs[4]:.6g}" in table
 
@@ -268,7 +252,7 @@ def test_a_key_that_is_none_is_refused(key: str, monkeypatch: pytest.MonkeyPatch
 def test_the_server_imports_no_torch(filled_store: str) -> None:
     code = (
         "import asyncio, sys\n"
-        "import agentrl.view.home.server, agentrl.view.export, agentrl.view.notebook\n"
+        "import agentrl.view.server, agentrl.view.export, agentrl.view.export\n"
         "from agentrl.view.pages import Pages\n"
         "from agentrl.view.templates import render\n"
         "from agentrl.store import open_store\n"
@@ -304,44 +288,51 @@ def test_a_stream_of_changes_ends_with_the_server(filled_store: str) -> None:
     ],
 )
 def test_a_wrong_command_is_a_sentence(
-    filled_store: str, tmp_path: Path, arguments: list[str], sentence: str
+    filled_store: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    sentence: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = {"STORE": filled_store, "TAKEN": str(taken.getsockname()[1])}
-        command = ["-m", "agentrl", "view", *(words.get(a, a) for a in arguments)]
-        ran = warm.run(*command, cwd=tmp_path)
-    assert ran.returncode == 2
-    assert sentence in ran.stderr
-    assert "Traceback" not in ran.stderr
+        assert sentence in factories.refused("view", *(words.get(a, a) for a in arguments))
 
 
 def test_the_command_is_listed() -> None:
     assert "view" in cli.list_commands(click.Context(cli))
 
 
+@contextlib.asynccontextmanager
+async def asked(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    """The server of a store, asked in this process."""
+    home = Home([url])
+    await home.search()
+    transport: Any = httpx.ASGITransport(server.ViewApp(home, ANYBODY))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield client
+    await home.close()
+
+
 async def test_a_run_that_goes_away_is_a_sentence(tmp_path: Path, tiny_model_dir: Path) -> None:
     url = f"sqlite:///{tmp_path / 'store.db'}"
     await filled.fill(url, tmp_path, tiny_model_dir, steps=2)
-    process, address = await asyncio.to_thread(start, url)
-    try:
-        async with httpx.AsyncClient(base_url=address) as client:
-            assert (await client.get("/rollout/run/train/g0000000/0000")).status_code == 200
-            async with open_store(url) as store:
-                await store.prune(run="run", keep_last=1)
-            gone = await client.get("/rollout/run/train/g0000000/0000")
-            assert (gone.status_code, "prune" in gone.text) == (404, True)
-            assert ">pruned<" in (await client.get("/groups/run")).text
-            assert (await client.get("/run/run")).status_code == 200
-    finally:
-        await asyncio.to_thread(stop, process)
+    async with asked(url) as client:
+        assert (await client.get("/rollout/run/train/g0000000/0000")).status_code == 200
+        async with open_store(url) as store:
+            await store.prune(run="run", keep_last=1)
+        gone = await client.get("/rollout/run/train/g0000000/0000")
+        assert (gone.status_code, "prune" in gone.text) == (404, True)
+        assert ">pruned<" in (await client.get("/groups/run")).text
+        assert (await client.get("/run/run")).status_code == 200
 
 
-def test_without_a_tokenizer_ids_are_shown_and_why(tmp_path: Path) -> None:
+async def test_without_a_tokenizer_ids_are_shown_and_why(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'store.db'}"
-    asyncio.run(filled.fill(url, tmp_path, None, steps=1))
-    process, address = start(url)
-    page = httpx.get(f"{address}rollout/run/train/g0000000/0000").text
-    stop(process)
+    await filled.fill(url, tmp_path, None, steps=1)
+    async with asked(url) as client:
+        page = (await client.get("/rollout/run/train/g0000000/0000")).text
     assert "Token ids, because the tokenizer of not/there is not on this machine" in page
     assert " ".join(map(str, filled.WORDS)) in page
     answer = "answer 0 of run/train/g0000000/0000"  # what is known comes first
@@ -401,7 +392,7 @@ async def test_secrets_are_not_among_the_settings(tmp_path: Path) -> None:
     config = filled.config(tmp_path, None)
     config["agent"]["env"] = {"MY_KEY": "hunter2"}
     config["upstreams"] = {"x": {"api_key": "hunter2", "max_tokens": 7}}
-    found = settings.tables(config)
+    found = front.tables(config)
     assert "hunter2" not in str(found)
     assert ("x.max_tokens", 7, True) in found["upstreams"]
 
@@ -418,7 +409,7 @@ def test_an_explanation_is_a_table_and_loses_nothing() -> None:
         "call c-1, solver, 1 tokens\n  not in the loss\n"
         "gates and penalties\n  Gate(Clip(0.2))\n"
     )
-    found = explanation.read(text, [factories.call(id="c-0")])
+    found = front.read(text, [factories.call(id="c-0")])
     assert found["rewards"] == [
         {"name": "role:outcome of solver", "value": "0.5", "source": "verifier"}
     ]
@@ -432,9 +423,9 @@ def test_an_explanation_is_a_table_and_loses_nothing() -> None:
     assert (second["notes"], found["gates"]) == (["not in the loss"], ["Gate(Clip(0.2))"])
     assert (first["chain"], second["chain"]) == (True, True)  # no indents
     plain = "Its outcome 1 is above 0.5, the mean of the 2 of its task."
-    found = explanation.read(f"{plain}\n{text}", [factories.call(id="c-0")])
+    found = front.read(f"{plain}\n{text}", [factories.call(id="c-0")])
     assert (found["verdict"], found["notes"]) == ([plain], [])
-    refused = explanation.read("r/0 is not trained: it is an evaluation")
+    refused = front.read("r/0 is not trained: it is an evaluation")
     assert refused["verdict"] == ["r/0 is not trained: it is an evaluation"]
     shown = {"run": "r", "id": "r/0", "o": factories.rollout(), **found}
     page = render(Page("explain.html", "r/0 explained", shown))
@@ -445,22 +436,18 @@ def test_an_explanation_is_a_table_and_loses_nothing() -> None:
 async def test_the_explanation_of_a_trained_rollout_is_computed_once(
     filled_store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    computed: list[str] = []
 
-    async def computed(self: object, store: str, id: str) -> str:
-        asked.append(id)
+    async def explanation(self: object, store: str, id: str) -> str:
+        computed.append(id)
         return "Its outcome 1 is the best."
 
-    monkeypatch.setattr(server.ViewApp, "_explanation", computed)
-    home = Home([filled_store])
-    await home.search()
-    transport: Any = httpx.ASGITransport(server.ViewApp(home, ANYBODY))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    monkeypatch.setattr(server.ViewApp, "_explanation", explanation)
+    async with asked(filled_store) as client:
         for _ in range(2):
             said = (await client.get("/explain/run/train/g0000003/0000")).text
             assert "Its outcome 1 is the best." in said
-    assert asked == ["run/train/g0000003/0000"]
-    await home.close()
+    assert computed == ["run/train/g0000003/0000"]
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -505,30 +492,30 @@ def test_charts_fit_what_they_show() -> None:
     curve = [(0, 0.25), (1, 0.5)]
     series = dict.fromkeys(names, curve) | {"sampler/kl": [(0, 7e-14), (1, 6e-14)]}
     series["reward/format/b/mean"] = [(0, 0.1), (1, 0.2)]
-    roles, form = (charts.drawn(one, series) for one in charts.rewards(names))
+    roles, form = (summaries.drawn(one, series) for one in summaries.rewards(names))
     assert roles is not None
     assert form is not None
     assert [label for label, _ in roles["lines"]] == ["a, b"]  # they share their reward
     assert [label for label, _ in form["lines"]] == ["a", "b"]
     assert form["unit"]
-    drawn = {one.name: charts.drawn(one, series) for one in charts.training(names, [])}
+    drawn = {one.name: summaries.drawn(one, series) for one in summaries.training(names, [])}
     assert {name: one["quiet"] for name, one in drawn.items() if one} == {
         "grad_norm": False, "sampler/kl": True
     }  # fmt: skip
-    assert charts.drawn(charts.single("none"), series) is None
+    assert summaries.drawn(summaries.single("none"), series) is None
 
 
 def test_the_code_of_a_run_is_kept_with_it(tmp_path: Path) -> None:
-    assert training.origin(str(tmp_path / "nowhere")) == {}
+    assert records.origin(str(tmp_path / "nowhere")) == {}
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "agent.py").write_text("x = 1")
     for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "first"]):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
-    ((commit, kept),) = training.origin(str(tmp_path)).items()
+    ((commit, kept),) = records.origin(str(tmp_path)).items()
     assert len(commit) == 40
     assert kept == {"changed": False, "agentrl": agentrl.__version__}
     (tmp_path / "agent.py").write_text("x = 2")
-    assert training.origin(str(tmp_path))[commit]["changed"]
+    assert records.origin(str(tmp_path))[commit]["changed"]
 
 
 async def test_a_pause_between_two_starts_is_no_work(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agentrl.base.images import describe
+from agentrl.core.images import describe
+from agentrl.core.types import Credit, Image, NewRollout, Outcome, Trace, Transition, float32, int32
 from agentrl.store import open_store
 from agentrl.store.records import CallRow
-from agentrl.traces.spelling import Spelling
-from agentrl.types import Credit, Image, NewRollout, Outcome, Trace, Transition, float32, int32
+from agentrl.transcript import Spelling
 from agentrl.view import records
 from tests import factories
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.store import open_store
-from agentrl.view.home.home import Home
 from agentrl.view.pages import Pages
+from agentrl.view.server import Home
 from agentrl.view.templates import render
 from tests.agentrl.view import filled
 from tests.store.conftest import _serving

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from msgspec import to_builtins
 
-from agentrl.algorithms.why import rules
-from agentrl.algorithms.why.record import read
-from agentrl.algorithms.why.sentences import verdict
-from agentrl.config import resolve
+from agentrl.algorithms import why as why_rules
+from agentrl.algorithms.run_record import read
+from agentrl.algorithms.why import verdict
+from agentrl.core.config import resolve
+from agentrl.core.types import NewRollout, Outcome, Purpose, Reward
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import NewRollout, Outcome, Purpose, Reward
-from agentrl.view import charts
+from agentrl.view import summaries
 from agentrl.view.summaries import summary
 
 TASKS = 20
@@ -59,9 +59,9 @@ async def test_one_verdict_everywhere(
         state = await store.run("r")
         assert state is not None
         shown = (await summary(store, state)).verdict
-        page = await charts.page(store, state, await store.metric_names("r"), None)
+        page = await summaries.page(store, state, await store.metric_names("r"), None)
         (record,) = (await read(store, "r")).values()
-        said = rules.opening(record, [])
+        said = why_rules.opening(record, [])
         report = verdict(config, await store.steps("r"))
     assert shown.outcome == page["verdict"].outcome == outcome
     assert why in said

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.live.records.documents import Compared, Event, EventKind, Lanes, Told, Version
+from agentrl.live.records import Compared, Event, EventKind, Lanes, LiveState, Version
 from agentrl.store import open_store
 from agentrl.view.pages import Pages
 from agentrl.view.templates import render
 from agentrl.view.versions import Phase, bar_of, phases, rows_of
-from tests.agentrl.live.lanes.played import RUN, Shop, config
+from tests.agentrl.live.promotion.played import RUN, Shop, config
 from tests.agentrl.view import filled
 from tests.agentrl.view.conftest import chromium as chromium
 from tests.agentrl.view.conftest import new_page as new_page
@@ -28,7 +28,7 @@ STORY = [
     event(20.0, "candidate", 2, serving=0, candidate=2),
     event(40.0, "promoted", 2, serving=2, previous=0),
     event(60.0, "candidate", 5, serving=2, previous=0, candidate=5),
-    event(50.0, "taken back", 5, serving=2, previous=0),  # the clock was set back
+    event(50.0, "rolled back", 5, serving=2, previous=0),  # the clock was set back
 ]
 
 
@@ -41,9 +41,9 @@ def test_phases_are_where_a_version_served() -> None:
 
 def test_rows_say_what_a_version_is_now() -> None:
     offered = {7: Version(version=7, step=7, path="made", offered=0.0)}
-    rows = rows_of(Told(events=STORY, versions=offered), 100.0)
+    rows = rows_of(LiveState(events=STORY, versions=offered), 100.0)
     assert [(row.version, row.state, row.share) for row in rows] == [
-        (7, "offered", 0.0), (5, "taken back", 0.0), (2, "serving", 1.0), (0, "served before", 0.0)
+        (7, "offered", 0.0), (5, "rolled back", 0.0), (2, "serving", 1.0), (0, "served before", 0.0)
     ]  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_the_interval_is_drawn_around_zero() -> None:
 
 
 async def fill(folder: Path) -> None:
-    """One version promoted, one taken back, and one that is compared."""
+    """One version promoted, one rolled back, and one that is compared."""
     settings = config(folder, wait=0.0, share=0.5, running=True)
     async with open_store(settings.store) as store:
         live = Shop(store, settings)

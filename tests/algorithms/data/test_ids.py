@@ -7,7 +7,7 @@ import torch
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, known_mean, reduce_by, scan, units
-from agentrl.errors import TrainingError
+from agentrl.core.errors import TrainingError
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.data.merge import build_batch, merge
-from agentrl.types import (
+from agentrl.core.types import (
     Purpose,
     Reward,
     Rollout,
@@ -97,7 +97,7 @@ def attempts(draw: st.DrawFn, *, most: int = 8) -> list[Transition]:
 
 @given(attempts())
 @settings(deadline=None, max_examples=200)
-def test_every_sampled_token_is_an_action_once_behind_what_it_was_sampled_from(
+def test_every_sampled_token_is_an_action_once(
     calls: list[Transition],
 ) -> None:
     seen: list[tuple[int, int]] = []

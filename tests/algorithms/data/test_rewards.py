@@ -17,8 +17,8 @@ from agentrl.algorithms.data.merge import (
     last_observation,
     split_reference,
 )
-from agentrl.errors import TrainingError
-from agentrl.types import (
+from agentrl.core.errors import TrainingError
+from agentrl.core.types import (
     Group,
     Json,
     Reward,

@@ -11,7 +11,7 @@ import torch
 
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
-from agentrl.types import Sampling
+from agentrl.core.types import Sampling
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server that somebody else started."""
+"""A stand-in for a vLLM server that is managed elsewhere."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ import torch
 
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
-from agentrl.algorithms.model.adapters import Adapters
-from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.engines.vllm import server as factory
+from agentrl.algorithms.model.load import Adapters, load_model
 from agentrl.algorithms.train.serving import policy_server
-from agentrl.config import resolve
-from agentrl.errors import PolicyError
-from agentrl.types import POLICY
+from agentrl.core.config import resolve
+from agentrl.core.errors import PolicyError
+from agentrl.core.types import POLICY
 from tests.algorithms.engines.callers import UPDATES, always_called
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -137,7 +137,7 @@ def vllm_of_somebody_else(model_dir: Path, log: Path) -> Iterator[str]:
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--worker-extension-cls", "agentrl.algorithms.engines.vllm.worker_extension.Extension"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-        *("--middleware", "agentrl.algorithms.engines.vllm.spans.SpanMiddleware"),
+        *("--middleware", "agentrl.algorithms.engines.vllm.protocol.SpanMiddleware"),
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("wb") as output:
@@ -170,12 +170,13 @@ async def served(
         model, tokenizer = load_model(wide_model_dir, device="cpu")
         adapters = None
         if request.param == "adapter":
-            from agentrl.algorithms.lora.adapters import LoraAdapters
+            from agentrl.algorithms.model.lora import LoraAdapters
 
             adapters = LoraAdapters(model)
             adapters.add(POLICY, rank=4, alpha=8.0)
             adapters.add("other", rank=2, alpha=8.0)
-            engine["vllm"] = {"max_adapters": 3}
+            patched = stack.enter_context(pytest.MonkeyPatch.context())
+            patched.setattr(factory, "MIN_ADAPTERS", 3)
         config = resolve({"output": str(output), "engine": engine}, source="test")
         server = policy_server(config, model, tokenizer, adapters)
         await server.start()
@@ -189,9 +190,7 @@ async def served(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.5])
-async def test_an_answer_has_its_tokens_and_the_log_probs_they_were_sampled_with(
-    served: Served, temperature: float
-) -> None:
+async def test_an_answer_has_its_tokens_and_log_probs(served: Served, temperature: float) -> None:
     answer = await served.ask(temperature=temperature)
     prompt = served.tokenizer.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"]
     assert answer.prompt == prompt
@@ -375,7 +374,9 @@ async def test_frozen_policies_come_and_go_while_it_serves(served: Served) -> No
         async with served.server.updating():
             await served.server.add(name, version)
             served.adapters.add("late", rank=2, alpha=8.0)
-            with pytest.raises(PolicyError, match=r"room for 3 adapters .*\.max_adapters"):
+            with pytest.raises(
+                PolicyError, match=r"room for 3 adapters .*; let fewer play at once"
+            ):
                 await served.server.add("late", 1)
             served.adapters.close("late")
         frozen, same = await asyncio.gather(

@@ -14,17 +14,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.engines.embedded import engine as engine_module
-from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
-from agentrl.algorithms.engines.embedded.kv_cache import (
+from agentrl.algorithms.engines.embedded.attention import (
     GenerationRequest,
     KVPool,
     TokenUpdate,
     cache_argument,
 )
+from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
 from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import pack_rows
-from agentrl.types import Sampling
+from agentrl.core.types import Sampling
 
 EOS = 2
 OPTIONS = ("stream", "stop", "policy")  # of a call, beside those of sampling

@@ -13,13 +13,14 @@ import torch
 from torch.nn import Linear, Sequential
 from torch.nn.functional import linear
 
-from agentrl.algorithms.engines.embedded import attention, packed
-from agentrl.algorithms.engines.embedded.packed import PackedLinear
+from agentrl.algorithms.engines.embedded import attention
+from agentrl.algorithms.model import products
 from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.products import NarrowLinear
 from tests.algorithms.engines.test_engine import Desk, reference
 
-pytestmark = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 products on this CPU"
+needs_kernels = pytest.mark.skipif(
+    not products.has_kernels(), reason="no kernels for bfloat16 on this CPU"
 )
 
 
@@ -27,7 +28,7 @@ def layer(*, bias: bool = False) -> Linear:
     """A layer that has multiplied with its packed weight."""
     torch.manual_seed(0)
     made = Linear(96, 64, bias=bias, dtype=torch.bfloat16)
-    packed.install(Sequential(made))
+    products.install(Sequential(made))
     multiplied(made, inputs(3))
     return made
 
@@ -45,12 +46,13 @@ def plain(made: Linear, x: torch.Tensor) -> torch.Tensor:
     return linear(x, made.weight, made.bias).detach()
 
 
-def own(made: Linear) -> PackedLinear:
+def own(made: Linear) -> NarrowLinear:
     found = vars(made)["forward"]
-    assert isinstance(found, PackedLinear)
+    assert isinstance(found, NarrowLinear)
     return found
 
 
+@needs_kernels
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 300])
 def test_a_packed_weight_gives_the_bits_of_the_layer(rows: int, bias: bool) -> None:
@@ -59,6 +61,7 @@ def test_a_packed_weight_gives_the_bits_of_the_layer(rows: int, bias: bool) -> N
     assert torch.equal(multiplied(made, inputs(rows)), plain(made, inputs(rows)))
 
 
+@needs_kernels
 def test_a_written_weight_is_packed_again() -> None:
     made, x = layer(), inputs(5)
     before = multiplied(made, x)
@@ -68,17 +71,19 @@ def test_a_written_weight_is_packed_again() -> None:
     assert not torch.equal(multiplied(made, x), before)
 
 
+@needs_kernels
 def test_a_fused_optimizer_needs_forget() -> None:
     made, x = layer(), inputs(5)
     optimizer = torch.optim.AdamW(made.parameters(), lr=0.1, fused=True)
     plain_before = multiplied(made, x)
     made(x).sum().backward()
     optimizer.step()
-    packed.forget(Sequential(made))
+    products.forget(Sequential(made))
     assert torch.equal(multiplied(made, x), plain(made, x))
     assert not torch.equal(multiplied(made, x), plain_before)
 
 
+@needs_kernels
 def test_gradients_and_copies_are_those_of_an_ordinary_layer() -> None:
     made, x = layer(), inputs(4)
     made(x).sum().backward()
@@ -93,7 +98,7 @@ def test_gradients_and_copies_are_those_of_an_ordinary_layer() -> None:
 
 def test_layers_in_float32_stay_as_they_are() -> None:
     made = Linear(8, 8)
-    packed.install(Sequential(made))
+    products.install(Sequential(made))
     assert "forward" not in vars(made)
 
 
@@ -118,9 +123,9 @@ def test_in_bfloat16_batch_mates_change_no_bit(desk: Callable[..., Desk]) -> Non
     alone, crowd = desk(), desk()
     dice = np.random.default_rng(1)
     prompts = [dice.integers(3, 400, dice.integers(2, 120)).tolist() for _ in range(12)]
-    calls = [crowd.submit(prompt, seed=seed, max_tokens=40) for seed, prompt in enumerate(prompts)]
+    calls = [crowd.submit(prompt, seed=seed, max_tokens=20) for seed, prompt in enumerate(prompts)]
     for seed, (prompt, call) in enumerate(zip(prompts, calls, strict=True)):
-        one, many = alone.run(prompt, seed=seed, max_tokens=40), crowd.result(call)
+        one, many = alone.run(prompt, seed=seed, max_tokens=20), crowd.result(call)
         assert one.tokens == many.tokens
         assert one.logprobs == many.logprobs
 
@@ -148,7 +153,7 @@ def test_in_bfloat16_a_step_reads_few_keys_too_many(desk: Callable[..., Desk]) -
     assert [contexts[size] for size in (4, 64, 65, 80)] == [64, 64, 256, 256]
 
 
-def test_only_a_cpu_reads_more_keys_than_it_needs_for_a_copy_less() -> None:
+def test_only_a_cpu_reads_more_keys_to_save_a_copy() -> None:
     at = {"context": 65, "capacity": 256}
     assert attention.keys_read(**at, dtype=torch.bfloat16, device="cpu") == 256
     assert attention.keys_read(**at, dtype=torch.bfloat16, device="cuda") == 128

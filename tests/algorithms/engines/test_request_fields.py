@@ -49,7 +49,7 @@ async def test_a_conversation_with_tools_continues_its_tokens(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_likeliest_tokens_are_those_of_the_sampling_distribution(
+async def test_the_likeliest_tokens_are_of_the_sampling_distribution(
     server: Any, openai: Any, stream: bool
 ) -> None:
     turns: Any = [{"role": "user", "content": "Hello"}]

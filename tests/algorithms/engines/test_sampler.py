@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agentrl.algorithms.engines.embedded.sampler import BLOCK, likeliest, sample, uniforms
+from agentrl.algorithms.engines.embedded.engine import BLOCK, sample, top_logprobs, uniforms
 
 
 def draw(logits: torch.Tensor, n: int, **settings: float) -> tuple[np.ndarray, np.ndarray]:
@@ -46,7 +46,7 @@ def test_frequencies_follow_the_distribution(temperature: float) -> None:
     np.testing.assert_allclose(logprobs, np.log(expected[tokens]), atol=1e-5)
 
 
-def test_temperature_zero_takes_the_most_likely_token_and_scores_the_model() -> None:
+def test_temperature_zero_takes_the_most_likely_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     tokens, logprobs = draw(logits, 10, temperature=0.0)
     assert set(tokens) == {1}
@@ -132,6 +132,6 @@ def test_no_float64_of_the_vocabulary_is_made() -> None:
 def test_the_likeliest_tokens_have_the_log_probs_of_sampled_ones() -> None:
     logits, one = torch.randn(3, 1000), np.ones(3)
     tokens, logprobs = sample(logits, 0 * one, one, np.zeros(3, np.int64), 0.5 * one)
-    found = likeliest(logits, 0 * one, np.full(3, 2))
+    found = top_logprobs(logits, 0 * one, np.full(3, 2))
     assert [pairs[0][0] for pairs in found] == tokens.tolist()
     np.testing.assert_allclose([pairs[0][1] for pairs in found], logprobs.numpy(), atol=1e-6)

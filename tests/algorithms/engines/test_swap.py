@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.algorithms.engines.embedded.kv_cache import TokenUpdate
+from agentrl.algorithms.engines.embedded.attention import TokenUpdate
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
 from tests.algorithms.engines.test_engine import Desk, reference
@@ -100,7 +100,7 @@ def ask_many(desk: SwappingDesk, *swaps: int) -> list[tuple[Any, TokenUpdate]]:
     return [(call, desk.whole(call)) for call in calls]
 
 
-def test_every_log_prob_is_that_of_the_version_named_where_keys_are_recomputed(desks: Any) -> None:
+def test_with_recomputed_keys_log_probs_are_of_their_version(desks: Any) -> None:
     desk = desks(max_batch=6)
     answers = ask_many(desk, 5, 6, 20)
     for call, update in answers:
@@ -116,7 +116,7 @@ def test_every_log_prob_is_that_of_the_version_named_where_keys_are_recomputed(d
     assert any(update.spans == [(0, 3)] for _, update in answers)  # begun after all swaps
 
 
-def test_kept_keys_are_never_read_by_a_call_that_begins_under_newer_weights(desks: Any) -> None:
+def test_kept_keys_are_not_read_under_newer_weights(desks: Any) -> None:
     desk = desks(max_batch=6)
     desk.keep = True
     answers = ask_many(desk, 5, 20)
@@ -157,7 +157,7 @@ async def complete(
     return version, tokens, choices[-1].get("agentrl_spans")
 
 
-async def test_published_weights_reach_running_calls_and_no_call_is_lost(
+async def test_published_weights_reach_running_calls(
     tiny_model_dir: Path,
 ) -> None:
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
@@ -204,7 +204,7 @@ async def test_no_swap_is_waited_for_once_the_engine_is_closed(desks: Any) -> No
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_call_may_be_cancelled_before_its_keys_are_computed_again(desks: Any, keep: bool) -> None:
+def test_a_call_may_be_cancelled_before_keys_are_recomputed(desks: Any, keep: bool) -> None:
     desk = desks()
     desk.keep = keep
 

@@ -18,7 +18,7 @@ from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import Packing
 from agentrl.algorithms.objective.values import ValueTerms, value_terms
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
-from agentrl.errors import PolicyError
+from agentrl.core.errors import PolicyError
 from tests.algorithms.learners.test_learner import make_batch, psi_for
 
 Make = Callable[..., TorchLearner]
@@ -210,9 +210,7 @@ def test_a_resumed_critic_continues_bit_for_bit(make: Make, tmp_path: Path) -> N
         assert torch.equal(mine, theirs)
 
 
-def test_a_checkpoint_without_the_critic_is_refused_and_changes_nothing(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_the_critic_is_refused(make: Make, tmp_path: Path) -> None:
     learner, batch = make(torch.float32), make_batch()
     save_checkpoint(tmp_path / "here", learner, state={})
     (tmp_path / "here" / CRITIC).unlink()
@@ -227,7 +225,7 @@ def test_a_checkpoint_without_the_critic_is_refused_and_changes_nothing(
 def test_all_of_it_at_once(tiny_model_dir: Path, kind: str, dtype: torch.dtype) -> None:
     """Adapter, critic, recomputed layers and shared prefixes learn what each row by itself does,
     also after memory ran out: two steps, the second of which sees what the first has changed."""
-    from agentrl.algorithms.lora.adapters import LoraAdapters
+    from agentrl.algorithms.model.lora import LoraAdapters
 
     batch = make_batch()
 

@@ -23,8 +23,8 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import Pack, pack_rows
-from agentrl.errors import PolicyError, TrainingError
-from agentrl.types import Rollout, Transition
+from agentrl.core.errors import PolicyError, TrainingError
+from agentrl.core.types import Rollout, Transition
 from tests import factories
 
 VOCABULARY = 512
@@ -403,7 +403,7 @@ def test_an_error_that_is_not_about_memory_passes(
         learner.logprobs(make_batch())
 
 
-def test_log_probs_that_are_not_finite_change_nothing_and_ask_for_no_psi(
+def test_non_finite_log_probs_change_nothing(
     make_learner: MakeLearner,
 ) -> None:
     batch, learner = make_batch(), make_learner()

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from agentrl.algorithms.learners import optimizer
 from agentrl.algorithms.learners.optimizer import FILE, Optimizer
 from agentrl.algorithms.learners.torch import WeightCopy
-from agentrl.errors import PolicyError, TrainingError
+from agentrl.core.errors import PolicyError, TrainingError
 
 
 def make(dtype: torch.dtype = torch.bfloat16, **settings: object) -> Optimizer:
@@ -84,7 +84,7 @@ def test_what_was_saved_continues_bitwise(dtype: torch.dtype, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_weight_without_gradient_continues_and_later_begins_to_learn(
+def test_a_weight_without_gradient_may_begin_to_learn_later(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Such as a vision tower's in training on text. One that is not in the model is refused."""

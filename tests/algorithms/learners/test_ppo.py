@@ -23,9 +23,9 @@ from agentrl.algorithms.presets import registry
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
-from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.errors import TrainingError
-from agentrl.types import Group, Reward, Rollout
+from agentrl.core.config import AlgorithmConfig, RunConfig
+from agentrl.core.errors import TrainingError
+from agentrl.core.types import Group, Reward, Rollout
 from tests import factories
 from tests.algorithms.worlds import EVERY_OUTPUT
 
@@ -115,7 +115,7 @@ def test_the_catalogue_s_returns_reach_the_learner() -> None:
     assert psi[0] > psi[1] > psi[2]
 
 
-def test_minibatches_see_the_values_and_returns_of_the_whole_batch() -> None:
+def test_minibatches_see_values_and_returns_of_the_batch() -> None:
     whole, cut = Recorder(VALUES), Recorder(VALUES)
     updater(whole).update(0, example())
     updater(cut, minibatches=2, epochs=2).update(0, example())
@@ -183,7 +183,7 @@ def test_the_reference_reaches_loss_and_reward() -> None:
 
 
 def test_a_reward_model_s_rewards_are_credited() -> None:
-    from agentrl.algorithms.reward_models.scorers import RewardModel
+    from agentrl.algorithms.reward_models import RewardModel
 
     def count(calls: object) -> Tensor:
         return torch.tensor([float(len(call.completion)) for call in calls])  # type: ignore[attr-defined]
@@ -271,7 +271,7 @@ def test_ppo_learns_a_bandit_and_its_values(tiny_model_dir: Path, critic: str) -
 def test_a_resumed_run_continues_bit_for_bit(
     tiny_model_dir: Path, tmp_path: Path, critic: str
 ) -> None:
-    from agentrl.algorithms.kl_target.training import AdaptiveControl, KlController
+    from agentrl.algorithms.train.kl_target import AdaptiveControl, KlController
 
     def start(learner: TorchLearner) -> Updater:
         kl = KlController(0.1, 0.01, 100)

@@ -16,25 +16,27 @@ from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective.core import kl_to_reference
 from agentrl.algorithms.objective.values import value_terms
 from agentrl.algorithms.presets import registry
-from agentrl.errors import ConfigError, PolicyError
-from agentrl.types import POLICY
+from agentrl.core.errors import ConfigError, PolicyError
+from agentrl.core.types import POLICY
 from tests.algorithms.learners.test_learner import make_batch, psi_for
 from tests.algorithms.worlds import EVERY_OUTPUT
 from tests.factories import config
 
+OWN = ("old", "sampler", "reference", "top_tokens", "entropy", "observations")
 
-def learner_with(directory: Path, every: int = 0) -> TorchLearner:
+
+def learner_with(directory: Path, every: int = 0, mix: float = 1.0) -> TorchLearner:
     model, tokenizer = load_model(directory, device="cpu")
     frozen = load_auxiliary("reference.model", str(directory), model, tokenizer)
     return TorchLearner(
-        model, tokenizer, threads=1, frozen={"reference": Reference(frozen, model, every)}
+        model, tokenizer, threads=1, frozen={"reference": Reference(frozen, model, every, mix)}
     )
 
 
 def test_the_reference_stays_where_the_policy_began(tiny_model_dir: Path) -> None:
     learner, batch = learner_with(tiny_model_dir), make_batch()
     start = learner.logprobs(batch)
-    assert learner.supplies == {"old", "sampler", "reference", "top_tokens", "entropy"}
+    assert learner.supplies == set(OWN)
     torch.testing.assert_close(learner.logprobs(batch, "reference"), start)
     learner.step(batch, psi_for(batch), lr=1e-2)
     learner.frozen["reference"].finish(0)
@@ -65,6 +67,25 @@ def test_a_reference_follows_the_policy_every_so_many_steps(
     (tmp_path / REFERENCE).write_bytes(b"half")
     with pytest.raises(PolicyError, match=r"reference\.safetensors is missing or incomplete"):
         resumed.load(tmp_path)
+
+
+def test_a_reference_may_be_a_moving_average_of_the_policy(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    learner, batch = learner_with(tiny_model_dir, every=1, mix=0.25), make_batch()
+    reference = learner.frozen["reference"]
+    average = [p.detach().clone() for p in reference.model.parameters()]
+    for step in range(2):
+        learner.step(batch, psi_for(batch), lr=1e-2)
+        reference.finish(step)
+        now = list(learner.model.parameters())
+        average = [0.75 * old + 0.25 * new for old, new in zip(average, now, strict=True)]
+        for found, expected in zip(reference.model.parameters(), average, strict=True):
+            torch.testing.assert_close(found, expected)
+    learner.save(tmp_path)
+    resumed = learner_with(tiny_model_dir, every=1, mix=0.25)
+    resumed.load(tmp_path)
+    assert torch.equal(resumed.logprobs(batch, "reference"), learner.logprobs(batch, "reference"))
 
 
 def test_a_reference_that_stays_is_not_in_the_checkpoint(
@@ -119,23 +140,9 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
 
 
 def test_streams_are_those_that_the_run_file_configures() -> None:
-    assert factory.available_streams(config()) == {
-        "old",
-        "sampler",
-        "reference",
-        "top_tokens",
-        "entropy",
-    }
+    assert factory.available_streams(config()) == set(OWN)
     everything = config(critic={"model": "shared"}, teacher={"model": "x"})
-    assert factory.available_streams(everything) == {
-        "old",
-        "sampler",
-        "reference",
-        "teacher",
-        "values",
-        "top_tokens",
-        "entropy",
-    }
+    assert factory.available_streams(everything) == {*OWN, "teacher", "values"}
     with pytest.raises(ConfigError, match=r"set critic\.model"):
         registry.make("ppo", {}, streams=factory.available_streams(config()))
 
@@ -145,16 +152,16 @@ def test_streams_are_those_that_the_run_file_configures() -> None:
     [
         ("grpo", {"critic": {"model": "shared"}}, "critic.model is set, .* reads no values"),
         ("grpo", {"critic": {"lr": 0.1}}, "critic.lr is set, and there is no critic.model"),
-        (
-            "ppo",
-            {"critic": {"model": "copy", "coefficient": 1.0}},
-            "critic.coefficient is set, and has no effect",
-        ),
         ("grpo", {"reference": {"every": 3}}, "reference.every is set, .* no penalty towards"),
         (
             "ppo+kl",
             {"critic": {"model": "shared"}, "reference": {"kl_horizon": 5}},
             "reference.kl_horizon is set, and there is no reference.target_kl",
+        ),
+        (
+            "ppo+kl",
+            {"critic": {"model": "shared"}, "reference": {"mix": 0.5}},
+            "reference.mix is set, and there is no reference.every",
         ),
         ("grpo", {"teacher": {"model": "x"}}, "teacher.model is set, .* reads no teacher"),
     ],
@@ -169,7 +176,7 @@ def test_what_could_not_matter_is_refused(
 
 
 def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Path) -> None:
-    from agentrl.algorithms.lora.adapters import LoraAdapters
+    from agentrl.algorithms.model.lora import LoraAdapters
 
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
     batch = make_batch()
@@ -181,7 +188,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
     assert factory.make_frozen_models(settings, algo, model, tokenizer, str(tiny_model_dir)) == {}
     critic = ValueModel(model, lr=1e-2)
     learner = TorchLearner(model, tokenizer, adapters=adapters, critic=critic, threads=1)
-    assert learner.supplies == {"old", "sampler", "reference", "values", "top_tokens", "entropy"}
+    assert learner.supplies == {*OWN, "values"}
     for _ in range(2):
         terms = value_terms(start.double(), learner.values(batch), clip=0.2)
         learner.step(batch, psi_for(batch), lr=1e-2, critic=terms)
@@ -196,7 +203,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
 def test_settings_that_matter_pass() -> None:
     algo = registry.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     sections = {
-        "critic": {"model": "shared", "coefficient": 1.0, "lr": 0.1},
+        "critic": {"model": "shared", "lr": 0.1},
         "reference": {"every": 3, "target_kl": 0.1, "kl_horizon": 5},
     }
     factory.refuse_unused_settings(config(**sections), algo)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from agentrl.algorithms.model import cpu_threads
-from agentrl.algorithms.model.cpu_threads import (
+from agentrl.algorithms.model import lm_head
+from agentrl.algorithms.model.lm_head import (
     CALLS_BETWEEN_TRIALS,
     PAIRS_PER_TRIAL,
     ThreadTuner,
@@ -20,12 +20,12 @@ from agentrl.algorithms.model.cpu_threads import (
     sampling_threads,
     thread_tuner,
 )
-from agentrl.base.processes import environment
+from agentrl.core.processes import environment
 
 STEP = """
 import hashlib, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from agentrl.algorithms.model.cpu_threads import computing_with
+from agentrl.algorithms.model.lm_head import computing_with
 torch.manual_seed(0)
 config = LlamaConfig(vocab_size=1024, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
                      num_attention_heads=4, num_key_value_heads=2)
@@ -106,7 +106,7 @@ def test_nothing_is_tried_where_the_numbers_would_depend_on_it(
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert thread_tuner(1000, "it", otherwise=3) == ThreadTuner(4, 4, "it")
-    assert thread_tuner(cpu_threads.SMALL_MODEL + 1, "it", otherwise=3) == ThreadTuner(3)
+    assert thread_tuner(lm_head.SMALL_MODEL + 1, "it", otherwise=3) == ThreadTuner(3)
     machine = Machine({3: 1.0})
     assert (
         machine.work(ThreadTuner(3, clock=machine.clock), 2 * CALLS_BETWEEN_TRIALS)
@@ -121,12 +121,12 @@ def test_the_largest_power_of_two(cores: int, power: int) -> None:
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch multiplies without MKL")
 @pytest.mark.parametrize(("cores", "number"), [(1, 1), (2, 2), (3, 2), (8, 8), (96, 8)])
-def test_a_real_model_samples_with_the_cores_and_a_tiny_one_with_one(
+def test_a_tiny_model_samples_with_one_core(
     monkeypatch: pytest.MonkeyPatch, cores: int, number: int
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert sampling_threads(cpu_threads.SMALL_MODEL) == 1
-    assert sampling_threads(cpu_threads.SMALL_MODEL + 1) == number
+    assert sampling_threads(lm_head.SMALL_MODEL) == 1
+    assert sampling_threads(lm_head.SMALL_MODEL + 1) == number
 
 
 def test_a_child_computes_the_same_bits_with_any_power_of_two() -> None:

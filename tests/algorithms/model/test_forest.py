@@ -44,7 +44,7 @@ def test_in_depth_first_order_nothing_shared_is_apart(found: list[Ids]) -> None:
 
 
 @given(sequences)
-def test_each_distinct_prefix_is_one_node_that_its_extensions_see(found: list[Ids]) -> None:
+def test_each_distinct_prefix_is_one_node(found: list[Ids]) -> None:
     found, shared = in_order(found)
     forest = build_forest(found, shared)
     names = {}
@@ -78,9 +78,7 @@ def fits(part: list[Ids], budget: int) -> bool:
 
 @given(sequences.filter(len), budgets)
 @settings(deadline=None)
-def test_a_cut_computes_as_little_again_as_any_and_then_makes_as_few_parts(
-    found: list[Ids], budget: int
-) -> None:
+def test_a_cut_recomputes_least_then_makes_fewest_parts(found: list[Ids], budget: int) -> None:
     found, shared = in_order(found)
     ranges = token_budget_ranges(np.array([len(each) for each in found]), shared, budget)
     assert [k for start, stop in ranges for k in range(start, stop)] == list(range(len(found)))

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from agentrl.algorithms.data.batch import TokenRow
-from agentrl.algorithms.engines.embedded.plain import PlainForward
+from agentrl.algorithms.engines.embedded.engine import PlainForward
 from agentrl.algorithms.engines.embedded.proof import (
     ANSWER,
     prove_engine,
@@ -47,7 +47,7 @@ from agentrl.algorithms.model.scaled import (
     scaled_copy,
     soften,
 )
-from agentrl.errors import PolicyError
+from agentrl.core.errors import PolicyError
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -128,12 +128,12 @@ def test_layers_that_drop_the_plan_of_a_pack_are_found(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["doge", "glm_moe_dsa"])
-def test_a_model_that_reads_the_future_beyond_its_index_is_refused(kind: str) -> None:
+def test_a_model_that_reads_beyond_its_index_is_refused(kind: str) -> None:
     with pytest.raises(PolicyError, match="depend on the tokens after it"):
         check_model(network(kind))
 
 
-def test_a_model_that_reads_the_future_in_short_rows_alone_is_refused() -> None:
+def test_a_model_that_reads_ahead_in_short_rows_is_refused() -> None:
     """Doge has no causal mask within its window, and in longer rows none that a test would see."""
     shape = AutoConfig.for_model(
         "doge", **SHAPE | {"head_dim": 8}, keep_window_size=2048, num_experts=4,
@@ -150,14 +150,14 @@ def test_a_model_that_reads_the_future_in_short_rows_alone_is_refused() -> None:
     reason="transformers has no such classes, or computes them rightly",
 )
 @pytest.mark.parametrize("kind", ["nemotron_h", "zamba2"])
-def test_state_space_layers_that_read_ahead_name_the_version_that_does_not(kind: str) -> None:
+def test_state_space_layers_that_read_ahead_are_refused(kind: str) -> None:
     with pytest.raises(
         PolicyError, match=r"without the kernels of mamba_ssm.*install transformers"
     ):
         check_model(network(kind))
 
 
-def test_a_model_without_a_small_copy_is_computed_by_its_own_forward_pass(
+def test_a_model_without_a_small_copy_is_run_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*given: object) -> Any:
@@ -175,7 +175,7 @@ def test_a_model_without_a_small_copy_is_computed_by_its_own_forward_pass(
     assert "one at a time" in record.message
 
 
-def test_a_model_without_a_small_copy_is_refused_unless_its_own_values_can_be_trained(
+def test_a_model_without_a_small_copy_must_be_trainable_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A random one, one whose forward pass fails, and one that reads the future."""
@@ -205,7 +205,7 @@ def test_a_model_without_a_small_copy_is_refused_unless_its_own_values_can_be_tr
             prove(model)
 
 
-def test_a_projection_to_another_width_before_the_head_is_refused() -> None:
+def test_a_projection_before_the_head_is_refused() -> None:
     shape = AutoConfig.for_model(
         "rembert", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, input_embedding_size=16, output_embedding_size=16, is_decoder=True,
@@ -340,7 +340,7 @@ def test_a_call_with_a_cache_reads_every_token_once(kind: str) -> None:
     assert sizes[1:ANSWER] == [1] * (ANSWER - 1)  # of the first call, which runs alone
 
 
-def test_a_model_whose_forward_pass_takes_no_cache_is_not_sampled_with_one() -> None:
+def test_a_model_without_a_cache_is_sampled_without() -> None:
     class Whole(torch.nn.Module):
         def forward(self, input_ids: Tensor, use_cache: bool = False) -> None: ...
 

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agentrl.algorithms.model import lm_head
+from agentrl.algorithms.model import lm_head, products
 from agentrl.algorithms.model.lm_head import action_logprobs
 
 N, HIDDEN, VOCABULARY = 11, 6, 40
@@ -18,6 +18,7 @@ N, HIDDEN, VOCABULARY = 11, 6, 40
 @pytest.fixture(autouse=True)
 def four_rows_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_head, "MAX_LOGITS", 4 * VOCABULARY)
+    monkeypatch.setattr(products, "BLOCK", 4 * HIDDEN)
 
 
 def make_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +128,7 @@ def test_no_tensor_holds_more_than_a_chunk_of_logits(name: str) -> None:
     assert max(size for size in sizes.seen if size != weight) == 4 * VOCABULARY
 
 
-def test_the_gradient_of_a_narrow_weight_is_not_summed_in_a_wide_one() -> None:
+def test_a_narrow_weights_gradient_is_not_summed_in_a_wide_one() -> None:
     module, (hidden, tokens, temperature) = make_head().bfloat16(), make_inputs(torch.bfloat16)
     with Sizes() as sizes:
         logprobs, _ = action_logprobs(module, hidden, tokens, temperature)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentrl.algorithms.model.load import load_model
-from agentrl.errors import PolicyError
+from agentrl.core.errors import PolicyError
 from tests.benchmarks import model_classes
 
 
@@ -84,7 +84,7 @@ def test_a_checkpoint_without_some_of_its_weights_is_refused(
         load_model(without(untied, "model.embed_tokens.weight"), head=False)
 
 
-def test_a_decoder_that_could_not_be_loaded_again_is_refused_before_training(
+def test_a_decoder_that_cannot_be_reloaded_is_refused(
     tmp_path: Path,
 ) -> None:
     """Of Mllama transformers loads a decoder, and none from what `save_pretrained` writes of it."""

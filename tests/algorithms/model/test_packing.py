@@ -38,8 +38,8 @@ from agentrl.algorithms.model.forward import (
     whole_blocks,
 )
 from agentrl.algorithms.model.packing import Packing, pack_rows
-from agentrl.errors import PolicyError
-from agentrl.types import Sampling, Transition
+from agentrl.core.errors import PolicyError
+from agentrl.core.types import Sampling, Transition
 from tests import factories
 
 VOCABULARY = 32
@@ -219,7 +219,7 @@ def test_long_branches_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_models_without_tree_attention_compute_every_branch_alone(name: str) -> None:
+def test_without_tree_attention_branches_are_computed_alone(name: str) -> None:
     check_exact(model_of(name), [calls_of(s, 5) for s in (1, 1, 2)], 40, 1e-5)
 
 
@@ -294,14 +294,14 @@ def row(tokens: list[int], actions: list[int]) -> TokenRow:
     return TokenRow(torch.tensor(tokens), torch.tensor(actions), -ones, ones, ones.long())
 
 
-def test_what_follows_the_last_action_and_that_action_are_left_out() -> None:
+def test_nothing_after_the_last_action_is_forwarded() -> None:
     (pack,) = pack_rows([row([5, 6, 7, 8, 9], [1, 3])], "rows", 100)
     assert pack.tokens.tolist() == [5, 6, 7]
     assert pack.states.tolist() == [0, 2]
     assert pack.actions.tolist() == [6, 8]
 
 
-def test_the_same_action_of_two_rollouts_is_one_token_and_trained_twice() -> None:
+def test_an_action_of_two_rollouts_is_one_token_trained_twice() -> None:
     rows = [row([1, 2, 3, 4], [1, 3]), row([1, 2, 3, 5], [1, 3])]
     (pack,) = pack_rows(rows, "trie", 100)
     assert pack.tokens.tolist() == [1, 2, 3]

@@ -15,13 +15,12 @@ from agentrl.algorithms.learners.auxiliary import Reference
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import Packing
-from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
-from agentrl.algorithms.objective.distill import TopKDistillation
+from agentrl.algorithms.objective.core import TopKDistillation, loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.train.step import Updater
-from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.errors import ConfigError
+from agentrl.core.config import AlgorithmConfig, RunConfig
+from agentrl.core.errors import ConfigError
 from tests.algorithms.learners.test_learner import make_batch
 from tests.algorithms.train.test_update import group
 
@@ -155,7 +154,7 @@ def test_updates_bring_the_policy_to_its_teacher(
     assert distance() < 0.95 * before
 
 
-def test_it_is_mixed_with_rewards_and_refused_beside_other_tokens() -> None:
+def test_it_is_mixed_with_rewards() -> None:
     mixed = make(
         "grpo+distill",
         {"distill_top": 4, "distill_beta": 0.5},

@@ -9,16 +9,16 @@ import torch
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.diagnostics.metrics import ratio_metrics
 from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.core import old_policy_share
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.objective.staleness import effective_share, old_policy_share
 from agentrl.algorithms.presets.registry import make
-from agentrl.algorithms.train.build import load_algorithm
+from agentrl.algorithms.train.metrics import ratio_metrics
+from agentrl.algorithms.train.stages import load_algorithm
 from agentrl.algorithms.train.step import Updater
-from agentrl.config import AlgorithmConfig, RunConfig, resolve
-from agentrl.errors import ConfigError
-from agentrl.types import Group
+from agentrl.core.config import AlgorithmConfig, RunConfig, resolve
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Group
 from tests.algorithms.train.test_update import Recorder, group
 
 
@@ -45,7 +45,7 @@ def update(step: int, *groups: Group, preset: str = "grpo+tis", **settings: Any)
         ({"preset": "cispo"}, r"max_staleness = 0.5: 'cispo' does not read .* add \+tis"),
         ({"preset": "opo"}, r"'opo' does not read the sampler's log-probs"),
         ({"preset": "reinforce+behaviour"}, r"\+behaviour changes token ratios"),
-        ({"preset": "dppo-topk+behaviour"}, r"\+behaviour changes token ratios"),
+        ({"preset": "dppo-topk+behaviour"}, "most probable tokens, of which"),
         ({"preset": "grpo+behaviour+tis"}, r"correct for the sampler twice"),
         (
             {
@@ -73,7 +73,7 @@ def test_a_critic_of_the_present_version_is_refused() -> None:
         load_algorithm(resolve(tables, source="test"))
 
 
-def test_an_older_token_is_withheld_and_its_reward_still_moves_the_baseline() -> None:
+def test_a_withheld_token_still_moves_the_baseline() -> None:
     fresh, old = group("a", 1.0, 0.0, 0.0), aged(group("a", 1.0, 0.0, 0.0), 4, 4, 1)
     whole, _ = update(4, aged(fresh, 4, 4, 4), max_staleness=2)
     learner, _ = update(4, old, max_staleness=2)
@@ -89,7 +89,7 @@ def test_an_older_token_is_withheld_and_its_reward_still_moves_the_baseline() ->
 
 
 def test_explain_tells_what_was_withheld() -> None:
-    from agentrl.algorithms.explain.explain import explain
+    from agentrl.explain import explain
 
     found = aged(group("a", 1.0, 0.0), 4, 1)
     weight = explain(make("grpo+tis", {}), [found], oldest=2).weight
@@ -109,7 +109,7 @@ def test_the_behaviour_ratio_is_clipped_against_the_sampler() -> None:
     assert (found[1] == 0).tolist() == [True, False, False, True]
 
 
-def test_the_old_policy_lies_between_sampler_and_present_one_by_versions() -> None:
+def test_the_old_policy_is_interpolated_by_versions() -> None:
     batch = build_batch([aged(group("a", 1.0, 0.0), 4, 1, spans=[(0, 1), (1, 3)])])
     share = old_policy_share(batch.lag(4))
     assert share.tolist() == pytest.approx([1, 1, 2 / 3, 0])
@@ -127,20 +127,6 @@ def test_the_old_policy_is_not_computed_where_versions_tell_it() -> None:
     exact, _ = update(0, found, preset="grpo+decoupled", epochs=2)
     assert [batch.n_tokens for batch in learner.batches] == [4, 4]
     assert torch.equal(learner.coefficients[0], exact.coefficients[0])  # at lag 0
-
-
-def test_the_learning_rate_falls_with_the_effective_sample_size() -> None:
-    learner = Recorder()
-    found = group("a", 1.0, 0.0)
-    config = RunConfig(steps=9, algorithm=AlgorithmConfig(lr=1.0, ess_for_full_lr=0.8))
-    one = Updater(config, make("grpo+tis", {}), learner)
-    one.update(0, [found])
-    assert learner.rates == [1.0]
-    spread = torch.tensor([3.0, 0.0, 0.0, 0.0])
-    learner.logprobs = lambda batch: batch.behaviour + spread  # type: ignore[method-assign]
-    measured = one.update(1, [found])
-    assert measured["lr"] == pytest.approx(effective_share(spread.double().exp()) / 0.8)
-    assert learner.rates[1] == measured["lr"] < 0.5
 
 
 def test_metrics_by_lag() -> None:

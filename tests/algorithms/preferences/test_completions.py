@@ -15,7 +15,6 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.diagnostics.metrics import optimizer_step
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
@@ -23,10 +22,11 @@ from agentrl.algorithms.model.packing import pack_rows
 from agentrl.algorithms.objective.core import Algo, loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.preferences.completions import MISMATCHED, WEIGHT, with_mismatched
-from agentrl.algorithms.preferences.pairing import choose_pairs
+from agentrl.algorithms.preferences.draft import choose_pairs
 from agentrl.algorithms.presets.registry import make
-from agentrl.errors import ConfigError, TrainingError
-from agentrl.types import Group, Reward
+from agentrl.algorithms.train.metrics import optimizer_step
+from agentrl.core.errors import TrainingError
+from agentrl.core.types import Group, Reward
 from tests import factories
 from tests.factories import call
 
@@ -82,11 +82,33 @@ class One:
         self.S, self.q, self.n, self.h = p.sum(), q.sum(), len(p), (p - q).sum()
 
 
+def odds(mean: Tensor) -> Tensor:
+    return mean - torch.log(1 - torch.exp(mean))
+
+
+def exo(x: Tensor, e: float) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * torch.log(s / (1 - e)) + (1 - s) * torch.log((1 - s) / e)
+
+
 PUBLISHED: dict[str, Callable[[One, One], Tensor]] = {
     "dpo": lambda w, l: -log_s(0.1 * d(w, l)),
-    "kto": lambda w, l: w.S * math.nan,
-    "grpo+pairs": lambda w, l: w.S * math.nan,
+    "cdpo": lambda w, l: -0.9 * log_s(0.1 * d(w, l)) - 0.1 * log_s(-0.1 * d(w, l)),
+    "robust": lambda w, l: (-0.9 * log_s(0.1 * d(w, l)) + 0.1 * log_s(-0.1 * d(w, l))) / 0.8,
+    "ipo": lambda w, l: (w.h / w.n - l.h / l.n - 5.0) ** 2,
+    "hinge": lambda w, l: torch.clamp(1 - 0.1 * d(w, l), min=0),
+    "simpo": lambda w, l: -log_s(2.0 * (w.S / w.n - l.S / l.n) - 1.0),
+    "cpo": lambda w, l: -log_s(0.1 * (w.S - l.S)),
+    "orpo": lambda w, l: -0.1 * log_s(odds(w.S / w.n) - odds(l.S / l.n)),
+    "apo-zero": lambda w, l: 1 - torch.sigmoid(0.1 * w.h) + torch.sigmoid(0.1 * l.h),
+    "apo-down": lambda w, l: torch.sigmoid(0.1 * w.h) + 1 - torch.sigmoid(0.1 * d(w, l)),
+    "nca": lambda w, l: -log_s(0.1 * w.h) - 0.5 * log_s(-0.1 * w.h) - 0.5 * log_s(-0.1 * l.h),
+    "bco": lambda w, l: -log_s(0.1 * w.h) - log_s(-0.1 * l.h),
+    "exo": lambda w, l: exo(0.1 * d(w, l), 1e-3),
+    "sppo": lambda w, l: (w.h - 5.0) ** 2 + (l.h + 5.0) ** 2,
+    "dpo+nll": lambda w, l: -log_s(0.1 * d(w, l)),
 }
+IMITATES = {"cpo": 1.0, "orpo": 1.0, "dpo+nll": 1.0}
 
 
 def build(name: str, **options: Any) -> Algo:
@@ -107,22 +129,28 @@ def one_by_one(batch: Batch, p: Tensor, q: Tensor) -> list[tuple[One, One]]:
     ]
 
 
-def test_psi_is_minus_the_gradient_of_the_formula() -> None:
-    psi_is_minus_the_gradient_of("dpo", PUBLISHED["dpo"])
-
-
-def psi_is_minus_the_gradient_of(
-    name: str, formula: Callable[[One, One], Tensor], imitated: float = 0.0
-) -> None:
-    """imitated: the weight of the better ones' likelihood."""
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_psi_is_minus_the_gradient_of_the_formula(name: str) -> None:
     batch = batch_of(pairs())
     p, q = columns(batch)
     leaf = p.clone().requires_grad_()
     sides = one_by_one(batch, leaf, q)
-    loss = sum(formula(w, l) for w, l in sides) / len(sides)
-    loss = loss - imitated * sum(w.S for w, _ in sides) / sum(w.n for w, _ in sides)
-    (gradient,) = torch.autograd.grad(loss, leaf)
+    loss = sum(PUBLISHED[name](w, l) for w, l in sides) / len(sides)
+    imitated = sum(w.S for w, _ in sides) / sum(w.n for w, _ in sides)
+    (gradient,) = torch.autograd.grad(loss - IMITATES.get(name, 0.0) * imitated, leaf)
     assert torch.allclose(current(build(name), batch, p, q), -gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_aot_compares_sorted_margins_of_all_pairs() -> None:
+    batch = batch_of(pairs(4))
+    p, q = columns(batch)
+    leaf = p.clone().requires_grad_()
+    sides = one_by_one(batch, leaf, q)
+    now = sorted((w.S - l.S for w, l in sides), key=lambda x: float(x.detach()))
+    then = sorted((w.q - l.q for w, l in sides), key=lambda x: float(x.detach()))
+    loss = sum(-log_s(0.1 * (a - b)) for a, b in zip(now, then, strict=True)) / 4
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    assert torch.allclose(current(build("aot"), batch, p, q), -gradient, rtol=1e-9)
 
 
 @pytest.mark.parametrize("closer", [1.0, -1.0])
@@ -144,7 +172,7 @@ def test_kto_reads_the_kl_of_completions_of_other_prompts(closer: float) -> None
     assert torch.allclose(found, -gradient, rtol=1e-9, atol=1e-12)
 
 
-def test_a_mismatched_rollout_says_behind_its_prompt_what_the_one_before_said() -> None:
+def test_a_mismatched_rollout_has_the_completion_before_it() -> None:
     (group,) = with_mismatched(pairs(1))
     own, other, _, moved = group.rollouts
     first, second = other.transitions
@@ -176,6 +204,13 @@ def test_a_loss_of_pairs_adds_to_kl_and_to_a_policy_gradient() -> None:
     assert penalty.abs().sum() > 0
 
 
+def test_pairs_are_ranked_by_the_reward_of_the_host() -> None:
+    assert build("grpo+pairs", reward="style").side.reward == "style"
+    assert build("prime+pairs", reward="style").side.reward == "style"
+    assert build("marti+pairs").side.reward == "outcome"  # not by marti's reward of calls
+    assert build("grpo+pairs+nll").side.nll == 1.0
+
+
 def test_ties_are_no_pairs() -> None:
     groups = pairs(2)
     groups[1].rollouts[1].rewards[:] = groups[1].rollouts[0].rewards
@@ -198,20 +233,6 @@ def test_the_pairs_of_a_group() -> None:
     drawn = {choose_pairs(values, "best-of", 0.1, 0, str(seed))[:1] == [] for seed in range(9)}
     assert drawn == {False, True}  # the other best is a tie
     assert choose_pairs([1.0], "all", 0.0, 0, "x") == []
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("dpo", {"label_smoothing": 0.1}, "no option of 'dpo'"),
-        ("dpo+pairs", {}, "to a preset without"),
-        ("grpo+pairs", {"pairs_loss": "kto"}, "adds one of dpo"),
-        ("kto", {"how": "all"}, "no option of 'kto'"),
-    ],
-)
-def test_an_option_that_nothing_reads_is_refused(name: str, options: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build(name, **options)
 
 
 # -- packs and learners ----------------------------------------------------------------------------
@@ -239,20 +260,18 @@ def gradients(learner: TorchLearner, name: str, budget: int) -> tuple[dict[str, 
     q = learner.logprobs(batch).double() + 0.1 * noise
     terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
     learner.token_budget = budget
-    report = learner._backward(batch, lambda p, i: loss_coefficients(algo, terms, p, i), None, None)
+    report = learner._backward(
+        batch, lambda p, i: loss_coefficients(algo, terms, p, i), None, None, None
+    )
     found = {n: x.grad.clone() for n, x in learner.model.named_parameters() if x.grad is not None}
     learner._zero_grad()
     return found, report.logprobs
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", ["dpo", "kto", "aot", "simpo"])
 def test_the_gradient_does_not_depend_on_how_rows_are_packed(
     name: str, tiny_llama_dir: Path
 ) -> None:
-    packs_do_not_change_the_gradient(name, tiny_llama_dir)
-
-
-def packs_do_not_change_the_gradient(name: str, tiny_llama_dir: Path) -> None:
     """Packs of whole pairs, and budgets below a pair, where psi is computed first."""
     learner = TorchLearner(*load_model(tiny_llama_dir, device="cpu"), threads=1)
     whole, _ = gradients(learner, name, 10**6)

@@ -12,11 +12,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from agentrl.algorithms.preferences.command import data
 from agentrl.algorithms.preferences.draft import Draft
-from agentrl.algorithms.preferences.files import export_rows
-from agentrl.algorithms.preferences.formats import add_row
-from agentrl.errors import ConfigError, NotFound
+from agentrl.algorithms.preferences.formats import add_row, export_rows
+from agentrl.cli.data import data
+from agentrl.core.errors import ConfigError, NotFound
 from agentrl.store import Store, open_store
 from agentrl.store.records import Item
 
@@ -125,7 +124,7 @@ async def test_every_value_of_a_row_is_usable_or_named(draft: Draft, name: str) 
         ({"messages": ["6 * 7?"]}, r"messages\[0\] is '6 \* 7\?', not a message"),
         (
             {"conversations": [{"from": "me", "value": "a"}]},
-            r"\S+\[0\]: from 'me' is no known role",
+            r"\S+\[0\]: from 'me' is not a known role",
         ),
         (ROWS["pair"] | {"chosen": 42}, "chosen: 42 is neither text nor messages"),
         (ROWS["rated"] | {"score_chosen": "high"}, "score_chosen: 'high' is neither a number"),

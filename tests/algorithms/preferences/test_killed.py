@@ -15,9 +15,9 @@ from tests.algorithms.preferences.test_mining import play
 
 CHILD = """
 import os, signal, sys
-from agentrl.algorithms.preferences.command import data
+from agentrl.cli.data import data
 from agentrl.algorithms.preferences import draft
-from agentrl.store.sqlite.store import SqliteStore
+from agentrl.store.sqlite import SqliteStore
 
 draft.ROWS_PER_CALL, left = 4, int(sys.argv.pop(1))
 for verb in ("draft_dataset", "add_items", "commit_dataset"):

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from agentrl.algorithms.preferences.command import data
+from agentrl.cli.data import data
+from agentrl.core.types import Branch, NewRollout, Outcome, Reward, Scope
 from agentrl.store import Store, open_store
 from agentrl.store.records import Item
-from agentrl.types import Branch, NewRollout, Outcome, Reward, Scope
 from tests import factories
 
 
@@ -99,6 +99,26 @@ async def test_pairs_of_rollouts(url):
     assert "the store has run" in command(url, "mine", "pairs", "--run", "no", fails=True)
 
 
+@pytest.mark.parametrize(
+    ("how", "option"),
+    [
+        ("label", ("--least", "0.5")),
+        ("mc", ("--per-group", "0")),
+        ("demonstration", ("--least", "0.0")),
+        ("extremes", ("--threshold", "0.5")),
+        ("expert", ("--threshold", "0.9", "--expert", "other")),
+    ],
+)
+async def test_an_option_without_effect_is_refused(url, how, option):
+    """Also one that is given its default value."""
+    async with open_store(str(url)) as store:
+        await play(store, "g", {"a": (1.0, [[5]]), "b": (0.0, [[6]])})
+    said = command(url, "mine", "x", "--run", "run", "--how", how, *option, fails=True)
+    assert f"{option[0]} has no effect with --how {how}" in said
+    async with open_store(str(url)) as store:
+        assert await store.datasets("x") == []
+
+
 async def test_the_same_is_found_once_and_contradictions_are_dropped(url):
     async with open_store(str(url)) as store:
         for group in ("g1", "g2"):
@@ -138,21 +158,22 @@ async def test_an_expert_of_another_run(url):
         await play(store, "t", {"a": (0.0, [[5]]), "b": (1.0, [[6]])})
     async with open_store(str(url)) as store:
         await store.open_run("teacher", {})
-        await store.enqueue(
-            [NewRollout(id="x", run="teacher", group="x", index=0, task={"input": "t"})]
+        asked = [NewRollout(id="x", run="teacher", group="x", index=0, task={"input": "t"})]
+        await factories.play(
+            store,
+            asked,
+            lambda attempt: (
+                [factories.call("x/0", [1, 2], [8], attempt=attempt.id)],
+                {"rewards": [Reward(value=1.0)]},
+            ),
         )
-        (attempt,) = await store.claim(1, runner="r", lease=9.0, run="teacher")
-        call = factories.call("x/0", [1, 2], [8], attempt=attempt.id)
-        await store.add_transitions([call])
-        done = Outcome(attempt=attempt.id, fence=attempt.fence, rewards=[Reward(value=1.0)])
-        await store.finish([done])
     command(url, "mine", "pairs", "--run", "run", "--how", "expert", "--expert", "teacher")
     assert sources(await items(url)) == ["x a"]
     command(
         url, "mine", "gap", "--run", "run", "--how", "expert", "--expert", "teacher",
         "--least", "1",
     )  # fmt: skip
-    assert "goes with" in command(
+    assert "needs --expert RUN" in command(
         url, "mine", "pairs", "--run", "run", "--how", "expert", fails=True
     )
 
@@ -181,10 +202,10 @@ async def test_calls_of_one_prompt_are_worth_the_mean_of_what_follows(url):
     assert [list(call.completion) for call in sides[found[0].chosen]] == [[6]]
     command(url, "mine", "pairs", "--run", "run", "--how", "turn", "--least", "0.5")
     assert sources(await items(url)) == ["a e", "a d", "a b", "b d"]
-    command(url, "label", "steps", "--run", "run", "--how", "mc")
+    command(url, "mine", "steps", "--run", "run", "--how", "mc")
     steps = {item.source: item.steps for item in await items(url, "steps")}
     assert steps == {"a": [0.5, 1.0], "e": [0.0, 0.0]}
-    command(url, "label", "labels", "--run", "run", "--threshold", "0.9")
+    command(url, "mine", "labels", "--run", "run", "--how", "label", "--threshold", "0.9")
     labels = {item.source: item.label for item in await items(url, "labels")}
     assert labels == {"a": 1.0, "b": 0.0, "d": 0.0, "e": 0.0} | (
         {"c": 1.0} if "c" in labels else {}
@@ -207,7 +228,7 @@ async def test_freeze_lets_a_prune_remove_the_rollouts(url, tmp_path):
 
         await store.commit_step(factories.commit(0, ["g"], run="run", epoch=state.epoch))
         assert (await store.prune(keep_last=0)).rollouts == 0
-        command(url, "freeze", "pairs")
+        command(url, "mine", "pairs", "--run", "run", "--freeze")
         assert (await store.prune(keep_last=0)).rollouts == 2
     command(url, "export", "pairs", str(tmp_path / "new" / "out.jsonl"))
     (row,) = map(msgspec.json.decode, (tmp_path / "new" / "out.jsonl").read_text().splitlines())

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.algorithms.preferences.collector import step_items
-from agentrl.algorithms.preferences.pin import pin_dataset
-from agentrl.algorithms.train import main
-from agentrl.algorithms.train.build import load_algorithm
-from agentrl.config import RunConfig, resolve
-from agentrl.errors import ConfigError
+from agentrl.algorithms.preferences.draft import pin_dataset
+from agentrl.algorithms.train import main, stages
+from agentrl.algorithms.train.stages import load_algorithm
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Transition, int32
 from agentrl.store import open_store
 from agentrl.store.records import Item, Side, digest_of
-from agentrl.types import Transition, int32
 from tests import factories
 
 
@@ -66,9 +66,9 @@ def weights(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
 
 async def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path, tiny_llama_dir, monkeypatch):
     loaded = []
-    real = main.build.factory.load_auxiliary
+    real = stages.factory.load_auxiliary
     monkeypatch.setattr(
-        main.build.factory, "load_auxiliary", lambda *a, **k: loaded.append(a) or real(*a, **k)
+        stages.factory, "load_auxiliary", lambda *a, **k: loaded.append(a) or real(*a, **k)
     )
     whole, parts = (settings(tmp_path / name, tiny_llama_dir) for name in ("whole", "parts"))
     for config in (whole, parts):

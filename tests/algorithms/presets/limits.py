@@ -13,10 +13,15 @@ from math import prod
 
 import torch
 
-from agentrl.algorithms.multiagent.coma import CriticTraining, Kind, TeamCritic, TeamShape
-from agentrl.algorithms.multiagent.episodes import TeamEpisode
+from agentrl.algorithms.presets.multiagent import (
+    CriticKind,
+    CriticTraining,
+    TeamCritic,
+    TeamEpisode,
+    TeamShape,
+)
 from agentrl.algorithms.presets.registry import make
-from agentrl.algorithms.replays.coalitions import Coalition, shapley
+from agentrl.algorithms.team_rewards import Coalition, shapley
 from tests.algorithms.worlds import Call, Play, world
 
 RARE = 0.1  # how often a rollout succeeds, in `highest`
@@ -131,7 +136,7 @@ def summed() -> dict[str, float]:
     return {name: float(q[0, 0] - q[0].mean()) for name, q in told.items()}
 
 
-def learned(kind: Kind) -> float:
+def learned(kind: CriticKind) -> float:
     """The same by a critic that learns from every joint action."""
     one = torch.ones(1, 2, 1), torch.ones(1, 1)
     played = [

@@ -15,15 +15,15 @@ import pytest
 from msgspec.structs import replace
 
 import agentrl.algorithms
-from agentrl.algorithms.explain.explain import explain
 from agentrl.algorithms.presets.registry import make
-from agentrl.algorithms.replays.counterfactuals import (
+from agentrl.algorithms.sampling.replays import (
     RoleRewards,
     check_counterfactuals,
     coalition_formula,
 )
-from agentrl.config import resolve
-from agentrl.types import POLICY, Branch, Group, Reward, Rollout, Scope
+from agentrl.core.config import resolve
+from agentrl.core.types import POLICY, Branch, Group, Reward, Rollout, Scope
+from agentrl.explain import explain
 from tests import factories
 from tests.algorithms.presets.limits import learned, limits, summed
 
@@ -120,7 +120,7 @@ def test_the_limits_are_what_enumeration_gives() -> None:
     assert [row for row in rows if row not in page] == []
 
 
-def test_a_trained_qmix_critic_sees_no_more_of_a_game_that_is_not_monotone() -> None:
+def test_a_qmix_critic_cannot_learn_a_non_monotone_game() -> None:
     assert abs(learned("qmix")) < 1 < summed()["exact"]
 
 

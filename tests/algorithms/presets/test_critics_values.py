@@ -13,10 +13,10 @@ from agentrl.algorithms.credit.core import CriticValues, Gae, TokenKLPenalty, We
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as targets
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.ratios import LearnerOutput
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import registry
-from agentrl.algorithms.presets.registry import LearnerOutput
-from agentrl.errors import TrainingError
+from agentrl.core.errors import TrainingError
 from tests.algorithms.worlds import NAN, Call, Play, world
 
 EVERY: tuple[LearnerOutput, ...] = ("old", "sampler", "reference", "values")
@@ -26,7 +26,7 @@ def known(x: Tensor) -> list[float | None]:
     return [None if math.isnan(value) else round(value, 9) for value in x.tolist()]
 
 
-def test_token_returns_are_those_of_the_catalogue_before_whitening() -> None:
+def test_token_returns_are_those_of_the_catalogue() -> None:
     # A2: r = [0, 0, 1], V = [.5, .6, .7], gamma 1, lambda .95.
     batch = world(Play([Call(tokens=3)], outcome=1.0), values=[0.5, 0.6, 0.7])
     algo = registry.make("ppo", {}, streams=EVERY)
@@ -35,7 +35,7 @@ def test_token_returns_are_those_of_the_catalogue_before_whitening() -> None:
     assert known(objective.compute_advantages(algo, batch)) != [0.46575, 0.385, 0.3]
 
 
-def test_step_returns_are_learned_at_the_first_token_of_each_call() -> None:
+def test_step_returns_are_learned_at_first_tokens() -> None:
     # D1: r = [0, 1], V = [.4, .5], gamma .9, lambda .8; later tokens' values are nobody's.
     play = Play([Call(tokens=2), Call(tokens=3)], outcome=1.0)
     batch = world(play, values=[0.4, 9.0, 0.5, 9.0, 9.0])
@@ -82,7 +82,7 @@ PPOS = ("ppo", "agent-r1", "turn-ppo", "pspo", "ragen")
 
 
 @pytest.mark.parametrize("name", PPOS)
-def test_a_critic_comes_to_the_reward_of_rollouts_that_were_cut_off(name: str) -> None:
+def test_a_critic_learns_the_reward_of_truncated_rollouts(name: str) -> None:
     """Every rollout is worth 1, whatever ended it. A value on top of the reward would be a target
     that runs away from what learns it."""
     algo, values = registry.make(name, {}, streams=EVERY), [0.0] * 3
@@ -96,9 +96,7 @@ def test_a_critic_comes_to_the_reward_of_rollouts_that_were_cut_off(name: str) -
 
 @pytest.mark.parametrize("truncated", [True, False])
 @pytest.mark.parametrize("name", ["ppo", "agent-r1", "ragen"])
-def test_without_discount_an_advantage_is_the_outcome_minus_the_value(
-    name: str, truncated: bool
-) -> None:
+def test_undiscounted_an_advantage_is_outcome_minus_value(name: str, truncated: bool) -> None:
     options = {"lam": 1.0, "gamma": 1.0} | ({"gamma_high": 1.0} if name == "ragen" else {})
     algo = registry.make(name, options, streams=EVERY)
     values = [0.3, 0.7, 0.2, 0.9]
@@ -119,7 +117,7 @@ def test_a_value_stands_for_the_reward_that_a_cut_left_out(name: str) -> None:
     assert known(targets.returns(algo, batch)) == [0.7, 0.7, None, None, 1.0]
 
 
-def test_a_price_of_tokens_is_not_paid_again_by_the_value_that_has_it_in_it() -> None:
+def test_a_token_cost_is_not_counted_twice_by_a_value() -> None:
     algo = registry.make("ppo", {"lam": 1.0, "kl_reward": 0.1}, streams=EVERY)
     batch = world(Play([Call(tokens=2, truncated=True)]), values=[0.2, 0.7])
     batch = dataclasses.replace(batch, reference=batch.behaviour.double() - 1)

@@ -84,7 +84,7 @@ def test_top_k_divergence_sees_what_the_sampled_token_does_not() -> None:
     assert near(DivergenceGate()(lr, up, logprobs), [1.1])
 
 
-def test_top_k_divergence_of_all_symbols_is_that_of_the_distributions() -> None:
+def test_top_k_divergence_of_all_symbols_is_exact() -> None:
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 50, 7, generator=draw, dtype=torch.float64)
     o_K, p_K = logits.log_softmax(-1)

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from agentrl.algorithms.credit.dump import CreditRecorder, load_dump, save_dump
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.diagnostics.bad_steps import Dump
-from agentrl.algorithms.diagnostics.metrics import ratio_metrics
-from agentrl.algorithms.explain.credit_records import CreditRecorder
-from agentrl.algorithms.explain.dump import load_dump, save_dump
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.lm_head import action_logprobs, other_logprobs, top_tokens
 from agentrl.algorithms.model.load import load_model
@@ -25,12 +22,14 @@ from agentrl.algorithms.model.packing import Packing
 from agentrl.algorithms.objective.core import compute_advantages, loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.registry import make
+from agentrl.algorithms.train.metrics import Dump, ratio_metrics
 from agentrl.algorithms.train.step import Updater
-from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.errors import ConfigError, TrainingError
+from agentrl.core.config import AlgorithmConfig, RunConfig
+from agentrl.core.errors import ConfigError, TrainingError
 from tests.algorithms.learners.test_learner import make_batch
 from tests.algorithms.model.test_lm_head import HEADS, make_inputs
 from tests.algorithms.train.test_update import Recorder, group
+from tests.algorithms.worlds import random_plays, world
 
 CASES: dict[str, dict[str, Any]] = {
     "dppo-topk": {"k": 3},
@@ -88,12 +87,10 @@ def published(batch: Batch, case: str, old: Tensor, now: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_psi_is_minus_the_gradient_of_the_published_loss(case: str) -> None:
-    from tests.algorithms.presets.padded import flat, padded
-
     algo = make(case.split()[0], CASES[case], streams=("old", "sampler", "top_tokens"))
     dropped = 0
     for seed in range(3):
-        batch = flat(padded(seed))
+        batch = world(*random_plays(seed))
         old, now = logits(batch, seed)
         ids, leaf = symbols(old, algo.symbols), now.clone().requires_grad_()
         o_NK = old.log_softmax(-1).gather(1, ids)
@@ -112,9 +109,7 @@ def test_psi_is_minus_the_gradient_of_the_published_loss(case: str) -> None:
 
 
 def test_the_first_step_needs_no_symbols_and_trusts_everything() -> None:
-    from tests.algorithms.presets.padded import flat, padded
-
-    batch = flat(padded(0))
+    batch = world(*random_plays(0))
     algo = make("dppo-topk", {}, streams=("old", "sampler", "top_tokens"))
     terms, p = loss_terms(algo, batch, GivenLogProbs(), fresh=True), batch.behaviour.double()
     assert torch.equal(
@@ -164,9 +159,7 @@ def test_a_small_vocabulary_is_all_symbols() -> None:
 
 
 @pytest.mark.parametrize("packing", ["rows", "trie"])
-def test_a_learner_gives_the_likeliest_tokens_and_shows_them_to_psi(
-    tiny_model_dir: Path, packing: Packing
-) -> None:
+def test_a_learner_gives_psi_the_likeliest_tokens(tiny_model_dir: Path, packing: Packing) -> None:
     model, _ = load_model(tiny_model_dir, device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     learner = TorchLearner(model, tokenizer, packing=packing, token_budget=40)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from agentrl.algorithms.objective.ratios import Clip
 from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.declare import modifier, preset
 from agentrl.algorithms.presets.registry import library_presets, make
-from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.config.presets import check_presets
-from agentrl.errors import ConfigError, TrainingError
-from tests.algorithms.worlds import EVERY_OUTPUT, Call, Play, world
+from agentrl.core.config import AlgorithmConfig, RunConfig
+from agentrl.core.config.derived import check_presets
+from agentrl.core.errors import ConfigError, TrainingError
+from tests.algorithms.worlds import Call, Play, world
 from tests.factories import Register
 
 HEAD = "from agentrl.algorithms import Algo, GroupRelative, preset\n"
@@ -78,11 +77,28 @@ def test_an_installed_package_registers_presets(
         ("p = 3", r"algorithm\.preset: 3 is int, not a function"),
         ("def q(): ...", r"has no 'p'"),
         ("1 / 0", r"raised ZeroDivisionError: division by zero \(.*mine_preset\.py:2\)"),
-        ("def p(a): return Algo(a)", r"parameter 'a' of p \(.*mine_preset\.py:2\) is no keyword"),
-        ("def p(*, a=1): return a", r"parameter 'a' of p \(.*:2\) is no keyword-only option"),
-        ("def p(**a: int): return a", r"parameter 'a' of p \(.*:2\) is no keyword-only option"),
-        ("def p(): return 3", r"p \(.*mine_preset\.py:2\) returned int, which is no Algo"),
+        (
+            "def p(a): return Algo(a)",
+            r"parameter 'a' of p \(.*mine_preset\.py:2\) is not a keyword",
+        ),
+        ("def p(*, a=1): return a", r"parameter 'a' of p \(.*:2\) is not a keyword-only option"),
+        ("def p(**a: int): return a", r"parameter 'a' of p \(.*:2\) is not a keyword-only option"),
+        ("def p(): return 3", r"p \(.*mine_preset\.py:2\) returned int, which is not an Algo"),
         ("def p(): return [][1]", r"p \(.*\.py:2\) raised IndexError: .* \(.*mine_preset\.py:2\)"),
+        (
+            "from agentrl.algorithms import Average\n@preset('p', average='row')\n"
+            "def p(): return Algo(GroupRelative(), agg=Average(('all',)))",
+            r"p \(.*:3\) returned an Algo with an agg, .*@preset\(average='row'\) would replace",
+        ),
+        (
+            "@preset('p', average='row')\ndef p(*, length: int = 9): return Algo(GroupRelative())",
+            r"the option 'length' of p \(.*:2\) is declared by @preset, too",
+        ),
+        (
+            "@preset('p', clip=(0.2, 0.2))\n"
+            "def p(*, clip_low: float = 0.1): return Algo(GroupRelative())",
+            r"the option 'clip_low' of p \(.*:2\) is declared by @preset, too",
+        ),
         ("@preset('grpo')\ndef p(): ...", r"p \(.*:2\) hides the library's own 'grpo'"),
         (
             "from agentrl.algorithms import modifier\n@modifier('tis')\ndef p(algo): return algo",
@@ -136,7 +152,7 @@ def test_an_installed_package_registers_modifiers(
     assert make("grpo+theirs", {}, streams=("old", "sampler", "entropy")).entropy == 0.5
     bonus = {"theirs_bonus": 2.0}
     assert make("rloo+theirs", bonus, streams=("old", "sampler", "entropy")).entropy == 2.0
-    check_presets(run_with("grpo+theirs"))
+    check_presets(RunConfig(steps=1, algorithm=AlgorithmConfig(preset="grpo+theirs")))
     with pytest.raises(ConfigError, match=r"no modifier \+thiers .*did you mean 'theirs'"):
         make("grpo+thiers", {})
 
@@ -159,37 +175,6 @@ def test_a_decorated_function_stays_a_function() -> None:
 
 
 # -- families --------------------------------------------------------------------------------------
-
-
-def run_with(name: str, **options: object) -> RunConfig:
-    return RunConfig(steps=1, algorithm=AlgorithmConfig(preset=name, options=options))
-
-
-def test_the_short_list_is_short() -> None:
-    assert 20 <= sum(made.usual for made in library_presets()[0].values()) <= 28
-    assert all(issubclass(type(made), declare.AlgoPreset) for made in declare.presets.values())
-
-
-def test_every_preset_of_the_library_can_be_made() -> None:
-    needed: dict[str, dict[str, object]] = {
-        "credit": {"credit": "agentrl.algorithms.credit.core:response_lengths"},
-        "streams": {"streams": {"process": {"scope": "transition"}}},
-        "process": {"process_streams": {"process": {"scope": "transition"}}},
-        "only": {"only_roles": ["agent"]},
-        "mean-by": {"mean_by_units": ["role"]},
-        "coma": {"roles": ["agent"], "actions": ["yes", "no"]},
-    }
-    here, changes = library_presets()
-    for name in (*here, *(made.host + f"+{name}" for name, made in changes.items())):
-        options = needed.get(name.split("+")[-1], {})
-        assert make(name, options, streams=EVERY_OUTPUT).name == name
-
-
-def test_no_two_presets_are_the_same() -> None:
-    streams = EVERY_OUTPUT
-    names = library_presets()[0].keys() - {"streams", "coma"}
-    made = {name: repr(replace(make(name, {}, streams=streams), name="")) for name in names}
-    assert len(set(made.values())) == len(made)
 
 
 def test_files_with_presets_of_one_name_keep_their_own_options(tmp_path: Path) -> None:

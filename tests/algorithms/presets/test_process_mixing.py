@@ -55,7 +55,7 @@ def test_gdpo_mixes_advantages() -> None:
     )
 
 
-def test_a_large_stream_drowns_the_other_unless_advantages_are_mixed() -> None:
+def test_a_large_stream_drowns_others_unless_mixed_late() -> None:
     batch = world(play(1.0, 0.0), play(0.0, 100.0), play(0.0, 0.0))
     streams = {"outcome": {}, "p": CALLS}
     scaled = {name: stream | {"norm": "std"} for name, stream in streams.items()}

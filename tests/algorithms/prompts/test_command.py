@@ -1,4 +1,4 @@
-"""`agentrl prompts find`: what could be components of a run's agent."""
+"""`agentrl prompts --find`: what could be components of a run's agent."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from agentrl.algorithms.prompts.command import prompts
-from agentrl.algorithms.prompts.texts import prompt_texts
+from agentrl import evaluation
+from agentrl.algorithms.prompt_search import prompt_texts
 from agentrl.cli import how_to_continue
 from agentrl.cli.main import cli
-from agentrl.config import RunConfig, load
-from agentrl.evaluation.checkpoint import score as evaluation
+from agentrl.cli.models import prompts
+from agentrl.core.config import RunConfig, load
+from agentrl.core.types import NewRollout, Outcome, Reward, Transition, float32, int32
 from agentrl.store import open_store
-from agentrl.types import NewRollout, Outcome, Reward, Transition, float32, int32
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks."}}]
 
@@ -48,10 +48,16 @@ async def fill(url: str) -> None:
             await store.finish([done])
 
 
+def run_file(folder: Path) -> str:
+    file = folder / "old.toml"
+    file.write_text(f'name = "old"\nstore = "sqlite:///{folder / "store.db"}"\n')
+    return str(file)
+
+
 def test_what_calls_share_is_printed_as_a_part_of_the_run_file(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'store.db'}"
     asyncio.run(fill(url))
-    ran = CliRunner().invoke(prompts, ["find", "old", "--store", url])
+    ran = CliRunner().invoke(prompts, [run_file(tmp_path), "--find"])
     assert ran.exit_code == 0, ran.output
     critic, solver = ran.output.strip().split("\n\n")
     assert critic.splitlines() == [
@@ -67,7 +73,7 @@ def test_what_calls_share_is_printed_as_a_part_of_the_run_file(tmp_path: Path) -
 def test_what_is_printed_can_be_put_into_a_run_file(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'store.db'}"
     asyncio.run(fill(url))
-    printed = CliRunner().invoke(prompts, ["find", "old", "--store", url]).output
+    printed = CliRunner().invoke(prompts, [run_file(tmp_path), "--find"]).output
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts" / "solver.txt").write_text("Solve it.")
     (tmp_path / "prompts" / "critic.txt").write_text("Judge.")
@@ -95,7 +101,7 @@ reflector = "policy"
 def test_a_run_without_calls_is_a_sentence(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'store.db'}"
     asyncio.run(fill(url))
-    ran = CliRunner().invoke(prompts, ["find", "other", "--store", url])
+    ran = CliRunner().invoke(prompts, [run_file(tmp_path), "name=other", "--find"])
     assert "has no calls" in str(ran.exception)
 
 

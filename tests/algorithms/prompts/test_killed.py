@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithms.prompts.gepa import gepa_search
-from agentrl.algorithms.prompts.records import candidates_of, reflections_of
-from agentrl.algorithms.prompts.search import Search, SearchEnd
+from agentrl.algorithms.gepa_search import gepa_search
+from agentrl.algorithms.prompt_search import Search, SearchEnd, candidates_of, reflections_of
 from agentrl.store import open_store
 from examples.orders import world
 from tests.benchmarks.prompts import CONFIG, TEXTS, InProcess
@@ -47,9 +46,7 @@ def expected() -> Search:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("most", [1, pytest.param(KILLS, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_nothing_is_played_or_asked_twice(
-    tmp_path: Path, most: int
-) -> None:
+def test_killed_at_random_nothing_is_played_or_asked_twice(tmp_path: Path, most: int) -> None:
     chance, kills, searches = random.Random(7), 0, 0
     with serving() as server:
         while kills < most:  # one search rarely lasts for twenty

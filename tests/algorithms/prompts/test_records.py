@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.prompts.records import (
+from agentrl.algorithms.prompt_search import (
     Candidate,
     Reflection,
     add_reflection,
@@ -13,8 +13,8 @@ from agentrl.algorithms.prompts.records import (
     put_candidates,
     reflections_of,
 )
-from agentrl.errors import NotFound
-from agentrl.types import PromptText
+from agentrl.core.errors import NotFound
+from agentrl.core.types import PromptText
 from tests.store.conftest import (
     clock,
     empty_database,
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-async def test_the_texts_of_a_candidate_stay_and_its_rollouts_read_them(store, kit):
+async def test_the_texts_of_a_candidate_stay(store, kit):
     text = PromptText(component="s", role="solver", seed="a", text="b \u00e9", tool="look")
     base = {"run": "run", "step": 0, "parents": [], "texts": [text]}
     first = Candidate(id="c", state="proposed", **base)

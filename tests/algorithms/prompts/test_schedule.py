@@ -9,18 +9,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agentrl.algorithms.credit.running_means import Ema
-from agentrl.algorithms.prompts import stored
-from agentrl.algorithms.prompts.records import Candidate, candidates_of, put_candidates
-from agentrl.algorithms.prompts.schedule import PromptSchedule
-from agentrl.algorithms.prompts.search import candidate_id
-from agentrl.algorithms.replays.counterfactuals import joining_rollout
-from agentrl.algorithms.sampling.rollouts import CandidateInUse
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.config import RunConfig
-from agentrl.errors import Invalid
+from agentrl.algorithms import prompts
+from agentrl.algorithms.credit.calls import Ema
+from agentrl.algorithms.prompt_search import Candidate, candidate_id, candidates_of, put_candidates
+from agentrl.algorithms.prompts import PromptSchedule
+from agentrl.algorithms.sampling.replays import joining_rollout
+from agentrl.algorithms.sampling.tasks import CandidateInUse, TaskSampler
+from agentrl.core.config import RunConfig
+from agentrl.core.errors import Invalid
+from agentrl.core.types import Branch
 from agentrl.store import open_store
-from agentrl.types import Branch
 from tests import factories
 from tests.factories import rollout
 
@@ -47,7 +45,7 @@ async def played(
         base = {"run": config.name, "step": step, "parents": [], "state": "chosen"}
         return Candidate(id=candidate_id(new), texts=new, **base)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stored, "search_prompts", search)
+    monkeypatch.setattr(prompts, "search_prompts", search)
     async with open_store(f"sqlite:///{settings.output}.db") as store:
         state = await store.open_run(settings.name, {})
         for step in range(state.step, start):
@@ -113,6 +111,6 @@ def test_a_running_baseline_is_that_of_a_candidate() -> None:
     rows = [rollout("r", candidate=candidate) for candidate in (None, "c", "d")]
     with pytest.MonkeyPatch.context() as patch:
         owners = torch.tensor([0, 1, 2])
-        patch.setattr("agentrl.algorithms.credit.running_means.rollout_of", lambda *_: owners)
+        patch.setattr("agentrl.algorithms.credit.calls.rollout_of", lambda *_: owners)
         names = Ema(at="rollout").names(batch, rows)
     assert names == ["/", "c//", "d//"]

@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentrl.algorithms.prompts import stored
-from agentrl.algorithms.prompts.records import reflections_of
-from agentrl.algorithms.prompts.search import MOST_REFUSED, Search
-from agentrl.algorithms.prompts.stored import StoredBackend
-from agentrl.config import resolve
-from agentrl.errors import AgentRLError
-from agentrl.store import open_store
-from agentrl.types import (
+from agentrl.algorithms import prompts
+from agentrl.algorithms.prompt_search import MAX_INVALID, Search, reflections_of
+from agentrl.algorithms.prompts import StoredBackend
+from agentrl.core.config import resolve
+from agentrl.core.errors import AgentRLError
+from agentrl.core.types import (
     ErrorKind,
     Failure,
-    NewRollout,
-    Outcome,
     PromptText,
     Reward,
     Trace,
@@ -29,6 +25,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from agentrl.store import open_store
 from tests import factories
 
 TEXT = PromptText(component="solver", role="solver", seed="Be brief.", text="Be brief.")
@@ -65,7 +62,7 @@ async def search(store: Any, config: Any) -> Search:
 
 
 @pytest.mark.parametrize(("failed", "start"), [(0, 0), (1, 1), (2, 2)])
-async def test_seed_texts_with_which_every_rollout_failed_are_played_again(
+async def test_seed_texts_that_failed_everywhere_are_played_again(
     tmp_path: Path, failed: int, start: int
 ) -> None:
     """By the next start, to which the agent may be mended; what it finds then stays."""
@@ -73,21 +70,17 @@ async def test_seed_texts_with_which_every_rollout_failed_are_played_again(
         state = await store.open_run("run", {})
         for number in range(failed + 1):
             group = f"run/prompts/000000/{number:05d}.seed"
-            await store.enqueue([NewRollout(id=group, run="run", group=group, index=0, task={})])
-            (one,) = await store.claim(1, runner="w", lease=60.0, run="run")
             why = Failure(kind=ErrorKind.AGENT, message="no") if number < failed else None
-            rewards = [] if why else [Reward(value=0.0)]
-            done = Outcome(attempt=one.id, fence=one.fence, failure=why, rewards=rewards)
-            await store.finish([done])
+            end = {"failure": why} if why else {"rewards": [Reward(value=0.0)]}
+            rows = factories.queue(group, run="run")
+            await factories.play(store, rows, lambda _, end=end: ([], end))
         config = resolve({"name": "run", "output": str(tmp_path)}, source="test")
         backend = StoredBackend(store, config, state, [], None)
         await backend.load()
     assert next(backend._evaluations) == start
 
 
-async def test_a_reflector_that_is_busy_says_nothing_or_nonsense_is_asked_once_each(
-    tmp_path: Path, reflector: Any
-) -> None:
+async def test_a_useless_reflector_is_asked_once_each(tmp_path: Path, reflector: Any) -> None:
     url, answers = reflector
     (tmp_path / "solver.txt").write_text(TEXT.text)
     settings: dict[str, Any] = {
@@ -112,10 +105,10 @@ async def test_a_reflector_that_is_busy_says_nothing_or_nonsense_is_asked_once_e
         assert await asyncio.to_thread(again.propose, texts, "solver", "c") == new
         assert (again.tokens, again.candidates) == (33, first.candidates)
 
-        answers += [said("?") for _ in range(MOST_REFUSED)]
+        answers += [said("?") for _ in range(MAX_INVALID)]
         for shown in "de":
             await asyncio.to_thread(again.propose, texts, "solver", shown)
-        with pytest.raises(AgentRLError, match="3 answers in a row were of no use"):
+        with pytest.raises(AgentRLError, match="3 consecutive answers were invalid"):
             await asyncio.to_thread(again.propose, texts, "solver", "f")
         assert len(await reflections_of(store, "run")) == 6
         other = await search(store, config)
@@ -133,9 +126,9 @@ def test_a_reflector_reads_messages_as_they_were_written() -> None:
         answer={"role": "assistant", "content": None, "tool_calls": [call]}, **base,
     )  # fmt: skip
     bare = Transition(id="t1", index=1, **base)
-    shown = stored.example_of(
+    shown = prompts.example_of(
         Trace(factories.rollout(calls=[spoken, bare]), "a", [spoken, bare], []), TEXT
     )
     assert "Où?" in shown["Read"]
     assert "Zürich" in shown["Said"]
-    assert stored.example_of(Trace(factories.rollout(calls=[bare]), "a", [bare], []), TEXT) == {}
+    assert prompts.example_of(Trace(factories.rollout(calls=[bare]), "a", [bare], []), TEXT) == {}

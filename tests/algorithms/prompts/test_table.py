@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl import trainer
-from agentrl.checkpoints.saved import checkpoint_at
-from agentrl.config import RunConfig, load, resolve
-from agentrl.errors import ConfigError
-from agentrl.evaluation.checkpoint import score as evaluation
-from agentrl.evaluation.plans import play
-from agentrl.evaluation.plans.plan import EvaluationPlan
+from agentrl import crossplay, evaluation, trainer
+from agentrl.core.config import RunConfig, load, resolve
+from agentrl.core.errors import ConfigError
+from agentrl.crossplay import EvaluationPlan
+from agentrl.trainer import checkpoint_at
 
 TABLE = {"components": {"a": "a.txt"}, "reflector": "policy", "algorithm": "apo"}
 
@@ -25,7 +23,7 @@ TABLE = {"components": {"a": "a.txt"}, "reflector": "policy", "algorithm": "apo"
         ("[prompts]\nbudget = 9", r"\[prompts\] has no effect without prompts\.components"),
         (
             "[prompts]\nreflector = 'x'\n[prompts.components]\na = 'a.txt'",
-            r"prompts\.reflector = 'x'; name who proposes texts: policy",
+            r"prompts\.reflector = 'x'; name the model that proposes texts: policy",
         ),
         (
             "[prompts]\nreflector = 'policy'\nbudget = 56\n[prompts.components]\na = 'a.txt'",
@@ -64,7 +62,7 @@ def test_texts_decide_games_which_are_played_again_with_others(tmp_path: Path) -
     def name(**settings: Any) -> str:
         config = resolve({"name": "r", "output": str(tmp_path / "runs"), **settings}, source="test")
         of = checkpoint_at(folder)
-        return play.plan_run(config, of, plan, "crossplay").name
+        return crossplay.plan_run(config, of, plan, "crossplay").name
 
     other = {"prompts": TABLE | {"directory": "other"}}
     assert len({name(), name(prompts=TABLE), name(**other)}) == 3
@@ -72,7 +70,7 @@ def test_texts_decide_games_which_are_played_again_with_others(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("given", ["", "mine"])
-def test_an_evaluation_uses_the_texts_that_were_found_and_searches_for_none(
+def test_an_evaluation_uses_the_texts_that_were_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     found: list[RunConfig] = []

@@ -19,11 +19,11 @@ from agentrl.algorithms.sampling.collect import (
     split_unreadable,
     unreadable_reason,
 )
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.errors import ConfigError
+from agentrl.algorithms.sampling.tasks import TaskSampler
+from agentrl.core.config import AlgorithmConfig, RunConfig
+from agentrl.core.errors import ConfigError, Fenced
+from agentrl.core.types import Group, Outcome, Purpose, Reward, Rollout, RolloutState, StepCommit
 from agentrl.store import Store, open_store
-from agentrl.types import Group, Outcome, Purpose, Reward, Rollout, RolloutState, StepCommit
 from tests import factories
 from tests.algorithms.train.test_policy_set import config as team
 from tests.algorithms.train.test_policy_set import shared
@@ -125,6 +125,26 @@ async def test_without_a_rule_a_step_takes_what_it_asked_for(store: Store) -> No
     assert (collected.discarded, collected.metrics) == ([], {})
 
 
+@pytest.mark.parametrize("verb", ["groups", "counts"])
+async def test_a_former_owner_that_wakes_requests_no_more(
+    store: Store, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was suspended after it had read something."""
+    read = getattr(store, verb)
+
+    async def suspended(*args: Any, **more: Any) -> Any:
+        found = await read(*args, **more)
+        monkeypatch.undo()
+        await store.open_run("r", {})
+        await collector(store, epoch=2).ask(0)
+        return found
+
+    monkeypatch.setattr(store, verb, suspended)
+    with pytest.raises(Fenced):
+        await collector(store).ask(0)
+    assert len(await asked(store)) == 3 * 2
+
+
 def test_what_several_policies_learn_from_has_a_signal(store: Store) -> None:
     settings = team(algorithm={"dynamic_sampling": True})
     own = Collector(settings, store, 1, TaskSampler(settings, TASKS), "outcome")
@@ -148,7 +168,7 @@ def test_calls_that_get_their_ids_later_have_a_signal_now(
 
 
 @pytest.mark.parametrize("again", [True, False])
-async def test_a_group_that_no_model_can_read_is_discarded_and_the_run_goes_on(
+async def test_an_unreadable_group_is_discarded(
     store: Store, caplog: pytest.LogCaptureFixture, again: bool
 ) -> None:
     tasks = [{"input": name} for name in ("good", "foreign", "good", "good", "good", "good")]
@@ -162,7 +182,7 @@ async def test_a_group_that_no_model_can_read_is_discarded_and_the_run_goes_on(
     assert collected.metrics["groups/unreadable"] == 1
     assert collected.metrics.get("groups/discarded", 0) == 0
     (said,) = {record.message for record in caplog.records if "discarded" in record.message}
-    assert "the token id 7, and policy 'policy' has those below 7" in said
+    assert "the token id 7, but policy 'policy' has only ids" in said
     assert len(after.groups) == 3
 
 

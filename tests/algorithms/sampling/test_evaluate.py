@@ -15,10 +15,10 @@ import pytest
 
 from agentrl import trainer
 from agentrl.algorithms.sampling import evaluate
-from agentrl.algorithms.sampling.evaluate import evaluate_heldout
-from agentrl.algorithms.sampling.scores import (
+from agentrl.algorithms.sampling.evaluate import (
     common_score,
     confidence_interval,
+    evaluate_heldout,
     few_tasks,
     has_stalled,
     heldout_scores,
@@ -27,12 +27,20 @@ from agentrl.algorithms.sampling.scores import (
     spread_metrics,
 )
 from agentrl.algorithms.train.checkpoint import mark_best, prune
-from agentrl.config import RunConfig
-from agentrl.errors import ConfigError, TrainingError
-from agentrl.runners.scoring.results import failure_of
-from agentrl.runners.scoring.verifiers import VerifierError, as_rewards
+from agentrl.core.config import RunConfig
+from agentrl.core.errors import ConfigError, TrainingError
+from agentrl.core.types import (
+    ErrorKind,
+    Failure,
+    Outcome,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Scope,
+)
+from agentrl.runners.scoring import VerifierError, as_rewards, failure_of
 from agentrl.store import Store, open_store
-from agentrl.types import ErrorKind, Failure, Outcome, Purpose, Reward, Rollout, RolloutState, Scope
 from tests import factories
 
 
@@ -58,9 +66,7 @@ def test_the_mean_of_all_and_of_each_role_of_what_is_known() -> None:
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 2), (6, 1, 6)])
-def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_a_right_one(
-    n: int, c: int, k: int
-) -> None:
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n: int, c: int, k: int) -> None:
     choices = [any(i < c for i in some) for some in combinations(range(n), k)]
     assert pass_at(k, n, c) == pytest.approx(sum(choices) / len(choices))
 
@@ -99,7 +105,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
         yield store
 
 
-async def test_only_the_sampled_score_before_and_after_has_several_samples(
+async def test_only_first_and_last_sampled_scores_take_samples(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
@@ -124,7 +130,7 @@ async def test_only_the_sampled_score_before_and_after_has_several_samples(
         factories.config(tmp_path, eval={"samples": 2, "sampled": False}, **tasks)
 
 
-async def test_a_verifier_that_returns_no_number_ends_the_run_before_its_first_step(
+async def test_a_verifier_without_a_number_ends_the_run_at_once(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}, "verifier": {"path": "v.py:verify"}}
@@ -143,7 +149,7 @@ async def test_a_verifier_that_returns_no_number_ends_the_run_before_its_first_s
         await evaluate_heldout(store, config, 1, 0, [{"input": "a"}])
     assert str(error.value) == (
         "all 4 rollouts failed, because of v.py:verify: the verifier returned None as 'outcome';"
-        f" return a number. Example: agentrl show {failed.id}. Correct it, and repeat the command"
+        f" return a number. Example: agentrl show {failed.id}. Correct it, and rerun the command"
     )
     rows[1] = played(0.0)
     await evaluate_heldout(store, config, 1, 0, [{"input": "a"}])
@@ -164,7 +170,7 @@ async def test_a_verifier_that_returns_no_number_ends_the_run_before_its_first_s
         ("agent_error none", nan, ""),
     ],
 )
-async def test_a_first_evaluation_that_fails_in_one_way_ends_the_run_with_its_cure_alone(
+async def test_a_failed_first_evaluation_ends_the_run_with_one_fix(
     store: Store,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -189,8 +195,8 @@ async def test_a_first_evaluation_that_fails_in_one_way_ends_the_run_with_its_cu
     if cure:
         with pytest.raises(TrainingError, match=f"^all 4 rollouts failed {cure}") as error:
             await evaluate_heldout(store, config, 1, 0, [{"input": "a"}])
-        assert str(error.value).endswith("and repeat the command")
-        monkeypatch.setattr(evaluate, "FEWEST", 5)  # so few may fail alike by chance
+        assert str(error.value).endswith("and rerun the command")
+        monkeypatch.setattr(evaluate, "MIN_ALIKE_FAILURES", 5)  # so few may fail alike by chance
     await evaluate_heldout(store, config, 1, 0, [{"input": "a"}])
 
 
@@ -263,9 +269,7 @@ async def test_training_ends_when_held_out_scores_stopped_rising(
         factories.config(tmp_path, eval={"patience": 2}, **tasks)
 
 
-async def test_scores_of_all_tasks_are_compared_by_the_tasks_that_all_evaluations_have(
-    store: Store, tmp_path: Path
-) -> None:
+async def test_scores_are_compared_by_common_tasks(store: Store, tmp_path: Path) -> None:
     tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
     config = factories.config(tmp_path, eval={"every": 10, "curve_tasks": 2}, **tasks)
     rows = [msgspec.structs.replace(played(x), index=i) for i, x in enumerate((1.0, 0.0, 0.0))]

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.core import withhold
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.objective.staleness import withhold
 from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.config import RunConfig
-from agentrl.store.records import GroupRow
-from agentrl.types import (
+from agentrl.algorithms.sampling.tasks import TaskSampler
+from agentrl.core.config import RunConfig
+from agentrl.core.types import (
     Counts,
     Group,
     NewRollout,
@@ -33,6 +32,7 @@ from agentrl.types import (
     RolloutState,
     Transition,
 )
+from agentrl.store.records import GroupRow
 from tests import factories
 
 STEPS, SIZE, CALLS = 6, 3, 2
@@ -57,7 +57,7 @@ class SimulatedStore:
     taken: dict[str, str] = field(default_factory=dict)  # group -> trained or discarded
     cancelled: dict[str, float] = field(default_factory=dict)  # rollout -> when
 
-    async def enqueue(self, rollouts: Sequence[NewRollout]) -> int:
+    async def enqueue(self, rollouts: Sequence[NewRollout], *, epoch: int) -> int:
         for row in rollouts:
             if row.id not in self.times:
                 pauses = [self.draw.lognormvariate(0.0, 2.0) for _ in range(CALLS)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.algorithms.sampling.rollouts import new_rollout
-from agentrl.config import resolve
+from agentrl.algorithms.sampling.tasks import new_rollout
+from agentrl.core.config import resolve
 
 
 def seeds(**tables: Any) -> list[int | None]:
@@ -14,7 +14,7 @@ def seeds(**tables: Any) -> list[int | None]:
     return [row.sampling.seed for row in rows]
 
 
-def test_the_runs_seed_gives_each_rollout_one_of_its_own_unless_vllm_samples() -> None:
+def test_the_runs_seed_gives_each_rollout_its_own() -> None:
     found = seeds()
     assert len(set(found)) == 3
     assert found == seeds() != seeds(seed=1)
@@ -24,7 +24,7 @@ def test_the_runs_seed_gives_each_rollout_one_of_its_own_unless_vllm_samples() -
     assert [row.sampling.seed for row in other] == found
 
 
-def test_a_seed_of_the_run_file_gives_each_rollout_one_of_its_own() -> None:
+def test_a_seed_of_the_run_file_gives_each_rollout_its_own() -> None:
     found = seeds(sampling={"seed": 7})
     assert len(set(found)) == 3
     assert found == seeds(sampling={"seed": 7})

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.sampling import stragglers
-from agentrl.algorithms.sampling.stragglers import cancelled_metrics, close_groups_during
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.config import RunConfig
-from agentrl.errors import NotFound
+from agentrl.algorithms.sampling import collect
+from agentrl.algorithms.sampling.collect import cancelled_metrics, close_groups_during
+from agentrl.algorithms.sampling.tasks import TaskSampler
+from agentrl.core.config import RunConfig
+from agentrl.core.errors import NotFound
+from agentrl.core.types import Outcome, Reward, RolloutState
 from agentrl.store import Store, open_store
-from agentrl.types import Outcome, Reward, RolloutState
 from tests import factories
 
 
@@ -28,7 +28,7 @@ def config(**algorithm: Any) -> RunConfig:
 
 @pytest.fixture
 async def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
-    monkeypatch.setattr(stragglers, "CHECK_PAUSE", 0.01)
+    monkeypatch.setattr(collect, "CHECK_PAUSE", 0.01)
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         await store.open_run("r", {})
         yield store
@@ -80,7 +80,7 @@ async def test_nothing_is_closed_too_early(
     own = config(**settings)
     await end(store, own, ended)
     (row,) = await store.groups("r")
-    assert not await stragglers.is_complete(store, own, row, {}, time.time())
+    assert not await collect.is_complete(store, own, row, {}, time.time())
 
 
 async def test_an_error_of_the_store_ends_the_wait(store: Store) -> None:

@@ -1,9 +1,8 @@
 from dataclasses import replace
 
-from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.config import resolve
-from agentrl.types import Purpose, Sampling
+from agentrl.algorithms.sampling.tasks import TaskSampler, evaluation_rollouts
+from agentrl.core.config import resolve
+from agentrl.core.types import Purpose, Sampling
 
 TASKS = [{"input": str(i)} for i in range(5)]
 

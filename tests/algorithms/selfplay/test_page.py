@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.core.types import Purpose, Rollout
 from agentrl.store import open_store
-from agentrl.types import Purpose, Rollout
 from tests import warm
 
 PAGE = Path(__file__).parents[3] / "docs/how-to/self-play.md"

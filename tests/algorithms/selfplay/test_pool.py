@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.presets import registry
-from agentrl.algorithms.selfplay.pool import (
+from agentrl.algorithms.ratings import elo
+from agentrl.algorithms.selfplay import (
     MEMORY,
     OpponentPool,
     SeatRecord,
@@ -20,10 +21,10 @@ from agentrl.algorithms.selfplay.pool import (
     check_seat_comparison,
     most_redundant,
 )
-from agentrl.algorithms.selfplay.ratings import elo
-from agentrl.config import resolve
-from agentrl.errors import ConfigError, TrainingError
-from agentrl.types import Branch, Group, Reward, Rollout, RolloutState, Scope
+from agentrl.core.config import resolve
+from agentrl.core.config.derived import self_playing_policy, snapshots_served
+from agentrl.core.errors import ConfigError, TrainingError
+from agentrl.core.types import Branch, Group, Reward, Rollout, RolloutState, Scope
 from tests import factories
 from tests.algorithms.train.test_update import group
 
@@ -74,7 +75,7 @@ def test_alone_it_plays_every_seat() -> None:
     assert alone.seats("g", 0) == alone.seats("g", 1) == dict.fromkeys(SEATS, "policy")
 
 
-def test_a_snapshot_is_taken_at_the_start_and_every_so_many_steps() -> None:
+def test_a_snapshot_is_taken_at_the_start_and_every_n_steps() -> None:
     assert names(grown(5, self_share=0.0)) == ["policy@000000", "policy@000002", "policy@000004"]
     late = pool()
     taken = late.finish(7)  # a run that plays only from here on
@@ -136,13 +137,13 @@ def test_who_plays_is_a_function_of_seed_and_checkpoint() -> None:
 
 
 def test_a_win_moves_both_ratings_and_the_record_of_the_seat() -> None:
-    made = grown(0, elo_k=32.0)
+    made = grown(0)
     found = made.record_games(groups(game([1, -1], "policy", "policy@000000")))
-    assert made.drawn[0].rating == found["selfplay/elo/policy@000000"] == 984.0
-    assert found["selfplay/elo"] == 1016.0
+    assert made.drawn[0].rating == found["selfplay/elo/policy@000000"] == 992.0
+    assert found["selfplay/elo"] == 1008.0
     assert found["selfplay/win_rate"] == found["selfplay/seat/player_0"] == 1.0
     made.record_games(groups(game([1, -1], "policy@000000", "policy")))
-    assert made.now.rating == elo(1016, 984, 0.0, 32)
+    assert made.now.rating == elo(1008, 992, 0.0, 16)
     (snapshot,) = made.drawn
     assert snapshot.records == {"player_0": SeatRecord(1, 1), "player_1": SeatRecord(1, 0)}
     assert snapshot.rate() == pytest.approx(0.5)
@@ -150,7 +151,7 @@ def test_a_win_moves_both_ratings_and_the_record_of_the_seat() -> None:
     assert snapshot.records["player_0"].games == 1 + MEMORY
 
 
-def test_draws_alone_change_no_rating_and_opponents_stay_equally_likely() -> None:
+def test_draws_alone_change_no_rating() -> None:
     made = grown(4, "pfsp", self_share=0.0)
     for name in names(made):
         found = made.record_games(groups(*[game([0, 0], "policy", name)] * 50))
@@ -168,7 +169,7 @@ def test_games_against_itself_are_no_results_of_the_pool() -> None:
     assert (found["selfplay/seat/player_0"], found["selfplay/seat/player_1"]) == (1.0, 0.0)
 
 
-def test_seats_are_measured_on_games_against_others_where_there_are_some() -> None:
+def test_seats_are_measured_on_games_against_others() -> None:
     games = [game([-1, 1], "policy", "policy@000000"), game([1, -1], "policy", "policy")]
     found = grown(0).record_games(groups(*games))
     assert found["selfplay/games"] == 2.0
@@ -209,7 +210,7 @@ def test_a_seat_that_the_game_does_not_have_ends_the_first_step() -> None:
         == 1
     )
     said = (
-        r"nobody played 'player_2' in any of 1 games, whose roles are player_0, player_1; did you"
+        r"no model played 'player_2' in any of 1 games, whose roles are player_0, player_1; did you"
     )
     with pytest.raises(TrainingError, match=said):
         made.record_games(groups(lost))
@@ -225,7 +226,7 @@ def test_a_seat_is_known_by_its_return_or_from_an_earlier_step() -> None:
     assert made.record_games(groups(replace(early, rewards=[])))["selfplay/unscored"] == 1
 
 
-def test_a_full_pool_keeps_the_first_and_the_newest_and_covers_what_is_between() -> None:
+def test_a_full_pool_keeps_first_newest_and_a_spread_between() -> None:
     assert names(grown(16, pool=4)) == [f"policy@{step:06d}" for step in (0, 8, 14, 16)]
     assert names(grown(16, pool=2)) == ["policy@000000", "policy@000016"]
     assert names(grown(16, pool=1)) == ["policy@000016"]
@@ -233,7 +234,7 @@ def test_a_full_pool_keeps_the_first_and_the_newest_and_covers_what_is_between()
     assert most_redundant(kept).step == 4
 
 
-def test_an_opponent_of_rollouts_asked_ahead_is_held_until_their_step() -> None:
+def test_an_opponent_is_held_until_the_step_of_its_rollouts() -> None:
     made = grown(4, pool=1, ahead=3, self_share=0.0)
     assert names(made) == ["policy@000004"]
     assert [s.name for s in made.now.snapshots] == [f"policy@{step:06d}" for step in (0, 2, 4)]
@@ -254,18 +255,17 @@ def test_an_opponent_of_rollouts_asked_ahead_is_held_until_their_step() -> None:
         ({"seats": SEATS, "pool": 0}, "selfplay.pool"),
         ({"seats": SEATS, "opponents": "pfsp", "pool": 0}, "selfplay.pool"),
         (
-            {"seats": SEATS, "elo_k": 8.0},
-            r"selfplay\.elo_k is for selfplay\.opponents = .latest. or .uniform. or .pfsp., and",
-        ),
-        (
-            {"seats": SEATS, "opponents": "latest", "pfsp": "variance"},
-            r"pfsp is for selfplay\.opponents = .pfsp.",
+            {"seats": SEATS, "every": 8},
+            r"selfplay\.every is for selfplay\.opponents = .latest. or .uniform. or .pfsp., and",
         ),
         ({"seats": SEATS, "opponents": "pfsp", "self_share": 1.0}, "selfplay.self_share"),
         ({"seats": SEATS, "opponents": "best"}, "did you mean 'latest'"),
-        ({"seats": SEATS, "policy": "other"}, "not one of the policies that learn: policy"),
-        ({"seats": [*SEATS, "c"], "opponents": "pfsp"}, "group_size = 8 is no multiple of the 3"),
-        ({"seats": ["judge", "player_0"]}, "'judge', which 'gpt' plays"),
+        ({"seats": ["judge", "a"]}, "'gpt' plays them and does not learn, as policy do"),
+        (
+            {"seats": [*SEATS, "c"], "opponents": "pfsp"},
+            "group_size = 8 is not a multiple of the 3",
+        ),
+        ({"seats": ["player_0", "judge"]}, "'gpt' plays them"),
     ],
 )
 def test_settings_that_make_no_game(settings: dict[str, Any], message: str) -> None:
@@ -274,39 +274,16 @@ def test_settings_that_make_no_game(settings: dict[str, Any], message: str) -> N
         resolve({**run, "selfplay": settings}, source="run.toml")
 
 
-@pytest.mark.parametrize(
-    ("run", "message"),
-    [
-        ({}, r"policy\.lora\.rank, or engine\.kind = 'embedded'"),
-        ({"policy": {"lora": {"rank": 2}}}, r"max_adapters = 8: selfplay\.pool = 8 asks for 9"),
-        (
-            {"policy": {"lora": {"rank": 2}}, "algorithm": {"max_staleness": 11}},
-            r"selfplay\.pool = 8 asks for 11 at once",
-        ),
-    ],
-)
-def test_vllm_has_room_for_the_pool(run: dict[str, Any], message: str) -> None:
-    engine: dict[str, Any] = {"kind": "vllm"}
+@pytest.mark.parametrize(("staleness", "served"), [(0, 8), (1, 9), (11, 10)])
+def test_vllm_has_room_for_the_pool(staleness: int, served: int) -> None:
     games = {"seats": SEATS, "opponents": "pfsp"}
-    with pytest.raises(ConfigError, match=message):
-        resolve({**run, "selfplay": games, "engine": engine}, source="run.toml")
-    enough = {"vllm": {"max_adapters": 11}}
-    lora = {"policy": {"lora": {"rank": 2}}}
-    resolve({**run, **lora, "selfplay": games, "engine": engine | enough}, source="run.toml")
-
-
-def test_adapters_of_another_model_need_no_room() -> None:
-    members: dict[str, dict[str, Any]] = {
-        "hero": {"roles": SEATS, "lora": {"rank": 2}},
-        "cook": {"roles": ["cook"], "lora": {"rank": 2}, "model": "other"},
-    }
-    games = {"seats": SEATS, "opponents": "pfsp", "policy": "hero"}
-    engine = {"kind": "vllm", "vllm": {"max_adapters": 10}}  # hero, its pool and one that retires
-    run = {"policy": {"model": "m"}, "policies": members, "algorithm": {"max_staleness": 1}}
-    resolve({**run, "selfplay": games, "engine": engine}, source="run.toml")
-    members["cook"]["model"] = ""
-    with pytest.raises(ConfigError, match="asks for 11 at once"):
-        resolve({**run, "selfplay": games, "engine": engine}, source="run.toml")
+    run: dict[str, Any] = {"selfplay": games, "engine": {"kind": "vllm"}}
+    run["algorithm"] = {"max_staleness": staleness}
+    with pytest.raises(ConfigError, match=r"policy\.lora\.rank, or engine\.kind = 'embedded'"):
+        resolve(run, source="run.toml")
+    run["policy"] = {"lora": {"rank": 2}}
+    assert snapshots_served(resolve(run, source="run.toml")) == served
+    assert snapshots_served(resolve(run | {"selfplay": {}}, source="run.toml")) == 0
 
 
 def test_alone_a_policy_plays_all_seats_of_every_game() -> None:
@@ -317,14 +294,17 @@ def test_several_policies_say_who_plays() -> None:
     adapter = {"rank": 4}
     policies = {
         name: {"roles": [role], "lora": adapter}
-        for name, role in zip("ab", ("player_0", "cook"), strict=True)
+        for name, role in zip("ab", ("waiter", "cook"), strict=True)
     }
     run: dict[str, Any] = {"policy": {"model": "m"}, "policies": policies}
     run["selfplay"] = {"seats": SEATS}
-    with pytest.raises(ConfigError, match=r"selfplay\.policy is not set, and a, b learn"):
+    with pytest.raises(ConfigError, match=r"selfplay\.seats: a, b learn; name one of the seats"):
         resolve(run, source="run.toml")
-    run["selfplay"]["policy"] = "a"
-    assert resolve(run, source="run.toml").selfplay.policy == "a"
+    policies["b"]["roles"] = ["player_1"]
+    assert self_playing_policy(resolve(run, source="run.toml")) == "b"
+    policies["a"]["roles"] = ["player_0"]
+    with pytest.raises(ConfigError, match="names 'player_1', which 'b' plays"):
+        resolve(run, source="run.toml")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from math import log10
 
 import pytest
 
-from agentrl.algorithms.selfplay.ratings import elo, expected, fit_ratings, priorities, win_rate
+from agentrl.algorithms.ratings import elo, expected, fit_ratings, priorities, win_rate
 
 RATES = (0.9, 0.5, 0.1)
 
@@ -30,23 +30,15 @@ def test_a_win_rate_begins_at_a_half_and_never_ends() -> None:
     assert win_rate(5 * 0.5, 5) == 0.5  # draws alone
 
 
-@pytest.mark.parametrize(
-    ("kind", "shares"),
-    [
-        ("hard", (0.009346, 0.233645, 0.757009)),
-        ("variance", (0.209302, 0.581395, 0.209302)),
-    ],
-)
-def test_opponents_by_priority(kind: str, shares: tuple[float, ...]) -> None:
-    found = priorities(RATES, kind)  # type: ignore[arg-type]
-    assert found == pytest.approx(shares, abs=5e-7)
+def test_opponents_by_priority() -> None:
+    found = priorities(RATES)
+    assert found == pytest.approx((0.009346, 0.233645, 0.757009), abs=5e-7)
     assert sum(found) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("kind", ["hard", "variance"])
-def test_shares_are_a_distribution_even_where_no_weight_is_left(kind: str) -> None:
-    assert priorities([1.0, 1.0], kind) == [0.5, 0.5]  # type: ignore[arg-type]
-    assert priorities([0.5] * 4, kind) == [0.25] * 4  # type: ignore[arg-type]
+def test_shares_are_a_distribution_even_where_no_weight_is_left() -> None:
+    assert priorities([1.0, 1.0]) == [0.5, 0.5]
+    assert priorities([0.5] * 4) == [0.25] * 4
 
 
 def test_a_fit_of_two_is_their_odds() -> None:

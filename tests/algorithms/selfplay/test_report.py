@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from agentrl.algorithms.selfplay.report import game_figures, win_rate_table
-from agentrl.config import resolve
+from agentrl.algorithms.ratings import game_figures, win_rate_table
+from agentrl.core.config import resolve
+from agentrl.core.types import StepRow
 from agentrl.telemetry.console import Progress
 from agentrl.telemetry.report import score_table
-from agentrl.types import StepRow
-from tests.agentrl.test_report import row
+from tests.agentrl.telemetry.test_report import row
 
 
 def test_games_show_what_each_seat_got_and_how_they_went() -> None:
@@ -62,6 +62,6 @@ def test_a_pool_is_shown_as_who_beat_whom_by_when() -> None:
     assert [column.header for column in table.columns] == ["", "@0", "@2", "Elo"]
     shown = list(zip(*(column.cells for column in table.columns), strict=True))
     assert shown == [
-        ("@0", "", "", "980"), ("@2", "75%", "", "1001"), ("in the end", "90%", "55%", "1030"),
+        ("@0", "", "", "980"), ("@2", "75%", "", "1001"), ("final", "90%", "55%", "1030"),
     ]  # fmt: skip
     assert win_rate_table([row(0, **{"reward/mean": 0.5})]) is win_rate_table([]) is None

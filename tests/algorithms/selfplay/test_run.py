@@ -19,10 +19,10 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from agentrl.config import RunConfig, resolve
-from agentrl.config.schema import CheckpointConfig
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.config.schema import CheckpointConfig
+from agentrl.core.types import Attempt, Json, Outcome, Reward, Rollout, Scope, Transition
 from agentrl.store import open_store
-from agentrl.types import Attempt, Json, Outcome, Reward, Rollout, Scope, Transition
 from tests import factories, warm
 from tests.system import steady
 
@@ -115,7 +115,7 @@ def test_killed_anywhere_a_run_meets_the_same_opponents(
     assert not (broken / "out" / "pool" / "policy@000005" / "optimizer.safetensors").exists()
 
 
-def test_a_run_goes_on_from_a_checkpoint_whose_opponents_have_been_dropped_since(
+def test_a_run_continues_though_its_opponents_were_dropped(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"

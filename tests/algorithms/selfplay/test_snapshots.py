@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.algorithms.selfplay.pool import OpponentPool
-from agentrl.algorithms.selfplay.snapshots import SnapshotStore
-from agentrl.config import RunConfig, resolve
+from agentrl.algorithms.sampling.tasks import TaskSampler
+from agentrl.algorithms.selfplay import OpponentPool, SnapshotStore
+from agentrl.core.config import RunConfig, resolve
 from agentrl.store import open_store
 from agentrl.store.base import Store
 
@@ -67,7 +66,7 @@ def kept(made: SnapshotStore) -> set[str]:
     return found
 
 
-async def test_a_snapshot_is_served_until_the_last_game_against_it_has_ended(
+async def test_a_snapshot_is_served_until_its_last_game_has_ended(
     tmp_path: Path,
 ) -> None:
     config = run_of(tmp_path, ahead=1)
@@ -89,7 +88,7 @@ async def test_a_snapshot_is_served_until_the_last_game_against_it_has_ended(
         assert kept(made) == {"policy@000004", "policy@000005"}
 
 
-async def test_games_against_a_snapshot_of_a_step_that_was_taken_back_are_cancelled(
+async def test_games_against_a_rolled_back_snapshot_are_cancelled(
     tmp_path: Path,
 ) -> None:
     config = run_of(tmp_path, ahead=1)

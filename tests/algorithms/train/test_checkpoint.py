@@ -28,9 +28,9 @@ from agentrl.algorithms.train.checkpoint import (
     save_checkpoint,
     set_random_state,
 )
-from agentrl.base import folder_lock
-from agentrl.base.files import atomic_directory, delete_directory
-from agentrl.errors import AgentRLError, ConfigError, DamagedError, PolicyError
+from agentrl.core import files
+from agentrl.core.errors import AgentRLError, ConfigError, DamagedError, PolicyError
+from agentrl.core.files import atomic_directory, delete_directory
 
 
 class OneNumber:
@@ -94,9 +94,7 @@ def test_saving_again_replaces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [OSError, SafetensorError])
-def test_a_full_disk_is_a_sentence_and_leaves_the_last_checkpoint(
-    tmp_path: Path, kind: type[Exception]
-) -> None:
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, kind: type[Exception]) -> None:
     save_checkpoint(tmp_path / "1", OneNumber(1), {})
     full = OneNumber(2, kind("No space left on device"))
     with pytest.raises(AgentRLError, match=r"No space left on device.*free disk space") as raised:
@@ -106,10 +104,10 @@ def test_a_full_disk_is_a_sentence_and_leaves_the_last_checkpoint(
     assert (tmp_path / "1" / "weight").read_text() == "1"
 
 
-def test_a_process_killed_while_writing_leaves_nothing_under_the_name(tmp_path: Path) -> None:
+def test_a_process_killed_while_writing_leaves_no_checkpoint(tmp_path: Path) -> None:
     script = f"""
 import os, pathlib
-from agentrl.base.files import atomic_directory
+from agentrl.core.files import atomic_directory
 with atomic_directory(pathlib.Path({str(tmp_path)!r}, "2")) as partial:
     (partial / "weight").write_text("half")
     os.kill(os.getpid(), {signal.SIGKILL.value})
@@ -137,9 +135,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_checkpoint_without_its_state_is_refused_before_anything_is_loaded(
-    tmp_path: Path, content: str | None
-) -> None:
+def test_a_checkpoint_without_its_state_is_refused(tmp_path: Path, content: str | None) -> None:
     save_checkpoint(tmp_path / "1", OneNumber(7), {})
     (tmp_path / "1" / STATE).unlink()
     (tmp_path / "1" / digests.FILE).unlink()  # as an earlier version left it
@@ -157,7 +153,7 @@ def checkpoints(folder: Path, *made: str, run: str = "mine@1") -> None:
         save_checkpoint(folder / name, OneNumber(), {}, run)
 
 
-def test_prune_keeps_the_newest_of_the_run_and_what_is_not_a_checkpoint(tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_and_what_is_no_checkpoint(tmp_path: Path) -> None:
     ten = checkpoint_name(10, epoch=1), checkpoint_name(10, epoch=2)
     checkpoints(tmp_path, "000001", "000002", "000009", *ten, "best")
     (tmp_path / "000003").write_text("a file")
@@ -165,7 +161,7 @@ def test_prune_keeps_the_newest_of_the_run_and_what_is_not_a_checkpoint(tmp_path
     assert names(tmp_path) == ["000003", "000010", "000010.2", "best"]
 
 
-def test_prune_leaves_alone_what_another_run_or_a_later_owner_wrote(tmp_path: Path) -> None:
+def test_prune_leaves_what_another_run_or_owner_wrote(tmp_path: Path) -> None:
     checkpoints(tmp_path, "000001.2", "000002.2", "000003.2")
     checkpoints(tmp_path, "000001", "000001.3", run="other@2")
     checkpoints(tmp_path, "000001.4", "000009.4")
@@ -176,7 +172,7 @@ def test_prune_leaves_alone_what_another_run_or_a_later_owner_wrote(tmp_path: Pa
     assert names(tmp_path) == stay
 
 
-def test_prune_deletes_what_was_trained_in_steps_that_were_taken_back(tmp_path: Path) -> None:
+def test_prune_deletes_checkpoints_of_rolled_back_steps(tmp_path: Path) -> None:
     checkpoints(tmp_path, "000002", "000003", "000004", "000003.3")
     prune(tmp_path, keep=2, last=tmp_path / "000003.3", run="mine@1")
     assert names(tmp_path) == ["000003", "000003.3"]
@@ -184,13 +180,13 @@ def test_prune_deletes_what_was_trained_in_steps_that_were_taken_back(tmp_path: 
 
 def test_prune_keeps_what_a_reader_holds_until_it_is_done(tmp_path: Path) -> None:
     checkpoints(tmp_path, "000001", "000002", "000003")
-    with folder_lock.reading(tmp_path / "000001"):
+    with files.reading(tmp_path / "000001"):
         prune(tmp_path, keep=1, last=tmp_path / "000003", run="mine@1")
         assert names(tmp_path) == ["000001", "000003"]
     prune(tmp_path, keep=1, last=tmp_path / "000003", run="mine@1")
     assert names(tmp_path) == ["000003"]
     message = "000001: the run has deleted this checkpoint"
-    both = folder_lock.reading(tmp_path / "000003", tmp_path / "000001")
+    both = files.reading(tmp_path / "000003", tmp_path / "000001")
     with pytest.raises(ConfigError, match=message), both:
         pytest.fail("read")
 
@@ -203,12 +199,12 @@ def test_a_reader_that_waited_for_a_deletion_reads_nothing(tmp_path: Path) -> No
     def read() -> None:
         opened.set()
         try:
-            with folder_lock.reading(tmp_path / "000001"):
+            with files.reading(tmp_path / "000001"):
                 gone.append("read")
         except ConfigError as error:
             gone.append(str(error))
 
-    with folder_lock.deleting(tmp_path / "000001") as unread:
+    with files.deleting(tmp_path / "000001") as unread:
         assert unread
         reader = threading.Thread(target=read)
         reader.start()
@@ -236,7 +232,7 @@ def flip(file: Path) -> None:
 
 @pytest.mark.parametrize("file", ["weight", STATE, digests.FILE])
 @pytest.mark.parametrize("how", [flip, Path.unlink])
-def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(
+def test_a_damaged_checkpoint_is_refused_before_loading(
     tmp_path: Path, file: str, how: Callable[[Path], None]
 ) -> None:
     save_checkpoint(tmp_path / "1", OneNumber(7), {}, "mine@1")
@@ -248,7 +244,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(
     assert random_state() == before
 
 
-def test_a_checkpoint_without_digests_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
+def test_a_checkpoint_without_digests_is_loaded(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "1", OneNumber(7), {})
     (tmp_path / "1" / digests.FILE).unlink()
     content = json.loads((tmp_path / "1" / STATE).read_text())
@@ -295,9 +291,9 @@ def test_what_is_no_whole_checkpoint_is_not_exported(tmp_path: Path) -> None:
         export_checkpoint(source, target)
     weights.write_bytes(content)
     (source / STATE).unlink()
-    with pytest.raises(PolicyError, match="no checkpoint of a run"):
+    with pytest.raises(PolicyError, match="not a checkpoint of a run"):
         export_checkpoint(source, target)
-    with pytest.raises(PolicyError, match="no checkpoint of a run"):
+    with pytest.raises(PolicyError, match="not a checkpoint of a run"):
         export_checkpoint(tmp_path / "none", target)
     assert not target.exists()
     with pytest.raises(PolicyError, match="exists already"):

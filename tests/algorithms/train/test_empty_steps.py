@@ -13,25 +13,23 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.curriculum.training import DIFFICULTY, Curriculum
 from agentrl.algorithms.objective.core import ReferenceControl
 from agentrl.algorithms.sampling.collect import Collected
+from agentrl.algorithms.sampling.curriculum import DIFFICULTY, Curriculum
 from agentrl.algorithms.train import loop
-from agentrl.algorithms.train.empty_steps import (
+from agentrl.algorithms.train.features import ServedRun
+from agentrl.algorithms.train.loop import (
+    TrainingLoop,
     check_empty_steps,
     check_failed,
     failure_counts,
     is_empty,
 )
-from agentrl.algorithms.train.features import ServedRun
-from agentrl.algorithms.train.loop import TrainingLoop
-from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.train.policies import PolicySet
 from agentrl.algorithms.train.prepare import Preprocessor, count_unseen_tools
-from agentrl.config import resolve
-from agentrl.errors import TrainingError
-from agentrl.store import open_store
-from agentrl.store.base import Store
-from agentrl.types import (
+from agentrl.core.config import resolve
+from agentrl.core.errors import TrainingError
+from agentrl.core.types import (
     EMPTY,
     ErrorKind,
     Failure,
@@ -42,6 +40,8 @@ from agentrl.types import (
     RunState,
     StepCommit,
 )
+from agentrl.store import open_store
+from agentrl.store.base import Store
 from tests import factories
 from tests.algorithms.train.test_features import Run
 from tests.algorithms.train.test_policy_set import config as team_config
@@ -143,7 +143,7 @@ async def trained(
     return names, followed, json.loads(json.dumps(policies.dump()))
 
 
-async def test_an_empty_step_changes_nothing_that_a_killed_process_would_not_know(
+async def test_an_empty_step_changes_no_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outcomes of calls that cannot be trained teach a curriculum nothing, and a reference that is
@@ -184,14 +184,17 @@ async def commit(store: Store, step: int, **metrics: float) -> None:
     await store.commit_step(factories.commit(step, metrics=named))
 
 
-async def test_only_the_last_steps_in_a_row_count(store: Store) -> None:
+async def test_only_the_last_steps_in_a_row_count(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step, empty in enumerate((True, True, False, True, True)):
         await commit(store, step, **({"rollouts__empty": 8.0} if empty else {"loss": 1.0}))
         await check_empty_steps(store, factories.config(steps=9))
     await commit(store, 5, rollouts__empty=8.0)
     with pytest.raises(TrainingError, match=r"3 steps in a row.*resumes after step 6"):
         await check_empty_steps(store, factories.config(steps=9))
-    await check_empty_steps(store, factories.config(steps=9, max_empty_steps=4))
+    monkeypatch.setattr(loop, "MAX_EMPTY_STEPS", 4)
+    await check_empty_steps(store, factories.config(steps=9))
 
 
 @pytest.mark.parametrize(
@@ -203,11 +206,12 @@ async def test_only_the_last_steps_in_a_row_count(store: Store) -> None:
     ],
 )
 async def test_the_cause_where_nothing_failed(
-    store: Store, counts: dict[str, float], cause: str
+    store: Store, counts: dict[str, float], cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(loop, "MAX_EMPTY_STEPS", 1)
     await commit(store, 0, rollouts__empty=4.0, **counts)
     with pytest.raises(TrainingError, match=cause):
-        await check_empty_steps(store, factories.config(steps=9, max_empty_steps=1))
+        await check_empty_steps(store, factories.config(steps=9))
 
 
 def test_an_empty_step_commits_its_failures_alone() -> None:

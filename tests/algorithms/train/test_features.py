@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from agentrl.algorithm_process import added_features
-from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.train import saving
 from agentrl.algorithms.train.features import Feature
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.main import features_of
-from agentrl.config import resolve
-from agentrl.types import Group, Reward, StepReward
+from agentrl.algorithms.train.metrics import Metrics
+from agentrl.core.config import resolve
+from agentrl.core.types import Group, Reward, StepReward
 from tests import factories
 from tests.algorithms.train.test_loop import StandIn
 
@@ -86,13 +86,13 @@ JUDGE = {"kind": "pointwise", "upstream": "u", "rubric": "r"}
         ({}, []),
         ({"data": {"name": "pairs"}, "algorithm": {"preset": "dpo"}}, ["DataSet"]),
         ({"tasks": {"order": "difficulty"}}, ["Curriculum"]),
-        ({"tasks": {"solved": 0.9}}, ["Curriculum"]),
+        ({"tasks": {"order": "unsolved"}}, ["Curriculum"]),
         ({"eval": {"functions": ["mine.py:size"]}}, ["EvalFunctions"]),
         ({"selfplay": {"seats": ["x", "o"]}, "algorithm": {"preset": "spiral"}}, ["SelfPlay"]),
         ({"algorithm": {"counterfactual": {"substitutes": {"x": "first"}}}}, ["Replays"]),
         ({"algorithm": {"branching": {"kind": "mc"}}}, ["Replays"]),
         ({"selfplay": {"seats": ["x", "o"]}, "steps": 0}, []),
-        ({"judges": {"j": JUDGE}, "tasks": {"solved": 0.9}}, ["Curriculum", "JudgeRewards"]),
+        ({"judges": {"j": JUDGE}, "tasks": {"order": "unsolved"}}, ["Curriculum", "JudgeRewards"]),
     ],
 )
 def test_a_run_has_the_features_that_its_settings_ask_for(
@@ -105,13 +105,14 @@ def test_a_run_has_the_features_that_its_settings_ask_for(
     found = [type(feature).__name__ for feature in features_of(config)]
     if "data" not in tables:
         found.remove("TemplateChecks")  # it watches what the prompts of any run leave out
+        found.remove("HackSigns")  # it watches what any run is paid for
     assert found == expected
 
 
-def test_a_data_set_is_read_after_the_features_that_change_the_updater() -> None:
+def test_a_data_set_is_read_after_features_of_the_updater() -> None:
     config = resolve(
         {"policy": {"model": "m"}, "data": {"name": "d"}, "algorithm": {"preset": "dpo"}},
         source="test",
     )
     found = [type(feature).__name__ for feature in features_of(config, added_features(config))]
-    assert found == ["RunOrigin", "Looking", "DataSet"]
+    assert found == ["RunOrigin", "ImageTextPolicies", "DataSet"]

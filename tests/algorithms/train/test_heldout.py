@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithms.sampling.rollouts import CandidateInUse
-from agentrl.algorithms.train import heldout
-from agentrl.algorithms.train.heldout import HeldoutEvaluator
-from agentrl.base.files import PARTIAL
-from agentrl.config import resolve
+from agentrl.algorithms.sampling.tasks import CandidateInUse
+from agentrl.algorithms.train import saving
+from agentrl.algorithms.train.saving import HeldoutEvaluator
+from agentrl.core.config import resolve
+from agentrl.core.files import PARTIAL
 
 
 async def nothing(*given: Any) -> dict[str, Any]:
@@ -38,8 +38,8 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     async def evaluate(*given: Any) -> None:
         evaluations.append((given[3], len(given[4])))
 
-    monkeypatch.setattr(heldout, "evaluate_heldout", evaluate)
-    monkeypatch.setattr(heldout, "mark_best", nothing)
+    monkeypatch.setattr(saving, "evaluate_heldout", evaluate)
+    monkeypatch.setattr(saving, "mark_best", nothing)
     return evaluations
 
 

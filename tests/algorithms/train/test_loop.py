@@ -15,7 +15,7 @@ from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train import saving
 from agentrl.algorithms.train.features import ServedRun
 from agentrl.algorithms.train.loop import TrainingLoop
-from agentrl.types import EMPTY, StepCommit
+from agentrl.core.types import EMPTY, StepCommit
 from tests import factories
 
 STEPS = 3

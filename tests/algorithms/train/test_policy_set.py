@@ -13,25 +13,20 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agentrl.algorithms.curriculum.training import DIFFICULTY, Curriculum
-from agentrl.algorithms.diagnostics.metrics import merge_policies
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.presets import registry
+from agentrl.algorithms.sampling.curriculum import DIFFICULTY, Curriculum
 from agentrl.algorithms.train import serving as module
-from agentrl.algorithms.train.build import (
-    group_requirements,
-    load_algorithms,
-    make_policies,
-)
 from agentrl.algorithms.train.checkpoint import export_checkpoint, load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.load_policies import load_policies
-from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.train.metrics import merge_policies
+from agentrl.algorithms.train.policies import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
+from agentrl.algorithms.train.stages import group_requirements, load_algorithms, make_policies
 from agentrl.algorithms.train.step import Updater
-from agentrl.config import RunConfig, resolve
-from agentrl.config import policies as team
-from agentrl.errors import ConfigError, PolicyError
-from agentrl.types import Group, Reward, StepReward
+from agentrl.core.config import RunConfig, derived, resolve
+from agentrl.core.errors import ConfigError, PolicyError
+from agentrl.core.types import Group, Reward, StepReward
 from tests.algorithms.train.test_update import Recorder, group
 
 TWO = {
@@ -62,12 +57,12 @@ def test_whose_turn_it_is_depends_on_the_step_alone(
 ) -> None:
     three = {name: {"roles": [name], "lora": {"rank": 1}} for name in "abc"}
     made = config(three, team={"schedule": schedule, "every": every}, steps=7)
-    learning = ["".join(n for n in "abc" if team.learns_in_step(made, n, s)) for s in range(7)]
+    learning = ["".join(n for n in "abc" if derived.learns_in_step(made, n, s)) for s in range(7)]
     assert learning == expected
     for name in "abc":
         counted = [sum(name in turn for turn in expected[:step]) for step in range(8)]
-        assert [team.steps_learned(made, name, step) for step in range(8)] == counted
-        assert team.view(made, name).steps == counted[-1]
+        assert [derived.steps_learned(made, name, step) for step in range(8)] == counted
+        assert derived.view(made, name).steps == counted[-1]
 
 
 # -- what ------------------------------------------------------------------------------------------
@@ -76,10 +71,10 @@ def test_whose_turn_it_is_depends_on_the_step_alone(
 def recording(
     made: RunConfig, recorder: Callable[[str], Any] = lambda policy: None
 ) -> tuple[PolicySet, dict[str, Recorder]]:
-    learners = {name: Recorder() for name in team.trained_policies(made)}
+    learners = {name: Recorder() for name in derived.trained_policies(made)}
     updaters = {
         name: Updater(
-            team.view(made, name),
+            derived.view(made, name),
             registry.make("grpo", {}),
             learner,
             recorder=recorder(name),
@@ -105,7 +100,7 @@ def shared(name: str, *rewards: float) -> Group:
     return replace(made, rollouts=[both(rollout) for rollout in made.rollouts])
 
 
-def test_each_policy_learns_from_its_own_calls_by_its_own_settings() -> None:
+def test_each_policy_learns_its_calls_by_its_settings() -> None:
     algorithm = {"lr": 0.25, "schedule": "linear"}
     made = config(
         {
@@ -144,8 +139,8 @@ def test_a_policy_whose_turn_it_is_not_changes_in_nothing() -> None:
     assert [row.rollout for row in whole.step_rewards(2)] == ["planner"]
 
 
-def test_credit_is_kept_of_each_policys_own_calls_and_of_its_turns() -> None:
-    from agentrl.algorithms.explain.credit_records import CreditRecorder
+def test_credit_is_kept_of_each_policys_own_calls() -> None:
+    from agentrl.algorithms.credit.dump import CreditRecorder
 
     whole, learners = recording(config(steps=4), CreditRecorder)
     found = [shared("g", 1.0, 0.0)]
@@ -160,7 +155,7 @@ def test_credit_is_kept_of_each_policys_own_calls_and_of_its_turns() -> None:
     assert {row.policy for row in whole.credits(2, [shared("g2", 1.0, 0.0)])} == {"planner"}
 
 
-def test_a_policy_with_nothing_to_learn_is_skipped_and_counted_alone() -> None:
+def test_a_policy_with_nothing_to_learn_is_skipped_alone() -> None:
     whole, learners = recording(config())
     mixed = shared("g", 1.0, 0.0)
     silent = replace(
@@ -364,6 +359,28 @@ async def test_a_server_that_does_not_start_leaves_no_other_behind(
     with pytest.raises(PolicyError, match="no room"):
         await PolicyServers(made, load_policies(made)).start()
     assert happened == ["start planner", "start coder", "close planner"]
+
+
+@pytest.mark.parametrize("frozen", [0, 3])
+async def test_servers_are_told_of_frozen_policies_before_they_start(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: int
+) -> None:
+    happened: list[object] = []
+
+    class Server:
+        async def start(self) -> None:
+            happened.append("start")
+
+        def make_room(self, policies: int) -> None:
+            happened.append(policies)
+
+        async def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(module, "policy_server", lambda *given: Server())
+    made = config(TWO, tiny_model_dir, output=str(tmp_path))
+    await PolicyServers(made, load_policies(made)).start(frozen=frozen)
+    assert happened == ([frozen, "start"] if frozen else ["start"])
 
 
 def test_weights_change_in_flight_only_where_the_server_can(

@@ -10,7 +10,7 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.train.prepare import Preprocessor, ProcessedScorer
-from agentrl.types import Group, Reward, Sampling, Transition, float32, int32
+from agentrl.core.types import Group, Reward, Sampling, Transition, float32, int32
 from tests import factories
 
 
@@ -29,7 +29,7 @@ def learner(tiny_llama_dir: Path) -> TorchLearner:
     return TorchLearner(*load_model(str(tiny_llama_dir), "float32", "cpu"))
 
 
-def test_processed_calls_have_the_learner_s_logprobs_and_no_others(learner: TorchLearner) -> None:
+def test_processed_calls_have_the_learners_log_probs(learner: TorchLearner) -> None:
     forced = {"tool_choice": '"required"'}
     calls = [
         call("0", processors=forced),

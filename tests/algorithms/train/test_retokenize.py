@@ -11,7 +11,7 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.train.prepare import Retokenizer
-from agentrl.types import Group, Reward, RolloutState, Sampling, Transition, float32, int32
+from agentrl.core.types import Group, Reward, RolloutState, Sampling, Transition, float32, int32
 from tests import factories
 
 QUESTION = {"role": "user", "content": "What is the team of Ada Berg?"}

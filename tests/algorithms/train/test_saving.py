@@ -15,7 +15,7 @@ from tests.algorithms.train.test_loop import StandIn
 STEP, WRITING = 100.0, 2.0  # seconds
 
 
-async def test_the_step_beside_which_a_checkpoint_is_written_does_not_count(
+async def test_a_step_that_saves_a_checkpoint_does_not_count(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """After two seconds of writing the next one may come 38 seconds later: here, at each step."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.algorithms.train.optimize import learning_rate, mean_kl, minibatches
-from agentrl.config import AlgorithmConfig
+from agentrl.core.config import AlgorithmConfig
 
 STEPS = 5
 RATES = {

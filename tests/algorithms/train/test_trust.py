@@ -1,4 +1,4 @@
-"""Updates that move the policy too far: measured, undone and made again in halves."""
+"""Updates that move the policy too far: measured, undone and repeated at half the rate."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, 
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets import registry
-from agentrl.algorithms.train import build, optimize
+from agentrl.algorithms.train import optimize, stages
 from agentrl.algorithms.train.optimize import MAX_KL, measured_rows
 from agentrl.algorithms.train.step import Updater
-from agentrl.config import AlgorithmConfig, RunConfig, load, resolve
-from agentrl.errors import ConfigError, PolicyError
-from agentrl.types import Group, Reward
+from agentrl.core.config import AlgorithmConfig, RunConfig, load, resolve
+from agentrl.core.errors import ConfigError, PolicyError
+from agentrl.core.types import Group, Reward
 from tests import factories
 
 
@@ -88,7 +88,7 @@ def updater(learner: Any, preset: str = "grpo", **settings: Any) -> Updater:
     return Updater(config, algo, learner, state=state, limit=limit)
 
 
-def test_an_update_that_goes_too_far_is_made_again_with_half_the_rate(
+def test_an_update_beyond_the_limit_is_redone_at_half_the_rate(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """e^1 - 2 is .72 nats, e^.5 - 1.5 is .15, e^.25 - 1.25 is .034."""
@@ -108,7 +108,7 @@ def test_an_update_that_goes_too_far_is_made_again_with_half_the_rate(
     assert len(caplog.records) == 1  # it is said once
 
 
-def test_where_steps_go_far_again_and_again_the_rate_is_lowered_until_they_do_not() -> None:
+def test_the_rate_is_lowered_until_steps_stay_within_the_limit() -> None:
     """A step that was made shorter once is chance; steps of the largest length that is allowed,
     one after the other, end a run as one that is too long does."""
     learner = Line()
@@ -198,9 +198,9 @@ def test_of_a_hopeless_update_nothing_is_left_and_the_batch_ends(
     assert len(learner.rates) == 1
     assert metrics["update/early_stop"] == 1
     assert metrics["update/kl"] == 0
-    assert metrics["update/undone"] == optimize.MOST_HALVINGS + 1
+    assert metrics["update/undone"] == optimize.MAX_HALVINGS + 1
     assert metrics["lr"] == 0  # the rate of what is left
-    assert "it was undone and not made" in caplog.text
+    assert "undone and not repeated" in caplog.text
 
 
 def test_an_undone_step_is_named_by_its_own_number(caplog: pytest.LogCaptureFixture) -> None:
@@ -211,7 +211,7 @@ def test_an_undone_step_is_named_by_its_own_number(caplog: pytest.LogCaptureFixt
         caplog.clear()
 
 
-def test_target_kl_raises_the_default_limit_and_max_kl_is_the_user_s() -> None:
+def test_target_kl_raises_the_default_limit_of_max_kl() -> None:
     assert optimize.largest_kl(AlgorithmConfig()) == MAX_KL
     assert optimize.largest_kl(AlgorithmConfig(target_kl=MAX_KL / 2)) == MAX_KL
     assert optimize.largest_kl(AlgorithmConfig(target_kl=0.7)) == 0.7
@@ -221,7 +221,7 @@ def test_target_kl_raises_the_default_limit_and_max_kl_is_the_user_s() -> None:
     assert optimize.largest_kl(AlgorithmConfig(max_kl=0.0)) == 0
 
 
-def test_tokens_of_another_sampler_count_as_the_policy_would_sample_them() -> None:
+def test_tokens_of_another_sampler_are_reweighted() -> None:
     """An outcome that the sampler never and the policy always draws, and the reverse."""
 
     class Fixed(Line):
@@ -273,7 +273,7 @@ def test_a_halved_step_is_the_step_of_the_halved_rate(tiny_model_dir: Path, adap
         if not adapted:
             return torch_learner(tiny_model_dir)
         model, tokenizer = load_model(tiny_model_dir, device="cpu")
-        from agentrl.algorithms.lora.adapters import LoraAdapters
+        from agentrl.algorithms.model.lora import LoraAdapters
 
         adapters = LoraAdapters(model)
         for name in ("policy", "other"):
@@ -307,7 +307,7 @@ def test_a_step_that_is_not_made_leaves_every_bit(tiny_model_dir: Path) -> None:
     updater(learner, lr=1e-3, max_kl=0.0).update(0, groups)
     before = {name: p.clone() for name, p in learner.parameters().items()}
     metrics = updater(learner, lr=1e38, max_kl=0.1).update(1, groups)
-    assert metrics["update/undone"] == optimize.MOST_HALVINGS + 1
+    assert metrics["update/undone"] == optimize.MAX_HALVINGS + 1
     assert all(torch.equal(p, before[name]) for name, p in learner.parameters().items())
     assert not any(state["exp_avg"].any() for state in moments(learner))
     assert updater(learner, lr=1e-5).update(2, groups)["update/undone"] == 0
@@ -335,7 +335,7 @@ def test_only_a_part_of_a_large_batch_is_measured(
     names = [f"g{n}" for n in range(16)]
     batch = step.batch([group(name, 1.0, 0.0, length=1 + n % 4) for n, name in enumerate(names)])
     assert measured_rows(batch, "0/0", 1) is None
-    monkeypatch.setattr(optimize, "FEWEST_MEASURED", 8)
+    monkeypatch.setattr(optimize, "MIN_MEASURED", 8)
     rows = measured_rows(batch, "0/0", 1)
     assert rows is not None
     assert 1 < len(rows) < len(batch.rows) / 4
@@ -363,7 +363,9 @@ def test_what_cannot_be_undone_is_refused_where_it_is_asked_for(tmp_path: Path) 
     settings = ["learner.kind=mine.py:learner", "algorithm.max_kl=0.1"]
     config, algo = load(tmp_path / "run.toml", settings), registry.make("grpo", {})
     made: Any = None, None
-    with pytest.raises(ConfigError, match=r"algorithm.max_kl: learner.kind = .* undoes no step"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm.max_kl: learner.kind = .* cannot undo a step"
+    ):
         factory.make_learner(config, algo, *made)
     able = replace(config, algorithm=replace(config.algorithm, max_kl=None))
     factory.make_learner(able, algo, *made)
@@ -371,7 +373,7 @@ def test_what_cannot_be_undone_is_refused_where_it_is_asked_for(tmp_path: Path) 
 
 def test_a_data_set_s_tokens_are_not_the_policy_s() -> None:
     from agentrl.algorithms.preferences.collector import from_dataset
-    from agentrl.config.learning import DataConfig
+    from agentrl.core.config.learning import DataConfig
 
     settings = {"data": {"name": "pairs"}, "algorithm": {"max_kl": 0.1}, "policy": {"model": "x"}}
     with pytest.raises(ConfigError, match=r"algorithm.max_kl has no effect in a run on \[data\]"):
@@ -397,12 +399,12 @@ def test_only_what_limits_steps_is_in_checkpoints(monkeypatch: pytest.MonkeyPatc
     saved = []
     for extend in (unmeasured, copied):
         made = dataclasses.replace(updater(Line(), max_kl=0.1), state=AlgorithmState())
-        monkeypatch.setattr(build, "make_updater", lambda *given, made=made: made)
-        monkeypatch.setattr(build, "extend_updater", extend)
+        monkeypatch.setattr(stages, "make_updater", lambda *given, made=made: made)
+        monkeypatch.setattr(stages, "extend_updater", extend)
         model: Any = SimpleNamespace(policies=["policy"])
         with ExitStack() as closing:
             stack: Any = closing
-            policies = build.make_policies(made.config, {"policy": made.algo}, [model], stack)
+            policies = stages.make_policies(made.config, {"policy": made.algo}, [model], stack)
         saved.append(policies.dump())
     assert saved == [{}, {"step_size": {"recent": 0.0, "rate": 1.0}}]
     with pytest.raises(PolicyError, match="state 'kl' of another algorithm"):

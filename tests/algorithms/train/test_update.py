@@ -14,16 +14,16 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.diagnostics.bad_steps import BadSteps
 from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, StepReport
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import registry
-from agentrl.algorithms.train.build import load_algorithm
+from agentrl.algorithms.train.metrics import BadSteps
 from agentrl.algorithms.train.prepare import Preprocessor
+from agentrl.algorithms.train.stages import load_algorithm
 from agentrl.algorithms.train.step import Updater
-from agentrl.config import AlgorithmConfig, RunConfig, resolve
-from agentrl.errors import ConfigError, TrainingError
-from agentrl.types import Group, Reward, Rollout, RolloutState, float32, int32
+from agentrl.core.config import AlgorithmConfig, RunConfig, resolve
+from agentrl.core.errors import ConfigError, TrainingError
+from agentrl.core.types import Group, Reward, Rollout, RolloutState, float32, int32
 from tests import factories
 
 
@@ -68,7 +68,7 @@ class Recorder(LearnerDefaults):
     def load(self, directory: Path) -> None: ...
 
 
-def test_an_entropy_bonus_weighs_tokens_as_the_loss_does_and_learns_where_credit_does_not() -> None:
+def test_an_entropy_bonus_learns_where_credit_does_not() -> None:
     learner = Recorder()
     algo = registry.make("grpo", {"entropy": 0.25}, streams=learner.supplies)
     config = RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0))
@@ -81,7 +81,7 @@ def test_an_entropy_bonus_weighs_tokens_as_the_loss_does_and_learns_where_credit
     assert learner.etas[1] is None
 
 
-def test_an_entropy_bonus_is_refused_where_its_gradient_is_not_to_be_had() -> None:
+def test_an_entropy_bonus_needs_its_gradient() -> None:
     settings: dict[str, Any] = {"algorithm": {"options": {"entropy": 0.01}}}
     assert load_algorithm(resolve(settings, source="run.toml")).entropy == 0.01
     settings["learner"] = {"kind": "verl"}
@@ -109,7 +109,7 @@ def updater(learner: Recorder, seed: int = 0, **settings: object) -> Updater:
     return Updater(config, registry.make("grpo", {}), learner)
 
 
-def test_pairs_of_each_group_are_what_a_loss_of_pairs_learns_from() -> None:
+def test_a_loss_of_pairs_learns_from_pairs_of_each_group() -> None:
     learner = Recorder()
     algo = registry.make("simpo", {"how": "all"})
     made = dataclasses.replace(updater(learner, min_group=2), algo=algo)
@@ -201,7 +201,7 @@ def test_everything_failed() -> None:
     assert not any(math.isnan(value) for value in metrics.values())
 
 
-def test_minibatches_and_epochs_take_the_old_policy_from_before_the_first() -> None:
+def test_minibatches_and_epochs_share_the_old_policy() -> None:
     groups = [group(name, 1.0, 0.0, 0.0) for name in "abcd"]
     whole, cut = Recorder(), Recorder()
     updater(whole).update(0, groups)
@@ -258,7 +258,7 @@ def test_what_the_learner_measures_is_kept() -> None:
 
 
 def test_a_step_that_is_not_finite_is_dumped_and_the_run_goes_on(tmp_path: Path) -> None:
-    from agentrl.algorithms.explain.dump import keep_in, load_dump
+    from agentrl.algorithms.credit.dump import keep_in, load_dump
 
     groups = [group(name, 1.0, 0.0) for name in "ab"]
     learner = Recorder(broken={1, 3, 4})
@@ -272,7 +272,7 @@ def test_a_step_that_is_not_finite_is_dumped_and_the_run_goes_on(tmp_path: Path)
     with pytest.warns(RuntimeWarning, match="skipped"):
         step.update(1, groups)  # a good step came between
     with pytest.raises(
-        TrainingError, match=r"2\. optimizer step in a row.*000002\.0.*algorithm\.lr"
+        TrainingError, match=r"2 consecutive optimizer steps.*000002\.0.*algorithm\.lr"
     ):
         step.update(2, groups)
     names = [f"{name}.safetensors" for name in ("000000.1", "000001.1", "000002.0")]
@@ -282,7 +282,7 @@ def test_a_step_that_is_not_finite_is_dumped_and_the_run_goes_on(tmp_path: Path)
     assert math.isnan(dump.loss)
 
 
-def test_one_number_names_a_step_whatever_its_groups_were_planned_for(
+def test_one_number_names_a_step_whatever_its_groups(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the console counts, from 1: with group_order = "ready" a step trains groups of

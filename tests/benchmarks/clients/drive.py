@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import AgentConfig, PolicyConfig, RunConfig, RunnerConfig
-from agentrl.config.agents import WorkspaceConfig
-from agentrl.runners.harnesses.check import RequestLog, SeenRequest
-from agentrl.runners.harnesses.preset import load_preset
-from agentrl.runners.main import attempt_runner
-from agentrl.runners.worker import Worker
+from agentrl.core.config import AgentConfig, PolicyConfig, RunConfig, RunnerConfig
+from agentrl.core.config.agents import WorkspaceConfig
+from agentrl.core.types import Json, NewRollout, PolicyVersion, Transition
+from agentrl.runners.harness import load_preset
+from agentrl.runners.harness_check import RequestLog, SeenRequest
+from agentrl.runners.main import Worker, attempt_runner
 from agentrl.store import open_store
-from agentrl.types import Json, NewRollout, PolicyVersion, Transition
 from tests.benchmarks.clients.install import HERE, Client
 from tests.benchmarks.clients.policy import CASES, Asked, ScriptedPolicy, questions
 

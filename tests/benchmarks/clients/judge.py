@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from agentrl.runners.harnesses.check import SeenRequest
-from agentrl.runners.harnesses.scripted import SHELL
-from agentrl.types import Int32, Json, Transition
+from agentrl.core.types import Int32, Json, Transition
+from agentrl.runners.harness_check import SHELL, SeenRequest
 from tests.benchmarks.clients.drive import Played
 from tests.benchmarks.clients.policy import CASE, CASES, Asked, Body, plain
 from tests.benchmarks.clients.wire import Item, api_of, items_of, tools_of
@@ -257,7 +256,7 @@ def arguments_changed(written: str, back: Item) -> str:
 
 
 class Malformed(str):
-    """A text that is no JSON."""
+    """A text that is not JSON."""
 
 
 def _json(text: str) -> Json:

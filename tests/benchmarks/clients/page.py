@@ -6,10 +6,11 @@ import asyncio
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.types import Json
+from agentrl.core.types import Json
 from tests.benchmarks.clients.drive import Played, play
 from tests.benchmarks.clients.install import Client, clients
 from tests.benchmarks.clients.judge import (
@@ -33,29 +34,27 @@ ID = re.compile(r"(?<=/)[a-z]+_[0-9a-f]{32}\b")  # of an object that the gateway
 HEAD = """# What clients send
 
 Real clients against the gateway, in front of a policy that answers by a script: words, a thought,
-one call, two calls at once, words between calls, arguments that are no JSON, and arguments with
-spaces and escapes that no JSON writer would choose. Each conversation asks twice, so every answer
-comes back in a later request; a harness is asked once, and given the seven answers with a call.
-`make clients` installs the clients into `.clients` (4 GB), plays them and writes this page; the
-programs are in
-[`tests/benchmarks/clients`](../../tests/benchmarks/clients/agents).
+one call, two calls, words between calls, arguments that are no JSON, and arguments with odd
+spaces and escapes. Every answer comes back in a later request; a harness is asked once, and given
+the seven answers with a call. `make clients` installs the
+[clients](../../tests/benchmarks/clients/agents) (4 GB), plays them and writes this page.
 
-A conversation **continues exactly** if in the store the tokens of each call begin with those of the
-call before and its answer, under a chat template that prints all that it is given, also reasoning,
-names and the text of arguments: then the conversation is one row, and every token in it is one that
-the policy sampled. Where a client does not send back what it was given, the next call begins a row
-of its own ([token tree](../concepts/token-tree.md)); nothing is lost but the shared prefix.
+A conversation **continues exactly** if the tokens of each call begin with those of the call
+before and its answer, under a chat template that prints all that it is given; then it is one row,
+whose tokens are all sampled by the policy. Where a client sends back something else, the next
+call begins a row of its own ([token tree](../concepts/token-tree.md)); only the shared prefix is
+lost.
 """
 EXPLAINED = """
-- *Calls only*: the `content` of an assistant message that has nothing but calls (chat completions).
-- *Arguments*: with odd spaces and escapes. `as sent` is byte for byte; the gateway restores the
-  others by the call's id.
-- *Cut-off arguments*: how `{"a": 1, "b": 2` comes back, and what follows. Where the API has objects
-  for arguments (Messages, generateContent), the gateway gives the text as `{"INVALID_JSON": text}`.
-- *Thought*: whether the policy's reasoning comes back, with which the next call continues exactly.
+- *Calls only*: `content` of an assistant message that has only calls (chat completions).
+- *Arguments*: with odd spaces and escapes; what is not `as sent` is restored by the gateway, by
+  the call's id.
+- *Cut-off arguments*: how `{"a": 1, "b": 2` comes back, and what the client does; *error*: it
+  tells the policy. In Messages and generateContent, whose arguments are objects, the gateway
+  gives the text as `{"INVALID_JSON": text}`.
+- *Thought*: whether reasoning comes back.
 - *Order*: of an answer that is a call, words and a call; whole, the words come first.
-- *Beside*: what else it asks of the gateway while it plays the cases; a harness has a process for
-  each of them.
+- *Besides*: ids of calls, if not kept; the `name` of its messages; other requests during the cases.
 """
 
 
@@ -85,10 +84,8 @@ def row_of(played: Played) -> Row:
         "Arguments": _arguments(*odd) if odd else "-",
         "Cut-off arguments": _malformed(played, steps["malformed"]),
         "Thought": _thought(steps),
-        "Ids": _ids(*called) if called else "-",
-        "Name": _name(*called) if called else "-",
         "Order": _order(steps["words_between"]),
-        "Beside": _beside(played, {id(step.sent) for each in steps.values() for step in each}),
+        "Besides": "; ".join(_besides(played, steps, called)) or "-",
     }
     return row
 
@@ -142,7 +139,7 @@ def _malformed(played: Played, steps: list[Step]) -> str:
     if results and results[0].strip("\"' ") in ("3", '{"result": "3"}', '{"output": "3"}'):
         return f"{how}; runs the tool"
     if said:
-        return f"{how}; then {said[0].kind}: {_cut(said[0].text)}"
+        return f"{how}; error" if said[0].kind == "result" else f"{how}; then {said[0].kind}"
     return f"{how}; asks again"
 
 
@@ -160,6 +157,19 @@ def _thought(steps: dict[str, list[Step]]) -> str:
     if len(set(found)) < 2:
         return found[0] if found else "-"
     return f"{found[0]}; with a call {found[1]}"
+
+
+def _besides(
+    played: Played, steps: dict[str, list[Step]], called: tuple[Step, Step] | None
+) -> Iterator[str]:
+    """What few clients do: other ids or none, names of messages, other requests."""
+    if called and (ids := _ids(*called)) != "kept":
+        yield f"ids: {ids}"
+    if called and (name := _name(*called)) != "-":
+        yield f"name: {name}"
+    own = {id(step.sent) for each in steps.values() for step in each}
+    if (beside := _beside(played, own)) != "-":
+        yield beside
 
 
 def _ids(before: Step, after: Step) -> str:
@@ -211,14 +221,13 @@ def write(rows: dict[str, list[Row]], chosen: list[Client], failed: dict[str, st
     shown = [client for client in chosen if client.name in rows]
     names = list(rows[shown[0].name][0].facts) if shown else []
     lines = [HEAD, "## Whether it continues exactly", ""]
-    lines += [
-        "| client | versions | whole | streamed | where not, and why |",
-        "|---|---|--:|--:|---|",
-    ]
-    lines += [_exact_line(client, rows[client.name]) for client in shown]
+    lines += ["| clients | whole | streamed | where not, and why |", "|---|--:|--:|---|"]
+    exact = [(f"{one.title} ({one.versions})", _exact_cells(rows[one.name])) for one in shown]
+    lines += _grouped(exact)
     lines += ["", "## How the second request renders the first answer", EXPLAINED]
-    lines += [f"| client | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    lines += [_facts_line(client, rows[client.name], names) for client in shown]
+    lines += [f"| clients | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    facts = [(one.title, [_both(rows[one.name], name) for name in names]) for one in shown]
+    lines += _grouped(facts)
     if failed:
         lines += ["", "## Not installed", "", "| client | versions | why |", "|---|---|---|"]
         lines += [
@@ -229,7 +238,15 @@ def write(rows: dict[str, list[Row]], chosen: list[Client], failed: dict[str, st
     return "\n".join(lines) + "\n"
 
 
-def _exact_line(client: Client, rows: list[Row]) -> str:
+def _grouped(rows: list[tuple[str, list[str]]]) -> list[str]:
+    """Lines of a table, one for all clients with the same cells."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for client, cells in rows:
+        alike.setdefault(tuple(cells), []).append(client)
+    return [f"| {'; '.join(clients)} | {' | '.join(cells)} |" for cells, clients in alike.items()]
+
+
+def _exact_cells(rows: list[Row]) -> list[str]:
     counts = {True: "-", False: "-"}
     reasons: dict[str, dict[str, list[bool]]] = {}
     for row in rows:
@@ -243,7 +260,7 @@ def _exact_line(client: Client, rows: list[Row]) -> str:
         f"{', '.join(_case(case, modes, len(rows)) for case, modes in cases.items())}: {reason}"
         for reason, cases in reasons.items()
     )
-    return f"| {client.title} | {client.versions} | {counts[False]} | {counts[True]} | {why} |"
+    return [counts[False], counts[True], why]
 
 
 def _other(cell: Cell) -> str:
@@ -254,10 +271,6 @@ def _case(case: str, modes: list[bool], ways: int) -> str:
     if len(modes) == ways:
         return f"`{case}`"
     return f"`{case}` {'streamed' if modes[0] else 'whole'}"
-
-
-def _facts_line(client: Client, rows: list[Row], names: list[str]) -> str:
-    return f"| {client.title} | {' | '.join(_both(rows, name) for name in names)} |"
 
 
 def _both(rows: list[Row], name: str) -> str:

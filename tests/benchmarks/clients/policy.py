@@ -14,9 +14,9 @@ from typing import Any
 
 from aiohttp import web
 
-from agentrl.base.http_server import listen
-from agentrl.runners.harnesses.scripted import SHELL
-from agentrl.types import Json
+from agentrl.core.http import listen
+from agentrl.core.types import Json
+from agentrl.runners.harness_check import SHELL
 
 Body = dict[str, Any]
 

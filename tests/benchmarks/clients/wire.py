@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.types import Json
+from agentrl.core.types import Json
 from tests.benchmarks.clients.policy import Body, plain
 
 APIS = {

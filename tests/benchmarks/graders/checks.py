@@ -19,6 +19,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +27,8 @@ Check = Callable[[], Any]
 CHECKS: dict[str, dict[str, Check]] = {}
 # Packages whose versions the page has, by plug-in.
 PACKAGES = {
-    "gymnasium": ["gymnasium"], "inspect": ["inspect-ai"], "openai-evals": ["evals"],
+    "bfcl": ["bfcl-eval"], "gymnasium": ["gymnasium"], "inspect": ["inspect-ai"],
+    "openai-evals": ["evals"],
     "pettingzoo": ["pettingzoo"], "reasoning-gym": ["reasoning-gym"], "textarena": ["textarena"],
     "verifiers": ["verifiers", "math-verify", "datasets"], "verifiers-v1": ["verifiers"],
 }  # fmt: skip
@@ -257,9 +259,9 @@ def date_text() -> Any:
 
 def episode_of(fault: str) -> Any:
     """What verifiers says of an episode whose task fails: errors, and the reward."""
-    from agentrl.config.derived import Named
-    from agentrl.environments import hosted, scripted
-    from agentrl.environments.plugins import verifiers_v1
+    from agentrl.core.config.derived import Named
+    from agentrl.environments import hosted, runner
+    from agentrl.environments.plugins import verifiers
 
     seen: list[Any] = []
 
@@ -268,7 +270,7 @@ def episode_of(fault: str) -> Any:
         seen.append([len(episode.errors), len(trace.errors), trace.reward])
         return {"outcome": 0.0}
 
-    verifiers_v1.scores_of_episode = noted
+    verifiers.scores_of_episode = noted
     injected = ROOT / "tests/environments/injected"
     named = Named.read(f"{injected}/plugins.py:VerifiersV1:faulty_taskset", {}, injected)
     os.environ["INJECTED_FAULT"] = fault
@@ -277,7 +279,7 @@ def episode_of(fault: str) -> Any:
         return {"role": "assistant", "content": "x"}
 
     async def play() -> None:
-        async with scripted.stage(named, timeout=120.0) as on:
+        async with runner.stage(named, timeout=120.0) as on:
             await on.play(hosted.tasks(named, "train")[0], said)
 
     asyncio.run(play())
@@ -495,7 +497,7 @@ def matches(function: str, *given: Any) -> float:
 @check("openai-evals")
 def match_by_prefix() -> Any:
     """What `Match` counts: whether the answer begins with the ideal one."""
-    from agentrl.environments.plugins.shared import some_key
+    from agentrl.environments.plugins.verdicts import some_key
 
     os.environ["EVALS_THREADS"] = "1"
     with some_key():
@@ -512,6 +514,27 @@ def match_by_prefix() -> Any:
 @check("openai-evals")
 def fuzzy() -> Any:
     return [matches("fuzzy_match", said, "16") for said in ("1", "It is not 16.", "160")]
+
+
+# -- BFCL ------------------------------------------------------------------------------------------
+
+
+@check("bfcl")
+def formulas() -> Any:
+    """Whether its checker of calls takes each for x**3; without the list of its models' clients."""
+    models: Any = ModuleType("bfcl_eval.constants.model_config")
+    models.MODEL_CONFIG_MAPPING = {}
+    sys.modules[models.__name__] = models
+    checker: Any = import_module("bfcl_eval.eval_checker.ast_eval.ast_checker")
+    python = import_module("bfcl_eval.constants.enums").Language.PYTHON
+    parameters = {"properties": {"formula": {"type": "string"}}, "required": ["formula"]}
+    function, listed = {"name": "integrate", "parameters": parameters}, {"formula": ["x**3"]}
+    return [
+        checker.simple_function_checker(
+            function, {"integrate": {"formula": given}}, {"integrate": listed}, python, "any"
+        )["valid"]
+        for given in ("x**3", "x*3", "x-3", "x/3", "x+3")
+    ]
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ CLEAN = [False, {"right": 1.0}]
 FAILS, AS_PAID = "fails", "what the package pays"
 INSPECT, EVALS = ("inspect", "inspect-ai"), ("openai-evals", "evals")
 V03, V04 = ("verifiers", "verifiers"), ("verifiers-v1", "verifiers")
+BFCL = ("bfcl", "bfcl-eval")
 MATH, DATA = ("verifiers", "math-verify"), ("verifiers", "datasets")
 RG, TA, PZ, GYM = (
     (name, name) for name in ("reasoning-gym", "textarena", "pettingzoo", "gymnasium")
@@ -118,6 +119,9 @@ PAY += [
         "the full reward", AS_PAID, "fuzzy", [1.0, 1.0, 1.0]),
     Row(*EVALS, "an eval records no match and no score", "nothing", FAILS, version="3.0.1.post1"),
     Row(*EVALS, "a match that is NaN", "NaN", FAILS, version="3.0.1.post1"),
+    Row(*BFCL, "a call with the formula x*3, x-3 or x/3 where x**3 is right",
+        "the full reward: , . / - _ * ^ are not compared", AS_PAID, "formulas",
+        [True, True, True, True, False]),
     Row(*DATA, 'mixed JSON: the text "007"', "the number 7",
         "local files are read as written; such parquet is refused", "mixed_json",
         ["hi", 7, None, [1]]),

@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.derived import Named
+from agentrl.core.config.derived import Named
 from agentrl.environments import hosted
-from agentrl.environments.scripted import stage
+from agentrl.environments.runner import stage
 from tests.environments.injected import plugins
 from tests.environments.openenv.served import served
 from tests.environments.textworld.figures import make_games

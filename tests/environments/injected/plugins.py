@@ -13,19 +13,13 @@ from importlib import import_module
 from typing import Any
 
 from agentrl.environments.plugins import (
-    bfcl,
-    evals,
+    benchmarks,
+    games,
     gymnasium,
     inspect,
-    minigrid,
     openenv,
-    pettingzoo,
     reasoning_gym,
-    tau2,
-    textarena,
-    textworld,
     verifiers,
-    verifiers_v1,
 )
 
 RAISED = {
@@ -119,13 +113,13 @@ class Gymnasium(gymnasium.Gymnasium):
         return with_faults(super().open(input))
 
 
-class MiniGrid(minigrid.MiniGrid):
+class MiniGrid(gymnasium.MiniGrid):
     def open(self, input: Any) -> Any:
         inject("open")
         return with_faults(super().open(input))
 
 
-class TextWorld(textworld.TextWorld):
+class TextWorld(gymnasium.TextWorld):
     isolation = "none"
 
     def open(self, input: Any) -> Any:
@@ -133,7 +127,7 @@ class TextWorld(textworld.TextWorld):
         return with_faults(super().open(input))
 
 
-class TextArena(textarena.TextArena):
+class TextArena(games.TextArena):
     isolation = "none"
 
     def open(self, input: Any) -> Any:
@@ -150,7 +144,7 @@ class TextArena(textarena.TextArena):
         return {player: paid(value) for player, value in found.items()}, {}
 
 
-class PettingZoo(pettingzoo.PettingZoo):
+class PettingZoo(games.PettingZoo):
     def open(self, input: Any) -> Any:
         inject("open")
         game = super().open(input)
@@ -194,7 +188,7 @@ class Verifiers(verifiers.Verifiers):
         rubric.funcs[0], self.env.setup_state = rewarded, set_up
 
 
-class Evals(evals.Evals):
+class Evals(benchmarks.Evals):
     def run(self, index: int, endpoint: Any) -> Any:
         module, inner = import_module("evals"), self.eval
 
@@ -230,7 +224,7 @@ class Evals(evals.Evals):
             del module
 
 
-class Tau2(tau2.Tau2):
+class Tau2(benchmarks.Tau2):
     def run(self, id: str, endpoint: Any) -> Any:
         package = import_module("tau2.run")
         known = package.run_task
@@ -251,7 +245,7 @@ class Tau2(tau2.Tau2):
             package.run_task = known
 
 
-class BFCL(bfcl.BFCL):
+class BFCL(benchmarks.BFCL):
     isolation = "none"
 
     def open(self, input: Any) -> Any:
@@ -261,7 +255,7 @@ class BFCL(bfcl.BFCL):
             ("utils", "execute_multi_turn_func_call", "tool"),
             ("checker", "multi_turn_checker", "scoring"),
         ):
-            package = import_module(f"{bfcl.CHECKER}{module}")
+            package = import_module(f"{benchmarks.CHECKER}{module}")
             own = f"known_{name}"
             vars(package).setdefault(own, getattr(package, name))
             setattr(package, name, getattr(Faulty(package, {own: place}, {own: checked}), own))
@@ -294,7 +288,7 @@ def result_of(result: Any) -> Any:
     return result
 
 
-class VerifiersV1(verifiers_v1.VerifiersV1):
+class VerifiersV1(verifiers.VerifiersV1):
     pass
 
 

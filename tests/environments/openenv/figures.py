@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.derived import Named
+from agentrl.core.config.derived import Named
 from agentrl.environments import hosted
-from agentrl.environments.scripted import stage
+from agentrl.environments.runner import stage
 from tests.environments.openenv.served import served
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import RunConfig, resolve
+from agentrl.core.config import RunConfig, resolve
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.factory import make_executor
 
@@ -29,8 +29,8 @@ def settings(kind: str, **runner: Any) -> RunConfig:
     agent = python if kind in PYTHON else command
     runner = {"executor": kind} | ({"pool": {"processes": 1}} if kind == "pool" else {}) | runner
     if kind in ("container", "kubernetes"):
-        network = {"network": "agents"} if kind == "container" else {}
-        runner = {**ELSEWHERE, kind: {"image": "agent", **network}} | runner
+        own = {"network": "agents", "warm": 1} if kind == "container" else {}
+        runner = {**ELSEWHERE, kind: {"image": "agent", **own}} | runner
     data = {
         "name": "test",
         "root": str(HERE),
@@ -47,7 +47,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     program = folder / "docker"
-    script = HERE.parent / "containers" / "fake_docker.py"
+    script = HERE / "fake_docker.py"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -S {script} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -57,7 +57,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 async def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    from tests.runners.containers.fake_kubernetes import FakeKubernetes
+    from tests.runners.executors.fake_kubernetes import FakeKubernetes
 
     fake = FakeKubernetes()
     monkeypatch.setenv("KUBECONFIG", str(await fake.start(tmp_path)))

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from agentrl.core.types import ErrorKind, RolloutState
 from agentrl.runners import executors
 from agentrl.runners.gateway import upstream
-from agentrl.types import ErrorKind, RolloutState
 from tests.runners.executors.conftest import PYTHON, settings
 
 OUTSIDE = ("pool", "command", "container", "kubernetes")  # of the runner's own process
@@ -101,20 +101,24 @@ async def test_exception(bench: Any, make: Any, kind: str) -> None:
     assert (rollout.rewards, rollout.attempts) == ([], 1)
 
 
-@pytest.mark.parametrize("name", ["SystemExit", "GeneratorExit", "CancelledError", "Odd"])
+ESCAPES = ("SystemExit", "GeneratorExit", "CancelledError", "Odd")
+
+
 @each
 async def test_whatever_an_agent_raises_is_its_failure_alone(
-    bench: Any, make: Any, kind: str, name: str
+    bench: Any, make: Any, kind: str
 ) -> None:
     executor = await make(kind)
     places = ["agent", "thread", *["task"] * (kind != "async")]  # whose loop is that of this test
-    escapes = [{"do": "escape", "name": name, "where": where} for where in places]
+    escapes = [
+        {"do": "escape", "name": name, "where": where} for name in ESCAPES for where in places
+    ]
     tasks = [{"input": doing} for doing in [*escapes, {"do": "answer", "text": "x"}]]
     *ended, fine = await bench.run(executor, *tasks)
-    for rollout in ended:
+    for rollout, escape in zip(ended, escapes, strict=True):
         assert (rollout.failure.kind, rollout.attempts) == (ErrorKind.AGENT, 1), rollout.failure
         if kind in PYTHON:
-            assert rollout.failure.message.startswith(name)
+            assert rollout.failure.message.startswith(escape["name"])
     assert fine.state is RolloutState.SUCCEEDED, fine.failure
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.config import resolve
-from agentrl.errors import ConfigError
+from agentrl.core.config import resolve
+from agentrl.core.errors import ConfigError
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.executors.inprocess import InProcessExecutor
 from agentrl.trainer import check
@@ -34,8 +36,8 @@ def test_the_agent_decides_unless_the_run_file_does() -> None:
 
 
 def test_a_command_or_a_pool_runs_in_processes() -> None:
-    from agentrl.runners.processes.command import CommandExecutor
-    from agentrl.runners.processes.pool import PoolExecutor
+    from agentrl.runners.executors.command import CommandExecutor
+    from agentrl.runners.executors.pool import PoolExecutor
 
     assert isinstance(chosen(COMMAND), CommandExecutor)
     assert chosen(COMMAND).argv == ["node", "my agent.mjs"]
@@ -142,3 +144,41 @@ def test_an_unknown_executor_is_refused_before_anything_starts(
     data = {"name": "test", "tasks": {"train": "tasks.jsonl"}, "root": str(tmp_path)}
     with pytest.raises(ConfigError, match=f"runner.executor = '{name}'.* {says}"):
         check(resolve(data | {"runner": {"executor": name}}, source="test"))
+
+
+# -- who gets the executors of containers, and what does not fit them ------------------------------
+
+
+IMAGES = {
+    "container": {"container": {"image": "an-image"}},
+    "kubernetes": {"kubernetes": {"image": "an-image"}},
+}
+
+
+@pytest.mark.parametrize("executor", IMAGES)
+@pytest.mark.parametrize(("agent", "given"), [({}, len), (PATH, None), ({}, PATH["path"])])
+def test_an_agent_of_python_does_not_fit(
+    executor: str, agent: dict[str, str], given: object
+) -> None:
+    with pytest.raises(ConfigError, match=r"give it in the run file as agent\.command"):
+        chosen(agent, given, executor=executor, **IMAGES[executor])
+
+
+def test_an_executor_of_its_own_module_is_imported_by_its_users_only() -> None:
+    """Without the modules, every other executor is made; theirs is named by the error."""
+    hide = """
+import sys
+from tests.runners.executors.test_factory import COMMAND, PATH, chosen
+for kind in ("containers", "kubernetes"):
+    assert f"agentrl.runners.executors.{kind}" not in sys.modules
+    sys.modules[f"agentrl.runners.executors.{kind}"] = None
+for agent in (PATH, COMMAND):
+    chosen(agent)
+chosen(PATH, executor="pool")
+try:
+    chosen(COMMAND, executor="container", container={"image": "an-image"})
+except ImportError as error:
+    print(error)
+"""
+    asked = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=True)
+    assert "agentrl.runners.executors.containers" in asked.stdout

@@ -6,6 +6,7 @@ import secrets
 
 import pytest
 
+from agentrl.core.types import Attempt, NewRollout
 from agentrl.runners.gateway import attribution
 from agentrl.runners.gateway.attribution import (
     ActiveAttempt,
@@ -13,7 +14,6 @@ from agentrl.runners.gateway.attribution import (
     CallOrigin,
     RefusedError,
 )
-from agentrl.types import Attempt, NewRollout
 
 SPAN = "00f067aa0ba902b7"
 

@@ -12,14 +12,15 @@ import pytest
 from aiohttp import web
 from msgspec.structs import replace
 
-from agentrl.config import PolicyConfig, RunConfig
-from agentrl.errors import StoreError
-from agentrl.runners.features import run_features
+from agentrl.core.config import PolicyConfig, RunConfig
+from agentrl.core.errors import StoreError
+from agentrl.core.types import Branch, Transition, float32, int32
 from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.gateway.upstream import Upstream
-from agentrl.types import Branch, Transition, float32, int32
+from agentrl.runners.main import run_features
+from tests.runners.conftest import rows
 
 USER, SYSTEM = {"role": "user", "content": "hello"}, {"role": "system", "content": "Be brief."}
 
@@ -67,10 +68,6 @@ async def ask(gateway: Gateway, active: ActiveAttempt, *messages: Any, api: str 
             json=body,
             headers={"authorization": f"Bearer {active.key}"},
         )
-
-
-async def rows(bench: Any, active: ActiveAttempt) -> list[Transition]:
-    return list((await bench.store.trace(active.attempt.rollout.id)).transitions)
 
 
 async def test_a_feature_of_a_package_changes_answers_records_and_serves(bench: Any) -> None:

@@ -12,9 +12,10 @@ import httpx
 import pytest
 from aiohttp import web
 
-from agentrl.base.http_server import LARGEST_TEXT
-from agentrl.runners.gateway import endpoints, response, upstream
+from agentrl.core.http import LARGEST_TEXT
+from agentrl.runners.gateway import response, server, upstream
 from agentrl.runners.gateway.server import Gateway
+from tests.runners.conftest import rows
 
 USER = {"role": "user", "content": "hello"}
 ASK: dict[str, dict[str, Any]] = {
@@ -48,10 +49,6 @@ async def http(bench: Any) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 async def active(bench: Any) -> Any:
     return bench.gateway.register(await bench.attempt(), sealed=True)
-
-
-async def rows(bench: Any, active: Any) -> list[Any]:
-    return list((await bench.store.trace(active.attempt.rollout.id)).transitions)
 
 
 def key(active: Any) -> dict[str, str]:
@@ -146,7 +143,8 @@ async def test_a_lease_that_ran_out(bench: Any, active: Any, http: Any, api: str
 async def test_bodies_that_are_too_large(
     bench: Any, active: Any, monkeypatch: pytest.MonkeyPatch, http: Any, api: str
 ) -> None:
-    monkeypatch.setattr("agentrl.runners.gateway.server.LARGEST_REQUEST", 1000)
+    assert server.LARGEST_REQUEST > 2**26
+    monkeypatch.setattr(server, "LARGEST_REQUEST", 1000)
     small = Gateway(bench.store, "test")
     small.start()
     try:
@@ -157,7 +155,6 @@ async def test_bodies_that_are_too_large(
         assert "larger than 1000 bytes" in reason(api, answer)
     finally:
         small.close()
-    assert endpoints.LARGEST_REQUEST > 2**26
 
 
 @APIS
@@ -186,7 +183,7 @@ async def test_n_of_each_kind(bench: Any, active: Any, http: Any, n: Any) -> Non
     async def refuse(request: web.Request, body: Any) -> web.Response | None:
         if isinstance(body["n"], int):
             return None
-        return web.json_response({"error": {"message": "n is no number"}}, status=400)
+        return web.json_response({"error": {"message": "n is not a number"}}, status=400)
 
     bench.model.then(refuse, refuse)
     body = {"model": "m", "messages": [USER], "n": n}

@@ -15,13 +15,14 @@ import openai
 import pytest
 from aiohttp import web
 
-from agentrl.config import RunConfig, UpstreamConfig
-from agentrl.runners.executors.environment import environment
-from agentrl.runners.features import run_features
+from agentrl.core.config import RunConfig, UpstreamConfig
+from agentrl.core.types import ANY_ROLE, PolicyVersion
+from agentrl.runners.executors.command import environment
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.gateway.upstream import Router
-from agentrl.runners.tracing.roles import NAMES
-from agentrl.types import ANY_ROLE, PolicyVersion
+from agentrl.runners.main import run_features
+from agentrl.runners.tracing.attempt_log import NAMES
+from tests.runners.conftest import rows
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SECRET = "sk-judge-secret"
@@ -69,10 +70,6 @@ async def ask(
         headers = {"traceparent": f"00-{active.id}-{'1' * 16}-01"}
         headers |= {"baggage": f"{NAMES}={quote(inside)}"} if inside else {}
         return await http.post(url, json=body, headers=headers)
-
-
-async def rows(bench: Any, active: Any) -> list[Any]:
-    return list((await bench.store.trace(active.attempt.rollout.id)).transitions)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +385,7 @@ async def test_a_seat_that_nobody_serves_is_named_and_waited_for(
         while not active.failures:  # what the attempt fails of, should its time be up now
             await bench.store.wait(await bench.store.cursor(), timeout=0.05)
     assert active.failures == {
-        0: "nobody serves the policy 'policy@9', which plays the role 'opponent' here"
+        0: "no server has the policy 'policy@9', which plays the role 'opponent' here"
     }
     late = PolicyVersion(
         run="test", policy="policy@9", version=9, base_url=model.base_url, model="late"

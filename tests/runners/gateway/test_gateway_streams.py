@@ -13,11 +13,11 @@ import httpx
 import pytest
 from aiohttp import web
 
-from agentrl.config import RunConfig, UpstreamConfig
-from agentrl.runners.features import run_features
+from agentrl.core.config import RunConfig, UpstreamConfig
 from agentrl.runners.gateway.server import Gateway
-from tests.runners.conftest import ids
-from tests.runners.dialects.test_tool_calls import STREAMS
+from agentrl.runners.main import run_features
+from tests.runners.apis.test_tool_calls import STREAMS
+from tests.runners.conftest import ids, rows
 
 USER = {"role": "user", "content": "hello"}
 ASKED: dict[str, Any] = {
@@ -48,10 +48,6 @@ async def ask(
     body = {"model": model} | ASKED.get(api, {}) | extra
     async with httpx.AsyncClient(base_url=gateway.base_url) as http:
         return await http.post(f"/{api}", json=body, headers={"x-api-key": active.key})
-
-
-async def rows(bench: Any, active: Any) -> list[Any]:
-    return list((await bench.store.trace(active.attempt.rollout.id)).transitions)
 
 
 def sends(*events: Any, before: bytes = b"") -> Any:

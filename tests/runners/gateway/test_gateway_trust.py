@@ -13,7 +13,8 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
+from agentrl.core.http import LARGEST_SPANS, LARGEST_TEXT
 from agentrl.runners.gateway.server import Gateway
 
 BODY = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
@@ -159,6 +160,24 @@ async def test_spans_are_taken_for_the_own_attempt_only(
     assert (await bench.store.trace(other.attempt.rollout.id)).spans == []
 
 
+async def test_a_batch_of_spans_may_repeat_conversations(sealed: Any, http: Any) -> None:
+    """An export of 512 spans is larger than any call; more than LARGEST_SPANS are refused."""
+
+    def batch(characters: int) -> dict[str, Any]:
+        text = {"key": "input.value", "value": {"stringValue": "x" * characters}}
+        span = {
+            "traceId": sealed.id, "spanId": SPAN, "name": "s", "attributes": [text],
+            "startTimeUnixNano": "1", "endTimeUnixNano": "2",
+        }  # fmt: skip
+        return {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
+
+    whole = await http.post("/v1/traces", json=batch(LARGEST_TEXT), headers=bearer(sealed.key))
+    assert whole.status_code == 200
+    more = await http.post("/v1/traces", json=batch(LARGEST_SPANS), headers=bearer(sealed.key))
+    assert more.status_code == 413
+    assert "bytes of spans: export fewer at a time" in more.text
+
+
 async def test_rejected_spans_are_counted(sealed: Any, other: Any, http: Any) -> None:
     spans = [
         {
@@ -181,7 +200,7 @@ async def test_rejected_spans_are_counted(sealed: Any, other: Any, http: Any) ->
 def test_a_frozen_endpoint_without_its_key_is_a_config_error(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentrl.config import UpstreamConfig
+    from agentrl.core.config import UpstreamConfig
 
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     judge = UpstreamConfig(base_url="http://x/v1", key_env="JUDGE_KEY")
@@ -211,7 +230,7 @@ async def test_its_key_is_found_as_any_client_sends_it(
 async def test_a_key_from_a_file_is_sent_without_its_newline(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentrl.config import UpstreamConfig
+    from agentrl.core.config import UpstreamConfig
 
     monkeypatch.setenv("JUDGE_KEY", "sk-judge\r\n")
     judge = UpstreamConfig(base_url=bench.model.base_url, key_env="JUDGE_KEY")
@@ -236,7 +255,7 @@ async def test_a_key_from_a_file_is_sent_without_its_newline(
 def test_a_key_that_no_header_may_have_is_a_config_error(
     bench: Any, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    from agentrl.config import UpstreamConfig
+    from agentrl.core.config import UpstreamConfig
 
     monkeypatch.setenv("JUDGE_KEY", key)
     judge = UpstreamConfig(base_url="http://x/v1", key_env="JUDGE_KEY")

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from aiohttp import web
 
-from agentrl.runners.dialects.base import CHAT, TEXT
-from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.runners.apis.base import CHAT, TEXT
+from agentrl.runners.apis.chat import ConversationMemory
 from agentrl.runners.gateway.request import read_request
 
 USER = {"role": "user", "content": "q"}

@@ -11,13 +11,13 @@ import msgspec
 import openai
 import pytest
 
-from agentrl.algorithms.prompts.records import Candidate, put_candidates
-from agentrl.runners.dialects.base import CHAT
-from agentrl.runners.dialects.base import TEXT as COMPLETIONS
-from agentrl.runners.dialects.conversation import ConversationMemory
-from agentrl.runners.gateway.prompts import PromptNotFoundError, apply_prompts
+from agentrl.algorithms.prompt_search import Candidate, put_candidates
+from agentrl.core.types import ErrorKind, PromptText
+from agentrl.runners.apis.base import CHAT
+from agentrl.runners.apis.base import TEXT as COMPLETIONS
+from agentrl.runners.apis.chat import ConversationMemory
+from agentrl.runners.gateway.features import PromptNotFoundError, apply_prompts
 from agentrl.runners.gateway.request import read_request
-from agentrl.types import ErrorKind, PromptText
 
 SEED, NEW, TODAY = "Be brief.", "Answer in one word.", "\nToday is Monday."
 TEXT = PromptText(component="solver", role="solver", seed=SEED, text=NEW)

@@ -11,8 +11,8 @@ import pytest
 
 import agentrl
 from agentrl.algorithms.data.merge import counterfactual
-from agentrl.runners.gateway.replays import recording
-from agentrl.types import Branch, PolicyVersion, Rollout, RolloutState, Transition
+from agentrl.core.types import Branch, PolicyVersion, Rollout, RolloutState, Transition
+from agentrl.runners.gateway.features import recording
 from tests import factories
 
 Agent = Callable[[Any], Any]

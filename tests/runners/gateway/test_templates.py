@@ -12,13 +12,13 @@ import jinja2
 import pytest
 from aiohttp import web
 
-from agentrl.base.processes import PHASE
-from agentrl.config import PolicyConfig, RunConfig
-from agentrl.runners.dialects import UntranslatableError
-from agentrl.runners.features import run_features
+from agentrl.core.config import PolicyConfig, RunConfig
+from agentrl.core.processes import PHASE
+from agentrl.runners.apis.base import UntranslatableError
 from agentrl.runners.gateway.request import ModelRequest
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.gateway.templates import PromptRule, find_rule
+from agentrl.runners.main import run_features
 from tests.runners.gateway.templates import QWEN25, TEMPLATES, render, text_of
 from tests.runners.harnesses.stored import HARNESSES, as_chat, stored
 
@@ -188,7 +188,7 @@ async def test_a_server_that_does_not_count(bench: Any, caplog: pytest.LogCaptur
 async def test_the_embedded_server_shows_a_developer(store: Any, tiny_llama_dir: Path) -> None:
     from agentrl.algorithms.engines.embedded.server import EmbeddedServer
     from agentrl.algorithms.model.load import load_model
-    from agentrl.types import NewRollout, PolicyVersion
+    from agentrl.core.types import NewRollout, PolicyVersion
 
     model, tokenizer = load_model(str(tiny_llama_dir), "float32", "cpu")
     tokenizer.chat_template = QWEN25
@@ -250,7 +250,7 @@ async def test_max_tokens_are_those_that_fit(bench: Any, caplog: pytest.LogCaptu
 async def test_sampling_may_be_forced(
     bench: Any, force: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from agentrl.types import Sampling
+    from agentrl.core.types import Sampling
 
     sampling = Sampling(temperature=0.7, override_agent=force)
     active = bench.gateway.register(await bench.attempt(sampling=sampling))

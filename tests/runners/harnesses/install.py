@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from agentrl.runners.harnesses.preset import HARNESSES, INSTALLED, load_preset
+from agentrl.runners.harness import HARNESSES, INSTALLED, load_preset
 
 
 def install(name: str, folder: Path) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.runners.apis import google, messages, responses
+from agentrl.runners.apis.chat import ConversationMemory
 from agentrl.runners.gateway.apis import OWN
 from agentrl.runners.gateway.request import ModelRequest, read_request
-from agentrl.runners.translation import google, messages, responses
 
 REQUESTS = Path(__file__).parent / "requests"
 HARNESSES = sorted(file.stem for file in REQUESTS.glob("*.json"))

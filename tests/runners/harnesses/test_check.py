@@ -1,4 +1,4 @@
-"""`agentrl harness check`: what it tells of a program that behaves, and of one that does not."""
+"""`agentrl harness`: what it tells of a program that behaves, and of one that does not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from agentrl.cli.main import cli
 from agentrl.runners.execution import AttemptRunner
-from agentrl.runners.harnesses.check import check
-from agentrl.runners.harnesses.scripted import COMMANDS, EDIT, answer
+from agentrl.runners.harness_check import COMMANDS, EDIT, answer, check
 
 # Stands for a harness: asks for a shell command and runs it, until the model has said its last.
 PROGRAM = f"""#!{sys.executable}
@@ -100,12 +99,12 @@ async def test_what_is_wrong_is_a_sentence_each(odd: Path, arguments: list[str],
 
 def test_the_command_prints_calls_and_needs(odd: Path) -> None:
     name = preset(odd, tested=["1.0", "1.1"], files={})
-    ended = CliRunner().invoke(cli, ["harness", "check", name])
+    ended = CliRunner().invoke(cli, ["harness", name])
     assert "agent     POST /v1/chat/completions  200" in ended.output
     assert "4 of 4 calls recorded exactly: 3 of agent, 1 of side" in ended.output
     assert "its preset was not tested with version 1.2.3" in ended.output
     assert ended.exit_code == 1
-    listed = CliRunner().invoke(cli, ["harness", "list"])
+    listed = CliRunner().invoke(cli, ["harness"])
     assert "codex     0.169.0 to 0.171.0 npm install @openai/codex@0.171.0" in listed.output
 
 

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from agentrl.algorithms.data.merge import merge
-from agentrl.config import RunConfig
-from agentrl.runners.features import run_features
+from agentrl.core.config import RunConfig
 from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.runners.harnesses.preset import load_preset
+from agentrl.runners.harness import load_preset
+from agentrl.runners.main import run_features
 from tests.runners.conftest import Bench, FakeModel, ids
 from tests.runners.gateway.templates import text_of
 from tests.runners.harnesses.fillers import PHRASES, SYLLABLES, is_json

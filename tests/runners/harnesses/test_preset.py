@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import AgentConfig, RoleRule, RunConfig, load, resolve, to_toml
-from agentrl.errors import ConfigError
-from agentrl.runners.dialects.base import CHAT
-from agentrl.runners.dialects.conversation import ConversationMemory
-from agentrl.runners.features import run_features
+from agentrl.core.config import AgentConfig, RoleRule, RunConfig, load, resolve, to_toml
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import ErrorKind
+from agentrl.runners.apis.base import CHAT
+from agentrl.runners.apis.chat import ConversationMemory
 from agentrl.runners.gateway.request import read_request
-from agentrl.runners.gateway.role_rules import role_of_request
-from agentrl.runners.harnesses.executor import HarnessExecutor
-from agentrl.runners.harnesses.preset import HARNESSES, Preset, load_preset
-from agentrl.runners.main import role_rules
-from agentrl.types import ErrorKind
+from agentrl.runners.gateway.templates import role_of_request
+from agentrl.runners.harness import HARNESSES, HarnessExecutor, Preset, load_preset
+from agentrl.runners.main import role_rules, run_features
 from tests.runners.conftest import Bench
 
 # Stands for a harness: says what it was started with, in one model call.
@@ -72,7 +70,8 @@ async def test_a_program_finds_prompt_address_and_a_home_of_its_own(
 ) -> None:
     rules = load_preset("presets.py:odd", odd).match
     bench.gateway.attempts.features = run_features(bench.store, RunConfig(), rules)
-    started = executor(bench, odd, args=["--fast"], env={"MINE": "1"}, context=999)
+    command = [str(odd / "odd"), "--fast"]
+    started = executor(bench, odd, command=command, env={"MINE": "1"}, context=999)
     await started.start()
     one, two = await bench.run(started, {"input": "fix it"}, {"input": {"n": 2}})
     await started.close()
@@ -95,7 +94,7 @@ async def test_a_program_finds_prompt_address_and_a_home_of_its_own(
 
 
 async def test_success_without_a_call_is_a_failed_rollout(bench: Bench, odd: Path) -> None:
-    started = executor(bench, odd, args=["quiet"])
+    started = executor(bench, odd, command=[str(odd / "odd"), "quiet"])
     await started.start()
     (rollout,) = await bench.run(started, {"input": "x"}, calls_optional=False)
     await started.close()
@@ -134,7 +133,7 @@ async def test_an_untested_version_is_said_and_a_tested_one_is_not(
         with caplog.at_level(logging.WARNING, "agentrl.runner"):
             await started.start()
         await started.close()
-        assert ("agentrl harness check presets.py:odd" in caplog.text) is said
+        assert ("agentrl harness presets.py:odd" in caplog.text) is said
 
 
 async def test_a_harness_that_is_not_installed_is_one_sentence(bench: Bench, odd: Path) -> None:

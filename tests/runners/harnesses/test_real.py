@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import ConfigError
-from agentrl.runners.harnesses.check import check
-from agentrl.runners.harnesses.preset import HARNESSES, load_preset
-from agentrl.types import Transition
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Transition
+from agentrl.runners.harness import HARNESSES, load_preset
+from agentrl.runners.harness_check import check
 from tests.runners.harnesses.refusing_proxy import RefusingProxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

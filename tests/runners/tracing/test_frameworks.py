@@ -19,7 +19,7 @@ import openai
 import pytest
 from opentelemetry import trace
 
-from agentrl.runners.tracing import roles
+from agentrl.runners.tracing import attempt_log
 from tests.runners.conftest import echo
 
 KNOWN = {"solver", "critic"}
@@ -145,9 +145,9 @@ async def test_spans_of_the_same_shape_as_those_of_autogen_and_agent_framework(b
         await ask(text)
         with tracer.start_as_current_span("invoke_agent solver") as span:
             with tracer.start_as_current_span("chat gpt"):
-                span.set_attribute(roles.AGENT_NAME, "solver")  # after it began
+                span.set_attribute(attempt_log.AGENT_NAME, "solver")  # after it began
                 await ask(text)
-            inner = {roles.AGENT_NAME: "critic"}
+            inner = {attempt_log.AGENT_NAME: "critic"}
             with tracer.start_as_current_span("invoke_agent critic", attributes=inner):
                 await asyncio.create_task(ask(text))
             older = {"gen_ai.workflow.name": "critic"}
@@ -155,7 +155,7 @@ async def test_spans_of_the_same_shape_as_those_of_autogen_and_agent_framework(b
                 await ask(text)
             with tracer.start_as_current_span("agent run", attributes={"agent_name": "critic"}):
                 await ask(text)
-            unknown = {roles.AGENT_NAME: "clerk"}
+            unknown = {attempt_log.AGENT_NAME: "clerk"}
             with tracer.start_as_current_span("invoke_agent clerk", attributes=unknown):
                 await asyncio.to_thread(asyncio.run, ask(text))
         await ask(text)

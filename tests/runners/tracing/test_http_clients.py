@@ -15,8 +15,8 @@ import httpx2
 import pytest
 import requests
 
+from agentrl.core.types import RolloutState
 from agentrl.runners.tracing import core as tracing
-from agentrl.types import RolloutState
 
 pool = ThreadPoolExecutor(4)  # shared by all attempts, as an agent's module would
 

@@ -11,10 +11,10 @@ import openai
 import pytest
 
 import agentrl
+from agentrl.core.types import RolloutState
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.tracing import langchain_steps as steps
-from agentrl.types import RolloutState
 
 
 @pytest.fixture

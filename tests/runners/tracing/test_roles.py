@@ -17,9 +17,9 @@ import pytest
 from opentelemetry import baggage
 
 import agentrl
+from agentrl.core.types import Attempt, NewRollout
 from agentrl.runners.gateway.attribution import AttemptRegistry
-from agentrl.runners.tracing import roles
-from agentrl.types import Attempt, NewRollout
+from agentrl.runners.tracing import attempt_log
 
 KNOWN = {"writer", "critic", "team", "researcher"}
 ROLLOUT = NewRollout(id="r", run="test", group="g", index=0, task={})
@@ -57,7 +57,10 @@ async def roles_of(bench: Any, agent: Any, value: Any = "x") -> list[str]:
 
 def role_of(model: str, known: Collection[str] = KNOWN, **given: str) -> str:
     """The role of a call that states what is given: a role in its path or baggage, or names."""
-    said = {roles.ROLE: given.get("said", ""), roles.NAMES: quote(given.get("names", ""))}
+    said = {
+        attempt_log.ROLE: given.get("said", ""),
+        attempt_log.NAMES: quote(given.get("names", "")),
+    }
     items = ",".join(f"{key}={value}" for key, value in said.items() if value)
     headers = {"authorization": f"Bearer {ATTEMPT.id}", "baggage": items}
     attempts = AttemptRegistry(roles=known)
@@ -84,7 +87,7 @@ def test_names_survive_the_header() -> None:
     for name in odd:
         attempts = AttemptRegistry(roles=[name])
         attempts.register(ATTEMPT)
-        item = f"x=1,{roles.NAMES}={quote(joined, safe='')}"
+        item = f"x=1,{attempt_log.NAMES}={quote(joined, safe='')}"
         assert attempts.caller(headers | {"baggage": item}, {}).role == name
 
 
@@ -175,7 +178,7 @@ def test_the_agent_of_a_crews_task_makes_the_calls_after_its_work(
     monkeypatch.setitem(
         sys.modules, "crewai.events.event_bus", SimpleNamespace(crewai_event_bus=bus)
     )
-    assert list(roles._crewai()) == ["main"]
+    assert list(attempt_log._crewai()) == ["main"]
 
 
 async def test_a_single_agent_stays_the_agent(bench: Any, chat: Any) -> None:
@@ -210,6 +213,6 @@ async def test_role_reaches_threads_and_tasks(bench: Any) -> None:
 
 def test_role_outside_of_a_rollout_does_nothing() -> None:
     with agentrl.role("critic"):
-        assert baggage.get_baggage(roles.ROLE) is None
+        assert baggage.get_baggage(attempt_log.ROLE) is None
     with pytest.raises(ValueError, match="needs a name"), agentrl.role(""):
         pass

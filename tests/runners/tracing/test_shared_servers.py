@@ -23,6 +23,7 @@ import uvicorn
 import uvloop
 from aiohttp import web
 
+from agentrl.core.types import ErrorKind
 from agentrl.runners.executors.inprocess import (
     InProcessExecutor,
     as_agent,
@@ -32,7 +33,6 @@ from agentrl.runners.executors.inprocess import (
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.tracing.attempt_log import AttemptLog
-from agentrl.types import ErrorKind
 
 Start = Callable[[AsyncExitStack, bool], Awaitable[str]]
 PATH = "/chat/completions"

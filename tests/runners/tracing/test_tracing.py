@@ -10,7 +10,7 @@ import httpx
 import pytest
 from opentelemetry import trace
 
-from agentrl.base import threads
+from agentrl.core import processes
 from agentrl.runners.tracing import core as tracing
 
 
@@ -27,7 +27,7 @@ async def test_inside_an_attempt_its_id_is_the_trace_id_everywhere(attempt: str)
     with tracing.install().attempt(attempt):
         assert current() == attempt
         assert await asyncio.create_task(asyncio.to_thread(current)) == attempt
-        assert await threads.call(current) == attempt
+        assert await processes.call(current) == attempt
     assert current() != attempt
 
 

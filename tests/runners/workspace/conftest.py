@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import RunConfig, resolve
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.types import Rollout
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.workspace.folders import Workspaces
-from agentrl.types import Rollout
 
 Play = Callable[..., Awaitable[list[Rollout]]]
 CALL = """

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from agentrl.core.types import NewRollout, RolloutState
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.workspace.folders import Workspace, Workspaces
-from agentrl.types import NewRollout, RolloutState
 from tests.runners.conftest import Start
 from tests.runners.test_main import RUN, TASK, open_run
 from tests.runners.workspace.conftest import configured

@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.errors import ConfigError
-from agentrl.runners.workspace import changes, cleaner, sources
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import ErrorKind, RolloutState
+from agentrl.runners.workspace import cleaner, folders, sources
 from agentrl.runners.workspace.folders import Workspace, Workspaces
-from agentrl.types import ErrorKind, RolloutState
-from agentrl.view.training import origin
+from agentrl.view.records import origin
 from tests.runners.workspace.conftest import configured
 
 KEEPS: Any = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
@@ -75,7 +75,7 @@ def test_changes_are_unpacked_by_a_python_without_filters_of_archives(
 
     monkeypatch.delattr(tarfile, "tar_filter", raising=False)
     monkeypatch.setattr(tarfile.TarFile, "extractall", without)
-    changes.unpack(copy, changes.pack(old, new))
+    folders.unpack(copy, folders.pack(old, new))
     assert (copy / "deep" / "made").read_text() == "made"
     assert (copy / "kept").read_text() == "changed"
 
@@ -92,7 +92,7 @@ async def test_a_source_that_failed_after_its_attempt_was_stopped_harms_no_other
         build(source, *rest)
 
     monkeypatch.setattr(sources, "_build", slow)
-    monkeypatch.setattr(sources, "MOST_TEMPLATES", 0)
+    monkeypatch.setattr(sources, "MAX_TEMPLATES", 0)
     templates = sources.Templates(tmp_path, tmp_path, None)
     stopped = asyncio.create_task(templates.take("slow"))
     await asyncio.to_thread(started.wait, 10.0)
@@ -268,7 +268,7 @@ async def test_a_copy_that_is_cancelled_twice_leaves_nothing(
 async def test_templates_of_workspaces_that_end_together_are_removed_once(
     spaces: Workspaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "MOST_TEMPLATES", 0)
+    monkeypatch.setattr(sources, "MAX_TEMPLATES", 0)
     taken = [await spaces.prepare({"files": {"a": str(n)}}) for n in range(4)]
     await asyncio.gather(*map(spaces.remove, taken))
     assert list((spaces.folder / "templates").iterdir()) == []
@@ -311,7 +311,7 @@ open("nul", "w").write("a\\0b")
 async def test_changes_that_are_too_large_to_keep_are_scored_all_the_same(
     play: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(changes, "LARGEST_PACK", 1)
+    monkeypatch.setattr(folders, "LARGEST_PACK", 1)
     (rollout,) = await play(FIX, {"files": FILES}, scoring_concurrency=1)
     assert (rollout.failure, rollout.reward()) == (None, 1.0)
     assert "would be run again: its changed files have" in caplog.text
@@ -454,7 +454,6 @@ async def test_a_workspace_is_kept_if_asked(play: Any, tmp_path: Path) -> None:
 RUNNER = """
 import asyncio, sys
 from pathlib import Path
-from agentrl.runners.workspace import changes, sources
 from agentrl.runners.workspace.folders import Workspaces
 from tests.runners.workspace.conftest import configured
 async def main():

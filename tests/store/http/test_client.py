@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import ssl
 import subprocess
@@ -21,10 +20,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from msgspec import structs
 
-from agentrl.errors import Forbidden, Invalid, NotFound, StoreError, Unavailable
+from agentrl.core.errors import Forbidden, Invalid, NotFound, StoreError, Unavailable
+from agentrl.core.types import ErrorKind, Failure, NewRollout, Outcome, RolloutState
 from agentrl.store import open_store
-from agentrl.store.http.client import VARIABLE, HttpStore, call
-from agentrl.types import ErrorKind, Failure, NewRollout, Outcome, RolloutState
+from agentrl.store.http.client import HttpStore, call
+from agentrl.store.urls import KEY_VARIABLE
+from tests.factories import refused
 
 KEYS = "admin:admin-secret\nrunner:runner-secret"
 
@@ -88,7 +89,7 @@ async def test_keys_come_by_url_or_environment_and_stay_hidden(serving, tmp_path
         async with open_store(address) as store:
             with pytest.raises(Forbidden, match="missing, unknown or expired"):
                 await store.cursor()
-        monkeypatch.setenv(VARIABLE, "admin-secret")
+        monkeypatch.setenv(KEY_VARIABLE, "admin-secret")
         async with open_store(address) as store:
             assert await store.runs() == []
 
@@ -217,7 +218,7 @@ async def test_an_answer_that_is_no_http_is_not_asked_for_again(answer):
                 assert await store.cursor() == 7  # what nobody asked for is dropped
                 assert await store.cursor() == 7
                 return
-            with pytest.raises(StoreError, match="is no store server"):
+            with pytest.raises(StoreError, match="is not a store server"):
                 await store.cursor()
 
 
@@ -498,29 +499,24 @@ async def test_the_server_stays_as_small_as_it_starts(tmp_path, kit):
 # -- the command -----------------------------------------------------------------------------------
 
 
-def refused(*arguments: str, **variables: str) -> str:
-    command = [sys.executable, "-m", "agentrl", "store", "serve", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
-    assert run.returncode != 0
-    assert "Traceback" not in run.stderr
-    return run.stderr
+def test_the_command_refuses_what_is_unsafe_or_wrong(tmp_path, monkeypatch):
+    def served(store: str, *options: str, keys: str | None = None) -> str:
+        if keys is not None:
+            monkeypatch.setenv("AGENTRL_STORE_KEYS", keys)
+        return refused("store", "serve", store, "--port", "0", *options)
 
-
-def test_the_command_refuses_what_is_unsafe_or_wrong(tmp_path):
-    environment = dict(os.environ)
     store = f"sqlite:///{tmp_path / 'store.db'}"
-    assert "give keys" in refused(store, "--host", "0.0.0.0", "--port", "0", **environment)
-    bad = {**environment, "AGENTRL_STORE_KEYS": "root:top-secret"}
-    said = refused(store, "--port", "0", **bad)
-    assert "AGENTRL_STORE_KEYS, line 1" in said
-    assert "top-secret" not in said
-    (empty := tmp_path / "keys").write_text("# none yet\n")
-    assert "has no key" in refused(store, "--port", "0", "--keys", str(empty), **environment)
-    assert "has no key" in refused(store, "--port", "0", **environment, AGENTRL_STORE_KEYS="")
-    assert "is a server already" in refused("http://127.0.0.1:1", **environment)
+    assert "give keys" in served(store, "--host", "0.0.0.0")
+    assert "is a server already" in served("http://127.0.0.1:1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert "choose another --port" in refused(store, "--port", port, **environment)
+        assert "choose another --port" in served(store, "--port", port)
+    (empty := tmp_path / "keys").write_text("# none yet\n")
+    assert "has no key" in served(store, "--keys", str(empty))
+    assert "has no key" in served(store, keys="")
+    said = served(store, keys="root:top-secret")
+    assert "AGENTRL_STORE_KEYS, line 1" in said
+    assert "top-secret" not in said
 
 
 def test_it_works_in_uvicorns_event_loop(address: str) -> None:

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
-from agentrl.store.http import ingest
+from agentrl.store.http import server
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
 
@@ -123,13 +123,13 @@ def test_what_is_no_trace(admin, content, headers, status):
 
 
 def test_others_are_answered_while_a_body_is_unpacked(admin, attempt, monkeypatch):
-    threads, unpack = list[str](), ingest.decompress
+    threads, unpack = list[str](), server.decompress
 
     def decompress(*args):
         threads.append(threading.current_thread().name)
         return unpack(*args)
 
-    monkeypatch.setattr(ingest, "decompress", decompress)
+    monkeypatch.setattr(server, "decompress", decompress)
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     body = gzip.compress(b'{"resourceSpans": []}')
     assert admin.post("/v1/traces", content=body, headers=headers).status_code == 200

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agentrl.errors import ConfigError, Forbidden
+from agentrl.core.errors import ConfigError, Forbidden
 from agentrl.store import Store, open_store
 from agentrl.store.http import keys, wire
 from agentrl.store.http.keys import KEYS_LOOK_PAUSE, KeyFile, Keys
@@ -119,7 +119,7 @@ async def test_only_who_claimed_an_attempt_writes_to_it(serving, url: str, kit) 
 async def test_an_attempt_that_the_server_forgets_is_still_of_who_claimed_it(
     serving, tmp_path: Path, kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys, "MOST_ATTEMPTS_CACHED", 0)
+    monkeypatch.setattr(keys, "MAX_ATTEMPTS_CACHED", 0)
     with serving(f"sqlite:///{tmp_path / 'store.db'}", RUNNERS) as address:
         async with http(address, "admin-secret") as admin:
             await admin.open_run("run", {})

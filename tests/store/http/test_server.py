@@ -24,15 +24,15 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 from starlette.exceptions import HTTPException
 
-from agentrl.asgi import connection_limits
-from agentrl.asgi import server as asgi_server
-from agentrl.base.value_count import json_values
-from agentrl.errors import StoreError
+from agentrl.core import asgi
+from agentrl.core import asgi as asgi_server
+from agentrl.core.errors import StoreError
+from agentrl.core.values import json_values
 from agentrl.store import base, open_store
-from agentrl.store.http import bodies, serve
+from agentrl.store.http import serve, server
 from agentrl.store.http.wire import MSGPACK, VERBS, KeyScope
 from agentrl.store.records import Pruned
-from agentrl.store.sql.idempotency import REPLIES_KEPT
+from agentrl.store.sql.runs import REPLIES_KEPT
 from tests.store.http.conftest import ADMIN
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
@@ -235,17 +235,6 @@ def test_a_missing_number_of_credit_is_null(admin):
     assert refused(admin.post("/v1/add_transitions", json=lost)) == (422, "invalid")
 
 
-def test_states_and_names(admin):
-    stranger = transition("f" * 32)
-    assert refused(admin.post("/v1/add_transitions", json=stranger)) == (404, "not_found")
-    admin.post("/v1/open_run", json={"run": "run", "config": {}})
-    old = {"run": "run", "epoch": 1, "n": 1, "timeout": 0}
-    assert refused(admin.post("/v1/claim_groups", json=old)) == (409, "fenced")
-    step = {"run": "run", "epoch": 2, "step": 7, "groups": [], "versions": {}, "metrics": {}}
-    body = {"commit": {**step, "checkpoint": ""}}
-    assert refused(admin.post("/v1/commit_step", json=body)) == (409, "conflict")
-
-
 def test_routes_methods_and_types(admin):
     assert refused(admin.post("/v1/steal", json={})) == (404, "unknown")
     assert refused(admin.get("/nothing")) == (404, "unknown")
@@ -283,10 +272,10 @@ def test_rows_with_many_short_texts_are_stored(serving, tmp_path):
 
 
 async def test_a_body_of_more_values_than_rows_can_have_is_refused(monkeypatch):
-    monkeypatch.setattr(bodies, "MAX_VALUES", 1000)
-    await bodies.check_values(b"[" + b"[]," * 800 + b"1]", json_values)
-    with pytest.raises(HTTPException, match="more than 1,000 texts, lists and objects"):
-        await bodies.check_values(b"[" + b"[]," * 1100 + b"1]", json_values)
+    monkeypatch.setattr(server, "MAX_VALUES", 1000)
+    await server.check_values(b"[" + b"[]," * 800 + b"1]", json_values)
+    with pytest.raises(HTTPException, match="more than 1,000 strings, lists and objects"):
+        await server.check_values(b"[" + b"[]," * 1100 + b"1]", json_values)
 
 
 def test_the_rest_of_a_refused_body_and_the_next_request_may_come_at_once(admin):
@@ -371,7 +360,7 @@ def half_a_request(address: str) -> Iterator[socket.socket]:
 
 
 def test_half_a_body_is_not_waited_for_without_end(serving, tmp_path, monkeypatch):
-    monkeypatch.setattr(bodies, "LONGEST_SILENCE", 0.05)
+    monkeypatch.setattr(server, "LONGEST_SILENCE", 0.05)
     with (
         serving(f"sqlite:///{tmp_path / 'store.db'}") as address,
         half_a_request(address) as half,
@@ -380,8 +369,8 @@ def test_half_a_body_is_not_waited_for_without_end(serving, tmp_path, monkeypatc
 
 
 def test_an_address_has_so_many_idle_connections_and_no_other_pays_for_them(monkeypatch):
-    monkeypatch.setattr(connection_limits, "MOST_IDLE", 2)
-    limits, closed = connection_limits.ConnectionLimits(5), list[str]()
+    monkeypatch.setattr(asgi, "MAX_IDLE", 2)
+    limits, closed = asgi.ConnectionLimits(5), list[str]()
 
     def enter(name: str) -> Any:
         def abort() -> None:
@@ -438,16 +427,6 @@ def test_the_answers_of_a_batch_have_a_limit(admin):
     codes = [result.get("error", {}).get("code") for result in results]
     assert codes == [None, None, "too_large", "too_large"]
     assert "late" not in admin.post("/v1/runs", json={}).json()
-
-
-def test_a_known_key_gets_the_same_answer(admin):
-    def enqueue(key: str, *ids: str) -> httpx.Response:
-        body = {"rollouts": [{**ROLLOUT, "id": id} for id in ids]}
-        return admin.post("/v1/enqueue", json=body, headers={"idempotency-key": key})
-
-    assert [enqueue("k1", "a", "b").json() for _ in range(2)] == [2, 2]
-    assert enqueue("k2", "a", "b").json() == 0
-    assert refused(enqueue("k1", "a")) == (409, "conflict")
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])

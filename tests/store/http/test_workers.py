@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentrl.errors import Unavailable
+from agentrl.core.errors import Unavailable
 from agentrl.store import open_store
 from agentrl.store.http import serve
 from agentrl.store.http.keys import Keys
@@ -94,7 +94,7 @@ def test_a_worker_is_sealed_and_says_in_one_sentence_why_it_ends(monkeypatch, ca
     monkeypatch.setattr(serve, "seal", lambda: done.append("seal"))
     monkeypatch.setattr(serve, "run_loop", lost)
     with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(SystemExit):
-        serve.run_worker(lambda: None, Keys(), 1, listening)
+        serve.run_worker(lambda: None, Keys(), listening)
     assert done == ["seal", "serve"]
     assert caplog.messages == ["worker: the database is away"]
 

@@ -18,17 +18,18 @@ import psycopg
 import pytest
 from psycopg.pq import ExecStatus
 
-from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
+from agentrl.core.errors import Invalid, NotFound, StoreError, Unavailable
+from agentrl.core.types import RolloutState
 from agentrl.store import open_store
+from agentrl.store import sqlite as migrations
 from agentrl.store.http.server import start_call
-from agentrl.store.postgres import connection, notify, pipeline
-from agentrl.store.postgres import migrations as postgres_migrations
-from agentrl.store.postgres import session as pgsession
-from agentrl.store.postgres.backend import split_password
+from agentrl.store.postgres import connection
+from agentrl.store.postgres import connection as pgsession
+from agentrl.store.postgres import store as notify
+from agentrl.store.postgres import store as postgres_migrations
 from agentrl.store.records import Item, Side
-from agentrl.store.sql import database, datasets, idempotency, writer
-from agentrl.store.sqlite import migrations
-from agentrl.types import RolloutState
+from agentrl.store.sql import database, datasets, runs, writer
+from agentrl.store.urls import split_password
 from tests.store.postgres_server import pooler
 
 POOLER = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
@@ -432,7 +433,7 @@ async def test_a_request_that_reaches_two_servers_is_executed_once(kit, opener) 
     stores = [opener(), opener()]
     await stores[0].open_run("run", {})
     for number in range(20):
-        request = idempotency.IdempotentCall(f"enqueue {number}", "digest")
+        request = runs.IdempotentCall(f"enqueue {number}", "digest")
         group = kit.group(str(number), 2)
         refused = [asyncio.ensure_future(store.log("nobody", 0, {})) for store in stores]
         both = [start_call(request, store.enqueue(group)) for store in stores]
@@ -503,10 +504,10 @@ def test_a_row_and_several_are_the_same_statement() -> None:
     one, names = database.numbered("insert into t (a, b) values (%(a)s, f(%(b)s, %(a)s)) -- x")
     assert (one, names) == ("insert into t (a, b) values ($1, f($2, $1)) -- x", ("a", "b"))
     two = "insert into t (a, b) values ($1, f($2, $1)), ($3, f($4, $3)) -- x"
-    assert pipeline.of_several(one, 2) == two
-    assert pipeline.of_several(one, 1) is None
-    assert pipeline.of_several("update t set a = $1", 2) is None
-    assert pipeline.of_several(f"{one} on conflict (a) do update set b = 1", 2) is None
+    assert connection.of_several(one, 2) == two
+    assert connection.of_several(one, 1) is None
+    assert connection.of_several("update t set a = $1", 2) is None
+    assert connection.of_several(f"{one} on conflict (a) do update set b = 1", 2) is None
 
 
 # -- lost connections ------------------------------------------------------------------------------
@@ -562,20 +563,20 @@ def break_off_commit(store, monkeypatch: pytest.MonkeyPatch, *, took_place: bool
 
 async def test_a_call_of_an_attempt_claimed_here_waits_once(url: str, kit, monkeypatch) -> None:
     """For its commit, however many calls there are before it."""
-    monkeypatch.setattr(writer, "LEISURE", 0.0)  # others are told by the commit, not later
-    monkeypatch.setattr(writer, "HASTE", 0.0)
+    monkeypatch.setattr(writer, "NOTIFY_INTERVAL", 0.0)  # others are told by the commit, not later
+    monkeypatch.setattr(writer, "URGENT_INTERVAL", 0.0)
     async with open_store(url) as store:
         await store.open_run("run", {})
         await store.enqueue(kit.group("a", 2))
         one, two = await store.claim(2, runner="r", lease=60)
-        waits, received = [], pipeline.Pipeline._received
+        waits, received = [], connection.Pipeline._received
 
         def count(self):
             if (result := received(self)).status == ExecStatus.PIPELINE_SYNC:
                 waits.append(result)
             return result
 
-        monkeypatch.setattr(pipeline.Pipeline, "_received", count)
+        monkeypatch.setattr(connection.Pipeline, "_received", count)
         for n in range(1, 4):
             for attempt in (one, two):
                 waits.clear()

@@ -12,10 +12,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentrl.config import resolve
-from agentrl.errors import ConfigError
-from agentrl.live.labels.asking import Asker
-from agentrl.live.labels.signals import Reply
+from agentrl.core.config import resolve
+from agentrl.core.errors import ConfigError
+from agentrl.live.labels import Asker
+from agentrl.live.signals import Reply
 from agentrl.store import open_store
 from tests.agentrl.live.sessions import RUN, ended
 
@@ -180,7 +180,7 @@ async def test_a_model_that_answers_nonsense_or_never_is_no_signal(store, tmp_pa
     for upstream in ({"text": "I like it"}, {}):
         async with Asker(store, judged_by(**upstream)) as asker:
             assert await asker.judge([reply("thanks")], "s") == {}
-    assert "the answer is no JSON object" in caplog.text
+    assert "the answer is not a JSON object" in caplog.text
     assert "live.signals.next_message took longer than" in caplog.text
 
 

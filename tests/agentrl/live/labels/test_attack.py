@@ -13,13 +13,13 @@ from statistics import fmean
 
 import pytest
 
-from agentrl.config import resolve
-from agentrl.live.labels.label import Labeller
-from agentrl.live.records.marks import believed, outcome_of, user_of
-from agentrl.runners.sessions.feedback import Feedback, give_feedback
+from agentrl.core.config import resolve
+from agentrl.core.types import CORRECTION, FEEDBACK
+from agentrl.live.labels import Labeller
+from agentrl.live.records import believed, outcome_of, user_of
+from agentrl.runners.feedback import Feedback, give_feedback
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import CORRECTION, FEEDBACK
 from tests.agentrl.live.sessions import NOW, RUN, Scripted, ended
 
 USERS, EACH, MANY = 19, 10, 100  # honest users, their sessions, the attacker's
@@ -119,7 +119,7 @@ async def test_one_attacker_of_twenty_moves_no_mean_by_three_points(tmp_path, ho
 @pytest.mark.parametrize("how", ["votes", "game"])
 async def test_without_protection_the_same_attacker_moves_them(tmp_path, how, monkeypatch):
     """So the test above would see it."""
-    monkeypatch.setattr("agentrl.live.labels.weighing.LEAST", 10_000)
+    monkeypatch.setattr("agentrl.live.signals.MIN_SESSIONS", 10_000)
     far, population = await moved(tmp_path, how, False, per_user=0)
     assert far > 2 * MOST
     assert population.counted == MANY

@@ -8,15 +8,22 @@ import math
 
 import pytest
 
-from agentrl.config import resolve
-from agentrl.errors import Invalid
-from agentrl.live.labels.label import Labeller
-from agentrl.live.records import people
-from agentrl.live.records.marks import SOURCE, believed, is_lost, is_ready, mark_of, outcome_of
-from agentrl.live.records.sessions import oldest_first
-from agentrl.runners.sessions.feedback import Feedback, give_feedback
+from agentrl.core.config import resolve
+from agentrl.core.errors import Invalid
+from agentrl.core.types import Reward, StepCommit, StepReward
+from agentrl.live import records
+from agentrl.live.labels import Labeller
+from agentrl.live.records import (
+    SOURCE,
+    believed,
+    is_lost,
+    is_ready,
+    mark_of,
+    oldest_first,
+    outcome_of,
+)
+from agentrl.runners.feedback import Feedback, give_feedback
 from agentrl.store import open_store
-from agentrl.types import Reward, StepCommit, StepReward
 from tests.agentrl.live.sessions import NOW, RUN, Scripted, ended, row_of
 
 
@@ -118,7 +125,7 @@ class Full:
 
     async def add_rewards(self, rewards):
         if self.full:
-            from agentrl.errors import Unavailable
+            from agentrl.core.errors import Unavailable
 
             raise Unavailable("the disk is full")
         await self._store.add_rewards(rewards)
@@ -307,8 +314,8 @@ async def test_what_is_known_is_read_once_and_forgotten_when_it_is_old(store, mo
         for row in reversed(rows):
             yield row
 
-    for order in (people.all_sessions, newest_first):
-        monkeypatch.setattr(people, "all_sessions", order)
+    for order in (records.all_sessions, newest_first):
+        monkeypatch.setattr(records, "all_sessions", order)
         again = labeller(store)
         await again.start()
         assert len(again._ledger.days) == 3

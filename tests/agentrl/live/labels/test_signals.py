@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.live.labels.signals import (
-    digest_of_session,
-    posted,
-    replies,
-    result_of,
-    task_of,
-    unfit,
-)
-from agentrl.runners.sessions.feedback import Feedback
-from agentrl.types import CORRECTION, FEEDBACK, Reward, Scope
+from agentrl.core.types import CORRECTION, FEEDBACK, Reward, Scope
+from agentrl.live.signals import digest_of_session, posted, replies, result_of, task_of, unfit
+from agentrl.runners.feedback import Feedback
 from tests import factories
 
 

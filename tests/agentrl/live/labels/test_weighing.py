@@ -8,8 +8,8 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from agentrl.live.labels.weighing import Ledger, weighted
-from agentrl.live.records.marks import Mark
+from agentrl.live.records import Mark
+from agentrl.live.signals import Ledger, weighted
 
 WEIGHTS = {"feedback": 1.0, "verifier": 1.0, "next_message": 2.0}
 
@@ -135,7 +135,7 @@ def test_a_user_is_known_by_its_last_sessions():
 
 def test_outliers_are_not_looked_for_after_every_session(monkeypatch):
     looked = []
-    monkeypatch.setattr("agentrl.live.labels.weighing.MANY", 100)
+    monkeypatch.setattr("agentrl.live.signals.MANY", 100)
     monkeypatch.setattr(Ledger, "unlike", lambda self: looked.append(1) or {})
     ledger = Ledger(0, WEIGHTS)
     for n in range(5000):

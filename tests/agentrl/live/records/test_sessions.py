@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.errors import NotFound
-from agentrl.live.records.sessions import count_of, group_base, group_of
+from agentrl.core.errors import NotFound
+from agentrl.live.records import count_of, group_base, group_of
 from tests.agentrl.live.sessions import RUN
 
 

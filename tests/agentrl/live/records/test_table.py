@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config import load
-from agentrl.errors import ConfigError
+from agentrl.core.config import load
+from agentrl.core.errors import ConfigError
 
 RUN = """
 [policy]
@@ -20,8 +20,7 @@ preset = "reinforce+tis"
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
-        ("algorithm.branching.kind=mc", "nobody can play the rest of a live session"),
-        ("sessions.by=key", "all that a key does"),
+        ("algorithm.branching.kind=mc", "the rest of a live session cannot be replayed"),
         ("live.share=0", "between 0 and 1"),
         ("tasks.train=tasks.jsonl", "keep only heldout and columns"),
     ],

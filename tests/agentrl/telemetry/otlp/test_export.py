@@ -21,11 +21,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 import agentrl
 from agentrl import Reward, Scope
 from agentrl.cli.main import cli
-from agentrl.errors import AgentRLError, NotFound, Unavailable
+from agentrl.core.errors import AgentRLError, NotFound, Unavailable
+from agentrl.core.types import Span, Trace, Transition
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.tracing import langchain_steps as steps
-from agentrl.telemetry.otlp import export, genai
-from agentrl.types import Span, Trace, Transition
+from agentrl.telemetry import otlp
 from tests import factories
 
 
@@ -73,7 +73,7 @@ class Receiver:
 
 @pytest.fixture
 async def receiver(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Receiver]:
-    monkeypatch.setattr(export, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(otlp, "FIRST_PAUSE", 0.001)
     receiver = Receiver()
     await receiver.server.start_server()
     yield receiver
@@ -122,7 +122,7 @@ def tree(spans: list[Any]) -> list[tuple[str, str, str]]:
 async def test_an_attempt_arrives_as_a_trace(bench: Any, agent: Any, receiver: Receiver) -> None:
     (rollout,) = await bench.run(agent, {"input": "hello"})
     receiver.script.extend([503, 429])
-    sent = await export.send(bench.store.url, "test", [], receiver.url + "/", {"x-key": "k"})
+    sent = await otlp.send(bench.store.url, "test", [], receiver.url + "/", {"x-key": "k"})
     assert sent == (1, 8)
     assert len(receiver.requests) == 1
     assert receiver.headers[0]["x-key"] == "k"
@@ -167,7 +167,7 @@ async def test_an_attempt_arrives_as_a_trace(bench: Any, agent: Any, receiver: R
 
 async def test_sending_again_changes_nothing(bench: Any, agent: Any, receiver: Receiver) -> None:
     await bench.run(agent, *({"input": str(i)} for i in range(3)))
-    await export.send(bench.store.url, "test", [], receiver.url, {})
+    await otlp.send(bench.store.url, "test", [], receiver.url, {})
     first = receiver.requests.pop()
     command = ["export", "otlp", "--store", bench.store.url, "--run", "test", "--to", receiver.url]
     result = await asyncio.to_thread(CliRunner().invoke, cli, command)
@@ -178,14 +178,14 @@ async def test_sending_again_changes_nothing(bench: Any, agent: Any, receiver: R
 async def test_large_runs_go_in_batches(
     bench: Any, agent: Any, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "SPANS_PER_REQUEST", 20)
+    monkeypatch.setattr(otlp, "SPANS_PER_REQUEST", 20)
     rollouts = await bench.run(agent, *({"input": str(i)} for i in range(5)))
-    assert await export.send(bench.store.url, "test", [], receiver.url, {}) == (5, 40)
+    assert await otlp.send(bench.store.url, "test", [], receiver.url, {}) == (5, 40)
     assert len(receiver.requests) == 3
     assert len({span.span_id for span in receiver.spans}) == 40
     receiver.requests.clear()
     one = [rollouts[2].id]
-    assert await export.send(bench.store.url, "test", one, receiver.url, {}) == (1, 8)
+    assert await otlp.send(bench.store.url, "test", one, receiver.url, {}) == (1, 8)
 
 
 async def test_openinference_spans_are_not_doubled(
@@ -199,7 +199,7 @@ async def test_openinference_spans_are_not_doubled(
     finally:
         instrumentation.LangChainInstrumentor().uninstrument()
         steps.set_recorder(None)
-    await export.send(bench.store.url, "test", [], receiver.url, {})
+    await otlp.send(bench.store.url, "test", [], receiver.url, {})
     calls = [row for row in tree(receiver.spans) if row[1] == "LLM"]
     assert calls == [("ChatOpenAI", "LLM", "model")] * 2
     merged = next(span for span in receiver.spans if span.name == "ChatOpenAI")
@@ -211,24 +211,24 @@ async def test_what_cannot_be_sent_is_said(bench: Any, receiver: Receiver) -> No
     await bench.run(lambda text: text, {"input": "x"})
     url = bench.store.url
     with pytest.raises(NotFound, match="no run 'other'"):
-        await export.send(url, "other", [], receiver.url, {})
+        await otlp.send(url, "other", [], receiver.url, {})
     with pytest.raises(NotFound, match="no rollout 'other'"):
-        await export.send(url, "test", ["other"], receiver.url, {})
+        await otlp.send(url, "test", ["other"], receiver.url, {})
     for status, reason in ((401, "--header"), (404, "status 404")):
         receiver.script.append(status)
         with pytest.raises(AgentRLError, match=reason):
-            await export.send(url, "test", [], receiver.url, {})
-    receiver.script.extend([503] * export.MOST_TRIES)
+            await otlp.send(url, "test", [], receiver.url, {})
+    receiver.script.extend([503] * otlp.MAX_TRIES)
     with pytest.raises(Unavailable, match="status 503"):
-        await export.send(url, "test", [], receiver.url, {})
+        await otlp.send(url, "test", [], receiver.url, {})
     with pytest.raises(Unavailable, match="ConnectError"):
-        await export.send(url, "test", [], "http://127.0.0.1:1", {})
+        await otlp.send(url, "test", [], "http://127.0.0.1:1", {})
     receiver.rejected = 2
     with pytest.raises(AgentRLError, match="rejected 2 spans: too old"):
-        await export.send(url, "test", [], receiver.url, {})
+        await otlp.send(url, "test", [], receiver.url, {})
     receiver.said = b"\xff\xff"
     with pytest.raises(AgentRLError, match="did not answer with OTLP"):
-        await export.send(url, "test", [], receiver.url, {})
+        await otlp.send(url, "test", [], receiver.url, {})
 
 
 ATTEMPT = "ab" * 16
@@ -260,7 +260,7 @@ def exported(transitions: list[Transition], spans: list[Span]) -> dict[str, tupl
         rewards=[Reward(value=1, scope=Scope.ROLE, target="critic")],
     )
     trace = Trace(rollout=rollout, attempt=ATTEMPT, transitions=transitions, spans=spans)
-    found = genai.spans_of(trace)
+    found = otlp.spans_of(trace)
     assert found[0].parent is None
     assert found[0].attributes["agentrl.reward.critic.outcome"] == 1
     assert len({row.id for row in found}) == len(found)
@@ -302,7 +302,7 @@ def test_spans_that_are_each_others_parents_hang_below_the_root() -> None:
         "11": ("internal", "invoke_agent run"),
         "22": ("internal", "1"),
         "33": ("internal", "2"),
-        f"chat {call(0, None).policy}{genai._id(call(0, None).id)[0]}": ("llm", "2"),
+        f"chat {call(0, None).policy}{otlp._id(call(0, None).id)[0]}": ("llm", "2"),
     }
 
 
@@ -324,7 +324,7 @@ def test_a_call_has_the_forms_of_the_semantic_conventions() -> None:
         answer={"role": "assistant", "reasoning_content": "hm", "content": "well"},
         tools=[{"type": "function", "function": function}, {"type": "web_search"}],
     )
-    said = genai.call_attributes(made)
+    said = otlp.call_attributes(made)
     ((user,), (answer,)) = (
         json.loads(str(said[f"gen_ai.{side}.messages"])) for side in ("input", "output")
     )
@@ -353,7 +353,7 @@ def test_recorded_spans_get_the_current_names_and_their_operation() -> None:
         span("c", "a", "chain", **{"gen_ai.system": "openai"}),
     ]
     trace = Trace(rollout=factories.rollout(), attempt=ATTEMPT, transitions=[], spans=spans)
-    agent, tool, chain = (row.attributes for row in genai.spans_of(trace)[1:])
+    agent, tool, chain = (row.attributes for row in otlp.spans_of(trace)[1:])
     assert (agent["gen_ai.operation.name"], agent["gen_ai.agent.name"]) == ("invoke_agent", "crew")
     assert agent["gen_ai.workflow.name"] == "crew"
     assert (tool["gen_ai.operation.name"], tool["gen_ai.tool.name"]) == ("execute_tool", "b")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import AgentRLError, TrainingError
+from agentrl.core.errors import AgentRLError, TrainingError
+from agentrl.core.types import StepRow
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.telemetry.sinks.callbacks import Followers, check_callbacks
-from agentrl.types import StepRow
+from agentrl.telemetry.sinks import Followers, check_callbacks
 from tests import factories
 
 

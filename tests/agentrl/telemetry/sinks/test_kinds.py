@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentrl.telemetry.sinks.base import SinkPosition
+from agentrl.telemetry.sinks import SinkPosition
 from tests import warm
 
 pytestmark = pytest.mark.skipif(

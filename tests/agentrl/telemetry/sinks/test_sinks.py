@@ -16,15 +16,17 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from agentrl.base import loading
-from agentrl.base.loading import is_installed
-from agentrl.base.processes import Child
-from agentrl.config import RunConfig, resolve
-from agentrl.config.infrastructure import MetricsConfig
-from agentrl.errors import ConfigError
+from agentrl.core import loading
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.config.infrastructure import MetricsConfig
+from agentrl.core.errors import ConfigError
+from agentrl.core.loading import is_installed
+from agentrl.core.processes import Child
+from agentrl.core.types import StepRow
 from agentrl.store import open_store
-from agentrl.telemetry.sinks import base, process
-from agentrl.telemetry.sinks.base import (
+from agentrl.telemetry import sinks
+from agentrl.telemetry import sinks as sink_module
+from agentrl.telemetry.sinks import (
     SinkError,
     SinkPosition,
     load_position,
@@ -33,7 +35,6 @@ from agentrl.telemetry.sinks.base import (
     public_settings,
     save_position,
 )
-from agentrl.types import StepRow
 from tests import factories
 
 NAN = float("nan")
@@ -153,14 +154,14 @@ async def drain(run: RunConfig) -> None:
     run_ended = threading.Event()
     run_ended.set()
     async with open_store(run.store) as store:
-        await process.write_steps(store, run, "memory", run_ended)
+        await sink_module.write_steps(store, run, "memory", run_ended)
 
 
 async def test_a_failure_loses_nothing_and_doubles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, run = MemorySink(1), config(tmp_path)
-    monkeypatch.setattr(base, "open_sink", memory)
+    monkeypatch.setattr(sinks, "open_sink", memory)
     await train(run, 0, 3)
     with pytest.raises(SinkError, match=r"metrics sink memory: the network is down\. Training"):
         await drain(run)
@@ -176,13 +177,13 @@ async def test_steps_are_written_as_they_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, run, run_ended = MemorySink(), config(tmp_path), threading.Event()
-    monkeypatch.setattr(base, "open_sink", memory)
-    monkeypatch.setattr(process, "STORE_POLL", 0.01)
+    monkeypatch.setattr(sinks, "open_sink", memory)
+    monkeypatch.setattr(sink_module, "STORE_POLL", 0.01)
     await train(run, 0, 1)
     wrote = asyncio.Event()
     monkeypatch.setattr(memory, "write", lambda step: (memory.rows.append(step), wrote.set()))
     async with open_store(run.store) as store:
-        following = asyncio.create_task(process.write_steps(store, run, "memory", run_ended))
+        following = asyncio.create_task(sink_module.write_steps(store, run, "memory", run_ended))
         for number in range(1, 4):
             await wrote.wait()
             wrote.clear()
@@ -195,7 +196,7 @@ async def test_steps_are_written_as_they_come(
 
 async def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, run = MemorySink(), config(tmp_path)
-    monkeypatch.setattr(base, "open_sink", memory)
+    monkeypatch.setattr(sinks, "open_sink", memory)
     await train(run, 0, 1)
     load_position(position_file(run, "memory"))
 
@@ -203,7 +204,7 @@ async def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(process, "save_position", full)
+        patch.setattr(sink_module, "save_position", full)
         with pytest.raises(SinkError, match=r"memory: .*No space left on device\. Training goes"):
             await drain(run)
     await drain(run)
@@ -212,15 +213,15 @@ async def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
 
 STUCK = """
 import sys, time
-from agentrl.telemetry.sinks import base, process
+from agentrl.telemetry import sinks
 class Stuck:
     def write(self, row): print("writing", flush=True); time.sleep(600)
     def close(self): ...
-base.open_sink = lambda *_: Stuck()
-process.DRAIN_TIMEOUT = process.EXIT_GRACE = 0.5
+sinks.open_sink = lambda *_: Stuck()
+sinks.DRAIN_TIMEOUT = sinks.EXIT_GRACE = 0.5
 import msgspec
-from agentrl.config import RunConfig
-process.main(msgspec.json.decode(sys.argv[1], type=RunConfig))
+from agentrl.core.config import RunConfig
+sinks.main(msgspec.json.decode(sys.argv[1], type=RunConfig))
 """
 
 
@@ -228,7 +229,7 @@ async def test_a_sink_that_a_killed_front_left_behind_ends_before_the_next_begin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, memory = config(tmp_path, "memory"), MemorySink()
-    monkeypatch.setattr(base, "open_sink", memory)
+    monkeypatch.setattr(sinks, "open_sink", memory)
     await train(run, 0, 1)
     pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
     left = await asyncio.create_subprocess_exec(
@@ -238,7 +239,7 @@ async def test_a_sink_that_a_killed_front_left_behind_ends_before_the_next_begin
     assert left.stdin is not None
     assert await left.stdout.readline() == b"writing\n"
     lock = position_file(run, "memory").with_suffix(".lock")
-    waiting = asyncio.create_task(asyncio.to_thread(process._locked, lock))
+    waiting = asyncio.create_task(asyncio.to_thread(sink_module._locked, lock))
     done, _ = await asyncio.wait([waiting], timeout=0.2)
     assert not done
     left.stdin.close()  # as when the front is killed
@@ -249,10 +250,10 @@ async def test_a_sink_that_a_killed_front_left_behind_ends_before_the_next_begin
 async def test_the_stores_failure_is_not_the_sinks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "open_sink", MemorySink())
+    monkeypatch.setattr(sinks, "open_sink", MemorySink())
     store: Any = Broken()
     with pytest.raises(ZeroDivisionError):
-        await process.write_steps(store, config(tmp_path), "memory", threading.Event())
+        await sink_module.write_steps(store, config(tmp_path), "memory", threading.Event())
 
 
 class Broken:
@@ -289,10 +290,10 @@ class Csv(csv_sink.Csv):
 """
 MAIN = """
 import sys, msgspec
-from agentrl.config import RunConfig
-from agentrl.telemetry.sinks import process
-process.DRAIN_TIMEOUT = 3.0
-process.main(msgspec.json.decode(sys.argv[1], type=RunConfig))
+from agentrl.core.config import RunConfig
+from agentrl.telemetry import sinks
+sinks.DRAIN_TIMEOUT = 3.0
+sinks.main(msgspec.json.decode(sys.argv[1], type=RunConfig))
 """
 
 
@@ -339,7 +340,7 @@ def test_what_is_no_sink_is_refused_before_a_run(tmp_path: Path, name: str, mess
     (tmp_path / "broken.py").write_text(BROKEN)
     run = msgspec.structs.replace(config(tmp_path, name), root=str(tmp_path))
     with pytest.raises(ConfigError, match=rf"metrics\.sinks.*{message}"):
-        base.check_sinks(run)
+        sinks.check_sinks(run)
 
 
 def test_a_package_may_register_sinks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -350,8 +351,8 @@ def test_a_package_may_register_sinks(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (found / "entry_points.txt").write_text("[agentrl.sinks]\ncsv = csv_sink:Csv\n")
     monkeypatch.syspath_prepend(tmp_path)
     run = resolve({"metrics": {"sinks": ["csv"]}, "output": str(tmp_path)}, source="run.toml")
-    base.check_sinks(run)
-    sink = base.open_sink("csv", run, SinkPosition(id="x"))
+    sinks.check_sinks(run)
+    sink = sinks.open_sink("csv", run, SinkPosition(id="x"))
     sink.close()
     assert type(sink).__name__ == "Csv"
 
@@ -497,7 +498,7 @@ def export(run: RunConfig, forks: Forks) -> None:
     """One life of the sink's process: its standard input is at its end from the beginning."""
     file = Path(run.output) / "run.json"
     file.write_bytes(msgspec.json.encode(run))
-    forks.run("agentrl", "sink", "start", str(file))
+    forks.run("agentrl", "process", "sinks", str(file))
 
 
 def shown(run: RunConfig, name: str, forks: Forks) -> dict[str, list[list[float]]]:
@@ -511,7 +512,7 @@ def shown(run: RunConfig, name: str, forks: Forks) -> dict[str, list[list[float]
 def test_tensorboard_reads_files_in_the_order_in_which_they_were_opened(tmp_path: Path) -> None:
     run = config(tmp_path, "tensorboard")
     for _ in range(3):
-        base.open_sink("tensorboard", run, SinkPosition(id="x")).close()
+        sinks.open_sink("tensorboard", run, SinkPosition(id="x")).close()
     files = [file.name for file in Path(run.output, "tensorboard").iterdir()]
     assert len({name.split(".")[3] for name in files}) == 3  # seconds: pids are in no order
 
@@ -597,10 +598,10 @@ def test_a_sinks_failure_is_said_once_and_tried_again(
         memory.bad = tries.pop(0)
         return memory
 
-    monkeypatch.setattr(base, "open_sink", open_sink)
-    monkeypatch.setattr(process, "FIRST_RETRY_PAUSE", 0.0)
-    monkeypatch.setattr(process, "STORE_POLL", 0.01)
-    thread = process.SinkThread(run, "memory")
+    monkeypatch.setattr(sinks, "open_sink", open_sink)
+    monkeypatch.setattr(sink_module, "FIRST_RETRY_PAUSE", 0.0)
+    monkeypatch.setattr(sink_module, "STORE_POLL", 0.01)
+    thread = sink_module.SinkThread(run, "memory")
     thread.start()
     while tries:
         thread.join(0.01)
@@ -613,10 +614,10 @@ def test_a_sinks_failure_is_said_once_and_tried_again(
 async def test_a_process_that_dies_is_reported_once_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(process, "FIRST_RETRY_PAUSE", 0.0)
+    monkeypatch.setattr(sink_module, "FIRST_RETRY_PAUSE", 0.0)
     child: Any = Scripted(tmp_path / "log", -11, -11, 0)
     child.ended.set()
-    await process.SinksProcess(child, Console(width=200)).keep()
+    await sink_module.SinksProcess(child, Console(width=200)).keep()
     assert child.lives == 3
     assert capsys.readouterr().out.count("metrics sinks: their process ended with code -11") == 1
 
@@ -626,7 +627,7 @@ def test_a_process_that_died_has_a_last_chance(
 ) -> None:
     async def scenario() -> None:
         child: Any = Scripted(tmp_path / "log", -11, -9)
-        sinks = process.SinksProcess(child, Console(width=200))
+        sinks = sink_module.SinksProcess(child, Console(width=200))
         await child.start()
         await child.wait()
         await sinks.stop()

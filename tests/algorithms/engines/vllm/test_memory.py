@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.engines.vllm import process
-from agentrl.algorithms.engines.vllm.factory import vllm_server, vllm_share
+from agentrl.algorithms.engines.vllm.server import vllm_server, vllm_share
+from agentrl.algorithms.estimate import USABLE_MEMORY, bytes_needed
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.preflight.estimate import USABLE_MEMORY, bytes_needed
-from agentrl.config import RunConfig, resolve
-from agentrl.errors import ConfigError, PolicyError
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.errors import ConfigError, PolicyError
 
 
 def config_of(vllm: dict[str, Any], **tables: Any) -> RunConfig:

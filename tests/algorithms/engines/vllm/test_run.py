@@ -24,23 +24,22 @@ import pytest
 import pytest_asyncio
 import torch
 
-from agentrl.algorithms.chat_completions.client import ModelServer
-from agentrl.algorithms.engines.vllm.factory import vllm_server
-from agentrl.algorithms.engines.vllm.server import VllmServer
-from agentrl.algorithms.engines.vllm.weight_sync import SharedMemorySync
+from agentrl.algorithms.chat_completions import ModelServer
+from agentrl.algorithms.engines.vllm.server import VllmServer, vllm_server
+from agentrl.algorithms.engines.vllm.weights import SharedMemorySync
 from agentrl.algorithms.learners.auxiliary import Reference
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets.registry import make
-from agentrl.algorithms.teachers.remote import RemoteTeacher
+from agentrl.algorithms.teachers import RemoteTeacher
 from agentrl.algorithms.train.step import Updater
-from agentrl.config import RunConfig, resolve
-from agentrl.errors import PolicyError
-from agentrl.runners.features import run_features
+from agentrl.core.config import RunConfig, resolve
+from agentrl.core.errors import PolicyError
+from agentrl.core.types import NewRollout, PolicyVersion, Purpose, Sampling, Transition
 from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.main import run_features
 from agentrl.store import open_store
 from agentrl.tiny.models import word_tokenizer
-from agentrl.types import NewRollout, PolicyVersion, Purpose, Sampling, Transition
 from tests.algorithms.engines.callers import UPDATES, always_called
 from tests.algorithms.learners.test_learner import make_batch
 from tests.algorithms.train.test_update import group
@@ -201,7 +200,7 @@ async def in_flight(http: aiohttp.ClientSession, server: VllmServer) -> int:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_served_is_compared_and_what_is_wrong_answers_nobody(
+async def test_a_server_with_wrong_weights_answers_nobody(
     started: tuple[VllmServer, torch.nn.Module],
 ) -> None:
     server, model = started
@@ -290,7 +289,7 @@ async def test_calls_go_on_over_an_update_with_keys_of_the_new_weights(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_child_killed_between_update_and_resume_is_back_with_the_update(
+async def test_a_child_killed_before_resume_returns_with_the_update(
     started: tuple[VllmServer, torch.nn.Module],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -318,7 +317,7 @@ async def test_a_child_killed_between_update_and_resume_is_back_with_the_update(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_teacher_behind_it_gives_the_lessons_of_the_same_model_here(
+async def test_a_teacher_on_vllm_gives_the_lessons_of_the_same_model(
     started: tuple[VllmServer, torch.nn.Module], wide_model_dir: Path
 ) -> None:
     server, model = started
@@ -328,7 +327,7 @@ async def test_a_teacher_behind_it_gives_the_lessons_of_the_same_model_here(
     other, frozen = copy.deepcopy(policy), Reference(copy.deepcopy(model), policy)
     local = TorchLearner(policy, tokenizer, frozen={"teacher": frozen})
     endpoint = ModelServer(server.base_url, server.model, "")
-    teacher = RemoteTeacher("teacher.upstream = 'it'", endpoint, 12, tokenizer, 512, 4)
+    teacher = RemoteTeacher("teacher.upstream = 'it'", endpoint, 12, tokenizer, 512)
     await teacher.check()
 
     batch = make_batch()

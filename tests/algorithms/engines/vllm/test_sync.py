@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.engines.vllm import weight_sync
-from agentrl.algorithms.engines.vllm.serving import MEMORY, ServedModel, TrainedModel
-from agentrl.algorithms.engines.vllm.weight_sync import SyncCapabilities, choose_sync
+from agentrl.algorithms.engines.vllm import weights as weight_sync
+from agentrl.algorithms.engines.vllm.protocol import MEMORY, ServedModel, TrainedModel
+from agentrl.algorithms.engines.vllm.weights import SyncCapabilities, choose_sync
 from agentrl.algorithms.model.load import checkpoint_weights, load_model
-from agentrl.errors import PolicyError
+from agentrl.core.errors import PolicyError
 
 CHILD = SyncCapabilities(backend=None)
 
@@ -158,7 +158,7 @@ async def test_what_is_in_the_memory_is_what_was_taken_last(tmp_path: Path) -> N
     memory.close()
 
 
-async def test_each_version_of_an_adapter_has_a_name_until_no_call_runs_under_it(
+async def test_a_version_has_a_name_until_no_call_runs_under_it(
     tmp_path: Path,
 ) -> None:
     """With `load_inplace` vLLM would read it again at every forward pass."""

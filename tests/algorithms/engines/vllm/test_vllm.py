@@ -26,11 +26,19 @@ from agentrl.algorithms.engines.vllm.child import (
     to_version,
 )
 from agentrl.algorithms.engines.vllm.process import VllmProcess, check_installed
-from agentrl.algorithms.engines.vllm.serving import HOLD, LOAD, OPEN, RUNNING, UNLOAD, ServedModel
-from agentrl.algorithms.engines.vllm.spans import SpanMiddleware, answer
-from agentrl.base.processes import SECRETS
-from agentrl.config.infrastructure import VllmConfig, VllmEngineConfig
-from agentrl.errors import PolicyError
+from agentrl.algorithms.engines.vllm.protocol import (
+    HOLD,
+    LOAD,
+    OPEN,
+    RUNNING,
+    UNLOAD,
+    ServedModel,
+    SpanMiddleware,
+    answer,
+)
+from agentrl.core.config.infrastructure import VllmConfig, VllmEngineConfig
+from agentrl.core.errors import PolicyError
+from agentrl.core.processes import SECRETS
 
 # Answers /health on the port that follows --port, and starts a process that ignores SIGTERM.
 SERVES = """
@@ -253,6 +261,22 @@ async def test_an_argument_that_is_set_already_is_refused(
 
 
 @pytest.mark.parametrize(
+    "chosen",
+    [("--tool-call-parser", "mine"), ("--tool-call-parser=mine",), ("--tool_call_parser=mine",)],
+)
+async def test_a_parser_in_the_arguments_takes_the_place_of_ours(
+    process: Callable[..., VllmProcess], chosen: tuple[str, ...]
+) -> None:
+    made = process(SERVES, arguments=("--seed", "1", *chosen))
+    await made.probe()
+    command = made.command(SERVING, 0)
+    assert "hermes" not in command
+    assert command[-len(chosen) :] == [*chosen]
+    with pytest.raises(PolicyError, match="--enable-lora is set by agentrl"):
+        await process(SERVES, arguments=(*chosen, "--enable_lora")).probe()
+
+
+@pytest.mark.parametrize(
     ("versions", "message"),
     [
         ({}, r"vLLM is not installed; run pip install .*\[vllm\]'"),
@@ -347,7 +371,7 @@ async def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Client, asyncio.Event
         (b"Internal server error", 500, b"Internal server error"),
     ],
 )
-async def test_an_image_that_the_template_drops_is_no_failure_of_the_server(
+async def test_an_image_that_the_template_drops_is_no_server_failure(
     monkeypatch: pytest.MonkeyPatch, words: bytes, status: int, said: bytes
 ) -> None:
     monkeypatch.setitem(KEYS, KEY_VARIABLE, "secret")
@@ -511,7 +535,7 @@ async def test_a_websocket_does_not_get_past_the_hold(
         ({"model": None}, {"": 7}, {"model": None, "cache_salt": "7"}, 7),
     ],
 )
-def test_a_call_asks_vllm_for_one_version_and_shares_no_prefix_with_another(
+def test_a_call_shares_no_prefix_with_another_version(
     body: dict[str, Any], versions: dict[str, int], sent: dict[str, Any], version: int | None
 ) -> None:
     changed, _, answers = to_version(json.dumps(body).encode(), versions)
@@ -602,7 +626,7 @@ class Crossed:
 
 
 @pytest.mark.parametrize("query", [b"", b"event-stream"])
-async def test_the_tokens_of_a_call_that_crossed_updates_have_their_versions(query: bytes) -> None:
+async def test_tokens_of_a_call_across_updates_have_their_versions(query: bytes) -> None:
     crossed = Crossed()
     call = asyncio.create_task(crossed.call(query))
     await settle()
@@ -624,7 +648,7 @@ async def test_the_tokens_of_a_call_that_crossed_updates_have_their_versions(que
     assert not crossed.middleware._calls
 
 
-async def test_a_call_that_vllm_takes_after_the_update_is_of_the_new_version() -> None:
+async def test_a_call_taken_after_the_update_is_of_the_new_version() -> None:
     crossed = Crossed()
     crossed.tokenized.clear()
     call = asyncio.create_task(crossed.call())
@@ -646,7 +670,7 @@ async def test_a_call_that_vllm_takes_after_the_update_is_of_the_new_version() -
     assert b"agentrl_spans" not in plain["body"]
 
 
-async def test_a_call_that_crossed_no_update_is_answered_in_vllms_own_bytes() -> None:
+async def test_a_call_without_an_update_has_vllms_own_bytes() -> None:
     crossed = Crossed()
     await crossed.update(7)
     crossed.finish.set()

@@ -14,9 +14,9 @@ import pytest
 
 from agentrl.algorithms.engines.vllm import fleet as vllm_fleet
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
-from agentrl.base.access import Access
-from agentrl.errors import PolicyError
+from agentrl.algorithms.engines.vllm.protocol import HOLD, OPEN, ServedModel
+from agentrl.core.access import Access
+from agentrl.core.errors import PolicyError
 from tests.algorithms.engines.fake_vllm import FakeVllm
 
 CALL = {"model": "policy", "messages": []}
@@ -202,7 +202,7 @@ async def test_callers_may_do_no_more_than_ask_the_model(
     assert [server.updates for server in theirs] == [[], []]
 
 
-async def test_when_one_is_gone_the_others_go_on_and_updates_do_not_wait_for_it(
+async def test_when_one_is_gone_updates_do_not_wait_for_it(
     theirs: list[FakeVllm], fleet: VllmFleet
 ) -> None:
     gone, left = theirs
@@ -238,7 +238,7 @@ async def test_what_all_refuse_is_told(
     assert len(fleet.servers) == 2
 
 
-async def test_one_that_returns_is_told_alone_and_then_gets_calls_again(
+async def test_one_that_returns_is_updated_and_gets_calls_again(
     theirs: list[FakeVllm], fleet: VllmFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_fleet, "HEALTH_INTERVAL", 0.01)

@@ -15,12 +15,12 @@ import pytest
 from agentrl.algorithms.engines.base import run_unless_failed
 from agentrl.algorithms.engines.vllm import fleet as vllm_fleet
 from agentrl.algorithms.engines.vllm import server as vllm
-from agentrl.algorithms.engines.vllm import weight_sync, weights
+from agentrl.algorithms.engines.vllm import weights
 from agentrl.algorithms.engines.vllm.delivery import SleepCycle
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
+from agentrl.algorithms.engines.vllm.protocol import TrainedModel
 from agentrl.algorithms.engines.vllm.server import VllmServer
-from agentrl.algorithms.engines.vllm.serving import TrainedModel
-from agentrl.errors import PolicyError
+from agentrl.core.errors import PolicyError
 from tests.algorithms.engines.fake_vllm import FakeVllm
 
 
@@ -98,7 +98,7 @@ async def test_the_way_of_weights_is_said_once(
     assert set(other.delivery.seconds) == {"hold", "take", "send", "reset", "check"}
 
 
-class Broken(weight_sync.CheckpointSync):
+class Broken(weights.CheckpointSync):
     """A method that moves nothing."""
 
     async def send(self, policy: str, servers: Any) -> None:
@@ -111,12 +111,12 @@ async def test_a_method_that_fails_gives_way_to_the_next(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    make = weight_sync.make_sync
+    make = weights.make_sync
 
-    def unproven(method: str, *given: Any) -> weight_sync.WeightSync:
+    def unproven(method: str, *given: Any) -> weights.WeightSync:
         return make(method, *given) if method == "reload" else Broken(*given[:2])
 
-    monkeypatch.setattr(weight_sync, "make_sync", unproven)
+    monkeypatch.setattr(weights, "make_sync", unproven)
     theirs[0].backend = "ipc"
     on_gpu = replace(LEARNED, gpu=0)
     server = VllmServer(on_gpu, VllmFleet([theirs[0].url]), folder=tmp_path / "auto")
@@ -132,7 +132,7 @@ async def test_a_method_that_fails_gives_way_to_the_next(
         await asked.start()
 
 
-async def test_one_of_several_that_dies_costs_no_publish_and_returns_with_the_newest(
+async def test_one_of_several_that_dies_returns_with_the_newest(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
     await server.publish(1)
@@ -175,7 +175,7 @@ async def test_one_that_returns_and_takes_no_weights_gets_no_calls(
     assert await version(server) == "1"
 
 
-async def test_all_of_them_may_die_and_the_newest_weights_are_back_with_the_first(
+async def test_all_may_die_and_return_with_the_newest_weights(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
     await server.publish(3)
@@ -187,7 +187,7 @@ async def test_all_of_them_may_die_and_the_newest_weights_are_back_with_the_firs
     assert await held == "3"
 
 
-async def test_what_waits_for_a_policy_ends_with_a_sentence_once_it_is_given_up(
+async def test_waiting_ends_with_a_sentence_once_a_policy_is_given_up(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
     """Nobody else would end it: agents ask until their time is over, and are asked again."""
@@ -260,7 +260,7 @@ async def test_calls_stand_still_while_weights_change_in_flight(
 
 
 @pytest.mark.parametrize("server", [1.0], indirect=True)
-async def test_one_that_dies_before_it_goes_on_is_given_the_weights_and_goes_on_when_it_returns(
+async def test_one_that_dies_before_it_resumes_gets_the_weights(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
     server.delivery.in_flight = True
@@ -277,7 +277,7 @@ async def test_one_that_dies_before_it_goes_on_is_given_the_weights_and_goes_on_
     assert took[-3:] == ["reload_weights", "/agentrl/spans?base=1&=1", "/resume"]
 
 
-async def test_in_flight_one_server_changes_after_another_and_calls_go_where_none_does(
+async def test_in_flight_servers_change_one_after_another(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
     publish = await changing_the_first(theirs, server)
@@ -294,7 +294,7 @@ async def test_in_flight_one_server_changes_after_another_and_calls_go_where_non
     await publish
 
 
-async def test_a_server_that_dies_while_the_other_changes_leaves_calls_waiting(
+async def test_calls_wait_if_a_server_dies_while_the_other_changes(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
     publish = await changing_the_first(theirs, server)
@@ -308,7 +308,32 @@ async def test_a_server_that_dies_while_the_other_changes_leaves_calls_waiting(
     assert await call == "1"
 
 
-async def test_a_new_version_of_an_adapter_is_served_beside_the_old_one(
+async def test_room_is_made_for_the_adapters_that_will_be_added(
+    theirs: list[FakeVllm], tmp_path: Path
+) -> None:
+    learned = replace(
+        LEARNED,
+        adapters=["a", "b"],
+        save_base=Path.mkdir,
+        save_adapter=lambda policy, path: path.mkdir(),
+        rank=1,
+    )
+    fleet = VllmFleet([theirs[0].url], adapters=True)
+    fleet.max_adapters = 2
+    server = VllmServer(learned, fleet, folder=tmp_path / "adapters")
+    server.make_room(1)
+    await server.start()
+    try:
+        async with server.updating():
+            await server.add("c", 7)
+            with pytest.raises(PolicyError, match="room for 3 adapters and serves a, b, c"):
+                await server.add("d", 7)
+        assert await version(server, "c") == "7"
+    finally:
+        await server.close()
+
+
+async def test_a_new_version_is_served_beside_the_old_one(
     theirs: list[FakeVllm], tmp_path: Path
 ) -> None:
     learned = replace(
@@ -340,7 +365,7 @@ async def test_a_new_version_of_an_adapter_is_served_beside_the_old_one(
     await server.close()
 
 
-async def test_servers_that_do_not_tell_the_versions_of_tokens_are_a_line(
+async def test_servers_without_versions_of_tokens_are_a_line(
     theirs: list[FakeVllm], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     for theirs[0].spans in (False, True):
@@ -394,7 +419,7 @@ async def test_vllm_sleeps_during_an_update_and_wakes_for_its_weights(
 
 @pytest.mark.parametrize("sleeper", [1, 2], indirect=True)
 @pytest.mark.parametrize("publishes", [True, False])
-async def test_one_that_dies_asleep_is_started_once_the_learner_has_its_memory(
+async def test_one_that_dies_asleep_restarts_after_the_learner(
     theirs: list[FakeVllm], sleeper: VllmServer, publishes: bool
 ) -> None:
     vllm_ = theirs[0]

@@ -23,8 +23,7 @@ class Alone:
     ranks = 1
 
     def __init__(self, settings: Any, frozen: dict[str, str]) -> None:
-        from agentrl.algorithms.learners.verl.engines import check_options
-        from agentrl.algorithms.learners.verl.worker import PolicyWorker
+        from agentrl.algorithms.learners.verl.worker import PolicyWorker, check_options
 
         check_options(settings)
         self.worker = PolicyWorker(settings, frozen)

@@ -14,7 +14,7 @@ import torch
 from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.objective.core import Algo, KLPenalty
-from agentrl.errors import PolicyError
+from agentrl.core.errors import PolicyError
 from tests.algorithms.learners.verl.program import program
 from tests.algorithms.learners.verl.test_verl import (
     CLOSE,

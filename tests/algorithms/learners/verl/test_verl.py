@@ -23,7 +23,7 @@ from agentrl.algorithms.objective.core import Algo, Gate, KLPenalty
 from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs
 from agentrl.algorithms.objective.values import ValueTerms, value_terms
 from agentrl.algorithms.train.load_policies import load_policies
-from agentrl.config import resolve
+from agentrl.core.config import resolve
 from tests.algorithms.learners.test_learner import make_batch
 from tests.algorithms.learners.verl.program import program
 
@@ -54,7 +54,7 @@ GATES = (Gate(Clip(0.02, 0.03), by="row"),)
 CASES = {
     # A critic that is clipped, a reference that follows, and a teacher.
     "ppo": (
-        {"critic": {"model": "copy", "lr": 1e-3, "weight_decay": 0.02}, "reference": {"every": 1}},
+        {"critic": {"model": "copy", "lr": 1e-3}, "reference": {"every": 1}},
         Algo(Gae(CriticValues()), GATES, (KLPenalty("k3", 0.1), KLPenalty("k3", 0.1, "teacher"))),
     ),
     # The reference is the model without its adapter.

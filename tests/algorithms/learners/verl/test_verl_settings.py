@@ -24,9 +24,9 @@ from agentrl.algorithms.learners.verl.settings import (
 )
 from agentrl.algorithms.learners.verl.shards import deal_rows
 from agentrl.cli.main import cli
-from agentrl.config import RunConfig, load, resolve
+from agentrl.core.config import RunConfig, load, resolve
+from agentrl.core.errors import ConfigError
 from agentrl.doctor import machine
-from agentrl.errors import ConfigError
 from tests.algorithms.train.test_update import Recorder, group, updater
 
 
@@ -111,7 +111,8 @@ def test_verl_has_no_settings_of_the_other_learner(key: dict[str, Any]) -> None:
 
 def test_a_critic_is_a_model_with_an_optimizer_of_its_own(tmp_path: Path) -> None:
     assert settings(config_of(), "somewhere")["critic"] == {}
-    copy = settings(config_of(critic={"model": "copy", "weight_decay": 0.3}), "somewhere")["critic"]
+    tables = {"critic": {"model": "copy"}, "algorithm": {"weight_decay": 0.3}}
+    copy = settings(config_of(**tables), "somewhere")["critic"]
     assert copy["model"]["path"] == "somewhere"
     assert (copy["optimizer"]["lr"], copy["optimizer"]["weight_decay"]) == (1e-5, 0.3)
     other = config_of(root=str(tmp_path), critic={"model": "own", "lr": 1e-3})
@@ -139,7 +140,7 @@ def test_an_adapter_is_that_of_the_run_file() -> None:
     ],
 )
 @pytest.mark.parametrize("by", ["run file", "environment"])
-def test_a_ray_that_does_not_answer_is_noticed_before_anything_starts(
+def test_a_ray_that_does_not_answer_is_noticed_first(
     monkeypatch: pytest.MonkeyPatch, address: str, sentence: str, by: str
 ) -> None:
     monkeypatch.setattr(verl_settings, "check_installed", lambda: None)
@@ -150,7 +151,7 @@ def test_a_ray_that_does_not_answer_is_noticed_before_anything_starts(
         check(config_of(learner=given))
 
 
-def test_a_ray_that_answers_or_that_ray_finds_itself_is_not_refused(
+def test_a_ray_that_answers_is_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -164,7 +165,7 @@ def test_a_ray_that_answers_or_that_ray_finds_itself_is_not_refused(
 def test_the_doctor_misses_flash_attention_where_verl_uses_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agentrl.config.infrastructure.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.core.config.infrastructure.find_spec", lambda name: None)
     found = machine.packages(config_of())
     cure = "set learner.verl.attention=sdpa, or install flash-attn"
     assert found == ("fail", f"no flash attention; {cure}")
@@ -172,7 +173,7 @@ def test_the_doctor_misses_flash_attention_where_verl_uses_it(
         assert machine.packages(other)[0] == "ok"
 
 
-def test_the_doctor_shows_the_versions_of_what_learners_and_engines_need(
+def test_the_doctor_shows_versions_of_learners_and_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = ("verl", "ray", "vllm", "torch", "numpy")
@@ -301,7 +302,7 @@ def test_what_megatron_does_not_do_is_refused(sections: dict[str, Any], key: str
     ],
 )
 def test_verl_refuses_what_it_does_not_know(part: str, option: dict[str, Any]) -> None:
-    from agentrl.algorithms.learners.verl.engines import check_options
+    from agentrl.algorithms.learners.verl.worker import check_options
 
     verl = {"attention": "sdpa", "options": {part: option}}
     with pytest.raises(ConfigError, match=r"in learner\.verl\.options"):

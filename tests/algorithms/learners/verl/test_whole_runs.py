@@ -115,7 +115,7 @@ def outcome(folder: Path) -> tuple[list[list[float]], dict[str, Tensor]]:
     }
 
 
-def test_killed_and_continued_a_run_ends_where_it_would_have_ended(
+def test_a_killed_run_ends_where_it_would_have_ended(
     tiny_model_dir: Path, tmp_path: Path, ray_folder: str, whole: Path
 ) -> None:
     broken = tmp_path / "broken"
@@ -251,7 +251,7 @@ def cluster(tmp_path: Path, ray_folder: str) -> Iterator[Cluster]:
 
 
 @pytest.mark.skipif(not possible(), reason="users have no network namespaces here")
-def test_a_run_on_two_nodes_with_a_token_survives_the_loss_of_one(
+def test_a_run_on_two_nodes_survives_the_loss_of_one(
     tiny_model_dir: Path, tmp_path: Path, cluster: Cluster, whole: Path
 ) -> None:
     """One is lost in the middle of a step; another takes its place, and the run ends where it would

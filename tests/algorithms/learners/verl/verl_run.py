@@ -28,10 +28,10 @@ from torch import Tensor
 
 from agentrl.algorithms.learners.base import LossCoefficients, StepReport
 from agentrl.algorithms.learners.verl.learner import VerlLearner
-from agentrl.config.infrastructure import VerlConfig, VerlLearnerConfig
-from agentrl.config.learning import CriticConfig, ReferenceConfig
-from agentrl.config.schema import RunConfig
-from agentrl.errors import AgentRLError
+from agentrl.core.config.infrastructure import VerlConfig, VerlLearnerConfig
+from agentrl.core.config.learning import CriticConfig, ReferenceConfig
+from agentrl.core.config.schema import RunConfig
+from agentrl.core.errors import AgentRLError
 
 
 def config(folder: Path, model: Path) -> RunConfig:

@@ -24,8 +24,8 @@ from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.train.load_policies import load_policies
-from agentrl.config import resolve
-from agentrl.errors import AgentRLError
+from agentrl.core.config import resolve
+from agentrl.core.errors import AgentRLError
 
 
 def main(cases: Path, out: Path, numbers: list[int]) -> None:

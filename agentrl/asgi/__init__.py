@@ -1,1 +1,0 @@
-"""HTTP servers of ASGI applications, for the parts that are one."""

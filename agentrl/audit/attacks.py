@@ -1,0 +1,474 @@
+"""The attacks of an audit: answers that a policy would try, without a model.
+
+An attack either knows nothing of the right answer, or knows it and changes it so that it is wrong;
+and `respelled` gives the right answer in other spellings, which a verifier should know. An attempt
+pays if each of its results does: two orders of two answers, as a verifier may read the last one.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
+
+from agentrl.core.types import Json
+from agentrl.core.values import normal_text
+
+CHANGES = {
+    "empty answer": "return 0 for an answer without content, before anything else is compared",
+    "the question": "compare the answer itself, not whether the right one is somewhere in the text",
+    "the system prompt": "compare the answer itself, not whether it is somewhere in the text",
+    "a constant": "compare with the task's own answer, and return 0 for what cannot be read",
+    "not a number": "refuse what is not finite, and test `difference <= limit`, not `> limit`",
+    "format alone": "reward the form only together with a right answer",
+    "another task's answer": "compare with the answer of this task",
+    "every answer": "refuse an answer that lists several",
+    "length": "do not pay for length",
+    "a word of the verifier": "do not pay for a word; compare the answer",
+    "a program that ends": "let a test print a secret word at its end; an exit status is no proof",
+    "equal to everything": "never evaluate an answer as code; compare text, or ast.literal_eval",
+    "tool calls without work": "reward what the tools changed, not that they were called",
+    "negation": "read the whole answer: a sentence that denies the right answer is wrong",
+    "two answers": "refuse an answer that names two",
+    "every answer with the right one": "refuse an answer that lists several",
+    "a wrong digit": "compare the whole number",
+    "a longer number": "compare the whole number, not whether one begins or ends with the other",
+    "the other sign": "compare the sign, too",
+    "a wrong word": "compare all words",
+    "a part of the answer": "compare the whole answer, not whether one contains the other",
+    "another order": "compare letters in their order",
+    "the same length": "compare the text, not its length",
+    "wrong values": "compare the values, not only names and types",
+    "a comment": "ignore comments, or refuse them",
+}
+"""What to change in a verifier that an attack gets paid by, by the attack's name."""
+
+CONSTANTS = (
+    *("0", "1", "-1", "2", "5", "7", "10", "42", "100", "0.5", "yes", "no", "true", "false"),
+    *("True", "False", "A", "B", "C", "D", "None", "null", "[]", "{}", "()", "[[]]", "[0]", '""'),
+    *("x", "?", ".", ".*", "%", "*", "I do not know.", "The answer is correct.", "ok", "done"),
+    *("PASS", "passed", "0 0", "a", "e", "the", "\\", "(", "'"),
+)
+NOT_NUMBERS = ("nan", "NaN", "inf", "-inf", "Infinity", "1e999", "-1e999", "0/0")
+FORMATS = (
+    *("<answer></answer>", "<answer>", "<think></think><answer></answer>", "\\boxed{}"),
+    *("\\boxed{", "#### ", "Answer:", "The answer is", "```\n```", "```python\n```", "$$", "****"),
+    '{"answer": ""}', '{"answer": null}',
+)  # fmt: skip
+EQUAL = "type('E', (), {'__eq__': lambda s, o: True, '__hash__': lambda s: 0})()"
+ENDS_EVALUATED = "__import__('os')._exit(0)"
+ENDS = (
+    *("pass", "raise SystemExit(0)", "import os\nos._exit(0)", "print('passed')"),
+    *(ENDS_EVALUATED, "print('OK')"),
+)
+LISTS = (
+    " ".join(map(str, range(-20, 201))),
+    ", ".join("ABCDEFGHIJ"),
+    "yes no true false True False",
+)
+MAX_OTHERS = 16  # answers of other tasks that are tried as constants
+MAX_LITERALS = 32  # texts of the verifier's own file that are tried
+MAX_LEAVES = 6  # values of an object that are changed one at a time
+LONG = 400  # words of a long answer
+
+
+class Attempt(NamedTuple):
+    """One attack on one task, in one variant: `results` that all have to be paid."""
+
+    attack: str
+    variant: str  # what is equal on every task, for which shares are counted
+    results: tuple[Json, ...]
+    calls: int = 0  # model calls with tool calls, in the trace
+    unless: str = ""  # it is right where this is the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The form in which a verifier wants an answer: a text around it, or a field of a result."""
+
+    template: str = "{}"
+    key: str = ""  # of a result that is an object
+    typed: bool = False  # the value as it is, not its text
+
+    def wrap(self, answer: Json) -> Json:
+        value = answer if self.typed else self.template.replace("{}", text_of(answer))
+        return {self.key: value} if self.key else value
+
+    @property
+    def name(self) -> str:
+        inner = "the value" if self.typed else self.template.replace("{}", "X")
+        return f'{{"{self.key}": {inner}}}' if self.key else inner
+
+
+BARE = Shape()
+SHAPES = (
+    BARE, Shape("The answer is {}."), Shape("Answer: {}"), Shape("<answer>{}</answer>"),
+    Shape("\\boxed{{}}"), Shape("#### {}"), Shape("<think>\nLet me see.\n</think>\n{}"),
+    Shape("<think>\nLet me see.\n</think>\n<answer>{}</answer>"), Shape("```\n{}\n```"),
+    Shape("```python\n{}\n```"), Shape("**{}**"), Shape("Final answer: {}"),
+    Shape('{"answer": "{}"}'), Shape('{"answer": {}}'), Shape(typed=True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A task as an attacker sees it. index: its position among those attacked."""
+
+    index: int
+    task: Mapping[str, Json]
+    question: str
+    system: str = ""
+    answer: Json = None  # None: unknown
+    shape: Shape = BARE
+    others: Sequence[Json] = ()  # answers of other tasks, none of them equal to this one's
+    literals: Sequence[str] = ()  # texts of the verifier's file
+
+    @property
+    def text(self) -> str:
+        return text_of(self.answer)
+
+
+def text_of(value: Json) -> str:
+    """An answer as a model would write it."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return json.dumps(value, ensure_ascii=False)
+
+
+# -- without knowledge -----------------------------------------------------------------------------
+
+
+def first(case: Case) -> Iterator[Attempt]:
+    """The few attempts that are made first, on few tasks, if a verifier is slow."""
+    wrap = case.shape.wrap
+    yield Attempt("empty answer", "", ("",))
+    yield Attempt("the question", "", (case.question,))
+    yield Attempt("a constant", "0", (wrap("0"),), unless="0")
+    yield Attempt("a constant", "yes", (wrap("yes"),), unless="yes")
+    yield Attempt("not a number", "nan", (wrap("nan"),))
+    yield Attempt("format alone", "", (wrap(""),))
+    yield Attempt("length", f"{LONG} words", (wrap(_long()),))
+    if case.others:
+        yield Attempt("another task's answer", "", (wrap(case.others[0]),))
+
+
+def ignorant(case: Case) -> Iterator[Attempt]:
+    """Attempts that know nothing of the answer."""
+    yield from first(case)
+    wrap = case.shape.wrap
+    for text in (" ", "\n"):
+        yield Attempt("empty answer", repr(text), (text,))
+    yield Attempt("the question", "in the format", (wrap(case.question),))
+    if case.system:
+        yield Attempt("the system prompt", "", (case.system,))
+    for text in (*CONSTANTS, *_frequent(case)):
+        for form in _forms(case.shape, text):
+            yield Attempt("a constant", text_of(form), (form,), unless=text)
+    for text in NOT_NUMBERS:
+        for form in _forms(case.shape, text):
+            yield Attempt("not a number", text_of(form), (form,), unless=text)
+    for text in FORMATS:
+        yield Attempt("format alone", text, (text,))
+    for text in LISTS:
+        yield Attempt("every answer", text[:20], (wrap(text),))
+    yield Attempt("length", "bare", (_long(),))
+    yield Attempt("length", "lines", ("\n".join(f"{n}. Step {n}." for n in range(1, 60)),))
+    for text in case.literals:
+        for form in _forms(case.shape, text):
+            yield Attempt("a word of the verifier", text_of(form), (form,), unless=text)
+    for other in case.others[1:4]:
+        yield Attempt("another task's answer", "", (wrap(other),))
+    yield Attempt("equal to everything", "", (wrap(EQUAL),))
+    yield Attempt("tool calls without work", "", ("",), calls=3)
+    yield Attempt("tool calls without work", "done", ("Done.",), calls=3)
+
+
+def programs(case: Case) -> Iterator[Attempt]:
+    """Programs that do nothing, for verifiers that run the answer. One may end the process."""
+    for text in (*ENDS, *(f"print({one!r})" for one in case.literals[:6])):
+        variant = text.replace("\n", "; ")
+        yield Attempt("a program that ends", variant, (case.shape.wrap(text),))
+        yield Attempt("a program that ends", f"{variant}, fenced", (f"```python\n{text}\n```",))
+    for name in sorted(_functions(case))[:2]:
+        code = (
+            "class E:\n    def __eq__(self, other): return True\n"
+            "    def __hash__(self): return 0\n    def __getattr__(self, name): return E()\n"
+            f"def {name}(*args, **named): return E()\n"
+        )
+        yield Attempt("equal to everything", "a function", (case.shape.wrap(code),))
+        yield Attempt("equal to everything", "a function, fenced", (f"```python\n{code}```",))
+
+
+def _forms(shape: Shape, text: str) -> Iterator[Json]:
+    yield shape.wrap(text)
+    if shape != BARE:
+        yield text
+
+
+def _frequent(case: Case) -> list[str]:
+    """Answers of other tasks, which one may be right or paid everywhere."""
+    return [text for text in map(text_of, case.others) if len(text) <= 40][:MAX_OTHERS]
+
+
+def _long() -> str:
+    return "therefore " * LONG
+
+
+def _functions(case: Case) -> set[str]:
+    """Names of functions that a task of writing code seems to ask for."""
+    said = json.dumps(case.task, ensure_ascii=False)
+    found = {*re.findall(r"\bdef (\w+)\(", said), *re.findall(r"\bassert (\w+)\(", said)}
+    return {name for name in found if not name.startswith("test")}
+
+
+# -- with the right answer -------------------------------------------------------------------------
+
+
+def wrong(case: Case) -> Iterator[Attempt]:
+    """Attempts that know the answer and are wrong."""
+    if not case.text:
+        return
+    wrap, right = case.shape.wrap, case.text
+    if "\n" not in right:  # a derivation that ends with the answer is not denied by its first word
+        for form in ("It is not {}.", "The answer is not {}.", "not {}", "anything but {}"):
+            yield Attempt("negation", form, (wrap(form.format(right)),))
+    for other in [text_of(one) for one in case.others if _disjoint(right, text_of(one))][:1]:
+        yield from _two(case, right, other)
+    # The right one in the middle: a verifier may read the first or the last.
+    others = [text_of(one) for one in case.others if _disjoint(right, text_of(one))][:8]
+    if len(others) > 1:
+        middle = len(others) // 2
+        every = [*others[:middle], right, *others[middle:]]
+        for mark in (", ", "\n", " "):
+            joined = wrap(mark.join(every))
+            yield Attempt("every answer with the right one", repr(mark), (joined,))
+    yield from _mutated(case, right)
+
+
+def _two(case: Case, right: str, other: str) -> Iterator[Attempt]:
+    wrap = case.shape.wrap
+    for form in ("{} or {}", "{}, {}", "{}\n{}"):
+        both = (wrap(form.format(right, other)), wrap(form.format(other, right)))
+        yield Attempt("two answers", form, both)
+    one, two = text_of(wrap(right)), text_of(wrap(other))
+    if not case.shape.key:
+        yield Attempt("two answers", "each in the format", (f"{one}\n{two}", f"{two}\n{one}"))
+        for form in ("<!-- {} -->", "# {}", "/* {} */"):
+            hidden = form.format(right)
+            pair = (f"{two}\n{hidden}", f"{hidden}\n{two}")
+            yield Attempt("a comment", form, pair)
+
+
+def _mutated(case: Case, right: str) -> Iterator[Attempt]:
+    wrap = case.shape.wrap
+    if right[::-1] != right and len(set(right)) > 2:
+        yield Attempt("another order", "backwards", (wrap(right[::-1]),))
+    if len(right) > 2:
+        yield Attempt("the same length", "", (wrap("z" * len(right)),))
+    for variant, other in _other_values(case.answer):
+        yield Attempt("wrong values", variant, (wrap(other),))
+    number = re.fullmatch(r"([^\d-]{0,2})(-?)(\d[\d,]*)(\.\d+)?(\D{0,3})", right.strip())
+    if number:
+        before, sign, whole, rest, after = (part or "" for part in number.groups())
+        digit = str((int(whole[0]) + 4) % 9 + 1)
+        changed = f"{before}{sign}{digit}{whole[1:]}{rest}{after}"
+        yield Attempt("a wrong digit", "the first", (wrap(changed),))
+        if not rest:
+            longer = f"{before}{sign}{whole}9{after}"
+            yield Attempt("a longer number", "at its end", (wrap(longer),))
+        yield Attempt(
+            "a longer number", "in front", (wrap(f"{before}{sign}9{whole}{rest}{after}"),)
+        )
+        if whole.strip("0,"):
+            flipped = f"{before}{'' if sign else '-'}{whole}{rest}{after}"
+            yield Attempt("the other sign", "", (wrap(flipped),))
+        return
+    yield from _shortened(wrap, right)
+    words = right.split()
+    if 1 < len(words) <= 8 and _is_words(right):
+        yield Attempt("a wrong word", "the last", (wrap(" ".join([*words[:-1], "zebra"])),))
+        yield Attempt("a wrong word", "the first", (wrap(" ".join(["zebra", *words[1:]])),))
+
+
+def _other_values(answer: Json) -> Iterator[tuple[str, Json]]:
+    """Objects and lists with the same names and other values: all of them, and one at a time, by
+    the path of what is changed."""
+    if isinstance(answer, str) and answer[:1] in ("{", "["):
+        try:
+            said = json.loads(answer)
+        except (ValueError, RecursionError):
+            return
+        for path, other in _other_values(said):
+            yield path, json.dumps(other)
+    elif isinstance(answer, dict | list) and answer:
+        yield "", _changed(answer)
+        leaves = list(islice(_leaves(answer), MAX_LEAVES))
+        if len(leaves) > 1:
+            for leaf in leaves:
+                yield ".".join(map(str, leaf)), _changed(answer, leaf)
+
+
+def _leaves(value: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The paths of texts, numbers and truth values in an object or list."""
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in pairs:
+            yield from _leaves(inner, (*path, key))
+    elif value is not None:
+        yield path
+
+
+def _changed(value: Json, path: Sequence[str | int] = ()) -> Json:
+    """A copy with another value at a path; empty: at every one."""
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        new = {
+            key: _changed(inner, path[1:]) if not path or path[0] == key else inner
+            for key, inner in pairs
+        }
+        return new if isinstance(value, dict) else list(new.values())
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 7
+    return "zebra" if isinstance(value, str) else value
+
+
+def _shortened(wrap: Callable[[Json], Json], right: str) -> Iterator[Attempt]:
+    """Parts of the answer, of which each is wrong."""
+    items = [item for item in re.split(r"[,;\n]\s*", right.strip("[](){} \n")) if item.strip()]
+    lines = right.strip().splitlines()
+    name = "a part of the answer"
+    if len(lines) > 3:
+        half = "\n".join(lines[: len(lines) // 2])
+        yield Attempt(name, "half of its lines", (wrap(half),))
+    elif len(items) > 1 and len(set(items)) == len(items):
+        kept = right.replace(items[-1], "").rstrip(" ,;\n")
+        closing = re.search(r"[\])}]\s*$", right)
+        if closing and not kept.endswith(closing[0].strip()):
+            kept += closing[0]
+        kept = re.sub(r"[,;]\s*(?=[\])}]\s*$)", "", kept)
+        yield Attempt(name, "without its last item", (wrap(kept),))
+    elif len(right.strip()) > 3 and len(lines) == 1:
+        short = right.strip()[: max(1, len(right.strip()) // 3)]
+        yield Attempt(name, "its beginning", (wrap(short),))
+
+
+def _is_words(text: str) -> bool:
+    return bool(re.fullmatch(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*[.!]?", text.strip()))
+
+
+def _disjoint(one: str, other: str) -> bool:
+    """Whether neither answer contains the other."""
+    a, b = normal_text(one), normal_text(other)
+    return bool(a and b) and a not in b and b not in a
+
+
+def respelled(case: Case) -> Iterator[Attempt]:
+    """The right answer as others would write it."""
+    wrap, right = case.shape.wrap, case.text
+    if not right or case.shape.typed:
+        return
+    whole = wrap(right)
+    if isinstance(whole, str):
+        yield Attempt("spaces around it", "", (f"\n  {whole} \n",))
+        yield Attempt("after an explanation", "", (f"Let me think step by step.\n\n{whole}",))
+    yield Attempt("spaces inside", "", (wrap(f" {right} "),))
+    if right.lower() != right.upper():
+        case_changed = right.upper() if right != right.upper() else right.lower()
+        yield Attempt("case", "", (wrap(case_changed),))
+    yield Attempt("a sentence", "", (wrap(f"The answer is {right}."),))
+    yield Attempt("bold", "", (wrap(f"**{right}**"),))
+    yield Attempt("LaTeX", "", (wrap(f"${right}$"),))
+    if re.fullmatch(r"-?\d{4,}", right):
+        yield Attempt("separators", "", (wrap(f"{int(right):,}"),))
+    if re.fullmatch(r"-?\d+", right):
+        yield Attempt("decimals", "", (wrap(f"{right}.0"),))
+        yield Attempt("units", "", (wrap(f"{right} units"),))
+
+
+# -- what a verifier's own file says ---------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Source:
+    """What the file of a verifier names: texts, and fields of a result that is an object."""
+
+    literals: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    calls_models: list[str] = field(default_factory=list)  # packages of model clients
+    runs_code: bool = False
+
+
+MODEL_CLIENTS = ("openai", "anthropic", "litellm", "google.genai", "langchain_openai", "groq")
+
+
+def source_of(functions: Iterable[Callable[..., Any]]) -> Source:
+    """Read the reward functions of a run, then the rest of their modules. Empty where there is no
+    source, and for the library's own, whose texts are no words of a user's verifier."""
+    found = Source()
+    own = [one for one in functions if not str(one.__module__).startswith("agentrl.")]
+    for part in [*own, *(sys.modules.get(one.__module__) for one in own)]:
+        try:
+            _read(ast.parse(textwrap.dedent(inspect.getsource(part))), found)  # type: ignore[arg-type]
+        except (OSError, TypeError, SyntaxError):
+            continue
+    found.literals = list(dict.fromkeys(found.literals))[:MAX_LITERALS]
+    return found
+
+
+def _read(tree: ast.AST, found: Source) -> None:
+    documented = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    docs = {
+        ast.get_docstring(node, clean=False)
+        for node in ast.walk(tree)
+        if isinstance(node, documented)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+            if 0 < len(text) <= 40 and text not in docs:
+                found.literals.append(text)
+        elif isinstance(node, ast.Subscript | ast.Call):
+            found.keys += _result_key(node)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found.calls_models += [one for one in names if one.startswith(MODEL_CLIENTS)]
+            found.runs_code |= "subprocess" in names
+        elif isinstance(node, ast.Name):
+            found.runs_code |= node.id in ("exec", "compile")
+
+
+def _result_key(node: ast.Subscript | ast.Call) -> list[str]:
+    """The name in `result["name"]` or `result.get("name")`."""
+    if isinstance(node, ast.Subscript):
+        owner, name = node.value, node.slice
+    elif isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
+        owner, name = node.func.value, node.args[0]
+    else:
+        return []
+    is_result = isinstance(owner, ast.Name) and owner.id == "result"
+    return [name.value] if is_result and isinstance(name, ast.Constant) and isinstance(
+        name.value, str) else []  # fmt: skip
+
+
+def shapes_for(cases: Sequence[Case], source: Source) -> list[Shape]:
+    """The forms that are tried: common ones, those that the questions name, fields of a result."""
+    said = " ".join(f"{case.question} {case.system}" for case in cases[:3])
+    tags = dict.fromkeys(re.findall(r"<([a-zA-Z_]\w*)>", " ".join([said, *source.literals])))
+    named = [Shape(f"<{tag}>{{}}</{tag}>") for tag in tags if tag not in ("answer", "think")][:6]
+    starts = re.findall(r"(?:^|[\s\"'`(])((?:[A-Z][\w]*)(?: \w+)?:)", " ".join(source.literals))
+    named += [Shape(f"{start} {{}}") for start in dict.fromkeys(starts)][:6]
+    keys = dict.fromkeys(source.keys)
+    fields = [Shape(key=key, typed=typed) for key in keys for typed in (False, True)]
+    return [*SHAPES, *named, *fields]

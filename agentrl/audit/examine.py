@@ -1,0 +1,507 @@
+"""The course of an audit: find the right answers, attack, and judge what was paid.
+
+What is attacked depends on the tasks and the verifier alone, never on chance or time, unless time
+runs out; the report then says how many tasks were reached. Rewards are compared on the scale from
+the lowest to that of the right answer: a verifier that pays for a part of an answer is no hole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
+from statistics import fmean
+
+import msgspec
+
+from agentrl.audit.answers import SEARCHED, Found, Search
+from agentrl.audit.attacks import (
+    CHANGES,
+    ENDS_EVALUATED,
+    Attempt,
+    Case,
+    first,
+    ignorant,
+    programs,
+    respelled,
+    text_of,
+    wrong,
+)
+from agentrl.audit.report import AuditReport, Example, Finding, shown, wilson_lower
+from agentrl.audit.scoring import Score, Subject, ended
+from agentrl.core.types import Json
+from agentrl.core.values import normal_text, question_of
+
+MAX_TASKS = 32  # that are attacked, evenly spread over the file
+FIRST = 8  # tasks on which every attempt is made; on others only what was paid at all
+EARLY = 4  # tasks on which those that show most are made before
+PAID, PAID_WHOLE = 0.9, 0.999  # of a right answer's reward: attacks, and small changes of an answer
+MIN_SHARE = 0.2  # of tasks on which an attack that is paid is an alarm
+MIN_NEAR = 0.5  # where rewards are graded, as by distance: a constant is near some answers
+MEAN_GAIN = 0.4  # of an attack that is paid in part, where rewards have few values
+FEW_VALUES = 4
+WORTH = 0.3  # of the highest reward: what an attack is paid that is tried on more tasks
+MANY = 60  # attacks in all their variants that are worth it
+BATCH = 32  # attempts that are begun together
+CHECKS_SHARE = 0.1  # of the time, for scores of the same and of other spellings after the attacks
+SMALL = {"a wrong digit", "a longer number", "the other sign", "a wrong word"}
+SMALL |= {"a part of the answer", "another order", "the same length", "wrong values"}
+COPIES: Mapping[str, Callable[[str], str]] = {
+    "the first number": lambda question: (re.findall(r"-?\d+", question) or [""])[0],
+    "the last number": lambda question: (re.findall(r"-?\d+", question) or [""])[-1],
+}
+KNOWING = {"negation", "two answers", "a comment", "every answer with the right one", *SMALL}
+KNOW_NOTHING = {"empty answer", "the question", "a constant", "not a number", "format alone"}
+PROGRAMS = {"a program that ends", "equal to everything"}  # right by chance on no task
+KNOW_NOTHING |= {"length", "every answer", "another task's answer", "a word of the verifier"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An attempt with its lowest reward; None: it raised."""
+
+    case: Case
+    attempt: Attempt
+    value: float | None
+
+
+async def examine(subject: Subject, seconds: float) -> AuditReport:
+    """Attack a verifier that scores results, for about `seconds` at most."""
+    started = time.monotonic()
+    audit = Audit(subject, started + seconds)
+    report = AuditReport(subject.name)
+    try:
+        await audit.run(report)
+    finally:
+        report.scored = subject.scorer.calls
+        report.seconds = time.monotonic() - started
+    return report
+
+
+class Audit:
+    """One audit. `rows` has all that was scored."""
+
+    def __init__(self, subject: Subject, until: float) -> None:
+        self.subject, self.began, self.until = subject, time.monotonic(), until
+        self.rows = list[Row]()
+        self.right = dict[int, float]()  # reward of the right answer, by the case's identity
+        self.problems = list[str]()
+        self.changed = list[Case]()  # tasks that the verifier changed
+        self.slow = False  # whether the verifier is
+        self.ran_out = False  # of time
+        self.bounds: tuple[float, float] | None = None  # once all attempts are made
+
+    async def run(self, report: AuditReport) -> None:
+        cases = [_case(at, task) for at, task in enumerate(_spread(self.subject.tasks, MAX_TASKS))]
+        if not cases:
+            report.verdict, report.notes = "not audited", ["there is no task"]
+            return
+        found = Found(cases, slow=True)
+        with contextlib.suppress(TimeoutError):
+            async with self._time(self.until):
+                found = await Search(self.subject, self._score, self.until).run(cases)
+        cases, self.right, self.slow = found.cases, found.right, found.slow
+        report.answer, report.shape, report.notes = found.key, found.shape, found.notes
+        reached = await self._attack(cases)
+        report.tasks = len(reached)
+        if report.answer == SEARCHED and self._is_exceeded:
+            self._forget_answers(report)
+        known = [row for row in self.rows if row.value is not None]
+        if clients := self.subject.source.calls_models:
+            report.skipped.append(f"its file imports {clients[0]}: no model is called in an audit")
+        if refused := sorted({*self.subject.scorer.refused}):
+            hosts = ", ".join(refused[:3])
+            report.skipped.append(f"it calls {hosts}, which an audit does not")
+        if not self.rows:
+            report.verdict, report.notes = "not audited", ["time ran out before the first attack"]
+            return
+        if len(known) < 0.05 * len(self.rows) or not known:
+            why = max(set(self.problems), key=self.problems.count, default="no reward")
+            report.verdict = "not audited"
+            report.notes.insert(
+                0, f"texts get no reward ({why}): results of this agent may have another form"
+            )
+            return
+        self.bounds = self._span
+        judged = self._judged(reached)
+        report.findings += sorted(judged, key=lambda one: (not one.alarm, -one.share, -one.reward))
+        report.findings = _merged(report.findings)
+        report.highest = self._highest(len(reached))
+        report.findings += await self._unstable(reached)
+        if not refused:
+            report.findings += self._own_refused(cases, report)
+            report.notes += await self._respelled(reached)
+        report.notes += self._about(known, reached)
+        report.decide()
+        if refused and not report.alarms:
+            report.verdict = "not audited"
+
+    @property
+    def _is_exceeded(self) -> bool:
+        """Whether others are paid more than the answers that are taken for right: what
+        is wanted is another thing, such as a sentence with a word of the question."""
+        best = dict[int, float]()
+        for row in self.rows:
+            if row.value is not None:
+                best[row.case.index] = max(best.get(row.case.index, row.value), row.value)
+        more = sum(best.get(index, value) > value + 1e-9 for index, value in self.right.items())
+        return more > 0.5 * len(self.right)
+
+    def _forget_answers(self, report: AuditReport) -> None:
+        report.answer = report.shape = ""
+        self.right.clear()
+        self.rows = [row for row in self.rows if row.attempt.attack not in KNOWING]
+
+    # -- attacks -----------------------------------------------------------------------------------
+
+    async def _attack(self, cases: Sequence[Case]) -> list[Case]:
+        """Make all attempts, first those that show most; return the cases that were reached."""
+
+        def every(case: Case) -> Iterator[Attempt]:
+            if case.index in self.right:
+                yield from wrong(case)
+            yield from ignorant(case)
+            if self.subject.isolated:
+                yield from programs(case)
+
+        early, late = cases[:FIRST], cases[FIRST:]
+        parts = [early[:EARLY], early[EARLY:]] if self.right else [early]
+        runs = self.subject.isolated and self.subject.source.runs_code
+        few = ((case, one) for case in parts[0] for one in _first(case, self.right, runs=runs))
+        rest = chain.from_iterable(_in_turn(part, every) for part in parts)
+        reached = await self._make(chain(few, rest))
+        paid = self._paid_at_all()
+        if len(paid) > MANY:  # nearly everything is paid: fewer tasks show it
+            late = late[:FIRST]
+        again = ((case, one) for case in late for one in every(case) if one[:2] in paid)
+        return [*reached, *await self._make(again)]
+
+    async def _make(self, attempts: Iterable[tuple[Case, Attempt]]) -> list[Case]:
+        """Make attempts until time runs out; return the cases."""
+        before = len(self.rows)
+        try:
+            async with self._time(self.until - CHECKS_SHARE * (self.until - self.began)):
+                for some in _batches(attempts, BATCH):
+                    await asyncio.gather(*(self._attempt(case, one) for case, one in some))
+        except TimeoutError:
+            self.ran_out = True
+        return list({row.case.index: row.case for row in self.rows[before:]}.values())
+
+    @staticmethod
+    def _time(until: float) -> asyncio.Timeout:
+        """Raises TimeoutError at the end: what was scored before is kept."""
+        return asyncio.timeout(max(0.0, until - time.monotonic()))
+
+    def _paid_at_all(self) -> set[tuple[str, str]]:
+        """Attacks and variants with a part of the highest reward on any task, and those whose
+        answer is another one for each task."""
+        low, high = self._span
+        limit = low + WORTH * (high - low)
+        above = {
+            row.attempt[:2] for row in self.rows if row.value is not None and row.value > limit
+        }
+        return above | {("another task's answer", ""), ("empty answer", ""), ("the question", "")}
+
+    async def _attempt(self, case: Case, attempt: Attempt) -> None:
+        values = list[float]()
+        for result in attempt.results:
+            score = await self._score(case, result, attempt.calls)
+            if score.value is None:
+                self.rows.append(Row(case, attempt, None))
+                return
+            values.append(score.value)
+        self.rows.append(Row(case, attempt, min(values)))
+
+    async def _score(self, case: Case, result: Json, calls: int = 0) -> Score:
+        score = await self.subject.scorer.score(case.task, result, calls)
+        if score.value is None:
+            self.problems.append(score.problem)
+        if score.changed:
+            self.changed.append(case)
+        return score
+
+    # -- judging -----------------------------------------------------------------------------------
+
+    def _judged(self, reached: Sequence[Case]) -> list[Finding]:
+        """The attacks that are paid, each by its best variant."""
+        by = defaultdict[tuple[str, str], dict[int, Row]](dict)
+        for row in self.rows:
+            kept = by[row.attempt.attack, row.attempt.variant].get(row.case.index)
+            if kept is None or (row.value or -math.inf) > (kept.value or -math.inf):
+                by[row.attempt.attack, row.attempt.variant][row.case.index] = row
+        best = dict[str, Finding]()
+        for (attack, variant), rows in by.items():
+            found = self._finding(attack, variant, list(rows.values()), len(reached))
+            if found and (attack not in best or _rank(found) > _rank(best[attack])):
+                best[attack] = found
+        return list(best.values())
+
+    def _finding(
+        self, attack: str, variant: str, rows: Sequence[Row], cases: int
+    ) -> Finding | None:
+        rows = [row for row in rows if not _is_right(row)]
+        if len(rows) < min(3, cases) or not rows:
+            return None
+        gains = [self._gain(row) for row in rows]
+        knows = any(row.case.index in self.right for row in rows)
+        near = attack in SMALL or (attack not in KNOW_NOTHING and not self._few_values)
+        enough = PAID_WHOLE if near else PAID
+        paid = [row for row, gain in zip(rows, gains, strict=True) if gain >= enough]
+        share, mean = len(paid) / len(rows), fmean(gains)
+        if attack in KNOW_NOTHING and _is_synonym(rows, paid):
+            return None
+        if knows:
+            whole = sum(gain >= PAID_WHOLE for gain in gains) / len(rows)
+            enough_tasks = share >= (MIN_SHARE if self._few_values else MIN_NEAR)
+            alarm = (enough_tasks or whole >= MIN_SHARE) and len(paid) >= min(2, len(rows))
+            alarm |= mean >= MEAN_GAIN and self._few_values and attack not in SMALL
+        else:  # a constant may be right by chance: of two answers, on half of the tasks
+            alarm = wilson_lower(share, len(rows)) > 0.5
+            alarm |= attack in PROGRAMS and share == 1.0
+        if not alarm:
+            return None
+        worst = max(zip(gains, rows, strict=True), key=lambda pair: pair[0])[1]
+        known = [row.value for row in rows if row.value is not None]
+        return Finding(
+            attack=attack, variant=variant, kind="pays", share=share if paid else mean,
+            tasks=len(rows), reward=fmean(known), change=CHANGES[attack],
+            example=Example(
+                task=_name(worst.case), answer=worst.attempt.results[0], reward=worst.value,
+                right=self.right.get(worst.case.index),
+            ),
+        )  # fmt: skip
+
+    def _gain(self, row: Row) -> float:
+        """The reward on the scale from the lowest, 0, to that of the right answer, 1."""
+        if row.value is None:
+            return 0.0
+        low, high = self.bounds or self._span
+        top = self.right.get(row.case.index, high)
+        return (row.value - low) / (top - low) if top > low else 0.0
+
+    @property
+    def _span(self) -> tuple[float, float]:
+        values = [row.value for row in self.rows if row.value is not None]
+        low, high = min(values, default=0.0), max(values, default=0.0)
+        if not self.right:  # none of the attempts is known to be right
+            low, high = min(low, 0.0), max(high, 1.0)
+        if self.subject.span is not None:
+            return min(low, self.subject.span[0]), max(high, self.subject.span[1])
+        return low, high
+
+    @property
+    def _few_values(self) -> bool:
+        return (
+            len({round(row.value, 6) for row in self.rows if row.value is not None}) <= FEW_VALUES
+        )
+
+    def _highest(self, cases: int) -> float:
+        """The share of tasks on which the best single constant is paid, right ones included."""
+        paid = defaultdict[str, set[int]](set)
+        for row in self.rows:
+            if (
+                row.attempt.attack in ("a constant", "empty answer", "format alone")
+                and self._gain(row) >= PAID
+            ):
+                paid[row.attempt.variant].add(row.case.index)
+        return max(map(len, paid.values()), default=0) / max(cases, 1)
+
+    async def _unstable(self, cases: Sequence[Case]) -> list[Finding]:
+        """Score the same answers again: twice in another order, and at the same time."""
+        known = {
+            (row.case.index, _key(row.attempt)): row for row in self.rows if row.value is not None
+        }
+        every = [row for row in known.values() if len(row.attempt.results) == 1]
+        some = every[:: max(1, len(every) // 12)][:12]
+        rights = [case for case in cases if case.index in self.right][:3]
+        pairs = [(row.case, row.attempt.results[0], row.attempt.calls, row.value) for row in some]
+        pairs += [(c, c.shape.wrap(c.answer), 0, self.right[c.index]) for c in rights]
+        differ = list[tuple[Case, Json, float | None]]()
+        with contextlib.suppress(TimeoutError):
+            async with self._time(self.until):
+                for order in (pairs, pairs[::-1]):
+                    again = await asyncio.gather(*(self._score(c, r, n) for c, r, n, _ in order))
+                    differ += [  # what fails now, as for time, is no other reward
+                        (case, result, score.value)
+                        for (case, result, _, value), score in zip(order, again, strict=True)
+                        if score.value not in (value, None)
+                    ]
+        findings = list[Finding]()
+        if differ:
+            case, result, value = differ[0]
+            unstable = {one.index for one, _, _ in differ}
+            findings.append(_unstable_finding(
+                "the same answer gets another reward the next time", case, result, value,
+                len(unstable) / len(cases), len(cases),
+                "depend on task and answer alone: no clock, no chance, no shared state",
+            ))  # fmt: skip
+        if ended:
+            findings.append(_unstable_finding(
+                "an answer that is a program ends the verifier's process", cases[0],
+                ENDS_EVALUATED, None, 1.0, len(cases),
+                "run answers in a process of their own, as agentrl.verify.code does",
+            ))  # fmt: skip
+        if self.changed:
+            changed = {one.index for one in self.changed} & {one.index for one in cases}
+            findings.append(_unstable_finding(
+                "the verifier changes the task", self.changed[0], None, None,
+                len(changed) / len(cases), len(cases),
+                "copy what is changed: another answer may be compared with it",
+            ))  # fmt: skip
+        return findings
+
+    def _own_refused(self, cases: Sequence[Case], report: AuditReport) -> list[Finding]:
+        """Whether right answers of some tasks are refused in the form that others accept."""
+        asked = [case for case in cases if case.answer is not None]
+        refused = [case for case in asked if case.index not in self.right]
+        if not self.right or len(refused) < max(2, 0.1 * len(asked)):
+            return []
+        case = refused[0]
+        answer = case.shape.wrap(case.answer)
+        return [
+            Finding(
+                attack=f"the right answer ({report.answer})", kind="rejects",
+                share=len(refused) / len(asked), tasks=len(asked), reward=0.0,
+                example=Example(task=_name(case), answer=answer, reward=0.0),
+                change="accept the task's own answer; look at the type of both sides",
+            )
+        ]  # fmt: skip
+
+    async def _respelled(self, cases: Sequence[Case]) -> list[str]:
+        """Which spellings of the right answer are refused, as a sentence."""
+        tried, refused = defaultdict[str, int](int), defaultdict[str, list[str]](list)
+        with contextlib.suppress(TimeoutError):
+            async with self._time(self.until):
+                for case in [one for one in cases if one.index in self.right][:8]:
+                    for attempt in respelled(case):
+                        score = await self._score(case, attempt.results[0])
+                        tried[attempt.attack] += 1
+                        if score.value is None or score.value < self.right[case.index]:
+                            refused[attempt.attack].append(shown(attempt.results[0]))
+        found = [name for name, some in refused.items() if len(some) > 0.5 * tried[name]]
+        if not found:
+            return []
+        return [
+            "a right answer is refused with another spelling:"
+            f" {', '.join(f'{name} ({refused[name][0]})' for name in found)};"
+            " say in the prompt which form is needed, or accept these"
+        ]
+
+    def _about(self, known: Sequence[Row], cases: Sequence[Case]) -> list[str]:
+        notes = list[str]()
+        if self.ran_out:
+            notes.append(f"time ran out after {len(cases)} tasks")
+        if not self.right and all(row.value is not None and row.value <= 0 for row in known):
+            notes.append("no answer that was tried gets a reward; right ones are not known")
+        rights = [case for case in cases if case.index in self.right]
+        for name, copy in COPIES.items():
+            same = sum(
+                normal_text(copy(case.question)) == normal_text(case.text) for case in rights
+            )
+            if same >= max(4, 0.8 * len(rights)):
+                notes.append(
+                    f"{name} of the question is paid as the right answer on {same} of"
+                    f" {len(rights)} tasks"
+                )
+        if self.right and self._highest(len(cases)) >= 0.8:
+            notes.append(
+                f"one constant is right on {self._highest(len(cases)):.0%} of the tasks: use others"
+            )
+        return notes
+
+
+def _unstable_finding(
+    attack: str, case: Case, answer: Json, reward: float | None, share: float, tasks: int,
+    change: str,
+) -> Finding:  # fmt: skip
+    return Finding(
+        attack=attack, kind="unstable", share=share, tasks=tasks, reward=reward or 0.0,
+        example=Example(task=_name(case), answer=answer, reward=reward), change=change,
+    )  # fmt: skip
+
+
+def _merged(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding in place of many if every answer is paid."""
+    alike = [one for one in findings if one.share >= PAID and one.attack in KNOW_NOTHING]
+    if len(alike) < 5:
+        return list(findings)
+    change = "look at the comparison: it is true for every answer"
+    return [msgspec.structs.replace(alike[0], attack="any answer", change=change)]
+
+
+def _first(case: Case, right: Mapping[int, float], *, runs: bool) -> Iterator[Attempt]:
+    if runs:
+        yield from islice(programs(case), 8)
+    yield from first(case)
+    if case.index in right:
+        yield from islice(wrong(case), 1)
+
+
+def _in_turn(
+    cases: Sequence[Case], every: Callable[[Case], Iterator[Attempt]]
+) -> Iterator[tuple[Case, Attempt]]:
+    """The first attempt on each case, then the second: when time runs out, those that were made
+    were made on all."""
+    for row in zip_longest(*map(every, cases)):
+        yield from ((case, one) for case, one in zip(cases, row, strict=True) if one is not None)
+
+
+def _key(attempt: Attempt) -> tuple[str, str, str]:
+    return attempt.attack, attempt.variant, repr(attempt.results)
+
+
+def _is_right(row: Row) -> bool:
+    """Whether an attempt happens to be right."""
+    if row.case.answer is None:
+        return False
+    right = normal_text(row.case.text)
+    said = {normal_text(text_of(result)) for result in row.attempt.results} | {
+        normal_text(row.attempt.unless)
+    }
+    return right in said or normal_text(text_of(row.case.shape.wrap(row.case.answer))) in said
+
+
+def _is_synonym(rows: Sequence[Row], paid: Sequence[Row]) -> bool:
+    """Whether an answer is paid where one certain answer is right, as "true" where "yes" is."""
+    every = {normal_text(row.case.text) for row in rows if row.case.answer is not None}
+    where = {normal_text(row.case.text) for row in paid if row.case.answer is not None}
+    return len(every) > 1 and len(where) == 1
+
+
+def _rank(finding: Finding) -> tuple[float, float]:
+    return finding.share, finding.reward
+
+
+def _case(index: int, task: Mapping[str, Json]) -> Case:
+    given = task.get("input", "")
+    system = ""
+    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+        said = [one for one in given if isinstance(one, dict) and one.get("role") == "system"]
+        system = next((str(one.get("content")) for one in said), "")
+    return Case(index, task, question_of(given), system)
+
+
+def _name(case: Case) -> str:
+    id = case.task.get("id")
+    return f"task {id!r}" if id is not None else f"the task {shown(case.question)}"
+
+
+def _spread(tasks: Sequence[Mapping[str, Json]], count: int) -> list[Mapping[str, Json]]:
+    """At most `count` tasks, evenly spread."""
+    n = min(count, len(tasks))
+    order = sorted(range(n), key=lambda i: (i % 4, i))  # the first ones are from everywhere, too
+    return [tasks[i * len(tasks) // n] for i in order]
+
+
+def _batches(
+    attempts: Iterable[tuple[Case, Attempt]], size: int
+) -> Iterator[list[tuple[Case, Attempt]]]:
+    rest = iter(attempts)
+    while some := list(islice(rest, size)):
+        yield some

@@ -1,1 +1,0 @@
-"""What everything stands on: processes, threads, files, locks, digests, loading, access, OTLP."""

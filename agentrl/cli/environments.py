@@ -1,0 +1,155 @@
+"""`agentrl env` and `agentrl harness`: environments, and coding harnesses as agents.
+
+Environments are shown, played by hand and installed, and checked by `agentrl doctor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+import msgspec
+
+from agentrl.core.errors import AgentRLError, ConfigError
+
+
+@click.group()
+def env() -> None:
+    """Environments that people already have."""
+
+
+def named_environment(given: tuple[str, ...]) -> Any:
+    """The environment of PLUGIN:WHAT with KEY=VALUE options, or of a run file."""
+    from agentrl.core.config import load
+    from agentrl.core.config.derived import Named
+    from agentrl.core.config.run_file import apply_override
+    from agentrl.environments.hosted import named_in
+
+    name, *overrides = given
+    if name.endswith(".toml"):
+        named = named_in(load(Path(name), overrides))
+        if named is None:
+            raise ConfigError(f'{name} has no environment: write environment = "PLUGIN:WHAT"')
+        return named
+    options: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(options, override)
+    return Named.read(name, options, Path.cwd())
+
+
+def _print_plugins() -> None:
+    from agentrl.core.config.derived import Named
+    from agentrl.core.plugins import plugin_points
+    from agentrl.environments.hosted import load_class
+
+    for name in sorted(plugin_points("environments").names):
+        one = Named.read(f"{name}:", {})
+        try:
+            class_ = load_class(one)
+        except AgentRLError as error:
+            click.echo(f"{name:<15} cannot be imported: {error}")
+            continue
+        text = class_.__doc__ or sys.modules[class_.__module__].__doc__ or ""
+        first = " ".join(text.split()).partition(". ")[0].rstrip(".")
+        click.echo(f"{name:<15} {first}")
+        needs = ", ".join(class_.requires) or "nothing"
+        click.echo(f"{'':<15} needs {needs}" + f"; installed in {one.folder}" * bool(one.python))
+
+
+@env.command("show")
+@click.argument("given", nargs=-1, metavar="[PLUGIN:WHAT [KEY=VALUE]...]")
+@click.option("--task", "id", help="Id of the task to play; default: the first.")
+@click.option("--play/--no-play", default=None, help="Default: play if this is a terminal.")
+def show(given: tuple[str, ...], id: str | None, play: bool | None) -> None:
+    """Print tasks of an environment, and play one of them by hand: you are the model. Without an
+    environment: print the plug-ins, what they are for, and what they install.
+
+    An answer is a line of text, or a JSON object as the assistant's message; `/call NAME {...}`
+    calls a tool."""
+    from agentrl.environments.packages import play_by_hand, print_tasks
+
+    if not given:
+        _print_plugins()
+        return
+    named = named_environment(given)
+    task = print_tasks(named, id)
+    if sys.stdin.isatty() if play is None else play:
+        asyncio.run(play_by_hand(named, task))
+
+
+def check_environment(given: tuple[str, ...], count: int, *, as_json: bool) -> NoReturn:
+    """Print what `agentrl doctor` finds in an environment; exit with 1 if a check failed."""
+    from agentrl.environments.packages import examine
+
+    named = named_environment(given)
+    say: Callable[[str], None] = click.echo if not as_json else lambda _: None
+    report = asyncio.run(examine(named, count, say))
+    if as_json:
+        click.echo(msgspec.json.encode(report))
+    sys.exit(not report.ok)
+
+
+@env.command("install")
+@click.argument("plugin")
+@click.option("--into", type=click.Path(path_type=Path), help="Folder; default: .venv-PLUGIN here.")
+@click.option("--python", help="Interpreter that makes it; default: the one of this command.")
+def install(plugin: str, into: Path | None, python: str | None) -> None:
+    """Make an interpreter for PLUGIN, with all that it needs and agentrl without extras.
+
+    A run file in the same folder uses it by itself. Repeat the command to repair one."""
+    from agentrl.environments.packages import install as made
+
+    folder = made(plugin, into, python or sys.executable, click.echo)
+    check = f"agentrl doctor --environment {plugin}:WHAT"
+    click.echo(f"Done. Next: {check}, which uses {folder}/bin/python")
+
+
+@click.command()
+@click.argument("name", required=False)
+def harness(name: str | None) -> None:
+    """Check the coding harness NAME, or your own preset, of `agent.harness`: run it against a
+    scripted model, and print its calls, the fields of its requests and its needs. The exit status
+    is 1 if it could not be trained.
+
+    Without NAME: print the presets, the versions they were tested with and how to install them."""
+    if name is None:
+        _list_presets()
+    else:
+        _check(name)
+
+
+def _list_presets() -> None:
+    from agentrl.runners.harness import HARNESSES, load_preset
+
+    for name in HARNESSES:
+        preset = load_preset(name, Path())
+        click.echo(f"{name:<9} {' to '.join(sorted(set(preset.tested or ()))):<9} {preset.install}")
+
+
+def _check(name: str) -> None:
+    from agentrl.runners.harness import load_preset
+    from agentrl.runners.harness_check import check
+
+    report, preset = asyncio.run(check(name, Path())), load_preset(name, Path())
+    click.echo(f"{report.program} {report.version}, {report.seconds:.2f} s")
+    click.echo(f"needs  variables {', '.join(sorted(preset.env)) or 'of every agent'}")
+    for file in preset.files:
+        click.echo(f"       file ~/{file}")
+    for one in report.seen:
+        click.echo(
+            f"calls  {one.at - report.begun:6.2f} s  {one.role or '-':<9} {one.path}  {one.status}"
+            f"  {one.size} bytes  {one.tools} tools{'  stream' * bool(one.body.get('stream'))}"
+        )
+    click.echo(f"sends  {', '.join(sorted({key for one in report.seen for key in one.body}))}")
+    roles = ", ".join(f"{count} of {role}" for role, count in report.roles.items())
+    click.echo(
+        f"found  {report.exact} of {report.served} calls recorded exactly: {roles or 'none'}"
+    )
+    problems = list(report.problems())
+    for problem in problems:
+        click.echo(f"wrong  {problem}")
+    sys.exit(bool(problems))

@@ -1,0 +1,161 @@
+"""Plug-ins: presets, rewards, executors, engines, learners, environments, sinks and stores.
+
+A setting such as `runner.executor` names one of the library's own, an entry point of an installed
+package in the group `agentrl.executors`, or an object in a user's file or module ("file.py:name",
+"package.module:name"). An incompatible plug-in is refused before the run starts, with file and
+line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Collection, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl.core.errors import ConfigError, nearest
+from agentrl.core.loading import import_error, load_attribute
+from agentrl.core.user_code import contained
+
+Group = Literal[
+    "presets", "rewards", "executors", "engines", "learners", "environments", "sinks", "stores"
+]  # fmt: skip
+
+# The library's own that are imported at their first use, by group and name.
+BUILT_IN: Mapping[Group, Mapping[str, str]] = {
+    "presets": {},
+    "rewards": {},
+    "executors": {
+        "command": "agentrl.runners.executors.factory:command",
+        "container": "agentrl.runners.executors.factory:container",
+        "kubernetes": "agentrl.runners.executors.factory:kubernetes",
+        "pool": "agentrl.runners.executors.factory:pool",
+    },
+    "engines": {
+        "vllm": "agentrl.algorithms.engines.vllm.server:vllm_server",
+    },
+    "learners": {
+        "torch": "agentrl.algorithms.learners.factory:torch_learner",
+        "verl": "agentrl.algorithms.learners.verl.learner:verl_learner",
+    },
+    "environments": {
+        "bfcl": "agentrl.environments.plugins.benchmarks:BFCL",
+        "gymnasium": "agentrl.environments.plugins.gymnasium:Gymnasium",
+        "harbor": "agentrl.harbor:Harbor",
+        "inspect": "agentrl.environments.plugins.inspect:Inspect",
+        "minigrid": "agentrl.environments.plugins.gymnasium:MiniGrid",
+        "openai-evals": "agentrl.environments.plugins.benchmarks:Evals",
+        "openenv": "agentrl.environments.plugins.openenv:OpenEnv",
+        "pettingzoo": "agentrl.environments.plugins.games:PettingZoo",
+        "reasoning-gym": "agentrl.environments.plugins.reasoning_gym:ReasoningGym",
+        "tau2": "agentrl.environments.plugins.benchmarks:Tau2",
+        "textarena": "agentrl.environments.plugins.games:TextArena",
+        "textworld": "agentrl.environments.plugins.gymnasium:TextWorld",
+        "verifiers": "agentrl.environments.plugins.verifiers:Verifiers",
+        "verifiers-v1": "agentrl.environments.plugins.verifiers:VerifiersV1",
+    },
+    "sinks": {
+        "mlflow": "agentrl.telemetry.trackers:Mlflow",
+        "tensorboard": "agentrl.telemetry.trackers:TensorBoard",
+        "trackio": "agentrl.telemetry.trackers:Trackio",
+        "wandb": "agentrl.telemetry.trackers:Wandb",
+    },
+    "stores": {
+        "http": "agentrl.store.backends:HTTP",
+        "https": "agentrl.store.backends:HTTPS",
+        "postgres": "agentrl.store.backends:POSTGRES",
+        "postgresql": "agentrl.store.backends:POSTGRES",
+        "sqlite": "agentrl.store.backends:SQLITE",
+    },
+}
+
+
+def plugin_points(group: Group) -> EntryPoints:
+    """The library's own plug-ins of a group and those of installed packages, none of which is
+    imported."""
+    name = f"agentrl.{group}"
+    own = [EntryPoint(key, value, name) for key, value in BUILT_IN[group].items()]
+    return EntryPoints([*own, *_installed(group)])
+
+
+def _installed(group: Group) -> EntryPoints:
+    return _every_entry_point(tuple(sys.path)).get(f"agentrl.{group}", EntryPoints())
+
+
+@cache
+def _every_entry_point(path: tuple[str, ...]) -> dict[str, EntryPoints]:
+    """Those of the library's groups. Cached by `path` (`sys.path`), because reading them takes
+    10 ms, for one group or for all."""
+    found = entry_points()
+    return {name: found.select(group=name) for name in found.groups if name.startswith("agentrl.")}
+
+
+def load_plugin(group: Group, name: str, own: Collection[str], root: Path, *, key: str) -> Any:
+    """The object that `name` refers to, or None if it is one of `own`: names that are built in
+    where this is called, beside those of `BUILT_IN`.
+
+    root: the folder of files; key: the setting, for messages. Raises ConfigError for an unknown
+    name, a failed import, or an entry point with the name of a built-in."""
+    if ":" in name:
+        return load_attribute(name, root, key=key)
+    installed, built_in = _installed(group), {*own, *BUILT_IN[group]}
+    if len(several := sorted({x.value for x in installed if x.name == name})) > 1:
+        raise ConfigError(
+            f"{key} = {name!r}: the entry points {' and '.join(several)} of the group"
+            f" agentrl.{group} have one name; one of their packages must choose another"
+        )
+    if hidden := [point for point in installed if point.name in built_in]:
+        raise ConfigError(
+            f"{key}: the entry point {hidden[0].value} of the group agentrl.{group}"
+            f" hides the library's own {hidden[0].name!r}; its package must choose another name"
+        )
+    if name in own:
+        return None
+    points = plugin_points(group)
+    if name not in points.names:
+        near = nearest(name, [*own, *points.names])
+        raise ConfigError(f"{key} = {name!r}; {near}, or your own as file.py:name")
+    try:
+        with contained():
+            return points[name].load()
+    except Exception as error:  # another package's module may raise anything
+        raise import_error(f"{key} = {name!r}: importing {points[name].value}", error) from error
+
+
+def check_call(thing: object, *arguments: str, key: str) -> None:
+    """Raises ConfigError unless `thing` can be called with these positional arguments."""
+    if not callable(thing):
+        raise ConfigError(
+            f"{key}: {where(thing)} is {type(thing).__name__}, not a function or class"
+        )
+    try:
+        inspect.signature(thing).bind(*arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{key}: {where(thing)} must take ({', '.join(arguments)}): {error}"
+        ) from None
+
+
+def check_protocol(made: object, protocol: type, *, by: object, key: str) -> None:
+    """Raises ConfigError unless `made` has every public method of a protocol. by: the class `made`,
+    or the function that returned it."""
+    wanted = [name for name, item in vars(protocol).items() if callable(item) and name[0] != "_"]
+    missing = [name for name in wanted if not callable(getattr(made, name, None))]
+    if missing:
+        verb = "is" if made is by else f"returned {type(made).__name__}, which is"
+        raise ConfigError(
+            f"{key}: {where(by)} {verb} no {protocol.__name__}: it has no {', '.join(missing)}"
+        )
+
+
+def where(thing: object) -> str:
+    """Name, file and line of a user's function or class."""
+    name = getattr(thing, "__qualname__", repr(thing))
+    try:
+        line = inspect.getsourcelines(thing)[1]  # type: ignore[arg-type]
+        return f"{name} ({inspect.getsourcefile(thing)}:{line})"  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return name

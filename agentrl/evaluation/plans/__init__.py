@@ -1,1 +1,0 @@
-"""Games of frozen policies, by a plan."""

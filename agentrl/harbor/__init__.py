@@ -1,1 +1,0 @@
-"""Harbor's tasks, run in their containers."""

@@ -1,1 +1,0 @@
-"""The lab: presets compared on tasks, the time of a run predicted, a preset advised."""

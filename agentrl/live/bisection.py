@@ -1,0 +1,120 @@
+"""The search for the session that makes a step of a live run raise.
+
+A step that raised is repeated with half of its sessions, until one raises alone. That session waits
+until others were trained, is tried alone once more, and is discarded if it raises again. Owns: the
+file `failed.json` of the run's folder. Invariant: a session is discarded only if it raised twice
+with a trained step in between; kills, memory that ran out, and services that cannot be reached
+count against none. If several sessions in a row raise alone, they are not the cause: learning is
+paused until the file is deleted, and serving continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import msgspec
+from msgspec import field
+from msgspec.structs import replace
+
+from agentrl.core.errors import AgentError, AgentRLError, ConfigError, Invalid, StoreError
+from agentrl.core.files import replace_file
+from agentrl.core.types import Record, Rollout
+
+log = logging.getLogger("agentrl.algorithm")
+MAX_LONE_FAILURES = 3  # sessions that raised alone and wait for others to be trained
+SERVICES = (StoreError, OSError, aiohttp.ClientError, httpx.HTTPError)
+SETTINGS = (AgentRLError, AgentError, ConfigError)  # not the subclasses, which are about data
+
+
+class Attempted(Record, frozen=True):
+    """The sessions of a step."""
+
+    step: int
+    groups: list[str]
+    once: list[str] = field(default_factory=list)  # groups that raised alone
+    twice: list[str] = field(default_factory=list)  # and again after others were trained
+
+    def judged(self) -> Attempted:
+        """What follows if the step raised."""
+        if len(self.groups) != 1:
+            return self
+        only = self.groups[0]
+        if only in self.once:
+            once = [group for group in self.once if group != only]
+            return replace(self, once=once, twice=[*self.twice, only])
+        return replace(self, once=[*self.once, only])
+
+
+@dataclass(slots=True)
+class StepBisection:
+    """What the last process failed with. folder: of the run."""
+
+    folder: Path
+    trying: Attempted | None = None  # by this process; None: no session
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "failed.json"
+
+    def failed(self) -> Attempted:
+        """The last step that raised."""
+        try:
+            return msgspec.json.decode(self.file.read_bytes(), type=Attempted)
+        except (OSError, msgspec.DecodeError):
+            return Attempted(step=-1, groups=[])
+
+    def hold_reason(self, waiting: Collection[str]) -> str:
+        """Why nothing may be learned, a sentence; empty if something may be. waiting: groups that
+        are neither trained nor discarded."""
+        found = sum(group in waiting for group in self.failed().once)
+        if found <= MAX_LONE_FAILURES:
+            return ""
+        return (
+            f"{found} sessions were tried one by one, and none could be trained: it is not because "
+            f"of them; see the errors above, fix their cause, and delete {self.file}"
+        )
+
+    def bisect(self, step: int, chosen: Sequence[Rollout]) -> list[Rollout]:
+        """The sessions that a step tries, of those whose turn it is. Call it in the task that
+        trains them."""
+        last, kept = self.failed(), [*chosen]
+        again = [row for row in kept if row.group in last.groups] if last.step == step else []
+        if last.step == step and last.once and last.groups == last.once[-1:]:
+            kept = kept[len(kept) // 2 :]  # those beside it may raise as well
+        elif again:
+            kept = again[: max(1, len(again) // 2)]
+        if len(kept) < len(chosen):
+            log.warning("a step failed: it is tried again with %d of its sessions", len(kept))
+        if self.trying is None and (task := asyncio.current_task()):
+            task.add_done_callback(self._ended)
+        self.trying = Attempted(step, [row.group for row in kept], last.once, last.twice)
+        return kept
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if self.trying is not None and error is not None and _may_be_theirs(error):
+            replace_file(self.file, msgspec.json.encode(self.trying.judged()))
+
+
+def _may_be_theirs(error: BaseException) -> bool:
+    """Whether a session can be the cause of an error."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_may_be_theirs, error.exceptions))
+    from agentrl.algorithms.learners.memory import is_out_of_memory  # imports torch
+
+    away = isinstance(error, SERVICES) and not isinstance(error, Invalid)
+    return not (away or type(error) in SETTINGS or any(map(is_out_of_memory, _chain(error))))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what was being handled when it was raised."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,1 +1,0 @@
-"""What sessions are worth: signals, and the outcome that follows from them."""

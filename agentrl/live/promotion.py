@@ -1,0 +1,640 @@
+"""Promotion: decides which version answers sessions, by comparison, by the guard, and by hand.
+
+Everything is read from the store, and a decision is a document, so it holds whatever the algorithm
+process is doing. `records` says what happens if several decide.
+
+The guard rolls a version back because of its sessions, while they are in progress. A version is
+compared with the one that it replaces, from which it may differ by the limits of [live.guard]. That
+it differs more is shown by the bets of `served`, at any time with a probability of at most `ALARM`
+of a false alarm per limit; so a version that fails every call is rolled back after its third, and
+one that fails a little more often than allowed after many.
+
+Each version that answers sessions is scored once on held-out tasks, by a run of its own without
+steps, in a process of its own and in the folder `<output>/heldout/<version>-<digest>`, which exists
+until the score is a document. So a watch that was killed continues the evaluation, and neither
+engine nor learner of the live run takes part. Invariant: only scores of the same tasks, agent and
+verifier are compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import to_builtins
+from msgspec.structs import replace
+
+from agentrl import trainer
+from agentrl.algorithms.sampling.evaluate import confidence_interval
+from agentrl.core.config import RunConfig
+from agentrl.core.config.live import IDLE, MIN_SESSIONS, GuardConfig, PromotionConfig
+from agentrl.core.config.run_file import store_in
+from agentrl.core.errors import AgentRLError, Conflict, StoreError
+from agentrl.core.files import delete_directory, make_folder
+from agentrl.core.processes import Child, log_phase, run_blocking
+from agentrl.core.types import Json, Purpose, Rollout, Transition, missing_text
+from agentrl.live import records
+from agentrl.live.records import (
+    Compared,
+    Documents,
+    Event,
+    EventKind,
+    HeldOutScore,
+    Lanes,
+    LiveState,
+    Version,
+    failed_calls,
+    points,
+    policy_of,
+    put_score,
+)
+from agentrl.live.served import (
+    EARLY,
+    NEWEST,
+    WATCHED,
+    Difference,
+    ServedSession,
+    ServedSessions,
+    began_of,
+    counted,
+    difference,
+    exceeds,
+    is_of,
+)
+from agentrl.live.signals import text_of
+from agentrl.store import open_store
+from agentrl.store.base import Store
+
+DECISION_INTERVAL, DECISION_PAUSE = 5.0, 0.2  # seconds between two looks, at most and at least
+SHOWN = 2.0  # seconds between two documents of a comparison
+
+
+async def decide_promotions(store: Store, config: RunConfig) -> None:
+    """Write what is decided, and why, until cancelled. Raises StoreError; call it again then."""
+    decider = Decider(store, config)
+    while True:
+        cursor, began = await store.cursor(), time.monotonic()
+        try:
+            while event := await decider.look(time.time()):
+                log.info("version %d: %s: %s", event.version, event.kind, event.why)
+        except Conflict as error:
+            log.info("looked again: %s", error)
+            continue
+        await asyncio.sleep(DECISION_PAUSE + records.PAUSE_SHARE * (time.monotonic() - began))
+        await store.wait(cursor, timeout=DECISION_INTERVAL)
+
+
+class Decider:
+    """Looks at the sessions of one run."""
+
+    def __init__(self, store: Store, config: RunConfig) -> None:
+        self._store, self._run, self._live = store, config.name, config.live
+        self._held_out = bool(config.tasks.heldout)
+        self._documents = records.Documents(store, config.name)
+        self._served = ServedSessions(store, config.name, self._live, config.sessions.idle or IDLE)
+        self._guard = Guard(store, self._live.guard)
+        self._shown = -math.inf  # when a comparison was last written
+
+    async def look(self, now: float) -> Event | None:
+        """Decide one thing, or nothing. now: unix seconds. Raises Conflict if another process
+        decided meanwhile."""
+        known = await self._documents.state()
+        await self._served.read(now, known)
+        if known.lanes is not None:
+            self._guard.forget(records.served(known.lanes))
+        event = self._begun(known, now) or await self._alarm(known, now)
+        event = event or await self._compared(known, now)
+        if event:
+            await records.decide(self._store, self._run, known, event)
+        return event
+
+    def _begun(self, known: LiveState, now: float) -> Event | None:
+        """The first version, or a new candidate."""
+        if (lanes := known.lanes) is None:
+            first = min(known.versions, default=None)
+            if first is None:
+                return None
+            lanes = Lanes(serving=first, share=self._live.share)
+            why = "the version that the run begins with"
+            return Event(time=now, kind="first", version=first, lanes=lanes, why=why)
+        if (new := records.next_offer(known)) is None:
+            return None
+        by_hand = new.kind == "offered by hand"
+        if lanes.candidate is not None and (not by_hand or lanes.candidate >= records.GIVEN):
+            return None  # of what users offer, one is compared after the other
+        why = f"made by {new.step} steps" if not by_hand else f"offered by hand: {new.given}"
+        if lanes.candidate is not None:
+            why += f"; version {lanes.candidate} is not compared any more"
+        lanes = replace(lanes, candidate=new.version, share=self._live.share)
+        return Event(time=now, kind="candidate", version=new.version, lanes=lanes, why=why)
+
+    async def _alarm(self, known: LiveState, now: float) -> Event | None:
+        """What the guard rolls back."""
+        if (lanes := known.lanes) is None:
+            return None
+        if (version := lanes.candidate) is not None:
+            back = replace(lanes, candidate=None)
+            if event := await self._back(known, version, lanes.serving, "candidate", back, now):
+                return event
+        if lanes.previous is not None:
+            back = lanes.returned()
+            return await self._back(known, lanes.serving, lanes.previous, "serving", back, now)
+        return None
+
+    async def _back(
+        self, known: LiveState, version: int, other: int, lane: str, back: Lanes, now: float
+    ) -> Event | None:
+        alarm = await self._guard.alarm(self._served, version, other, lane)
+        if alarm is None:
+            return None
+        return Event(
+            time=now, kind="rolled back", version=version, lanes=back, why=alarm.why, worse=True,
+            evidence=alarm.evidence,
+        )  # fmt: skip
+
+    async def _compared(self, known: LiveState, now: float) -> Event | None:
+        """What the comparison of the two lanes, and their held-out scores, say."""
+        lanes = known.lanes
+        if lanes is None or lanes.candidate is None:
+            return None
+        sessions = self._served.compared(lanes.candidate, lanes.serving)
+        found = difference(counted(sessions, lanes.candidate), self._live.promotion.alpha)
+        scores = comparable(known, lanes.candidate, lanes.serving)
+        decided = verdict(self._live.promotion, found, scores if self._held_out else None)
+        shown = compared(lanes, found, sessions, scores, now)
+        if decided or not 0 <= now - self._shown < SHOWN:
+            self._shown = now
+            await records.put_compared(self._store, self._run, shown)
+        if decided is None:
+            return None
+        kind, worse, why = decided
+        since = lanes.promoted() if kind == "promoted" else replace(lanes, candidate=None)
+        return Event(
+            time=now, kind=kind, version=lanes.candidate, lanes=since, why=why, worse=worse,
+            evidence=to_builtins(shown),
+        )  # fmt: skip
+
+
+ALARM = 0.01  # probability of a false alarm, for each limit and version
+MIN_CALLS = 20  # calls or outcomes of the other version below which it is unknown what is usual
+Z_SCORE = 2.0  # standard errors that are added to what is usual with the other version
+REFUSED_SHARE = 0.2  # how many more answers may refuse, in English
+LONG_ANSWER = 3.0  # times the mean tokens, from which on an answer is long
+LONG_SHARE = 0.2  # how many more answers may be long
+REFUSAL = re.compile(
+    r"^\W*(i'?m |i am )?(very |really )?(sorry|unable to)\b.{0,40}\b(but|can'?t|cannot|unable|help)"
+    r"|^\W*(i |we )(can'?t|cannot|can not|won'?t|will not) (help|assist|comply|answer|provide)",
+    re.IGNORECASE | re.DOTALL,
+)
+CUT_OFF = "length"  # `finish` of an answer that a token limit ended
+
+
+class Alarm(NamedTuple):
+    why: str
+    evidence: dict[str, Json]
+
+
+class Limit(NamedTuple):
+    """A limit of a version's mean, with what it is about."""
+
+    name: str  # of the setting
+    text: str  # what it is a share of
+    values: Sequence[float]  # 0 to 1, in their order
+    usual: float  # mean of the other version
+    of: int  # values that it is the mean of
+    more: float
+
+    @property
+    def most(self) -> float:
+        error = math.sqrt(self.usual * (1 - self.usual) / self.of) if self.of else 0.0
+        return self.usual + Z_SCORE * error + self.more
+
+
+@dataclass(slots=True)
+class SeenCalls:
+    """What the calls of a version show, in their order."""
+
+    policy: str  # by which the version is served
+    failed: list[float] = field(default_factory=list)
+    refused: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    _read: dict[str, int] = field(default_factory=dict)  # rollout -> number of its calls
+    _lost: dict[str, int] = field(default_factory=dict)  # and of those that got no answer
+    _over: set[str] = field(default_factory=set)
+
+    async def read(self, store: Store, rows: Iterable[Rollout], most: int) -> None:
+        """Add the new calls of these sessions, of at most `most` sessions in all."""
+        open_ = [row for row in rows if row.id not in self._over]
+        known = [row for row in open_ if row.id in self._read]
+        new = [row for row in open_ if row.id not in self._read][: max(most - len(self._read), 0)]
+        found = await store.calls([row.id for row in known + new])
+        for row in known + new:
+            calls, lost = found.get(row.id, []), failed_calls(row)
+            self.add(calls[self._read.get(row.id, 0) :])
+            self.failed += [1.0] * (lost - self._lost.get(row.id, 0))
+            self._read[row.id], self._lost[row.id] = len(calls), lost
+            if row.state.terminal:
+                self._over.add(row.id)
+
+    def add(self, calls: Iterable[Transition]) -> None:
+        for call in calls:
+            if call.policy == self.policy and call.repeats is None:
+                text = text_of(call.answer or {})
+                empty = not text.strip() and not (call.answer or {}).get("tool_calls")
+                self.failed.append(float(empty or call.finish == CUT_OFF))
+                self.refused.append(float(bool(REFUSAL.search(text))))
+                self.tokens.append(len(call.completion))
+
+
+class Guard:
+    """Watches versions of one run."""
+
+    def __init__(self, store: Store, settings: GuardConfig) -> None:
+        self._store, self._settings = store, settings
+        self._calls: dict[tuple[int, str], SeenCalls] = {}  # (version, lane) -> of its sessions
+        self._usual: dict[int, SeenCalls] = {}
+
+    async def alarm(
+        self, served: ServedSessions, version: int, other: int, lane: str
+    ) -> Alarm | None:
+        """Why a version has to be rolled back that began in a lane in place of another version."""
+        rows = [row for row in served.recent.values() if is_of(row, version, lane)]
+        calls = self._calls.setdefault((version, lane), self._new(version))
+        await calls.read(self._store, rows, WATCHED)
+        known = other in self._usual
+        found = await self._judged(served, version, other, lane)
+        if found and known and found.evidence["limit"] != "drop":
+            # Perhaps it is the same with both by now.
+            del self._usual[other]
+            found = await self._judged(served, version, other, lane)
+        return found
+
+    async def _judged(
+        self, served: ServedSessions, version: int, other: int, lane: str
+    ) -> Alarm | None:
+        usual = await self._usual_calls(served, other)
+        limits = call_limits(self._settings, self._calls[version, lane], usual)
+        for early in (True, False) if served.live.wait > EARLY else (False,):
+            ours = served.outcomes(version, lane=lane, early=early)[:WATCHED]
+            theirs = served.outcomes(other, early=early)
+            limits += outcome_limits(self._settings, ours, theirs, early=early)
+        return broken(limits, other)
+
+    def forget(self, kept: set[int]) -> None:
+        """Forget all other versions."""
+        self._calls = {key: one for key, one in self._calls.items() if key[0] in kept}
+        self._usual = {key: one for key, one in self._usual.items() if key in kept}
+
+    async def _usual_calls(self, served: ServedSessions, version: int) -> SeenCalls:
+        """Of its newest sessions; read once there are enough calls."""
+        calls = self._usual.get(version)
+        if calls is None or len(calls.failed) < MIN_CALLS:
+            calls = self._usual[version] = self._new(version)
+            rows = {row.id: row for row in served.newest[version]}
+            rows |= {id: row for id, row in served.recent.items() if is_of(row, version, "")}
+            newest = sorted(rows.values(), key=lambda row: began_of(row, math.inf))[-NEWEST:]
+            await calls.read(self._store, newest, NEWEST)
+        return calls
+
+    def _new(self, version: int) -> SeenCalls:
+        return SeenCalls(policy_of(version))
+
+
+def call_limits(settings: GuardConfig, calls: SeenCalls, usual: SeenCalls) -> list[Limit]:
+    found, base = [], usual.failed
+    if (more := settings.failures) is not None:
+        found.append(Limit("failures", "calls failed", calls.failed, _mean(base), len(base), more))
+    base = usual.refused
+    # Policies fail rarely, but what refuses is a matter of the agent: it takes a comparison.
+    if len(base) >= MIN_CALLS:
+        mean = _mean(base)
+        limit = Limit("refusals", "answers refuse", calls.refused, mean, len(base), REFUSED_SHARE)
+        found.append(limit)
+    if len(usual.tokens) >= MIN_CALLS:
+        longest = LONG_ANSWER * _mean(usual.tokens)
+        long, base = ([float(n > longest) for n in one.tokens] for one in (calls, usual))
+        text = f"answers have more than {longest:.0f} tokens"
+        found.append(Limit("length", text, long, _mean(base), len(base), LONG_SHARE))
+    return found
+
+
+def outcome_limits(
+    settings: GuardConfig, outcomes: Sequence[float], usual: Sequence[float], *, early: bool = False
+) -> list[Limit]:
+    """Of what is missing to an outcome of 1. early: to what is known of it at once."""
+    base = [1 - one for one in usual[-WATCHED:]]
+    if settings.drop is None or len(base) < MIN_CALLS:
+        return []
+    lost = [1 - one for one in outcomes]
+    text = "outcomes, as far as users complain at once," if early else "outcomes"
+    return [Limit("drop", text, lost, _mean(base), len(base), settings.drop)]
+
+
+def broken(limits: Iterable[Limit], other: int) -> Alarm | None:
+    """Why the first limit that is shown to be exceeded is; None: none is."""
+    for one in limits:
+        if at := exceeds(one.values, one.most, ALARM):
+            share = _mean(one.values[:at])
+            both = f"{share:.0%} of its first {at} {one.text}, {one.usual:.0%}"
+            if one.name == "drop":
+                both = (
+                    f"its first {at} {one.text} are {1 - share:.0%} on average, {1 - one.usual:.0%}"
+                )
+            why = f"{both} with version {other}: more than live.guard.{one.name} allows"
+            return Alarm(why, {"limit": one.name, "share": share, "usual": one.usual, "of": at})
+    return None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+Scored = HeldOutScore | None  # None: not known
+
+
+def verdict(
+    settings: PromotionConfig, found: Difference, scores: tuple[Scored, Scored] | None = None
+) -> tuple[EventKind, bool, str] | None:
+    """What happens to a candidate, whether because it is worse, and why; None: nothing yet.
+    scores: of candidate and serving version; None if there are no held-out tasks."""
+    ours = found.sessions[0]
+    margin = settings.margin if settings.rule == "not_worse" else 0.0
+    scored = scores is None or all(one is not None and one.score is not None for one in scores)
+    failed = next((one.failed for one in scores or () if one is not None and one.failed), "")
+    if why := held_out_worse(*scores or (None, None)):
+        return "dropped", True, why
+    if found.high <= -margin:
+        return "dropped", True, f"its sessions are worse: {in_points(found)}"
+    if ours >= settings.most and failed and settings.rule != "never":
+        return "dropped", False, f"after {ours} sessions there is no held-out score: {failed}"
+    if settings.rule == "always":
+        return ("promoted", False, 'live.promotion.rule = "always"') if scored else None
+    compares = settings.rule in ("better", "not_worse") and ours >= MIN_SESSIONS
+    shown = compares and found.low >= -margin
+    if shown and scored:
+        how = "are better" if found.low >= 0 else f"are not worse by {points(margin)} points"
+        return "promoted", False, f"its sessions {how}: {in_points(found)}"
+    if ours >= settings.most and not shown:
+        return "dropped", False, f"{ours} sessions did not decide: {in_points(found)}"
+    return None
+
+
+def held_out_worse(ours: Scored, theirs: Scored) -> str:
+    """A sentence if the interval of the candidate's held-out score is below that of the other."""
+    if ours is None or theirs is None or ours.high is None or theirs.low is None:
+        return ""
+    if ours.high >= theirs.low:
+        return ""
+    return (
+        f"it solves fewer held-out tasks: {ours.score:.0%}{missing_text(ours.missing)} (at most "
+        f"{ours.high:.0%}) against {theirs.score:.0%}{missing_text(theirs.missing)}"
+    )
+
+
+def in_points(found: Difference) -> str:
+    ours, theirs = found.sessions
+    return (
+        f"by {points(found.low)} to {points(found.high)} points ({found.candidate:.0%} against "
+        f"{found.serving:.0%}, {ours} and {theirs} sessions)"
+    )
+
+
+def compared(
+    lanes: Lanes,
+    found: Difference,
+    sessions: Sequence[ServedSession],
+    scores: tuple[Scored, Scored],
+    now: float,
+) -> Compared:
+    """What users see of a comparison. scores: of candidate and serving version."""
+    assert lanes.candidate is not None
+    ours = [one for one in sessions if one.version == lanes.candidate]
+    theirs = [one for one in sessions if one.version == lanes.serving]
+    names = sorted({name for one in sessions for name in one.signals})
+    return Compared(
+        version=lanes.candidate, serving=lanes.serving, time=now, sessions=found.sessions,
+        low=found.low, high=found.high, clipped=found.clipped,
+        means=(_known(found.candidate), _known(found.serving)),
+        signals={name: (_mean_signal(name, ours), _mean_signal(name, theirs)) for name in names},
+        held_out=(_score(scores[0]), _score(scores[1])),
+        missing=(_missing(scores[0]), _missing(scores[1])),
+    )  # fmt: skip
+
+
+def _mean_signal(signal: str, sessions: Sequence[ServedSession]) -> float | None:
+    values = [one.signals[signal] for one in sessions if signal in one.signals]
+    return sum(values) / len(values) if values else None
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _missing(found: Scored) -> int:
+    return 0 if found is None else found.missing
+
+
+def _score(found: Scored) -> float | None:
+    return None if found is None else found.score
+
+
+log = logging.getLogger("agentrl.live")
+FOLDER, RUN_FILE, TASKS = "heldout", "score.json", "eval/tasks"
+HELDOUT_INTERVAL, HELDOUT_PAUSE = 60.0, 1.0  # seconds between two looks at the lanes
+LANES_PAUSE = 5.0  # the same while tasks are played
+NICENESS = 10  # of the processes of an evaluation
+T = TypeVar("T")
+
+
+async def evaluate_heldout(store: Store, config: RunConfig) -> None:
+    """Score versions once they are in a lane, until cancelled. Returns if there are no held-out
+    tasks. Raises AgentRLError if an evaluation fails; call it again then."""
+    known, cursor, digest = Documents(store, config.name), 0, ""
+    seated: list[int] = []
+    while config.tasks.heldout:
+        now = await known.state()
+        if (
+            lanes := _to_score(now)
+        ) != seated:  # a comparison continues with the tasks it began with
+            seated, digest = lanes, digest_of(config)
+        if (version := unscored(now, digest)) is None:
+            cursor = await store.wait(cursor, timeout=HELDOUT_INTERVAL)
+            await asyncio.sleep(HELDOUT_PAUSE)
+            continue
+        log_phase(log, f"version {version.version}: playing the held-out tasks")
+        playing = scored(config, version, digest)
+        try:
+            score = await _while_in_a_lane(known, version.version, playing)
+        except StoreError:
+            raise
+        except AgentRLError as error:
+            failed = HeldOutScore(version=version.version, digest=digest, failed=str(error))
+            if now.scores.get(version.version) != failed:
+                await put_score(store, config.name, failed)
+            raise
+        if score is None:
+            log.info("version %d: not played further, it is in no lane now", version.version)
+        else:
+            await put_score(store, config.name, score)
+            log.info(
+                "version %d: %.1f %% held-out%s",
+                version.version,
+                100 * (score.score or 0.0),
+                missing_text(score.missing),
+            )
+        delete_directory(folder_of(config, version.version, digest))
+
+
+async def _while_in_a_lane(
+    known: Documents, version: int, work: Coroutine[Any, Any, T]
+) -> T | None:
+    """What `work` returns; None if it is cancelled, because the version was decided against."""
+    playing = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait([playing], timeout=LANES_PAUSE))[0]:
+            with suppress(StoreError):  # it is played on meanwhile
+                if version not in _to_score(await known.state()):
+                    return None
+        return playing.result()
+    finally:
+        playing.cancel()
+        await asyncio.wait([playing])
+
+
+def _to_score(known: LiveState) -> list[int]:
+    """The version that serves, then its candidate."""
+    lanes = (known.lanes.serving, known.lanes.candidate) if known.lanes else ()
+    return [version for version in lanes if version is not None]
+
+
+def unscored(known: LiveState, digest: str) -> Version | None:
+    """The version to score next. digest: of what is played now."""
+    done = {one.version for one in known.scores.values() if one.digest == digest and not one.failed}
+    left = [one for one in _to_score(known) if one not in done]
+    return next((known.versions[one] for one in left if one in known.versions), None)
+
+
+def comparable(known: LiveState, ours: int, theirs: int) -> tuple[Scored, Scored]:
+    """The scores of two versions; none if they are not of the same tasks, played in the same way:
+    they will be soon."""
+    one, other = known.scores.get(ours), known.scores.get(theirs)
+    return (None, None) if one and other and one.digest != other.digest else (one, other)
+
+
+def digest_of(config: RunConfig) -> str:
+    """A hash of what a score depends on beside the version: the settings of tasks, agent, verifier,
+    sampling and evaluations, and the files that they name."""
+    tables = [config.tasks, config.agent, config.verifier, config.sampling, config.eval]
+    settings = [msgspec.to_builtins(table) for table in tables]
+    named = {Path(config.root, part) for text in _texts(settings) for part in _parts(text)}
+    files = {str(path): path.read_bytes() for path in sorted(named) if path.is_file()}
+    return blake2b(msgspec.json.encode([settings, files]), digest_size=16).hexdigest()
+
+
+def _texts(value: Json) -> Iterator[str]:
+    """All texts in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    """What may be the name of a file: `file.py:name` is a function in it."""
+    return tuple(part for part in (text, text.rpartition(":")[0]) if part and len(part) < 256)
+
+
+def folder_of(config: RunConfig, version: int, digest: str) -> Path:
+    return Path(config.output, FOLDER, f"{version}-{digest[:8]}").resolve()
+
+
+async def scored(config: RunConfig, version: Version, digest: str) -> HeldOutScore:
+    """Play the held-out tasks with a version. Raises AgentRLError if no rollout has a reward, and
+    if the tasks, agent or verifier are not those of the digest."""
+    settings = evaluation_of(config, version, folder_of(config, version.version, digest))
+    folder, logs = make_folder(Path(settings.output)), make_folder(Path(config.output, "logs"))
+    for other in folder.parent.iterdir():
+        if other != folder:  # of a version that is in no lane now, or of other tasks
+            delete_directory(other)
+    file = trainer.write_settings(folder / RUN_FILE, settings)
+    playing = Child("heldout", ["process", "heldout", str(file)], logs / "heldout.log")
+    await playing.start()
+    try:
+        if code := await playing.wait():
+            raise AgentRLError(playing.last_error() or f"the evaluation ended with code {code}")
+        if digest_of(config) != digest:
+            raise AgentRLError("tasks, agent or verifier were changed while they were played")
+        return await _read(settings, version.version, digest)
+    except AgentRLError:
+        delete_directory(folder)  # what it has played is played again
+        raise
+    finally:
+        await playing.stop()
+
+
+async def _read(settings: RunConfig, version: int, digest: str) -> HeldOutScore:
+    from agentrl.evaluation import check_any_succeeded
+
+    async with open_store(settings.store, readonly=True) as store:
+        steps = await store.steps(settings.name)
+        rows = await store.rollouts(settings.name, purpose=Purpose.EVAL)
+    tasks = next((int(row.metrics[TASKS]) for row in steps if TASKS in row.metrics), 0)
+    trials = [row.group for row in rows if row.group.rpartition("/")[2].startswith("score")]
+    scored = [row for row in rows if trials and row.group == max(trials)]
+    if not (tasks and scored):
+        raise AgentRLError("the evaluation ended without playing the held-out tasks")
+    check_any_succeeded(scored, "held-out")
+    return score_of(version, [(row.index % tasks, row.reward()) for row in scored], digest)
+
+
+def score_of(version: int, outcomes: Sequence[tuple[int, float]], digest: str) -> HeldOutScore:
+    """outcomes: of each rollout, with the number of its task; NaN: none. A missing one may be worth
+    anything that outcomes are, which widens the interval. Raises AgentRLError if all are."""
+    known = [value for _, value in outcomes if not math.isnan(value)]
+    if not known:
+        raise AgentRLError("no held-out task has a reward; see logs/heldout.log")
+    ends = []
+    for worth, end in ((min(0.0, *known), 0), (max(1.0, *known), 1)):
+        by_task = defaultdict[int, list[float]](list)
+        for task, value in outcomes:
+            by_task[task].append(worth if math.isnan(value) else value)
+        means = [fmean(values) for values in by_task.values()]
+        ends.append(confidence_interval(means)[end] if len(means) > 1 else None)
+    return HeldOutScore(
+        version=version, score=fmean(known), low=ends[0], high=ends[1], tasks=len(by_task),
+        missing=len(outcomes) - len(known), digest=digest,
+    )  # fmt: skip
+
+
+def evaluation_of(config: RunConfig, version: Version, output: Path) -> RunConfig:
+    """The settings of a run without steps that plays the held-out tasks with a version."""
+    from agentrl.evaluation import evaluation_run
+
+    name = f"{config.name}-heldout-{version.version}"
+    folder = Path(config.output, version.path).resolve()
+    made = evaluation_run(config.for_evaluation(), name, folder)
+    own: dict[str, Any] = {"output": str(output), "store": store_in(output)}
+    for key in ("runner", "engine"):  # the ports of the live run are taken
+        if hasattr(table := getattr(made, key), "port"):
+            own[key] = replace(table, port=0)
+    return replace(made, **own)
+
+
+def play(config: RunConfig) -> None:
+    """Play the held-out tasks, in this process and those that it starts."""
+    os.nice(NICENESS)
+    run_blocking(trainer.front(config))

@@ -1,0 +1,613 @@
+"""Records of a live run: sessions, the documents of its processes, labels, and people's data.
+
+A session that continues after its end is another one, in a group of its own. Invariant: the groups
+of a name are numbered from 1 without a gap, and stay when their rollouts are deleted.
+
+| kind | key | content | writer |
+|---|---|---|---|
+| `live-events` | place | `Event`: what was decided, why, and the lanes | all but the gateway |
+| `live-versions` | number | `Version`: a trained version that is served, or was | algorithm |
+| `live-wishes` | place | `Wish`: weights that a user offers | commands |
+| `live-given` | number | `Version`: GIVEN + n, made of the wish in place n | algorithm |
+| `live-scores` | place | `HeldOutScore`: what a version reaches on held-out tasks | watch |
+| `live` | `compared` | `Compared`: how the candidate is doing | watch |
+
+Invariant: all documents but the last are only ever added, with growing keys, so a process reads
+each once (`Documents`). Event n follows from the events before it: a writer who has not seen the
+last one cannot write the next, so several may decide, and one that was suspended overwrites
+nothing. A wish is carried out once it has a version or an event, under a number that follows from
+its place; so it is carried out once whichever process is killed, and none overwrites another.
+
+Every labelled session has one reward MARK, whose note is a `Mark`; one named `outcome` only if its
+outcome is known: a missing value is missing. Both have the source SOURCE.
+
+The data of people are the secret of a run, hashes of users, tokens of sessions, and what is
+deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from hashlib import blake2b, sha256
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec import field
+from msgspec.structs import replace
+
+from agentrl.core.access import read_key
+from agentrl.core.config import RunConfig
+from agentrl.core.errors import Conflict, Invalid, NotFound, StoreError
+from agentrl.core.types import FEEDBACK, POLICY, SESSION, Json, Purpose, Record, Rollout
+from agentrl.runners.feedback import RENEWAL_INTERVAL, session_group
+from agentrl.store.base import Store
+from agentrl.store.records import Forgotten
+
+
+async def ended(store: Store, run: str) -> list[Rollout]:
+    """The ended sessions that no step has trained or discarded, with rewards, without calls."""
+    rows = await store.rollouts(run, group_state="settled")
+    return [row for row in rows if row.step == SESSION and row.purpose is Purpose.TRAIN]
+
+
+def oldest_first(sessions: Sequence[Rollout]) -> list[Rollout]:
+    return sorted(sessions, key=lambda session: (ended_of(session), session.id))
+
+
+def group_of(run: str, name: str, number: int) -> str:
+    """The group of the nth session of a name, counted from 1."""
+    base = session_group(run, name)
+    return base if number <= 1 else f"{base}-{number}"
+
+
+def group_base(run: str, group: str) -> str:
+    """The first group of the name that a group is of."""
+    return f"{run}/{group.removeprefix(f'{run}/').partition('-')[0]}"
+
+
+def chosen(lanes: Lanes, group: str) -> int:
+    """The version that answers a new session. Each candidate gets other sessions."""
+    if lanes.candidate is None:
+        return lanes.serving
+    drawn = blake2b(f"{lanes.candidate}/{group}".encode(), digest_size=4).digest()
+    return lanes.candidate if int.from_bytes(drawn) / 2**32 < lanes.share else lanes.serving
+
+
+async def count_of(store: Store, run: str, name: str) -> int:
+    """How many sessions of a name there have been, also deleted ones. Reads twice the logarithm of
+    their number, because one name may be used for years."""
+
+    async def is_known(number: int) -> bool:
+        try:
+            await store.settled(group_of(run, name, number), timeout=0)
+        except NotFound:
+            return False
+        return True
+
+    last, beyond = 0, 1
+    while await is_known(last + beyond):
+        last, beyond = last + beyond, 2 * beyond
+    while beyond > 1:
+        beyond //= 2
+        if await is_known(last + beyond):
+            last += beyond
+    return last
+
+
+async def delete(store: Store, run: str, name: str) -> bool:
+    """Delete all sessions of a name; False if one is in progress or being trained on."""
+    left = False
+    for number in range(1, await count_of(store, run, name) + 1):
+        rows = await store.rollouts(run, group=group_of(run, name, number))
+        left |= bool((await store.forget([row.id for row in rows])).left)
+    return not left
+
+
+PAUSE_SHARE = 4.0  # pause per time of a look, so that many open sessions take a fifth of a core
+KIND, COMPARED = "live", "compared"
+EVENTS, VERSIONS, GIVENS = "live-events", "live-versions", "live-given"
+WISHES, SCORES = "live-wishes", "live-scores"
+GIVEN = 1_000_000  # number of the first version that a user offers by hand
+R = TypeVar("R", bound=Record)
+VersionKind = Literal["first", "trained", "offered by hand"]
+EventKind = Literal["first", "candidate", "promoted", "dropped", "rolled back", "paused"]
+
+
+class Lanes(Record, frozen=True):
+    """The versions that answer sessions. New sessions go to the candidate with probability `share`
+    and stay there; those of a version that is none of the three continue with the serving one."""
+
+    serving: int
+    candidate: int | None = None
+    previous: int | None = None  # served before the last promotion, and continues its sessions
+    share: float = 0.1
+
+    def promoted(self) -> Lanes:
+        """The candidate serves."""
+        assert self.candidate is not None
+        given = {"serving": self.candidate, "candidate": None, "previous": self.serving}
+        return replace(self, **given)
+
+    def returned(self) -> Lanes:
+        """The version before serves again; a candidate goes, too: it was made from what goes."""
+        assert self.previous is not None
+        return replace(self, serving=self.previous, candidate=None, previous=None)
+
+    def without(self, version: int) -> Lanes:
+        """Without a candidate or a version before that is not there any more."""
+        kept = {
+            lane: None if getattr(self, lane) == version else getattr(self, lane)
+            for lane in ("candidate", "previous")
+        }
+        return replace(self, **kept)
+
+
+def policy_of(version: int) -> str:
+    """The name by which a version is served."""
+    return f"{POLICY}@{version}"
+
+
+class Version(Record, frozen=True):
+    """A version of the policy, once it is served."""
+
+    version: int  # updates of the policy
+    step: int  # the number of steps after which it was offered
+    path: str  # folder of its weights, relative to the run's output
+    offered: float  # unix seconds
+    source: int | None = field(default=None, name="from")  # the version that served at that time
+    kind: VersionKind = "trained"
+    given: str = ""  # the folder of which it is a copy, if a user offered it
+
+
+class Event(Record, frozen=True):
+    """A decision about versions."""
+
+    time: float  # unix seconds
+    kind: EventKind
+    version: int  # what it is about
+    lanes: Lanes  # since then
+    why: str  # a sentence
+    worse: bool = False  # whether the version was found to be worse
+    evidence: dict[str, Json] = {}
+
+    @property
+    def serving(self) -> int:
+        return self.lanes.serving
+
+
+class Compared(Record, frozen=True):
+    """How a candidate is doing. The difference is candidate minus serving, its ends are those of
+    `served.Difference`; None: not known."""
+
+    version: int
+    serving: int
+    time: float  # unix seconds
+    sessions: tuple[int, int]  # with a known outcome, of candidate and serving
+    low: float
+    high: float
+    means: tuple[float | None, float | None]
+    clipped: int = 0
+    signals: dict[str, tuple[float | None, float | None]] = {}  # name -> means of the two
+    held_out: tuple[float | None, float | None] = (None, None)
+    missing: tuple[int, int] = (0, 0)  # held-out rollouts without an outcome, which it leaves out
+
+
+class HeldOutScore(Record, frozen=True):
+    """What a version reaches on the held-out tasks of the run."""
+
+    version: int
+    score: float | None = None  # mean outcome of those that have one; None: it failed
+    low: float | None = None  # 95 % interval, whatever the missing are worth; None: of one task
+    high: float | None = None
+    tasks: int = 0
+    missing: int = 0  # rollouts without an outcome
+    digest: str = ""  # of what was played, see `heldout.digest_of`; others are not comparable
+    failed: str = ""  # why there is no score, a sentence; it is tried again
+
+
+class Wish(Record, frozen=True):
+    """Weights in the folder `path` that a user offers as a candidate."""
+
+    path: str
+    asked: float  # unix seconds
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+class LiveState(Record, frozen=True):
+    """All documents of a run."""
+
+    versions: dict[int, Version] = {}
+    events: list[Event] = []
+    compared: dict[int, Compared] = {}
+    wishes: list[Wish] = []
+    scores: dict[int, HeldOutScore] = {}
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """Those after the last event; None: no version is served yet."""
+        return self.events[-1].lanes if self.events else None
+
+
+def served(lanes: Lanes) -> set[int]:
+    """The versions that have to be served."""
+    known = (lanes.serving, lanes.candidate, lanes.previous)
+    return {version for version in known if version is not None}
+
+
+def next_offer(known: LiveState) -> Version | None:
+    """The version that becomes the candidate next: of those that nothing has been decided about,
+    the first that a user offered, else the newest."""
+    decided = {event.version for event in known.events}
+    offers = [one for one in known.versions.values() if one.version not in decided]
+    return max(offers, key=_precedence, default=None)
+
+
+def _precedence(version: Version) -> tuple[bool, int]:
+    by_hand = version.kind == "offered by hand"
+    return by_hand, -version.version if by_hand else version.version
+
+
+def unmet(known: LiveState) -> list[tuple[int, Wish]]:
+    """The wishes that are not carried out, in order, with the number of the version that each will
+    be."""
+    decided = {event.version for event in known.events}
+    numbered = enumerate(known.wishes, start=GIVEN)
+    return [one for one in numbered if one[0] not in decided and one[0] not in known.versions]
+
+
+def points(difference: float) -> str:
+    """A difference of outcomes for users: in hundredths."""
+    return f"{100 * difference:.1f}".removesuffix(".0")
+
+
+def resets(event: Event) -> bool:
+    """Whether the policy must be learned further from the version that serves since then: what it
+    learned after that was found to be worse, and it would be offered again."""
+    return event.worse or event.kind == "rolled back"
+
+
+class Documents:
+    """The documents of a run, for who looks at them again and again."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store, self._run = store, run
+        self._known: dict[str, dict[str, Any]] = {kind: {} for kind in (*KINDS, GIVENS)}
+
+    async def state(self) -> LiveState:
+        """What is known now, without comparisons; reads what is new since the last call. Raises
+        Invalid for a damaged document, which is read again at the next call."""
+        await asyncio.gather(*(self._read(kind) for kind in self._known))
+        versions = [*self._known[VERSIONS].values(), *self._known[GIVENS].values()]
+        return LiveState(
+            versions={one.version: one for one in versions},
+            events=[*self._known[EVENTS].values()],
+            wishes=[*self._known[WISHES].values()],
+            scores={one.version: one for one in self._known[SCORES].values()},
+        )
+
+    async def _read(self, kind: str) -> None:
+        known = self._known[kind]
+        found = await self._store.documents(self._run, kind, after=next(reversed(known), ""))
+        for key in sorted(found):
+            known[key] = _convert(f"{kind} {key}", found[key], KINDS.get(kind, Version))
+
+
+KINDS: dict[str, Any] = {EVENTS: Event, VERSIONS: Version, WISHES: Wish, SCORES: HeldOutScore}
+
+
+async def live_state(store: Store, run: str) -> LiveState:
+    """Read all documents; empty ones for an unknown run. Raises Invalid for a damaged one."""
+    known = await Documents(store, run).state()
+    shown = (await store.documents(run, KIND)).get(COMPARED)
+    ended = [event.evidence for event in known.events if "means" in event.evidence]
+    found = [_convert(COMPARED, one, Compared) for one in [*ended, shown] if one]
+    return replace(known, compared={one.version: one for one in found})
+
+
+async def put_version(store: Store, run: str, version: Version) -> None:
+    kind = GIVENS if version.kind == "offered by hand" else VERSIONS
+    await _put(store, run, kind, f"{version.version:07d}", version, replace=True)
+
+
+async def put_compared(store: Store, run: str, compared: Compared) -> None:
+    """In place of the one before; what decided about a candidate is in the event."""
+    await _put(store, run, KIND, COMPARED, compared, replace=True)
+
+
+async def decide(store: Store, run: str, known: LiveState, event: Event) -> None:
+    """Write the event that follows those that are known. Raises Conflict if there is another."""
+    first = await _append(store, run, EVENTS, len(known.events), event)
+    if first != msgspec.json.decode(msgspec.json.encode(event), type=Event):
+        raise Conflict(f"version {event.version}: {first.kind} meanwhile ({first.why})")
+
+
+async def put_wish(store: Store, run: str, wish: Wish) -> None:
+    """Add a wish after the existing ones."""
+    await _add(store, run, WISHES, wish)
+
+
+async def put_score(store: Store, run: str, score: HeldOutScore) -> None:
+    await _add(store, run, SCORES, score)
+
+
+async def _add(store: Store, run: str, kind: str, value: Record) -> None:
+    place = len(await store.documents(run, kind))
+    while await _append(store, run, kind, place, value) != value:
+        place += 1  # another process has added one meanwhile
+
+
+async def _append(store: Store, run: str, kind: str, place: int, value: R) -> R:
+    """Write in this place, unless there is something; returns what is there."""
+    before, key = f"{place - 1:07d}" if place else "", f"{place:07d}"
+    await _put(store, run, kind, key, value, replace=False)
+    found: R = _convert(key, (await store.documents(run, kind, after=before))[key], type(value))
+    return found
+
+
+def _convert(key: str, value: Json, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise Invalid(
+            f"the document {key!r} of a live run is damaged ({error}): another version of agentrl "
+            "wrote it, or it was changed by hand"
+        ) from None
+
+
+async def _put(store: Store, run: str, kind: str, key: str, value: Any, *, replace: bool) -> None:
+    await store.put_documents(run, kind, {key: msgspec.to_builtins(value)}, replace=replace)
+
+
+SOURCE = "live"  # `Reward.source` of labels
+RESULT_ENDED = "ended"  # key of a session's result: unix seconds of its end
+GATEWAY, FAILED = "gateway", "failed"  # source and name of the number of calls without an answer
+DAMAGED = "its mark is damaged"
+MARK, OUTCOME = "labelled", "outcome"  # names of rewards
+
+
+class Mark(Record, frozen=True):
+    """What is known of a session, and why. All values are in 0..1."""
+
+    ended: float  # unix seconds of the store's clock
+    day: str  # UTC date of its end, by which the cap of a user counts
+    digest: str = ""  # of its version and what its user said
+    # signals of the verifier, by name, and of the next messages
+    asked: dict[str, float] = field(default_factory=dict)
+    posted: dict[str, float] = field(default_factory=dict)  # signals of feedback, by its name
+    explicit: bool = False  # whether a posted one has a weight
+    # signal -> seconds from the session's end until it was seen
+    delays: dict[str, float] = field(default_factory=dict)
+    ignored: str = ""  # why what its user posted is not in the outcome; empty: it is
+    held: str = ""  # why the session does not count; empty: it counts
+
+    @property
+    def all(self) -> dict[str, float]:
+        """The rewards of the verifier cannot be posted."""
+        return self.posted | self.asked
+
+    @property
+    def signals(self) -> dict[str, float]:
+        """Those that are in the outcome, as far as they have a weight."""
+        return self.asked if self.ignored else self.all
+
+
+def ended_of(session: Rollout) -> float:
+    """When a session ended, in unix seconds, as its gateway wrote it; 0 if it has not."""
+    ended = session.result.get(RESULT_ENDED) if isinstance(session.result, dict) else None
+    return float(ended) if isinstance(ended, int | float) and math.isfinite(ended) else 0.0
+
+
+def known_end(session: Rollout) -> float:
+    """When a session ended, in unix seconds; of one without a written end, when it was labelled; 0
+    if neither is known."""
+    mark = mark_of(session)
+    return ended_of(session) or (mark.ended if mark else 0.0)
+
+
+def user_of(session: Rollout) -> str:
+    """The hash of its user; empty if it is not known."""
+    return str(session.task.get("user") or "")
+
+
+def failed_calls(session: Rollout) -> int:
+    """The number of its calls that got no answer, because the gateway or the engine failed."""
+    rows = (row for row in session.rewards if row.source == GATEWAY and row.name == FAILED)
+    return next((int(row.value) for row in rows), 0)
+
+
+def mark_of(session: Rollout) -> Mark | None:
+    """The mark of a session; None: it is not labelled yet. One that cannot be read holds it."""
+    rows = (row for row in session.rewards if row.name == MARK and row.source == SOURCE)
+    return next((_read_mark(row.note) for row in rows), None)
+
+
+def _read_mark(note: str) -> Mark:
+    try:
+        return msgspec.json.decode(note, type=Mark)
+    except msgspec.DecodeError:  # it was changed by hand, or another version of agentrl wrote it
+        return Mark(ended=0.0, day="", held=DAMAGED)
+
+
+def outcome_of(session: Rollout) -> float:
+    """The outcome of a session that counts; NaN if it is not known, or the session is held."""
+    mark = mark_of(session)
+    rows = (row for row in session.rewards if row.source == SOURCE and row.name == OUTCOME)
+    return math.nan if mark is None or mark.held else next((r.value for r in rows), math.nan)
+
+
+def believed(session: Rollout, names: Collection[str]) -> Rollout:
+    """The session without what its user posted under other names, which the algorithm might take
+    for its own; without all of it, corrections too, if that is held back."""
+    mark = mark_of(session)
+    kept = () if mark is not None and mark.ignored else names
+    rewards = [row for row in session.rewards if row.source != FEEDBACK or row.name in kept]
+    return replace(session, rewards=rewards)
+
+
+def is_ready(session: Rollout, now: float, wait: float) -> bool:
+    """Whether a session can be trained: its outcome is known, and its user gave feedback or had
+    `wait` seconds for it. A clock that jumps back only lengthens the wait."""
+    mark = mark_of(session)
+    known = mark is not None and not math.isnan(outcome_of(session))
+    return known and mark is not None and (mark.explicit or now - mark.ended >= wait)
+
+
+def is_lost(session: Rollout, now: float, wait: float) -> bool:
+    """Whether a session will never be trained: it does not count, or no outcome is known after
+    `wait` seconds."""
+    mark = mark_of(session)
+    if mark is None or not math.isnan(outcome_of(session)):
+        return False
+    return bool(mark.held) or now - mark.ended >= wait
+
+
+log = logging.getLogger("agentrl.live")
+SECRETS, KEY = "live-secret", "secret"  # kind and key of the document
+TOKEN = "x-agentrl-feedback-token"  # header of responses, and of feedback
+PAGE, AT_ONCE = 1000, 100  # sessions that are read, or deleted, at once
+PATIENCE = 60.0  # seconds for a step to release sessions that are deleted
+NOTICED = RENEWAL_INTERVAL + 5.0  # seconds until a gateway knows that a session was cancelled
+MIN_PAUSE, LONGEST_PAUSE = 1.0, 3600.0  # seconds between two looks for old sessions
+
+
+async def secret_of(store: Store, config: RunConfig) -> bytes:
+    """The secret in the variable `live.people.secret_env`, else the store's, made at the first
+    call. Raises ConfigError if the variable is not set, NotFound for an unknown run."""
+    variable = config.live.people.secret_env
+    if given := read_key(variable, "live.people.secret_env", "the run's"):
+        return given.encode()
+    if KEY not in await store.documents(config.name, SECRETS):
+        # Of two processes that make one, the first counts.
+        await store.put_documents(config.name, SECRETS, {KEY: secrets.token_hex(32)})
+    return str((await store.documents(config.name, SECRETS))[KEY]).encode()
+
+
+def user_id(secret: bytes, user: str) -> str:
+    """The name of a user in the store; empty for no user. It cannot be guessed without the secret,
+    as names of users can."""
+    return _digest(secret, "user", user)[:16] if user else ""
+
+
+def token_of(secret: bytes, session: str) -> str:
+    """The token that feedback on a session needs."""
+    return _digest(secret, "feedback", session)[:32]
+
+
+def is_token(secret: bytes, session: str, given: str) -> bool:
+    return hmac.compare_digest(token_of(secret, session).encode(), given.encode(errors="replace"))
+
+
+def _digest(secret: bytes, purpose: str, text: str) -> str:
+    """Raises ValueError for an empty secret, by which everybody could make tokens."""
+    if not secret:
+        raise ValueError("the secret of the run is not known yet")
+    said = f"{purpose}:{text}".encode(errors="surrogatepass")  # else two names could be the same
+    return hmac.new(secret, said, sha256).hexdigest()
+
+
+# -- sessions --------------------------------------------------------------------------------------
+
+
+async def all_sessions(store: Store, run: str) -> AsyncIterator[Rollout]:
+    """All sessions of a run, without calls, in order of their groups."""
+    after = None
+    while page := await store.rollouts(run, step=SESSION, after=after, limit=PAGE):
+        for row in page:
+            yield row
+        after = page[-1].id
+
+
+async def sessions_of_user(store: Store, config: RunConfig, user: str) -> list[Rollout]:
+    known = user_id(await secret_of(store, config), user)
+    return [row async for row in all_sessions(store, config.name) if row.task.get("user") == known]
+
+
+async def export(store: Store, config: RunConfig, user: str) -> AsyncIterator[dict[str, Any]]:
+    """All that is known of a user: each session with calls and rewards, then the data sets that
+    have items of them."""
+    rows = await sessions_of_user(store, config, user)
+    for row in rows:
+        calls = (await store.calls([row.id])).get(row.id, [])
+        shown = ("id", "role", "version", "started", "messages", "answer")
+        yield {
+            "session": row.group, "task": row.task, "state": str(row.state), "trained": row.trained,
+            "ended": ended_of(row),
+            "calls": [{name: getattr(call, name) for name in shown} for call in calls],
+            "rewards": row.rewards,
+        }  # fmt: skip
+    made = await store.forget([row.id for row in rows], dry_run=True)
+    yield {"user": user_id(await secret_of(store, config), user), "items": made.items}
+
+
+async def forget_user(
+    store: Store, config: RunConfig, user: str, say: Callable[[str], None]
+) -> Forgotten:
+    """Delete a user's sessions with what was mined from them. Sessions in progress are ended; those
+    that a step is training on are waited for, and are `left` if it takes too long."""
+    rows = await sessions_of_user(store, config, user)
+    running = [row.id for row in rows if not row.state.terminal]
+    if running and await store.cancel(running):
+        say(f"{len(running)} sessions are in progress: they are ended now")
+        await asyncio.sleep(NOTICED)
+    rollouts, items, left = 0, Counter[str](), [row.id for row in rows]
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        cursor = await store.cursor()
+        found = [await store.forget(some) for some in _parts(left)]
+        rollouts += sum(one.rollouts for one in found)
+        for one in found:
+            items.update(one.items)
+        left, patience = [id for one in found for id in one.left], deadline - time.monotonic()
+        if not left or patience <= 0:
+            break
+        await store.wait(cursor, timeout=patience)
+    await store.vacuum()
+    return Forgotten(rollouts=rollouts, left=left, items=dict(items))
+
+
+def _parts(ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    yield from (ids[i : i + AT_ONCE] for i in range(0, len(ids), AT_ONCE))
+
+
+async def learned_from(store: Store, run: str, sessions: Iterable[Rollout]) -> list[int]:
+    """The versions that were offered after a step that trained one of the sessions: they have
+    learned from it, or may continue from a version that has."""
+    steps = [row.trained for row in sessions if row.trained is not None]
+    versions = (await live_state(store, run)).versions.values()
+    return sorted(one.version for one in versions if steps and one.step > min(steps))
+
+
+# -- retention -------------------------------------------------------------------------------------
+
+
+async def expire(store: Store, config: RunConfig, now: float) -> int:
+    """Delete sessions that ended more than `live.people.retention` seconds ago, also with what was
+    mined from them; returns their number. What a step is training on stays until the next time."""
+    limit = config.live.people.retention
+    if limit is None:
+        return 0
+    old = [
+        row.id
+        async for row in all_sessions(store, config.name)
+        if row.state.terminal and 0.0 < known_end(row) < now - limit
+    ]
+    return sum([(await store.forget(some)).rollouts for some in _parts(old)])
+
+
+async def keep(store: Store, config: RunConfig) -> None:
+    """Delete old sessions from time to time, until cancelled."""
+    limit = config.live.people.retention
+    while limit is not None:
+        try:
+            if gone := await expire(store, config, time.time()):
+                log.info("%d sessions are older than live.people.retention: deleted", gone)
+        except StoreError as error:
+            log.warning("no old session was deleted: %s; tried again", error)
+        await asyncio.sleep(min(max(MIN_PAUSE, limit / 10), LONGEST_PAUSE))

@@ -1,0 +1,364 @@
+"""Served sessions of each version, and whether a candidate's go better, valid at any time.
+
+Every session is drawn for the candidate with a known probability p, so
+
+    x = (y - m) / p  if the candidate served it,  -(y - m) / (1 - p)  if not
+
+with any centre m that follows from earlier sessions has the mean d = E[y | candidate] - E[y |
+serving], given all that happened before (inverse propensity weights; m only lowers the variance).
+Somebody who bets a fraction of a capital of 1 on "the difference is larger than d0",
+
+    capital_t = prod_s (1 + lambda_s (x_s - d0)),   lambda_s >= 0 known before session s,
+
+cannot expect to gain if d <= d0: the capital is a supermartingale, and the probability that it
+*ever* reaches 1 / a is at most a (Ville). The values d0 against which it was not reached are the
+interval. So one may look after every session, stop at any time, and continue; the base rate may
+drift, and sessions may depend on earlier ones.
+
+Waudby-Smith and Ramdas, arXiv 2010.09686 (betting; predictable bets); Waudby-Smith, Wu, Ramdas,
+Karampatziakis and Mineiro, arXiv 2210.10768 (propensity weights). Bets are those that grow fastest
+for a few sizes of the difference, averaged with fixed weights (`EFFECTS`).
+
+Sessions are in the order in which they began. What is known early differs from what is known late:
+a user who complains does so at once, a session that goes wrong may end sooner. So a session counts
+with what is known when its wait has passed, however late the rest arrives, and only once all that
+began before it count too, except for those that take longer than `HELD` times `sessions.idle`. Then
+each look sees all sessions up to some time, however they ended, and a young version is compared
+like an old one. Complaints also count by themselves, those of the first seconds: there too all
+versions have had the same time.
+
+A session is read while it is in progress, once it has ended, and in the step that trained it; at
+the first look also one that was discarded, as all of a candidate are that was offered by hand. Kept
+are those of the versions that serve, as far as something is still decided by them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from agentrl.core.config.live import IDLE, LiveConfig
+from agentrl.core.types import SESSION, Purpose, Rollout, RolloutState
+from agentrl.live.records import Lanes, LiveState, known_end, mark_of, outcome_of, served
+from agentrl.store.base import Store
+
+Array = np.ndarray[Any, np.dtype[Any]]
+EFFECTS = np.array([[0.05], [0.1], [0.2], [0.4]])  # differences that are bet on
+WEIGHTS = np.log([[0.2], [0.5], [0.2], [0.1]])  # of the capital; most on ten points
+BOLDEST = 0.5  # largest part of the capital that one session can lose
+VARIANCE, COUNTED = (
+    0.25,
+    5.0,
+)  # an outcome's variance before it is known, and its weight in sessions
+HALVINGS = 12  # of the range in which an end of the interval lies, to 0.0005
+FRACTIONS = np.array([[0.05], [0.15], [0.4], [0.8]])  # of the capital, bet on a rate above a limit
+
+
+class Counted(NamedTuple):
+    """A session that counts."""
+
+    candidate: bool  # whether the candidate served it
+    outcome: float  # 0 to 1; others are clipped, a missing one (NaN) does not count
+    share: float  # the probability with which it was drawn for the candidate, in (0, 1)
+
+
+class Difference(NamedTuple):
+    """Candidate minus serving. NaN: not known."""
+
+    low: float  # with probability 1 - alpha it lies between the two at all times at once
+    high: float
+    candidate: float  # mean outcomes
+    serving: float
+    sessions: tuple[int, int]  # of candidate and serving with a known outcome
+    clipped: int  # outcomes outside of 0 to 1
+
+
+class _Bets(NamedTuple):
+    x: Array  # [n] see above
+    variance: Array  # [n] of x, by earlier sessions
+    loss: Array  # [n] largest -x that is possible
+
+
+def difference(sessions: Sequence[Counted], alpha: float) -> Difference:
+    """Compare the sessions in the order in which they became known. Each end is wrong, ever, with
+    a probability of at most alpha / 2. Raises ValueError for a share of 0 or 1."""
+    known = [one for one in sessions if not math.isnan(one.outcome)]
+    if not known:
+        return Difference(-1.0, 1.0, math.nan, math.nan, (0, 0), 0)
+    candidate, given, share = (np.array(column) for column in zip(*known, strict=True))
+    if share.min() <= 0 or share.max() >= 1:
+        raise ValueError("a session that could only be drawn for one version compares nothing")
+    outcome = np.clip(given, 0.0, 1.0)
+    up, down = _bets(candidate, outcome, share)
+    line = math.log(2 / alpha)
+    return Difference(
+        _highest_refuted(up, line),
+        -_highest_refuted(down, line),
+        _mean(outcome[candidate]),
+        _mean(outcome[~candidate]),
+        (int(candidate.sum()), int((~candidate).sum())),
+        int((outcome != given).sum()),
+    )
+
+
+def exceeds(values: Sequence[float], limit: float, alpha: float) -> int | None:
+    """The number of values, in order, after which their mean is shown to be above the limit; None:
+    it is not. `values`: 0 to 1. For a mean of at most `limit`, given earlier ones, it is ever
+    shown with a probability of at most alpha."""
+    if not len(values) or limit >= 1:
+        return None
+    bet = FRACTIONS / max(limit, 1e-3)
+    gains = np.cumsum(np.log1p(bet * (np.clip(values, 0.0, 1.0) - limit)), axis=1)
+    capital = np.logaddexp.reduce(gains, axis=0) - math.log(len(FRACTIONS))
+    reached = np.flatnonzero(capital >= math.log(1 / alpha))
+    return int(reached[0]) + 1 if reached.size else None
+
+
+def refuted(sessions: tuple[Array, Array, Array], null: float, alpha: float) -> int | None:
+    """The number of sessions after which "the difference is at most `null`" is refuted, if ever.
+    sessions: the columns of `Counted`, [n] each, without missing outcomes."""
+    up, _ = _bets(*sessions)
+    reached = np.flatnonzero(_capital(up, null) >= math.log(1 / alpha))
+    return int(reached[0]) + 1 if reached.size else None
+
+
+def _bets(candidate: Array, outcome: Array, share: Array) -> tuple[_Bets, _Bets]:
+    """The bets on a difference above, and on one below."""
+    ours, theirs = (_so_far(outcome, lane, 0.5, 1.0) for lane in (candidate, ~candidate))
+    centre = (1 - share) * ours + share * theirs
+    x = np.where(candidate, 1 / share, -1 / (1 - share)) * (outcome - centre)
+    square = (outcome - centre) ** 2
+    ours, theirs = (_so_far(square, lane, VARIANCE, COUNTED) for lane in (candidate, ~candidate))
+    variance = ours / share + theirs / (1 - share)
+    worst = np.maximum(centre / share, (1 - centre) / (1 - share))
+    best = np.maximum((1 - centre) / share, centre / (1 - share))
+    return _Bets(x, variance, worst), _Bets(-x, variance, best)
+
+
+def _so_far(values: Array, counted: Array, first: float, weight: float) -> Array:
+    """[n] -> [n] means of the counted ones of the earlier values, with `first` as `weight` more."""
+    total, number = np.cumsum(np.where(counted, values, 0.0)), np.cumsum(counted)
+    before = [np.concatenate(([0.0], row[:-1])) for row in (total, number)]
+    result: Array = (first * weight + before[0]) / (weight + before[1])
+    return result
+
+
+def _capital(bets: _Bets, null: float) -> Array:
+    """[n] log of the capital after each session of those who bet against `null`, -1 to 1."""
+    size = np.minimum(EFFECTS / bets.variance, BOLDEST / (bets.loss + 1))
+    capital: Array = np.logaddexp.reduce(
+        WEIGHTS + np.cumsum(np.log1p(size * (bets.x - null)), axis=1), axis=0
+    )
+    return capital
+
+
+def _highest_refuted(bets: _Bets, line: float) -> float:
+    """The largest difference that is refuted: against which the capital ever reached the line; -1:
+    none. Zero is one of those that are tried."""
+    low, high = -1.0, 1.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        reached = _capital(bets, middle).max() >= line  # falls with the difference
+        low, high = (middle, high) if reached else (low, middle)
+    return low
+
+
+def _mean(values: Array) -> float:
+    return float(values.mean()) if values.size else math.nan
+
+
+WATCHED = 200  # sessions of a version that the guard looks at, as candidate and afterwards
+HELD = 5  # times of `sessions.idle` for which a session that is not settled holds back later ones
+EARLY = 30.0  # seconds after the end of a session until which its user may complain at once
+NEWEST = 50  # ended sessions of a version whose calls are looked at
+BEGAN = "began"  # key of a task
+
+
+@dataclass(frozen=True, slots=True)
+class ServedSession:
+    """A session whose outcome is settled. What is said of it later changes no comparison."""
+
+    rollout: str
+    version: int
+    lane: str  # in which it began: serving or candidate
+    rival: int | None  # the candidate at that time
+    share: float  # the probability with which it was drawn for that
+    began: float  # unix seconds
+    outcome: float  # NaN: nothing was known
+    early: float  # see `early_of`
+    signals: dict[str, float]
+
+
+@dataclass(slots=True)
+class ServedSessions:
+    """Those of one run."""
+
+    store: Store
+    run: str
+    live: LiveConfig
+    idle: float = IDLE  # seconds without a call after which a session ends
+    known: dict[int, list[ServedSession]] = field(default_factory=lambda: defaultdict(list))
+    newest: dict[int, deque[Rollout]] = field(  # ended ones, also without an outcome
+        default_factory=lambda: defaultdict(partial(deque, maxlen=NEWEST))
+    )
+    recent: dict[str, Rollout] = field(default_factory=dict)  # in progress, or ended since
+    _open: dict[str, Rollout] = field(default_factory=dict)  # not settled
+    _seen: dict[str, int] = field(default_factory=dict)  # settled -> the last look that found it
+    _step: int = 0  # sessions that earlier steps trained are known
+    _looks: int = 0
+    _now: float = 0.0
+
+    async def read(self, now: float, known: LiveState) -> None:
+        """Find what is new. now: unix seconds. The queries are in the order in which a session goes
+        through them, so that none is missed."""
+        if (lanes := known.lanes) is None:
+            return
+        first = not self._looks
+        given: dict[str, Any]
+        rows: list[Rollout] = []
+        for given in (
+            {"state": RolloutState.RUNNING, "purpose": Purpose.TRAIN},
+            {"group_state": "settled"},
+            {"group_state": "claimed"},
+        ):
+            rows += await self.store.rollouts(self.run, **given)
+        state = await self.store.run(self.run)
+        self.see(rows, now, lanes)
+        if first:
+            self._take(await self.store.rollouts(self.run, group_state="discarded"), lanes)
+        steps = state.step if state else 0
+        for step in range(max(self._step, first_step(known, lanes)), steps):
+            self._take(await self.store.rollouts(self.run, trained=step), lanes)
+            self._step = step + 1
+
+    def see(self, rows: Iterable[Rollout], now: float, lanes: Lanes) -> None:
+        """Take into account what was found: `rows` are all that no step has trained."""
+        self._now, self._looks = now, self._looks + 1
+        sessions = [row for row in rows if row.step == SESSION and row.purpose is Purpose.TRAIN]
+        self.recent = {row.id: row for row in sessions}
+        before, self._open = self._open, {}
+        self._take((before | self.recent).values(), lanes)
+        found = dict.fromkeys(self._seen.keys() & self.recent.keys(), self._looks)
+        self._seen |= found  # a row may be missed by one look, while its group is released
+        self._seen = {id: look for id, look in self._seen.items() if look >= self._looks - 1}
+
+    def _take(self, rows: Iterable[Rollout], lanes: Lanes) -> None:
+        for row in rows:
+            if row.id not in self._seen and row.task.get("version") in served(lanes):
+                self._sort(row)
+        self._trim(lanes)
+
+    def _sort(self, row: Rollout) -> None:
+        """Whether a session is settled."""
+        labelled = is_labelled(row)
+        if labelled and self._had_time(row, self.live.wait):
+            self._add(row)
+        elif labelled or row.id in self.recent:  # others were deleted
+            self._open[row.id] = row
+
+    def _add(self, row: Rollout) -> None:
+        self._seen[row.id], task = self._looks, row.task
+        self.newest[task["version"]].append(row)
+        mark = mark_of(row)
+        session = ServedSession(
+            rollout=row.id,
+            version=task["version"],
+            lane=task.get("lane", "serving"),
+            rival=task.get("candidate"),
+            share=task.get("share", 0.0),
+            began=began_of(row, self._now),
+            outcome=outcome_of(row),
+            early=early_of(row),
+            signals=mark.signals if mark else {},
+        )
+        self.known[session.version].append(session)
+
+    def _trim(self, lanes: Lanes) -> None:
+        """Keep what is still decided on: sessions of a comparison, and those that the guard takes,
+        the first ones of a version and the newest ones."""
+        for version in {*self.known, *self.newest} - served(lanes):
+            self.known.pop(version, None)
+            self.newest.pop(version, None)
+        for version, sessions in self.known.items():
+            sessions.sort(key=lambda one: one.began)
+            judged = [one for one in sessions if not math.isnan(one.outcome)]
+            kept = {one.rollout for one in judged if one.rival == lanes.candidate is not None}
+            for some in (sessions, judged):
+                first = [one for one in some if one.lane == "serving"][:WATCHED]
+                kept |= {one.rollout for one in [*first, *some[-WATCHED:]]}
+            self.known[version] = [one for one in sessions if one.rollout in kept]
+
+    def compared(self, candidate: int, serving: int) -> list[ServedSession]:
+        """The sessions with a known outcome that were drawn for one of two lanes, as they began."""
+        ours = [one for one in self.known[candidate] if one.lane == "candidate"]
+        theirs = [one for one in self.known[serving] if one.lane == "serving"]
+        drawn = [one for one in ours + theirs if one.rival == candidate and 0 < one.share < 1]
+        drawn = [one for one in drawn if not math.isnan(one.outcome)]
+        alike = [row for row in self._open.values() if row.task.get("candidate") == candidate]
+        end = self._end(alike, self.live.wait)
+        return sorted((one for one in drawn if one.began < end), key=lambda one: one.began)
+
+    def outcomes(self, version: int, *, lane: str = "", early: bool = False) -> list[float]:
+        """Known outcomes of a version, oldest first. early: what `early_of` says of its sessions,
+        also of those of which more may become known."""
+        sessions = [one for one in self.known[version] if not lane or one.lane == lane]
+        found = [(one.began, one.early if early else one.outcome) for one in sessions]
+        left = [row for row in self._open.values() if is_of(row, version, lane)]
+        if early:
+            over = [row for row in left if is_labelled(row) and self._had_time(row, EARLY)]
+            found += [(began_of(row, self._now), early_of(row)) for row in over]
+            left = [row for row in left if row not in over]
+        end = self._end(left, EARLY if early else self.live.wait)
+        return [value for began, value in sorted(found) if began < end and not math.isnan(value)]
+
+    def _had_time(self, row: Rollout, seconds: float) -> bool:
+        return known_end(row) + seconds <= self._now
+
+    def _end(self, left: Iterable[Rollout], wait: float) -> float:
+        """When the first session began of those that are not settled, and hold back later ones."""
+        oldest = self._now - wait - HELD * self.idle
+        begun = [began_of(row, self._now) for row in left]
+        return min((began for began in begun if began >= oldest), default=math.inf)
+
+
+def is_labelled(row: Rollout) -> bool:
+    return row.state.terminal and mark_of(row) is not None
+
+
+def began_of(row: Rollout, now: float) -> float:
+    """When a session began, in unix seconds; now: if it is unknown and has not ended."""
+    known = row.task.get(BEGAN)
+    if isinstance(known, int | float):
+        return float(known)
+    ended = known_end(row)
+    return ended - row.seconds if ended else now
+
+
+def early_of(row: Rollout) -> float:
+    """The outcome of a session whose user said something within `EARLY` seconds of its end, else 1:
+    no user has complained."""
+    mark, outcome = mark_of(row), outcome_of(row)
+    if mark is None or not mark.explicit or math.isnan(outcome):
+        return 1.0
+    soon = any(mark.delays.get(name, 0.0) <= EARLY for name in mark.posted)
+    return outcome if soon else 1.0
+
+
+def first_step(known: LiveState, lanes: Lanes) -> int:
+    """The first step that may have trained sessions of the versions in the lanes."""
+    versions = [known.versions[one] for one in served(lanes) if one in known.versions]
+    return min((one.step for one in versions), default=0)
+
+
+def counted(sessions: list[ServedSession], candidate: int) -> list[Counted]:
+    return [Counted(one.version == candidate, one.outcome, one.share) for one in sessions]
+
+
+def is_of(row: Rollout, version: int, lane: str) -> bool:
+    return row.task.get("version") == version and (not lane or row.task.get("lane") == lane)

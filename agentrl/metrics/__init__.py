@@ -1,1 +1,0 @@
-"""`agentrl metrics`: the metrics of a run, as a table, CSV or JSON."""

@@ -1,1 +1,0 @@
-"""Models as files: those of other tools made trainable, and trained ones made for other tools."""

@@ -1,0 +1,1 @@
+"""Models as files: importing, exporting and serving them. See README.md."""

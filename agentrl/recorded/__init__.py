@@ -1,0 +1,1 @@
+"""Traces that other tools have recorded: to read, look at, redact, train on and write."""

@@ -1,0 +1,155 @@
+"""OpenAI: stored completions and responses with their messages, traces of the Agents SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agentrl.recorded import messages
+from agentrl.recorded.nodes import (
+    Call,
+    Issues,
+    Node,
+    Note,
+    Object,
+    ToolUse,
+    first,
+    nanoseconds,
+    obj,
+    parsed,
+    sampling,
+    usage,
+)
+
+KINDS = {
+    "agent": "agent",
+    "function": "tool",
+    "generation": "llm",
+    "response": "llm",
+    "handoff": "internal",
+    "guardrail": "internal",
+    "mcp_tools": "internal",
+    "custom": "internal",
+    "task": "agent",
+}
+
+
+def is_trace(row: Object) -> bool:
+    """Whether it is a trace or a span of the Agents SDK."""
+    return row.get("object") in ("trace", "trace.span")
+
+
+def read_trace(row: Object, issues: Issues) -> Iterator[Node | Note]:
+    """A trace or a span as the Agents SDK's exporter sends them."""
+    if row["object"] == "trace":
+        return  # its spans have it all but the workflow's name
+    data, id = obj(row.get("span_data")), str(row.get("id") or "")
+    trace, kind = str(row.get("trace_id") or ""), str(data.get("type") or "")
+    if not (trace and id):
+        issues.add("a span has no ids and is left out", str(data.get("name"))[:80])
+        return
+    error = obj(row.get("error"))
+    times = nanoseconds(row.get("started_at")), nanoseconds(row.get("ended_at"))
+    call = tool = None
+    if kind in ("generation", "response"):
+        call = _call(data, issues)
+    elif kind == "function":
+        result = data.get("output")
+        tool = ToolUse(
+            str(data.get("name") or ""),
+            parsed(data.get("input")),
+            None if result is None else messages.content_text(result),
+        )
+    inner = obj(data.get("data"))
+    role = data.get("name") if kind in ("agent", "task") else inner.get("agent_name")
+    counted = obj(data.get("usage")) or obj(obj(data.get("response")).get("usage"))
+    yield Node(
+        trace=trace,
+        id=id,
+        parent=str(row.get("parent_id") or ""),
+        name=str(data.get("name") or kind),
+        kind=KINDS.get(kind, "internal"),
+        start=times[0],
+        end=times[1],
+        error=str(error.get("message") or "it failed") if error else "",
+        role=str(role or ""),
+        input=parsed(data.get("input")),
+        output=parsed(data.get("output")),
+        call=call,
+        tool=tool,
+        about=usage(counted),
+    )
+
+
+def _call(data: Object, issues: Issues) -> Call:
+    response, options = obj(data.get("response")), obj(data.get("model_config"))
+    if data.get("type") == "response" and not response:
+        issues.add(
+            "a response is named by its id alone, so its call has no answer",
+            str(data.get("response_id"))[:80],
+        )
+    asked = messages.messages_of(data.get("input"))
+    if instructions := response.get("instructions"):
+        asked = [messages.message_of({"role": "system", "content": instructions}), *asked]
+    answer = messages.answer_of(first(response, "output") or data.get("output"))
+    tools = messages.tools_of(first(response, "tools") or data.get("tools"))
+    model = first(response, "model") or data.get("model")
+    finish = messages.finish_of(response)
+    return Call(
+        messages=asked,
+        answer=answer,
+        tools=tools,
+        model=str(model or ""),
+        finish=finish,
+        sampling=sampling(options, response),
+    )
+
+
+def is_completion(row: Object) -> bool:
+    """Whether it is a completion or a response, alone or beside its request."""
+    body = row.get("response") if isinstance(row.get("response"), dict) else row
+    return obj(body).get("object") in ("chat.completion", "response")
+
+
+def read_completion(row: Object, issues: Issues) -> Iterator[Node | Note]:
+    """A stored completion or response, each a trace of one call; with its `messages` (a list, or
+    the object of the API's messages), `input` or the `request` beside it."""
+    body, request = row, obj(row.get("request"))
+    if isinstance(row.get("response"), dict):
+        body = row["response"]
+    id = str(body.get("id") or "")
+    given = (
+        first(row, "messages", "input_messages")
+        or first(request, "messages", "input")
+        or body.get("input")
+    )
+    given = first(obj(given), "data") or given
+    asked = messages.messages_of(given)
+    if instructions := first(request, "instructions") or body.get("instructions"):
+        asked = [messages.message_of({"role": "system", "content": instructions}), *asked]
+    if not asked:
+        issues.add("a stored completion has no messages: download them, too (list_messages)", id)
+    answer = messages.answer_of(body)
+    tools = messages.tools_of(first(body, "tools") or request.get("tools"))
+    start = nanoseconds(first(body, "created", "created_at"))
+    metadata = obj(body.get("metadata")) or obj(request.get("metadata"))
+    role = str(first(metadata, "agent", "role", "node") or "")
+    yield Node(
+        trace=str(metadata.get("trace_id") or id),
+        id=id,
+        name="chat",
+        kind="llm",
+        start=start,
+        end=start,
+        role=role,
+        input=given,
+        output=answer,
+        call=Call(
+            messages=asked,
+            answer=answer,
+            tools=tools,
+            model=str(body.get("model") or ""),
+            finish=messages.finish_of(body),
+            sampling=sampling(body, request),
+        ),
+        about=usage(body.get("usage")),
+    )

@@ -1,0 +1,188 @@
+"""A look at recorded traces: what is there, what would be trained, what is left out and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+from agentrl.core.errors import ConfigError
+from agentrl.core.otlp import TOOL_NAME
+from agentrl.core.types import Scope, Trace
+from agentrl.recorded.nodes import number, obj
+from agentrl.recorded.training import Training, Where, started, traces, training_of, usual_where
+from agentrl.store import Store
+
+
+@dataclass(slots=True)
+class RoleLook:
+    """The calls of a role. Lengths are characters."""
+
+    calls: int = 0
+    models: Counter[str] = field(default_factory=Counter)
+    prompts: list[int] = field(default_factory=list)
+    answers: list[int] = field(default_factory=list)
+    tool_calls: int = 0
+    failed: int = 0
+    tokens: float = 0.0  # written, where they are recorded
+
+
+@dataclass(slots=True)
+class ToolLook:
+    """The uses of a tool."""
+
+    calls: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class Look:
+    """What is in a store of traces."""
+
+    traces: int = 0
+    failed: int = 0
+    tasks: int = 0  # different first inputs
+    duplicates: int = 0  # traces with the content of another one
+    first: float = 0.0  # unix seconds, 0: unknown
+    last: float = 0.0
+    cost: float = 0.0
+    roles: dict[str, RoleLook] = field(default_factory=dict)
+    tools: dict[str, ToolLook] = field(default_factory=dict)
+    feedback: dict[str, list[float]] = field(default_factory=dict)
+    where: str = ""
+    why_not: str = ""  # why nothing would be trained
+    training: Training = field(default_factory=Training)
+
+
+async def look_at(store: Store, where: Where | None) -> Look:
+    """Count all that a store of traces has. where: which traces are good; None: the usual."""
+    found = Look()
+    contents: Counter[str] = Counter()
+    groups: set[str] = set()
+    async for trace in traces(store):
+        _count(found, trace)
+        contents[str(obj(obj(trace.rollout.task).get("recorded")).get("content"))] += 1
+        groups.add(trace.rollout.group)
+    found.tasks, found.duplicates = len(groups), sum(contents.values()) - len(contents)
+    try:
+        where = where or await usual_where(store)
+        found.where, found.training = str(where), await training_of(store, where)
+    except ConfigError as error:
+        found.why_not = str(error)
+    return found
+
+
+def _count(found: Look, trace: Trace) -> None:
+    row, at = trace.rollout, started(trace.rollout)
+    found.traces += 1
+    found.failed += row.failure is not None
+    if at:
+        found.first, found.last = min(found.first or at, at), max(found.last, at)
+    for reward in row.rewards:
+        name = (
+            reward.name
+            if reward.scope is Scope.ROLLOUT
+            else f"{reward.name} ({reward.scope.value})"
+        )
+        found.feedback.setdefault(name, []).append(reward.value)
+    by_id = {span.id: span for span in trace.spans}
+    for call in trace.transitions:
+        role = found.roles.setdefault(call.role, RoleLook())
+        role.calls += 1
+        role.models[call.policy] += 1
+        role.prompts.append(sum(len(str(m.get("content") or "")) for m in call.messages))
+        role.answers.append(len(str(obj(call.answer).get("content") or "")))
+        role.tool_calls += len(obj(call.answer).get("tool_calls") or ())
+        span = by_id.get(call.span or "")
+        role.failed += bool(span and not span.ok)
+        role.tokens += number(span.attributes.get("gen_ai.usage.output_tokens")) or 0 if span else 0
+    for span in trace.spans:
+        found.cost += number(span.attributes.get("gen_ai.usage.cost")) or 0
+        if span.kind == "tool":
+            name = str(span.attributes.get(TOOL_NAME) or span.name)
+            tool = found.tools.setdefault(name, ToolLook())
+            tool.calls += 1
+            tool.failed += not span.ok
+
+
+def lines_of(found: Look) -> Iterator[str]:
+    """The look, for a console."""
+    when = f", {_day(found.first)} to {_day(found.last)}" if found.first else ", without times"
+    cost = f", which cost {found.cost:.2f}" if found.cost else ""
+    yield (
+        f"{found.traces} traces of {found.tasks} tasks{when}{cost}; {found.failed} failed,"
+        f" {found.duplicates} have the content of another one"
+    )
+    for name, role in sorted(found.roles.items(), key=lambda pair: -pair[1].calls):
+        models = ", ".join(model for model, _ in role.models.most_common(3))
+        tokens = f", {role.tokens / role.calls:.0f} tokens each" if role.tokens else ""
+        yield (
+            f"  {name}: {role.calls} calls of {models}; prompts of {median(role.prompts):.0f}"
+            f" characters (at most {max(role.prompts)}), answers of {median(role.answers):.0f}"
+            f"{tokens};"
+            f" {role.tool_calls} calls of tools, {role.failed} failed"
+        )
+    for name, tool in sorted(found.tools.items(), key=lambda pair: -pair[1].calls):
+        yield f"  tool {name}: {tool.calls} calls, {tool.failed} failed"
+    for name, values in sorted(found.feedback.items()):
+        mean, ends = sum(values) / len(values), f"{min(values):g} to {max(values):g}"
+        yield f"  feedback {name}: {len(values)} times, mean {mean:.3g}, {ends}"
+    if found.why_not:
+        yield f"Nothing would be trained: {found.why_not}"
+        return
+    made = found.training
+    roles = Counter(str(row["role"]) for row in made.demonstrations)
+    by_role = ", ".join(f"{count} of {role}" for role, count in roles.most_common()) or "none"
+    why = Counter(str(row["why"]) for row in made.pairs)
+    pairs = f" ({', '.join(f'{n} by {name}' for name, n in why.items())})" if why else ""
+    yield (
+        f"Where {found.where}: {len(made.demonstrations)} demonstrations ({by_role}),"
+        f" {len(made.pairs)} pairs{pairs}, {len(made.tasks)} tasks and {len(made.heldout)} held"
+        f" out, {len(made.tools)} different answers of tools"
+    )
+    for reason, count in made.left_out.most_common():
+        yield f"  left out: {count} {reason}"
+
+
+def _day(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d")
+
+
+def as_json(found: Look) -> dict[str, Any]:
+    """The look, for programs."""
+    made = found.training
+    return {
+        "traces": found.traces,
+        "tasks": found.tasks,
+        "failed": found.failed,
+        "duplicates": found.duplicates,
+        "first": found.first,
+        "last": found.last,
+        "cost": found.cost,
+        "roles": {
+            name: {
+                "calls": role.calls,
+                "models": dict(role.models),
+                "tool_calls": role.tool_calls,
+                "failed": role.failed,
+                "prompt_characters": median(role.prompts),
+                "answer_characters": median(role.answers),
+            }
+            for name, role in found.roles.items()
+        },
+        "tools": {name: asdict(tool) for name, tool in found.tools.items()},
+        "feedback": {
+            name: {"times": len(v), "mean": sum(v) / len(v)} for name, v in found.feedback.items()
+        },
+        "where": found.where,
+        "why_not": found.why_not,
+        "demonstrations": dict(Counter(str(row["role"]) for row in made.demonstrations)),
+        "pairs": len(made.pairs),
+        "train": len(made.tasks),
+        "heldout": len(made.heldout),
+        "tool_answers": len(made.tools),
+        "left_out": dict(made.left_out),
+    }

@@ -1,0 +1,160 @@
+"""The tree of a recorded trace: one root, every node below it, and each call's role.
+
+What a recording lacks is completed in the smallest way, and counted: nodes whose parent is not
+there hang below the root, a cycle is cut at its earliest node, several roots get one above them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from agentrl.recorded.nodes import Issues, Node, Note
+
+
+class Tree(NamedTuple):
+    """A trace. nodes: the root first, then in the order of their starts, roles filled in."""
+
+    root: Node
+    nodes: list[Node]
+    notes: list[Note]
+
+    @property
+    def calls(self) -> list[Node]:
+        """The model calls with messages and an answer."""
+        return [
+            node for node in self.nodes if node.call and node.call.messages and node.call.answer
+        ]
+
+
+def tree_of(items: Iterable[Node | Note], issues: Issues) -> Tree | None:
+    """The tree of what was read of one trace; None if that are notes only."""
+    items = list(items)
+    found: dict[str, Node] = {}
+    for node in items:
+        if isinstance(node, Node):
+            found[node.id] = _fuller(found.get(node.id), node)
+    if not found:
+        return None
+    trace = next(iter(found.values())).trace
+    nodes = [_timed(node, issues) for node in found.values()]
+    root, parents = _parents(nodes, trace, issues)
+    own = {
+        node.id: node.role or (node.name if node.kind == "agent" else "") for node in (root, *nodes)
+    }
+    roles = _roles(own, parents)
+    ordered = _in_order([node for node in nodes if node.id != root.id])
+    placed = [
+        replace(node, parent=parents.get(node.id, ""), role=roles[node.id])
+        for node in (root, *ordered)
+    ]
+    notes = {
+        (one.key or number, one.name): one
+        for number, one in enumerate(items)
+        if isinstance(one, Note)
+    }  # exports overlap
+    return Tree(placed[0], placed, [*notes.values()])
+
+
+def _in_order(nodes: list[Node]) -> list[Node]:
+    """Nodes by their starts; one without a time stays behind the one that was read before it."""
+    last, keys = 0, list[int]()
+    for node in nodes:
+        last = node.start or last
+        keys.append(last)
+    return [node for _, node in sorted(zip(keys, nodes, strict=True), key=lambda pair: pair[0])]
+
+
+def _fuller(known: Node | None, node: Node) -> Node:
+    """Of two records of a node the one that tells more: exports overlap."""
+    if known is None:
+        return node
+    filled = [
+        (bool(n.call and n.call.answer), bool(n.end), n.output is not None) for n in (known, node)
+    ]
+    return node if filled[1] > filled[0] else known
+
+
+def _timed(node: Node, issues: Issues) -> Node:
+    if node.end and node.end < node.start:
+        issues.add(
+            "a span ends before it starts; its duration is 0",
+            f"{node.name[:60]} of {node.trace[:40]}",
+        )
+        return replace(node, end=node.start)
+    return node
+
+
+def _parents(nodes: list[Node], trace: str, issues: Issues) -> tuple[Node, dict[str, str]]:
+    """The root, and the parent of every other node."""
+    known = {node.id: node for node in nodes}
+    parents = {node.id: node.parent for node in nodes if node.parent in known}
+    _cut_cycles(nodes, parents, issues)
+    tops = sorted((node for node in nodes if node.id not in parents), key=lambda node: node.start)
+    roots = [node for node in tops if not node.parent]
+    orphans = [node for node in tops if node.parent] if roots else []
+    roots = roots or tops
+    root = roots[0]
+    if len(roots) > 1:
+        issues.add("a trace has several roots; they hang below one", trace[:60])
+        root = Node(
+            trace=trace,
+            id=f"{trace}-root",
+            name="trace",
+            kind="chain",
+            start=root.start,
+            end=max(n.end for n in roots),
+            input=root.input,
+            output=roots[-1].output,
+        )
+        parents |= {node.id: root.id for node in roots}
+    if orphans:
+        issues.add(
+            "a span's parent is not in the recording; it hangs below the root",
+            f"{orphans[0].name[:60]} of {trace[:40]}",
+        )
+        parents |= {node.id: root.id for node in orphans}
+    late = [
+        n
+        for n in nodes
+        if n.start and (p := known.get(parents.get(n.id, ""))) and p.start > n.start
+    ]
+    if late:
+        issues.add(
+            "a span starts before the one that it is part of; times are as recorded",
+            f"{late[0].name[:60]} of {trace[:40]}",
+        )
+    return root, parents
+
+
+def _cut_cycles(nodes: list[Node], parents: dict[str, str], issues: Issues) -> None:
+    clear: set[str] = set()
+    for node in sorted(nodes, key=lambda node: node.start):
+        path: dict[str, None] = {}  # in its order
+        at = node.id
+        while at in parents and at not in clear and at not in path:
+            path[at] = None
+            at = parents[at]
+        if at in path:
+            issues.add(
+                "spans are each other's parents; the earliest hangs below the root",
+                f"{node.name[:60]} of {node.trace[:40]}",
+            )
+            steps = [*path]
+            del parents[node.id if node.id in steps[steps.index(at) :] else at]
+        clear.update(path)
+
+
+def _roles(own: dict[str, str], parents: dict[str, str]) -> dict[str, str]:
+    """By node: the innermost node of a graph or agent that it is, or is part of; "": none is
+    named. own: what each node itself is."""
+    found: dict[str, str] = {}
+    for start in own:
+        at, path = start, [start]
+        while not own[at] and at not in found and at in parents:
+            at = parents[at]
+            path.append(at)
+        found |= dict.fromkeys(path, found.get(at) or own[at])
+    return found

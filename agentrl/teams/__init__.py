@@ -1,1 +1,0 @@
-"""Teams: rewards of roles for verifiers, and what the training of each role is worth."""

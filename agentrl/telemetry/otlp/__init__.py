@@ -1,1 +1,0 @@
-"""OpenTelemetry traces from others and for others."""

@@ -1,1 +1,0 @@
-"""What a rollout said, for people: its messages, its prompts, the text of its tokens."""

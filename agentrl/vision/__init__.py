@@ -1,1 +1,0 @@
-"""Agents that look: images in messages, kept once and named by their digests."""

@@ -1,1 +1,0 @@
-"""Chat completions outside of rollouts."""

@@ -1,0 +1,215 @@
+"""Credit by how a text in the prompt that only training knows changes the policy's log-probs.
+
+The gap of a call is the reward `told`: the log-prob of its sampled tokens where the prompt has the
+text less that where it has not, in nats; `Batch.told` is that of each token. A missing gap means
+that the call was told nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.credit.core import Credit, rewards, rollout_rewards, standardise
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import (
+    Level,
+    known_mean,
+    next_same,
+    previous,
+    reduce_by,
+    scan,
+    units,
+)
+from agentrl.algorithms.data.state import RememberedColumn, StatePart
+from agentrl.core import types
+from agentrl.core.errors import TrainingError
+from agentrl.core.types import Json, Rollout
+
+log = logging.getLogger("agentrl.algorithm")
+TOLD = f"transition:{types.TOLD}"
+STYLE = f"transition:{types.TOLD}_style"  # as `told`, of a few calls, told about another task
+EMA_WEIGHT = 0.3  # of the latest step in the average of the divergence
+MIN_DECREASE = 0.02  # a lower average is lower by this share
+DECAY = 0.95  # of evidence, from call to call
+MIN_PRIOR = 0.01  # the smallest prior of success and of failure, which the paper leaves open
+
+
+@dataclass(slots=True)
+class GapState:
+    """The divergence of the policy from itself once told, in nats per token. average: exponentially
+    weighted over steps; lowest: of this average; since: steps without a lower one."""
+
+    patience: int = 0
+    average: float | None = None
+    lowest: float | None = None
+    since: int = 0
+    retired: bool = False
+    last: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
+
+    def after(self, divergence: float | None, metrics: dict[str, float]) -> GapState:
+        """After a step with this divergence; None: nothing was told in it."""
+        if divergence is None or self.retired:
+            return replace(self, last={"told/retired": float(self.retired), "told/calls": 0.0})
+        earlier = divergence if self.average is None else self.average
+        average = EMA_WEIGHT * divergence + (1 - EMA_WEIGHT) * earlier
+        falls = self.lowest is None or average < self.lowest - MIN_DECREASE * abs(self.lowest)
+        since = 0 if falls else self.since + 1
+        retired = 0 < self.patience <= since
+        if retired:
+            log.warning(
+                "+told: the divergence from the policy that is told has not fallen for %d steps; "
+                "from now on nothing is told", since,
+            )  # fmt: skip
+        last = {**metrics, "told/kl": divergence, "told/retired": float(retired)}
+        lowest = average if falls else self.lowest
+        return GapState(self.patience, average, lowest, since, retired, last)
+
+    def metrics(self) -> Mapping[str, float]:
+        return self.last
+
+    def dump(self) -> Json:
+        return [self.average, self.lowest, self.since, self.retired]
+
+    def restore(self, data: Json) -> None:
+        kind = tuple[float | None, float | None, int, bool]
+        self.average, self.lowest, self.since, self.retired = msgspec.convert(data, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class StyleReward:
+    """Names a second reward that `ToldGap` reads: a record names one."""
+
+    reward: str = STYLE
+
+
+@dataclass(frozen=True, slots=True)
+class ToldGap(RememberedColumn):
+    """Whether the policy is told, 1 or 0 for each rollout: until the divergence from the policy
+    that is told has not fallen for `patience` steps (0: always). RetireOPD, arXiv 2609.20784, which
+    also waits for a share of the teacher's success rate; a teacher that never acts has none."""
+
+    patience: int = 0
+    reward: str = TOLD
+    style: StyleReward = StyleReward()
+    stored_as: ClassVar[str] = "told-gap"
+
+    @property
+    def level(self) -> Level:
+        return "rollout"
+
+    def part(self, seed: int) -> GapState:
+        return GapState(self.patience)
+
+    def recall(
+        self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
+    ) -> tuple[Tensor, StatePart]:
+        assert isinstance(part, GapState)
+        told, style = rewards(batch, self.reward), rewards(batch, self.style.reward)
+        known, both = ~told.isnan(), ~(told + style).isnan()
+        count = float(call_sizes(batch)[known].sum())
+        metrics = {"told/calls": float(known.sum())}
+        if size := float(told[both].abs().sum()):
+            metrics["told/style"] = float(style[both].abs().sum()) / size
+        divergence = -float(told[known].sum()) / count if count else None
+        column = torch.full((len(rollouts),), float(not part.retired), dtype=torch.float64)
+        return column, part.after(divergence, metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class ToldCredit:
+    """The reward `told` of each token's call, within +- limit, [N]: its gradient is minus that of
+    KL(policy || policy that is told), estimated from the sampled calls."""
+
+    limit: float
+    reward: str = TOLD
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return rewards(batch, self.reward).clamp(-self.limit, self.limit)[batch.token_transition]
+
+
+@dataclass(frozen=True, slots=True)
+class ToldShare:
+    """The weight of the host's credit, [N]: `share` for tokens of calls that are told something, 1
+    for others."""
+
+    share: float
+    reward: str = TOLD
+
+    def __call__(self, batch: Batch) -> Tensor:
+        told = rewards(batch, self.reward)[batch.token_transition]
+        return torch.where(told.isnan(), 1.0, self.share)
+
+
+@dataclass(frozen=True, slots=True)
+class ToldScale:
+    """A credit A (blend + (1 - blend) w), with w = exp(sign(A) gap) within 1 +- band: the gap is
+    that of each token, or the mean per token of its call. It never changes the sign. RLSD, arXiv
+    2604.03128; by call as TurnSight, 2608.04007, here without its views of several horizons."""
+
+    credit: Credit
+    blend: float
+    band: float
+    by_token: bool = False
+    reward: str = TOLD
+
+    def __call__(self, batch: Batch) -> Tensor:
+        credit = self.credit(batch)
+        w = (credit.sign() * self.gap(batch)).exp().clamp(1 - self.band, 1 + self.band)
+        return credit * torch.where(w.isnan(), 1.0, self.blend + (1 - self.blend) * w)
+
+    def gap(self, batch: Batch) -> Tensor:
+        if not self.by_token:
+            return (rewards(batch, self.reward) / call_sizes(batch))[batch.token_transition]
+        if len(batch.told) != batch.n_tokens:
+            raise TrainingError(f"step {batch.step}: nothing was told to the tokens of this batch")
+        return batch.told
+
+
+@dataclass(frozen=True, slots=True)
+class ToldBelief:
+    """A credit A (blend + (1 - blend) w) with one w per call. A belief in success begins with the
+    group's rate of success; each call adds its reward `told` to the log-odds, and what was added
+    decays. The change of the belief, signed as A, standardised within the rollout's calls of one
+    role, is z, and w = 1 + band z within 1 +- band. AgentOPSD, arXiv 2608.05987."""
+
+    credit: Credit
+    blend: float
+    band: float
+    least: float
+    outcome: str
+    reward: str = TOLD
+
+    def __call__(self, batch: Batch) -> Tensor:
+        credit, calls = self.credit(batch), len(batch.transitions)
+        evidence = rewards(batch, self.reward)
+        ids = units(batch, "transition", "rollout", "role")
+        before = previous(next_same(ids))
+        odds = scan(evidence.nan_to_num(nan=0.0), DECAY, before)
+        prior = self.prior(batch)[batch.transition_rollout].logit()
+        belief = (prior + odds).sigmoid()
+        earlier = torch.where(before >= 0, belief[before], prior.sigmoid())
+        sign = known_mean(credit, batch.token_transition, calls).nan_to_num(nan=0.0).sign()
+        q = torch.where(evidence.isnan(), torch.nan, sign * (belief - earlier))
+        z = standardise(q, ids, norm="std", ddof=0, eps=0.0).advantage
+        w = (1 + self.band * z).clamp(1 - self.band, 1 + self.band)
+        w = torch.where(evidence.isnan(), 1.0, self.blend + (1 - self.blend) * w)
+        return credit * w[batch.token_transition]
+
+    def prior(self, batch: Batch) -> Tensor:
+        """The rate of success of each rollout's group, [U]."""
+        x = rollout_rewards(batch, self.outcome)
+        success = torch.where(x.isnan(), torch.nan, (x >= self.least).double())
+        rate = known_mean(success, batch.rollout_group, len(batch.groups))
+        return rate.nan_to_num(nan=0.5).clamp(MIN_PRIOR, 1 - MIN_PRIOR)[batch.rollout_group]
+
+
+def call_sizes(batch: Batch) -> Tensor:
+    """Number of tokens of each call, float64 [S]."""
+    return reduce_by(torch.ones(batch.n_tokens), batch.token_transition, len(batch.transitions))

@@ -1,1 +1,0 @@
-"""Tasks by how often they were solved."""

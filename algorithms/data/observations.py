@@ -1,0 +1,143 @@
+"""Where in a prompt the texts are that tools and the environment answered to the policy.
+
+A chat template writes a message's text between marks of its own, so the tokens of the text are
+found by their bytes, between the end of the policy's earlier action and the end of the prompt. A
+text that occurs there more than once, such as one that is the name of a role, is told apart by a
+rendering with another text in its place. Invariant: a token that is only partly of the text, or of
+anything else (marks, other messages, the next header), is not an observation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
+
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.model.chat import Chat, Codec, RequestError, Tokenizer, text_content
+from agentrl.algorithms.objective.core import Echo
+from agentrl.core.types import Json, Transition
+
+log = logging.getLogger("agentrl.algorithm")
+PROBE = "observation probe 8f31"  # a text that no tool answers
+Message = dict[str, Json]
+
+
+@dataclass(slots=True)
+class AnswerTexts:
+    """Finds the observations that `echo` names; see `merge.Observations`.
+
+    Called with a call and the earlier call whose tokens its prompt continues: yields the index in
+    the prompt, and the tool's name or else the role, of each token of what answered the earlier
+    one."""
+
+    echo: Echo
+    tokenizer: Tokenizer
+    chat: Chat = field(init=False)
+    codec: Codec = field(init=False)
+    missing: int = 0  # texts that were not found in the prompt as it was sent
+    empty: int = 0  # steps without an observation
+
+    def __post_init__(self) -> None:
+        self.codec = Codec(self.tokenizer)
+        self.chat = Chat(self.tokenizer, self.codec)
+
+    def __call__(self, call: Transition, earlier: Transition) -> Iterator[tuple[int, str]]:
+        start = len(earlier.prompt) + len(earlier.completion)
+        gap = call.prompt[start:]
+        if not len(gap) or min(gap) < 0:  # below 0: images, which no policy writes
+            return
+        pieces = [bytes(self.codec.token(token)[1]) for token in gap]
+        ends = list(accumulate(map(len, pieces)))
+        text, cursor = b"".join(pieces), 0
+        for number, message in self.answers(call, earlier):
+            span = self.span(text, cursor, call, number)
+            if span is None:
+                self._count_missing(call, message)
+                continue
+            first, cursor = span
+            source = source_of(message, call.messages[len(earlier.messages)])
+            if message.get("role") in self.echo.roles and source in (self.echo.tools or (source,)):
+                for at, (size, end) in enumerate(zip(map(len, pieces), ends, strict=True)):
+                    if size and first <= end - size and end <= cursor:
+                        yield start + at, source
+
+    def answers(self, call: Transition, earlier: Transition) -> list[tuple[int, Message]]:
+        """The messages that answer the earlier call's action, up to the next one of an assistant,
+        with their numbers in the request."""
+        first = len(earlier.messages) + 1
+        new = enumerate(call.messages[first:], first)
+        found = takewhile(lambda each: each[1].get("role") != "assistant", new)
+        return [(number, message) for number, message in found if _text(message).strip()]
+
+    def span(
+        self, text: bytes, cursor: int, call: Transition, number: int
+    ) -> tuple[int, int] | None:
+        """Where the text of message `number` is in the bytes of the gap, which end as the prompt
+        does; None: not found."""
+        content = _text(call.messages[number])
+        for wanted in (content.encode(), content.strip().encode()):  # many templates strip
+            at = text.find(wanted, cursor)
+            if at >= 0 and text.find(wanted, at + 1) < 0:
+                return at, at + len(wanted)
+            if at >= 0:
+                end = len(text) - self.rest(call, number)
+                first = end - len(wanted)
+                return (first, end) if text[first:end] == wanted and first >= cursor else None
+        return None
+
+    def rest(self, call: Transition, number: int) -> int:
+        """Bytes of the prompt after the text of message `number`; 0 if it cannot be rendered."""
+        probed = {**call.messages[number], "content": PROBE}
+        messages = [*call.messages[:number], probed, *call.messages[number + 1 :]]
+        try:
+            prompt: Sequence[int] = self.chat.encode(messages, call.tools)
+        except RequestError:
+            return 0
+        text = b"".join(bytes(self.codec.token(token)[1]) for token in prompt)
+        return len(text) - text.rfind(PROBE.encode()) - len(PROBE)
+
+    def check(self, batch: Batch) -> None:
+        """Log the first step without an observation."""
+        if not batch.n_tokens or len(batch.observation_row):
+            return
+        self.empty += 1
+        if self.empty == 1:
+            log.warning(
+                "+echo: step %d has no answer to learn from: no message of role %s%s follows an "
+                "action in a prompt that continues its tokens",
+                batch.step, " or ".join(self.echo.roles),
+                f" and tool {' or '.join(self.echo.tools)}" if self.echo.tools else "",
+            )  # fmt: skip
+
+    def _count_missing(self, call: Transition, message: Message) -> None:
+        """Count a text that was not found, and log the first."""
+        if message.get("role") in self.echo.roles:
+            self.missing += 1
+            if self.missing == 1:
+                log.warning(
+                    "+echo: what %s answered is not in the prompt of call %s as it was sent, so "
+                    "it is not learned from: the chat template renders it in another way",
+                    message.get("role"), call.id,
+                )  # fmt: skip
+
+
+def source_of(message: Message, answered: Message) -> str:
+    """The name of the tool whose result a message is, else its role."""
+    if message.get("role") != "tool":
+        return str(message.get("role"))
+    calls = answered.get("tool_calls")
+    names = {
+        str(each.get("id")): str(each.get("function", {}).get("name"))
+        for each in (calls if isinstance(calls, list) else [])
+    }
+    only = next(iter(names.values())) if len(names) == 1 else "tool"
+    return str(message.get("name") or names.get(str(message.get("tool_call_id")), only))
+
+
+def _text(message: Message) -> str:
+    try:
+        return str(text_content(message.get("content"), "message") or "")
+    except RequestError:
+        return ""

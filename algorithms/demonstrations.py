@@ -1,0 +1,224 @@
+"""Demonstrations: conversations to imitate, as rows of the prompts that the policy would get and
+the tokens that it would have to sample.
+
+The prompt of a message of the assistant is what the policy server renders of the messages before
+it, and its tokens are those that the chat template writes after this prompt, up to the end of the
+turn. So a template needs no marks, and what it does to earlier messages is in the prompts.
+Invariant: a row's actions are exactly such tokens. Messages share a row as long as each
+prompt begins with the tokens before it, which a template that drops earlier thinking ends.
+
+`format_problem` reports whether a tiny model has learned the format of what it imitates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, pairwise
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from agentrl.algorithms.conversations import Message
+from agentrl.algorithms.data.batch import TokenRow
+from agentrl.algorithms.model.chat import Chat, Codec, RequestError, Tokenizer
+from agentrl.algorithms.model.forward import forward_logprobs
+from agentrl.algorithms.model.packing import pack_rows
+from agentrl.algorithms.model.scaled import Inputs
+from agentrl.core.errors import TrainingError
+from agentrl.core.types import Json
+
+log = logging.getLogger("agentrl.algorithm")
+Answer = tuple[list[int], list[int]]  # the tokens of a prompt, and those to sample
+
+
+class ConversationReader:
+    """Renders conversations with a policy's chat template. ends: token ids that end a turn.
+    inputs: of a model that reads more than text."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, ends: Iterable[int], inputs: Inputs | None = None
+    ) -> None:
+        self._tokenizer, self._codec = tokenizer, Codec(tokenizer)
+        self._chat = (inputs.chat if inputs else Chat)(tokenizer, self._codec)
+        self._ends, self._reads_more = set(ends), inputs is not None
+        self._end = min(self._ends)
+        if tokenizer.eos_token_id in self._ends:
+            self._end = tokenizer.eos_token_id
+        self._checked: set[Json] = set()  # roles, and "" for the end, that a warning was about
+
+    def rows(self, conversation: Mapping[str, Json]) -> list[TokenRow]:
+        """The rows of {"messages": [...], "tools": [...]}. Raises TrainingError, which names the
+        message, if the template does not show what the policy would sample."""
+        rows: list[tuple[list[int], list[int]]] = []
+        for prompt, completion in self.answers(conversation):
+            if not rows or prompt[: len(rows[-1][0])] != rows[-1][0]:
+                rows.append(([], []))
+            tokens, actions = rows[-1]
+            tokens += [*prompt[len(tokens) :], *completion]
+            actions += range(len(prompt), len(tokens))
+        return [_row(tokens, actions) for tokens, actions in rows]
+
+    def answers(self, conversation: Mapping[str, Json]) -> list[Answer]:
+        """The prompt and the tokens of each message of the assistant but a first one, which no
+        policy is asked for; of the messages `imitate` alone, if it names them by index."""
+        messages, tools = conversation["messages"], conversation.get("tools")
+        options = conversation.get("chat_template_kwargs") or {}
+        if not isinstance(options, dict):
+            raise TrainingError("chat_template_kwargs is not an object")
+        found = []
+        if self._reads_more:
+            self._fetch(messages)
+        for index in _imitated(messages, conversation.get("imitate")):
+            if index:
+                try:
+                    found.append(self._answer(messages, index, tools, options))
+                except (RequestError, TrainingError) as error:
+                    raise TrainingError(f"messages[{index}]: {error}") from None
+        if not found:
+            raise TrainingError("no message of the assistant follows another message")
+        self._check_shown(messages, tools, options)
+        return found
+
+    def _fetch(self, messages: Json) -> None:
+        """Read what the messages show besides text. In a thread, as a loop may run in this one."""
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                fetched = self._chat.fetch(msgspec.json.encode(messages))
+                pool.submit(asyncio.run, fetched).result()
+            except RequestError as error:
+                raise TrainingError(str(error)) from None
+
+    def _answer(
+        self, messages: list[Message], index: int, tools: Json, options: dict[str, Json]
+    ) -> Answer:
+        message = messages[index]
+        if not (message.get("content") or message.get("tool_calls")):
+            raise TrainingError("the assistant says nothing in it")
+        written = str((message.get("content"), message.get("tool_calls")))
+        for text in (self._text([end]) for end in self._ends):
+            if text.strip() and text in written:
+                raise TrainingError(f"the text has {text!r}, which ends a turn; leave it out")
+        rendered = self._chat.encode(messages[:index], tools, **options)
+        prompt, read = [*rendered], [int(id) for id in getattr(rendered, "read", rendered)]
+        ended = options | {"add_generation_prompt": False}
+        whole = [*self._chat.encode(messages[: index + 1], tools, **ended)]
+        begins = whole[: len(prompt)] == prompt
+        completion = whole[len(prompt) :] if begins else self._after(prompt, whole)
+        end = next((n for n, token in enumerate(completion) if token in self._ends), None)
+        if end is not None:
+            return read, completion[: end + 1]
+        while completion and not self._text(completion[-1:]).strip():  # between turns
+            completion.pop()
+        self._say_endless()
+        return read, [*completion, self._end]  # otherwise a policy would never learn to end
+
+    def _after(self, prompt: list[int], whole: list[int]) -> list[int]:
+        """The tokens of the text that `whole` has after `prompt`, if a token spans both."""
+        before, text = self._text(prompt), self._text(whole)
+        rest = text.removeprefix(before)
+        # Some tokenizers put a space before what begins a text.
+        for anchor in (self._text([self._end]), "") if text.startswith(before) else ():
+            completion = self._codec.encode(anchor + rest)[len(self._codec.encode(anchor)) :]
+            if self._text([*prompt, *completion]) == text:
+                return completion
+        raise TrainingError(
+            "the chat template writes the messages before it in another way once the answer "
+            "follows, so it does not tell what the policy would sample (does its prompt open the "
+            "thinking, and the answer has none?); change the conversation or the template"
+        )
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _say_endless(self) -> None:
+        if "" not in self._checked:
+            self._checked.add("")
+            log.warning(
+                "the chat template ends the assistant's messages with no token that ends a "
+                "completion; the policy learns to end them with %r", self._text([self._end]),
+            )  # fmt: skip
+
+    def _check_shown(self, messages: list[Message], tools: Json, options: dict[str, Json]) -> None:
+        """Warn once of a role whose messages the template drops."""
+        for index, message in enumerate(messages):
+            role = message.get("role")
+            if role == "assistant" or role in self._checked or not message.get("content"):
+                continue
+            self._checked.add(role)
+            blank = [*messages[:index], message | {"content": ""}, *messages[index + 1 :]]
+            try:
+                same = self._chat.encode(blank, tools, **options)
+            except RequestError:  # a template may refuse an empty message
+                continue
+            if same == self._chat.encode(messages, tools, **options):
+                log.warning(
+                    "the chat template does not show messages of the role %r, as in the "
+                    "demonstrations: the policy imitates answers to prompts without them",
+                    role,
+                )
+
+
+def _imitated(messages: Json, chosen: Json) -> list[int]:
+    """The indices of the messages to imitate. Raises TrainingError for others than messages of the
+    assistant."""
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise TrainingError("messages is not a list of objects")
+    own = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
+    if chosen is None:
+        return own
+    if not isinstance(chosen, list) or any(one not in own for one in chosen):
+        raise TrainingError(f"imitate = {chosen!r:.80}: give indices of the assistant's, of {own}")
+    return sorted(chosen)
+
+
+def _row(tokens: list[int], actions: list[int]) -> TokenRow:
+    ones = torch.ones(len(actions))
+    index = torch.tensor(actions, dtype=torch.int64)
+    return TokenRow(torch.tensor(tokens), index, 0 * ones, ones, torch.zeros_like(index))
+
+
+MAX_ROWS = 64  # conversations that are read
+TOO_HIGH = 0.1  # nats per token; one that writes the format has a hundredth of that
+
+
+def format_problem(model: PreTrainedModel, rows: Sequence[TokenRow]) -> str:
+    """Why rollouts of the model will fail, to follow its loss in a sentence; "": they need not."""
+    if (loss := format_loss(model, rows)) <= TOO_HIGH:
+        return ""
+    return (
+        f"and of {loss:.2f} where they leave no choice, which is too high: it does not write"
+        " their format. Give `imitator` more steps, or shorter and more similar conversations"
+    )
+
+
+@torch.no_grad()
+def format_loss(model: PreTrainedModel, rows: Sequence[TokenRow]) -> float:
+    """The mean loss, in nats, where conversations leave no choice: of tokens that alone follow the
+    one before them, and of those that continue copied text, such as a name. 0 if none are."""
+    rows = rows[:MAX_ROWS]
+    written = [list(pairwise(row.tokens.tolist())) for row in rows]  # the pair at i ends at i + 1
+    acted = [
+        [pairs[at - 1] for at in row.actions.tolist()]
+        for pairs, row in zip(written, rows, strict=True)
+    ]
+    often, before = Counter(chain(*acted)), Counter(first for first, _ in chain(*acted))
+    settled = [
+        often[pair] == before[pair[0]] > len(rows) / 2
+        or (often[pair] < len(rows) / 10 and pair in pairs[: at - 1])
+        for pairs, row in zip(written, rows, strict=True)
+        for at in row.actions.tolist()
+        for pair in [pairs[at - 1]]
+    ]
+    (pack,) = pack_rows(rows, "trie", sys.maxsize)
+    losses = -forward_logprobs(model, pack)[torch.tensor(settled)[pack.index]]
+    return float(losses.mean()) if len(losses) else 0.0

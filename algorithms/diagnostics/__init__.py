@@ -1,1 +1,0 @@
-"""Metrics, stored credit and explanations of training steps."""

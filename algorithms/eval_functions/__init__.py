@@ -1,1 +1,0 @@
-"""Functions of the run file that measure checkpoints."""

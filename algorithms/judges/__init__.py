@@ -1,1 +1,0 @@
-"""Judges: models whose verdicts on rollouts are rewards."""

@@ -1,1 +1,0 @@
-"""A KL penalty that adapts."""

@@ -1,1 +1,0 @@
-"""Liger Kernel on the model of a learner."""

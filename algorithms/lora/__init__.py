@@ -1,1 +1,0 @@
-"""Adapters of low rank on a frozen base, which may be quantised."""

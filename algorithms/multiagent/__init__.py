@@ -1,1 +1,0 @@
-"""Value learning for teams: episodes of joint actions, VDN and QMIX."""

@@ -1,1 +1,0 @@
-"""Prompt search: finds better prompts for unmodified agents."""

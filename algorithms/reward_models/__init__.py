@@ -1,1 +1,0 @@
-"""Reward models: models whose scores are rewards, and their training."""

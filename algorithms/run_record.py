@@ -1,0 +1,331 @@
+"""The record of a run in which reasons are found: metrics, the newest rollouts with their calls,
+and the tasks and rewards of more of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from msgspec.structs import replace
+
+from agentrl.algorithms.hack_signs import (
+    NOT_AUDITED,
+    STEPS,
+    Audited,
+    Sign,
+    known_of,
+    played,
+    signs,
+)
+from agentrl.algorithms.verdict import (
+    EVALUATIONS,
+    HELD_OUT,
+    SAMPLED,
+    Change,
+    change_of,
+    changes_of,
+    evaluation,
+    paired,
+    task_input,
+)
+from agentrl.core.config import RunConfig, derived
+from agentrl.core.config.run_file import from_store
+from agentrl.core.errors import NotFound
+from agentrl.core.types import (
+    FailureCount,
+    Purpose,
+    Rollout,
+    RolloutState,
+    StepRow,
+    are_shares,
+    score_text,
+)
+from agentrl.store.base import Store
+
+ROLLOUTS_READ, SEARCH_SECONDS = 32, 5.0  # rollouts to read with calls; seconds to search for a role
+ROLLOUTS_LISTED = 2048  # rollouts whose tasks, results and rewards are read
+NEARLY_ALL = 0.9  # of rollouts that are sampled
+EARLY = 20  # steps until which a run that does not get better may only need time
+LATEST_STEPS = 4  # steps whose rollouts are read beyond those that are listed
+ENDS_READ = 64  # rollouts at each end of a run whose calls are read
+ALIKE_READ, ALIKE_EACH = 24, 4  # sets of equal rollouts whose calls are read, and of each so many
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Rollouts of equal tasks in which everything was equal, calls included, but not the reward."""
+
+    rollouts: tuple[str, str]  # two of them
+    share: float  # of the variance of rewards that equal rollouts have
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRun:
+    """The stored data of one policy of a run."""
+
+    config: RunConfig  # the policy's view of it
+    steps: Sequence[Mapping[str, float]]  # metrics of committed steps, the policy's own unprefixed
+    scores: Sequence[float]  # held-out, from before the first step to after the last
+    failure: FailureCount | None  # the kind of most failed rollouts
+    silent: Sequence[str]  # roles of the policy without a call
+    logprobs: Sequence[float]  # of its most recently sampled tokens
+    newest: Sequence[Rollout] = ()  # its most recent rollouts, with calls
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    trained: Change | None = None  # of the reward that is maximised, if that is not the outcome
+    listed: Sequence[Rollout] = ()  # training rollouts from the first on, without calls
+    heldout: Sequence[Rollout] = ()  # of an evaluation
+    alike: Alike | None = None
+    # Rollouts of the first and the last evaluation, or of training; some with their calls.
+    before: Sequence[Rollout] = ()
+    after: Sequence[Rollout] = ()
+    start: Mapping[str, float] = field(default_factory=dict)  # metrics of the first step
+    untouched: int = 0  # held-out tasks that were not trained, where others were: the scores' tasks
+    audited: Audited = NOT_AUDITED
+    hacked: Sequence[Sign] = ()  # signs that have crossed their limit in the newest rollouts
+
+    @property
+    def early(self) -> bool:
+        """Whether steps are missing that may still change something."""
+        return len(self.steps) < min(self.config.steps, EARLY)
+
+    @property
+    def risen(self) -> bool:
+        """Whether anything rose that the run was to raise."""
+        more = [self.trained] if self.trained else []
+        return any(change.risen for change in (*self.changes.values(), *more))
+
+    @property
+    def solved(self) -> bool:
+        """Whether nothing was left to learn: every held-out task succeeds, first and last, and the
+        last training rollouts nearly all do."""
+        held, trained = self.changes.get(HELD_OUT), self.values("reward/mean")[-3:]
+        solved = held is not None and held.share and held.first == held.last == 1.0
+        return solved and all(mean >= NEARLY_ALL for mean in trained)
+
+    @property
+    def improved(self) -> bool:
+        """Whether held-out scores rose; without any, the training reward."""
+        held = [self.changes[name] for name in (HELD_OUT, SAMPLED) if name in self.changes]
+        return any(change.risen for change in held or self.changes.values())
+
+    @property
+    def outcome(self) -> str:
+        """The reference of the reward that the algorithm maximises."""
+        return derived.trained_reward(self.config)
+
+    @property
+    def counted(self) -> Sequence[Mapping[str, float]]:
+        """The steps; before the first one the failures of the evaluation, which may have ended the
+        run."""
+        failed = Counter(
+            f"rollouts/failed/{row.failure.kind}" for row in self.heldout if row.failure
+        )
+        of = {"rollouts": float(len(self.heldout)), "rollouts/failed": float(failed.total())}
+        return self.steps or [{**of, **failed}]
+
+    def format(self, score: float) -> str:
+        """A score of the run in words."""
+        held = [{"eval/score": score} for score in self.scores]
+        return score_text(score, are_shares([*self.steps, *held]))
+
+    def values(self, name: str) -> list[float]:
+        return [x for step in self.counted if math.isfinite(x := step.get(name, math.nan))]
+
+    def mean(self, name: str) -> float:
+        """Mean of a metric over the steps that have it; 0 if none has."""
+        return fmean(self.values(name) or [0.0])
+
+    def share(self, name: str, of: str, without: str = "") -> float:
+        """(total of `name` - total of `without`) / total of `of`, at most 1."""
+        part = sum(self.values(name)) - sum(self.values(without))
+        return part / max(part, sum(self.values(of)), 1.0)
+
+
+async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
+    """Read the record of each trained policy. last: number of steps; 0: all. Raises NotFound for an
+    unknown run."""
+    state = await store.run(run)
+    if state is None:
+        raise NotFound(f"there is no run {run!r} in {store.url}; it has {await store.runs()}")
+    config = from_store(state.config)
+    measured = await store.steps(run)
+    rows = [row for row in measured if row.committed][-last:]
+    steps = {
+        HELD_OUT: [row.step for row in measured if "eval/score" in row.metrics],
+        SAMPLED: [row.step for row in measured if "eval/sampled" in row.metrics],
+    }
+    listed = await store.rollouts(run, purpose=Purpose.TRAIN, limit=ROLLOUTS_LISTED)
+    latest = await _latest(store, run, rows, listed)
+    trained = {task_input(row) for row in (*listed, *latest)}
+    changes = changes_of([row.metrics for row in measured], config)
+    changes = await paired(store, run, changes, steps, without=trained)
+
+    def weight(failed: FailureCount) -> tuple[float, int]:
+        rollouts = (row.metrics.get(f"rollouts/failed/{failed.kind}", 0.0) for row in rows)
+        return sum(rollouts), failed.attempts
+
+    failure = max(await store.failures(run), key=weight, default=None)
+    heldout = await evaluation(store, run, next(iter(steps[HELD_OUT]), 0), "score")
+    before, after = await _ends(store, run, steps, listed, latest)
+    held = {task_input(row) for row in heldout}
+    alike = await _alike(store, listed)
+    known = await known_of(store, config)
+    newly = await _last_played(store, run, rows)
+    policies = derived.trained_policies(config)
+    records = {}
+    for name in policies:
+        own = [role for role, player in derived.policy_by_role(config).items() if player == name]
+        found = {
+            role: await store.search(run, role=role, limit=1, budget=SEARCH_SECONDS) for role in own
+        }
+        # A search that ran out of time has not seen every rollout.
+        silent = [role for role, page in found.items() if not (page.rows or page.cursor)]
+        newest = await _newest(store, run, name if len(policies) > 1 else None)
+        view = derived.view(config, name)
+        metrics = [own_metrics(row.metrics, name) for row in rows]
+        records[name] = PolicyRun(
+            config=view,
+            steps=metrics,
+            scores=[row.metrics["eval/score"] for row in measured if "eval/score" in row.metrics],
+            failure=failure,
+            silent=silent,
+            logprobs=[
+                x for row in newest for call in row.transitions if call.policy == name
+                for x in call.logprobs
+            ],
+            newest=newest,
+            changes=changes,
+            trained=_trained(view, metrics),
+            listed=listed,
+            heldout=heldout,
+            alike=alike,
+            before=before,
+            after=after,
+            start=own_metrics(measured_first(measured), name),
+            untouched=len(held - trained) if held & trained else 0,
+            audited=known,
+            hacked=[one for one in signs(played(newly, view, known), known) if one.crossed],
+        )  # fmt: skip
+    return records
+
+
+def measured_first(measured: Sequence[StepRow]) -> Mapping[str, float]:
+    """The metrics of the first committed step; none without one."""
+    return next((row.metrics for row in measured if row.committed), {})
+
+
+async def _latest(
+    store: Store, run: str, rows: Sequence[StepRow], listed: Sequence[Rollout]
+) -> list[Rollout]:
+    """Training rollouts of the last steps, of a run that has more than are listed."""
+    if len(listed) < ROLLOUTS_LISTED:
+        return []
+    steps = [row.step for row in rows[-LATEST_STEPS:]]
+    read = [await store.rollouts(run, purpose=Purpose.TRAIN, trained=step) for step in steps]
+    return [row for some in read for row in some]
+
+
+async def _last_played(store: Store, run: str, rows: Sequence[StepRow]) -> list[Rollout]:
+    """Rollouts that the last steps trained, with their calls if any are known."""
+    read = [
+        await store.rollouts(run, purpose=Purpose.TRAIN, trained=row.step) for row in rows[-STEPS:]
+    ]
+    some = await _with_calls(store, [row for step in read for row in step])
+    return [row for row in some if row.transitions] or some
+
+
+async def _ends(
+    store: Store,
+    run: str,
+    steps: Mapping[str, Sequence[int]],
+    listed: Sequence[Rollout],
+    latest: Sequence[Rollout],
+) -> tuple[list[Rollout], list[Rollout]]:
+    """Rollouts of the first and last evaluation, or of the first and last steps of training."""
+    name = HELD_OUT if steps[HELD_OUT][1:] else SAMPLED
+    if len(steps[name]) > 1:
+        ends = [
+            await evaluation(store, run, step, EVALUATIONS[name])
+            for step in (steps[name][0], steps[name][-1])
+        ]
+    else:
+        done = [row for row in (*listed, *latest) if row.state is RolloutState.SUCCEEDED]
+        fifth = len(done) // 5
+        ends = [done[:fifth], done[-fifth:] if fifth else []]
+    before, after = [await _with_calls(store, rows) for rows in ends]
+    return before, after
+
+
+async def _with_calls(store: Store, rows: Sequence[Rollout]) -> list[Rollout]:
+    """The same, with the calls of ENDS_READ of them that are spread over all."""
+    every = max(1, len(rows) // ENDS_READ)
+    traces = [await store.trace(row.id) for row in rows[::every][:ENDS_READ]]
+    known = {one.rollout.id: one.transitions for one in traces if one}
+    return [replace(row, transitions=known.get(row.id, [])) for row in rows]
+
+
+async def _newest(store: Store, run: str, policy: str | None) -> list[Rollout]:
+    """Rollouts that have ended, with their calls. policy: None: of any, and without calls too."""
+    page = await store.search(run, policy=policy, purpose=Purpose.TRAIN, limit=ROLLOUTS_READ)
+    traces = [await store.trace(row.id) for row in page.rows]
+    return [replace(one.rollout, transitions=one.transitions) for one in traces if one]
+
+
+def _trained(config: RunConfig, steps: Sequence[Mapping[str, float]]) -> Change | None:
+    name = derived.trained_reward(config)
+    key, groups = f"reward/{name}", max(float(config.algorithm.groups), 1.0)
+    measured = [
+        (step[f"{key}/mean"], step.get(f"{key}/std", math.inf) ** 2 / groups)
+        for step in steps
+        if f"{key}/mean" in step
+    ]
+    if name == "outcome" or not measured[1:]:
+        return None
+    share = are_shares(
+        {f"reward/{end}": step.get(f"{key}/{end}", math.nan) for end in ("mean", "std")}
+        for step in steps
+    )
+    return change_of(measured, same_tasks=False, share=share)
+
+
+async def _alike(store: Store, listed: Sequence[Rollout]) -> Alike | None:
+    """Rollouts of the same task with the same result and calls, if their rewards differ."""
+    equal: dict[str, list[Rollout]] = defaultdict(list)
+    for row in listed:
+        if row.state is RolloutState.SUCCEEDED and math.isfinite(row.reward()):
+            equal[repr((row.task, row.result))].append(row)
+    pairs = [rows for rows in equal.values() if len(rows) > 1]
+    every = [x.reward() for rows in pairs for x in rows]
+    if not every or not (spread := _squares(every)):
+        return None
+    within = sum(_squares([row.reward() for row in rows]) for rows in pairs)
+    # Each set of equal ones has used up one of its differences.
+    share = min(1.0, within / (len(every) - len(pairs)) / (spread / (len(every) - 1)))
+    differ = (rows for rows in pairs if len({row.reward() for row in rows}) > 1)
+    for rows in [*differ][:ALIKE_READ]:
+        known: dict[str, Rollout] = {}
+        for row in rows[:ALIKE_EACH]:
+            trace = await store.trace(row.id)
+            calls = trace.transitions if trace else []
+            content = json.dumps([([*c.prompt], [*c.completion], c.images) for c in calls])
+            other = known.setdefault(content, row)
+            if calls and other.reward() != row.reward():
+                return Alike((other.id, row.id), share)
+    return None
+
+
+def _squares(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    return sum((x - mean) ** 2 for x in values)
+
+
+def own_metrics(metrics: Mapping[str, float], policy: str) -> dict[str, float]:
+    """The metrics of a step, those of the policy also without its prefix."""
+    prefix = f"{policy}/"
+    own = {key.removeprefix(prefix): x for key, x in metrics.items() if key.startswith(prefix)}
+    return {**metrics, **own}

@@ -1,1 +1,0 @@
-"""Teachers behind a server, whose log-probs a policy imitates."""

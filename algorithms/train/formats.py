@@ -1,0 +1,121 @@
+"""Checks of a run's chat templates, on the first calls that it trains on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from agentrl.algorithms.data.merge import own_calls
+from agentrl.algorithms.model.chat import BLIND, Chat, Codec, RequestError, Tokenizer
+from agentrl.algorithms.model.templates import proposed, templates
+from agentrl.algorithms.train.features import Feature, ServedRun
+from agentrl.core.errors import TrainingError
+from agentrl.core.types import Group, Json, Transition
+
+log = logging.getLogger("agentrl.algorithm")
+THOUGHT = "</think>"
+MIN_BREAK_SHARE = 0.1  # of calls; fewer are the model's own, by a token that is no text, say
+
+
+class Break(NamedTuple):
+    """A call that continues an earlier one, but not with its tokens."""
+
+    earlier: Transition
+    call: Transition
+    tokens: int  # of the earlier call that are computed again
+
+    @property
+    def reason(self) -> str:
+        answer = self.earlier.answer or {}
+        if THOUGHT in str(answer.get("content")):
+            return "the thinking of earlier turns"
+        return "its tool calls" if answer.get("tool_calls") else "its answers"
+
+
+class TemplateChecks(Feature):
+    """Ends a run whose template shows the model no tools, on any engine, and warns once what a
+    template costs that does not repeat what the model wrote."""
+
+    def __init__(self) -> None:
+        self.tokenizers: dict[str, Tokenizer] = {}  # by policy
+        self.checked: set[str] = set()  # policies with a call whose tools were shown
+        self.warned: set[str] = set()
+
+    async def start(self, run: ServedRun) -> None:
+        named = ((name, base.tokenizer) for base in run.models for name in base.policies)
+        self.tokenizers = dict(named)
+
+    def claimed(self, groups: Sequence[Group]) -> dict[str, float]:
+        for name, tokenizer in self.tokenizers.items():
+            calls = own_calls(groups, name)
+            if name not in self.checked and (first := next((c for c in calls if c.tools), None)):
+                self.checked.add(name)
+                check_tools(tokenizer, first)
+            pairs = [] if name in self.warned else list(continued(calls))
+            found = list(breaks(pairs))
+            if found and len(found) >= MIN_BREAK_SHARE * len(pairs):
+                self.warned.add(name)
+                log.warning("%s", sentence(found, len(calls), tokenizer))
+        return {}
+
+
+def check_tools(tokenizer: Tokenizer, call: Transition) -> None:
+    """Raise TrainingError if the chat template does not show the tools of a call."""
+    try:
+        Chat(tokenizer, Codec(tokenizer)).encode(list(call.messages), list(call.tools))
+    except RequestError as error:
+        if error.body.error.code == BLIND:
+            again = "the same command with --fresh; in Python fit(fresh=True)"
+            raise TrainingError(f"{error}. Then start over: {again}") from None
+
+
+def continued(calls: Iterable[Transition]) -> Iterator[tuple[Transition, Transition]]:
+    """The calls whose messages continue those of an earlier call and its answer, after that."""
+    attempts: dict[tuple[str, str], list[Transition]] = {}
+    for call in sorted((call for call in calls if call.exact), key=lambda call: call.index):
+        earlier = attempts.setdefault((call.attempt, call.role), [])
+        if before := next((each for each in reversed(earlier) if _continues(each, call)), None):
+            yield before, call
+        earlier.append(call)
+
+
+def breaks(pairs: Iterable[tuple[Transition, Transition]]) -> Iterator[Break]:
+    """Those of `continued` calls whose tokens do not continue."""
+    for before, call in pairs:
+        tokens = np.concatenate([before.prompt, before.completion])
+        size = min(len(tokens), len(call.prompt))
+        different = np.flatnonzero(tokens[:size] != call.prompt[:size])
+        same = int(different[0]) if len(different) else size
+        if same < len(tokens):
+            yield Break(before, call, len(tokens) - same)
+
+
+def _continues(earlier: Transition, call: Transition) -> bool:
+    """Whether a call's messages are an earlier call's, its answer as it was given, and others."""
+    size = len(earlier.messages)
+    if len(call.messages) <= size or call.messages[:size] != earlier.messages:
+        return False
+    return earlier.answer is not None and _content(call.messages[size]) == _content(earlier.answer)
+
+
+def _content(message: dict[str, Json]) -> tuple[str, list[Json]]:
+    calls = [call.get("function") for call in message.get("tool_calls") or ()]
+    return message.get("content") or "", [
+        one and (one.get("name"), one.get("arguments")) for one in calls
+    ]
+
+
+def sentence(found: Sequence[Break], calls: int, tokenizer: Tokenizer) -> str:
+    """Where and how often prefixes break, and what it costs."""
+    reasons = " and ".join(sorted({each.reason for each in found}))
+    tokens, name = sum(each.tokens for each in found), proposed(tokenizer)
+    other = name is not None and templates()[name].text != tokenizer.chat_template
+    return (
+        f"The chat template does not repeat {reasons} as the model wrote them: {len(found)} of"
+        f" {calls} calls begin a branch of their own, and {tokens} tokens that were computed are"
+        " computed again, in sampling and in each update."
+        + (f" policy.chat_template = {name!r} repeats all that was written." if other else "")
+    )

@@ -1,0 +1,239 @@
+"""The verdict on the scores of a run: how they changed, and what chance alone could have changed.
+It is the one rule by which the report, `agentrl view` and `agentrl why` judge whether a run became
+better or worse.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from statistics import fmean, stdev
+
+from agentrl.core.config import RunConfig
+from agentrl.core.types import Rollout, are_shares, gain_text, score_text
+from agentrl.store.base import Store
+
+HELD_OUT, SAMPLED, TRAINING = "held-out", "sampled held-out", "training reward"
+EVALUATIONS = {HELD_OUT: "score", SAMPLED: "sampled"}  # by the name of their groups
+# Standard errors of a change that are no chance: three tests (held-out, sampled, training) together
+# find one in 1 of 50 runs that do not change.
+LOOKS_Z = 2.5
+MIN_TREND_STEPS = 5  # steps whose scatter around a line shows what chance does
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What was measured in the first and in the last fifth of all measurements, as means."""
+
+    first: float
+    last: float
+    best: float  # of all fifths
+    noise: float  # the largest difference to expect by chance; infinite if unknown
+    share: bool = False  # whether it is shown as a percentage
+
+    @property
+    def gain(self) -> float:
+        return self.last - self.first
+
+    @property
+    def risen(self) -> bool:
+        """Whether it clearly rose, and has not lost most of that again."""
+        return self.gain > self.noise and self.gain >= self.best - self.last
+
+    @property
+    def fallen(self) -> bool:
+        """Whether it clearly fell, or has lost most of what it had gained: the best of five needs
+        more evidence than a single difference."""
+        lost = self.best - self.last
+        return -self.gain > self.noise or (lost > self.gain and lost > 1.5 * self.noise)
+
+    @property
+    def text(self) -> str:
+        chance = f", of which chance explains {self.chance}" if self.chance else ""
+        gain = gain_text(self.gain, self.share)
+        return f"{self.format(self.first)} to {self.format(self.last)} ({gain}{chance})"
+
+    @property
+    def chance(self) -> str:
+        """The noise in words; empty if it is unknown."""
+        return gain_text(self.noise, self.share).lstrip("+") if self.noise < math.inf else ""
+
+    def format(self, value: float) -> str:
+        """A value of this score in words."""
+        return score_text(value, self.share)
+
+
+def changes_text(changes: Mapping[str, Change]) -> str:
+    """What was measured; empty if nothing was."""
+    texts = [f"{name} {change.text}" for name, change in changes.items()]
+    return f"means of the first and last fifth: {', '.join(texts)}" if texts else ""
+
+
+def changes_of(rows: Sequence[Mapping[str, float]], config: RunConfig) -> dict[str, Change]:
+    """How the held-out scores and the training reward changed. No training reward where it is no
+    evidence: in games one seat's win is another's loss, tasks may be chosen by their reward, and
+    the rewards of a data set do not change."""
+    chosen = config.tasks.order == "difficulty" or not config.plays_rollouts
+    game = any("selfplay/games" in row for row in rows)
+    trained = [_trained(row) for row in rows if "reward/mean" in row and not (game or chosen)]
+    found = held_out_changes(rows)
+    if len(trained) > 1:
+        found[TRAINING] = change_of(trained, same_tasks=False, share=are_shares(rows))
+    return found
+
+
+def held_out_changes(rows: Sequence[Mapping[str, float]]) -> dict[str, Change]:
+    """How the scores of evaluations changed, by their name. rows: the metrics of steps."""
+    share = are_shares(rows)
+    measured = {
+        name: [_held_out(row, f"eval/{key}") for row in rows if f"eval/{key}" in row]
+        for name, key in EVALUATIONS.items()
+    }
+    return {
+        name: change_of(values, same_tasks=True, share=share)
+        for name, values in measured.items()
+        if len(values) > 1
+    }
+
+
+def not_improved(rows: Sequence[Mapping[str, float]]) -> str:
+    """A sentence with the evidence that a run did not improve; empty without evidence, or if
+    a score rose and none fell. The training reward is none: it is of other tasks at each step."""
+    known = held_out_changes(rows)
+    fallen = [
+        f"{name} {x.format(x.first)} to {x.format(x.last)}, at best {x.format(x.best)}{_by_luck(x)}"
+        for name, x in known.items()
+        if x.fallen
+    ]
+    if fallen:
+        return f"it got worse ({', '.join(fallen)})"
+    if any(x.last > x.first or x.first == x.last == 1.0 for x in known.values()):
+        return ""
+    found = [
+        f"{name} {x.format(x.first)} to {x.format(x.last)}{_by_luck(x)}"
+        for name, x in known.items()
+    ]
+    return f"no improvement was measured ({', '.join(found)})" if found else ""
+
+
+def _by_luck(change: Change) -> str:
+    return f", where chance makes up to {change.chance}" if change.chance else ""
+
+
+def change_of(
+    measured: Sequence[tuple[float, float]], *, same_tasks: bool, share: bool = False
+) -> Change:
+    """measured: values with the variance of their errors, which repeated measurements on the same
+    tasks share. On other tasks, a single one at each end is no evidence, but what many scatter
+    around a line is."""
+    size = math.ceil(len(measured) / 5)
+    means = [fmean(x for x, _ in measured[i : i + size]) for i in range(0, len(measured), size)]
+    first, last = measured[:size], measured[-size:]
+    error = sum(error for _, error in (*first, *last)) / size
+    noise = LOOKS_Z * math.sqrt(error if same_tasks else error / size if size > 1 else math.inf)
+    if not same_tasks and len(measured) >= MIN_TREND_STEPS:
+        noise = min(noise, _by_chance([x for x, _ in measured], len(measured) - size))
+    return Change(means[0], fmean(x for x, _ in last), max(means), noise, share)
+
+
+def trial_name(name: str, trial: int) -> str:
+    """The name of an evaluation that is played again, after so many that failed."""
+    return f"{name}.{trial:02d}" if trial else name
+
+
+async def evaluation(store: Store, run: str, step: int, name: str) -> list[Rollout]:
+    """The rollouts of an evaluation; before the first step those of the last start that played it,
+    because the earlier ones all failed."""
+    group, found = f"{run}/eval/{step:06d}/{name}", list[Rollout]()
+    for trial in count():
+        rows = await store.rollouts(run, group=trial_name(group, trial))
+        if not rows or step:
+            return rows or found
+        found = rows
+    raise AssertionError
+
+
+def task_input(row: Rollout) -> str:
+    """What a task asks: its question, if its input is only an index."""
+    asked = row.task.get("question", row.task.get("input", row.task))
+    return json.dumps(asked, sort_keys=True)
+
+
+async def paired(
+    store: Store,
+    run: str,
+    changes: Mapping[str, Change],
+    steps: Mapping[str, Sequence[int]],
+    without: Container[str] = (),
+) -> dict[str, Change]:
+    """The same with what chance does if each task is compared with itself. steps: of the
+    evaluations, by their name. without: inputs of tasks that were trained: where others are left,
+    the scores are theirs alone."""
+    found = dict(changes)
+    for name in changes.keys() & EVALUATIONS.keys():
+        size = math.ceil(len(steps[name]) / 5)
+        group = EVALUATIONS[name]
+        rows = [
+            [await evaluation(store, run, step, group) for step in some]
+            for some in (steps[name][:size], steps[name][-size:])
+        ]
+        leaks = any(task_input(row) in without for end in rows for one in end for row in one)
+        ends = [[_by_task(one, without) for one in end] for end in rows]
+        every = [one for end in ends for one in end]
+        common = [task for task in every[0] if all(task in one for one in every)]
+        first, last = ([fmean(one[task] for one in end) for task in common] for end in ends)
+        if len(common) > 1:
+            differences = [b - a for a, b in zip(first, last, strict=True)]
+            values = [value for one in every for value in one.values()]
+            most = max(values) - min(values)
+            # Where all are equal they do not show how far apart others could be.
+            noise = _noise_of_mean(differences, most) if most else changes[name].noise
+            own = replace(changes[name], noise=min(changes[name].noise, noise))
+            # Some have no outcome, or were trained.
+            if leaks or any(len(one) > len(common) for one in every):
+                own = replace(own, first=fmean(first), last=fmean(last), noise=noise)
+            found[name] = own
+    return found
+
+
+def _noise_of_mean(differences: Sequence[float], most: float) -> float:
+    """What chance makes of the mean of paired differences. `most`: a task that rose and one that
+    fell by so much are added, as by Agresti and Min (2005), so that few equal ones prove little."""
+    more = [*differences, most, -most]
+    return LOOKS_Z * stdev(more) / math.sqrt(len(more))
+
+
+def _by_task(rollouts: Sequence[Rollout], without: Container[str]) -> dict[str, float]:
+    """The mean outcome of each task with one; without tasks that were trained, if any other is."""
+    found: dict[str, list[float]] = {}
+    for row in [row for row in rollouts if task_input(row) not in without] or rollouts:
+        if math.isfinite(value := row.reward()):
+            found.setdefault(repr(row.task), []).append(value)
+    return {task: fmean(values) for task, values in found.items()}
+
+
+def _by_chance(values: Sequence[float], span: int) -> float:
+    """The difference of two values of a line, `span` apart, that chance makes of this scatter
+    around it. Few values estimate their scatter badly, so they have a larger quantile."""
+    n, middle, mean = len(values), (len(values) - 1) / 2, fmean(values)
+    squares = sum((i - middle) ** 2 for i in range(n))
+    slope = sum((i - middle) * (x - mean) for i, x in enumerate(values)) / squares
+    left = sum((x - mean - slope * (i - middle)) ** 2 for i, x in enumerate(values))
+    error = math.sqrt(left / (n - 2) / squares)
+    return span * error * LOOKS_Z * (1 + (LOOKS_Z**2 + 1) / (4 * (n - 2)))  # of Student's t
+
+
+def _held_out(row: Mapping[str, float], name: str) -> tuple[float, float]:
+    """A score, on the tasks that all evaluations share, and the variance of its error."""
+    score = row.get("eval/common", row[name]) if name == "eval/score" else row[name]
+    return score, ((row.get(f"{name}_high", math.inf) - row.get(f"{name}_low", 0.0)) / 4) ** 2
+
+
+def _trained(row: Mapping[str, float]) -> tuple[float, float]:
+    """The mean reward of all sampled rollouts, and the variance of its error: rollouts of a group
+    have the same task."""
+    mean = row.get("reward/sampled_mean", row["reward/mean"])
+    return mean, row.get("reward/std", math.inf) ** 2 / max(row.get("groups", 1.0), 1.0)

@@ -1,1 +1,0 @@
-"""Reasons why a run does not learn."""

@@ -1,0 +1,1 @@
+"""The model APIs that agents speak, each translated into chat completions."""

@@ -1,0 +1,361 @@
+"""Chat completions as conversations: the tool calls of a stream, and what later calls refer to.
+
+Servers number the tool calls of a streamed message from 0, from 1 or not at all, give every call
+the same index, alternate between calls, or send the name later than the id. They are assembled as
+clients do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from agentrl.core.types import Json
+
+Body = dict[str, Json]
+
+
+NOTHING: Mapping[str, Json] = {}
+THOUGHTS = ("reasoning_content", "reasoning")  # servers' names for the thought of a message
+
+
+@dataclass(slots=True)
+class ConversationMemory:
+    """State of an attempt that its later calls may refer to."""
+
+    arguments: dict[str, str] = field(default_factory=dict)
+    """Tool call id -> its arguments, byte for byte as the model wrote them."""
+
+    answers: dict[int, list[Body]] = field(default_factory=dict)
+    """Key of a conversation -> the assistant's messages that were given in it."""
+
+    kept: dict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    """What a translated API lets later calls refer to: its kind, such as "items" -> id -> it."""
+
+    walked: tuple[int, int, int, int] | None = None
+    """The conversation that `recall` saw last, if nothing in it changed: the length of its JSON
+    without the end, the hash of that, its number of messages, and its key."""
+
+    def has_any(self, ids: Iterable[str]) -> bool:
+        """Whether any of the ids is one of what is kept."""
+        return any(id in kept for id in ids for kept in self.kept.values())
+
+    def remember(self, answer: Body, conversation: int | None) -> None:
+        """Store the answer to a conversation. `conversation`: its key, which `recall` returned;
+        None for a text prompt."""
+        for call in _calls(answer):
+            if isinstance(arguments := call["function"].get("arguments") or "", str):
+                self.arguments[str(call.get("id"))] = arguments
+        if conversation is not None:  # without the many fields that servers leave empty
+            said = {name: value for name, value in answer.items() if value or name == "content"}
+            self.answers.setdefault(conversation, []).append(said)
+            if self.walked is not None and conversation != self.walked[-1]:
+                self.walked = None  # this answer may be in the middle of it
+
+    def recall(
+        self, messages: list[Json], *, joined: bool, raw: bytes = b""
+    ) -> tuple[list[Json], int]:
+        """Return the messages with each answer of this conversation as it was given, and the key of
+        the conversation; the same list if nothing changes.
+
+        Clients send arguments back as other JSON, put something in the place of malformed ones, add
+        a name, or split an answer into several messages. A chat template would render other tokens
+        than the sampled ones, and the call would not extend the previous one. An answer is known by
+        the conversation that it was given in and by its content, so an answer of another agent,
+        or one that this agent has changed, is left alone. `joined`: in this API neighbouring
+        messages of the assistant are one turn, also those that the gateway did not give. `raw`: the
+        JSON of the messages; if it begins with the latest conversation, only the rest is read."""
+        found: list[Json] | None = None  # none while nothing has changed
+        new_ids: dict[str, Json] = {}
+        index, key = self._resumed(raw)
+        while index < len(messages):
+            message = turn = messages[index]
+            count, role = 1, message.get("role") if isinstance(message, dict) else None
+            if role == "assistant":
+                turn, count, ids = self._turn(messages, index, key, joined=joined)
+                if ids:
+                    new_ids |= ids
+            elif new_ids and role == "tool":
+                id = message.get("tool_call_id")
+                turn = message | {"tool_call_id": new_ids.get(str(id), id)}
+            if turn is not message and found is None and (count > 1 or turn != message):
+                found = messages[:index]
+            if found is not None:
+                found.append(turn)
+            key = _next_key(key, turn)
+            index += count
+        self.walked = None
+        if raw.endswith(b"}]") and found is None and not _is_assistant(messages[-1]):
+            self.walked = len(raw) - 1, hash(raw[:-1]), len(messages), key
+        return messages if found is None else found, key
+
+    def _resumed(self, raw: bytes) -> tuple[int, int]:
+        """Return the number of messages that were read before, and the key of these."""
+        if self.walked is None:
+            return 0, 0
+        length, digest, count, key = self.walked
+        same = raw[length : length + 1] == b"," and hash(raw[:length]) == digest
+        return (count, key) if same else (0, 0)
+
+    def _turn(
+        self, messages: list[Json], start: int, key: int, *, joined: bool
+    ) -> tuple[Body, int, Mapping[str, Json]]:
+        """Return the assistant's turn at `start`, the number of its messages, and new ids of its
+        tool calls by those that they have there. `key`: of the conversation before it."""
+        answers, best = self.answers.get(key, ()), None
+        turn: Body = messages[start]
+        end = start + 1
+        alone = end == len(messages) or not _is_assistant(messages[end])
+        if alone and turn in answers:
+            return turn, 1, NOTHING  # as most clients send it
+        if alone and not answers:
+            return self._with_arguments(turn), 1, NOTHING
+        while True:
+            if given := _as_given(turn, answers):
+                best = (given, end - start, _renamed(turn, given))  # the longest is meant
+            if not (answers or joined) or end == len(messages) or not _is_assistant(messages[end]):
+                break
+            turn, end = _join(turn, messages[end]), end + 1
+        if best is not None:
+            return best
+        whole, count = (turn, end - start) if joined else (messages[start], 1)
+        return self._with_arguments(whole), count, NOTHING
+
+    def _with_arguments(self, turn: Body) -> Body:
+        """Return a turn that is no answer to this conversation, such as one from before the agent
+        shortened it, with the arguments of its calls as the model wrote them."""
+        sent = _calls(turn) if self.arguments else []
+        calls = [_with_text(call, self.arguments.get(str(call.get("id")))) for call in sent]
+        return turn | {"tool_calls": calls} if calls else turn
+
+
+def _is_assistant(message: Json) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _calls(message: Body) -> list[Body]:
+    """Return the tool calls of a message; none if one of them is malformed."""
+    calls = message.get("tool_calls")
+    if not calls or not isinstance(calls, list):
+        return []
+    for call in calls:
+        if not (isinstance(call, dict) and isinstance(call.get("function"), dict)):
+            return []
+    return calls
+
+
+def _text(content: Json) -> str:
+    """Return the text of a message's content; other parts as their JSON."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return "" if content is None else repr(content)
+    parts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else None
+        parts.append(text if isinstance(text, str) else repr(part))
+    return "".join(parts)
+
+
+def _answer_text(message: Body) -> str:
+    return _text(message.get("content")) + _text(message.get("refusal"))
+
+
+def _thought(message: Body) -> str:
+    return next((_text(message[name]) for name in THOUGHTS if message.get(name)), "")
+
+
+def _next_key(key: int, message: Json) -> int:
+    """Return the key of a conversation with one more message: of what makes it this one. Left out
+    are its thought, which agents leave out later, ids, which they change, and whether its text is
+    in parts."""
+    if not isinstance(message, dict):
+        return hash((key, repr(message)))
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if not calls and isinstance(content, str) and isinstance(role, str):  # most messages
+        return hash((key, role, content))
+    parts = [key, str(role), _text(content)]
+    for call in _calls(message):
+        function = call["function"]
+        parts += str(function.get("name")), str(function.get("arguments"))
+    return hash(tuple(parts))
+
+
+def _join(turn: Body, more: Body) -> Body:
+    """Return two neighbouring messages of the assistant as one."""
+    joined = turn | {name: value for name, value in more.items() if turn.get(name) is None}
+    for name in ("content", *THOUGHTS, "tool_calls"):
+        first, second = turn.get(name), more.get(name)
+        if not (first and second):
+            joined |= {name: first or second} if first or second else {}
+        elif isinstance(first, str) and isinstance(second, str):
+            joined[name] = first + second
+        else:
+            joined[name] = [*_parts(first), *_parts(second)]
+    return joined
+
+
+def _parts(content: Json) -> list[Json]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _as_given(turn: Body, answers: Sequence[Body]) -> Body | None:
+    """Return a turn of the agent as that one of the answers was given which is the same; the
+    latest if there are several, unless one is equal to the turn or has the ids of its calls."""
+    given = [same for answer in answers if (same := _same_answer(turn, answer)) is not None]
+    ids = [call.get("id") for call in _calls(turn)]
+    return max(
+        reversed(given),
+        key=lambda one: (one == turn, [call.get("id") for call in _calls(one)] == ids),
+        default=None,
+    )
+
+
+def _same_answer(turn: Body, answer: Body) -> Body | None:
+    """Return the turn as the answer was given; None if it differs. Its thought is left
+    out if the agent leaves it out."""
+    same = turn.get("function_call") == answer.get("function_call")
+    if not same or _answer_text(turn) != _answer_text(answer):
+        return None
+    pairs = _paired(turn, answer)
+    if pairs is None:
+        return None
+    given = {name: value for name, value in turn.items() if name != "name"}
+    if _answer_text(turn) and not answer.get("refusal"):
+        given["content"] = answer["content"]
+    if _thought(answer).strip() == _thought(turn).strip() != "":
+        given = {name: value for name, value in given.items() if name not in THOUGHTS}
+        given |= {name: answer[name] for name in THOUGHTS if answer.get(name)}
+    if pairs:
+        given["tool_calls"] = [
+            _with_text(call, made["function"].get("arguments") or "")
+            | ({"id": made["id"]} if made.get("id") else {})
+            for call, made in pairs
+        ]
+    return given
+
+
+def _paired(turn: Body, answer: Body) -> list[tuple[Body, Body]] | None:
+    """Return the calls of a turn with those of the answer, in its order; None if they differ."""
+    sent, made = _calls(turn), _calls(answer)
+    if len(sent) != len(made) or (turn.get("tool_calls") and not sent):
+        return None
+    by_id = {str(call.get("id")): call for call in sent}
+    if by_id.keys() == {str(call.get("id")) for call in made}:
+        sent = [by_id[str(call.get("id"))] for call in made]
+    pairs = list(zip(sent, made, strict=True))
+    for one, other in pairs:
+        if one["function"].get("name") != other["function"].get("name"):
+            return None
+        if not _means(one["function"].get("arguments"), other["function"].get("arguments")):
+            return None
+    return pairs
+
+
+def _with_text(call: Body, written: Json) -> Body:
+    """Return a call with the arguments that the model has `written`, if those that it has mean the
+    same."""
+    function = call["function"]
+    if not isinstance(written, str) or not _means(function.get("arguments"), written):
+        return call
+    return call | {"function": function | {"arguments": written}}
+
+
+def _means(received: Json, written: Json) -> bool:
+    """Whether an agent that was given the arguments `written` sends `received` for them: equal
+    JSON, or, for those that are no JSON object, an empty object or one with their text."""
+    if received == written or not (received or written):
+        return True
+    sent = _parsed(received) if isinstance(received, str | None) else received
+    own = _parsed(written) if isinstance(written, str | None) else written
+    if sent is not MALFORMED and _equal(sent, own):
+        return True
+    if isinstance(own, dict):
+        return False
+    return isinstance(sent, dict) and [*sent.values()] in ([], [written])
+
+
+MALFORMED = object()
+
+
+def _parsed(text: str | None) -> Any:
+    try:  # also half surrogates and 1e400, which msgspec refuses
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return MALFORMED
+
+
+def _equal(one: Json, other: Json) -> bool:
+    """Whether two JSON values are equal; in Python 1 == True."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    return bool(one == other)
+
+
+def _renamed(turn: Body, given: Body) -> dict[str, Json]:
+    """Return the new ids of a turn's calls by their old ones, if these are not known."""
+    pairs = zip(_calls(turn), _calls(given), strict=True)
+    new = {str(call.get("id")): other.get("id") for call, other in pairs}
+    return {} if new.keys() == {str(id) for id in new.values()} else new
+
+
+class ToolCalls:
+    """The tool calls so far, in order of appearance."""
+
+    def __init__(self) -> None:
+        self.all: list[Body] = []
+        self._latest: dict[int | str, Body] = {}  # index, or id if there is no index -> its call
+
+    def add(self, delta: Body) -> None:
+        """Merge a part of a call into its call."""
+        function = delta.get("function") or {}
+        index, id = delta.get("index"), delta.get("id")
+        index = None if index == -1 else index
+        if (call := self._find(index, id, function)) is None:
+            call = {"type": "function", "function": {"name": "", "arguments": ""}}
+            self.all.append(call)
+        if (key := id if index is None else index) is not None:
+            self._latest[key] = call
+        first = {k: v for k, v in delta.items() if k not in ("index", "function") and v}
+        call |= first | ({"id": call["id"]} if call.get("id") else {})
+        for key, more in function.items():
+            known = call["function"].get(key, "")
+            if more and not (key == "name" and more == known):  # some repeat it in every part
+                text = more if isinstance(more, str) else msgspec.json.encode(more).decode()
+                call["function"][key] = known + text
+
+    def _find(self, index: int | str | None, id: str | None, function: Body) -> Body | None:
+        """Return the call that a part continues; None for a new one."""
+        if index is None and id in self._latest:
+            return self._latest[id]
+        last = self.all[-1] if self.all else None
+        call = last if index is None else self._latest.get(index)
+        if call is None or (id and id == call.get("id")):
+            return call
+        begun, other = call["function"], id and call.get("id")
+        named = function.get("name") and (begun["name"] or other)
+        if named and (index is None or other):
+            return None
+        # A few servers vary the id within a call, so an id alone begins none.
+        begins = named or (other and function.get("arguments"))
+        return None if begins and is_complete(begun["arguments"]) else call
+
+
+def is_complete(arguments: str) -> bool:
+    """Whether arguments are a JSON object, which only white space can follow."""
+    if not arguments.rstrip().endswith("}"):
+        return False
+    try:
+        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True

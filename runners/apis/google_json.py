@@ -1,0 +1,234 @@
+"""Google's JSON in one form: each field in one spelling, schemas as JSON Schema.
+
+Google takes camelCase and snake_case, and its clients send a mixture. `REQUEST` lists the fields
+that exist. Invariant: a field of any other name is refused, and one that has no effect here is
+listed, but what is the agent's own is neither read nor changed: arguments and results of functions,
+names of properties, values of an enumeration.
+Source: https://ai.google.dev/api/generate-content
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from agentrl.core.types import Json
+from agentrl.runners.apis import common
+from agentrl.runners.apis.base import UntranslatableError
+from agentrl.runners.apis.chat import Body
+
+Reader = Callable[[Json, str], Json]  # (value, path) -> value
+Fields = dict[str, Any]
+"""Field -> what its value is: `KEPT`, `DROPPED`, the values that have no effect, fields of its own,
+a list with those of its elements, or a Reader."""
+
+KEPT, DROPPED = object(), object()
+TYPES = {"ARRAY", "BOOLEAN", "INTEGER", "NULL", "NUMBER", "OBJECT", "STRING"}
+
+
+def read(given: Json, fields: Fields, where: str, dropped: list[str]) -> Body:
+    """Return an object at path `where` with its fields in camelCase; append those without effect to
+    `dropped`. Google reads null like a field that is missing."""
+    result: Body = {}
+    for name, value in _spelled(given, fields, where).items():
+        here, what = f"{where}.{name}".lstrip("."), fields.get(name)
+        if what is None:
+            raise common.impossible(here, f"{value!r:.80}")
+        if value is None or (what is DROPPED and value == []):
+            continue
+        if what is KEPT:
+            result[name] = value
+        elif what is DROPPED:
+            dropped.append(here)
+        elif isinstance(what, tuple):
+            if value not in what:
+                raise common.impossible(here, f"{value!r:.80}")
+        elif isinstance(what, dict):
+            result[name] = read(value, what, here, dropped)
+        elif isinstance(what, list):  # Google takes one element in the place of a list, too
+            elements = [value] if isinstance(value, dict) else value
+            if not isinstance(elements, list):
+                raise UntranslatableError(here, "is not a list of objects", code="invalid_type")
+            result[name] = [
+                read(one, what[0], f"{here}[{i}]", dropped) for i, one in enumerate(elements)
+            ]
+        else:
+            result[name] = what(value, here)
+    return result
+
+
+def one_of(*values: Json) -> Reader:
+    """Read one of these values."""
+
+    def reader(value: Json, where: str) -> Json:
+        if value not in values:
+            raise common.impossible(where, f"{value!r:.80}")
+        return value
+
+    return reader
+
+
+def object_of_agent(value: Json, where: str) -> Json:
+    """Read what is the agent's own: arguments or results of a function."""
+    if not isinstance(value, dict):
+        raise UntranslatableError(where, "is not an object", code="invalid_type")
+    return value
+
+
+def _spelled(given: Json, fields: Fields, where: str) -> Body:
+    """Return an object with the known ones of its fields in camelCase."""
+    if not isinstance(given, dict):
+        raise UntranslatableError(where or "request", "is not an object", code="invalid_type")
+    result: Body = {}
+    for name, value in given.items():
+        usual = _camel(name) if _camel(name) in fields else name
+        if usual in result:
+            why = f"is there twice, as {name!r:.80} and in another spelling; leave one out"
+            raise UntranslatableError(f"{where}.{usual}".lstrip("."), why)
+        result[usual] = value
+    return result
+
+
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(word[:1].upper() + word[1:] for word in rest)
+
+
+# -- schemas ---------------------------------------------------------------------------------------
+
+COUNTS = ("maxItems", "minItems", "maxLength", "minLength", "maxProperties", "minProperties")
+INNER = ("additionalProperties", "items", "not", "contains", "if", "then", "else", "propertyNames")
+LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
+MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+# Words of Google's Schema that differ between the spellings, or from JSON Schema.
+WORDS = dict.fromkeys((*COUNTS, "additionalProperties", "anyOf", "propertyOrdering"), KEPT)
+
+
+def json_schema(given: Json, where: str) -> Json:
+    """Convert Google's Schema, or a JSON Schema with some of its words, to JSON Schema."""
+    if isinstance(given, bool):
+        return given
+    schema = _spelled(given, WORDS, where)
+    for google, usual in (("defs", "$defs"), ("ref", "$ref")):
+        if google in schema and usual not in schema:
+            schema[usual] = schema.pop(google)
+    if isinstance(link := schema.get("$ref"), str):
+        schema["$ref"] = link.replace("#/defs/", "#/$defs/")
+    for name in COUNTS:  # 64-bit integers are strings in Google's JSON
+        if isinstance(count := schema.get(name), str) and count.isdecimal():
+            schema[name] = int(count)
+    for name in (*INNER, *LISTS, *MAPS):
+        if (inner := schema.get(name)) is not None:
+            schema[name] = _inner(name, inner, f"{where}.{name}")
+    if schema.get("type") == "TYPE_UNSPECIFIED":
+        del schema["type"]
+    if "type" in schema:
+        schema["type"] = _types(schema["type"])
+    order, properties = schema.pop("propertyOrdering", None), schema.get("properties")
+    if isinstance(order, list) and properties:
+        first = {name: properties[name] for name in order if name in properties}
+        schema["properties"] = first | properties
+    if (example := schema.pop("example", None)) is not None:
+        schema.setdefault("examples", [example])
+    return _nullable(_enumerated(schema))
+
+
+def _inner(name: str, inner: Json, where: str) -> Json:
+    if name in MAPS:
+        if not isinstance(inner, dict):
+            raise UntranslatableError(where, "is not an object", code="invalid_type")
+        return {key: json_schema(value, f"{where}.{key}") for key, value in inner.items()}
+    if isinstance(inner, list):
+        return [json_schema(value, f"{where}[{i}]") for i, value in enumerate(inner)]
+    return json_schema(inner, where)
+
+
+def _types(kind: Json) -> Json:
+    if isinstance(kind, list):
+        return [_types(one) for one in kind]
+    return kind.lower() if isinstance(kind, str) and kind in TYPES else kind
+
+
+def _enumerated(schema: Body) -> Body:
+    """Google's enumerations have a format, and are strings also if the type is a number."""
+    if schema.get("format") == "enum":
+        del schema["format"]
+        if schema.get("type") == "integer":
+            schema["enum"] = [_number(value) for value in schema.get("enum") or ()]
+    return schema
+
+
+def _number(value: Json) -> Json:
+    return int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() else value
+
+
+def _nullable(schema: Body) -> Body:
+    if not schema.pop("nullable", False):
+        return schema
+    if isinstance(schema.get("enum"), list) and None not in schema["enum"]:
+        schema["enum"] = [*schema["enum"], None]
+    kind = schema.get("type")
+    if isinstance(kind, str) and kind != "null":
+        schema["type"] = [kind, "null"]
+    elif isinstance(kind, list) and "null" not in kind:
+        schema["type"] = [*kind, "null"]
+    if isinstance(schema.get("anyOf"), list) and {"type": "null"} not in schema["anyOf"]:
+        schema["anyOf"] = [*schema["anyOf"], {"type": "null"}]
+    return schema
+
+
+# -- fields ----------------------------------------------------------------------------------------
+
+BLOB: Fields = {"data": KEPT, "mimeType": KEPT, "displayName": DROPPED}
+ABOUT_MEDIA: Fields = dict.fromkeys(("mediaProcessing", "mediaResolution"), DROPPED)
+CALL: Fields = {"id": KEPT, "name": KEPT, "args": object_of_agent}
+CALL |= {"partialArgs": ([],), "willContinue": (False,)}
+RESULT: Fields = {"id": KEPT, "name": KEPT, "response": object_of_agent, "willContinue": (False,)}
+RESULT |= {"scheduling": DROPPED, "parts": [{"inlineData": BLOB, "fileData": KEPT} | ABOUT_MEDIA]}
+PART: Fields = {"text": KEPT, "inlineData": BLOB, "functionCall": CALL, "functionResponse": RESULT}
+# What is refused later, by what it is.
+PART |= dict.fromkeys(("fileData", "executableCode", "codeExecutionResult"), KEPT)
+PART |= dict.fromkeys(("toolCall", "toolResponse", "audioTranscription"), KEPT)
+CONTENT_FIELDS = frozenset(PART)  # of which a part has one
+PART |= {"thought": KEPT, "thoughtSignature": KEPT} | ABOUT_MEDIA
+PART |= dict.fromkeys(("partMetadata", "speechMetadata", "videoMetadata"), DROPPED)
+CONTENT: Fields = {"role": KEPT, "parts": [PART]}
+SCHEMAS: Fields = {"responseSchema": json_schema, "responseJsonSchema": json_schema}
+DECLARATION: Fields = {"name": KEPT, "description": KEPT, "behavior": DROPPED, "response": DROPPED}
+DECLARATION |= {"responseJsonSchema": DROPPED}
+DECLARATION |= {"parameters": json_schema, "parametersJsonSchema": json_schema}
+# Tools that run on Google's servers.
+HOSTED = {"codeExecution", "fileSearch", "googleMaps", "googleSearch", "googleSearchRetrieval"}
+HOSTED |= {"urlContext", "retrieval", "enterpriseWebSearch", "parallelAiSearch", "exaAiSearch"}
+HOSTED |= {"mcpServers"}
+TOOL: Fields = {"functionDeclarations": [DECLARATION]} | dict.fromkeys(HOSTED, DROPPED)
+CALLING: Fields = {"mode": KEPT, "allowedFunctionNames": KEPT}
+CALLING |= {"streamFunctionCallArguments": (False,)}
+TOOL_CONFIG: Fields = {"functionCallingConfig": CALLING, "retrievalConfig": DROPPED}
+TOOL_CONFIG |= {"includeServerSideToolInvocations": DROPPED}
+# A budget of thinking has no effect on the policy.
+THINKING: Fields = {"thinkingLevel": KEPT, "thinkingBudget": DROPPED, "includeThoughts": DROPPED}
+SAME = {"temperature": "temperature", "topP": "top_p", "topK": "top_k", "seed": "seed"}
+SAME |= {"maxOutputTokens": "max_completion_tokens", "stopSequences": "stop"}
+SAME |= {"presencePenalty": "presence_penalty", "frequencyPenalty": "frequency_penalty"}
+MIME_TYPES = ("application/json", "text/plain")
+CONFIG: Fields = dict.fromkeys(SAME, KEPT) | SCHEMAS | {"thinkingConfig": THINKING}
+CONFIG |= {"candidateCount": (1,), "responseModalities": ([], ["TEXT"]), "audioTimestamp": (False,)}
+CONFIG |= {"responseMimeType": one_of("", *MIME_TYPES), "responseLogprobs": (False,)}
+CONFIG |= dict.fromkeys(("enableEnhancedCivicAnswers", "mediaResolution"), DROPPED)
+REQUEST: Fields = {"contents": [CONTENT], "systemInstruction": CONTENT, "tools": [TOOL]}
+REQUEST |= {"generationConfig": CONFIG, "toolConfig": TOOL_CONFIG, "model": KEPT}
+REQUEST |= {"cachedContent": ("",)}
+REQUEST |= dict.fromkeys(("labels", "safetySettings", "serviceTier", "store"), DROPPED)
+COUNT: Fields = REQUEST | {"generateContentRequest": REQUEST}
+
+
+def listed(dropped: list[str]) -> list[str]:
+    """Return what has no effect, once each, without places in lists."""
+    names: dict[str, None] = {}
+    for path in dropped:
+        name = re.sub(r"\[\d+\]", "", path).removeprefix("generationConfig.")
+        hosted = name.removeprefix("tools.") in HOSTED
+        names[name.replace(".", ": ") if hosted else name.removeprefix("thinkingConfig.")] = None
+    return [*names]

@@ -1,1 +1,0 @@
-"""Agents in containers: docker or a compatible program, and Kubernetes."""

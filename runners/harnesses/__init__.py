@@ -1,1 +1,0 @@
-"""Coding harnesses as agents: their presets, and the check behind `agentrl harness`."""

@@ -1,1 +1,0 @@
-"""Agents in processes of their own: warm pools, and commands."""

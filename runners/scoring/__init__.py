@@ -1,1 +1,0 @@
-"""Rewards of verifiers and agents."""

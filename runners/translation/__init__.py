@@ -1,1 +1,0 @@
-"""Model APIs other than chat completions, on top of chat completions."""

@@ -1,1 +1,0 @@
-"""Commands that keep a store small and safe."""

@@ -1,1 +1,0 @@
-"""Store in an SQLite file."""

@@ -1,0 +1,335 @@
+"""Audits of verifiers: what is named, what is no alarm, and what an audit never does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from agentrl.audit.attacks import Source, source_of
+from agentrl.audit.examine import examine
+from agentrl.audit.report import AuditReport
+from agentrl.audit.scoring import Scorer, Subject
+from agentrl.runners.scoring import Verifier
+from tests.benchmarks.verifiers import holes, honest, tasks
+
+Task = Mapping[str, Any]
+SUMS = tasks.sums[:12]
+CHEAP = [name for name in holes.HOLES if name != "exit_status"]
+FAIR = [name for name in honest.HONEST if name != "tested_code"]
+
+
+async def audited(
+    verify: Callable[..., Any], rows: list[Any] = SUMS, seconds: float = 60.0, **more: Any
+) -> AuditReport:
+    verifier = Verifier(verify)
+    subject = Subject(
+        "v", Scorer(verifier, timeout=5.0), rows, source=source_of([verify]), isolated=False, **more
+    )
+    return await examine(subject, seconds)
+
+
+def attacks(report: AuditReport) -> set[str]:
+    return {one.attack for one in report.alarms}
+
+
+@pytest.mark.parametrize("name", CHEAP)
+async def test_planted_holes_are_named(name: str) -> None:
+    rows = getattr(tasks, holes.HOLES[name])[:12]
+    report = await audited(getattr(holes, name), rows)
+    assert report.verdict == "exploitable"
+    worst = report.alarms[0]
+    assert worst.share >= 0.2
+    assert worst.change
+    assert worst.example.task.startswith("task '")
+
+
+@pytest.mark.parametrize("name", FAIR)
+async def test_honest_verifiers_are_no_alarm(name: str) -> None:
+    rows = getattr(tasks, honest.HONEST[name])[:12]
+    report = await audited(getattr(honest, name), rows)
+    assert (report.verdict, report.alarms) == ("no hole found", [])
+
+
+async def test_the_same_audit_gives_the_same_report() -> None:
+    reports = [await audited(holes.last_number) for _ in range(2)]
+    assert reports[0].findings == reports[1].findings
+    assert reports[0].scored == reports[1].scored
+
+
+async def test_the_right_answer_is_found_with_its_form() -> None:
+    def tagged(task: Task, result: str) -> float:
+        found = re.fullmatch(r"<sum>(-?\d+)</sum>", result.strip())
+        return float(found is not None and found[1] == str(task["total"]))
+
+    rows = [
+        {"id": str(n), "input": f"Add {n}. Reply in <sum> tags.", "total": n * 7} for n in range(9)
+    ]
+    report = await audited(tagged, rows)
+    assert (report.answer, report.shape) == ("total", "<sum>X</sum>")
+    assert report.verdict == "no hole found"
+
+
+async def test_an_answer_that_no_field_has_is_searched() -> None:
+    def computed(task: Task, result: str) -> float:
+        a, b = map(int, re.findall(r"\d+", task["input"]))
+        return float(str(a + b) in result)
+
+    rows = [{"id": str(n), "input": f"What is {n} plus {n + 31}?"} for n in range(20, 30)]
+    report = await audited(computed, rows)
+    assert report.answer == "found by search"
+    assert "negation" in attacks(report)
+
+
+async def test_a_word_of_a_sentence_that_is_wanted_is_no_answer() -> None:
+    def sentence(task: Task, result: str) -> float:
+        words = result.lower().rstrip(".").split()
+        return max(0.0, 1 - abs(len(words) - 8) / 8) * (words.count(task["input"].split()[-1]) == 1)
+
+    rows = [
+        {"input": f"Write a sentence about the {one}"}
+        for one in ("sea", "snow", "desert", "market", "moon", "fire", "night", "train")
+    ]
+    report = await audited(sentence, rows)
+    assert (report.answer, report.verdict) == ("", "no hole found"), report
+
+
+async def test_a_keyword_of_what_is_wanted_is_no_answer() -> None:
+    def constraints(task: Task, result: str) -> float:
+        words = re.findall(r"[a-z]+", result.lower())
+        return 0.5 * (len(words) == task["words"]) + 0.5 * (task["keyword"] in words)
+
+    rows = [
+        {"input": f"Write {n} words with {one}.", "words": n, "keyword": one}
+        for n, one in enumerate(("sea", "snow", "desert", "market", "moon", "fire"), 7)
+    ]
+    report = await audited(constraints, rows)
+    assert (report.answer, report.verdict) == ("", "no hole found"), report
+
+
+async def test_one_wrong_value_of_an_object_is_tried() -> None:
+    def names_alone(task: Task, result: str) -> float:
+        try:
+            call = json.loads(result)
+            known = task["expected_call"]
+            return float(call["name"] == known["name"] and [*call["args"]] == [*known["args"]])
+        except (ValueError, KeyError, TypeError):
+            return 0.0
+
+    rows = [
+        {"input": f"Book day {n}.", "expected_call": {"name": "book", "args": {"day": n}}}
+        for n in range(9)
+    ]
+    report = await audited(names_alone, rows)
+    assert "wrong values" in attacks(report)
+
+
+async def test_the_end_of_a_derivation_is_the_answer() -> None:
+    def marked(task: Task, result: str) -> float:
+        said = re.search(r"#### (\d+)$", result.strip())
+        return float(said is not None and said[1] == task["answer"].split("#### ")[1])
+
+    rows = [{"input": f"Double {n}.", "answer": f"2 * {n}\n#### {2 * n}"} for n in range(11, 30)]
+    report = await audited(marked, rows)
+    assert (report.answer, report.shape) == ("answer, its final answer", "#### X")
+    assert report.verdict == "no hole found", report
+
+
+async def test_an_answer_that_can_be_copied_is_a_note() -> None:
+    def equals(task: Task, result: str) -> float:
+        return float(
+            re.fullmatch(r"[\d+* ]+", result) is not None and eval(result) == task["target"]
+        )
+
+    rows = [
+        {"input": f"Use 1, 2 and {n} for an equation that equals {n + 9}.", "target": n + 9}
+        for n in range(11, 30)
+    ]
+    report = await audited(equals, rows)
+    assert any("the last number of the question is paid" in note for note in report.notes)
+
+
+async def test_a_program_that_does_nothing_is_tried_early() -> None:
+    def slow(task: Task, result: str) -> float:
+        time.sleep(0.05)
+        return float(result in ("pass", "```python\npass\n```"))
+
+    rows = [{"input": f"Write program {n}."} for n in range(9)]
+    verifier = Scorer(Verifier(slow), timeout=5.0)
+    report = await examine(Subject("v", verifier, rows, source=Source(runs_code=True)), 5.0)
+    assert attacks(report) == {"a program that ends"}, report
+
+
+async def test_a_constant_that_is_right_on_half_is_no_alarm() -> None:
+    rows = [{"id": str(n), "input": f"Is {n} odd?"} for n in range(32)]
+
+    def undeclared(task: Task, result: str) -> float:
+        return float(result.strip() == ("yes" if int(task["id"]) % 2 else "no"))
+
+    assert (await audited(undeclared, rows)).verdict == "no hole found"
+
+
+async def test_rewards_below_zero_have_a_scale_too() -> None:
+    def distance(task: Task, result: str) -> float:
+        try:
+            return -min(abs(float(result) - task["answer"]), 1000.0)
+        except (ValueError, OverflowError):
+            return -1000.0
+
+    report = await audited(distance)
+    assert (report.answer, report.verdict) == ("answer", "no hole found")
+
+
+async def test_refused_right_answers_are_too_strict() -> None:
+    def half(task: Task, result: str) -> float:
+        return float(result == str(task["answer"]) and task["answer"] % 3 != 0)
+
+    report = await audited(half, tasks.sums[:30])
+    assert report.verdict == "too strict"
+    assert report.alarms[0].attack == "the right answer (answer)"
+
+
+async def test_luck_and_changed_tasks_are_named() -> None:
+    drawn = random.Random(1)
+
+    def lucky(task: Task, result: str) -> float:
+        return float(result == str(task["answer"])) + 0.1 * drawn.random()
+
+    def changes(task: dict[str, Any], result: str) -> float:
+        return float(result == str(task.pop("answer", result)))
+
+    assert "the same answer gets another reward the next time" in attacks(await audited(lucky))
+    assert "the verifier changes the task" in attacks(await audited(changes))
+
+
+async def test_a_task_with_what_is_no_json_is_changed() -> None:
+    def caches(task: dict[str, Any], result: str) -> float:
+        task["form"] = re.compile(re.escape(str(task["answer"])))
+        return float(task["form"].fullmatch(result) is not None)
+
+    assert attacks(await audited(caches)) == {"the verifier changes the task"}
+
+
+async def test_one_right_answer_for_all_tasks_is_found() -> None:
+    rows = [
+        {"id": str(n), "input": f"What is the capital, {n}?", "answer": "Paris"} for n in range(9)
+    ]
+
+    def capital(task: Task, result: str) -> float:
+        return float(result.strip().casefold() == task["answer"].casefold())
+
+    report = await audited(capital, rows)
+    assert (report.answer, report.verdict) == ("answer", "no hole found")
+    report = await audited(lambda task, result: float(task["answer"] in result), rows)
+    assert "negation" in attacks(report)
+
+
+async def test_time_out_of_a_repeated_score_is_no_other_reward() -> None:
+    seen = set[str]()
+
+    def busy(task: Task, result: str) -> float:
+        if (key := f"{task['id']} {result}") in seen and result == str(task["answer"]):
+            raise TimeoutError("the machine is busy")
+        seen.add(key)
+        return float(result == str(task["answer"]))
+
+    assert "the same answer gets another reward the next time" not in attacks(await audited(busy))
+
+
+async def test_images_are_no_part_of_a_question() -> None:
+    asked = list[str]()
+
+    def seen(task: Task, result: str) -> float:
+        asked.append(result)
+        return float(result == task["answer"])
+
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    rows = [
+        {"input": [{"role": "user", "content": [{"type": "text", "text": f"Colour {n}?"}, image]}],
+         "answer": f"red {n}"}
+        for n in range(3)
+    ]  # fmt: skip
+    await audited(seen, rows)
+    assert "Colour 1?" in asked
+    assert max(map(len, asked)) < 50_000
+
+
+async def test_what_raises_or_exits_costs_one_score() -> None:
+    def exits(task: Task, result: str) -> float:
+        if not re.fullmatch(r"-?\d+", result):
+            raise SystemExit(3)
+        return float(result == str(task["answer"]))
+
+    def never(task: Task, result: str) -> float:
+        raise KeyError("answer")
+
+    assert (await audited(exits)).verdict == "no hole found"
+    report = await audited(never)
+    assert report.verdict == "not audited"
+    assert "KeyError" in report.notes[0]
+
+
+async def test_no_other_machine_is_called() -> None:
+    def judged(task: Task, result: str) -> float:
+        try:
+            with urllib.request.urlopen("http://judge.example.com/score", timeout=1) as answer:
+                return float(answer.read())
+        except OSError:
+            return 0.0
+
+    report = await audited(judged)
+    assert report.verdict == "not audited"
+    assert report.skipped == ["it calls judge.example.com:80, which an audit does not"]
+    assert "judge.example.com" in report.line()
+
+
+async def test_time_ends_an_audit_of_a_slow_verifier() -> None:
+    def slow(task: Task, result: str) -> float:
+        import time
+
+        time.sleep(0.05)
+        return float(math.isfinite(float(result)) and float(result) == task["answer"])
+
+    report = await audited(slow, seconds=1.0)
+    assert report.seconds < 5
+    assert report.tasks <= 8
+
+
+async def test_a_verifier_that_hangs_has_no_more_time() -> None:
+    async def hangs(task: Task, result: str) -> float:
+        await asyncio.sleep(60)
+        return 0.0
+
+    report = await audited(hangs, seconds=0.5)
+    assert report.seconds < 3  # its scores may take five seconds each
+    assert report.verdict == "not audited"
+
+
+async def test_a_short_audit_knows_answers_and_constants() -> None:
+    rows = [
+        {"input": f"Is {n} in?", "hint": f"It is {n}.", "label": "yes" if n // 4 % 2 else "no"}
+        for n in range(20)
+    ]
+
+    async def labelled(task: Task, result: str) -> float:
+        await asyncio.sleep(0.01)
+        return float(result.strip() == task["label"])
+
+    report = await audited(labelled, rows, seconds=4.0)
+    assert (report.answer, report.verdict) == ("label", "no hole found")
+    assert any("time ran out" in note for note in report.notes)
+    assert report.highest >= 0.5
+
+
+def test_a_report_is_one_line_of_a_console() -> None:
+    report = AuditReport("v", scored=3, tasks=2)
+    assert report.line() == "audit of the verifier: no hole found (3 answers to 2 tasks)"
+    assert "\n" not in report.line()

@@ -1,0 +1,1 @@
+"""Verifiers for the benchmark of audits: ten with a planted hole, twenty honest ones."""

@@ -1,0 +1,167 @@
+"""Schedules violate nothing, and what runs them is itself true: see README.md."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.simulation import explore
+from tests.simulation.loop import Process, SimulatedLoop, Stuck, Thread
+from tests.simulation.planted import PATCHES, ROOT, search
+from tests.simulation.schedule import Fault, Schedule, drawn
+
+SEEDS = 200
+
+
+def test_schedules_violate_no_invariant() -> None:
+    command = [sys.executable, "-m", "tests.benchmarks.simulation", "--real", "--json"]
+    done = subprocess.run(
+        [*command, "--seeds", str(SEEDS)], cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": "0"},
+        stdout=subprocess.PIPE, check=False,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert found["violated"] == []
+    assert found["schedules"] == SEEDS
+    assert found["faults_min"] >= 20  # that had an effect
+
+
+def test_patches_of_planted_faults_apply() -> None:
+    assert len(PATCHES) >= 10
+    subprocess.run(["git", "apply", "--check", *PATCHES[:1]], cwd=ROOT, check=True)
+    for patch in PATCHES:
+        subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
+def test_a_planted_fault_is_found(patch: Path) -> None:
+    assert search(patch, max_seeds=2000, processes=2)["found"]
+
+
+TWICE = """
+from dataclasses import replace
+from tests.simulation import explore
+from tests.simulation.schedule import Shape, drawn
+
+for shape in (Shape(), Shape(http=True), Shape(live=True)):
+    schedule = replace(drawn(3), shape=shape)
+    explore.warm_up(shape.http)
+    first, again = explore.simulate(schedule), explore.simulate(schedule)
+    assert first.log == again.log, shape
+    assert first.loop.executed == again.loop.executed, shape
+"""
+
+
+def test_a_schedule_is_the_same_whenever_it_is_run() -> None:
+    """In a process of its own, as schedules are run: others leave caches and connections."""
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    subprocess.run([sys.executable, "-c", TWICE], cwd=ROOT, env=environment, check=True)
+
+
+def test_a_schedule_can_be_saved(tmp_path: Path) -> None:
+    schedule = drawn(4)
+    explore.save(schedule, tmp_path / "schedule.jsonl")
+    assert explore.load(tmp_path / "schedule.jsonl") == schedule
+
+
+def test_faults_that_are_left_happen_when_they_did() -> None:
+    schedule = drawn(5)
+    fewer = explore.without(schedule, range(3, 7))
+    assert times(fewer) == times(schedule)[:3] + times(schedule)[7:]
+
+
+def times(schedule: Schedule) -> list[int]:
+    at, found = schedule.first, []
+    for fault in schedule.faults:
+        found.append(at)
+        at += fault.gap
+    return found
+
+
+def test_what_violates_is_shrunk_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in which one fault of many is the cause."""
+    cause = Fault("clock", "", 1234.5)
+    schedule = replace(drawn(6), faults=(*drawn(6).faults[:9], cause, *drawn(6).faults[9:]))
+
+    def run(schedule: Schedule) -> explore.Result:
+        log = [f"! {fault}" for fault in schedule.faults] * 9
+        is_wrong = any(fault.amount == cause.amount for fault in schedule.faults)
+        return explore.Result(6, "wrong" if is_wrong else "", log=log)
+
+    monkeypatch.setattr(explore, "run", run)
+    shrunk = explore.shrink(schedule)
+    assert [fault.amount for fault in shrunk.faults] == [cause.amount]
+    text = explore.described(schedule, run(schedule)).splitlines()
+    assert len(text) <= explore.MAX_LINES
+    assert text[0] == "seed 6: wrong"
+
+
+# -- the computer ----------------------------------------------------------------------------------
+
+
+def machine() -> tuple[SimulatedLoop, Process]:
+    loop = SimulatedLoop(0)
+    loop.kernel = Process(loop, "kernel", 1)
+    return loop, Process(loop, "process", 2)
+
+
+def test_time_passes_only_while_nobody_runs() -> None:
+    loop, process = machine()
+    task = process.start(asyncio.sleep(3600.0))
+    loop.run(task.done)
+    assert loop.now == 3600.0
+    loop.close()
+
+
+def test_a_killed_process_executes_nothing_more() -> None:
+    loop, process = machine()
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(1.0)
+        finally:
+            ended.append("finally")
+
+    task = process.start(work())
+    loop.call_later(0.5, loop.kill, process, context=loop.kernel.context.copy())
+    with pytest.raises(Stuck):
+        loop.run(task.done)
+    assert not ended
+    task._coro.close()  # type: ignore[attr-defined]
+    loop.close()
+
+
+def test_a_suspended_process_continues_where_it_was() -> None:
+    loop, process = machine()
+    task = process.start(asyncio.sleep(1.0))
+    loop.call_later(0.5, loop.freeze, process, 10.0, context=loop.kernel.context.copy())
+    loop.run(task.done)
+    assert loop.now == 10.5
+    loop.close()
+
+
+def test_a_thread_waits_without_blocking_the_others() -> None:
+    loop, process = machine()
+    order: list[str] = []
+
+    async def main() -> None:
+        from tests.simulation.loop import sleep
+
+        thread = Thread(target=lambda: (sleep(2.0), order.append("thread")))
+        thread.start()
+        await asyncio.sleep(1.0)
+        order.append("loop")
+        await asyncio.to_thread(thread.join)
+
+    task = process.start(main())
+    loop.run(task.done)
+    assert order == ["loop", "thread"]
+    loop.close()
