@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import gpu_loads
+from tests.benchmarks.report import arguments
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "smollm" / "model"
@@ -192,7 +193,7 @@ def model_of(options: argparse.Namespace, results: Measurements, deadline: float
     return {"model": str(directory)} if directory.is_dir() else {"why": "no tiny model was made"}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--model", type=Path, help=f"default: {MODEL.relative_to(ROOT)}")
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prepared", type=Path, metavar="DIR", help="what --prepare made")
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="make what a machine lacks")
     parser.add_argument("--python-version", default="3.12", help="with --prepare: of that machine")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(words)
     if options.prepare:
         gpu_loads.prepare(options.prepare, options.python_version)
         return

@@ -311,14 +311,14 @@ def measure(package: Path = PACKAGE) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    as_json = arguments(__doc__).parse_args().json
     # They import torch and aiohttp, which `measure` does not need.
     from tests.benchmarks import call_trace, stays_trace, step_trace
 
     arrows, on_circles = rooms()
     measured = measure() | {"arrows": arrows, "rooms_on_circles": on_circles}
     measured |= step_trace.measure() | call_trace.measure() | house() | stays_trace.measure()
-    if parser.parse_args().json:
+    if as_json:
         print(json.dumps(measured))
         return
     for name, value in measured.items():

@@ -138,10 +138,13 @@ async def test_with_leave_it_starts_and_stops_a_run(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="there is no file"):
             await ask("start_run", run_file=file, overrides=["agent.path=none.py:agent"])
         said = await ask("start_run", run_file=file, overrides=["steps=500"])
-        assert "is running, as process" in said
-        assert json.loads(await ask("list_runs"))["state"] == "running"
-        with pytest.raises(Refused, match="live"):
-            await ask("start_run", run_file=file, overrides=["steps=500"])
-        assert "has stopped" in await ask("stop_run", run="mine")
+        try:
+            assert "is running as process" in said
+            assert json.loads(await ask("list_runs"))["state"] == "running"
+            with pytest.raises(Refused, match="live"):
+                await ask("start_run", run_file=file, overrides=["steps=500"])
+        finally:  # it outlives the server that started it
+            stopped = await ask("stop_run", run="mine")
+        assert "has stopped" in stopped
         assert json.loads(await ask("list_runs"))["state"] == "stopped"
         assert "is not running" in await ask("stop_run", run="mine")
