@@ -39,10 +39,17 @@ def test_patches_of_planted_faults_apply() -> None:
         subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, check=True)
 
 
+# Faults that at least one schedule in five shows; `python -m tests.benchmarks.simulation --planted`
+# searches all of them, which takes up to hundreds of schedules each.
+FREQUENT = ("claim_without_limit", "epoch_not_raised", "fence_not_checked")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
-def test_a_planted_fault_is_found(patch: Path) -> None:
-    assert search(patch, max_seeds=2000, processes=2)["found"]
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", FREQUENT)
+def test_a_planted_fault_is_found(name: str) -> None:
+    (patch,) = (each for each in PATCHES if each.stem == name)
+    assert search(patch, max_seeds=100, processes=2)["found"]
 
 
 TWICE = """
