@@ -13,9 +13,10 @@ import sqlite3
 import sys
 import tempfile
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from types import GenericAlias
 from typing import Any
@@ -474,28 +475,58 @@ def trace_formats() -> str:
 
 def families() -> dict[str, str]:
     """File name -> page, for each family of presets and modifiers. Recipes are on no page, but what
-    they consist of is."""
+    they consist of is. Parts of several families are described on the page of all algorithms."""
     pages: dict[str, str] = {}
-    homes, used = defaultdict(set), defaultdict(list)
     for name, preset in words().items():
+        if preset.of:
+            continue
         family = family_of(preset)
         short, module = page_of(family), sys.modules[family]
-        homes[short].add(sys.modules[preset.function.__module__])
         file = family.removeprefix("agentrl.").replace(".", "/")
         file += "" if hasattr(module, "__path__") else ".py"
         head = f"# {short}\n\n{inspect.getdoc(module)}\n\nSource: [`{file}`](../../../{file}).\n"
-        made = record(preset.host + name if name.startswith("+") else name)
-        used[short] += made
-        if preset.of:
-            continue
         text = f"\n## `{name}`\n\n{papers(preset.doc)}\n"
-        pages[short] = pages.get(short, head) + text + "\n```text\n" + "\n".join(made) + "\n```\n"
-    for short, text in pages.items():
-        parts = described_classes(used[short], sorted(homes[short], key=lambda one: one.__name__))
-        pages[short] = f"{text}\n## Parts\n\n" + "".join(
-            f"- `{name}`: {doc}\n" for name, doc in parts
-        )
+        made = "\n".join(record_of(name))
+        pages[short] = pages.get(short, head) + text + f"\n```text\n{made}\n```\n"
+    several = common_parts()
+    for short, described in parts_of_families().items():
+        own = [(name, doc) for name, doc in described.items() if several.get(name) != doc]
+        lines = [f"- `{name}`: {doc}\n" for name, doc in own]
+        lines += ["\n"] if own else []
+        lines.append("Further [parts](README.md#parts) are shared by several families.\n")
+        pages[short] += "\n## Parts\n\n" + "".join(lines)
     return pages
+
+
+def parts() -> str:
+    """The parts of presets of more than one family."""
+    return "".join(f"- `{name}`: {doc}\n" for name, doc in common_parts().items())
+
+
+def common_parts() -> dict[str, str]:
+    """Name -> description of the parts of presets of more than one family."""
+    every = [part for own in parts_of_families().values() for part in own.items()]
+    return dict(part for part, uses in Counter(every).items() if uses > 1)
+
+
+@cache
+def parts_of_families() -> dict[str, dict[str, str]]:
+    """Page -> name -> description of the parts of its presets, modifiers and recipes."""
+    homes, used = defaultdict(set), defaultdict(list)
+    for name, preset in words().items():
+        short = page_of(family_of(preset))
+        homes[short].add(sys.modules[preset.function.__module__])
+        used[short] += record_of(name)
+    return {
+        short: dict(described_classes(made, sorted(homes[short], key=lambda one: one.__name__)))
+        for short, made in used.items()
+    }
+
+
+@cache
+def record_of(name: str) -> list[str]:
+    """The components and options of a preset, or of a modifier on its host."""
+    return record(words()[name].host + name if name.startswith("+") else name)
 
 
 def described_classes(made: list[str], modules: Collection[Any]) -> Iterator[tuple[str, str]]:
