@@ -44,8 +44,8 @@ class AgentConfig(Section, frozen=True):
     retry: list[Retried] = []
     calls_optional: bool = False  # Whether rollouts may succeed without a model call.
     error_reward: float | None = None  # Outcome if the agent raises after a call; none: missing.
-    # Model calls of one attempt, which ends after them; 0: unlimited. LangChain's own limit is
-    # 9,999, which agents reach that retry until an answer has the right form.
+    # Model calls of one attempt, which ends after them; 0: unlimited. Agents that
+    # retry until an answer has the right form would reach LangChain's own limit, 9,999.
     max_calls: Natural = MAX_CALLS
     max_tokens: Natural = 0  # sampled tokens of one attempt, which ends after them; 0: unlimited
     # An attempt that reaches a limit of time, calls or tokens has failed. score: score its trace
