@@ -13,11 +13,12 @@ import sqlite3
 import sys
 import tempfile
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from enum import Enum
+from functools import cache
 from pathlib import Path
-from types import GenericAlias
+from types import GenericAlias, ModuleType
 from typing import Any
 
 import click
@@ -110,7 +111,12 @@ API = {  # what is public, by the heading of its section
     ],
 }
 EXPLAINED = ("Training", "A tiny policy", "Inside an agent")  # with their whole docstrings
+OTHER_PARTS = (  # where a family's page does not describe them
+    "Others: [parts of several families](README.md#parts) and\n"
+    "[building blocks](../api.md#building-blocks-of-presets).\n"
+)
 LONGEST_DEFAULT = 30  # characters
+LONGEST_REPEATED = 100  # characters of a description that two settings have
 LONGEST_LINE = 100  # characters of a signature
 SIMPLE = ("integer", "number", "boolean", "string")  # types that a default shows
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -121,6 +127,7 @@ def settings() -> str:
     comments beside its fields. The row that names a table has the first sentence about it."""
     defs = run_file_schema()["$defs"]
     waiting, done, tables = [("", ["RunConfig"])], {}, dict[str, list[str]]()
+    described: dict[tuple[str, str], str] = {}  # key and description -> the setting that has it
     for path, kinds in waiting:  # grows during the loop
         title = f"[{path}]" if path else "Top level"
         lines = tables[path] = [f"\n## `{title}`\n"]
@@ -148,7 +155,11 @@ def settings() -> str:
                 if len(kinds) > 1 and key == tag.tag_field:
                     own, *others = (code(tag_of(kind)) for kind in kinds)
                     value = f"{own} ({' '.join(others)})"
-                lines.append(row(f"`{full}`", value, plain(notes.get(key, ""))))
+                note = plain(notes.get(key, ""))
+                same = described.setdefault((key, note), full)
+                if same != full and len(note) > LONGEST_REPEATED:
+                    note = f"As {quoted(same)}."
+                lines.append(row(f"`{full}`", value, note))
             common |= set(table["properties"])
     every = [line for _, lines in sorted(tables.items()) for line in lines]
     rows = {line.split("`")[1] for line in every if line.startswith("| `")}
@@ -256,8 +267,8 @@ def objective() -> str:
 
 
 def api() -> str:
-    """A section for each public name: its signature or fields, and the first sentence about it and
-    each of its methods. `help(name)` prints the rest."""
+    """A section for each public name: its signature or fields, and the first sentence about it, of
+    a building block the first paragraph, and about each of its methods. `help(name)` prints all."""
     found = list[str]()
     for title, names in API.items():
         found.append(f"## {title}\n")
@@ -297,7 +308,7 @@ def described(path: str, thing: Any, *, whole: bool = False) -> Iterator[str]:
     head = path if is_record(thing) else wrapped(f"{path}{signature(thing)}")
     head += f" = {annotation(thing)}" if isinstance(thing, GenericAlias) else ""
     yield "\n".join(["```text", head, *record_fields(thing), *calls, "```\n"])
-    if text := papers(plain(own_doc(thing))) if whole else first_sentence(thing):
+    if text := papers(plain(own_doc(thing))) if whole else summary(path, thing):
         yield f"{text}\n"
     if inspect.isclass(thing) and issubclass(thing, Enum):
         yield f"Values: {', '.join(code(each.value) for each in thing)}.\n"
@@ -347,8 +358,12 @@ def methods_of(thing: Any) -> Iterator[tuple[str, Any]]:
             yield key, function
 
 
-def first_sentence(thing: Any) -> str:
-    return papers(plain(sentence_of(thing)))
+def summary(path: str, thing: Any) -> str:
+    """The first sentence about a thing, or the first paragraph about a building block."""
+    home, _, name = path.rpartition(".")
+    block = home.startswith("agentrl.algorithms.") and name in building_blocks()
+    paragraph = line(own_doc(thing).partition("\n\n")[0])
+    return papers(plain(paragraph if block else sentence_of(thing)))
 
 
 def sentence_of(thing: Any) -> str:
@@ -464,38 +479,75 @@ def named_by(doc: str) -> list[str]:
 
 
 def trace_formats() -> str:
-    """A row per format of recorded traces."""
-    from agentrl.recorded.formats import FORMATS
+    """A row per format of recorded traces; the page says that none has token ids."""
+    from agentrl.recorded.formats import FORMATS, TOKENS
 
-    lines = ["| format | of | read from | not there |", "|---|---|---|---|"]
-    rows = (row(one.name, one.source, one.version, "; ".join(one.lost)) for one in FORMATS)
-    return "\n".join([*lines, *rows]) + "\n"
+    lines = ["| format | of | read from | missing |", "|---|---|---|---|"]
+    for one in FORMATS:
+        lost = "; ".join(lost for lost in one.lost if lost != TOKENS)
+        lines.append(row(one.name, one.source, one.version, lost))
+    return "\n".join(lines) + "\n"
 
 
 def families() -> dict[str, str]:
     """File name -> page, for each family of presets and modifiers. Recipes are on no page, but what
-    they consist of is."""
+    they consist of is. Parts of several families are described on the page of all algorithms."""
     pages: dict[str, str] = {}
-    homes, used = defaultdict(set), defaultdict(list)
     for name, preset in words().items():
+        if preset.of:
+            continue
         family = family_of(preset)
         short, module = page_of(family), sys.modules[family]
-        homes[short].add(sys.modules[preset.function.__module__])
         file = family.removeprefix("agentrl.").replace(".", "/")
         file += "" if hasattr(module, "__path__") else ".py"
         head = f"# {short}\n\n{inspect.getdoc(module)}\n\nSource: [`{file}`](../../../{file}).\n"
-        made = record(preset.host + name if name.startswith("+") else name)
-        used[short] += made
-        if preset.of:
-            continue
         text = f"\n## `{name}`\n\n{papers(preset.doc)}\n"
-        pages[short] = pages.get(short, head) + text + "\n```text\n" + "\n".join(made) + "\n```\n"
-    for short, text in pages.items():
-        parts = described_classes(used[short], sorted(homes[short], key=lambda one: one.__name__))
-        pages[short] = f"{text}\n## Parts\n\n" + "".join(
-            f"- `{name}`: {doc}\n" for name, doc in parts
-        )
+        made = "\n".join(record_of(name))
+        pages[short] = pages.get(short, head) + text + f"\n```text\n{made}\n```\n"
+    elsewhere = common_parts().keys() | building_blocks()
+    for short, described in parts_of_families().items():
+        own = [f"- `{name}`: {doc}\n" for name, doc in described.items() if name not in elsewhere]
+        own += ["\n"] if own else []
+        pages[short] += "\n## Parts\n\n" + "".join(own) + OTHER_PARTS
     return pages
+
+
+def parts() -> str:
+    """The parts of presets of several families that are not in the Python API."""
+    return "".join(f"- `{name}`: {doc}\n" for name, doc in common_parts().items())
+
+
+def common_parts() -> dict[str, str]:
+    """Name -> description of the parts of presets of several families, but building blocks."""
+    every = [part for own in parts_of_families().values() for part in own.items()]
+    uses = Counter(part for part in every if part[0] not in building_blocks())
+    return dict(part for part, count in uses.items() if count > 1)
+
+
+def building_blocks() -> set[str]:
+    """Names that a preset of a user's imports from `agentrl.algorithms`."""
+    return {name for own in LAZY.values() for name in own.split()}
+
+
+@cache
+def parts_of_families() -> dict[str, dict[str, str]]:
+    """Page -> name -> description of the parts of its presets, modifiers and recipes."""
+    homes = defaultdict[str, set[ModuleType]](set)
+    used = defaultdict[str, list[str]](list)
+    for name, preset in words().items():
+        short = page_of(family_of(preset))
+        homes[short].add(sys.modules[preset.function.__module__])
+        used[short] += record_of(name)
+    return {
+        short: dict(described_classes(made, sorted(homes[short], key=lambda one: one.__name__)))
+        for short, made in used.items()
+    }
+
+
+@cache
+def record_of(name: str) -> list[str]:
+    """The components and options of a preset, or of a modifier on its host."""
+    return record(words()[name].host + name if name.startswith("+") else name)
 
 
 def described_classes(made: list[str], modules: Collection[Any]) -> Iterator[tuple[str, str]]:
@@ -505,7 +557,7 @@ def described_classes(made: list[str], modules: Collection[Any]) -> Iterator[tup
             *modules,
             *(importlib.import_module(f"agentrl.algorithms.{m}") for m in LAZY),
         ]
-        doc = next((inspect.getdoc(vars(m)[part]) for m in homes if part in vars(m)), None)
+        doc = next((own_doc(vars(m)[part]) for m in homes if part in vars(m)), None)
         if doc:
             yield part, papers(line(doc.partition("\n\n")[0]))
 

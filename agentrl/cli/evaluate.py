@@ -52,8 +52,8 @@ from agentrl.core.config import load, resolve
     metavar="ROLE|all",
     help="Score the team with ROLE played by its untrained policy, or by CHECKPOINT; repeatable.",
 )
-@click.option("--fresh", is_flag=True, help="With one of these: play all games again.")
-@click.option("--json", "as_json", is_flag=True, help="With one of these: JSON instead of a table.")
+@click.option("--fresh", is_flag=True, help="With --crossplay or --ablate: play all games again.")
+@click.option("--json", "as_json", is_flag=True, help="With --crossplay or --ablate: print JSON.")
 @quiet
 @verbose
 def evaluate(

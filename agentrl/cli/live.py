@@ -127,8 +127,8 @@ def status(run_file: Path, as_json: bool) -> None:
 @run_file
 @click.argument("version", type=int, required=False)
 def promote(run_file: Path, version: int | None) -> None:
-    """Let the candidate serve all sessions from now on, whatever the comparison says so far.
-    VERSION: that it must be."""
+    """Let the candidate serve all sessions from now on, whatever the comparison says so far. With
+    VERSION: only if that is the candidate."""
     _decide(run_file, lambda known: by_hand(known, "promoted", version))
 
 
@@ -136,7 +136,7 @@ def promote(run_file: Path, version: int | None) -> None:
 @run_file
 @click.argument("version", type=int, required=False)
 def rollback(run_file: Path, version: int | None) -> None:
-    """Let the version serve that did before the last promotion. VERSION: that it must be."""
+    """Serve the version before the last promotion again. With VERSION: only if it is that one."""
     _decide(run_file, lambda known: by_hand(known, "rolled back", version))
 
 

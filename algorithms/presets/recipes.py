@@ -94,8 +94,8 @@ RECIPES = (
            {"clip_by": "transition", "clip_low": 3e-4, "clip_high": 4e-4, "clip_dual": 10.0},
            "GAE over calls, and one clipped ratio per call. arXiv 2601.10029."),
     Recipe("peers", "auto", {"std": False},
-           "Compares each call with other rollouts that came to the same state, as far as this "
-           "batch and those before show that states tell what calls did; without such states it is "
+           "Compares each call with other rollouts that came to the same state, as far as this and "
+           "earlier batches show that states predict the outcome; without such states it is "
            "`rloo`. Needs no critic. GAE over calls as in arXiv 2511.14460, states as in "
            "2505.10978."),
     Recipe("tree-grpo", "grpo+tree", {},

@@ -23,9 +23,8 @@ from agentrl.core.config import Natural
 
 @preset("auto", clip=(0.2, 0.2, math.inf), kl=True)
 def auto(reward: str, *, std: bool = True, gamma: Discount = 1.0, lam: Discount = LAMBDA) -> Algo:
-    """`grpo`, with the credit of `peers` where states recur and tell what earlier calls did; on the
-    scale of `grpo`, with or without `std`, which is that of the batches before, too. arXiv
-    2402.03300."""
+    """`grpo`, with the credit of `peers` where states recur and predict the outcome, on the scale
+    of `grpo` with or without `std`, estimated from earlier batches too. arXiv 2402.03300."""
     credit = GroupRelative(PeerAdvantages(reward, gamma, lam), base="none")
     return Algo(GrpoScale(credit, reward, ReturnScale(reward)) if std else credit)
 
@@ -176,8 +175,8 @@ def _between_groups(x: Tensor, state: Tensor, inner: Tensor, batch: Batch) -> tu
 def batch_td(reward: str, *, gamma: Discount = 1.0) -> Algo:
     """Calls compared by reward plus value of the next state, learned from the group by batch TD; by
     returns if states do not show the effect of an action. States as in arXiv 2505.10978. Where luck
-    comes between a call and its result, or calls matter jointly, few groups have a share of 0.2 to
-    0.9 of the gradient, and 1.1 to 15 times the error of `rloo`."""
+    comes between a call and its result, or calls matter jointly, the gradient of few groups is 0.2
+    to 0.9 of the exact one, and its error 1.1 to 15 times that of `rloo`."""
     return Algo(GroupRelative(BatchTd(reward, gamma), base="none"))
 
 

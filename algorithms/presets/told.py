@@ -1,6 +1,6 @@
-"""Learning from what only training knows: the policy's calls are scored again where their prompts
-tell a text z (a solution, a sibling's success, an error, what came next, what a user said), and the
-difference is a divergence to descend, or a weight of the host's advantage.
+"""Learning from privileged text: the policy's calls are scored again with a text z in their prompts
+that only training knows (a solution, a sibling's success, an error, what came next, what a user
+said). The difference is a divergence to descend, or a weight of the host's advantage.
 
 z stands before the first message after the system prompt, rendered by the model's chat template; a
 user's reaction stands after the question that it is about. Only the difference is stored. SRPO's

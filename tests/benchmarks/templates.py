@@ -313,8 +313,8 @@ def attempt(reader: Callable[[str, str], Read], name: str, text: str) -> Read | 
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    above, *lines = [f"| {' | '.join(line)} |" for line in (head, *rows)]
+    return "\n".join([above, f"|{'---|' * len(head)}", *lines])
 
 
 def grouped(rows: dict[str, list[str]]) -> list[list[str]]:

@@ -14,13 +14,23 @@ TRAINERS = "## Graders of other trainers"
 def test_the_page_has_each_row_and_how_it_is_known() -> None:
     page = PAGE.read_text(encoding="utf-8").partition(TRAINERS)[0]
     assert page.count(MARK) == 2
-    shown = [line for line in page.splitlines() if line.startswith("| ")]
-    assert len(shown) == len(PAY) + len(SEEDS) + 2
-    for row in (*PAY, *SEEDS):
-        known = "run with " if row.check else f"read in {row.version} "
-        words = [row.package, row.happens, row.pays, *([row.agentrl] if row.agentrl else [])]
-        assert any(f"| {' | '.join(words)} | {known}" in line for line in shown), row
-    assert page.count("| run with ") >= 25
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    rows = [*PAY, *SEEDS]
+    above, shown, checked = "", set[tuple[str, str, bool]](), 0
+    for line in lines:
+        if title := re.match(r"\| \*\*(.+) \S+\*\* \|", line):
+            above = title[1]
+            version = line.split("**")[1].removeprefix(f"{above} ")
+            continue
+        read = line.startswith("| *read:* ")
+        shown.add((above, line.replace("*read:* ", ""), read))
+        assert not read or any(row.version == version for row in rows if row.package == above)
+        checked += not read
+    assert len(shown) == len(rows) + 2
+    for row in rows:
+        words = [row.happens, row.pays, *([row.agentrl] if row.agentrl else [])]
+        assert (row.package, f"| {' | '.join(words)} |", not row.check) in shown, row
+    assert checked - 2 >= 25
 
 
 def test_graders_of_trainers_are_run_by_scripts() -> None:
@@ -43,4 +53,4 @@ def test_a_row_that_is_no_longer_so_is_named() -> None:
     assert changed(found) == {}
     found[row.plugin]["found"] = checks | {row.check: "another"}
     assert changed(found) == {f"{row.plugin}/{row.check}": "another"}
-    assert table([row], found, ["a"])[-1].endswith("| run with 9 |")
+    assert table([row], found, ["a"])[2] == f"| **{row.package} 9** |"

@@ -30,7 +30,7 @@ class AgentConfig(Section, frozen=True):
     # "file.toml" or "file.py:name". `command` is then its program, as a path if it is not in PATH,
     # and additional arguments.
     harness: str = ""
-    context: Count = 32768  # context length of the model in tokens, as told to the harness
+    context: Count = 32768  # context length of the model in tokens that the harness assumes
     folder: str = ""  # working directory of the command; default: the run file's, or the image's
     env: dict[str, str] = {}  # environment variables of the agent; only their names are stored
     # Patterns of variables of the runner that the agent also gets. By default a command or a pool
@@ -42,10 +42,10 @@ class AgentConfig(Section, frozen=True):
     # Other failures after which a rollout is tried again, up to `max_attempts`: only the verifier
     # after a verifier_error. A model_error always is, and a lost sandbox twice.
     retry: list[Retried] = []
-    calls_optional: bool = False  # Whether a rollout without a model call is no failure.
+    calls_optional: bool = False  # Whether rollouts may succeed without a model call.
     error_reward: float | None = None  # Outcome if the agent raises after a call; none: missing.
-    # Model calls of one attempt, which ends after them; 0: unlimited. LangChain's own limit is
-    # 9,999, which an agent reaches that asks until it gets a form that the policy does not give.
+    # Model calls of one attempt, which ends after them; 0: unlimited. Agents that
+    # retry until an answer has the right form would reach LangChain's own limit, 9,999.
     max_calls: Natural = MAX_CALLS
     max_tokens: Natural = 0  # sampled tokens of one attempt, which ends after them; 0: unlimited
     # An attempt that reaches a limit of time, calls or tokens has failed. score: score its trace
@@ -65,7 +65,7 @@ class TasksConfig(Section, frozen=True):
     columns: dict[str, str] = {}
     # Order of training tasks. shuffle: each training task once per epoch. difficulty: sample by
     # success rate, most often tasks that are solved half of the time; outcomes must be from 0 to 1.
-    # unsolved: as shuffle, without tasks whose mean outcome has come to 0.9.
+    # unsolved: as shuffle, without tasks whose mean outcome has reached 0.9.
     order: Literal["shuffle", "difficulty", "unsolved"] = "shuffle"
 
 
@@ -74,7 +74,7 @@ class VerifierConfig(Section, frozen=True):
 
     path: str = ""  # Function that scores a rollout, as "file.py:name".
     rewards: dict[str, str] = {}  # additional rewards: name -> "file.py:name" or an entry point
-    # Second verifier, as "file.py:name", of one of four rollouts: where it and the first part, the
+    # Second verifier, as "file.py:name", of one of four rollouts: where the two disagree, the
     # reward is hacked. Its reward "audit" is not trained.
     audit: str = ""
     # Lowest and highest outcome; with another one a rollout has failed. none: any number.

@@ -91,8 +91,8 @@ class VerlConfig(Section, frozen=True):
     # Implementation of attention; sdpa pads rows.
     attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"
     timeout: Seconds = 1800.0  # Seconds of one call, at most: an update, or loading the model.
-    # verl's own settings of its model, engine and optimizer, by part: any of its keys that no
-    # setting of agentrl determines, such as engine = {ulysses_sequence_parallel_size = 2}.
+    # Settings of verl for its model, engine and optimizer, by part: any key that no setting of
+    # agentrl determines, such as engine = {ulysses_sequence_parallel_size = 2}.
     options: dict[Literal["model", "engine", "optimizer"], dict[str, Any]] = {}
 
 
@@ -203,14 +203,14 @@ class VllmConfig(Section, frozen=True):
 
     urls: list[str] = []  # Running servers as http://HOST:PORT; none: start a child process.
     key_env: str = ""  # environment variable with the API key of those servers, if they have one
-    start_timeout: Seconds = 300.0  # Seconds in which a server starts, at most.
-    # Seconds for calls in flight to end before an update, and for the update.
+    start_timeout: Seconds = 300.0  # Seconds to wait for a server to start.
+    # Seconds to wait for calls in flight before an update, and for the update.
     timeout: Seconds = 60.0
     # How new weights are transferred; auto: the fastest method that works here.
     sync: Literal["auto", "adapter", "ipc", "nccl", "shared_memory", "reload"] = "auto"
     # Fraction of the GPU's memory for a child; 0: what the learner leaves, estimated by model size.
     gpu_memory: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    # vLLM's sleep mode: free the child's GPU memory during updates. 1: keep its weights in host
+    # Sleep mode of vLLM: free the child's GPU memory during updates. 1: keep its weights in host
     # memory; 2: drop its weights and send them again, without host memory; 0: off.
     sleep: Literal[0, 1, 2] = 0
     arguments: list[str] = []  # additional arguments of `vllm serve`

@@ -167,7 +167,7 @@ class AlgorithmConfig(Section, frozen=True):
     groups: Count = 8  # Groups of rollouts per step, one for each task.
     group_size: Count = 8  # rollouts per task, which are compared with each other
     min_group: Count = 2  # Valid rollouts below which a group is dropped.
-    # Calls answered without token ids are not trained, or get those that their text usually has.
+    # Calls answered without token ids. refuse: do not train them. retokenize: tokenize their text.
     missing_token_ids: Literal["refuse", "retokenize"] = "refuse"
     # How many updates old a sample may be, rounded up. The higher, the less sampling waits for
     # training; 0.5 lets half a step be sampled ahead.

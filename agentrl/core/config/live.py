@@ -30,12 +30,12 @@ class PromotionConfig(Section, frozen=True):
     # always: as soon as it is offered; never: only by `agentrl live promote`.
     rule: Literal["better", "not_worse", "always", "never"] = "better"
     alpha: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.05  # error rate of a decision
-    margin: NonNegative = 0.05  # how much lower an outcome counts as not worse
+    margin: NonNegative = 0.05  # how much lower an outcome may be to count as not worse
     most: Count = 400  # sessions of the candidate after which an undecided one is dropped
 
 
 class GuardConfig(Section, frozen=True):
-    """What takes a version back at once, as a candidate and again after its promotion. Shares are
+    """When a version is rolled back at once, as a candidate or after its promotion. Shares are
     compared with those of the version that it replaces: 0.1 allows ten points more."""
 
     failures: Share | None = 0.1  # share of calls that failed: no answer, or one that was cut off
@@ -43,7 +43,7 @@ class GuardConfig(Section, frozen=True):
 
 
 class SignalsConfig(Section, frozen=True):
-    """What sessions are judged by. The verifier of the ended session is the run file's."""
+    """How sessions are judged. The verifier of the ended session is the run file's."""
 
     # Weights of signals in the outcome: 1 for feedback, correction (whose value is 0), verifier and
     # next_message, 0 for other names that the verifier returns or feedback posts, unless named.
@@ -84,8 +84,8 @@ class LiveConfig(Section, frozen=True):
     sessions: Count = 32  # labelled sessions of a step
     every: Seconds = 3600.0  # Seconds after which a step begins with fewer, but at least `least`.
     least: Count = 8  # labelled sessions of a step that begins by time
-    # Seconds from a session's end in which explicit feedback is waited for. A session without any
-    # signal by then is not trained.
+    # Seconds after a session's end to wait for explicit feedback. A session without any signal by
+    # then is not trained.
     wait: NonNegative = 600.0
     share: Share = 0.1  # fraction of new sessions that a candidate serves
     promotion: PromotionConfig = PromotionConfig()

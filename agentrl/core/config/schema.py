@@ -63,7 +63,7 @@ class CheckpointConfig(Section, frozen=True):
 class EvalConfig(Section, frozen=True):
     """Held-out evaluations before, during and after training."""
 
-    # Steps between evaluations; 0: only before and after training, as one of 64 tasks plays as many
+    # Steps between evaluations; 0: only before and after training. One of 64 tasks costs as many
     # rollouts as a step of 8 groups of 8.
     every: Natural = 0
     tasks: Natural = 0  # number of tasks before and after training; 0: all held-out tasks
@@ -96,8 +96,8 @@ class RunConfig(Section, frozen=True):
     seed: Natural = 0
     steps: Natural = 100  # updates of the policy; 0: only evaluate
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best one
-    # Share of a step's rollouts that may fail for one cause; with more the run ends and names it.
-    # Those that have a reward, or that reached agent.max_calls or max_tokens, do not count.
+    # Share of a step's rollouts that may fail for one cause before the run ends and names it.
+    # Failures with a reward, or by agent.max_calls or max_tokens, do not count.
     max_failed: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
     agent: AgentConfig = AgentConfig()
     tasks: TasksConfig = TasksConfig()
@@ -116,7 +116,7 @@ class RunConfig(Section, frozen=True):
     runner: Runner = RunnerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
-    # Models that are not trained, by name, which agents may use as a model name.
+    # Models that are not trained, by the name that agents may request.
     upstreams: dict[Name, UpstreamConfig] = {}
     # Who answers each role's calls, an upstream or a policy; "*": the upstream that answers all
     # others, in a run without a policy.

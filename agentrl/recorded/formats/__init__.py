@@ -16,8 +16,8 @@ Spans = Callable[[Object, Issues], Iterator[Node | Note]]
 Whole = Callable[[Object, Issues], Iterator[list[Node | Note]]]
 Lines = Callable[[Iterable[Object], Issues], Iterator[list[Node | Note]]]
 
-ARGUMENTS = "the spaces of tool calls' arguments"
-TOKENS = "ids of tokens"
+ARGUMENTS = "spaces in tool arguments"
+TOKENS = "token ids"
 
 
 class Format(NamedTuple):
@@ -37,7 +37,7 @@ class Format(NamedTuple):
 FORMATS = (
     Format(
         "otlp",
-        "OTLP in JSON or protobuf (`.pb`): OpenTelemetry's GenAI conventions of today, the two"
+        "OTLP in JSON or protobuf (`.pb`): OpenTelemetry's current GenAI conventions, the two"
         " older forms, OpenInference, OpenLLMetry, Langfuse's SDK",
         "OTLP 1.x; OpenInference 0.1.80,"
         " OpenLLMetry 0.40.14 and 0.62.4, opentelemetry-instrumentation-openai-v2 2.3b0,"
@@ -45,9 +45,9 @@ FORMATS = (
         (
             TOKENS,
             "messages, if the instrumentation was not told to record content or sends it as logs",
-            "arguments' spaces, in the form of today",
+            f"{ARGUMENTS}, in today's GenAI form",
             "other attributes",
-            "feedback, but agentrl's",
+            "feedback other than agentrl's",
         ),
         otel.is_otlp,
         spans=otel.read_otlp,
@@ -56,7 +56,7 @@ FORMATS = (
         "spans",
         "spans of OpenTelemetry's SDKs (`to_json`) and of Phoenix (its API, data frames)",
         "opentelemetry-sdk 1.45.2, arize-phoenix-client",
-        (TOKENS, "arguments' spaces, in the GenAI form of today", "other attributes"),
+        (TOKENS, f"{ARGUMENTS}, in today's GenAI form", "other attributes"),
         otel.is_span,
         spans=otel.read_span,
     ),
@@ -156,7 +156,7 @@ FORMATS = (
             ARGUMENTS,
             "the system prompt",
             "definitions of tools",
-            "that a history was shortened",
+            "compactions",
             "cost",
         ),
         transcripts.is_qwen,
@@ -185,8 +185,8 @@ FORMATS = (
             ARGUMENTS,
             "the system prompt",
             "definitions of tools",
-            "that a history was shortened",
-            "titles' calls",
+            "compactions",
+            "calls that write titles",
         ),
         transcripts.is_opencode,
         whole=transcripts.read_opencode,
@@ -196,7 +196,7 @@ FORMATS = (
         "trajectories of Harbor (ATIF)",
         "1.0 to 1.8, harbor 0.26.0",
         (
-            "ids of tokens: where a step has them, no template is named",
+            TOKENS,
             ARGUMENTS,
             "steps of several calls, as demonstrations",
         ),

@@ -222,8 +222,8 @@ def write(rows: dict[str, list[Row]], chosen: list[Client], failed: dict[str, st
     names = list(rows[shown[0].name][0].facts) if shown else []
     lines = [HEAD, "## Whether it continues exactly", ""]
     lines += ["| clients | whole | streamed | where not, and why |", "|---|--:|--:|---|"]
-    exact = [(f"{one.title} ({one.versions})", _exact_cells(rows[one.name])) for one in shown]
-    lines += _grouped(exact)
+    lines += _grouped([(one.title, _exact_cells(rows[one.name])) for one in shown])
+    lines += ["", _versions(shown)]
     lines += ["", "## How the second request renders the first answer", EXPLAINED]
     lines += [f"| clients | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     facts = [(one.title, [_both(rows[one.name], name) for name in names]) for one in shown]
@@ -236,6 +236,16 @@ def write(rows: dict[str, list[Row]], chosen: list[Client], failed: dict[str, st
             if client.name in failed
         ]
     return "\n".join(lines) + "\n"
+
+
+def _versions(shown: list[Client]) -> str:
+    """The packages of all clients, each once, by registry."""
+    found: dict[str, dict[str, None]] = {}
+    for one in shown:
+        own = found.setdefault("PyPI" if one.packages else "npm", {})
+        own.update(dict.fromkeys(one.versions.split(", ")))
+    named = "; ".join(f"{registry}: {', '.join(each)}" for registry, each in found.items())
+    return f"Versions. {named}."
 
 
 def _grouped(rows: list[tuple[str, list[str]]]) -> list[str]:

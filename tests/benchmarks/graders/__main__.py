@@ -45,25 +45,26 @@ def changed(found: Found) -> dict[str, Any]:
 
 
 def table(rows: list[Row], found: Found, titles: list[str]) -> list[str]:
+    """Lines of a table: above the rows of a package one with its name and version."""
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    above = ""
     for row in rows:
-        cells = [row.package, row.happens, row.pays, row.agentrl, _known(row, found)]
-        shown = [cell for cell in cells if cell]
-        lines.append(f"| {' | '.join(shown)} |")
+        if (title := _title(row, found)) != above:
+            above = title
+            lines.append(f"| **{title}** |{' |' * (len(titles) - 1)}")
+        cells = [row.happens if row.check else f"*read:* {row.happens}", row.pays, row.agentrl]
+        lines.append(f"| {' | '.join(cell for cell in cells if cell)} |")
     return lines
 
 
-def _known(row: Row, found: Found) -> str:
-    if not row.check:
-        return f"read in {row.version}"
-    return f"run with {found[row.plugin]['versions'][row.package]}"
+def _title(row: Row, found: Found) -> str:
+    return f"{row.package} {row.version or found[row.plugin]['versions'][row.package]}"
 
 
 def write(found: Found) -> None:
     """Replace what stands below each mark of the page, up to the next text."""
-    titles = ["package", "what happens there", "the package pays", "agentrl", "known by"]
-    pay = table(PAY, found, titles)
-    seeds = table(SEEDS, found, ["package", "what was run", "a seed fixes", "known by"])
+    pay = table(PAY, found, ["what happens there", "the package pays", "agentrl"])
+    seeds = table(SEEDS, found, ["what was run", "a seed fixes"])
     before, first, second = PAGE.read_text(encoding="utf-8").split(MARK)
     parts = []
     for new, old, end in ((pay, first, "\n\n"), (seeds, second, "\n")):

@@ -25,7 +25,7 @@ class Row:
 
 
 CLEAN = [False, {"right": 1.0}]
-FAILS, AS_PAID = "fails", "what the package pays"
+FAILS, AS_PAID = "fails", "the same"
 INSPECT, EVALS = ("inspect", "inspect-ai"), ("openai-evals", "evals")
 V03, V04 = ("verifiers", "verifiers"), ("verifiers-v1", "verifiers")
 BFCL = ("bfcl", "bfcl-eval")

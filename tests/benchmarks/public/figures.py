@@ -93,8 +93,9 @@ HEAD = ("task", "seeds", "reward", "right", "gain", "named", "4 x tokens", "cons
 
 def table(found: Mapping[str, Figures]) -> str:
     """A table in Markdown, in per cent, and what `agentrl why` says of each run."""
-    lines = [HEAD, ["---"] * len(HEAD), *(cells(task, row) for task, row in found.items())]
-    return "\n".join([*("| " + " | ".join(line) + " |" for line in lines), "", *said(found)])
+    lines = [HEAD, *(cells(task, row) for task, row in found.items())]
+    above, *rows = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([above, f"|{'---|' * len(HEAD)}", *rows, "", *said(found)])
 
 
 def cells(task: str, row: Figures) -> list[str]:
