@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Natural guess: inside `disable_adapter()` of a peft model the base model answers, so that it serves as the reference of a
 # KL penalty without a second copy, as trainers of LoRA use it.
-# What is so: with init_lora_weights="pissa" or "olora" the adapter starts as the principal part of each weight, which is
-# taken out of the base's weights. With the adapter the model is the base; without it, it is what was left over, from the
-# first step on and without a warning. The default, "gaussian" and "orthogonal" leave the base as it is.
+# What is so: with init_lora_weights="pissa" or "olora" the adapter starts as a part of each weight, the main one with
+# "pissa", that is taken out of the base. With the adapter the model is the base; without it, it is what was left over, from
+# the first step on and without a warning. The default, "gaussian" and "orthogonal" leave the base as it is.
 # Why it matters: these starts are offered as drop-in ones that learn faster. The KL at step 0 is several nats instead of
 # 0, and the penalty pulls the policy towards a damaged model, with the reward as the only thing against it.
 set -euo pipefail
