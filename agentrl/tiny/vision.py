@@ -71,7 +71,6 @@ def make(
     trained: whether its tower learns. hidden: 64, or 128 for vLLM on a CPU. patch: pixels of a
     patch's side, default 14 (LLaVA) or 7. most: pixels of an image that Qwen's copies
     see; larger ones are made smaller. Raises PolicyError if transformers is too old."""
-    check_version(f"a tiny {kind}")
     torch.manual_seed(seed)
     marks = _marks(kind)
     tokenizer = text.word_tokenizer([*words, *marks.values()], ROLES, **marks)
@@ -94,7 +93,9 @@ def make_model(
     patch: int = 0,
     most: int = SIDE * SIDE,
 ) -> Any:
-    """A model as `make` makes it, for a tokenizer, which gets a token for images."""
+    """A model as `make` makes it, for a tokenizer, which gets a token for images. Raises
+    PolicyError if transformers is too old."""
+    check_version(f"a tiny {kind}")
     if IMAGE not in tokenizer.all_special_tokens:  # also where it touches other text
         tokenizer.add_special_tokens(
             {"additional_special_tokens": [IMAGE]}, replace_extra_special_tokens=False

@@ -127,6 +127,7 @@ def test_psi_is_minus_the_gradient_of_the_published_loss(name: str) -> None:
 def test_micro_batches_change_nothing(name: str, packing: Packing, tiny_llama_dir: Path) -> None:
     def trained(budget: int) -> list[Tensor]:
         model, tokenizer = load_model(str(tiny_llama_dir), "float32", "cpu")
+        model.double()  # Adam makes a step of the rounding errors of a gradient near 0
         learner = TorchLearner(model, tokenizer, packing=packing, token_budget=budget)
         settings = AlgorithmConfig(preset=name, epochs=2, minibatches=2, lr=1e-2)
         updater = Updater(RunConfig(algorithm=settings), make(name, {}), learner)
@@ -135,10 +136,10 @@ def test_micro_batches_change_nothing(name: str, packing: Packing, tiny_llama_di
         updater.update(0, groups)
         return [p.detach().clone() for p in model.parameters()]
 
-    before = list(load_model(str(tiny_llama_dir), "float32", "cpu")[0].parameters())
+    before = list(load_model(str(tiny_llama_dir), "float32", "cpu")[0].double().parameters())
     moved = 0
     for start, one, several in zip(before, trained(4096), trained(16), strict=True):
-        torch.testing.assert_close(one, several, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one, several, rtol=1e-8, atol=1e-8)
         moved += not torch.equal(start, one)
     assert moved
 

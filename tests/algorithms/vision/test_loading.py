@@ -83,11 +83,16 @@ def test_an_older_transformers_is_refused(saved: Path, monkeypatch: pytest.Monke
 
 
 def test_a_tiny_model_is_refused_where_transformers_is_too_old(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(inputs.transformers, "__version__", "5.9.0")
-    with pytest.raises(PolicyError, match=r"a tiny llava: .* need transformers 5\.10 or newer"):
-        vision.make("llava", WORDS)
+    said = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a cat"}]
+    for build in (
+        lambda: vision.make("llava", WORDS),
+        lambda: vision.imitator(tmp_path, [said], seed=0),
+    ):
+        with pytest.raises(PolicyError, match=r"a tiny llava: .* need transformers 5\.10 or newer"):
+            build()
 
 
 def test_a_model_of_text_has_nothing_to_look_with(tmp_path: Path) -> None:
