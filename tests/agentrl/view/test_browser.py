@@ -147,6 +147,8 @@ def test_pairs_and_prompts_lead_to_rollouts(viewed: str, new_page: NewPage) -> N
     page = new_page()
     page.goto(f"{viewed}/run/run")
     page.click("text=Data set likes")
+    page.wait_for_selector("#item-0 .sides .card")
+    page.wait_for_load_state()  # with its styles
     left, right = boxes(page, "#item-0 .sides .card")
     assert left["y"] == right["y"]
     assert left["x"] + left["width"] <= right["x"]
