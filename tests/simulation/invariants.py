@@ -53,6 +53,7 @@ class Invariants:
         self.world = world
         self.epochs: dict[int, int] = {}  # process id -> the epoch in which it owns the run
         self.groups: dict[str, Any] = {}
+        self._rows: list[Any] = []  # of groups, as they were read
         self.run: Any = None
         self.leases: dict[str, Any] | None = {}  # of attempts; None: not known
 
@@ -62,7 +63,7 @@ class Invariants:
 
     def forget(self) -> None:
         """What was known: a power cut has brought back an earlier state."""
-        self.groups, self.run, self.epochs, self.leases = {}, None, {}, None
+        self.groups, self._rows, self.run, self.epochs, self.leases = {}, [], None, {}, None
 
     def began(self, process: Process, epoch: int) -> None:
         """A process has opened the run."""
@@ -93,17 +94,20 @@ class Invariants:
         run = self.conn.execute(RUN).fetchone()
         if run is None:
             return
-        rows = {row[0]: row for row in self.conn.execute(GROUPS)}
+        found = self.conn.execute(GROUPS).fetchall()
+        if found == self._rows and run == self.run:
+            return
+        rows = {row[0]: row for row in found}
         self._check_groups(process, run, rows)
-        self.run, self.groups = run, rows
+        self.run, self.groups, self._rows = run, rows, found
 
     def _check_attempts(self) -> None:
         """A rollout has one at most; a lease that has ended is not renewed; and a claim has no more
         than was asked for."""
-        known, leases = self.leases, {row[0]: row for row in self.conn.execute(LEASES)}
-        if leases == known:
+        known, found = self.leases, self.conn.execute(LEASES).fetchall()
+        if known is not None and found == [*known.values()]:
             return
-        self.leases = leases
+        leases = self.leases = {row[0]: row for row in found}
         rollouts = Counter(row[4] for row in leases.values())
         for rollout, count in rollouts.items():
             check(count == 1, f"rollout {rollout} has {count} living attempts")
@@ -122,8 +126,6 @@ class Invariants:
             check(count <= most, f"{runner} has claimed {count} rollouts at once, not {most}")
 
     def _check_groups(self, process: Process, run: Any, rows: dict[str, Any]) -> None:
-        if rows == self.groups and run == self.run:
-            return
         epoch = run[0]
         own = self.epochs.get(process.pid)
         for id, row in rows.items():
@@ -173,7 +175,7 @@ class Invariants:
     def after_power_cut(self) -> None:
         """What the run names was synced before."""
         run = self.conn.execute(RUN).fetchone()
-        if run is not None and run[2] is not None:
+        if run is not None and run[2] is not None and run[2] not in self.world.damaged:
             try:
                 digests.check(self.world.folder / "out" / run[2])
             except DamagedError as error:
@@ -190,7 +192,7 @@ class Invariants:
 
     def at_end(self) -> None:
         self._look(self.world.system.kernel)
-        self._check_counters()
+        self.check_counters(self.conn)
         shape = self.world.schedule.shape
         if shape.live:
             self._check_sessions()
@@ -198,20 +200,20 @@ class Invariants:
         run = self.conn.execute(RUN).fetchone()
         check(run[1] == shape.steps, f"the run has {run[1]} steps")
         states = [row[1] for row in self.groups.values()]
-        wanted = shape.steps * shape.groups
+        wanted = (shape.steps - (shape.empty is not None)) * shape.groups
         check(states.count("trained") == wanted, f"groups at the end: {states}")
         self._check_calls()
         world = self.world
-        wanted = actors.expected(world.config, world.tasks)
+        wanted = actors.expected(world.config, world.tasks, shape.empty)
         digest = self._digest(run)
         check(digest == wanted, f"the weights at the end are {digest}, undisturbed {wanted}")
 
-    def _check_counters(self) -> None:
+    def check_counters(self, conn: sqlite3.Connection) -> None:
         """The counters of each run are those of its rows; admission and readiness follow them."""
-        for run, *numbers in self.conn.execute(COUNTED):
+        for run, *numbers in conn.execute(COUNTED):
             known, counted = numbers[:4], numbers[4:]
             check(known == counted, f"run {run} counts {known}, its rows are {counted}")
-        for group, pending, found in self.conn.execute(PENDING):
+        for group, pending, found in conn.execute(PENDING):
             check(False, f"group {group} waits for {pending} rollouts, {found} are to come")
 
     def _check_sessions(self) -> None:
