@@ -74,12 +74,13 @@ def refused(run: str) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     ]  # fmt: skip
     rewards = [Reward(nan), Reward(1e300), Reward(1.0, "odd", Scope.TRANSITION)]
     outcomes = [
-        Outcome("odd", 1, rewards=[reward]) for reward in rewards
-    ] + [Outcome("odd", 1, retry=True), Outcome("odd", 1, spans=[SPAN]), Outcome("odd", 1)]  # fmt: skip
+        *(Outcome("odd", 1, rewards=[reward]) for reward in rewards),
+        Outcome("odd", 1, retry=True), Outcome("odd", 1, spans=[SPAN]), Outcome("odd", 1),
+    ]  # fmt: skip
     side, item = Side(digest="odd"), Item(position=0, kind="pair", chosen="odd")
     credit = Credit(
         transition="odd", policy=POLICY,
-        **dict.fromkeys(("psi", "advantage", "baseline", "gate", "weight"), [0.5]),
+        **{name: [0.5] for name in ("psi", "advantage", "baseline", "gate", "weight")},
     )  # fmt: skip
     return [
         *(("add_transitions", ([one],), {}) for one in calls),

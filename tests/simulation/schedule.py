@@ -144,7 +144,8 @@ WORDS = {
     "silence": "the next {} responses never come, and no connection breaks",
 }
 COMMON = ("kill", "kill", "kill at", "kill at", "pause", "pause at", "clock", "second", "lie",
-          "power", "abort", "full", "full sync", "kill sync", "request", "response", "rot")  # fmt: skip
+          "power", "abort", "full", "full sync", "kill sync", "request", "response",
+          "rot")  # fmt: skip
 LIVE = ("kill", "kill at", "pause", "pause at", "clock", "notification", "response", "request")
 LOCAL, REMOTE = ("notification", "notification"), (
     "late", "twice", "away", "stop", "silence", "request", "response",
