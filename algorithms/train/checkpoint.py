@@ -170,13 +170,15 @@ def export_checkpoint(source: Path, target: Path) -> None:
 def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     """Delete old checkpoints of a run, after its owner has committed `last`: all but the `keep`
     newest, the best, and those being scored or read by another process. Also deletes those of
-    rewound steps, and partial ones of killed processes. Keeps checkpoints of other runs and later
-    owners, and files with other names."""
+    rewound steps, even if they were trained again, and partial ones of killed processes. Keeps
+    checkpoints of other runs and later owners, and files with other names."""
     current = parse_name(last)
     assert current is not None
     own = [(path, steps) for path, (steps, epoch) in _own(folder, run) if epoch <= current[1]]
-    rewound = [path for path, steps in own if steps > current[0]]
-    trained = [path for path, steps in own if steps <= current[0]]
+    # Of two with the same steps, the later owner's: it has rewound the other, or never had it.
+    newest = {steps: path for path, steps in reversed(own)}
+    trained = [path for steps, path in newest.items() if steps <= current[0]][::-1]
+    rewound = [path for path, _ in own if path not in trained]
     scored = {path.name for path in folder.parent.glob("evaluation/*")}
     best = (folder / BEST).resolve()
     old = [path for path in trained[keep:] if path.name.partition(".")[0] not in scored]

@@ -48,6 +48,12 @@ PENDING = """select g.id, g.pending, count(r.id) from groups g
     group by g.id having g.pending != count(r.id)"""
 
 
+REFUSED = """select 'rollout', id from rollouts where id like 'odd%'
+    union all select 'call', id from transitions where id = 'odd'
+    union all select 'document', key from documents where key = 'odd'
+    union all select 'data set', name from datasets where name = 'odd'"""
+
+
 class Invariants:
     def __init__(self, world: World) -> None:
         self.world = world
@@ -193,6 +199,8 @@ class Invariants:
     def at_end(self) -> None:
         self._look(self.world.system.kernel)
         self.check_counters(self.conn)
+        stored = self.conn.execute(REFUSED).fetchone()
+        check(stored is None, f"the store has what it refused: {stored}")
         shape = self.world.schedule.shape
         if shape.live:
             self._check_sessions()

@@ -75,7 +75,8 @@ class Fault:
         process = world.alive(self.target) if self.target else None
         if self.target and process is None:
             return
-        if self.kind == "rot" and not world.damage_checkpoint():
+        if self.kind == "rot":  # as soon as there is one, also if others have had enough
+            world.rotting.append(self)
             return
         if self.kind not in WORDS:  # else when it meets a message
             world.had_effect(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextvars
 import gc
+import json
 import logging
 import random
 import shutil
@@ -23,7 +24,7 @@ import torch
 from msgspec.structs import replace
 
 from agentrl.algorithms.train import saving
-from agentrl.algorithms.train.checkpoint import earlier_checkpoints
+from agentrl.algorithms.train.checkpoint import STATE, earlier_checkpoints
 from agentrl.core.config import RunConfig, resolve
 from agentrl.core.errors import AgentRLError, Fenced, Unavailable
 from agentrl.core.types import RunState
@@ -62,6 +63,7 @@ class World:
         self.started: Counter[str] = Counter()
         self.lost: defaultdict[str, list[Fault]] = defaultdict(list)  # a message for each
         self.armed: dict[str, list[Fault]] = {}
+        self.rotting: list[Fault] = []  # each damages a checkpoint
         self.violation: Violation | None = None
         self.finished = False
         self.tasks = [{"id": str(n), "input": f"task {n}"} for n in range(8)]
@@ -286,25 +288,33 @@ class World:
         end = lambda: self.kill(process) if process.alive else None  # noqa: E731
         self.loop.call_later(pause, end, context=self.kernel_context())
 
-    def damage_checkpoint(self) -> bool:
-        """Damage a file of the newest checkpoint, if an earlier one is whole."""
-        run = self.invariants.run
+    def _damage_checkpoint(self) -> bool:
+        """Damage a file of the newest checkpoint, if an earlier one is whole, and kill who has what
+        was in it."""
+        run, shape = self.invariants.run, self.schedule.shape
+        if shape.keep < 2 or shape.administrator:  # no earlier one, or its groups are pruned
+            return False
         if run is None or run[2] is None or run[2] in self.damaged:
             return False
         path = self.folder / "out" / run[2]
-        earlier = earlier_checkpoints(path.parent, path, "")
-        whole = [one for one in earlier if f"checkpoints/{one.name}" not in self.damaged]
-        if not whole or not (path / "model.txt").exists():
+        identity = json.loads((path / STATE).read_text())["run"]
+        earlier = earlier_checkpoints(path.parent, path, identity)
+        if not any(f"checkpoints/{one.name}" not in self.damaged for one in earlier):
             return False
-        self.say(f"! a file of {run[2]} is damaged")
+        self.say(f"! a file of {run[2]} is damaged, and its algorithm killed")
         (path / "model.txt").write_text("damaged")
         self.damaged.add(run[2])
+        if owner := self.alive("algorithm"):
+            end = lambda: self.kill(owner) if owner.alive else None  # noqa: E731
+            self.loop.call_soon(end, context=self.kernel_context())
         return True
 
     def at_commit(self, process: Process, when: str) -> None:
         self._interrupt(process, when)
         if when == "after" and process is not self.system.kernel:
             self.invariants.after_commit(process)
+            if self.rotting and self._damage_checkpoint():
+                self.had_effect(self.rotting.pop())
             if self._is_ending() and self.loop.next_event != sys.maxsize:
                 soon = self.loop.executed + BURST
                 self.loop.next_event = min(self.loop.next_event, soon)
