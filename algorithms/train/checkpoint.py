@@ -175,14 +175,15 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     current = parse_name(last)
     assert current is not None
     own = [(path, steps) for path, (steps, epoch) in _own(folder, run) if epoch <= current[1]]
-    # Of two with the same steps, the later owner's: it has rewound the other, or never had it.
+    # Of two with the same steps the later owner's counts: it has rewound the other.
     newest = {steps: path for path, steps in reversed(own)}
-    trained = [path for steps, path in newest.items() if steps <= current[0]][::-1]
-    rewound = [path for path, _ in own if path not in trained]
+    rewound = [path for path, steps in own if steps > current[0]]
+    again = [path for path, steps in own if steps <= current[0] and path != newest[steps]]
+    trained = [path for path, steps in own if steps <= current[0] and path == newest[steps]]
     scored = {path.name for path in folder.parent.glob("evaluation/*")}
-    best = (folder / BEST).resolve()
+    best = (folder / BEST).resolve()  # until the next evaluation, even if it was trained again
     old = [path for path in trained[keep:] if path.name.partition(".")[0] not in scored]
-    for path in (*rewound, *(path for path in old if path.resolve() != best)):
+    for path in (*rewound, *(path for path in again + old if path.resolve() != best)):
         if path.resolve() != last.resolve():
             with files.deleting(path) as unread:
                 if unread:

@@ -292,7 +292,7 @@ class World:
         """Damage a file of the newest checkpoint, if an earlier one is whole, and kill who has what
         was in it."""
         run, shape = self.invariants.run, self.schedule.shape
-        if shape.keep < 2 or shape.administrator:  # no earlier one, or its groups are pruned
+        if shape.keep < 2:  # no earlier one
             return False
         if run is None or run[2] is None or run[2] in self.damaged:
             return False
