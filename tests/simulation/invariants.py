@@ -6,9 +6,11 @@ import json
 import sqlite3
 from array import array
 from collections import Counter
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from agentrl.algorithms.model import digests
+from agentrl.algorithms.sampling.tasks import group_number
 from agentrl.core.errors import DamagedError
 from agentrl.runners.feedback import session_group
 from agentrl.runners.sessions import SESSION_LEASE
@@ -62,6 +64,8 @@ class Invariants:
         self._rows: list[Any] = []  # of groups, as they were read
         self.run: Any = None
         self.leases: dict[str, Any] | None = {}  # of attempts; None: not known
+        self.steps = 0  # the most that the run ever had
+        self.too_early: set[str] = set()  # groups that had been requested when the run was rewound
 
     def open(self) -> None:
         path = self.world.folder / "store.db"
@@ -106,6 +110,17 @@ class Invariants:
         rows = {row[0]: row for row in found}
         self._check_groups(process, run, rows)
         self.run, self.groups, self._rows = run, rows, found
+        self._note_too_early(run[1], rows)
+
+    def _note_too_early(self, steps: int, groups: Collection[str]) -> None:
+        """Groups that no step but one that was rewound can have requested: they are played with
+        weights that are older than the bound."""
+        self.steps, shape = max(self.steps, steps), self.world.schedule.shape
+        if steps < self.steps and not shape.live:
+            ahead = (steps + 1) * shape.groups + int(shape.staleness * shape.groups)
+            self.too_early |= {
+                id for id in groups if "/train/g" in id and group_number(id) >= ahead
+            }
 
     def _check_attempts(self) -> None:
         """A rollout has one at most; a lease that has ended is not renewed; and a claim has no more
@@ -264,21 +279,24 @@ class Invariants:
 
     def _check_calls(self) -> None:
         """The calls of a trained rollout are those that its agent got answers to, in order."""
-        query = """select r.id, r.result, t.logprobs, t.version, g.trained_step, t.id
+        query = """select r.id, r.result, t.logprobs, t.version, g.trained_step, t.id, g.id
             from rollouts r join groups g on g.id = r.group_id
             join transitions t on t.attempt_id = r.attempt_id
             where t.late = 0 and g.state = 'trained' and g.run_id = ?
             order by r.id, t.position"""
         stored: dict[str, list[int]] = {}
         results: dict[str, Any] = {}
-        for rollout, result, logprobs, version, step, call in self.conn.execute(query, (NAME,)):
+        for rollout, result, logprobs, version, step, call, group in self.conn.execute(
+            query, (NAME,)
+        ):
             results[rollout] = result
             number = round(-array("f", logprobs)[0] * 2**20)
             stored.setdefault(rollout, []).append(number)
             lag = step - version
             # A suspended owner that wakes answers with its older weights until gateways hear of the
-            # new one; `step.Updater.build` withholds such tokens, which the stand-in does not.
-            held = lag <= self.world.schedule.shape.staleness
+            # new one, and after a rewind groups of later steps are played with earlier weights;
+            # `step.Updater.build` withholds such tokens, which the stand-in does not.
+            held = lag <= self.world.schedule.shape.staleness or group in self.too_early
             held |= number in self.world.of_former_owners
             check(held and lag >= 0, f"call {call} of version {version} is trained in step {step}")
         for rollout, numbers in stored.items():
