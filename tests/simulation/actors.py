@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gzip
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -50,7 +51,7 @@ from agentrl.runners.scoring import Verifier
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.http.client import Connections
-from agentrl.store.http.keys import Keys
+from agentrl.store.http.keys import KeyFile
 from agentrl.store.http.server import StoreApp
 from agentrl.store.sql.store import SqlStore
 from tests.simulation.loop import LANE, Lane, SimulatedLoop, Violation, chained
@@ -58,7 +59,7 @@ from tests.simulation.loop import LANE, Lane, SimulatedLoop, Violation, chained
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-KEYS = {"admin": "admin-key-1", "runner": "runner-key-1"}
+KEYS = {"admin": "admin-key-1", "runner": "runner-key-1", "reader": "reader-key-1"}
 TURNS = 2  # calls of an agent
 SERIAL = 2.0**-20  # log-prob of an answer's token for each of its number
 
@@ -94,17 +95,23 @@ class Fold:
         self.steps = [*self.steps, [group.id for group in groups]]
 
 
-def expected(config: RunConfig, tasks: list[dict[str, Json]]) -> str:
-    """The digest after an undisturbed run, computed from nothing but the tasks."""
-    fold, sampler = Fold(), TaskSampler(config, tasks)
+def expected(config: RunConfig, tasks: list[dict[str, Json]], empty: int | None = None) -> str:
+    """The digest after an undisturbed run, computed from nothing but the tasks. empty: a step of
+    which no rollout can be used; the reference that was due in it is updated in the next one."""
+    fold, sampler, due = Fold(), TaskSampler(config, tasks), list[int]()
     for step in range(config.steps):
+        due.append(step)
+        if step == empty:
+            continue
         groups: dict[str, list[Any]] = {}
         for row in sampler.rollouts(step):
             groups.setdefault(row.group, []).append(played(row))
         fold.add(
             [cast(Group, SimpleNamespace(id=id, rollouts=rows)) for id, rows in groups.items()]
         )
-        fold.finish(step)
+        for one in reversed(due):
+            fold.finish(one)
+        due.clear()
     return fold.summary()
 
 
@@ -266,10 +273,12 @@ async def store_server(world: World) -> None:
     """What a process of `agentrl store serve` does."""
     async with open_store(world.file) as store:
         await cast(SqlStore, store).extend_leases()
-        keys = Keys.parse(
-            f"admin:{KEYS['admin']} runner@{world.config.name}:{KEYS['runner']}", "keys"
+        keys, run = Path(world.folder, "keys"), world.config.name
+        keys.write_text(
+            f"admin:{KEYS['admin']}\nrunner@{run}:{KEYS['runner']}\n"
+            f"reader@{run}:{KEYS['reader']};until=2099-01-31  # of views\n"
         )
-        world.network.store = world.system.here(), StoreApp(store, keys)
+        world.network.store = world.system.here(), StoreApp(store, KeyFile(keys))
         await asyncio.Event().wait()
 
 
@@ -408,15 +417,24 @@ class Agents:
                 {"role": "user", "content": "more"},
             ]
         if self.world.schedule.shape.http:
-            await self._send_span(active.id)
+            await self._send_spans(active.id)
+        if active.attempt.rollout.step == self.world.schedule.shape.empty:
+            raise RuntimeError("the agent fails")
         return ExecutionResult(result={"said": word, "serials": serials})
 
-    async def _send_span(self, attempt: str) -> None:
-        """What an OpenTelemetry SDK sends, which may be lost."""
-        span = {"traceId": attempt, "spanId": attempt[:16], "name": "agent"}
-        span |= {"startTimeUnixNano": "1000", "endTimeUnixNano": "2000"}
-        body = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}).encode()
+    async def _send_spans(self, attempt: str) -> None:
+        """What an OpenTelemetry SDK sends, which may be lost; some compress it, and some also send
+        what belongs to no attempt."""
+        draw = self.world.loop.random
+        traces = [attempt, "f" * 32] if draw.random() < 0.3 else [attempt]
+        times = {"startTimeUnixNano": "1000", "endTimeUnixNano": "2000"}
+        spans = [
+            {"traceId": trace, "spanId": trace[:16], "name": "agent", **times} for trace in traces
+        ]
+        body = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}).encode()
         key = f"authorization: Bearer {KEYS['runner']}\r\n"
+        if draw.random() < 0.5:
+            body, key = gzip.compress(body, mtime=0), f"{key}content-encoding: gzip\r\n"
         head = f"POST /v1/traces HTTP/1.1\r\ncontent-type: application/json\r\n{key}".encode()
         connections = Connections("http://store")
         with suppress(OSError):

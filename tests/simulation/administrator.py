@@ -50,14 +50,16 @@ IMAGE = Image(digest=sha256(BODY).hexdigest(), media_type="image/gif", width=1, 
 
 
 async def administrator(world: World, config: RunConfig) -> None:
-    draw = world.loop.random
+    from tests.simulation.clients import Clients
+
+    draw, does = world.loop.random, [*DOES, *Clients(world, config).does]
     async with open_store(config.store) as store:
         await opened(store, config.name)
         while True:
             await asyncio.sleep(PAUSE * draw.random())
             rows = await store.rollouts(config.name)
             rollout = draw.choice(rows).id if rows else ""
-            work = draw.choice(DOES)
+            work = draw.choice(does)
             try:
                 await work(store, config.name, rollout)
             except REFUSED:

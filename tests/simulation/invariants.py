@@ -6,9 +6,11 @@ import json
 import sqlite3
 from array import array
 from collections import Counter
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from agentrl.algorithms.model import digests
+from agentrl.algorithms.sampling.tasks import group_number
 from agentrl.core.errors import DamagedError
 from agentrl.runners.feedback import session_group
 from agentrl.runners.sessions import SESSION_LEASE
@@ -48,13 +50,22 @@ PENDING = """select g.id, g.pending, count(r.id) from groups g
     group by g.id having g.pending != count(r.id)"""
 
 
+REFUSED = """select 'rollout', id from rollouts where id like 'odd%'
+    union all select 'call', id from transitions where id = 'odd'
+    union all select 'document', key from documents where key = 'odd'
+    union all select 'data set', name from datasets where name = 'odd'"""
+
+
 class Invariants:
     def __init__(self, world: World) -> None:
         self.world = world
         self.epochs: dict[int, int] = {}  # process id -> the epoch in which it owns the run
         self.groups: dict[str, Any] = {}
+        self._rows: list[Any] = []  # of groups, as they were read
         self.run: Any = None
         self.leases: dict[str, Any] | None = {}  # of attempts; None: not known
+        self.steps = 0  # the most that the run ever had
+        self.too_early: set[str] = set()  # groups that had been requested when the run was rewound
 
     def open(self) -> None:
         path = self.world.folder / "store.db"
@@ -62,7 +73,7 @@ class Invariants:
 
     def forget(self) -> None:
         """What was known: a power cut has brought back an earlier state."""
-        self.groups, self.run, self.epochs, self.leases = {}, None, {}, None
+        self.groups, self._rows, self.run, self.epochs, self.leases = {}, [], None, {}, None
 
     def began(self, process: Process, epoch: int) -> None:
         """A process has opened the run."""
@@ -93,17 +104,31 @@ class Invariants:
         run = self.conn.execute(RUN).fetchone()
         if run is None:
             return
-        rows = {row[0]: row for row in self.conn.execute(GROUPS)}
+        found = self.conn.execute(GROUPS).fetchall()
+        if found == self._rows and run == self.run:
+            return
+        rows = {row[0]: row for row in found}
         self._check_groups(process, run, rows)
-        self.run, self.groups = run, rows
+        self.run, self.groups, self._rows = run, rows, found
+        self._note_too_early(run[1], rows)
+
+    def _note_too_early(self, steps: int, groups: Collection[str]) -> None:
+        """Groups that no step but one that was rewound can have requested: they are played with
+        weights that are older than the bound."""
+        self.steps, shape = max(self.steps, steps), self.world.schedule.shape
+        if steps < self.steps and not shape.live:
+            ahead = (steps + 1) * shape.groups + int(shape.staleness * shape.groups)
+            self.too_early |= {
+                id for id in groups if "/train/g" in id and group_number(id) >= ahead
+            }
 
     def _check_attempts(self) -> None:
         """A rollout has one at most; a lease that has ended is not renewed; and a claim has no more
         than was asked for."""
-        known, leases = self.leases, {row[0]: row for row in self.conn.execute(LEASES)}
-        if leases == known:
+        known, found = self.leases, self.conn.execute(LEASES).fetchall()
+        if known is not None and found == [*known.values()]:
             return
-        self.leases = leases
+        leases = self.leases = {row[0]: row for row in found}
         rollouts = Counter(row[4] for row in leases.values())
         for rollout, count in rollouts.items():
             check(count == 1, f"rollout {rollout} has {count} living attempts")
@@ -122,8 +147,6 @@ class Invariants:
             check(count <= most, f"{runner} has claimed {count} rollouts at once, not {most}")
 
     def _check_groups(self, process: Process, run: Any, rows: dict[str, Any]) -> None:
-        if rows == self.groups and run == self.run:
-            return
         epoch = run[0]
         own = self.epochs.get(process.pid)
         for id, row in rows.items():
@@ -173,7 +196,7 @@ class Invariants:
     def after_power_cut(self) -> None:
         """What the run names was synced before."""
         run = self.conn.execute(RUN).fetchone()
-        if run is not None and run[2] is not None:
+        if run is not None and run[2] is not None and run[2] not in self.world.damaged:
             try:
                 digests.check(self.world.folder / "out" / run[2])
             except DamagedError as error:
@@ -190,7 +213,9 @@ class Invariants:
 
     def at_end(self) -> None:
         self._look(self.world.system.kernel)
-        self._check_counters()
+        self.check_counters(self.conn)
+        stored = self.conn.execute(REFUSED).fetchone()
+        check(stored is None, f"the store has what it refused: {stored}")
         shape = self.world.schedule.shape
         if shape.live:
             self._check_sessions()
@@ -198,20 +223,20 @@ class Invariants:
         run = self.conn.execute(RUN).fetchone()
         check(run[1] == shape.steps, f"the run has {run[1]} steps")
         states = [row[1] for row in self.groups.values()]
-        wanted = shape.steps * shape.groups
+        wanted = (shape.steps - (shape.empty is not None)) * shape.groups
         check(states.count("trained") == wanted, f"groups at the end: {states}")
         self._check_calls()
         world = self.world
-        wanted = actors.expected(world.config, world.tasks)
+        wanted = actors.expected(world.config, world.tasks, shape.empty)
         digest = self._digest(run)
         check(digest == wanted, f"the weights at the end are {digest}, undisturbed {wanted}")
 
-    def _check_counters(self) -> None:
+    def check_counters(self, conn: sqlite3.Connection) -> None:
         """The counters of each run are those of its rows; admission and readiness follow them."""
-        for run, *numbers in self.conn.execute(COUNTED):
+        for run, *numbers in conn.execute(COUNTED):
             known, counted = numbers[:4], numbers[4:]
             check(known == counted, f"run {run} counts {known}, its rows are {counted}")
-        for group, pending, found in self.conn.execute(PENDING):
+        for group, pending, found in conn.execute(PENDING):
             check(False, f"group {group} waits for {pending} rollouts, {found} are to come")
 
     def _check_sessions(self) -> None:
@@ -254,21 +279,24 @@ class Invariants:
 
     def _check_calls(self) -> None:
         """The calls of a trained rollout are those that its agent got answers to, in order."""
-        query = """select r.id, r.result, t.logprobs, t.version, g.trained_step, t.id
+        query = """select r.id, r.result, t.logprobs, t.version, g.trained_step, t.id, g.id
             from rollouts r join groups g on g.id = r.group_id
             join transitions t on t.attempt_id = r.attempt_id
             where t.late = 0 and g.state = 'trained' and g.run_id = ?
             order by r.id, t.position"""
         stored: dict[str, list[int]] = {}
         results: dict[str, Any] = {}
-        for rollout, result, logprobs, version, step, call in self.conn.execute(query, (NAME,)):
+        for rollout, result, logprobs, version, step, call, group in self.conn.execute(
+            query, (NAME,)
+        ):
             results[rollout] = result
             number = round(-array("f", logprobs)[0] * 2**20)
             stored.setdefault(rollout, []).append(number)
             lag = step - version
             # A suspended owner that wakes answers with its older weights until gateways hear of the
-            # new one; `step.Updater.build` withholds such tokens, which the stand-in does not.
-            held = lag <= self.world.schedule.shape.staleness
+            # new one, and after a rewind groups of later steps are played with earlier weights;
+            # `step.Updater.build` withholds such tokens, which the stand-in does not.
+            held = lag <= self.world.schedule.shape.staleness or group in self.too_early
             held |= number in self.world.of_former_owners
             check(held and lag >= 0, f"call {call} of version {version} is trained in step {step}")
         for rollout, numbers in stored.items():

@@ -134,9 +134,7 @@ async def _ask(world: World, name: str, messages: Any, *, stream: bool, cut: boo
                 world.say(f"{name}: its user ends it in the middle of an answer")
                 world.cut[name] = reader.text
                 return None
-        while answer is not None and not answer.done() and world.gateway_lives(answer):
-            await asyncio.wait((answer,), timeout=0.2)
-        if answer is not None and answer.done() and not answer.cancelled():
+        if await _answered(world, answer):
             response: Any = answer.result()
             if response.status == 200 and (text := reader.whole(response)) is not None:
                 return text
@@ -148,12 +146,21 @@ async def _ask(world: World, name: str, messages: Any, *, stream: bool, cut: boo
 async def _end(world: World, name: str) -> None:
     while True:
         answer = await _post(world, "/v1/sessions/end", {"session": name}, name, Reader(world))
-        while answer is not None and not answer.done() and world.gateway_lives(answer):
-            await asyncio.wait((answer,), timeout=0.2)
-        ended = answer is not None and answer.done() and not answer.cancelled()
-        if ended and answer.result().status in (200, 404):
+        if await _answered(world, answer) and answer.result().status in (200, 404):
             return
         await asyncio.sleep(PAUSE)
+
+
+async def _answered(world: World, answer: Any) -> bool:
+    """Wait for the answer to a request; False if its gateway has died."""
+    if answer is None:
+        return False
+    if world.gateway_lives(answer):
+        died = world.loop.create_future()
+        died_at = lambda: None if died.done() else died.set_result(None)  # noqa: E731
+        answer.process.owned.append(died_at)
+        await asyncio.wait((answer, died), return_when=asyncio.FIRST_COMPLETED)
+    return answer.done() and not answer.cancelled()
 
 
 async def _post(world: World, path: str, body: Any, name: str, reader: Reader) -> Any:

@@ -41,7 +41,7 @@ class Process:
     def __init__(self, loop: SimulatedLoop, name: str, pid: int) -> None:
         self.loop, self.name, self.pid = loop, name, pid
         self.alive, self.frozen_until = True, 0.0
-        self.tasks: set[Any] = set()
+        self.tasks: list[Any] = []  # that it has begun
         self.threads: set[Thread] = set()
         self.kept: list[Any] = []  # what it would have executed
         self.owned: list[Callable[[], None]] = []  # frees what the kernel frees at its end
@@ -63,6 +63,27 @@ class Lane:
         self.process, self.queue, self.listed = process, deque[Any](), False
 
 
+class Callback:
+    """In place of asyncio's handles, without what they keep for debugging. `when`: of a timer."""
+
+    __slots__ = ("args", "callback", "context", "is_cancelled", "lane", "time")
+
+    def __init__(self, callback: Any, args: Any, context: Any, time: float = 0.0) -> None:
+        self.callback, self.args, self.context, self.time = callback, args, context, time
+        self.lane: Lane | None = context.get(LANE)
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.callback = self.args = None
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def when(self) -> float:
+        return self.time
+
+
 class SimulatedTask(asyncio.Task[Any]):
     """Hashed by its number, so that the order of sets is the same in every run."""
 
@@ -73,8 +94,7 @@ class SimulatedTask(asyncio.Task[Any]):
         lane = (context.get(LANE) if context is not None else None) or LANE.get(None)
         self.process = lane.process if lane else None
         if lane is not None:
-            lane.process.tasks.add(self)
-            self.add_done_callback(lane.process.tasks.discard)
+            lane.process.tasks.append(self)
 
     def __hash__(self) -> int:
         return int(self.number)
@@ -98,7 +118,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.on_event: Callable[[], None] = lambda: None
         self.next_event = 0  # number of executed callbacks at which `on_event` is called
         self.connect: Callable[..., Any] | None = None
-        self._heap: list[tuple[float, int, Any]] = []
+        self._heap: list[tuple[float, int, Callback]] = []
         self._lanes: list[Lane] = []  # that have callbacks
         self._parked: list[Lane] = []  # of suspended processes
         self._number = 0
@@ -120,10 +140,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return SimulatedFuture(loop=self)
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
-        context = contextvars.copy_context() if context is None else context
-        handle = events.Handle(callback, args, self, context)
-        self._enqueue(handle, context.get(LANE))
-        return handle
+        made = Callback(callback, args, contextvars.copy_context() if context is None else context)
+        self._enqueue(made)
+        return made
 
     call_soon_threadsafe = call_soon
 
@@ -132,12 +151,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
         context = contextvars.copy_context() if context is None else context
-        timer = events.TimerHandle(when, callback, args, self, context)
+        timer = Callback(callback, args, context, when)
         heappush(self._heap, (when, self.next_number(), timer))
         return timer
-
-    def _timer_handle_cancelled(self, handle: Any) -> None:
-        pass
 
     def get_debug(self) -> bool:
         return False
@@ -176,10 +192,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         finally:
             events._set_running_loop(None)
 
-    def _enqueue(self, handle: Any, lane: Lane | None) -> None:
+    def _enqueue(self, callback: Callback) -> None:
+        lane = callback.lane
         if lane is None or not lane.process.alive:
             return
-        lane.queue.append(handle)
+        lane.queue.append(callback)
         if not lane.listed:
             lane.listed = True
             self._lanes.append(lane)
@@ -188,30 +205,34 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         heap, lanes = self._heap, self._lanes
         while heap and heap[0][0] <= self.now:
             _, _, timer = heappop(heap)
-            if not timer._cancelled:
-                self._enqueue(timer, timer._context.get(LANE))
+            if not timer.is_cancelled:
+                self._enqueue(timer)
         if not lanes:
-            while heap and heap[0][2]._cancelled:
+            while heap and heap[0][2].is_cancelled:
                 heappop(heap)
             if not heap:
                 raise Stuck
             self.now = max(self.now, heap[0][0])
             return
-        place = int(self.random.random() * len(lanes))
+        draw = self.random.random
+        place = int(draw() * len(lanes))
         lane = lanes[place]
         process = lane.process
         if process.frozen_until > self.now:
             self._unlist(place)
             self._parked.append(lane)
             return
-        queue, left = lane.queue, 1 + int(self.random.random() * LONGEST_SLICE)
+        queue, left = lane.queue, 1 + int(draw() * LONGEST_SLICE)
         while left and queue:
-            handle = queue.popleft()
-            if handle._cancelled:
+            callback = queue.popleft()
+            if callback.is_cancelled:
                 continue
             left -= 1
             self.executed += 1
-            handle._run()
+            try:
+                callback.context.run(callback.callback, *callback.args)
+            except Exception as error:  # noqa: BLE001 - of what is simulated
+                self.failures.append((process, error))
             if not process.alive or process.frozen_until > self.now:
                 break
         if not queue and place < len(lanes) and lanes[place] is lane:

@@ -49,14 +49,13 @@ class Network:
             found = await server.answer(body)
             loop.call_later(self.delay(), _deliver, answer, found, context=here)
 
+        server.process.owned.append(
+            lambda: loop.call_later(self.delay(), _deliver, answer, None, context=here)
+        )
         loop.create_task(serve(), context=server.process.context.copy())
-        while not answer.done():
-            await asyncio.wait((answer,), timeout=0.5)
-            if not server.process.alive and not answer.done():
-                raise aiohttp.ClientConnectionError("reset")
-        if is_lost("response"):
+        found: tuple[dict[str, str], bytes] | None = await answer
+        if found is None or is_lost("response"):
             raise aiohttp.ClientConnectionError("reset")
-        found: tuple[dict[str, str], bytes] = answer.result()
         return found
 
     # -- the store's server ------------------------------------------------------------------------
@@ -158,7 +157,7 @@ class Transport(asyncio.Transport):
             answered.append(message)
 
         await app(scope, receive, send)
-        if not answered or not heard:
+        if not answered or not heard or self.network.world.system.is_lost("silence"):
             return
         if self.network.world.system.is_lost("response"):
             self.break_off("the response was lost")

@@ -23,7 +23,9 @@ class Shape:
     """What is run. `http`: its processes reach the store through a server. `live`: sessions of
     users are recorded and trained, in place of all others. `retried`: the database aborts
     transactions, which are then run again, as PostgreSQL does: see test_postgres_model.py. `large`:
-    a checkpoint is written while the next step is trained, as one of some gigabytes is."""
+    a checkpoint is written while the next step is trained, as one of some gigabytes is. `deaf`:
+    processes cannot notify each other, and poll. `keep`: checkpoints. `empty`: step whose agents
+    all fail, so that it trains nothing."""
 
     steps: int = 3
     groups: int = 2
@@ -36,6 +38,9 @@ class Shape:
     retried: bool = False
     administrator: bool = False
     large: bool = False
+    deaf: bool = False
+    keep: int = 8
+    empty: int | None = None
 
     @property
     def names(self) -> list[str]:
@@ -70,6 +75,9 @@ class Fault:
         process = world.alive(self.target) if self.target else None
         if self.target and process is None:
             return
+        if self.kind == "rot":  # as soon as there is one, also if others have had enough
+            world.rotting.append(self)
+            return
         if self.kind not in WORDS:  # else when it meets a message
             world.had_effect(self)
         if process is not None:
@@ -84,7 +92,7 @@ class Fault:
         elif self.kind == "power":
             world.say("! power cut")
             world.power_cut()
-        else:
+        elif self.kind in WORDS:
             world.say(f"! {WORDS[self.kind].format(int(self.amount))}")
             world.lost[self.kind] += [self] * int(self.amount)
 
@@ -99,6 +107,9 @@ class Fault:
         elif self.kind == "away":
             world.say(f"! {process} is killed, and away for {self.amount:g} s")
             world.kill(process, self.amount)
+        elif self.kind == "stop":
+            world.say(f"! {process} is told to end, and does after {self.amount:g} s")
+            world.stop_server(process, self.amount)
         elif self.kind == "second":
             world.say(f"! {process} is suspended for {self.amount:g} s, and a second one starts")
             world.loop.freeze(process, self.amount)
@@ -131,11 +142,15 @@ WORDS = {
     "response": "the next {} responses are lost",
     "late": "the next {} requests come late, after they were repeated",
     "twice": "the next {} requests come twice",
+    "silence": "the next {} responses never come, and no connection breaks",
 }
 COMMON = ("kill", "kill", "kill at", "kill at", "pause", "pause at", "clock", "second", "lie",
-          "power", "abort", "full", "full sync", "kill sync", "request", "response")  # fmt: skip
+          "power", "abort", "full", "full sync", "kill sync", "request", "response",
+          "rot")  # fmt: skip
 LIVE = ("kill", "kill at", "pause", "pause at", "clock", "notification", "response", "request")
-LOCAL, REMOTE = ("notification", "notification"), ("late", "twice", "away", "request", "response")
+LOCAL, REMOTE = ("notification", "notification"), (
+    "late", "twice", "away", "stop", "silence", "request", "response",
+)  # fmt: skip
 
 
 def undisturbed(seed: int, shape: Shape) -> Schedule:
@@ -162,6 +177,10 @@ def drawn(seed: int) -> Schedule:
     )  # fmt: skip
     if draw.random() < 0.2:
         shape = replace(shape, large=True)
+    shape = replace(
+        shape, deaf=draw.random() < 0.1, keep=draw.choice((8, 8, 1, 2)),
+        empty=draw.choice((None, None, None, 1, 2)),
+    )  # fmt: skip
     if draw.random() < 0.15:
         shape = Shape(live=True)
     longest = int(GAP * (HTTP if shape.http else 1.0))
@@ -193,12 +212,12 @@ def drawn_fault(draw: random.Random, shape: Shape, kind: str, longest: int) -> F
         return Fault(kind.removesuffix(" sync"), "algorithm", 0.0, gap, "sync")
     if kind == "second":
         return Fault(kind, "algorithm", seconds, gap)
-    if kind == "away":
-        return Fault(kind, STORE, seconds, gap)
+    if kind in ("away", "stop"):
+        return Fault(kind, STORE, seconds if kind == "away" else 1.0, gap)
     if kind in ("kill", "pause"):
         return Fault(kind, target, seconds, gap)
     if kind == "clock":
         return Fault(kind, "", draw.choice((-3600.0, -20.0, 20.0, 3600.0)), gap)
-    if kind in ("lie", "power"):
+    if kind in ("lie", "power", "rot"):
         return Fault(kind, "", 0.0, gap)
     return Fault(kind, "", draw.randint(1, 6), gap)

@@ -32,6 +32,7 @@ from tests.simulation import loop as sim
 from tests.simulation.loop import LANE, Process, SimulatedLoop, Thread
 
 LOCK_PAUSE = 0.02  # seconds between two tries for the lock of SQLite, to have fewer events
+CHECKPOINT_ROWS = 100  # rows between two checkpoints of SQLite's log, as a run has few
 EPOCH = 1_900_000_000.0  # unix seconds at the start
 
 
@@ -49,6 +50,7 @@ class System:
         self.graveyard: list[Any] = []
         self.idle: list[SimulatedConnection] = []
         self.at_commit: Callable[[Process, str], None] = lambda process, when: None
+        self.deaf = False  # whether there are no Unix sockets
         self.retries = False  # whether an aborted transaction is run again
         self.statement: Callable[[Process], None] = lambda process: None
         self.sync: Callable[[int], None] = lambda descriptor: None
@@ -258,6 +260,8 @@ def installed(system: System) -> Iterator[None]:
 
     def make_socket(family: int = -1, kind: int = -1, *more: Any, **named: Any) -> Any:
         if family == socket.AF_UNIX and kind == socket.SOCK_DGRAM:
+            if system.deaf:
+                raise OSError("no Unix sockets")
             return DatagramSocket(system)
         return real_socket(family, kind, *more, **named)
 
@@ -301,6 +305,7 @@ def installed(system: System) -> Iterator[None]:
             (os, "fsync", system.sync),
             (os, "listdir", lambda path=".": sorted(REAL_LISTDIR(path))),  # on every file system
             (sqlite, "LOCK_PAUSE", LOCK_PAUSE),
+            (sqlite, "CHECKPOINT_ROWS", CHECKPOINT_ROWS),
             (run_folder, "_born", system.born),
             (sqlite, "threading", threads),
             (sqlite, "socket", sockets),

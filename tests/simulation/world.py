@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextvars
 import gc
+import json
 import logging
 import random
 import shutil
@@ -23,6 +24,7 @@ import torch
 from msgspec.structs import replace
 
 from agentrl.algorithms.train import saving
+from agentrl.algorithms.train.checkpoint import STATE, earlier_checkpoints
 from agentrl.core.config import RunConfig, resolve
 from agentrl.core.errors import AgentRLError, Fenced, Unavailable
 from agentrl.core.types import RunState
@@ -55,11 +57,13 @@ class World:
         self.given: set[str] = set()  # attempts that workers were given
         self.of_former_owners: set[int] = set()  # answers of servers whose run another one owns
         self.heard: dict[str, list[str]] = {}  # what users of live sessions were answered
+        self.damaged: set[str] = set()  # checkpoints, as the store names them
         self.cut: dict[str, str] = {}  # what they had read of an answer when they ended a session
         self.users_left = live.SESSIONS
         self.started: Counter[str] = Counter()
         self.lost: defaultdict[str, list[Fault]] = defaultdict(list)  # a message for each
         self.armed: dict[str, list[Fault]] = {}
+        self.rotting: list[Fault] = []  # each damages a checkpoint
         self.violation: Violation | None = None
         self.finished = False
         self.tasks = [{"id": str(n), "input": f"task {n}"} for n in range(8)]
@@ -86,6 +90,7 @@ class World:
         self.system.sync = self.at_sync
         self.system.statement = self.at_statement
         self.system.retries = self.schedule.shape.retried
+        self.system.deaf = self.schedule.shape.deaf
         self.system.is_lost = self.is_lost
         self.loop.on_event = self.next_fault
         self.loop.next_event = self.schedule.first
@@ -218,7 +223,7 @@ class World:
     def gateway_lives(self, call: Any = None) -> bool:
         """Whether the gateway of a live run lives, and `call` is one that it answers."""
         found = self.network.gateway
-        return bool(found) and found[0].alive and call in (None, *found[0].tasks)
+        return bool(found) and found[0].alive and (call is None or call.process is found[0])
 
     # -- what actors tell --------------------------------------------------------------------------
 
@@ -276,10 +281,40 @@ class World:
         if not lied:
             self.invariants.after_power_cut()
 
+    def stop_server(self, process: Process, pause: float) -> None:
+        """As SIGTERM: it answers what it has, refuses the rest, and ends."""
+        if self.network.store is not None and self.network.store[0] is process:
+            self.loop.call_soon(self.network.store[1].drain, context=process.context.copy())
+        end = lambda: self.kill(process) if process.alive else None  # noqa: E731
+        self.loop.call_later(pause, end, context=self.kernel_context())
+
+    def _damage_checkpoint(self) -> bool:
+        """Damage a file of the newest checkpoint, if an earlier one is whole, and kill who has what
+        was in it."""
+        run, shape = self.invariants.run, self.schedule.shape
+        if shape.keep < 2:  # no earlier one
+            return False
+        if run is None or run[2] is None or run[2] in self.damaged:
+            return False
+        path = self.folder / "out" / run[2]
+        identity = json.loads((path / STATE).read_text())["run"]
+        earlier = earlier_checkpoints(path.parent, path, identity)
+        if not any(f"checkpoints/{one.name}" not in self.damaged for one in earlier):
+            return False
+        self.say(f"! a file of {run[2]} is damaged, and its algorithm killed")
+        (path / "model.txt").write_text("damaged")
+        self.damaged.add(run[2])
+        if owner := self.alive("algorithm"):
+            end = lambda: self.kill(owner) if owner.alive else None  # noqa: E731
+            self.loop.call_soon(end, context=self.kernel_context())
+        return True
+
     def at_commit(self, process: Process, when: str) -> None:
         self._interrupt(process, when)
         if when == "after" and process is not self.system.kernel:
             self.invariants.after_commit(process)
+            if self.rotting and self._damage_checkpoint():
+                self.had_effect(self.rotting.pop())
             if self._is_ending() and self.loop.next_event != sys.maxsize:
                 soon = self.loop.executed + BURST
                 self.loop.next_event = min(self.loop.next_event, soon)
@@ -332,7 +367,7 @@ def settings(shape: Shape) -> RunConfig:
                 "max_staleness": shape.staleness, "preset": "grpo"},
             "runner": {"concurrency": SLOTS, "lease": LEASE,
                 "scoring_concurrency": shape.scoring},
-            "keep_checkpoints": 8,
+            "keep_checkpoints": shape.keep, "max_failed": 1.0,
             **({"sessions": {"idle": 30.0}} if shape.live else {}),
         },
         source="simulation",

@@ -295,6 +295,31 @@ async def test_nothing_is_lost_of_what_was_sampled_ahead(store: Store) -> None:
     assert set(seen) == {name.rpartition("/")[0] for name in await asked(store)}
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("resampled", [False, True])
+async def test_pruned_groups_of_rewound_steps_are_played_again(
+    store: Store, ahead: int, resampled: bool
+) -> None:
+    """In the steps that had asked for them, and not replaced by groups of later steps."""
+    rule = {} if resampled else {"dynamic_sampling": False, "max_rounds": None}
+    tasks = [*TASKS, *({"input": "good"} for _ in range(6))]
+    played = collector(store, tasks=tasks, max_staleness=ahead, **rule)
+
+    async def step(number: int) -> Collected:
+        collected = await played.collect(number)
+        await store.commit_step(commit(number, collected))
+        return collected
+
+    before = [await step(number) for number in range(3)]
+    await store.prune(run="r", keep_last=1)
+    await store.rewind("r", 1, 1, "1")
+    again = [await step(number) for number in (1, 2, 3)]
+    for first, second in zip(before[1:], again, strict=False):
+        assert ids(first.groups) == ids(second.groups)
+        assert ids(first.discarded) == ids(second.discarded)
+        assert all(len(group.rollouts) == 2 for group in second.groups)
+
+
 def test_replacements_are_the_same_whoever_asks() -> None:
     stream = TaskSampler(config(), TASKS)
     one, more = stream.replacements(2, 1, 1), stream.replacements(2, 1, 9)

@@ -99,7 +99,13 @@ class SimulatedStore:
         return Counts(groups_settled=len(self.asked) - len(self.taken))
 
     async def groups(
-        self, run: str, *, purpose: Purpose, limit: int, state: str | None = None
+        self,
+        run: str,
+        *,
+        purpose: Purpose,
+        limit: int,
+        state: str | None = None,
+        step: int | None = None,
     ) -> list[GroupRow]:
         """Open ones; of all, the last."""
         found = [
@@ -108,6 +114,7 @@ class SimulatedStore:
                 rollouts=[row.id for row in rows], states=[], outcomes=[],
             )
             for id, rows in sorted(self.asked.items(), reverse=True)
+            if step in (None, rows[0].step)
             if state is None or (id not in self.taken and self.end(id) > self.now)
         ]  # fmt: skip
         return found[:limit]

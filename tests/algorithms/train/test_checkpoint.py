@@ -158,7 +158,7 @@ def test_prune_keeps_the_newest_and_what_is_no_checkpoint(tmp_path: Path) -> Non
     checkpoints(tmp_path, "000001", "000002", "000009", *ten, "best")
     (tmp_path / "000003").write_text("a file")
     prune(tmp_path, keep=2, last=tmp_path / ten[1], run="mine@1")
-    assert names(tmp_path) == ["000003", "000010", "000010.2", "best"]
+    assert names(tmp_path) == ["000003", "000009", "000010.2", "best"]
 
 
 def test_prune_leaves_what_another_run_or_owner_wrote(tmp_path: Path) -> None:
@@ -175,7 +175,14 @@ def test_prune_leaves_what_another_run_or_owner_wrote(tmp_path: Path) -> None:
 def test_prune_deletes_checkpoints_of_rolled_back_steps(tmp_path: Path) -> None:
     checkpoints(tmp_path, "000002", "000003", "000004", "000003.3")
     prune(tmp_path, keep=2, last=tmp_path / "000003.3", run="mine@1")
-    assert names(tmp_path) == ["000003", "000003.3"]
+    assert names(tmp_path) == ["000002", "000003.3"]  # the rewound 3 may be damaged
+
+
+def test_prune_keeps_the_best_although_it_was_trained_again(tmp_path: Path) -> None:
+    checkpoints(tmp_path, "000002", "000003", "000003.3")
+    (tmp_path / "best").symlink_to("000003")
+    prune(tmp_path, keep=1, last=tmp_path / "000003.3", run="mine@1")
+    assert names(tmp_path) == ["000003", "000003.3", "best"]
 
 
 def test_prune_keeps_what_a_reader_holds_until_it_is_done(tmp_path: Path) -> None:
