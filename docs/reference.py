@@ -127,7 +127,7 @@ def settings() -> str:
     comments beside its fields. The row that names a table has the first sentence about it."""
     defs = run_file_schema()["$defs"]
     waiting, done, tables = [("", ["RunConfig"])], {}, dict[str, list[str]]()
-    described: dict[tuple[str, str], str] = {}  # key and description -> the setting that has it
+    documented: dict[tuple[str, str], str] = {}  # key and description -> the setting that has it
     for path, kinds in waiting:  # grows during the loop
         title = f"[{path}]" if path else "Top level"
         lines = tables[path] = [f"\n## `{title}`\n"]
@@ -156,7 +156,7 @@ def settings() -> str:
                     own, *others = (code(tag_of(kind)) for kind in kinds)
                     value = f"{own} ({' '.join(others)})"
                 note = plain(notes.get(key, ""))
-                same = described.setdefault((key, note), full)
+                same = documented.setdefault((key, note), full)
                 if same != full and len(note) > LONGEST_REPEATED:
                     note = f"As {quoted(same)}."
                 lines.append(row(f"`{full}`", value, note))

@@ -1,7 +1,7 @@
 """Matrix products in bfloat16 on a CPU.
 
 A CPU with kernels for them (AVX-512) reads weights in a layout of its own. A plain product lays its
-weight out anew at every call, which for a few rows takes as long as the multiplication, so the
+weight out again at every call, which for a few rows takes as long as the multiplication, so the
 policy server keeps linear layers in that layout. It gives the same bits, and takes as much memory
 again as the layer.
 

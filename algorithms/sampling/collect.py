@@ -268,24 +268,24 @@ class Collector:
         free = free_groups(self.config, step, await self.store.counts(name))
         last = await self.store.groups(name, purpose=Purpose.TRAIN, limit=1)
         first = 1 + group_number(last[0].id) if last else 0
-        if lost := await self.lost(own, first):
-            await self.store.enqueue(lost, epoch=self.epoch)
-            free -= len({rollout.group for rollout in lost})
+        if missing := await self.missing(own, first):
+            await self.store.enqueue(missing, epoch=self.epoch)
+            free -= len({rollout.group for rollout in missing})
         if free > 0:
             await self.store.enqueue(self.tasks.groups(first, free), epoch=self.epoch)
         await self.requested(own)
 
-    async def lost(self, own: Sequence[NewRollout], first: int) -> list[NewRollout]:
-        """The rollouts of a step's groups that had been requested, those with numbers below
-        `first`, and are no longer in the store: a rewind deletes groups whose rollouts had been
-        pruned. Without them the step would train groups of later steps."""
+    async def missing(self, own: Sequence[NewRollout], first: int) -> list[NewRollout]:
+        """Those of a step's rollouts whose groups were requested, as their numbers are below
+        `first`, but are no longer in the store: a rewind deletes groups that had been pruned.
+        Unless they are requested again, the step trains groups of later steps instead."""
         if group_number(own[0].group) >= first:
             return []
         rows = await self.store.groups(
             self.config.name, purpose=Purpose.TRAIN, step=own[0].step, limit=MAX_OPEN_GROUPS
         )
-        known = {row.id for row in rows}
-        return [r for r in own if r.group not in known and group_number(r.group) < first]
+        stored = {row.id for row in rows}
+        return [r for r in own if r.group not in stored and group_number(r.group) < first]
 
     def is_informative(self, group: Group) -> bool:
         """Whether enough rollouts of a valid group have the reward, with different values."""

@@ -170,20 +170,20 @@ def export_checkpoint(source: Path, target: Path) -> None:
 def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     """Delete old checkpoints of a run, after its owner has committed `last`: all but the `keep`
     newest, the best, and those being scored or read by another process. Also deletes those of
-    rewound steps, even if they were trained again, and partial ones of killed processes. Keeps
+    rewound steps, also if these were trained again, and partial ones of killed processes. Keeps
     checkpoints of other runs and later owners, and files with other names."""
     current = parse_name(last)
     assert current is not None
     own = [(path, steps) for path, (steps, epoch) in _own(folder, run) if epoch <= current[1]]
-    # Of two with the same steps the later owner's counts: it has rewound the other.
+    # Of two with the same number of steps, the later owner's is valid: it rewound the other.
     newest = {steps: path for path, steps in reversed(own)}
     rewound = [path for path, steps in own if steps > current[0]]
-    again = [path for path, steps in own if steps <= current[0] and path != newest[steps]]
+    retrained = [path for path, steps in own if steps <= current[0] and path != newest[steps]]
     trained = [path for path, steps in own if steps <= current[0] and path == newest[steps]]
     scored = {path.name for path in folder.parent.glob("evaluation/*")}
-    best = (folder / BEST).resolve()  # until the next evaluation, even if it was trained again
+    best = (folder / BEST).resolve()  # kept until the next evaluation, even if rewound
     old = [path for path in trained[keep:] if path.name.partition(".")[0] not in scored]
-    for path in (*rewound, *(path for path in again + old if path.resolve() != best)):
+    for path in (*rewound, *(path for path in retrained + old if path.resolve() != best)):
         if path.resolve() != last.resolve():
             with files.deleting(path) as unread:
                 if unread:
