@@ -301,7 +301,7 @@ def _mutated(case: Case, right: str) -> Iterator[Attempt]:
 
 
 def _is_state(case: Case) -> bool:
-    """Whether the answer repeats what the task gives, as the state of a graph does. Its verifier may
+    """Whether the answer repeats what the task gives, as a graph's state does. Its verifier may
     compare what the user reads and leave the rest to the agent."""
     if not isinstance(case.answer, dict):
         return False
