@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 ENOUGH = 20  # faults with an effect, after which no more happen
-FAULTS = 48  # that are drawn, as some find nobody
-RESERVE = 30  # kills after these, for a run in which too few had an effect
+FAULTS = 48  # that are drawn, as some find nobody; if too few had an effect, kills follow
 GAP, PAUSES = 150, 0.25  # callbacks between two bursts of faults, at most; share of faults
 BURST = 20  # callbacks between two faults of a burst, at most
 HTTP = 1.6  # times as many
@@ -161,12 +160,14 @@ def undisturbed(seed: int, shape: Shape) -> Schedule:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`first`: callbacks until the first fault."""
+    """`first`: callbacks until the first fault. `at_least`: faults with an effect; if `faults` has
+    fewer, processes are killed until there were so many."""
 
     seed: int
     shape: Shape = Shape()
     faults: tuple[Fault, ...] = ()
     first: int = 100
+    at_least: int = 0
 
 
 def drawn(seed: int) -> Schedule:
@@ -193,8 +194,7 @@ def drawn(seed: int) -> Schedule:
     usual += ("abort",) * 8 if shape.retried else ()
     kinds = draw.sample(usual, min(len(usual), 8))  # a schedule has a few of them, often
     faults = [drawn_fault(draw, shape, draw.choice(kinds), longest) for _ in range(FAULTS)]
-    faults += [Fault("kill", draw.choice(shape.names), 0.0, BURST) for _ in range(RESERVE)]
-    return Schedule(seed, shape, tuple(faults), 1 + draw.randrange(longest))
+    return Schedule(seed, shape, tuple(faults), 1 + draw.randrange(longest), ENOUGH)
 
 
 def drawn_gap(draw: random.Random, longest: int) -> int:

@@ -53,7 +53,7 @@ class World:
         self.system = System(self.loop)
         self.network = Network(self)
         self.log: list[str] = []
-        self.effective: dict[int, str] = {}  # faults that had an effect, and their kinds
+        self.effective: dict[int, Fault] = {}  # faults that had an effect
         self.serial = 0
         self.given: set[str] = set()  # attempts that workers were given
         self.of_former_owners: set[int] = set()  # answers of servers whose run another one owns
@@ -248,13 +248,19 @@ class World:
     # -- faults ------------------------------------------------------------------------------------
 
     def next_fault(self) -> None:
-        if not self._faults or len(self.effective) >= ENOUGH:
+        scarce = len(self.effective) < self.schedule.at_least
+        if len(self.effective) >= ENOUGH or not (self._faults or scarce):
             self.loop.next_event = sys.maxsize
-            if self._faults:
+            if len(self.effective) >= ENOUGH:
                 self.armed.clear()
                 self.lost.clear()
             return
-        fault = self._faults.pop(0)
+        if scarce and (self._has_all_steps() or not self._faults):
+            names = self.schedule.shape.names
+            living = next((name for name in names if self.alive(name)), names[0])
+            fault = Fault("kill", living, 0.0, BURST)
+        else:
+            fault = self._faults.pop(0)
         self.loop.next_event = self.loop.executed + fault.gap
         if self._is_ending():
             self.loop.next_event = min(self.loop.next_event, self._soon())
@@ -326,10 +332,15 @@ class World:
                 self.loop.next_event = min(self.loop.next_event, self._soon())
 
     def _soon(self) -> int:
-        """When the next fault happens in the last step: at once if the run has all its steps."""
-        run = self.invariants.run
-        over = not self.schedule.shape.live and run[1] >= self.schedule.shape.steps
-        return self.loop.executed + (1 if over else BURST // 2)
+        """When the next fault happens in the last step."""
+        return self.loop.executed + (1 if self._has_all_steps() else BURST // 2)
+
+    def _has_all_steps(self) -> bool:
+        """Whether a run has only to end."""
+        shape, run = self.schedule.shape, self.invariants.run
+        if shape.live:
+            return self.users_left == 0
+        return run is not None and run[1] >= shape.steps
 
     def _is_ending(self) -> bool:
         """Whether a run is in its last step: what is left of its faults then comes at once."""
@@ -362,7 +373,7 @@ class World:
         return True
 
     def had_effect(self, fault: Fault) -> None:
-        self.effective[id(fault)] = fault.kind
+        self.effective[id(fault)] = fault
 
 
 @cache
