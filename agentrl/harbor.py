@@ -46,7 +46,7 @@ from agentrl.tasks.harbor_format import (
     Healthcheck,
     Machine,
     Network,
-    UnfitTask,
+    UnsupportedTask,
     digest_of,
     read_task,
     resolved,
@@ -111,15 +111,15 @@ class Harbor(Environment):
     @cached_property
     def _tasks(self) -> dict[str, HarborTask]:
         """Those that can be run here, by id."""
-        found, unfit = {}, []
+        found, unsupported = {}, []
         for id, folder in task_folders(self._folder).items():
             try:
                 found[id] = read_task(folder, id, self._variables)
-            except UnfitTask as error:
-                unfit.append(str(error))
+            except UnsupportedTask as error:
+                unsupported.append(str(error))
                 log.warning("left out: %s", error)
         if not found:
-            raise ConfigError(f"{self._folder} has no Harbor task that can be run here: {unfit[0]}")
+            raise ConfigError(f"{self._folder} has no Harbor task that can be run here: {unsupported[0]}")
         return found
 
     def tasks(self, split: str) -> Iterable[dict[str, Json]]:
@@ -179,7 +179,7 @@ async def _start(cli: str, endpoint: Endpoint, warm: int) -> Containers:
 
 
 NO_LIMIT = 86_400.0  # seconds, of a task without a time for its agent
-LARGEST_COMMAND = 100_000  # bytes; Linux refuses arguments above 128 KiB
+MAX_COMMAND_BYTES = 100_000  # bytes; Linux refuses arguments above 128 KiB
 PIECE = 60_000  # characters of a solution in one command
 SHELL = 'if command -v bash >/dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 SYSTEM = (
@@ -234,8 +234,8 @@ class ModelWithShell:
         command = _command(call)
         if command is None:
             return "There is one tool, bash, with one argument, command: a text."
-        if "\0" in command or len(command.encode()) > LARGEST_COMMAND:
-            return f"The command has a NUL or more than {LARGEST_COMMAND} bytes; make it shorter."
+        if "\0" in command or len(command.encode()) > MAX_COMMAND_BYTES:
+            return f"The command has a NUL or more than {MAX_COMMAND_BYTES} bytes; make it shorter."
         left = until - time.monotonic()
         if left <= 0:
             return "The time is up."
@@ -267,7 +267,7 @@ class CommandInside:
         self, trial: Trial, step: HarborStep, endpoint: Endpoint, talk: list[dict[str, Any]]
     ) -> None:
         env = model_variables(endpoint.url, endpoint.key)
-        if len(given := step.instruction.encode()) <= LARGEST_COMMAND:
+        if len(given := step.instruction.encode()) <= MAX_COMMAND_BYTES:
             env["HARBOR_INSTRUCTION"] = step.instruction
         await _run_agent(trial, step, self.command, env, given)
 
@@ -288,7 +288,7 @@ class HarnessInside:
         self, trial: Trial, step: HarborStep, endpoint: Endpoint, talk: list[dict[str, Any]]
     ) -> None:
         prompt, home = step.instruction, f"/tmp/.agentrl-home-{step.name or 'task'}"
-        if "\0" in prompt or len(prompt.encode()) > LARGEST_COMMAND:
+        if "\0" in prompt or len(prompt.encode()) > MAX_COMMAND_BYTES:
             raise AgentError(f"the task is too long for an argument of {self.preset.program}")
         known = {"url": endpoint.url, "key": endpoint.key, "prompt": prompt}
         preset = self.preset.filled(home=Path(home), context=self.context, **known)
@@ -374,8 +374,8 @@ REWARDS = ("reward.json", "reward.txt")
 ROOT = "0"
 MAX_PROCESSES = 4096  # of a container; a build may need many
 SETUP_SECONDS = 120.0  # for each command that is neither the agent's nor of the tests
-LARGEST_REWARDS = 2**16  # bytes
-READ = f'for f; do if [ -f "$f" ]; then echo "$f"; head -c {LARGEST_REWARDS} "$f"; exit; fi; done'
+MAX_REWARDS_BYTES = 2**16  # bytes
+READ = f'for f; do if [ -f "$f" ]; then echo "$f"; head -c {MAX_REWARDS_BYTES} "$f"; exit; fi; done'
 BASH = 'if command -v bash >/dev/null; then exec bash "$0"; else exec sh "$0"; fi'
 # An image's entry point may start its services; all that it prints is lost.
 BEHIND = '"$0" "$@" </dev/null >/dev/null 2>&1 &'

@@ -39,7 +39,7 @@ from agentrl.core.types import (
 from agentrl.store import Store, open_store, unknown_rollout
 from agentrl.store.records import RolloutRow
 
-LONGEST_TITLE = 74  # of a panel of 80 columns
+MAX_TITLE_CHARS = 74  # of a panel of 80 columns
 # Of what is printed unless all is asked for, as on the pages of `agentrl view`.
 CALLS_PER_PAGE = 50
 MAX_MESSAGES = 100  # of a call, the last ones
@@ -193,7 +193,7 @@ def render_trace(
     rewards = rewards_in_words(rollout.rewards) or "no reward"
     tries = f", attempt {rollout.attempts}" if rollout.attempts > 1 else ""
     title = f"{rollout.id}: {state_in_words(rollout)}, {rewards}, {rollout.seconds:.2f} s{tries}"
-    if len(title) > LONGEST_TITLE:  # a border would cut it off
+    if len(title) > MAX_TITLE_CHARS:  # a border would cut it off
         parts.insert(0, Text(title.removeprefix(f"{rollout.id}: "), style="bold"))
         title = rollout.id
     return Panel(Group(*parts), title=Text(title), title_align="left")

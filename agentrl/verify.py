@@ -37,8 +37,8 @@ DENIAL = re.compile(
     r"|n['\u2019]t\b",
     re.IGNORECASE,
 )
-LONGEST = 100_000  # characters of an answer that are read
-LARGEST_OUTPUT = 2**20  # bytes that a program may print
+MAX_ANSWER_CHARS = 100_000  # characters of an answer that are read
+MAX_OUTPUT_BYTES = 2**20  # bytes that a program may print
 
 
 def final(result: object) -> str:
@@ -50,7 +50,7 @@ def final(result: object) -> str:
     >>> final("<answer>15</answer> or <answer>16</answer>")
     ''
     """
-    return marked_answer(str(result)[-LONGEST:])
+    return marked_answer(str(result)[-MAX_ANSWER_CHARS:])
 
 
 def number(
@@ -81,7 +81,7 @@ def number_in_text(result: object, answer: float | str, *, given: str = "") -> b
     >>> number_in_text("15 16", 16), number_in_text("It is not 16.", 16), number_in_text("6", 16)
     (False, False, False)
     """
-    text = str(result)[:LONGEST]
+    text = str(result)[:MAX_ANSWER_CHARS]
     *others, last = re.findall(NUMBER, text) or [""]
     known = {_size(one) for one in re.findall(NUMBER, given)}
     if not (last and _equal(last, answer, 0.0)):
@@ -312,7 +312,7 @@ async def _read(process: asyncio.subprocess.Process) -> bytes:
     assert process.stdout is not None
     printed = b""
     while part := await process.stdout.read(65_536):
-        printed = printed + part if len(printed) <= LARGEST_OUTPUT else b""
+        printed = printed + part if len(printed) <= MAX_OUTPUT_BYTES else b""
     await process.wait()
     return printed
 
@@ -329,7 +329,7 @@ def _program(text: str) -> str:
 
 def _plain(result: object) -> str:
     """One line without markup around it."""
-    return re.sub(r"\s+", " ", str(result)[:LONGEST]).strip().strip("*`_").strip()
+    return re.sub(r"\s+", " ", str(result)[:MAX_ANSWER_CHARS]).strip().strip("*`_").strip()
 
 
 def _words(value: object) -> str:
@@ -374,7 +374,7 @@ def _items(result: object) -> list[Any]:
 
 
 def _plain_lines(result: object) -> str:
-    return str(result)[:LONGEST].strip().strip("*`_").strip()
+    return str(result)[:MAX_ANSWER_CHARS].strip().strip("*`_").strip()
 
 
 def _same(said: Any, right: Any) -> bool:
@@ -391,7 +391,7 @@ def _json(text: str) -> Any:
     fences = re.findall(r"```(?:json)?\s*\n(.*?)```", text, re.DOTALL)
     if len(fences) == 1:
         text = fences[0]
-    return json.loads(text[:LONGEST], object_pairs_hook=_unique, parse_constant=_refused)
+    return json.loads(text[:MAX_ANSWER_CHARS], object_pairs_hook=_unique, parse_constant=_refused)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

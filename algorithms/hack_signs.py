@@ -33,8 +33,8 @@ MIN_PAID = 4  # rollouts of a share
 FEW_VALUES = 4  # rewards of more different values are graded, as by distance
 PAID, PAID_GRADED, PAID_WHOLE = 0.75, 0.9, 0.9999  # of the highest reward
 LONG_ANSWER = 40  # characters of answers that may be paid for their length
-LONGEST_ANSWER = 60  # characters of a right answer that is looked for in what is paid
-LONGEST_READ = 4000  # characters of an answer, from its end, in which the right one is looked for
+MAX_ANSWER_CHARS = 60  # characters of a right answer that is looked for in what is paid
+MAX_READ_CHARS = 4000  # characters of an answer, from its end, in which the right one is looked for
 SHOWN = 60  # characters of an answer
 FIRST_ROLLOUTS = 256  # of a run, by which the field with the right answer is found
 KEY_STEPS = 8  # steps in which that is tried
@@ -131,7 +131,7 @@ def answer_key(rollouts: Iterable[Rollout], config: RunConfig) -> str:
             if not is_sure:
                 break
             values.add(json.dumps(value))
-            (paid if reward >= limit else unpaid).append(_has(_text(row)[-LONGEST_READ:], value))
+            (paid if reward >= limit else unpaid).append(_has(_text(row)[-MAX_READ_CHARS:], value))
         else:
             enough = min(len(paid), len(unpaid)) >= MIN_EACH and len(values) > 1
             if enough and fmean(paid) >= MIN_PAID_HAVE and fmean(unpaid) <= MAX_UNPAID_HAVE:
@@ -201,13 +201,13 @@ def _played(row: Rollout, task: int, question: str, reward: float, known: Audite
     if is_sure:  # an answer that lacks the right one is as wrong with another word of the question
         words = {*WORD.findall(asked)}
         text = WORD.sub(lambda one: "{}" if one[0] in words else one[0], text)
-    has = None if right is None else _has(answer[-LONGEST_READ:], right)
-    if not has and (not is_sure or len(answer) > LONGEST_READ):
+    has = None if right is None else _has(answer[-MAX_READ_CHARS:], right)
+    if not has and (not is_sure or len(answer) > MAX_READ_CHARS):
         has = None
     second = row.reward("audit")
     return Played(
         rollout=row.id, task=task, template=hash(text + calls), shown=shown,
-        length=len(answer), empty=not (calls or MARKUP.sub("", answer[:LONGEST_READ])),
+        length=len(answer), empty=not (calls or MARKUP.sub("", answer[:MAX_READ_CHARS])),
         reward=reward, audit=second if isfinite(second) else None, has=has,
         right=normal_text(json.dumps(right)) if is_sure else "",
     )  # fmt: skip
@@ -364,7 +364,7 @@ def _right(task: Mapping[str, Json], key: str) -> tuple[Json, bool]:
     is_sure = value is not None
     if not is_sure:
         value = next((task[one] for one in ANSWER_KEYS if task.get(one) is not None), None)
-    if isinstance(value, dict) or value is None or len(json.dumps(value)) > LONGEST_ANSWER:
+    if isinstance(value, dict) or value is None or len(json.dumps(value)) > MAX_ANSWER_CHARS:
         return None, False
     return value, is_sure and _is_value(value)
 

@@ -62,7 +62,7 @@ from agentrl.store.base import Store
 log = logging.getLogger("agentrl.algorithm")
 
 T = TypeVar("T")
-LONGEST_MESSAGE = 2000  # most characters of a message in an example
+MAX_MESSAGE_CHARS = 2000  # most characters of a message in an example
 
 
 class StoredBackend:
@@ -214,8 +214,8 @@ def example_of(trace: Trace, text: PromptText) -> dict[str, str]:
     feedback += [f"{span.name} failed" for span in trace.spans if not span.ok]
     read = json.dumps(last.messages[-1].get("content"), ensure_ascii=False)
     return {
-        "Read": read[:LONGEST_MESSAGE],
-        "Said": str(said)[:LONGEST_MESSAGE],
+        "Read": read[:MAX_MESSAGE_CHARS],
+        "Said": str(said)[:MAX_MESSAGE_CHARS],
         "Feedback": "; ".join(feedback),
     }
 

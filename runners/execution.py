@@ -43,8 +43,8 @@ from agentrl.store.rows import storable_text
 
 log = logging.getLogger("agentrl.runner")
 MAX_LOST = 2  # retries after a lost sandbox: one lost three times is lost by its task
-LONGEST_OWN = 200  # characters of a failure's message before a hint, which one line must hold
-LONGEST_DIFF = 20_000  # stored characters of an agent's changes to its workspace
+MAX_CAUSE_CHARS = 200  # characters of a failure's message before a hint, which one line must hold
+MAX_DIFF_CHARS = 20_000  # stored characters of an agent's changes to its workspace
 
 
 class AgentRun(msgspec.Struct):
@@ -204,7 +204,7 @@ class AttemptRunner:
         had_input = "input" in active.attempt.rollout.task and not active.calls
         if had_input and ran.failure.kind in (ErrorKind.AGENT, ErrorKind.TIMEOUT):
             own, hint = ran.failure.message, self._called_instead(ran) or self._made_no_call("")
-            own = own if len(own) <= LONGEST_OWN else f"{own[:LONGEST_OWN]} ..."
+            own = own if len(own) <= MAX_CAUSE_CHARS else f"{own[:MAX_CAUSE_CHARS]} ..."
             return replace(ran, failure=replace(ran.failure, message=f"{own}; {hint}"))
         return ran
 
@@ -363,7 +363,7 @@ def _is_cancelled() -> bool:
 async def _with_diff(spans: list[Span], workspace: AttemptWorkspace) -> list[Span]:
     """Add the diff of the workspace to the first of an agent's spans."""
     with contextlib.suppress(OSError):  # agents can create unreadable special files
-        diff = storable_text((await processes.call(workspace.diff))[:LONGEST_DIFF])
+        diff = storable_text((await processes.call(workspace.diff))[:MAX_DIFF_CHARS])
         spans = [replace(s, attributes={**s.attributes, DIFF: diff}) for s in spans[:1]] + spans[1:]
     return spans
 

@@ -466,7 +466,7 @@ class GameAgent:
 Scripted = Callable[[Any], int]
 """Maps a `pyspiel.State` in which the player has to move to its action."""
 KINDS = ("random", "perfect", "mcts")
-LONGEST_SEARCHED_GAME = 12  # moves of the longest game that minimax searches
+MAX_SEARCHED_MOVES = 12  # moves of the longest game that minimax searches
 SIMULATIONS = 100  # default number of MCTS simulations for a move
 
 
@@ -499,11 +499,9 @@ def _check(game: Game, name: str) -> None:
             f"information, and {game.name} is not one; choose 'random' or a model"
         )
     certain = about.chance_mode == kind.ChanceMode.DETERMINISTIC
-    if name == "perfect" and not (
-        certain and game.rules.max_game_length() <= LONGEST_SEARCHED_GAME
-    ):
+    if name == "perfect" and not (certain and game.rules.max_game_length() <= MAX_SEARCHED_MOVES):
         raise ConfigError(
-            f"players: 'perfect' plays games of up to {LONGEST_SEARCHED_GAME} moves without "
+            f"players: 'perfect' plays games of up to {MAX_SEARCHED_MOVES} moves without "
             f"chance, and {game.name} is not one; choose 'mcts'"
         )
 

@@ -175,7 +175,7 @@ class HarnessExecutor(CommandExecutor):
         self, active: ActiveAttempt, env: dict[str, str], home: Path, works_in: Path
     ) -> list[str]:
         prompt = prompt_of(input_of(active))
-        if "\0" in prompt or len(prompt.encode()) > command.LARGEST_VARIABLE:
+        if "\0" in prompt or len(prompt.encode()) > command.MAX_VARIABLE_BYTES:
             why = f"the task is too long for an argument of {self._preset.program}, or has a NUL"
             raise FailedAttemptError(ErrorKind.AGENT, why)
         known = {"url": self.gateway, "key": active.key, "prompt": prompt}

@@ -266,7 +266,7 @@ def _declared(function: Callable[..., Any]) -> tuple[str, ...]:
     return names
 
 
-LONGEST_TRACEBACK = 20_000  # characters, from the end
+MAX_TRACEBACK_CHARS = 20_000  # characters, from the end
 
 
 logger = logging.getLogger("agentrl.runner")
@@ -385,7 +385,7 @@ def failure_of(kind: ErrorKind, error: BaseException) -> Failure:
     error = cause_of(error)
     trace, text = storable_text("".join(traceback.format_exception(error))), as_text(error)
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return Failure(kind=kind, message=message, traceback=trace[-LONGEST_TRACEBACK:])
+    return Failure(kind=kind, message=message, traceback=trace[-MAX_TRACEBACK_CHARS:])
 
 
 def stored_result(result: Any, failure: Failure | None) -> tuple[Json, Failure | None]:

@@ -418,7 +418,7 @@ class Store(Protocol):
 
 
 log = logging.getLogger("agentrl.store")
-LONGEST_PAUSE = 2.0  # seconds between two tries while the store is away
+MAX_PAUSE = 2.0  # seconds between two tries while the store is away
 
 
 async def keep_reading(
@@ -440,7 +440,7 @@ async def keep_reading(
         except StoreError as error:
             if waits == pause:
                 log.warning("%s: %s; tried again", missed, error)
-            cursor, waits = 0, max(pause, min(2 * waits, LONGEST_PAUSE))
+            cursor, waits = 0, max(pause, min(2 * waits, MAX_PAUSE))
         else:
             waits = pause
         await asyncio.sleep(waits)

@@ -34,12 +34,12 @@ from agentrl.core.types import (
 from agentrl.store.records import CallRow
 
 LATEST_TIME = 2**33  # seconds: in nanoseconds it fits into OpenTelemetry's 64 bits
-LONGEST_LEASE = 3600.0  # seconds for which a dead runner may keep a rollout
-LONGEST_ID = 512  # bytes: several ids fit into an index row, which has 2704 bytes in PostgreSQL
-LARGEST_SIDE = 2**31  # pixels of an image's width or height
+MAX_LEASE = 3600.0  # seconds for which a dead runner may keep a rollout
+MAX_ID_BYTES = 512  # bytes: several ids fit into an index row, which has 2704 bytes in PostgreSQL
+MAX_SIDE_PIXELS = 2**31  # pixels of an image's width or height
 DIGEST = re.compile("[0-9a-f]{64}")  # of an image
-LARGEST_REWARD = 1e15  # sums of many squares still fit into a float32
-LARGEST_LOGPROB = 0.01  # tolerance of a sampler's log-prob above 0
+MAX_REWARD = 1e15  # sums of many squares still fit into a float32
+MAX_LOGPROB = 0.01  # tolerance of a sampler's log-prob above 0
 # Sign bytes of float32 numbers that are negative and finite, or positive and less than 0.0079.
 USUAL_SIGNS = bytes(range(0x80, 0xFF)) + bytes(range(0x3C))
 
@@ -51,18 +51,18 @@ def check_positive(name: str, value: float) -> None:
 
 def check_lease(lease: float) -> None:
     check_positive("lease", lease)
-    if lease > LONGEST_LEASE:
+    if lease > MAX_LEASE:
         raise Invalid(
-            f"lease is {lease:g} seconds, the maximum is {LONGEST_LEASE:g}: keep an attempt longer "
+            f"lease is {lease:g} seconds, the maximum is {MAX_LEASE:g}: keep an attempt longer "
             "by heartbeats."
         )
 
 
 def check_id(what: str, id: str) -> None:
     """Check the length of an id; `what`: start of the error message."""
-    if len(id) * 4 > LONGEST_ID and len(id.encode("utf-8", "surrogatepass")) > LONGEST_ID:
+    if len(id) * 4 > MAX_ID_BYTES and len(id.encode("utf-8", "surrogatepass")) > MAX_ID_BYTES:
         raise Invalid(
-            f"{what} is longer than {LONGEST_ID} bytes ({id[:40]}...): choose a shorter one."
+            f"{what} is longer than {MAX_ID_BYTES} bytes ({id[:40]}...): choose a shorter one."
         )
 
 
@@ -123,7 +123,7 @@ def check_transition(t: Transition) -> None:
     if to_blob(t.logprobs)[3::4].translate(None, USUAL_SIGNS):
         if not math.isfinite(sum(t.logprobs)):
             raise Invalid(f"{where}: a log-prob is not finite.")
-        if (most := max(t.logprobs)) > LARGEST_LOGPROB:
+        if (most := max(t.logprobs)) > MAX_LOGPROB:
             raise Invalid(f"{where}: a log-prob is {most:g}; it must not be above 0.")
     if t.spans and not (_rises(t) and t.spans[0] == (0, t.version)):
         raise Invalid(
@@ -152,7 +152,7 @@ def check_image(image: Image) -> None:
     if sha256(image.body).hexdigest() != image.digest:
         raise Invalid(f"Image {image.digest}: this is not the sha256 of its body.")
     check_id(f"The media type of image {image.digest}", image.media_type)
-    if not (0 < image.width < LARGEST_SIDE and 0 < image.height < LARGEST_SIDE):
+    if not (0 < image.width < MAX_SIDE_PIXELS and 0 < image.height < MAX_SIDE_PIXELS):
         raise Invalid(f"Image {image.digest}: {image.width} x {image.height} pixels are no size.")
 
 
@@ -179,10 +179,10 @@ def check_reward(reward: Reward, owner: str) -> None:
     where = f"Reward {reward.name!r} of {owner}"
     if not math.isfinite(reward.value):
         raise Invalid(f"{where} is {reward.value}: a reward must be finite; omit a missing one.")
-    if abs(reward.value) > LARGEST_REWARD:
+    if abs(reward.value) > MAX_REWARD:
         raise Invalid(
-            f"{where} is {reward.value:g}: it must be between -{LARGEST_REWARD:g} and "
-            f"{LARGEST_REWARD:g}; scale it."
+            f"{where} is {reward.value:g}: it must be between -{MAX_REWARD:g} and "
+            f"{MAX_REWARD:g}; scale it."
         )
     if (reward.target is None) is not (reward.scope is Scope.ROLLOUT):
         raise Invalid(f"{where}: name a target for scope transition or role, none for rollout.")
@@ -282,7 +282,7 @@ def array_from_bytes(type_: Any, value: Any) -> Any:
     return values
 
 
-SHORTEST_RUN = 4  # tokens
+MIN_RUN_TOKENS = 4  # tokens
 
 
 def with_runs(data: bytes) -> bytes:
@@ -291,7 +291,7 @@ def with_runs(data: bytes) -> bytes:
     found: array[int] = array("i")
     for token, run in groupby(from_blob("i", data)):
         size = len(list(run))
-        found.extend([token, 1 - size] if size >= SHORTEST_RUN else [token] * size)
+        found.extend([token, 1 - size] if size >= MIN_RUN_TOKENS else [token] * size)
     return to_blob(found)
 
 

@@ -35,7 +35,7 @@ from agentrl.store import open_store
 from agentrl.store.base import Store
 
 OWNER_VARIABLE = "AGENTRL_OWNER"  # environment variable of the owner's processes
-LEASE, BEAT_PAUSE, LOOK_PAUSE = 60.0, 10.0, 1.0  # seconds
+LEASE, BEAT_PAUSE, CHECK_PAUSE = 60.0, 10.0, 1.0  # seconds
 HELD = set[str]()  # ids of the owners in this process
 
 
@@ -169,7 +169,7 @@ async def _open(
             if first is None:
                 tell(f"Run {run!r} may be live ({owner}); waiting for a sign of it ...")
             first = first or state
-            await asyncio.sleep(LOOK_PAUSE)
+            await asyncio.sleep(CHECK_PAUSE)
 
 
 async def _keep(store: Store, run: str, owner: str) -> None:
@@ -216,7 +216,7 @@ def _born(pid: int) -> int | None:
 
 
 STORE_VARIABLE = "AGENTRL_STORE_URL"  # of a shared store, which everybody of a team may name
-DEEPEST, MAX_FOLDERS = 4, 4000  # folders below the first, and in all, that are searched
+MAX_DEPTH, MAX_FOLDERS = 4, 4000  # folders below the first, and in all, that are searched
 PASSED_OVER = {"node_modules", "site-packages", "checkpoints", "venv", "workspaces"}
 OPENING_PATIENCE = 2.0  # seconds until a store counts as locked
 
@@ -297,7 +297,7 @@ def _is_another(file: Path) -> bool:
 def _files(folder: Path) -> Iterator[Path]:
     """The stores of a folder and those below, in breadth and by name."""
     folders, left = [folder], MAX_FOLDERS
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_DEPTH + 1):
         below: list[Path] = []
         for one in folders[:left]:
             try:

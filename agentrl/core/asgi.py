@@ -29,7 +29,7 @@ from agentrl.core.processes import allow_files
 
 BACKLOG = 4096  # connections waiting to be accepted
 OWN_FILES = 256  # file descriptors for the server itself
-LONGEST_UNREAD = 60_000  # milliseconds until a response that the client does not read is dropped
+MAX_UNREAD_MS = 60_000  # milliseconds until a response that the client does not read is dropped
 SHUTDOWN_GRACE = 10  # seconds for calls in progress after SIGTERM
 
 
@@ -97,7 +97,7 @@ def listen(host: str, port: int) -> socket.socket:
     # it the body of a response, written after the headers, waits 40 ms for their acknowledgement.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform.startswith("linux"):
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LONGEST_UNREAD)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, MAX_UNREAD_MS)
     return listening
 
 
@@ -121,12 +121,12 @@ def run_loop(main: Coroutine[None, None, None]) -> None:
         runner.run(main)
 
 
-LARGEST_HEAD = 32 * 1024  # bytes of a request without its body
+MAX_HEAD_BYTES = 32 * 1024  # bytes of a request without its body
 MAX_HEADERS = 100  # headers of a request
-LONGEST_HEAD_TIME = 10.0  # seconds to send the headers, or the rest of an unread body
+MAX_HEAD_SECONDS = 10.0  # seconds to send the headers, or the rest of an unread body
 MAX_IDLE = 4096  # connections of one address without a complete request
 TOO_LARGE = (
-    f"The headers are larger than {LARGEST_HEAD} bytes, or more than {MAX_HEADERS}: send less."
+    f"The headers are larger than {MAX_HEAD_BYTES} bytes, or more than {MAX_HEADERS}: send less."
 )
 
 
@@ -197,7 +197,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._framing = 0
         else:
             self._framing += len(data) - (self._bodies - before)
-            if self._framing > LARGEST_HEAD + self._body // 8 and not self.transport.is_closing():
+            if self._framing > MAX_HEAD_BYTES + self._body // 8 and not self.transport.is_closing():
                 self._oversized = True
                 self.send_400_response("")
         self._look()
@@ -209,7 +209,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head += len(name) + len(value)
-        if len(self.headers) >= MAX_HEADERS or self._head > LARGEST_HEAD:
+        if len(self.headers) >= MAX_HEADERS or self._head > MAX_HEAD_BYTES:
             self._oversized = True
             raise ValueError(TOO_LARGE)  # the parser then calls send_400_response
         super().on_header(name, value)
@@ -253,7 +253,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_clock()
 
     def _start_clock(self) -> None:
-        self._deadline = self.loop.call_later(LONGEST_HEAD_TIME, self.transport.abort)
+        self._deadline = self.loop.call_later(MAX_HEAD_SECONDS, self.transport.abort)
 
     def _stop_clock(self) -> None:
         if self._deadline is not None:

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("agentrl.data")
 Rows = Iterator[tuple[str, dict[str, Any]]]
 LINES, PARQUET = ".jsonl", ".parquet"
-LONGEST_CAUSE = 400  # characters of another library's message
+MAX_CAUSE_CHARS = 400  # characters of another library's message
 MARK = b"\xef\xbb\xbf"  # of UTF-8, which some programs write before the first line
 BATCH = 1000  # rows that are converted at once
 # Types that the loaders of `datasets` guess from texts, by loader.
 GUESSED = {"json": ("Json", "timestamp"), "csv": ("timestamp",)}
-LARGEST_FIELD = 2**31 - 1  # characters; the default of 128 KiB refuses long documents
+MAX_FIELD_CHARS = 2**31 - 1  # characters; the default of 128 KiB refuses long documents
 
 
 def is_row_file(source: str) -> bool:
@@ -67,7 +67,7 @@ def read_rows(source: str, root: Path = Path()) -> Rows:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - the readers' libraries may raise anything
-        why = " ".join(str(error).split())[:LONGEST_CAUSE] or type(error).__name__
+        why = " ".join(str(error).split())[:MAX_CAUSE_CHARS] or type(error).__name__
         raise ConfigError(f"{source}: {why}") from None
 
 
@@ -266,7 +266,7 @@ def read_csv(source: str, root: Path = Path()) -> Rows:
 
 def csv_rows(source: str, file: Iterable[str]) -> Rows:
     """The rows of CSV below its header, each with its place. All values are text."""
-    before = csv.field_size_limit(LARGEST_FIELD)
+    before = csv.field_size_limit(MAX_FIELD_CHARS)
     rows = csv.reader(file, strict=True)
     try:
         header = next(rows, [])

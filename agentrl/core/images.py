@@ -26,7 +26,7 @@ from agentrl.core.types import Image, Json
 SCHEME = "image:"  # of the URL of a stored image, before its digest
 KIND = "image_url"  # type of a part that is an image
 LOST = "[image that is no longer stored: a prune has removed it]"
-LONGEST_URL = 60  # characters of an address that is shown
+MAX_URL_CHARS = 60  # characters of an address that is shown
 Messages = Iterable[dict[str, Json]]
 
 
@@ -71,7 +71,9 @@ def in_words(part: Json, images: Mapping[str, Image]) -> Json:
     if digest := digest_of(part):
         return describe(images.get(digest))
     if url := url_of(part):
-        return f"[image, not stored: {url[:LONGEST_URL]}{'...' if len(url) > LONGEST_URL else ''}]"
+        return (
+            f"[image, not stored: {url[:MAX_URL_CHARS]}{'...' if len(url) > MAX_URL_CHARS else ''}]"
+        )
     text = part.get("text") if isinstance(part, dict) else None
     return part if text is None else text
 

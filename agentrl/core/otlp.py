@@ -93,7 +93,7 @@ PROTOBUF, JSON_FORM = "application/x-protobuf", "application/json"
 Add = Callable[[list[Span]], Awaitable[tuple[int, str]]]
 """Stores spans; returns how many it refuses, and why."""
 LATEST_TIME = 2**63 - 1  # nanoseconds; the largest value of a store column
-LARGEST_INTEGER = 2**1023  # every smaller integer can be converted to a float
+MAX_INTEGER = 2**1023  # every smaller integer can be converted to a float
 SMALL_BODY = 2**16  # bytes
 ID_FIELDS = {"traceId", "spanId", "parentSpanId"}
 NOT_KEPT = ("telemetry.sdk.", "process.", "host.", "os.")  # attributes of the resource
@@ -355,7 +355,7 @@ def _set(target: AnyValue, value: Json) -> None:
         target.bool_value = value
     elif isinstance(value, int) and -(2**63) <= value <= LATEST_TIME:
         target.int_value = value
-    elif isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST_INTEGER):
+    elif isinstance(value, float) or (isinstance(value, int) and abs(value) < MAX_INTEGER):
         target.double_value = float(value)
     elif isinstance(value, list | tuple):
         target.array_value.SetInParent()

@@ -513,7 +513,7 @@ def gain_text(value: float, share: bool) -> str:
     return f"{value * 100:+.1f} points" if share else f"{value:+.3f}"
 
 
-LONGEST_MESSAGE = 400  # characters of a message
+MAX_MESSAGE_CHARS = 400  # characters of a message
 # What the embedded server, vLLM, SGLang, OpenAI and Anthropic say of a prompt that is too long.
 TOO_LONG = re.compile(r"context[ _-](length|window|size)|model's context|prompt is too long", re.I)
 LOOPS = (  # what the calls of an agent do that asks until it gets a form that it never gets
@@ -559,6 +559,6 @@ def commonest_message(failures: Sequence[Failure]) -> str:
 
 
 def one_line(message: str) -> str:
-    """A message on one line, shortened to LONGEST_MESSAGE characters."""
+    """A message on one line, shortened to MAX_MESSAGE_CHARS characters."""
     line = " ".join(message.split())
-    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} ..."
+    return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]} ..."

@@ -39,7 +39,7 @@ from agentrl.core.types import Json
 from agentrl.core.user_code import contained, text_of
 
 # What msgpack, hence the store's HTTP API, can represent.
-SMALLEST_INTEGER, LARGEST_INTEGER = -(2**63), 2**64 - 1
+MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
 
 
 class NotJsonError(ValueError):
@@ -167,7 +167,7 @@ def _text(text: str) -> str:
 
 
 def _fitting(number: int) -> int:
-    if not SMALLEST_INTEGER <= number <= LARGEST_INTEGER:
+    if not MIN_INTEGER <= number <= MAX_INTEGER:
         raise NotJsonError("is an integer of more than 64 bits: give it as text or as a float")
     return number
 

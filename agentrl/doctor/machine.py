@@ -39,9 +39,9 @@ GPU_PATHS = (
     "8-bit optimizers, learners other than torch with all of their settings"
 )
 GIB = 2**30
-LARGEST_HEADER = 100 * 2**20  # bytes of a safetensors file, by its format
+MAX_HEADER_BYTES = 100 * 2**20  # bytes of a safetensors file, by its format
 STORE_TIMEOUT = 15.0  # seconds for a store to answer
-LARGEST_CLOCK_SKEW = 5.0  # largest difference of two clocks in seconds
+MAX_CLOCK_SKEW = 5.0  # largest difference of two clocks in seconds
 
 
 def packages(config: RunConfig) -> tuple[Status, str]:
@@ -121,7 +121,7 @@ def clock(config: RunConfig) -> tuple[Status, str] | None:
     with suppress(httpx.HTTPError, KeyError):
         answer = httpx.head(split_secret(config.store)[0], trust_env=False, timeout=STORE_TIMEOUT)
         ahead = time.time() - parsedate_to_datetime(answer.headers["date"]).timestamp()
-        if abs(ahead) > LARGEST_CLOCK_SKEW:
+        if abs(ahead) > MAX_CLOCK_SKEW:
             return "warn", f"{ahead:+.0f} s from the store's; synchronise both by NTP"
     return None
 
@@ -146,7 +146,7 @@ def _weights(file: Path) -> int:
     """The number of weights in a safetensors file, by its header."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
-        tensors = msgspec.json.decode(opened.read(min(size, LARGEST_HEADER)))
+        tensors = msgspec.json.decode(opened.read(min(size, MAX_HEADER_BYTES)))
     return sum(prod(each["shape"]) for name, each in tensors.items() if name != "__metadata__")
 
 

@@ -1,6 +1,4 @@
-"""Checks of a policy's chat template with conversations of agents.
-
-Checks of a run's model.
+"""Checks of a policy's chat template with conversations of agents. Checks of a run's model.
 
 Proofs that a run works on this hardware: they compute, serve and play for some seconds.
 """

@@ -166,7 +166,7 @@ def check_unique(named: Named, splits: Iterable[list[dict[str, Json]]]) -> None:
 PROGRAM = ("-P", "-m", "agentrl.environments.helper")
 
 
-LARGEST_ANSWER = 2**28  # bytes
+MAX_ANSWER_BYTES = 2**28  # bytes
 
 
 # Of environments' processes: what draws from a set of texts draws the same in all of them.
@@ -387,7 +387,7 @@ class Helper:
     async def _start(self) -> asyncio.subprocess.Process:
         piped: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         return await asyncio.create_subprocess_exec(
-            self._python, *PROGRAM, **piped, env=os.environ | SAME, limit=LARGEST_ANSWER
+            self._python, *PROGRAM, **piped, env=os.environ | SAME, limit=MAX_ANSWER_BYTES
         )
 
     def _end(self) -> None:

@@ -126,7 +126,7 @@ def _run(command: Sequence[str], problem: str, **variables: str) -> str:
 
 
 SHOWN = 5  # tasks
-LONGEST = 300  # characters of an input
+MAX_INPUT_CHARS = 300  # characters of an input
 BY_HAND = 24 * 3600.0  # seconds of a rollout
 
 
@@ -240,7 +240,7 @@ def _short(given: Json) -> str:
     text = " ".join(
         (given if isinstance(given, str) else msgspec.json.encode(given).decode()).split()
     )
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+    return text if len(text) <= MAX_INPUT_CHARS else f"{text[:MAX_INPUT_CHARS]} ..."
 
 
 IGNORANT = "I do not know."

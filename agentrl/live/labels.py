@@ -289,7 +289,7 @@ PROCESSES = 2  # questions that are answered at the same time
 LOADING = 120.0  # seconds for a user's file to be imported
 
 
-LARGEST_PRINT = 2**16  # bytes that the user's functions may print about one session
+MAX_PRINTED_BYTES = 2**16  # bytes that the user's functions may print about one session
 
 
 ANSWERED = re.compile(r"( answered \d+): .*", re.DOTALL)
@@ -401,7 +401,7 @@ class Asker:
             why = ANSWERED.sub(r"\1", str(error))  # without the server's words about a user's
             self._say(NEXT_MESSAGE, "failed", f"gave no answer: {why}")
         finally:
-            judge.forget_asked()  # the store has the answers
+            judge.forget_pending()  # the store has the answers
         return []
 
     def _say(self, what: str, kind: str, problem: str) -> None:
@@ -420,7 +420,7 @@ async def _started(launcher: ProcessLauncher, settings: Settings) -> Channel:
     """A process that has loaded the user's functions. Raises ConfigError."""
     argv = [sys.executable, *CHILD, msgspec.json.encode(settings).decode(), "3"]
     spec = ProcessSpec(argv=argv, env=environment_without_secrets(), folder=settings.root)
-    process = await launcher.talk(spec, LARGEST_PRINT)
+    process = await launcher.talk(spec, MAX_PRINTED_BYTES)
     try:
         async with asyncio.timeout(LOADING):
             problem = (await read(process.reader, SignalResponse)).problem

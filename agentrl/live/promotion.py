@@ -63,7 +63,7 @@ from agentrl.live.records import (
 )
 from agentrl.live.served import (
     EARLY,
-    NEWEST,
+    MAX_SESSIONS_READ,
     WATCHED,
     Difference,
     ServedSession,
@@ -305,8 +305,9 @@ class Guard:
             calls = self._usual[version] = self._new(version)
             rows = {row.id: row for row in served.newest[version]}
             rows |= {id: row for id, row in served.recent.items() if is_of(row, version, "")}
-            newest = sorted(rows.values(), key=lambda row: began_of(row, math.inf))[-NEWEST:]
-            await calls.read(self._store, newest, NEWEST)
+            by_start = sorted(rows.values(), key=lambda row: began_of(row, math.inf))
+            newest = by_start[-MAX_SESSIONS_READ:]
+            await calls.read(self._store, newest, MAX_SESSIONS_READ)
         return calls
 
     def _new(self, version: int) -> SeenCalls:

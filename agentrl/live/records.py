@@ -474,7 +474,7 @@ TOKEN = "x-agentrl-feedback-token"  # header of responses, and of feedback
 PAGE, AT_ONCE = 1000, 100  # sessions that are read, or deleted, at once
 PATIENCE = 60.0  # seconds for a step to release sessions that are deleted
 NOTICED = RENEWAL_INTERVAL + 5.0  # seconds until a gateway knows that a session was cancelled
-MIN_PAUSE, LONGEST_PAUSE = 1.0, 3600.0  # seconds between two looks for old sessions
+MIN_PAUSE, MAX_PAUSE = 1.0, 3600.0  # seconds between two looks for old sessions
 
 
 async def secret_of(store: Store, config: RunConfig) -> bytes:
@@ -610,4 +610,4 @@ async def keep(store: Store, config: RunConfig) -> None:
                 log.info("%d sessions are older than live.people.retention: deleted", gone)
         except StoreError as error:
             log.warning("no old session was deleted: %s; tried again", error)
-        await asyncio.sleep(min(max(MIN_PAUSE, limit / 10), LONGEST_PAUSE))
+        await asyncio.sleep(min(max(MIN_PAUSE, limit / 10), MAX_PAUSE))

@@ -176,7 +176,7 @@ def _mean(values: Array) -> float:
 WATCHED = 200  # sessions of a version that the guard looks at, as candidate and afterwards
 HELD = 5  # times of `sessions.idle` for which a session that is not settled holds back later ones
 EARLY = 30.0  # seconds after the end of a session until which its user may complain at once
-NEWEST = 50  # ended sessions of a version whose calls are looked at
+MAX_SESSIONS_READ = 50  # ended sessions of a version whose calls are looked at
 BEGAN = "began"  # key of a task
 
 
@@ -205,7 +205,7 @@ class ServedSessions:
     idle: float = IDLE  # seconds without a call after which a session ends
     known: dict[int, list[ServedSession]] = field(default_factory=lambda: defaultdict(list))
     newest: dict[int, deque[Rollout]] = field(  # ended ones, also without an outcome
-        default_factory=lambda: defaultdict(partial(deque, maxlen=NEWEST))
+        default_factory=lambda: defaultdict(partial(deque, maxlen=MAX_SESSIONS_READ))
     )
     recent: dict[str, Rollout] = field(default_factory=dict)  # in progress, or ended since
     _open: dict[str, Rollout] = field(default_factory=dict)  # not settled

@@ -47,7 +47,7 @@ from agentrl.runners.feedback import Feedback
 Message = dict[str, Json]
 VERIFIER, NEXT_MESSAGE = "verifier", "next_message"  # signals that cannot be posted
 ASKED = (VERIFIER, NEXT_MESSAGE)
-LONGEST_NAME, LONGEST_TEXT = 100, 2**18  # characters of feedback
+MAX_NAME_CHARS, MAX_TEXT_CHARS = 100, 2**18  # characters of feedback
 ANSWERS = ("assistant", "model")  # roles
 
 
@@ -157,7 +157,7 @@ def posted(rewards: Iterable[Reward]) -> dict[str, float]:
     return {name: fmean(values) for name, values in of_calls.items()} | whole
 
 
-def unfit(said: Feedback) -> str:
+def invalid_reason(said: Feedback) -> str:
     """Why feedback cannot be a signal; empty if it can."""
     name, value = said.name, said.value
     if name == CORRECTION:
@@ -166,8 +166,11 @@ def unfit(said: Feedback) -> str:
         return f"{name!r} is the name of a signal that is not posted; choose another"
     if value is not None and not 0 <= value <= 1:
         return f"the value {value:g} of {name!r:.80} is not between 0 and 1; scale it"
-    if len(name) > LONGEST_NAME or len(said.note) + len(said.correction or "") > LONGEST_TEXT:
-        return f"a name has at most {LONGEST_NAME} characters, note and correction {LONGEST_TEXT:,}"
+    if len(name) > MAX_NAME_CHARS or len(said.note) + len(said.correction or "") > MAX_TEXT_CHARS:
+        return (
+            f"a name has at most {MAX_NAME_CHARS} characters, note and correction "
+            f"{MAX_TEXT_CHARS:,}"
+        )
     return ""
 
 

@@ -42,7 +42,7 @@ from agentrl.live.versions import Lineage, Versions
 
 log = logging.getLogger("agentrl.algorithm")
 ROOM = 16 * 2**20  # bytes of a step besides its weights
-LOOK_PAUSE = 1.0  # seconds between two looks at the sessions
+CHECK_PAUSE = 1.0  # seconds between two looks at the sessions
 MAX_LEFT_OUT = 1000  # sessions that wait for a step to discard them
 MAX_UNLABELLED_SECONDS = 86_400.0  # seconds for which this process waits for a session's label
 CLAIMED_AT_ONCE = 64  # sessions to discard; a claim reads their calls
@@ -84,8 +84,8 @@ class SessionSource:
             if self._is_late(len(left_out)):
                 ready = again = []
                 break
-            cursor = await store.wait(cursor, timeout=10 * LOOK_PAUSE)
-            await asyncio.sleep(LOOK_PAUSE)
+            cursor = await store.wait(cursor, timeout=10 * CHECK_PAUSE)
+            await asyncio.sleep(CHECK_PAUSE)
         self.discarded = time.monotonic()
         self.since = self.discarded if ready and not again else self.since
         chosen = again[:1] or oldest_first(ready)[: live.sessions]

@@ -41,7 +41,7 @@ from agentrl.telemetry.console import LogFollower
 Half = Literal["gateway", "training"]
 
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0  # seconds before a restart; doubles at every early death
+FIRST_PAUSE, MAX_PAUSE = 0.2, 30.0  # seconds before a restart; doubles at every early death
 
 
 STEADY_UPTIME = 60.0  # seconds of uptime after which a death is no early one
@@ -142,7 +142,7 @@ async def keep_serving(
         reason = ending.reason
         say(f"{child.name} ended ({reason}); nothing is lost, it is started again", highlight=False)
         early = 1 if steady else early + 1
-        return backoff(FIRST_PAUSE, LONGEST_PAUSE, early)
+        return backoff(FIRST_PAUSE, MAX_PAUSE, early)
 
     await keep_running(child, after)
 
@@ -160,7 +160,7 @@ def how_to_call(config: RunConfig, port: int) -> str:
 log = logging.getLogger("agentrl.live")
 
 
-FIRST_RETRY, LONGEST_RETRY = 0.2, 60.0  # seconds before work is begun again; doubles every time
+FIRST_RETRY, MAX_RETRY = 0.2, 60.0  # seconds before work is begun again; doubles every time
 
 
 STEADY = 120.0  # seconds of work after which its next error is a first one
@@ -206,4 +206,4 @@ async def keep_working(missed: str, work: Callable[[], Coroutine[Any, Any, None]
             log.warning("%s now (%s); tried again", missed, why, exc_info=trace)
         pause = FIRST_RETRY if time.monotonic() - began > STEADY else pause
         await asyncio.sleep(pause)
-        pause = min(2 * pause, LONGEST_RETRY)
+        pause = min(2 * pause, MAX_RETRY)

@@ -50,8 +50,8 @@ LEASE = 600.0  # seconds; a batch is written in less than one
 BATCH = 100  # traces that are written together
 BATCH_NODES = 2000  # of these at most about so many spans
 LATEST = 2**33 * 10**9  # nanoseconds, see `agentrl.store.rows`
-LARGEST_COUNT = 2**31  # tokens
-LONGEST_NAME = 200  # characters of a role, a model, a step
+MAX_TOKEN_COUNT = 2**31  # tokens
+MAX_NAME_CHARS = 200  # characters of a role, a model, a step
 UNKNOWN = "unknown"  # model
 TOOL_SCHEMA = "gen_ai.tool.definition"  # attribute of a span
 NO_TOKENS, NO_LOGPROBS = int32(), float32()
@@ -355,7 +355,7 @@ def _call(node: Node, id: str, index: int, clean: Clean) -> Transition:
     sampling = Sampling(
         temperature=float(given.get("temperature", 1.0)),
         top_p=float(given.get("top_p", 1.0)),
-        max_tokens=int(most) if most and 0 < most < LARGEST_COUNT else None,
+        max_tokens=int(most) if most and 0 < most < MAX_TOKEN_COUNT else None,
     )
     seen = [clean(message) for message in call.messages]
     return Transition(
@@ -365,8 +365,8 @@ def _call(node: Node, id: str, index: int, clean: Clean) -> Transition:
         prompt=NO_TOKENS,
         completion=NO_TOKENS,
         logprobs=NO_LOGPROBS,
-        role=node.role[:LONGEST_NAME] or "agent",
-        policy=call.model[:LONGEST_NAME] or UNKNOWN,
+        role=node.role[:MAX_NAME_CHARS] or "agent",
+        policy=call.model[:MAX_NAME_CHARS] or UNKNOWN,
         sampling=sampling,
         finish=call.finish,
         exact=False,
@@ -432,7 +432,7 @@ def _span(node: Node, issues: Issues) -> Span:
         id=span_id(node.id),
         attempt="",
         parent=span_id(node.parent) if node.parent else None,
-        name=node.name[:LONGEST_NAME],
+        name=node.name[:MAX_NAME_CHARS],
         kind=node.kind,
         start=start,
         end=end,
@@ -455,7 +455,7 @@ def _rewards(
             issues.add("feedback is about a step that was not recorded and is left out", note.name)
             continue
         node, span = by_id[note.node or tree.root.id]
-        name = note.name[:LONGEST_NAME] or "feedback"
+        name = note.name[:MAX_NAME_CHARS] or "feedback"
         if note.text and note.value is None:
             span.attributes[f"feedback.{name}"] = storable(note.text)
         if note.correction is not None:
@@ -467,7 +467,7 @@ def _rewards(
         if node.id in calls:
             scope, target = Scope.TRANSITION, calls[node.id]
         elif node.id != tree.root.id and node.role:
-            scope, target = Scope.ROLE, node.role[:LONGEST_NAME]
+            scope, target = Scope.ROLE, node.role[:MAX_NAME_CHARS]
         elif node.id != tree.root.id:
             span.attributes[f"feedback.{name}"] = note.value
             issues.add(

@@ -17,9 +17,9 @@ import msgspec
 from agentrl.core.types import Json
 
 Object = dict[str, Any]
-LONGEST_FIELD = 200_000  # characters of one text that are kept; no context of a model has more
-LARGEST_NUMBER = 1e300  # of feedback, costs, options
-LONGEST_LITERAL = 100_000  # characters of an object in Python that is read
+MAX_FIELD_CHARS = 200_000  # characters of one text that are kept; no context of a model has more
+MAX_NUMBER = 1e300  # of feedback, costs, options
+MAX_LITERAL_CHARS = 100_000  # characters of an object in Python that is read
 EXAMPLES = 3  # sentences of one kind that are printed whole
 
 
@@ -144,7 +144,7 @@ def parsed(value: Any) -> Any:
 def python_object(text: str) -> Any:
     """The object of a text, in JSON or, as LangChain writes the inputs of tools, in Python."""
     found = parsed(text)
-    if isinstance(found, str) and len(text) < LONGEST_LITERAL:
+    if isinstance(found, str) and len(text) < MAX_LITERAL_CHARS:
         try:
             return ast.literal_eval(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -176,7 +176,7 @@ def rows(value: Any) -> list[Any]:
 
 def number(value: Any) -> float | None:
     """A finite number, true and false as 1 and 0; else None."""
-    if isinstance(value, bool | int | float) and abs(value) < LARGEST_NUMBER:
+    if isinstance(value, bool | int | float) and abs(value) < MAX_NUMBER:
         return float(value)
     return None
 
@@ -216,14 +216,14 @@ def sampling(*given: Any) -> Object:
 def shortened(value: Any, issues: Issues, where: str) -> Any:
     """The value with texts that no model could have read cut off."""
     if isinstance(value, str):
-        if len(value) <= LONGEST_FIELD:
+        if len(value) <= MAX_FIELD_CHARS:
             return value
         issues.add(
-            f"a text of more than {LONGEST_FIELD} characters was cut off, and its call is no"
+            f"a text of more than {MAX_FIELD_CHARS} characters was cut off, and its call is no"
             " demonstration",
             f"{where}: {len(value)} characters",
         )
-        return value[:LONGEST_FIELD] + CUT
+        return value[:MAX_FIELD_CHARS] + CUT
     if isinstance(value, list):
         return [shortened(one, issues, where) for one in value]
     if isinstance(value, dict):

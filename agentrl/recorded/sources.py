@@ -29,8 +29,8 @@ PROTOBUF = (".pb", ".binpb")
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", *PROTOBUF, ".db")
 PEEKED = 20  # rows of a file in which its format is looked for
 CHUNK = 2**20  # characters that are read at once
-LARGEST_VALUE = 2**28  # characters of one value of a file
-LONGEST_LITERAL = 16  # characters of an escape, a word such as -Infinity
+MAX_VALUE_CHARS = 2**28  # characters of one value of a file
+MAX_LITERAL_CHARS = 16  # characters of an escape, a word such as -Infinity
 WAITING = 2000  # nodes that are written to the temporary database at once
 Trace = list[Node | Note]
 
@@ -214,7 +214,7 @@ def _values(path: Path, file: IO[str], issues: Issues) -> Iterator[Any]:
                     at, step = end, CHUNK
                     continue
             except (ValueError, RecursionError) as error:
-                if ended or len(text) - at > LARGEST_VALUE or not _is_cut_off(error, text):
+                if ended or len(text) - at > MAX_VALUE_CHARS or not _is_cut_off(error, text):
                     issues.add(
                         "a file is cut off or no JSON from some place on; what comes before"
                         " is read",
@@ -236,7 +236,7 @@ def _is_cut_off(error: Exception, text: str) -> bool:
     """Whether more text may complete a value that could not be read."""
     if not isinstance(error, json.JSONDecodeError):
         return False
-    return error.msg.startswith("Unterminated") or error.pos > len(text) - LONGEST_LITERAL
+    return error.msg.startswith("Unterminated") or error.pos > len(text) - MAX_LITERAL_CHARS
 
 
 class Waiting:

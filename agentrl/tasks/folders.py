@@ -21,7 +21,7 @@ from typing import Any
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Json
-from agentrl.tasks.harbor_format import HarborTask, UnfitTask, read_task, task_folders
+from agentrl.tasks.harbor_format import HarborTask, UnsupportedTask, read_task, task_folders
 
 NOT_FILES = ("Dockerfile", ".dockerignore")
 # What a Dockerfile may say if the files beside it are all that the task needs.
@@ -46,11 +46,11 @@ def _harbor(folder: Path, id: str) -> dict[str, Json]:
         task = read_task(folder, id)
         (step,) = task.steps if len(task.steps) == 1 else (None,)
         if step is None or step.name or step.judge:
-            raise UnfitTask(f"the Harbor task {id!r} has several steps, or a verifier's container")
+            raise UnsupportedTask(f"the Harbor task {id!r} has several steps, or a verifier's container")
         files, tests = _texts(folder / "environment", id), _texts(folder / "tests", id)
         for why in _needs_container(files.get("Dockerfile", ""), task, tests):
-            raise UnfitTask(f"the Harbor task {id!r} {why}")
-    except UnfitTask as error:
+            raise UnsupportedTask(f"the Harbor task {id!r} {why}")
+    except UnsupportedTask as error:
         message = f"{error}; use environment = 'harbor:FOLDER', which runs it in its container"
         return {"id": id, "input": "", "files": {}, "unfit": message}
     moved = {k: LOGS.sub(".logs/verifier", TESTS.sub("tests", v)) for k, v in tests.items()}
@@ -90,7 +90,7 @@ def _texts(folder: Path, id: str) -> dict[str, str]:
         try:
             found[file.relative_to(folder).as_posix()] = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise UnfitTask(f"the Harbor task {id!r} has a file that is not text: {file}") from None
+            raise UnsupportedTask(f"the Harbor task {id!r} has a file that is not text: {file}") from None
     return found
 
 

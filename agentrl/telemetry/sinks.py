@@ -225,7 +225,7 @@ class Followers:
 log = logging.getLogger(__name__)
 STORE_POLL = 1.0  # seconds between reads of the store
 # Seconds before a retry after a failure; doubles.
-FIRST_RETRY_PAUSE, LONGEST_RETRY_PAUSE = 10.0, 600.0
+FIRST_RETRY_PAUSE, MAX_RETRY_PAUSE = 10.0, 600.0
 DRAIN_TIMEOUT = 30.0  # seconds that sinks have for the remaining steps when a run ends
 EXIT_GRACE = 5.0  # further seconds until the process ends itself
 
@@ -280,7 +280,7 @@ class SinkThread(threading.Thread):
                 if last:
                     return
                 self.run_ended.wait(pause)
-                pause = min(2 * pause, LONGEST_RETRY_PAUSE)
+                pause = min(2 * pause, MAX_RETRY_PAUSE)
 
     def report(self, error: str) -> None:
         """Log a failure once; the front prints the log on the console."""
@@ -362,7 +362,7 @@ class SinksProcess:
             if not ending.code:
                 return None
             self._report()
-            return backoff(FIRST_RETRY_PAUSE, LONGEST_RETRY_PAUSE, ending.number)
+            return backoff(FIRST_RETRY_PAUSE, MAX_RETRY_PAUSE, ending.number)
 
         await keep_running(self.child, after)
 

@@ -305,7 +305,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
-LARGEST_IMAGES = 8_000_000  # bytes of all images of a page, which the notebook's file has inside
+MAX_IMAGE_BYTES = 8_000_000  # bytes of all images of a page, which the notebook's file has inside
 
 
 class Shown:
@@ -350,7 +350,7 @@ async def _read(url: str, name: str, call: int) -> tuple[Page, dict[str, Any], d
             page = await pages.rollout(name, {"call": str(call)})
             paging = page.values["paging"]
             values = await pages.tokens(name, range(paging.first, paging.end))
-        run, images, left = page.values["run"], dict[str, str](), LARGEST_IMAGES
+        run, images, left = page.values["run"], dict[str, str](), MAX_IMAGE_BYTES
         shown = EXPORTED.findall(render(page, layout="bare.html", export=True))
         async for image in pages.album.files(run, list(dict.fromkeys(shown))):
             if (left := left - len(image.body)) >= 0:

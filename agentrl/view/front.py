@@ -44,7 +44,7 @@ READING_PATIENCE = 3.0  # seconds that a page waits for reasons; they are there 
 REASONS_PAUSE = 30.0  # seconds between two readings of a running run, which cost it time
 EVALUATIONS = 12  # evaluations that are looked at
 RECENT_GROUPS = 24  # training groups that are looked at for an example
-MESSAGES, LONGEST = 6, 480  # of an example: messages, and characters of each
+MESSAGES, MAX_EXAMPLE_CHARS = 6, 480  # of an example: messages, and characters of each
 TASKS_ON_FRONT = 8
 GROUPS_FOUND = 16  # groups whose tasks are read for a page of found rollouts
 COMPLETIONS = 64  # rollouts of a step whose completions are listed
@@ -223,9 +223,11 @@ async def _example(
         if (one["text"] or one["tools"]) and one["role"] not in INSTRUCTION_ROLES
     ]
     for one in talk:
-        one["text"] = one["text"][:LONGEST]
-        one["parts"] = [x if isinstance(x, Picture) else x[:LONGEST] for x in one["parts"]]
-        one["tools"] = [(name, words[:LONGEST], cut) for name, words, cut in one["tools"]]
+        one["text"] = one["text"][:MAX_EXAMPLE_CHARS]
+        one["parts"] = [
+            x if isinstance(x, Picture) else x[:MAX_EXAMPLE_CHARS] for x in one["parts"]
+        ]
+        one["tools"] = [(name, words[:MAX_EXAMPLE_CHARS], cut) for name, words, cut in one["tools"]]
     outcome = row.outcomes[row.rollouts.index(id)] if outcome is None else outcome
     failure = trace.rollout.failure
     kind = "held-out" if row.purpose is Purpose.EVAL else "training"
@@ -238,7 +240,7 @@ async def _example(
         rollout=id,
         task=records.gist(trace.rollout.task),
         outcome=outcome,
-        failure=f"{failure.kind.value.replace('_', ' ')}: {failure.message[:LONGEST]}"
+        failure=f"{failure.kind.value.replace('_', ' ')}: {failure.message[:MAX_EXAMPLE_CHARS]}"
         if failure
         else "",
         talk=talk[: MESSAGES - 1] + talk[-1:] if len(talk) > MESSAGES else talk,

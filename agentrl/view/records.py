@@ -34,7 +34,7 @@ from agentrl.store.rows import digest
 from agentrl.transcript import Spelling
 
 # Characters of a message, task or result on a page; another page has all of it.
-LONGEST_TEXT = 2000
+MAX_TEXT_CHARS = 2000
 COLUMNS = ("advantage", "psi", "weight", "gate")
 T = TypeVar("T", bound="HasId")
 Spell = Callable[[str], Spelling]
@@ -69,19 +69,19 @@ def text_of(value: Json) -> str:
 def message(
     row: dict[str, Json], index: int, pictures: Mapping[str, Picture] = {}
 ) -> dict[str, Any]:
-    """One chat message, cut at `LONGEST_TEXT` characters. `index`: position in its call, -1: the
+    """One chat message, cut at `MAX_TEXT_CHARS` characters. `index`: position in its call, -1: the
     answer. If it shows images, its `parts` are texts and pictures, in their order."""
     calls = []
     for call in row.get("tool_calls") or []:
         function = call.get("function") or {}
         arguments = text_of(function.get("arguments"))
         calls.append(
-            (function.get("name"), arguments[:LONGEST_TEXT], len(arguments) > LONGEST_TEXT)
+            (function.get("name"), arguments[:MAX_TEXT_CHARS], len(arguments) > MAX_TEXT_CHARS)
         )
     parts = list(_parts(row.get("content"), pictures))
     words = [one.label if isinstance(one, Picture) else one for one in parts]
     text = "\n".join(words) if parts else text_of(row.get("content"))
-    found = {"role": str(row.get("role", "?")), "text": text[:LONGEST_TEXT], "size": len(text)}
+    found = {"role": str(row.get("role", "?")), "text": text[:MAX_TEXT_CHARS], "size": len(text)}
     return found | {"tools": calls, "index": index, "parts": parts}
 
 
@@ -89,7 +89,7 @@ def _parts(content: Json, pictures: Mapping[str, Picture]) -> Iterable[str | Pic
     """The texts and pictures of a message's content; nothing if it has no image."""
     if not isinstance(content, list) or all(url_of(part) is None for part in content):
         return
-    left = LONGEST_TEXT
+    left = MAX_TEXT_CHARS
     for part in content:
         if digest := digest_of(part):
             yield pictures.get(digest, LOST)
@@ -250,7 +250,7 @@ def call_rows(
         row["answer"] = message({"role": "assistant"} | (call.answer or {}), -1)
         row["missing"] = spelling.missing
         text = spelling.text(call.completion) if row["exact"] else ""
-        row["text"], row["size"] = text[: 2 * LONGEST_TEXT], len(text)
+        row["text"], row["size"] = text[: 2 * MAX_TEXT_CHARS], len(text)
         advantages = set(map(number, credit.advantage)) if credit else set()
         row["varies"] = len(advantages) > 1
         row["advantage"] = advantages.pop() if len(advantages) == 1 else None
@@ -367,7 +367,7 @@ def curve(
 
 
 TASK_KEYS = ("input", "question", "prompt", "instruction", "problem", "query", "text", "task", "id")
-LONGEST_GIST = 140  # characters
+MAX_GIST_CHARS = 140  # characters
 
 
 def gist(task: Json) -> str:
@@ -383,7 +383,7 @@ def gist(task: Json) -> str:
     if isinstance(task, dict):
         return gist(task)
     text = " ".join(str(task if task is not None else "").split())
-    return text if len(text) <= LONGEST_GIST else f"{text[: LONGEST_GIST - 1]}…"
+    return text if len(text) <= MAX_GIST_CHARS else f"{text[: MAX_GIST_CHARS - 1]}…"
 
 
 def placed(rollout: Rollout) -> str:
@@ -396,9 +396,9 @@ def placed(rollout: Rollout) -> str:
 
 TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")  # that browsers only decode
 IMAGES_PER_READ = 16
-MAX_KNOWN = 10_000  # pictures whose description is kept
-WIDEST, HIGHEST = 320, 208  # pixels of a thumbnail
-SMALL, LARGEST_SCALE = 112, 8  # pixels to which small images are enlarged, in whole steps
+MAX_CACHED_PICTURES = 10_000  # pictures whose description is kept
+MAX_WIDTH, MAX_HEIGHT = 320, 208  # pixels of a thumbnail
+SMALL, MAX_SCALE = 112, 8  # pixels to which small images are enlarged, in whole steps
 
 
 class Picture(NamedTuple):
@@ -413,8 +413,8 @@ class Picture(NamedTuple):
     @property
     def scale(self) -> float:
         """How much larger its thumbnail is than the image; small images are enlarged."""
-        fits = min(WIDEST / max(self.width, 1), HIGHEST / max(self.height, 1))
-        return min(fits, max(1, min(LARGEST_SCALE, SMALL // max(self.width, self.height, 1))))
+        fits = min(MAX_WIDTH / max(self.width, 1), MAX_HEIGHT / max(self.height, 1))
+        return min(fits, max(1, min(MAX_SCALE, SMALL // max(self.width, self.height, 1))))
 
 
 LOST = Picture(images.LOST)
@@ -431,7 +431,7 @@ class Album:
         """The pictures of calls by digest, without those that are no longer stored."""
         wanted = sorted({digest for call in calls for digest in call.images})
         async for image in self.files(run, [d for d in wanted if d not in self._known]):
-            while len(self._known) >= MAX_KNOWN:
+            while len(self._known) >= MAX_CACHED_PICTURES:
                 del self._known[next(iter(self._known))]
             address = f"/image/{image.digest}?run={quote(run)}" if _is_shown(image) else ""
             self._known[image.digest] = Picture(

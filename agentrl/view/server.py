@@ -62,7 +62,7 @@ from agentrl.view.templates import STATIC, render
 
 KEY, COOKIE = "AGENTRL_VIEW_KEY", "agentrl-view"
 AT = "/at/"  # then the key of a store, before the addresses of its pages
-SHORTEST_KEY = 8  # characters
+MIN_KEY_CHARS = 8  # characters
 EXPLAIN_TIMEOUT = 120.0  # timeout of a rollout's explanation in seconds
 MAX_EXPLAINED = 100  # explanations that are kept
 STATUS = {NotFound: 404, Invalid: 400, KeyError: 400, Forbidden: 403, Unavailable: 503}
@@ -250,8 +250,8 @@ async def _refusal(_: Request, error: Exception) -> responses.Response:
 
 def _access(key: str) -> Access:
     """Who may look; without a key everybody on this machine. Raises ConfigError for a weak key."""
-    if key and not (len(key) >= SHORTEST_KEY and key.isascii() and key.isprintable()):
-        raise ConfigError(f"{KEY}: give a key of at least {SHORTEST_KEY} ASCII characters")
+    if key and not (len(key) >= MIN_KEY_CHARS and key.isascii() and key.isprintable()):
+        raise ConfigError(f"{KEY}: give a key of at least {MIN_KEY_CHARS} ASCII characters")
     return Access(keys=(key,) if key else ())
 
 
@@ -295,7 +295,7 @@ def run(
 
 
 SEARCH_PAUSE = 5.0  # seconds between two searches for stores
-LOOK_PAUSE = 0.5  # seconds between two looks at the files
+CHECK_PAUSE = 0.5  # seconds between two looks at the files
 ASK_PAUSE = 3.0  # seconds between two questions to stores that are no files
 AT_ONCE = 4  # stores that are read at the same time
 RUNS_PER_PAGE = 100
@@ -420,7 +420,7 @@ class Home:
         while (  # noqa: ASYNC110 - files do not tell that they change
             newest := await self.cursor()
         ) <= cursor and time.monotonic() < end:
-            await asyncio.sleep(LOOK_PAUSE)
+            await asyncio.sleep(CHECK_PAUSE)
         return newest
 
     async def lines(self) -> list[Line]:

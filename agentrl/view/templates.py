@@ -18,11 +18,11 @@ from msgspec.json import encode
 
 from agentrl.core.types import missing_text
 from agentrl.view.pages import Page
-from agentrl.view.records import LONGEST_TEXT, gist, placed, text_of
+from agentrl.view.records import MAX_TEXT_CHARS, gist, placed, text_of
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
-LONGEST_LINE = 400  # characters
+MAX_LINE_CHARS = 400  # characters
 # An address of the store; not of the list of runs (`/`, `/runs`) or of styles. Texts of agents have
 # no quotation mark here, because all are escaped.
 OWN_ADDRESS = re.compile(r'\b(href|action|src)="/(?=[a-z])(?!static/|at/|runs[?"])')
@@ -66,7 +66,7 @@ def quoted(text: str) -> str:
 
 def clipped(text: str) -> str:
     """A text of any length in a line or two."""
-    return text if len(text) <= LONGEST_LINE else f"{text[: LONGEST_LINE - 1]}…"
+    return text if len(text) <= MAX_LINE_CHARS else f"{text[: MAX_LINE_CHARS - 1]}…"
 
 
 def heat(logp: float | None) -> str:
@@ -94,7 +94,7 @@ def environment() -> Environment:
     found.filters["missing"] = missing_text
     found.filters |= {"duration": duration, "gist": gist, "placed": placed}
     found.filters |= {"island": island, "quoted": quoted, "clipped": clipped}
-    found.globals["cap"] = LONGEST_TEXT
+    found.globals["cap"] = MAX_TEXT_CHARS
     return found
 
 

@@ -64,7 +64,7 @@ async def _found(store: Store, state: RunState) -> Values:
 
 
 VERSIONS, EVENTS = 24, 60  # newest ones that are shown
-NARROWEST = 0.4  # percent of the width that a phase has at least
+MIN_WIDTH_PERCENT = 0.4  # percent of the width that a phase has at least
 
 
 class Phase(NamedTuple):
@@ -133,7 +133,7 @@ def phases(events: Sequence[Event], now: float) -> dict[int, list[Phase]]:
             lanes[event.lanes.candidate] = "candidate"
         for version, lane in lanes.items():
             left, width = (100 * span / whole for span in (start - times[0], end - start))
-            _add(found.setdefault(version, []), Phase(lane, left, max(width, NARROWEST)))
+            _add(found.setdefault(version, []), Phase(lane, left, max(width, MIN_WIDTH_PERCENT)))
     return found
 
 

@@ -28,7 +28,7 @@ Tokenizer = Any  # transformers' tokenizers share no typed base class
 CACHED_PIECES = 2**26  # bytes of cached encodings of texts between special tokens
 TOKEN_BYTES = 36  # of a token id in a sequence of Python
 LARGE = 2**16  # characters whose encoding takes long, so that other threads run meanwhile
-LARGEST_SPLIT = 2**20  # characters of a text that is encoded in pieces
+MAX_SPLIT_CHARS = 2**20  # characters of a text that is encoded in pieces
 SPREAD = 1024  # bytes that a token is thought to stand for at most, if it may stand for any number
 KEPT = {"ByteLevel", "Split", "Digits", "Metaspace", "Sequence", "Punctuation", "UnicodeScripts"}
 KEPT |= {"NFC", "Prepend"}
@@ -108,7 +108,7 @@ class Codec:
 
         Raises TooLongError for a text that certainly has `limit` tokens or more."""
         self.check(text)
-        if self._special_tokens is None or len(text) > LARGEST_SPLIT:
+        if self._special_tokens is None or len(text) > MAX_SPLIT_CHARS:
             return self._encode(text)
         # Texts between special tokens repeat in a conversation, and encoding is the largest cost
         # of a request besides the model.

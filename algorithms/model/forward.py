@@ -163,7 +163,7 @@ def _hidden_by_branch(model: PreTrainedModel, pack: Pack, *, alone: bool) -> Ten
     lengths = (pack.positions[leaves] + 1).tolist()
     budget = 0 if alone else len(pack.tokens)
     parts, order = [], []
-    for micro in _micro_batches(lengths, budget, attention.regime_end(model)):
+    for micro in _micro_batches(lengths, budget, attention.longrope_threshold(model)):
         ends = leaves[micro][:, None]
         paths = [pack.tokens[path] for path in (number <= ends) & (pack.end > ends)]
         tokens_BL = pad_sequence(paths, batch_first=True).to(model.device)
@@ -177,15 +177,15 @@ def _hidden_by_branch(model: PreTrainedModel, pack: Pack, *, alone: bool) -> Ten
 
 
 def _micro_batches(
-    lengths: Sequence[int], token_budget: int, regime_end: int | None = None
+    lengths: Sequence[int], token_budget: int, longrope_threshold: int | None = None
 ) -> Iterator[list[int]]:
     """Yield lists of indices of sequences of similar length. Each list, padded to its longest, has
     at most `token_budget` tokens, or a single sequence; none has sequences on both sides of
-    `regime_end`."""
+    `longrope_threshold`."""
     micro: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         size = lengths[index]
-        crosses = regime_end is not None and micro and lengths[micro[0]] <= regime_end < size
+        crosses = longrope_threshold is not None and micro and lengths[micro[0]] <= longrope_threshold < size
         if micro and (crosses or (len(micro) + 1) * size > token_budget):
             yield micro
             micro = []
@@ -314,7 +314,7 @@ def prove(model: PreTrainedModel) -> Proof:
 
 
 def _proof(model: PreTrainedModel) -> Proof | PolicyError:
-    rows = proof_rows(attention.regime_end(model) is not None)
+    rows = proof_rows(attention.longrope_threshold(model) is not None)
     try:
         copy = scaled_copy(model)
         exact = attempt(lambda: own_results(copy, rows))

@@ -122,7 +122,7 @@ class Adapters(Protocol):
 Model = torch.nn.Module
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-LARGEST_PADDING = 1024  # most rows of an embedding without a token, which pad its size
+MAX_PADDING_ROWS = 1024  # most rows of an embedding without a token, which pad its size
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -292,7 +292,7 @@ def vocabulary_size(model: Model) -> int:
 def vocabulary_gap(model: Model, tokenizer: Tokenizer) -> str:
     """A sentence if the vocabularies of model and tokenizer do not belong together; else ""."""
     rows, tokens = vocabulary_size(model), len(tokenizer)
-    if 0 <= rows - tokens <= LARGEST_PADDING:
+    if 0 <= rows - tokens <= MAX_PADDING_ROWS:
         return ""
     return (
         f"its tokenizer has {tokens} tokens, and the model embeddings for {rows}; put the tokenizer"

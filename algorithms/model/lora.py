@@ -61,7 +61,7 @@ from agentrl.core.types import one_line
 WEIGHTS = "adapter_model.safetensors"  # next to `CONFIG`
 PREFIX = "base_model.model."  # of every name in WEIGHTS
 # Of peft's configuration: what is read here, or has no effect on what the adapter computes.
-UNREAD = {
+HANDLED_KEYS = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path",
     "inference_mode", "runtime_config", "r", "lora_alpha", "fan_in_fan_out",
     # Which layers have an adapter; their names are in the file of the weights.
@@ -499,7 +499,7 @@ def _check_plain(directory: Path, settings: Any) -> None:
     for key, default in plain.items():
         value = getattr(settings, key)
         same = value == default or (not value and not default)
-        if not same and key not in UNREAD and value not in PLAIN_VALUES.get(key, ()):
+        if not same and key not in HANDLED_KEYS and value not in PLAIN_VALUES.get(key, ()):
             unsupported.append(key)
     if unsupported:
         key = min(unsupported)

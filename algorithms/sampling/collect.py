@@ -34,7 +34,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.types import Counts, Group, NewRollout, Purpose, Rollout, RolloutState, Transition
 from agentrl.store.base import Store
 from agentrl.store.records import GroupRow
-from agentrl.store.rows import LARGEST_LOGPROB, LARGEST_REWARD
+from agentrl.store.rows import MAX_LOGPROB, MAX_REWARD
 
 T = TypeVar("T")
 CHECK_PAUSE = 0.5  # seconds between checks of the open groups
@@ -379,7 +379,7 @@ def unreadable_reason(group: Group, vocabulary: Vocabulary) -> str | None:
     """The first defect of a group; None if there is none."""
     for rollout in group.rollouts:
         for reward in rollout.rewards:
-            if not abs(reward.value) <= LARGEST_REWARD:  # also true for NaN
+            if not abs(reward.value) <= MAX_REWARD:  # also true for NaN
                 return f"reward {reward.name!r} of rollout {rollout.id} is {reward.value:g}"
         for call in rollout.transitions:
             if defect := call.exact and _call_defect(call, vocabulary.get(call.policy)):
@@ -395,6 +395,6 @@ def _call_defect(call: Transition, size: int | None) -> str | None:
                 f"the token id {worst}, but policy {call.policy!r} has only ids below {size}: the "
                 "server that answered it has another tokenizer"
             )
-    if not (isfinite(sum(call.logprobs)) and max(call.logprobs, default=0.0) <= LARGEST_LOGPROB):
+    if not (isfinite(sum(call.logprobs)) and max(call.logprobs, default=0.0) <= MAX_LOGPROB):
         return "log-probs that are above 0 or not finite"
     return None

@@ -49,7 +49,7 @@ T = TypeVar("T")
 MAX_KL = 0.05  # for each optimizer step, by default: tens of times what that of a healthy run moves
 MAX_HALVINGS = 10  # after which nothing of a step is kept
 # Of the weights that correct for tokens of another policy, such as an older version.
-LARGEST_CORRECTION = 2.0
+MAX_CORRECTION = 2.0
 STEP_SIZE = "step_size"  # name of what is remembered, in the algorithm's state
 # Of the limit: the mean KL of recent training steps above which the rate is lowered.
 LOWERED_FROM = 0.1
@@ -356,7 +356,7 @@ class Movement:
         """The KL so far."""
         assert self.before is not None
         sampled = ratio(self.before.double().cpu() - self.batch.behaviour.double())
-        weight = self.weight * sampled.clamp(max=LARGEST_CORRECTION)
+        weight = self.weight * sampled.clamp(max=MAX_CORRECTION)
         now = self.owner.learner.logprobs(self.batch)
         return mean_kl(self.before, now, weight, self.weight.sum())
 

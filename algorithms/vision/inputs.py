@@ -75,14 +75,14 @@ if TYPE_CHECKING:
 
 
 # Older ones compute other embeddings or positions of images than Qwen's classes should.
-OLDEST = "5.10"  # transformers, as in the extra `vision`
+MIN_TRANSFORMERS = "5.10"  # transformers, as in the extra `vision`
 
 
 def check_version(what: str) -> None:
     """Raise PolicyError about `what` if transformers cannot compute image-text models."""
-    if Version(transformers.__version__) < Version(OLDEST):
+    if Version(transformers.__version__) < Version(MIN_TRANSFORMERS):
         raise PolicyError(
-            f"{what}: models that look need transformers {OLDEST} or newer, not "
+            f"{what}: models that look need transformers {MIN_TRANSFORMERS} or newer, not "
             f"{transformers.__version__}; {install_command('vision', ' -U')}"
         )
 

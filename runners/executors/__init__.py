@@ -11,7 +11,7 @@ from agentrl.core.types import ErrorKind, Failure, Json, Reward, Span
 if TYPE_CHECKING:  # a process of the pool runs agents and has no gateway
     from agentrl.runners.gateway.attribution import ActiveAttempt
 
-LARGEST_RESULT = 16 * 2**20  # bytes
+MAX_RESULT_BYTES = 16 * 2**20  # bytes
 
 
 class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,4 +79,4 @@ def ended_its_process(active: ActiveAttempt, how: str) -> Failure:
 
 
 def too_large(where: str) -> str:
-    return f"the agent wrote more than {LARGEST_RESULT} bytes to {where}"
+    return f"the agent wrote more than {MAX_RESULT_BYTES} bytes to {where}"

@@ -4,7 +4,7 @@ A program finds in its environment `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROP
 `ANTHROPIC_API_KEY` (the attempt's own key, valid only for model calls of this attempt while it
 runs), `TRACEPARENT` (the attempt's trace), `OTEL_EXPORTER_OTLP_ENDPOINT` with its headers, and
 `AGENTRL_TASK`, the task's input as JSON. The same JSON is on stdin and, on a shared disk, in the
-file `AGENTRL_TASK_FILE`; an input larger than `LARGEST_VARIABLE` is only there. The program
+file `AGENTRL_TASK_FILE`; an input larger than `MAX_VARIABLE_BYTES` is only there. The program
 writes its result to stdout, or to the file `AGENTRL_RESULT_FILE` if that is set (not in a
 container): JSON if all of it parses and no integer has more than 64 bits, else text. Exit status 0
 is success. Agents in Python create their model clients from the same variables (`environment`).
@@ -52,7 +52,7 @@ from agentrl.runners import executors
 from agentrl.runners.executors import ExecutionResult, input_of, out_of_time, supervisor
 from agentrl.runners.executors.supervisor import HEADER, ProcessSpec
 from agentrl.runners.gateway.attribution import ActiveAttempt, AgentPlace
-from agentrl.runners.scoring import LONGEST_TRACEBACK
+from agentrl.runners.scoring import MAX_TRACEBACK_CHARS
 
 LOCAL = "127.0.0.1,localhost"
 VARIABLE = re.compile(r"""\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b|(?<=['"])[A-Z][A-Z0-9]+(?=['"])""")
@@ -126,8 +126,8 @@ def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[st
 
 
 TASK, RESULT = "task.json", "result"  # files in the folder of one attempt
-LARGEST_VARIABLE = 100_000  # bytes; Linux refuses variables above 128 KiB
-LARGEST_PRINT = 2**20  # bytes printed by one rollout in the runner's log
+MAX_VARIABLE_BYTES = 100_000  # bytes; Linux refuses variables above 128 KiB
+MAX_PRINTED_BYTES = 2**20  # bytes printed by one rollout in the runner's log
 PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "*_PROXY")
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
 MODEL = (
@@ -152,7 +152,7 @@ def attempt_environment(
 
 
 def task_variable(task: bytes) -> dict[str, str]:
-    return {"AGENTRL_TASK": task.decode()} if len(task) <= LARGEST_VARIABLE else {}
+    return {"AGENTRL_TASK": task.decode()} if len(task) <= MAX_VARIABLE_BYTES else {}
 
 
 def passed_environment(patterns: Iterable[str]) -> dict[str, str]:
@@ -247,7 +247,7 @@ def check_exit(status: int, stderr: str) -> None:
     if status:
         how, last = describe_exit(status), stderr.strip().rpartition("\n")[2].strip()
         message = f"the agent {how}: {last}" if last else f"the agent {how}"
-        raise FailedAttemptError(ErrorKind.AGENT, message, stderr[-LONGEST_TRACEBACK:])
+        raise FailedAttemptError(ErrorKind.AGENT, message, stderr[-MAX_TRACEBACK_CHARS:])
 
 
 def describe_exit(status: int) -> str:
@@ -562,8 +562,8 @@ class CommandExecutor(SandboxExecutor):
 
         Raises FailedAttemptError if the process had to be killed."""
         spec["remove"] = str(folder)
-        stdout = OutputPipe(executors.LARGEST_RESULT)
-        stderr = OutputPipe(LONGEST_TRACEBACK, tail=True)
+        stdout = OutputPipe(executors.MAX_RESULT_BYTES)
+        stderr = OutputPipe(MAX_TRACEBACK_CHARS, tail=True)
         if stdin is None:
             # A harness has its prompt as an argument, and would append its stdin to it.
             given = os.devnull if self.agent.harness else folder / TASK
@@ -601,7 +601,7 @@ class CommandExecutor(SandboxExecutor):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             with open(folder / RESULT, errors="replace", opener=_open_no_link) as file:
                 size = os.fstat(file.fileno()).st_size
-                if size > executors.LARGEST_RESULT:
+                if size > executors.MAX_RESULT_BYTES:
                     raise too_large("its result file")
                 if size:
                     stdout = file.read()

@@ -107,7 +107,7 @@ class Cli:
                 [*program, str(theirs.fileno())], env=passed_environment(CLIENT), **how
             )
         self._owner = keeper.owner_of(self._keeper.pid)
-        limit = keeper.LARGEST_MESSAGE
+        limit = keeper.MAX_MESSAGE_BYTES
         reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=limit)
         self._reading = asyncio.create_task(self._read(reader))
 
@@ -118,7 +118,7 @@ class Cli:
 
     @property
     def alive(self) -> bool:
-        """Whether the keeper is alive. The doors of its containers end with it."""
+        """Whether the keeper is alive. The proxies of its containers end with it."""
         return self._reading is not None and not self._reading.done()
 
     async def ask(
@@ -140,9 +140,9 @@ class Cli:
         how |= {"stdout": str(stdout), "largest": largest} if stdout else {}
         return await self._send({"do": "call", "how": how, "ends": ends})
 
-    async def open_door(self, name: str, pid: int, host: str, port: int) -> CliAnswer:
+    async def open_proxy(self, name: str, pid: int, host: str, port: int) -> CliAnswer:
         how = {"name": name, "pid": pid, "host": host, "port": port}
-        return await self._send({"do": "door", "how": how})
+        return await self._send({"do": "proxy", "how": how})
 
     def remove(self, name: str, folder: Path | None = None) -> None:
         """Remove a container in the background, whatever state it is in, then a folder."""

@@ -163,12 +163,12 @@ READ_STDIN = 'size=$0; PATH="$PATH:/bin:/usr/bin" head -c "$size" | "$@"'
 READ_LARGE_STDIN = """size=$0 file=/tmp/.agentrl-$$
 (PATH="$PATH:/bin:/usr/bin"; umask 077; head -c "$size" >"$file")
 exec 3<"$file"; (PATH="$PATH:/bin:/usr/bin"; rm "$file"); exec "$@" <&3 3<&-"""
-LARGEST_IN_PIPE = 2**16 - 2**12  # bytes
+MAX_PIPE_BYTES = 2**16 - 2**12  # bytes
 STATE = "{{.State.Status}} {{.State.ExitCode}} {{.State.OOMKilled}}"
 END_NOTICE_TIMEOUT = 5.0  # seconds that an engine may need to notice that a container has ended
 COPY_TIMEOUT = 120.0  # seconds
 KILL_TIMEOUT = 10
-LARGEST_OUTPUT = 2**20  # bytes kept of each output of a program
+MAX_OUTPUT_BYTES = 2**20  # bytes kept of each output of a program
 
 
 class ContainerSpec(NamedTuple):
@@ -213,8 +213,8 @@ class Container:
     ) -> Finished:
         """Run a program. Raises TimeoutError after `timeout` seconds, when all processes of the
         container but the first are killed, and ContainerError if the container has ended."""
-        stdout = OutputPipe(LARGEST_OUTPUT, tail=True)
-        stderr = OutputPipe(LARGEST_OUTPUT, tail=True)
+        stdout = OutputPipe(MAX_OUTPUT_BYTES, tail=True)
+        stderr = OutputPipe(MAX_OUTPUT_BYTES, tail=True)
         spec = self.command(argv, env or {}, folder=folder, user=user, stdin=len(stdin))
         given, held = written(stdin)
         fds = [given, await stdout.open(), await stderr.open()]
@@ -248,7 +248,7 @@ class Container:
         options += ["--interactive"] if stdin else []
         options += ["--workdir", folder] if folder else []
         options += ["--user", user] if user else []
-        read = READ_STDIN if stdin <= LARGEST_IN_PIPE else READ_LARGE_STDIN
+        read = READ_STDIN if stdin <= MAX_PIPE_BYTES else READ_LARGE_STDIN
         program = [SHELL, "-c", read, str(stdin), *argv] if stdin else argv
         command = [self.pool.cli.program, "exec", *options, self.name, *program]
         env = own | passed_environment(CLIENT)

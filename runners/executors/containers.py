@@ -1,7 +1,7 @@
 """The container executor: a container for each attempt, by docker or a compatible program.
 
 Containers are started before they are needed; the agent is a program that is run in one, in place
-of the image's own command. Without a network a container reaches only the gateway, by a door
+of the image's own command. Without a network a container reaches only the gateway, by a proxy
 (`keeper.py`).
 
 Owns: the containers of this runner, the warm ones of each `ContainerSpec` among them. A container
@@ -67,18 +67,18 @@ class ContainerExecutor(CommandExecutor):
     ) -> None:
         super().__init__(agent, runner, root=root, gateway=gateway)
         self.config = own = runner.container
-        has_door = own.network != "host" and (own.network == "none" or is_loopback(runner.host))
-        self._by_network = not has_door and own.network != "host"
+        has_proxy = own.network != "host" and (own.network == "none" or is_loopback(runner.host))
+        self._by_network = not has_proxy and own.network != "host"
         if self._by_network:
             self.gateway = command.reachable_url(gateway, runner, HOST)
-        elif has_door:
+        elif has_proxy:
             self.gateway = f"http://127.0.0.1:{gateway.rpartition(':')[2]}"
         try:
             check_variables(self._user_variables())
         except ContainerError as error:
             raise ConfigError(f"agent.env: {error}") from None
         self._containers = Containers(
-            own.cli, gateway=gateway if has_door else "", warm=min(own.warm, runner.concurrency)
+            own.cli, gateway=gateway if has_proxy else "", warm=min(own.warm, runner.concurrency)
         )
         self._launcher = self._containers.launcher
 
@@ -322,7 +322,7 @@ class Containers:
                     raise ContainerError(
                         f"a container of {spec.image!r} cannot start: {reply.problem}"
                     )
-                await self._open_door(container)
+                await self._open_proxy(container)
         except BaseException:
             self.forget(container)
             raise
@@ -348,7 +348,7 @@ class Containers:
         program = [SHELL] if spec.entrypoint else []
         return [*argv, *spec.options, spec.image, *program, "-c", WAIT, name]
 
-    async def _open_door(self, container: Container) -> None:
+    async def _open_proxy(self, container: Container) -> None:
         """Note its first process, and let it reach the gateway."""
         reply = await self.cli.ask("inspect", "--format", "{{.State.Pid}}", container.name)
         pid = int(reply.out.strip() or 0) if not reply.status else 0
@@ -360,7 +360,7 @@ class Containers:
         with contextlib.suppress(OSError):  # it is a process of another machine
             container.pid = pid if container.name in command_line(pid) else 0
         if self._gateway and container.spec.network != "host":
-            opened = await self.cli.open_door(container.name, pid, *self._gateway)
+            opened = await self.cli.open_proxy(container.name, pid, *self._gateway)
             if opened.status:
                 raise ContainerError(
                     f"a container cannot reach the gateway ({opened.problem}); run the runner as"

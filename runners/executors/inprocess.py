@@ -211,7 +211,7 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
     with tracing.install().attempt(attempt) as log:
         result, failure = await work
         result, failure = stored_result(result, failure)
-    if len(msgspec.json.encode(result)) > executors.LARGEST_RESULT:
+    if len(msgspec.json.encode(result)) > executors.MAX_RESULT_BYTES:
         message = executors.too_large("its result")
         result, failure = None, Failure(kind=ErrorKind.AGENT, message=message)
     known: Any = {"rewards": [*log.rewards], "needs_no_call": log.needs_no_call}

@@ -1,7 +1,7 @@
-"""The keeper: a process that runs docker's command line for a runner, opens doors to the runner's
+"""The keeper: a process that runs docker's command line for a runner, opens proxies to the runner's
 gateway in its containers, and outlives it.
 
-A door is a listening socket on the loopback address of a container's own network: what connects to
+A proxy is a listening socket on the loopback address of a container's own network: what connects to
 it reaches the gateway, so that a container without a network can call models, and needs no program
 for that in its image. Linux only.
 
@@ -29,8 +29,8 @@ from typing import Any
 LABEL = "agentrl.owner"
 NEWUSER, NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 EXITING = 0x4  # PF_EXITING, linux/sched.h: a flag in /proc/PID/stat
-LARGEST_MESSAGE = 2**26  # bytes
-LARGEST_OUTPUT = 2**20  # bytes of the outputs that are returned
+MAX_MESSAGE_BYTES = 2**26  # bytes
+MAX_OUTPUT_BYTES = 2**20  # bytes of the outputs that are returned
 ENDING = 600.0  # seconds of retries to remove the containers of a dead runner
 GRACE = 5.0  # seconds for a program whose own programs were killed
 CLI_TIMEOUT = 60.0  # seconds of a call that has none of its own
@@ -46,7 +46,7 @@ class Keeper:
         self._own = ("--filter", f"label={LABEL}={owner}")
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._ending = set[int]()  # those of them that are never interrupted
-        self._doors: dict[str, asyncio.Server] = {}
+        self._proxies: dict[str, asyncio.Server] = {}
         self._removals: dict[str, str] = {}  # container -> its folder, or no path
         self._remove = asyncio.Event()
         self._rms = set[asyncio.Task[tuple[int, str, str]]]()
@@ -54,7 +54,7 @@ class Keeper:
     async def serve(self, fd: int) -> None:
         """Do what the runner asks, one line of JSON each, until it has gone."""
         ours = socket.socket(fileno=fd)
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LARGEST_MESSAGE)
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
         background = [asyncio.create_task(self._sweeping()), asyncio.create_task(self._removing())]
         # The runner may be killed in the middle of a line.
         with contextlib.suppress(ConnectionError):
@@ -82,7 +82,7 @@ class Keeper:
 
     async def _answer(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         try:
-            do = self._open_door if request["do"] == "door" else run
+            do = self._open_proxy if request["do"] == "proxy" else run
             status, out, err = await do(**request["how"])
         except asyncio.CancelledError:
             status, out, err = -9, "", "stopped"
@@ -96,7 +96,7 @@ class Keeper:
         with contextlib.suppress(OSError, RuntimeError):  # the runner is gone
             writer.write(json.dumps(answer).encode() + b"\n")
 
-    async def _open_door(self, name: str, pid: int, host: str, port: int) -> tuple[int, str, str]:
+    async def _open_proxy(self, name: str, pid: int, host: str, port: int) -> tuple[int, str, str]:
         """Listen on `port` of a container's loopback address, in front of the same port of
         `host`. `pid`: the container's first process, whose arguments have its name."""
         if name not in command_line(pid):
@@ -117,7 +117,7 @@ class Keeper:
                 gateway[1].close()
             writer.close()
 
-        self._doors[name] = await asyncio.start_server(forward, sock=socket.socket(fileno=fd))
+        self._proxies[name] = await asyncio.start_server(forward, sock=socket.socket(fileno=fd))
         return 0, "", ""
 
     async def _removing(self) -> None:
@@ -127,8 +127,8 @@ class Keeper:
             self._remove.clear()
             some = dict(self._removals)
             for name in some:
-                if (door := self._doors.pop(name, None)) is not None:
-                    door.close()  # a door keeps the network of a container that is gone
+                if (proxy := self._proxies.pop(name, None)) is not None:
+                    proxy.close()  # a proxy keeps the network of a container that is gone
             left: set[str] = set()
             if await self._rm(*some):
                 unknown, listed, _ = await self._ask(
@@ -146,8 +146,8 @@ class Keeper:
     async def _remove_all(self) -> None:
         """What is there now, though others are still starting: these end by themselves, and only
         then is it known what is left to remove."""
-        for door in self._doors.values():
-            door.close()
+        for proxy in self._proxies.values():
+            proxy.close()
         until, pause = asyncio.get_running_loop().time() + ENDING, 0.1
         while asyncio.get_running_loop().time() < until:
             ended = not self._calls and not self._rms
@@ -227,7 +227,7 @@ async def run(
     except BaseException:
         await _kill(process)
         raise
-    status, texts = process.returncode, ((out or b"")[:LARGEST_OUTPUT], err[-LARGEST_OUTPUT:])
+    status, texts = process.returncode, ((out or b"")[:MAX_OUTPUT_BYTES], err[-MAX_OUTPUT_BYTES:])
     assert status is not None
     return status, texts[0].decode(errors="replace"), texts[1].decode(errors="replace")
 

@@ -66,10 +66,10 @@ RECYCLE_AFTER = 1000  # rollouts after which a process is replaced, as agents le
 LARGE = 0.8  # share of `runner.memory_mb` above which a process is replaced before it fails
 
 
-LARGEST_RESPONSE = 64 * MB  # bytes of a response: result, rewards and spans
+MAX_RESPONSE_BYTES = 64 * MB  # bytes of a response: result, rewards and spans
 
 
-FIRST_START_PAUSE, LONGEST_START_PAUSE = 0.5, 30.0  # seconds between starts that fail; doubles
+FIRST_START_PAUSE, MAX_START_PAUSE = 0.5, 30.0  # seconds between starts that fail; doubles
 
 
 DIED_LOADING = "the process ended while loading the agent; see its output above"
@@ -109,7 +109,7 @@ class WarmProcess:
         """Resolve the future of each response, until the process ends."""
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                done = await read(self.channel.reader, RunResponse, LARGEST_RESPONSE)
+                done = await read(self.channel.reader, RunResponse, MAX_RESPONSE_BYTES)
                 self.served, self.memory = self.served + 1, done.memory
                 if done.changed and not self.changed:
                     self.changed = True
@@ -243,7 +243,7 @@ class PoolExecutor:
             log.warning("no new process in the pool, trying again: %s", self._problem)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), pause)
-            pause = min(2 * pause, LONGEST_START_PAUSE)
+            pause = min(2 * pause, MAX_START_PAUSE)
 
     async def _add(self) -> str | None:
         """Start a process and add its slots to the queue; return the problem if that failed."""
@@ -273,4 +273,4 @@ class PoolExecutor:
             spec = ProcessSpec(argv=[self._python, *self._program, "3"], env=self._env)
         if self.memory:
             spec["memory"] = self.memory
-        return WarmProcess(await self._launcher.talk(spec, command.LARGEST_PRINT))
+        return WarmProcess(await self._launcher.talk(spec, command.MAX_PRINTED_BYTES))

@@ -47,7 +47,7 @@ PIXELS = ("media_io_kwargs", "mm_processor_kwargs")  # fields that change what a
 MAX_IMAGES = 100  # of one call: each is kept in memory until the store has it
 PUT_AGAIN = 1200.0  # seconds after which a prune may have removed what nothing refers to
 MAX_REMEMBERED = 100_000  # digests
-LARGEST_PUT = 2**24  # bytes sent to the store at a time
+MAX_PUT_BYTES = 2**24  # bytes sent to the store at a time
 
 
 class Put(NamedTuple):
@@ -213,7 +213,7 @@ def _batches(images: Sequence[Image]) -> Iterator[list[Image]]:
     """Split images so that each request to a store has a bounded size."""
     some, size = list[Image](), 0
     for image in images:
-        if some and size + len(image.body) > LARGEST_PUT:
+        if some and size + len(image.body) > MAX_PUT_BYTES:
             yield some
             some, size = [], 0
         some.append(image)

@@ -50,7 +50,7 @@ HOP_BY_HOP |= {*KEY_HEADERS, "x-policy-version", "x-processors"}
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
-LONGEST_VALUE = 200  # characters of a value that is recorded
+MAX_VALUE_CHARS = 200  # characters of a value that is recorded
 
 TEXTS = {"text", "input_text", "output_text", "refusal", "thinking", "reasoning"}  # types of parts
 MEDIA = ("image", "images", "multi_modal_data", "prompt_embeds", "video", "videos")  # fields
@@ -274,7 +274,7 @@ def processors(fields: Mapping[str, Json], tools: Sequence[Mapping[str, Json]]) 
         sent = fields[name]
         text = bytes(sent) if isinstance(sent, msgspec.Raw) else msgspec.json.encode(sent)
         if not _is_neutral(name, text):
-            found[name] = text[: 4 * LONGEST_VALUE].decode(errors="replace")[:LONGEST_VALUE]
+            found[name] = text[: 4 * MAX_VALUE_CHARS].decode(errors="replace")[:MAX_VALUE_CHARS]
     functions = (tool.get("function") for tool in tools)
     if any(isinstance(one, dict) and one.get("strict") is True for one in functions):
         found["tools.strict"] = "true"  # vLLM 0.24 and later: a grammar for the arguments

@@ -30,8 +30,8 @@ Headers = Mapping[str, str]
 NO_TRANSLATION = "cannot be translated; if it is a valid completion, this is a bug of agentrl"
 MAX_REFUSAL_LENGTH = 500  # bytes kept of a refusal
 SPANS = "agentrl_spans"  # choice field: (first token, version), if several versions sampled it
-LARGEST_ANSWER = 64 * 2**20  # bytes of a response that is not streamed, or of one event
-LARGEST_STREAM = 4 * LARGEST_ANSWER  # bytes of all events of a stream
+MAX_ANSWER_BYTES = 64 * 2**20  # bytes of a response that is not streamed, or of one event
+MAX_STREAM_BYTES = 4 * MAX_ANSWER_BYTES  # bytes of all events of a stream
 EVENT_FIELDS = (b":", b"data", b"event", b"id", b"retry")  # starts of an event's lines
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | None)
@@ -241,7 +241,7 @@ def parsing(route: Route, raw: bytes, what: str = "is not a completion") -> Iter
 
 async def read(answer: aiohttp.ClientResponse) -> bytes:
     """Read the body of a response. Raises UpstreamError if it is too large."""
-    parts = [part async for part in _limited(answer, LARGEST_ANSWER)]
+    parts = [part async for part in _limited(answer, MAX_ANSWER_BYTES)]
     return (parts[0] if len(parts) == 1 else b"".join(parts)).removeprefix(BOM_UTF8)
 
 
@@ -272,7 +272,7 @@ def read_event(event: bytes) -> tuple[bytes, bytes]:
 
 def stream(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Iterate over the events of a response. Raises UpstreamError if it is too large."""
-    return events(_limited(answer, LARGEST_STREAM))
+    return events(_limited(answer, MAX_STREAM_BYTES))
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -289,8 +289,8 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             chunk = chunk.removesuffix(b"\r").replace(b"\r\n", b"\n")
         rest += chunk
         *whole, rest = rest.split(b"\n\n")
-        if len(rest) > LARGEST_ANSWER:
-            raise _too_large("a policy server sent an event", LARGEST_ANSWER)
+        if len(rest) > MAX_ANSWER_BYTES:
+            raise _too_large("a policy server sent an event", MAX_ANSWER_BYTES)
         for event in whole:
             yield event.removeprefix(mark) + b"\n\n"
             mark = b""

@@ -51,7 +51,7 @@ from agentrl.runners.gateway.response import read
 from agentrl.runners.gateway.upstream import Route, Router, Upstream
 from agentrl.store.base import Store
 
-LARGEST_REQUEST = 256 * 2**20  # bytes of a request
+MAX_REQUEST_BYTES = 256 * 2**20  # bytes of a request
 FOREIGN = "spans of traces other than the attempt's own are rejected"
 # Endpoints besides model calls, to be listed in an error.
 OTHERS = [f"POST /v1/{name}" for name in ("embeddings", "traces", "logs", "metrics")]
@@ -286,7 +286,7 @@ class Gateway:
             runner.run(self._main())
 
     async def _main(self) -> None:
-        upstream, app = Upstream(self.router), web.Application(client_max_size=LARGEST_REQUEST)
+        upstream, app = Upstream(self.router), web.Application(client_max_size=MAX_REQUEST_BYTES)
         for feature in self._features:
             feature.add_to(app, upstream)
         Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)

@@ -125,7 +125,7 @@ async def count_tokens(
 
 
 MAX_BYTES = 64 * 2**20  # of the items of an attempt's conversations, as JSON
-PAGE, LARGEST_PAGE = 20, 100  # items
+PAGE, MAX_PAGE = 20, 100  # items
 # Beginning of the ids of items, by type; others begin with "item".
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "compaction": "cmp"}
 PREFIXES |= {"custom_tool_call": "ctc", "function_call_output": "fco"}
@@ -429,10 +429,8 @@ def _page(request: web.Request, items: list[Body]) -> web.Response:
     """Return the page of items that a request asks for."""
     _refuse_unknown(request, "after", "limit", "order")
     limit, order = request.query.get("limit", f"{PAGE}"), request.query.get("order", "desc")
-    if not limit.isdecimal() or not 0 < int(limit) <= LARGEST_PAGE:
-        raise UntranslatableError(
-            "limit", f"{limit!r:.80} is not a number from 1 to {LARGEST_PAGE}"
-        )
+    if not limit.isdecimal() or not 0 < int(limit) <= MAX_PAGE:
+        raise UntranslatableError("limit", f"{limit!r:.80} is not a number from 1 to {MAX_PAGE}")
     if order not in ("asc", "desc"):
         raise UntranslatableError("order", f"{order!r:.80} is neither asc nor desc")
     found = items if order == "asc" else items[::-1]

@@ -48,7 +48,7 @@ NO_SEATS: Seats = MappingProxyType({})
 MIN_READ_INTERVAL = 0.1  # seconds; every write advances the feed, few change a policy
 DEFAULT = "policy"
 FIRST_RETRY_PAUSE = 0.05  # seconds before the first retry; doubles
-LONGEST_RETRY_PAUSE = 1.0  # seconds between retries
+MAX_RETRY_PAUSE = 1.0  # seconds between retries
 MAX_TRIES = 6  # for failures that are not transient
 CHUNKED_ABOVE = 2**20  # bytes of a request
 CONNECT_TIMEOUT = 5.0  # seconds to establish a connection
@@ -307,7 +307,7 @@ class Upstream:
                 useless = tries >= MAX_TRIES and not error.transient
                 if error.final or useless or pause >= active.left:
                     raise
-                wait = min(2 * wait, LONGEST_RETRY_PAUSE)
+                wait = min(2 * wait, MAX_RETRY_PAUSE)
                 await asyncio.sleep(pause)
             else:
                 active.call_succeeded(call)

@@ -61,7 +61,7 @@ from agentrl.runners.workspace.sources import (
 FOLDERS = ("home", "tmp", "io")
 Change = Callable[[Path], None]  # modifies the files of a repository
 MAKING = 60.0  # seconds in which a workspace is made, at most
-LARGEST_OUTPUT = 2**20  # bytes kept of each output of a test
+MAX_OUTPUT_BYTES = 2**20  # bytes kept of each output of a test
 log = logging.getLogger("agentrl.runner")
 
 
@@ -228,8 +228,8 @@ class Workspaces:
     async def run(
         self, workspace: Workspace, argv: Sequence[str], *, timeout: float, env: Mapping[str, str]
     ) -> Finished:
-        stdout = OutputPipe(LARGEST_OUTPUT, tail=True)
-        stderr = OutputPipe(LARGEST_OUTPUT, tail=True)
+        stdout = OutputPipe(MAX_OUTPUT_BYTES, tail=True)
+        stderr = OutputPipe(MAX_OUTPUT_BYTES, tail=True)
         spec = ProcessSpec(
             argv=self.sandbox.command(workspace.folder, workspace.path, argv),
             env=passed_environment(()) | dict(workspace.place.env) | dict(env),
@@ -379,8 +379,8 @@ def _user(name: str) -> tuple[int, int]:
     return found.pw_uid, found.pw_gid
 
 
-LARGEST_DIFFED_FILE = 2**20  # bytes of a file of which `diff` shows lines
-LARGEST_PACK = 4 * 2**20  # bytes of changed files that are stored until scoring
+MAX_DIFFED_FILE_BYTES = 2**20  # bytes of a file of which `diff` shows lines
+MAX_PACK_BYTES = 4 * 2**20  # bytes of changed files that are stored until scoring
 NOT_COMPARED = {".git", "__pycache__", ".pytest_cache"}
 
 
@@ -420,8 +420,8 @@ def pack(old: Path, new: Path) -> bytes:
     try:
         changed, after = changes(old, new), files_of(new)
         left = {name: after[name] for name in changed if name in after}
-        if (size := sum(file.lstat().st_size for file in left.values())) > LARGEST_PACK:
-            raise WorkspaceError(f"its changed files have {size} bytes, over {LARGEST_PACK}")
+        if (size := sum(file.lstat().st_size for file in left.values())) > MAX_PACK_BYTES:
+            raise WorkspaceError(f"its changed files have {size} bytes, over {MAX_PACK_BYTES}")
         buffer, names = io.BytesIO(), "\0".join(changed).encode(errors="surrogateescape")
         with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
             head = tarfile.TarInfo("changed")
@@ -488,7 +488,7 @@ def _lines(file: Path | None) -> list[str] | None:
         return []
     if file.is_symlink():
         return [f"-> {file.readlink()}\n"]
-    if file.stat().st_size > LARGEST_DIFFED_FILE:
+    if file.stat().st_size > MAX_DIFFED_FILE_BYTES:
         return None
     try:
         return file.read_text(encoding="utf-8").splitlines(keepends=True)

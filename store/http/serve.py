@@ -129,8 +129,8 @@ async def ended(task: asyncio.Task[None]) -> None:
 
 
 SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the store's connections and locks
-LOOK_PAUSE = 1.0  # seconds between two looks at the workers
-LONGEST_LOOK_PAUSE = 60.0  # the same while they end at once, as without their database
+CHECK_PAUSE = 1.0  # seconds between two looks at the workers
+MAX_CHECK_PAUSE = 60.0  # the same while they end at once, as without their database
 END_PATIENCE = 15.0  # seconds for workers to finish their calls, before they are killed
 
 
@@ -169,13 +169,13 @@ class Workers(AbstractAsyncContextManager["Workers"]):
 
     async def _keep(self) -> None:
         """Restart workers that end, until the server closes its socket."""
-        pause = LOOK_PAUSE
+        pause = CHECK_PAUSE
         while True:
             await asyncio.sleep(pause)
             if self._listening.fileno() < 0:
                 return
             ended = [i for i, process in enumerate(self._running) if process.exitcode is not None]
-            pause = min(2 * pause, LONGEST_LOOK_PAUSE) if ended else LOOK_PAUSE
+            pause = min(2 * pause, MAX_CHECK_PAUSE) if ended else CHECK_PAUSE
             for i in ended:
                 code = self._running[i].exitcode
                 log.warning("worker ended (exit code %s); restarting it", code)

@@ -335,7 +335,7 @@ class PostgresSession:
             if id is None or not self._took_place(id):
                 raise
 
-    def tell(self, topics: int) -> None:
+    def notify_others(self, topics: int) -> None:
         self.conn.execute(NOTIFY, (CHANNEL, str(topics)))
         self.conn.sync()
 

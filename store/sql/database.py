@@ -191,7 +191,7 @@ class Session(Connected, Protocol):
     def commit(self, topics: int) -> None:
         """Commit durably, and notify other processes of the topics."""
 
-    def tell(self, topics: int) -> None:
+    def notify_others(self, topics: int) -> None:
         """Notify other processes of earlier commits."""
 
     def rollback(self) -> None:

@@ -319,7 +319,7 @@ def without_pauses() -> Any:
     """Repetitions of a call follow at once."""
     from agentrl.runners.gateway import upstream
 
-    return mock.patch.multiple(upstream, FIRST_RETRY_PAUSE=0.001, LONGEST_RETRY_PAUSE=0.002)
+    return mock.patch.multiple(upstream, FIRST_RETRY_PAUSE=0.001, MAX_RETRY_PAUSE=0.002)
 
 
 # -- stored runs -----------------------------------------------------------------------------------

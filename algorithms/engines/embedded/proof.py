@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from agentrl.algorithms.engines.embedded.attention import GenerationRequest, TokenUpdate
 from agentrl.algorithms.engines.embedded.engine import Engine, EngineWay, TokenUpdates, sentence_of
-from agentrl.algorithms.model.attention import context_length, regime_end
+from agentrl.algorithms.model.attention import context_length, longrope_threshold
 from agentrl.algorithms.model.forward import TOLERANCE, incompatibility
 from agentrl.algorithms.model.lm_head import computing_with
 from agentrl.algorithms.model.load import Model
@@ -41,7 +41,7 @@ def served_context(model: Model, requested: int) -> int:
     """The most tokens of a call: `asked`, or those of the model. A model that rotates long
     sequences otherwise serves the short ones alone: a call that grew beyond them would have been
     sampled with other rotations than it is trained with."""
-    limits = requested, context_length(model) or requested, regime_end(model) or requested
+    limits = requested, context_length(model) or requested, longrope_threshold(model) or requested
     return min(limits)
 
 
@@ -50,7 +50,7 @@ def supported_way(model: Model) -> EngineWay:
     why. Raises PolicyError if there is none."""
     way, reason = prove_engine(model)
     name = repr(model.config.model_type)  # type: ignore[union-attr]
-    if (end := regime_end(model)) and end < (context_length(model) or end):
+    if (end := longrope_threshold(model)) and end < (context_length(model) or end):
         log.warning(
             "model type %s rotates calls of more than %d tokens otherwise, so the embedded policy "
             "server takes at most that many, of prompt and answer; engine.kind = 'vllm' takes more",

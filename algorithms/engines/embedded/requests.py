@@ -88,7 +88,7 @@ def _check(name: str, value: Json) -> None:
     )
 
 
-HIGHEST_TEMPERATURE = 1e30  # temperature: logits are divided by it in float32
+MAX_TEMPERATURE = 1e30  # temperature: logits are divided by it in float32
 MAX_LOGPROBS = 20  # alternatives per token, as in OpenAI's API
 
 
@@ -101,7 +101,7 @@ class _Request(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=HIGHEST_TEMPERATURE)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None

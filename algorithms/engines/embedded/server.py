@@ -52,12 +52,12 @@ from agentrl.core.types import POLICY, Sampling
 
 T = TypeVar("T")
 RequestBody = TypeVar("RequestBody")
-LARGEST_BODY = 64 * 2**20  # bytes of a request
+MAX_BODY_BYTES = 64 * 2**20  # bytes of a request
 MIN_BODY_LIMIT = 4 * 2**20  # bytes of a request that every server reads
 ESCAPED = 6  # bytes that JSON may write for one
 LARGE = 2**16  # bytes of a request that is read outside the event loop
 REASONING_OPENER = 16  # last tokens of a prompt, which may open the reasoning
-LOWEST_TEMPERATURE = 1e-30  # smallest positive temperature: logits are divided by it in float32
+MIN_TEMPERATURE = 1e-30  # smallest positive temperature: logits are divided by it in float32
 
 _encoder = msgspec.json.Encoder()
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -70,10 +70,10 @@ class Routes:
     def __init__(self, calls: Admission, chat: Chat, codec: Codec, name: str, defaults: Sampling):
         self._calls, self._chat, self._codec = calls, chat, codec
         self._name, self._defaults = name, defaults
-        self._largest = LARGEST_BODY
+        self._largest = MAX_BODY_BYTES
         if chat.text_only:  # then a longer one never leaves room to answer
             useful = max(MIN_BODY_LIMIT, ESCAPED * codec.most_bytes)
-            self._largest = int(min(useful, LARGEST_BODY))
+            self._largest = int(min(useful, MAX_BODY_BYTES))
         # One thread, so that only one large request takes memory for its tokens.
         self._reader = ThreadPoolExecutor(1, "large-requests")
 
@@ -171,7 +171,7 @@ class Routes:
         except TooLongError as error:
             raise self._calls.too_long(error.what) from None
         except web.HTTPRequestEntityTooLarge:
-            if self._largest == LARGEST_BODY:
+            if self._largest == MAX_BODY_BYTES:
                 raise
             raise self._calls.too_long(f"over {self._largest} bytes") from None
 
@@ -236,9 +236,9 @@ class Routes:
     def _sampling(self, body: ChatRequest | TextRequest) -> Sampling:
         default = self._defaults
         temperature = default.temperature if body.temperature is None else body.temperature
-        if 0 < temperature < LOWEST_TEMPERATURE:
+        if 0 < temperature < MIN_TEMPERATURE:
             raise RequestError(
-                f"temperature {temperature:g} is below {LOWEST_TEMPERATURE:g}; use 0 for the "
+                f"temperature {temperature:g} is below {MIN_TEMPERATURE:g}; use 0 for the "
                 "most probable tokens",
                 param="temperature",
             )

@@ -41,7 +41,7 @@ from agentrl.algorithms.engines.base import (
     port_taken,
 )
 from agentrl.algorithms.engines.vllm.child import error_of, is_public_path, to_version
-from agentrl.algorithms.engines.vllm.process import OLDEST, START_POLL, is_old
+from agentrl.algorithms.engines.vllm.process import MIN_VLLM, START_POLL, is_old
 from agentrl.algorithms.engines.vllm.protocol import (
     CLOSE,
     HOLD,
@@ -147,7 +147,7 @@ async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> ServerCapab
 async def _probe(http: aiohttp.ClientSession, url: str) -> ServerCapabilities:
     version = (await _ask(http, "GET", f"{url}/version"))[1]["version"]
     if is_old(version):
-        oldest = ".".join(map(str, OLDEST))
+        oldest = ".".join(map(str, MIN_VLLM))
         raise PolicyError(f"vLLM at {url} is {version}; start {oldest} or newer there")
     if (await _ask(http, "GET", f"{url}/is_paused"))[0] != 200:
         raise PolicyError(
@@ -198,7 +198,7 @@ HEALTH_TIMEOUT = 10.0  # seconds to wait for the answer to a health check
 CRASH_GRACE = 5.0  # seconds after a failed request until a crashed server fails its health check
 # Seconds to keep a connection; vLLM closes it after 5, which would seem a crash.
 IDLE_CONNECTION = 2.0
-LARGEST_REQUEST = 2**30  # bytes of a request
+MAX_REQUEST_BYTES = 2**30  # bytes of a request
 HOP = {*KEY_HEADERS, "authorization", "connection", "content-length", "host", "keep-alive"}
 HOP |= {"transfer-encoding"}
 
@@ -339,7 +339,7 @@ class VllmFleet:
 
     async def _listen(self) -> None:
         app = web.Application(
-            client_max_size=LARGEST_REQUEST, middlewares=[ask_for_key(self._access)]
+            client_max_size=MAX_REQUEST_BYTES, middlewares=[ask_for_key(self._access)]
         )
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._session = aiohttp.ClientSession(

