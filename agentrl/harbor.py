@@ -119,7 +119,9 @@ class Harbor(Environment):
                 unsupported.append(str(error))
                 log.warning("left out: %s", error)
         if not found:
-            raise ConfigError(f"{self._folder} has no Harbor task that can be run here: {unsupported[0]}")
+            raise ConfigError(
+                f"{self._folder} has no Harbor task that can be run here: {unsupported[0]}"
+            )
         return found
 
     def tasks(self, split: str) -> Iterable[dict[str, Json]]:

@@ -469,7 +469,11 @@ class Judges:
         bad = [[*prompt, {"role": "assistant", "content": text}] for text in CANARIES]
         scores = zip(CANARIES, await judge.score(bad), strict=True)
         if fooled := [repr(text) for text, score in scores if score is not None and score > 0.5]:
-            log.warning("judges.%s gives worthless answers a reward above 1/2: %s", judge.name, ", ".join(fooled))
+            log.warning(
+                "judges.%s gives worthless answers a reward above 1/2: %s",
+                judge.name,
+                ", ".join(fooled),
+            )
         return {f"judges/{judge.name}/canaries": len(fooled) / len(CANARIES)}
 
 

@@ -483,7 +483,7 @@ def _check_header(conn: sqlite3.Connection, location: Location) -> None:
     (mark,) = conn.execute("pragma application_id").fetchone()
     if tables and mark != APPLICATION_ID:
         raise StoreError(
-            f"{location.path} is a database but no agentrl store: choose another path."
+            f"{location.path} is a database but not an agentrl store: choose another path."
         )
 
 
@@ -603,7 +603,8 @@ class ChangeNotifier:
                 self._notify(topics)
 
     def _receive(self) -> int:
-        """Return the topics of all pending notifications; none after a silent pause."""
+        """Return the topics of all pending notifications; 0 after `POLL_PAUSE` seconds without
+        one."""
         if self._socket is None:
             self._closed.wait(POLL_PAUSE)
             return 0

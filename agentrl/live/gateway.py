@@ -525,12 +525,12 @@ def undelivered_of(calls: Sequence[Transition]) -> Undelivered:
         first = choices[0]
         key = question(first.role, first.messages, first.tools, None)
         redacted = REDACTED.encode() in msgspec.json.encode(first.answer)
-        if not (redacted or any(read(call, first) for call in calls)):
+        if not (redacted or any(continues(call, first) for call in calls)):
             undelivered.setdefault(key, []).append(choices)
     return undelivered
 
 
-def read(call: Transition, earlier: Transition) -> bool:
+def continues(call: Transition, earlier: Transition) -> bool:
     """Whether a call continues from the answer of an earlier one."""
     at = len(earlier.messages)
     then = call.messages[at] if len(call.messages) > at else {}

@@ -46,7 +46,9 @@ def _harbor(folder: Path, id: str) -> dict[str, Json]:
         task = read_task(folder, id)
         (step,) = task.steps if len(task.steps) == 1 else (None,)
         if step is None or step.name or step.judge:
-            raise UnsupportedTask(f"the Harbor task {id!r} has several steps, or a verifier's container")
+            raise UnsupportedTask(
+                f"the Harbor task {id!r} has several steps, or a verifier's container"
+            )
         files, tests = _texts(folder / "environment", id), _texts(folder / "tests", id)
         for why in _needs_container(files.get("Dockerfile", ""), task, tests):
             raise UnsupportedTask(f"the Harbor task {id!r} {why}")
@@ -90,7 +92,9 @@ def _texts(folder: Path, id: str) -> dict[str, str]:
         try:
             found[file.relative_to(folder).as_posix()] = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise UnsupportedTask(f"the Harbor task {id!r} has a file that is not text: {file}") from None
+            raise UnsupportedTask(
+                f"the Harbor task {id!r} has a file that is not text: {file}"
+            ) from None
     return found
 
 

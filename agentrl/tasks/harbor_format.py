@@ -235,7 +235,9 @@ def read_task(folder: Path, id: str, variables: Collection[str] = ()) -> HarborT
         _check_links(folder)
         about = _table(folder)
         if about.environment.os.lower() != "linux":
-            raise UnsupportedTask(f"the Harbor task {id!r} is for {about.environment.os}, not for Linux")
+            raise UnsupportedTask(
+                f"the Harbor task {id!r} is for {about.environment.os}, not for Linux"
+            )
         tables = about.steps or [StepTable()]
         steps = tuple(_step(folder, about, table) for table in tables)
         network = next(iter(_networks(about, steps)))

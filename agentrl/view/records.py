@@ -1,10 +1,10 @@
-"""Values for templates from stored records. A missing number is None.
+"""Converts stored records to values for the templates. A missing number is None.
 
-A page describes images, and a browser fetches their files by digest; an exported file has them
-inside. Only files that browsers decode and never run are given out.
+Pages refer to images by digest, and browsers fetch their files; an exported page contains them.
+Only files of types that browsers decode and never execute are served.
 
-Server-sent events make open pages reload their data after changes of the store. The commit of the
-folder of the run file is kept with a run.
+Server-sent events make open pages reload their data after changes of the store. A run is stored
+with the git commit of the run file's folder.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ class Paging(NamedTuple):
 
 
 class Conversations:
-    """Finds for each call of a list, in order, the conversation that it continues. The work is
-    proportional to the messages of the calls, of which a call that continues a call of its role
-    counts only the new ones."""
+    """Finds the conversation that each call of a list continues. The work is proportional to the
+    number of messages; a call that continues the previous call of its role costs only its new
+    messages."""
 
     def __init__(self) -> None:
         self.compared = 0  # messages that were looked at one by one
@@ -143,9 +143,9 @@ class Conversations:
         self._digests: dict[int, tuple[Any, bytes]] = {}  # id of a message -> it and its digest
 
     def add(self, at: int, call: Transition) -> tuple[int | None, int]:
-        """The earlier call whose conversation the call at position `at` continues (None: it starts
-        one), and the number of its messages that are shown there. The longest such conversation
-        counts; the agent may have changed the form of the answer."""
+        """The earlier call that the call at position `at` continues (None: it starts a
+        conversation), and the number of its messages that are shown there. The longest common
+        conversation counts, even if the agent has rewritten the answer in another form."""
         messages = call.messages
         before, known = self._last.get(call.role, ([], []))
         chain = [*known] if before and messages[: len(before)] == before else []
@@ -172,8 +172,8 @@ class Conversations:
 
 
 def shown_before(call: Transition, row: CallRow, outline: Sequence[CallRow]) -> int:
-    """The number of a call's first messages that the page of its parent shows; the agent may have
-    changed the form of the answer."""
+    """The number of a call's first messages that are shown with its parent, even if the agent has
+    rewritten the answer in another form."""
     if row.parent is None:
         return 0
     more = call.messages[row.shared : row.shared + 1]
@@ -232,7 +232,7 @@ def call_rows(
     pictures: Mapping[str, Picture] = {},
 ) -> list[dict[str, Any]]:
     """The calls of a trace in order, each with its new messages, text, rewards and credit. `first`:
-    the position of the first one in the rollout, of which `outline` has all."""
+    position of the first of them in the rollout; `outline`: all calls of the rollout."""
     by_call, depth = credit_by_call(outline, credits), depths(outline)
     rewards: dict[str | None, list[Reward]] = {}
     for one in trace.rollout.rewards:
@@ -279,7 +279,7 @@ def nested(rows: Sequence[T], origin: Callable[[T], str]) -> list[tuple[int, T]]
 
 
 def first_difference(a: Sequence[CallRow], b: Sequence[CallRow]) -> int | None:
-    """The first call that two rollouts have not sampled alike; None: there is none."""
+    """The first call at which the sampled tokens of two rollouts differ; None: nowhere."""
     pairs = enumerate(zip_longest((one.sampled for one in a), (one.sampled for one in b)))
     return next((at for at, (x, y) in pairs if x != y), None)
 
@@ -371,7 +371,7 @@ MAX_GIST_CHARS = 140  # characters
 
 
 def gist(task: Json) -> str:
-    """A task or a result in a line, as a person would call it."""
+    """A one-line summary of a task or a result."""
     if isinstance(task, dict):
         found = next((task[key] for key in TASK_KEYS if task.get(key)), None)
         if found is None:
@@ -387,14 +387,14 @@ def gist(task: Json) -> str:
 
 
 def placed(rollout: Rollout) -> str:
-    """Where a rollout is, in words instead of its id."""
+    """Split, step and index of a rollout, as text instead of its id."""
     if rollout.step < 0:
         return f"session {rollout.id.partition('/')[2]}"
     kind = "held-out tasks" if rollout.purpose is Purpose.EVAL else "training"
     return f"{kind}, step {rollout.step}, rollout {rollout.id.rpartition('/')[2] or rollout.id}"
 
 
-TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")  # that browsers only decode
+TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")  # which browsers only decode
 IMAGES_PER_READ = 16
 MAX_CACHED_PICTURES = 10_000  # pictures whose description is kept
 MAX_WIDTH, MAX_HEIGHT = 320, 208  # pixels of a thumbnail
@@ -402,7 +402,7 @@ SMALL, MAX_SCALE = 112, 8  # pixels to which small images are enlarged, in whole
 
 
 class Picture(NamedTuple):
-    """An image as a page shows it; without an address in words only."""
+    """An image on a page; without an address only its label is shown."""
 
     label: str  # such as [image 1280x800 png 243 kB]
     digest: str = ""
@@ -421,7 +421,8 @@ LOST = Picture(images.LOST)
 
 
 class Album:
-    """The images of a store. Keeps what the last ones are, which never changes, not their files."""
+    """The images of a store. Caches descriptions of the latest images, which never change, but not
+    their files."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -500,7 +501,7 @@ class ChangeFeed:
             await self._rest(EVENT_PAUSE if changed else 0)
 
     async def _changed(self, cursor: int) -> int:
-        """The newest cursor, after a change, after QUIET seconds, or at the end."""
+        """The newest cursor, after a change, after KEEPALIVE_INTERVAL, or at the end."""
         wait = asyncio.ensure_future(self._store.wait(cursor, timeout=KEEPALIVE_INTERVAL))
         end = asyncio.ensure_future(self._ending.wait())
         try:
@@ -515,7 +516,7 @@ class ChangeFeed:
             await asyncio.wait_for(self._ending.wait(), seconds)
 
 
-DOCUMENTS = "origin"  # the kind, with one for each commit
+DOCUMENTS = "origin"  # kind of the documents, one for each commit
 GIT_TIMEOUT = 5.0  # seconds
 
 
@@ -527,7 +528,8 @@ class RunOrigin(Feature):
 
 
 def origin(root: str) -> dict[str, Json]:
-    """The commit of a folder, with whether files were changed since; {} if git knows none."""
+    """The commit of a folder, and whether files were changed since; {} outside of a git
+    repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", root, *safe, *arguments]
@@ -536,7 +538,7 @@ def origin(root: str) -> dict[str, Json]:
         )
         return done.stdout.strip()
 
-    # No program is run that the settings of the repository name.
+    # Programs that the repository's settings name are not run.
     safe = ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"]
     try:
         commit = git("rev-parse", "HEAD")

@@ -185,7 +185,11 @@ def _micro_batches(
     micro: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         size = lengths[index]
-        crosses = longrope_threshold is not None and micro and lengths[micro[0]] <= longrope_threshold < size
+        crosses = (
+            longrope_threshold is not None
+            and micro
+            and lengths[micro[0]] <= longrope_threshold < size
+        )
         if micro and (crosses or (len(micro) + 1) * size > token_budget):
             yield micro
             micro = []

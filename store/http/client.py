@@ -389,7 +389,9 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._waiting: asyncio.Future[HttpAnswer] | None = None
-        self._clock: asyncio.TimerHandle | None = None  # kept between requests, because starting one is costly
+        self._clock: asyncio.TimerHandle | None = (
+            None  # kept between requests, because starting one is costly
+        )
         self.lost, self.used = False, self._loop.time()
         self.on_message_begin()
 

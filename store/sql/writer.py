@@ -171,7 +171,7 @@ class _Notices:
     notified: float = -NOTIFY_INTERVAL  # time of the last notification, monotonic clock
 
     def wait(self, topics: int = 0) -> float:
-        """Return the seconds until others must be notified of `topics` and of what is owed."""
+        """Return the seconds until others must be notified of `topics` and of pending topics."""
         pause = URGENT_INTERVAL if (self.owed | topics) & (QUEUE | GROUPS) else NOTIFY_INTERVAL
         return max(0.0, self.notified + pause - time.monotonic())
 
@@ -204,9 +204,8 @@ class Writer:
     def post(self, verb: WriteVerb[T]) -> asyncio.Future[T]:
         """Queue a verb, from any running loop. The future resolves, on that loop, after the commit.
 
-        A caller that is cancelled while it waits does not take the verb back: it is committed all
-        the same, without a report. The gateway relies on this
-        (`ActiveAttempt.undelivered`)."""
+        The verb of a caller that is cancelled while it waits is committed all the same, without a
+        report. The gateway relies on this (`ActiveAttempt.undelivered`)."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._closed:
@@ -285,7 +284,7 @@ class Writer:
         """Execute one transaction and return its topics. Errors are stored in the jobs.
 
         After any error of a transaction that has begun, each verb is run alone, in another one: the
-        error may be a single verb's, or say that what is remembered of an attempt is no longer true
+        error may be caused by a single verb, or by an outdated cache entry of an attempt
         (`check_known` in `traces.sql`)."""
         since = time.monotonic()
         while True:

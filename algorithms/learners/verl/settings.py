@@ -23,7 +23,8 @@ VERL = ((0, 9), (0, 11))  # supported releases: from, and below
 CONNECT_TIMEOUT = 10.0  # seconds
 
 SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
-FIXED_OPTIONS = {  # verl's options -> the setting of agentrl that decides them, or "" if they are fixed
+# verl's options -> the setting of agentrl that determines them, or "" if they are constant.
+FIXED_OPTIONS = {
     "path": "policy.model", "lora_rank": "policy.lora", "lora_alpha": "policy.lora",
     "target_modules": "policy.lora", "use_remove_padding": "learner.verl.attention",
     "enable_gradient_checkpointing": "learner.gradient_checkpointing",
@@ -127,11 +128,12 @@ def _sharded(narrow: str) -> dict[str, Any]:
 
 
 def _with_options(known: VerlSettings, verl: VerlConfig) -> VerlSettings:
-    """Merge `learner.verl.options` into the settings. Raises ConfigError for a key of FIXED_OPTIONS."""
+    """Merge `learner.verl.options` into the settings. Raises ConfigError for a key of "
+    "FIXED_OPTIONS."""
     for part, options in verl.options.items():
         for key, value in options.items():
             if key in FIXED_OPTIONS:
-                fixed = "its learner counts on its value"
+                fixed = "its learner depends on the value"
                 fix = f"set {FIXED_OPTIONS[key]}" if FIXED_OPTIONS[key] else fixed
                 raise ConfigError(f"learner.verl.options.{part}.{key} is decided by agentrl; {fix}")
             # A critic has a model and an optimizer of its own, with the same options.
@@ -151,7 +153,7 @@ def _with_options(known: VerlSettings, verl: VerlConfig) -> VerlSettings:
 def describe_settings(config: RunConfig) -> str:
     """`settings` as comments to append to a run file, for `--dry-run`."""
     model = config.model_path() or str(Path(config.output, "policy"))
-    lines = ["", "# What verl is configured with:"]
+    lines = ["", "# Configuration of verl:"]
     for key, value in flatten(settings(config, model)).items():
         lines.append(f"# {key} = {msgspec.json.encode(value).decode()}")
     return "\n".join(lines) + "\n"
@@ -178,13 +180,13 @@ def check_installed() -> None:
     release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if not VERL[0] <= release < VERL[1]:
         raise ConfigError(
-            f"learner.kind = 'verl': verl {found} is not one that is known; install "
-            "'verl>=0.9,<0.11'"
+            f"learner.kind = 'verl': verl {found} is not supported; install 'verl>=0.9,<0.11'"
         )
 
 
 def _check_reachable(address: str) -> None:
-    """Connect to HOST:PORT, because Ray would retry for minutes; "auto" and the like are Ray's."""
+    """Connect to HOST:PORT, because Ray would retry for minutes; Ray resolves "auto" and the
+    like."""
     if address.startswith("ray://"):
         raise ConfigError(
             f"learner.verl.address = {address!r}: verl needs to be on a node of the cluster, not "

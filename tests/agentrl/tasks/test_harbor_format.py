@@ -10,7 +10,13 @@ import pytest
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import ErrorKind
 from agentrl.tasks import harbor, run_tests
-from agentrl.tasks.harbor_format import UnsupportedTask, digest_of, read_task, resolved, task_folders
+from agentrl.tasks.harbor_format import (
+    UnsupportedTask,
+    digest_of,
+    read_task,
+    resolved,
+    task_folders,
+)
 from agentrl.tasks.rewards import NoRewardError, read_rewards, with_outcome
 from tests.agentrl.harbor.folders import write_task
 

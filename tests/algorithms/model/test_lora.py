@@ -20,7 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.lora import PLAIN_VALUES, HANDLED_KEYS, WEIGHTS, LoraAdapters, fingerprint
+from agentrl.algorithms.model.lora import (
+    HANDLED_KEYS,
+    PLAIN_VALUES,
+    WEIGHTS,
+    LoraAdapters,
+    fingerprint,
+)
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.core.config import resolve

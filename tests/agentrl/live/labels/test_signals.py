@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from agentrl.core.types import CORRECTION, FEEDBACK, Reward, Scope
-from agentrl.live.signals import digest_of_session, posted, replies, result_of, task_of, invalid_reason
+from agentrl.live.signals import (
+    digest_of_session,
+    invalid_reason,
+    posted,
+    replies,
+    result_of,
+    task_of,
+)
 from agentrl.runners.feedback import Feedback
 from tests import factories
 
