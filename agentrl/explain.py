@@ -2,9 +2,9 @@
 
 The step stored the credit and gates of each call. The chain that leads to it is recomputed from the
 groups of the step and from stored values that cannot be recomputed: baselines of earlier steps,
-critic values, KL penalties. The report says if chain and stored credit disagree. Without stored
-credit, gates and penalties are those at the start of the first optimizer step, where the policy
-equals the sampler.
+critic values, KL penalties. The report notes if the recomputed and the stored credit differ.
+Without stored credit, gates and penalties are those at the start of the first optimizer step, where
+the policy equals the sampler.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def explain(
     oldest: int = 0,
 ) -> Explanation:
     """Explain the step of `algo` on `groups` for a trained policy. credits: stored by the step, by
-    call. oldest: first version whose tokens it trained. Raises TrainingError like a step."""
+    call. oldest: first version with trained tokens. Raises TrainingError like a step."""
     check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
     batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group, policy=policy)
     algo = withhold(algo, batch, oldest)
@@ -210,7 +210,7 @@ def compared(rollout: str, groups: list[Group]) -> str:
 
 
 def pushed(explanation: Explanation, rollout: str) -> str:
-    """A sentence about what the step did to the calls of a rollout in its batch."""
+    """A sentence about the step's effect on the calls of a rollout in its batch."""
     batch, stored = explanation.batch, explanation.stored
     psi = stored.columns["psi"] if stored.known.any() else explanation.psi
     mine = batch.token_rollout == batch.rollouts.index(rollout)
@@ -254,7 +254,7 @@ def report(
     ] or ["  none"]
     mine = batch.token_rollout == batch.rollouts.index(rollout)
     order = batch.token_transition.argsort(stable=True)
-    ends = batch.token_transition[order].bincount().cumsum(0).tolist()  # of each call's tokens
+    ends = batch.token_transition[order].bincount().cumsum(0).tolist()  # end of each call's tokens
     for call in sorted(set(batch.token_transition[mine].tolist())):
         at = order[ends[call - 1] if call else 0 : ends[call]]
         role = batch.roles[int(batch.transition_role[call])]

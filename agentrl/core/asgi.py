@@ -34,7 +34,7 @@ SHUTDOWN_GRACE = 10  # seconds for calls in progress after SIGTERM
 
 
 class DrainingApp(Protocol):
-    """An application whose `drain` ends its long polls."""
+    """An application with a method that ends its long polls."""
 
     def drain(self) -> None: ...
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
@@ -61,7 +61,8 @@ class AsgiServer(uvicorn.Server):
                 date_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=75,  # longer than the client's, which then closes first
-                timeout_graceful_shutdown=SHUTDOWN_GRACE,  # else an incomplete request blocks it
+                # Otherwise an incomplete request would block the shutdown.
+                timeout_graceful_shutdown=SHUTDOWN_GRACE,
             )
         )
 
@@ -109,8 +110,9 @@ async def serve(
     proxied: bool = True,
 ) -> None:
     """Serve until SIGTERM, SIGINT or `should_exit` of the server, which is passed to `ready`. Calls
-    in progress are finished, unless they take longer than SHUTDOWN_GRACE. proxied: whether the
-    client is who a proxy on this machine says; else limits of connections apply to the proxy."""
+    in progress are finished, unless they take longer than SHUTDOWN_GRACE. proxied: whether limits
+    of connections apply to the client that a proxy on this machine reports, rather than to the
+    proxy."""
     await AsgiServer(app, ready, proxied=proxied).serve([listening])
 
 

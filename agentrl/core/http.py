@@ -20,9 +20,9 @@ from agentrl.core.values import SMALL_BODY, json_values
 
 NO_KEY = "the API key is missing or unknown; send one of engine.key_env as a bearer token"
 KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")  # of Anthropic, Google and Azure
-NAMING = ("host", "content-type", "origin")  # headers that tell a web page from a program
+NAMING = ("host", "content-type", "origin")  # headers by which requests of web pages are recognised
 HEADER = ("utf-8", "surrogateescape")  # how aiohttp decodes headers
-BODY = web.RequestKey("body", bytes)  # what was read of a body that came after its headers
+BODY = web.RequestKey("body", bytes)  # the part of a body that arrived with the headers
 MAX_TEXT_BYTES = 9 * 2**20  # bytes of a request without files: over two million tokens
 MAX_SPANS_BYTES = (
     16 * 2**20
@@ -56,12 +56,11 @@ async def listen(
     """Serve an application. Returns its runner, which the caller must clean up, and its URL.
 
     access: the certificate, if there is one; `app` checks keys itself, with `ask_for_key`. Requests
-    without one of its keys that a web page may have sent are refused if only this machine can
-    connect; from others, `app` must ask for a key.
-    timeout: seconds until a connection without a complete request is closed. shutdown: seconds that
-    requests in progress have when the server stops. socket: one that listens already, in place of
-    `host` and `port`. Raises OSError if the port is in use, and
-    ConfigError for a certificate that cannot be read."""
+    without a key that a web page may have sent are rejected if only this machine can connect; if
+    other machines can, `app` must require a key. timeout: seconds until a connection without a
+    complete request is closed. shutdown: seconds that requests in progress have when the server
+    stops. socket: one that listens already, in place of `host` and `port`. Raises OSError if the
+    port is in use, and ConfigError for a certificate that cannot be read."""
     tls = access.server_tls()
     if is_loopback(socket.getsockname()[0] if socket else host):
         app.middlewares.insert(0, _no_web_page(access))
@@ -87,7 +86,8 @@ async def listen(
 
 
 def _no_web_page(access: Access) -> Middleware:
-    """Middleware that refuses what a web page in a browser of this machine may have sent."""
+    """Middleware that rejects requests that a web page in a browser of this machine may have
+    sent."""
 
     @web.middleware
     async def checked(

@@ -57,10 +57,9 @@ class OpenEnvSession(Episode):
 
 
 class OpenEnv(Seeded):
-    """A running OpenEnv server; WHAT is its address.
-
-    Options: episodes (per split, a seed each), limit (of turns),
-    wait (seconds for a session), illegal (reward of no action); others are those of its reset."""
+    """A running OpenEnv server; WHAT is its address. Options: episodes (per split, one seed each),
+    limit (of turns), wait (seconds for a session), illegal (reward of a reply without an action);
+    other options are passed to its reset."""
 
     requires = ("openenv==0.10.0",)
 
