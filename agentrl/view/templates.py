@@ -55,7 +55,7 @@ def duration(seconds: float) -> str:
 
 
 def island(value: Any) -> str:
-    """JSON that is safe inside a script element, whatever its texts contain."""
+    """JSON that is safe inside a script element, for any texts."""
     return encode(value).decode().replace("<", "\\u003c")
 
 
@@ -99,14 +99,14 @@ def environment() -> Environment:
 
 
 class Hidden(str):
-    """A text in which nothing is left to hide; a template still escapes it."""
+    """A text that was redacted already; a template still escapes it."""
 
     __slots__ = ()
 
 
 def hiding(hide: Callable[[Any], Any]) -> Environment:
-    """An environment whose every output goes through `hide`, which gets texts and values of JSON:
-    before they are cut, encoded or escaped. What the templates themselves say stays."""
+    """An environment that passes every output through `hide`, as text or JSON value, before it is
+    cut, encoded or escaped. Text of the templates themselves is unchanged."""
     done = (Markup, Hidden)
     found = environment().overlay(finalize=lambda one: one if isinstance(one, done) else hide(one))
 
