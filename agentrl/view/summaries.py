@@ -77,8 +77,8 @@ class Verdict:
 
     @property
     def outcome(self) -> str:
-        """ "better" or "worse" if the change is larger than chance, else "same": for held-out scores
-        by the rule of `agentrl why`, for other metrics if their intervals do not overlap."""
+        """Whether the score became better or worse by more than chance, else same: for held-out
+        scores by the rule of `agentrl why`, for other metrics if their intervals do not overlap."""
         if self.change is not None and math.isfinite(self.change.noise):
             return "better" if self.change.risen else "worse" if self.change.fallen else "same"
         if self.first is None or self.last is None or self.first.step == self.last.step:

@@ -38,7 +38,7 @@ from agentrl.core.types import POLICY
 KEY = "learner.liger_kernel"
 
 
-SHARED_COEFFICIENT = 0.5  # of the value loss in the loss of a policy that shares its layers
+SHARED_COEFFICIENT = 0.5  # of the value loss, if the critic shares the policy's layers
 HEAD_STEP = 0.05  # a shared head's learning rate times its width: how far AdamW moves a value
 
 
@@ -73,8 +73,8 @@ def torch_learner(
     adapters: Adapters | None,
     name: str,
 ) -> TorchLearner:
-    """The library's own factory of a learner. Raises PolicyError for models that cannot be loaded
-    or trained."""
+    """The built-in factory of a learner. Raises PolicyError for models that cannot be loaded or
+    trained."""
     own, start = config.learner, model.name_or_path
     assert isinstance(own, TorchLearnerConfig)
     if own.liger_kernel:
@@ -143,7 +143,8 @@ def make_critic(
 
 def caches_reference(config: RunConfig, algo: Algo) -> bool:
     """Whether the reference's log-probs come from the store instead of a model in memory."""
-    told = algo.telling is not None and algo.telling.teacher == "reference"  # with other prompts
+    # Prompts with the privileged text.
+    told = algo.telling is not None and algo.telling.teacher == "reference"
     cached = "reference" in algo.needs and not config.reference.every and not told
     return not config.plays_rollouts and cached
 

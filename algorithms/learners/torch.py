@@ -61,7 +61,7 @@ class WeightCopy:
 
     @torch.no_grad()
     def take(self, now: Sequence[Tensor]) -> None:
-        """Copy these weights over what was kept."""
+        """Replace the kept weights by a copy of these."""
         if not self.kept:  # pinned, so that the device continues while they are copied
             self.kept = [
                 torch.empty(w.shape, dtype=w.dtype, pin_memory=w.device.type == "cuda") for w in now
@@ -103,7 +103,7 @@ class TorchLearner(PolicyWeights):
         offload: bool = False,
         release: bool = False,
     ) -> None:
-        """packing: see `model.packing`. token_budget: tokens of one micro-batch; halved for good
+        """packing: see `model.packing`. token_budget: tokens of one micro-batch; halved permanently
         when memory runs out. gradient_checkpointing: see `memory.recomputing`. fp32_head: see
         `model.lm_head`. adapters: train only the adapter `policy`; other learners may train the
         others. threads: CPU threads of a call, default: those of its thread. frozen: the reference,
@@ -164,7 +164,7 @@ class TorchLearner(PolicyWeights):
         observation_weights: Tensor | None = None,
         eta: Tensor | None = None,  # its earlier name, for subclasses until the next version
     ) -> StepReport:
-        """As `Learner.step`; metric memory/retries is 1 if memory ran out once. Raises
+        """See `Learner.step`; metric memory/retries is 1 if memory ran out once. Raises
         TrainingError when memory runs out twice."""
         entropy_weights = eta if entropy_weights is None else entropy_weights
         learning = None if critic is None else self._critic()
@@ -222,7 +222,7 @@ class TorchLearner(PolicyWeights):
             restore()
 
     def keep(self, *parts: SavedPart) -> None:
-        """Save and read these with the policy."""
+        """Register parts that are saved and read with the policy."""
         self.more += parts
 
     def _saved_parts(self) -> list[SavedPart]:
@@ -289,7 +289,8 @@ class TorchLearner(PolicyWeights):
         bonus: Tensor | None,
         observed: Tensor | None,
     ) -> StepReport:
-        """Accumulate the gradient. Stops at a log-prob that is not finite; the rest stays NaN."""
+        """Accumulate the gradient. Stops at a log-prob that is not finite; the remaining ones stay
+        NaN."""
         logprobs_N, entropy_N = torch.full((2, batch.n_tokens), math.nan)
         symbols = torch.full(batch.symbols.shape, math.nan) if batch.symbols.numel() else None
         report = StepReport(logprobs=logprobs_N, entropy=entropy_N, symbols=symbols)
@@ -353,7 +354,8 @@ class TorchLearner(PolicyWeights):
         return report
 
     def _computed(self, packs: list[Pack], given: LossCoefficients, n: int) -> LossCoefficients:
-        """psi of the current log-probs, from a forward pass of its own: packs may split units."""
+        """psi of the current log-probs, from a separate forward pass, because packs may split
+        units."""
         p_N = torch.empty(n, dtype=torch.float64)
         with torch.no_grad():
             for pack in packs:
@@ -393,7 +395,8 @@ class TorchLearner(PolicyWeights):
         except RuntimeError as error:
             if not memory.is_out_of_memory(error):
                 raise
-        # Outside the handler, whose traceback would keep the tensors of the failed try alive.
+        # Outside of the handler, because its traceback would keep the tensors of the failed attempt
+        # alive.
         self._zero_grad()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""A fleet of vLLM servers that are managed elsewhere, behind our own load balancer; control
+"""A fleet of vLLM servers that are managed elsewhere, behind agentrl's load balancer; control
 requests to vLLM servers, and the detection of their capabilities.
 
 Owns the load balancer, an HTTP server in a thread that holds requests and distributes them over the
@@ -14,10 +14,10 @@ disk, with --weight-transfer-config '{"backend": ...}' (see `weights`); on a CPU
 backend "agentrl", with
 `--worker-extension-cls agentrl.algorithms.engines.vllm.worker_extension.Extension`.
 
-Invariant: calls go only to servers with the newest weights or, while the others are updated, with
-the version before, and responses name the version. A server that is down gets neither calls nor
-updates until it has received the newest weights (`adopt`), because it restarts with old ones; while
-all are down, calls wait.
+Invariant: calls go only to servers with the newest weights or, during an update, with the previous
+version, and responses name the version. A server that is down gets neither calls nor updates until
+it has received the newest weights (`adopt`), because it restarts with old ones; while all are down,
+calls wait.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class VllmClient:
         for status, answer in replies:
             if status != 200 and not (missing and status == 404):
                 reason = f"{path}: {status} {answer[:300].decode(errors='replace')}"
-                if status >= 500:  # an error of its own, or its engine is dying
+                if status >= 500:  # a server error, or its engine is dying
                     raise LostError(reason)
                 raise PolicyError(f"vLLM refused {reason}; {self.host.failure_reason()}")
         return [
@@ -123,7 +123,7 @@ class ServerCapabilities:
     name: str  # the model's name in calls
     adapters: bool  # whether adapters can be loaded by name
     spans: bool  # whether calls that span an update name the version of each token
-    backend: str  # vLLM's weight-transfer backend; empty: none, or not the same everywhere
+    backend: str  # vLLM's weight-transfer backend; empty: none, or different ones
 
 
 async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> ServerCapabilities:
@@ -205,7 +205,7 @@ HOP |= {"transfer-encoding"}
 
 @dataclass(slots=True)
 class _Server:
-    versions: dict[str, int] | None = None  # that it serves; None: it gets no calls
+    versions: dict[str, int] | None = None  # served versions; None: it gets no calls
     calls: int = 0  # in flight
 
 
@@ -252,12 +252,12 @@ class VllmFleet:
         return tuple(self._busy)
 
     async def probe(self) -> None:
-        """As `VllmHost.probe`."""
+        """See `VllmHost.probe`."""
         async with self._client() as http:
             await asyncio.gather(*(self._healthy(http, url) for url in self.urls))
             can = await probe(http, self.urls)
         self.name, self.backend, self.spans = can.name, can.backend, can.spans
-        # The backend "ipc" maps the learner's memory; otherwise servers have GPUs of their own.
+        # The backend "ipc" maps the learner's memory; otherwise servers have separate GPUs.
         self.gpus = 1 if can.backend == "ipc" else 0
         if not self._adapters:
             self.refuses_adapters = "all weights are trained"
@@ -395,7 +395,7 @@ class VllmFleet:
     async def _control(
         self, method: str, path: str, body: Json, server: str
     ) -> list[tuple[int, bytes]]:
-        """As `VllmHost.request`. A server that does not answer is marked as down."""
+        """See `VllmHost.request`. A server that does not answer is marked as down."""
         if path == HOLD:
             await self._requests.hold()
             return []

@@ -1,4 +1,4 @@
-"""The rows of a batch as shards, one for each rank that computes rows of its own."""
+"""The rows of a batch as shards, one for each rank that computes different rows."""
 
 from __future__ import annotations
 
