@@ -87,7 +87,7 @@ class Simulation:
         while len(self.committed) < steps:
             time, number, event = heapq.heappop(self.events)
             if event == self.end_call and number != self.next_end:
-                continue  # the set of running calls has changed since
+                continue  # outdated, because the set of running calls has changed
             self.advance(time)
             event()
             self.expect_end()
@@ -118,7 +118,7 @@ class Simulation:
             self.progress += (passed - paid) / self.step_time()
 
     def expect_end(self) -> None:
-        """Schedule the end of the call that ends next if nothing else happens before."""
+        """Schedule the next end of a call, assuming that nothing else happens before."""
         if self.calls:
             left = max(0.0, self.calls[0][0] - self.progress)
             self.next_end = self.after(self.debt + left * self.step_time(), self.end_call)

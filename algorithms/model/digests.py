@@ -31,7 +31,8 @@ def write(directory: Path) -> None:
 
 
 def check(directory: Path) -> None:
-    """Raises DamagedError if a file below a directory is missing or not as it was written.
+    """Raises DamagedError if a file below a directory is missing or has changed since it was
+    written.
 
     `directory` may also be a part of the directory that has the digests. Directories without
     digests, from other programs or earlier versions, pass."""

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from agentrl.core.config import RunConfig
 from agentrl.core.types import Json, NewRollout, Purpose, Sampling, Task
 
-STEADY = "one_step_off"  # the overlap whose tokens depend on no timing
+STEADY = "one_step_off"  # the value of `async_sampling` with which tokens do not depend on timing
 URGENT = 1  # priority of rollouts that the loop waits for, above that of prefetched ones
 
 
@@ -66,7 +66,7 @@ def new_rollout(
     ):
         seed = config.seed
     if seed is not None:
-        place = id.removeprefix(f"{config.name}/")  # the same in a run of another name
+        place = id.removeprefix(f"{config.name}/")  # independent of the run's name
         drawn = blake2b(f"{seed}/{place}".encode(), digest_size=6).digest()
         sampling = replace(sampling, seed=int.from_bytes(drawn))
     return NewRollout(
@@ -83,7 +83,7 @@ def new_rollout(
 
 
 def group_number(id: str) -> int:
-    """The number in a group's id; for a replacement that of its step's last group."""
+    """The number in a group's id; for a replacement the number of its step's last group."""
     return int(id.rpartition("/")[2].removeprefix("g").partition(".")[0])
 
 
@@ -137,7 +137,7 @@ class TaskSampler:
         return rollouts[first % size * each :][: n * each]
 
     def replacements(self, step: int, round: int, n: int) -> list[NewRollout]:
-        """The first `n` replacement groups in a round of a step, with a task order of their own. By
+        """The first `n` replacement groups in a round of a step, with a separate task order. By
         name they sort between the groups of this step and the next."""
         last = (step + 1) * self.config.algorithm.groups - 1
         seed = f"{self.config.seed}/{step}/{round}"

@@ -1,5 +1,5 @@
 """The metrics of a training step: pure functions of its groups, batch, terms and reports; and
-failed optimizer steps, which end the run after too many, and what is kept of steps.
+records of failed optimizer steps (too many end the run) and of credit.
 
 Invariant: an unknown metric is absent, never NaN or 0. Standard deviations are those of the
 population. `docs/reference/metrics.md` has the table of names.
@@ -389,7 +389,8 @@ def _mean(x: Tensor) -> float:
     return float(x.double().mean())
 
 
-MAX_BAD_STEPS = 3  # in a row: one may be due to its batch, three mean that the policy has diverged
+# Consecutive; one may be caused by its batch, three mean that the policy has diverged.
+MAX_BAD_STEPS = 3
 
 
 class StepRecorder(Protocol):
