@@ -76,7 +76,7 @@ def environment(base_url: str, keep: Sequence[str] = ()) -> Iterator[None]:
     environment at the end.
 
     Clients read these variables when they are created, usually on import of the agent's module, so
-    enter the block before that. A client that calls another API finds no valid key."""
+    enter the block before that. A client of another API gets no valid key."""
     changed: dict[str, str | None] = {**model_variables(base_url, KEY)}
     given = os.environ.keys() - matching(os.environ, keep).keys()
     changed |= {name: KEY for name in KEYS if name in given}
@@ -102,8 +102,8 @@ def _set(values: Mapping[str, str | None]) -> None:
 
 
 def withheld(text: str, given: Mapping[str, str]) -> str:
-    """What to add to an error message of a process that has the variables `given`, if its text
-    names variables that only the runner has; else nothing."""
+    """A hint for an error message of a process with the variables `given`, if the message names
+    variables that only the runner has; else empty."""
     lost = {name for name in VARIABLE.findall(text) if name in os.environ and name not in given}
     names = sorted(name for name in lost if not name.startswith("AGENTRL_"))
     if not names:
@@ -115,7 +115,8 @@ def withheld(text: str, given: Mapping[str, str]) -> str:
 
 
 def explained(failure: Failure, given: Mapping[str, str]) -> Failure:
-    """The failure of an agent whose process has the variables `given`."""
+    """The failure of an agent, with a hint about missing variables; its process has the variables
+    `given`."""
     return replace(failure, message=failure.message + withheld(failure.message, given))
 
 
@@ -186,7 +187,7 @@ def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
 
 @contextmanager
 def task_folder(task: bytes, place: AgentPlace | None = None) -> Iterator[Path]:
-    """A private folder of one attempt with its task: the workspace's, or a temporary one."""
+    """A private folder of one attempt with its task file: in the workspace, or temporary."""
     if place is not None:
         try:
             Path(place.private, TASK).write_bytes(task)
@@ -210,7 +211,8 @@ class FailedAttemptError(Exception):
 
 
 class SandboxExecutor:
-    """Base class: runs agents outside this process, each with its attempt's own key."""
+    """Base class of executors that run agents outside of this process, each with its attempt's
+    key."""
 
     sealed = True
     limit: int | None = None
@@ -375,8 +377,8 @@ class ProcessLauncher:
     async def launch(self, spec: ProcessSpec, fds: Sequence[int]) -> SupervisedProcess:
         """Start a process with `fds` as its descriptors 0, 1, 2, ..., and close them here.
 
-        Raises SupervisorLost if the template has died, and its replacement too; OSError if this
-        process has too many open files."""
+        Raises SupervisorLost if the template and its replacement have died; OSError if this process
+        has too many open files."""
         try:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -393,8 +395,8 @@ class ProcessLauncher:
         return SupervisedProcess(reader, writer)
 
     async def talk(self, spec: ProcessSpec, printed: int) -> Channel:
-        """Start a process whose descriptor 3 is a socket to this one. printed: bytes of output that
-        are copied at once, see `LogPipe`. Raises as `launch` does."""
+        """Start a process whose descriptor 3 is a socket to this one. printed: maximum bytes of
+        output that are copied, see `LogPipe`. Raises as `launch` does."""
         ours, theirs = socket.socketpair()
         pipe = LogPipe(printed)
         out = await pipe.open()
@@ -549,16 +551,16 @@ class CommandExecutor(SandboxExecutor):
     def _command(
         self, active: ActiveAttempt, env: dict[str, str], home: Path, works_in: Path
     ) -> list[str]:
-        """Return the command line of an attempt, and add to its variables. `home`: its own HOME, if
-        it has one. `works_in`: its working directory."""
+        """Return the command line of an attempt, and add to its variables. `home`: a separate HOME,
+        if any. `works_in`: the working directory."""
         return self.argv
 
     async def _run_process(
         self, active: ActiveAttempt, spec: ProcessSpec, folder: Path, stdin: int | None = None
     ) -> tuple[int, str, str]:
         """Return exit status, stdout and the end of stderr. All descendants of the process are
-        killed, on cancellation too. If the runner is killed, `folder`, which holds the task, is
-        deleted along with the process. `stdin`: a file descriptor, if not the task.
+        killed at its end and on cancellation. If the runner is killed, `folder`, which contains the
+        task, is deleted, too. `stdin`: a file descriptor, if not the task.
 
         Raises FailedAttemptError if the process had to be killed."""
         spec["remove"] = str(folder)
@@ -607,13 +609,13 @@ class CommandExecutor(SandboxExecutor):
                     stdout = file.read()
         except FileNotFoundError:
             pass  # the result is on stdout
-        except OSError as error:  # the agent replaced its file or folder by something else
+        except OSError as error:  # the agent replaced its file or folder
             message = f"the agent's result file cannot be read: {error.strerror}"
             raise FailedAttemptError(ErrorKind.AGENT, message) from None
         return parse_result(stdout)
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    """Open without following links, which may lead to files that only the runner can read, such as
-    the expected answers, and without blocking on a named pipe."""
+    """Open a file without following links, which may point to files that only the runner can read,
+    such as expected answers, and without blocking on a named pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -238,7 +238,7 @@ class KubernetesExecutor(SandboxExecutor):
             self.namespace,
             container=pod["status"]["containerStatuses"][0]["name"],
             limit_bytes=executors.MAX_RESULT_BYTES + 1,
-            _preload_content=False,  # else the client converts a JSON log to a Python repr
+            _preload_content=False,  # otherwise the client converts a JSON log to a Python repr
         )
         async with answer:
             return str(await answer.text(errors="replace"))
