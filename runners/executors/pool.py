@@ -6,10 +6,11 @@ length-prefixed JSON.
 
 Owns: the processes of the pool and their pending rollouts.
 Invariant: a process whose rollout timed out or was stopped gets no further rollouts; it is replaced
-at once and ended when its other rollouts are done. So is one in which a rollout changed variables
-or the working directory, or made no call after others. If a process dies during one rollout, the
-agent failed; if it had several, each fails as `lost_runner`, because the cause is unknown. An agent
-that does not load is an error at the start; later the pool retries with exponential backoff.
+at once and ended when its other rollouts are done. The same applies to a process in which a rollout
+changed variables or the working directory, or made no call while earlier ones had. If a process
+dies during one rollout, the agent failed; if it had several, each fails as `lost_runner`, because
+the cause is unknown. An agent that does not load is an error at the start; later the pool retries
+with exponential backoff.
 """
 
 from __future__ import annotations
@@ -79,14 +80,14 @@ CHILD = ("-m", "agentrl.runners.executors.child")
 
 
 class WarmProcess:
-    """The pool's handle of one warm process."""
+    """The pool's handle on one warm process."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.requests: dict[str, asyncio.Future[ExecutionResult]] = {}
-        self.running: dict[str, ActiveAttempt] = {}  # those of the requests
+        self.running: dict[str, ActiveAttempt] = {}  # attempts by request
         self.served, self.memory = 0, 0
-        self.changed = False  # by a rollout, for those after it
+        self.changed = False  # whether a rollout changed state for later ones
         self.retired = False
 
     async def wait_until_loaded(self) -> str | None:
@@ -124,7 +125,7 @@ class WarmProcess:
 
     async def fail_pending(self) -> None:
         """End the process and fail its pending attempts."""
-        status = await self.channel.end()  # it may be alive, after an invalid message
+        status = await self.channel.end()  # the process may be alive, after an invalid message
         how = command.describe_exit(status)
         together = len(self.requests)
         message = f"the process {how} while it ran {together} rollouts"

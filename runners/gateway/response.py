@@ -66,7 +66,7 @@ class ResponseChunk:
         return not self.choices or "error" in self.fields
 
     def encode_for(self, request: ModelRequest) -> bytes:
-        """Encode it without the fields that the request does not ask for."""
+        """Encode it without fields that the agent did not request."""
         fields = self.fields | {"model": request.model}
         if not request.asks_token_ids:
             fields.pop("prompt_token_ids", None)
@@ -95,12 +95,12 @@ class SampledChoice:
     prompt: array[int] = field(default_factory=int32)
     tokens: array[int] = field(default_factory=int32)
     logprobs: array[float] = field(default_factory=float32)
-    has_token_ids: bool = False  # the server returned them
+    has_token_ids: bool = False  # whether the server returned token ids
     message: dict[str, Json] = field(default_factory=dict)
     finish: str | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
-    inexact: str = ""  # why its tokens are not known exactly
-    calls: ToolCalls | None = None  # of a stream, once a part has one
+    inexact: str = ""  # why the exact tokens are unknown
+    calls: ToolCalls | None = None  # tool calls of a stream, once a part has one
 
     @property
     def exact(self) -> bool:
@@ -165,7 +165,7 @@ class SampledChoice:
 
 
 def _joined(so_far: Json, more: Json) -> Json:
-    """A value of a streamed message with what a delta adds to it, such as to a `function_call`."""
+    """A value of a streamed message after a delta, such as a `function_call`."""
     if isinstance(so_far, str) and isinstance(more, str):
         return so_far + more
     if isinstance(so_far, dict) and isinstance(more, dict):
@@ -177,19 +177,19 @@ def _joined(so_far: Json, more: Json) -> Json:
 class ModelResponse:
     """A response under assembly, from one part or from the chunks of a stream."""
 
-    inexact: str = ""  # why its tokens are not those that the model sampled
+    inexact: str = ""  # why the sampled tokens are unknown
     choices: dict[int, SampledChoice] = field(default_factory=dict)
     prompt: array[int] = field(default_factory=int32)
 
     @property
     def begun(self) -> bool:
-        """Whether the agent can read anything of it."""
+        """Whether there is anything that the agent can read."""
         return any(one.tokens or one.has_content or one.finish for one in self.choices.values())
 
     def add(self, part: ResponseChunk, *, begun: bool = False) -> bool:
         """Add one part; return whether it ends a choice or follows its end: such a part must not
-        reach the agent before the response is stored. `begun`: the agent has read a part of the
-        response, so it gets the rest even if the token ids cannot be read.
+        reach the agent before the response is stored. `begun`: whether the agent has read a part of
+        the response, so that it gets the rest even if the token ids are unreadable.
 
         Raises msgspec.DecodeError, OverflowError, TypeError or AttributeError if the part is not a
         completion."""
@@ -260,8 +260,8 @@ def _too_large(what: str, limit: int) -> UpstreamError:
 
 
 def read_event(event: bytes) -> tuple[bytes, bytes]:
-    """Split a server-sent event into its other lines and its data. What is no event, such as the
-    bare JSON of an error, is data."""
+    """Split a server-sent event into its other lines and its data. Anything that is not an event,
+    such as the bare JSON of an error, is data."""
     lines = event.split(b"\n")
     data = [line[5:] for line in lines if line.startswith(b"data:")]
     other = [line + b"\n" for line in lines if line and not line.startswith(b"data:")]
@@ -315,9 +315,9 @@ class DisconnectedError(Exception):
 
 
 class Delivery:
-    """The way of a response to the agent. `begun`: a byte was sent, if only of a comment, so status
-    and headers are decided. `shown`: a byte of the model's words was sent, so the call is not tried
-    again, and what the agent has of it has to be stored."""
+    """Delivers a response to the agent. `begun`: a byte was sent, perhaps of a comment, so status
+    and headers are fixed. `shown`: a byte of the model's output was sent, so the call is not
+    retried, and the part that the agent got must be stored."""
 
     def __init__(self, http: web.Request) -> None:
         self._http, self.response = http, web.StreamResponse()
