@@ -1,8 +1,8 @@
 """Rows of the store: records as columns and back, validated before every write.
 
 The checks say whether values can be stored, read back and trained on; each raises Invalid with a
-message that says what to send instead. The conversions are pure functions; no other module knows
-both formats.
+message about how to fix the value. The conversions are pure functions; no other module knows both
+formats.
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ def check_outcome(outcome: Outcome) -> None:
 
 
 def check_reward(reward: Reward, owner: str) -> None:
-    """Check a reward's name, value and target; `owner`: what it is of, for the error message."""
+    """Check a reward's name, value and target; `owner`: the rewarded object, for the error
+    message."""
     where = f"Reward {reward.name!r} of {owner}"
     if not math.isfinite(reward.value):
         raise Invalid(f"{where} is {reward.value}: a reward must be finite; omit a missing one.")
@@ -286,8 +287,8 @@ MIN_RUN_TOKENS = 4  # tokens
 
 
 def with_runs(data: bytes) -> bytes:
-    """Shorten runs of equal tokens, such as an image's placeholders: -n stands for n further ones
-    of the token before it. No token id is negative."""
+    """Shorten runs of equal tokens, such as an image's placeholders: -n stands for n repetitions of
+    the token before it. No token id is negative."""
     found: array[int] = array("i")
     for token, run in groupby(from_blob("i", data)):
         size = len(list(run))
@@ -412,8 +413,8 @@ def _sampling(t: types.Transition) -> types.Json:
 def transitions(
     rows: Sequence[Row], *, late: bool = False, some: slice = slice(None)
 ) -> dict[str, list[types.Transition]]:
-    """Build calls by attempt, in order of index: either the regular or the late ones, and of each
-    attempt those of the slice `some`. `rows`: complete attempts in order of arrival."""
+    """Build calls by attempt, in order of index: either the regular or the late ones; for each
+    attempt those in the slice `some`. `rows`: complete attempts in order of arrival."""
     tree, own = _CallRows(rows), dict[str, list[Row]]()
     for row in rows:
         if bool(row["late"]) is late:
@@ -426,8 +427,9 @@ def transitions(
 
 
 class _CallRows:
-    """The rows of attempts' calls, each with only what its parents lack. A few calls at the end of
-    a long conversation cost what they hold, not what all calls before them hold together."""
+    """The rows of attempts' calls, each without the data of its parents. So the cost of a few calls
+    at the end of a long conversation depends on their own size, not on that of all calls before
+    them."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = {row["seq"]: row for row in rows}
@@ -465,7 +467,7 @@ class _CallRows:
         return b"".join(reversed(parts))
 
     def _messages(self, row: Row) -> list[dict[str, types.Json]]:
-        """Equal messages of several calls are the same objects."""
+        """Decode messages; equal messages of several calls share one object."""
         parts, taken = [self._own(row)[0]], row["chat_shared"]
         while taken and (parent := self._rows.get(row["chat_parent"])):
             if call := self._built.get(parent["seq"]):
@@ -480,7 +482,7 @@ class _CallRows:
 
     @staticmethod
     def _with_answer(messages: Any, answer: Any, n: int) -> list[dict[str, types.Json]]:
-        """The first `n` messages of a conversation, of which an answer is the last."""
+        """The first `n` messages of a conversation; the last of them is an answer."""
         found: list[dict[str, types.Json]] = messages[:n]
         return found if n <= len(messages) or answer is None else [*found, answer]
 

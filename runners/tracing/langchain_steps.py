@@ -60,7 +60,7 @@ def _register() -> None:
     class StepHandler(BaseCallbackHandler):  # type: ignore[misc, unused-ignore]
         """Logs steps inside attempts."""
 
-        run_inline = True  # in the context of the step, which holds the attempt
+        run_inline = True  # in the context of the step, which contains the attempt
         ignore_retriever = ignore_custom_event = True
 
         def on_chain_start(self, serialized: Any, inputs: Any, **about: Any) -> None:

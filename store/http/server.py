@@ -4,7 +4,7 @@ Owns: the calls with an idempotency key in progress, and the long polls. Invaria
 completed even if its caller disconnects, except a long poll, which is cancelled and can be
 repeated. A call with an idempotency key is executed once: a repeat waits for the one in progress
 here, or gets its stored reply (`store/sql/runs.py`) from any process of the server. `prune` and
-`vacuum` have many transactions and no stored reply: a later repeat does, and reports, only the
+`vacuum` have many transactions and no stored reply: a later repeat does and reports only the
 remaining work.
 
 Bodies of requests are read with limits on their size, their time and their memory. The body of POST
@@ -246,7 +246,7 @@ class StoreApp:
         return running.result() if running.done() else AGAIN
 
     def _ended(self, request: IdempotentCall, task: asyncio.Task[Any]) -> None:
-        """Forget it, but not before who was told to poll again has its result."""
+        """Drop a finished call, but not before a caller that polls for it has the result."""
         failed = task.cancelled() or task.exception() is not None  # then a repeat tries again
         asyncio.get_running_loop().call_later(
             0.0 if failed else wire.POLL, self._running.pop, request

@@ -150,7 +150,7 @@ class Connection(Protocol):
 
 
 class WritingConnection(Connection, Protocol):
-    shared: bool  # whether others write at the same time, so that rows must be locked
+    shared: bool  # whether other processes write concurrently, so that rows must be locked
 
     def ask(self, sql: str, parameters: Parameters = ..., /) -> Cursor:
         """Like `execute`, for a statement with few rows: many may be pending at once, and reading
