@@ -569,7 +569,7 @@ def staleness_metrics(
 ) -> dict[str, float]:
     """Age of the data of step `step`. staleness/steps_mean, steps_max: steps from the one that a
     group was planned for to this one; below 0 if it is trained earlier, which only
-    `algorithm.group_order = "ready"` allows. staleness/version_mean, version_p95, version_max:
+    `algorithm.group_order = "completed"` allows. staleness/version_mean, version_p95, version_max:
     updates of the policy since a token was sampled, over tokens with a known version.
     staleness/mixed: number of calls during which weights changed. version: the policy's current
     version, default `step`."""

@@ -4,7 +4,7 @@ signal, and cancels the slowest rollouts of groups and those that have become to
 Invariant: requests are a function of seed, step and round, so a restarted process requests the
 same rollouts, and the store ignores duplicates. Groups that were claimed and not committed are
 claimed again. So a step trains the same groups however often it is started, unless
-`algorithm.group_order = "ready"` lets it take groups of later steps that ended first. A cancelled
+`algorithm.group_order = "completed"` lets it take groups of later steps that ended first. A cancelled
 rollout has no reward (missing, never 0). Cancellations depend on the store alone, so a restarted
 process makes the same ones.
 
@@ -236,7 +236,7 @@ class Collector:
     async def claim(self, n: int) -> list[Group]:
         """Claim `n` groups, in the order of requests or of their ends; includes groups that this
         step has claimed before."""
-        ordered = self.config.algorithm.group_order == "asked"
+        ordered = self.config.algorithm.group_order == "requested"
         return await self.store.claim_groups(self.config.name, self.epoch, n, ordered=ordered)
 
     async def claim_rounds(self, step: int) -> tuple[list[Group], int]:

@@ -285,7 +285,7 @@ def test_a_step_that_is_not_finite_is_dumped_and_the_run_goes_on(tmp_path: Path)
 def test_one_number_names_a_step_whatever_its_groups(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the console counts, from 1: with group_order = "ready" a step trains groups of
+    """As the console counts, from 1: with group_order = "completed" a step trains groups of
     other steps."""
 
     def of_steps(*planned: int) -> list[Group]:
