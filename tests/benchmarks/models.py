@@ -178,7 +178,7 @@ def page(stored: dict[str, Any], version: str) -> str:
     for name, each in sorted(stored.items(), key=lambda item: item[0].lower()):
         learner, engine, why = _handling(name, each)
         if layers := LAYERS.fullmatch(why):  # one row for all types of layers
-            name, why = f"{name} ({layers[1]})", "has other layers than attention (their type)"
+            name, why = f"{name} ({layers[1]})", "has layers of the type in brackets"
         alike.setdefault((learner, engine, why), []).append(name)
     for (learner, engine, why), names in sorted(alike.items(), key=lambda item: -len(item[1])):
         lines.append(f"| {learner} | {engine} | {_cell(why)} | {', '.join(names)} |")
