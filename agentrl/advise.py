@@ -19,7 +19,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, known_mean, reduce_by, units
 from agentrl.algorithms.data.merge import build_batch, reward_reference
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.ratios import ALL_STREAMS
+from agentrl.algorithms.objective.ratios import ALL_OUTPUTS
 from agentrl.algorithms.presets import registry as presets
 from agentrl.algorithms.presets.declare import EMPTY, AlgoModifier, AlgoPreset
 from agentrl.algorithms.presets.registry import parts_of_name
@@ -60,9 +60,7 @@ def _json(value: object) -> str:
 def record(name: str) -> list[str]:
     """The components of an algorithm, and its options with their defaults."""
     algo = _built(name)
-    supply = (
-        sorted(algo.needs) + ["values"] * algo.reads_critic + ["top_tokens"] * bool(algo.symbols)
-    )
+    supply = sorted(algo.needs) + ["values"] * algo.reads_critic + ["top_tokens"] * bool(algo.topk)
     answers = {
         "credit": format_record(algo.credit),
         "gates": ", ".join(map(format_record, algo.gates)),
@@ -93,7 +91,7 @@ def _built(name: str) -> Algo:
     """A preset with example values of its required options."""
     options = options_of(name).items()
     needed = {key: _example(key) for key, default in options if default is EMPTY}
-    return presets.make(name, needed, streams=ALL_STREAMS)
+    return presets.make(name, needed, supplies=ALL_OUTPUTS)
 
 
 def _line(name: str, made: AlgoPreset | AlgoModifier) -> str:

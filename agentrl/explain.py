@@ -28,7 +28,7 @@ from agentrl.algorithms.data.ids import owner
 from agentrl.algorithms.data.merge import build_batch, check_rewards, reward_reference
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo, withhold
-from agentrl.algorithms.objective.ratios import ALL_STREAMS, GivenLogProbs
+from agentrl.algorithms.objective.ratios import ALL_OUTPUTS, GivenLogProbs
 from agentrl.algorithms.presets import registry
 from agentrl.core.config import RunConfig, derived, from_store
 from agentrl.core.errors import StoreError, TrainingError
@@ -56,7 +56,7 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
     for policy in derived.trained_policies(config):
         settings = derived.view(config, policy).algorithm
         algo = registry.make(
-            settings.preset, settings.options, streams=ALL_STREAMS, root=Path(config.root)
+            settings.preset, settings.options, supplies=ALL_OUTPUTS, root=Path(config.root)
         )
         own = {row.transition: row for row in credits if row.policy == policy}
         oldest = derived.steps_learned(config, policy, step or 0) - ceil(settings.max_staleness)
@@ -153,7 +153,7 @@ def explain(
     algo = withhold(algo, batch, oldest)
     stored = read(algo, batch, credits)
     batch = replayed(algo, batch, stored)
-    same = batch.behaviour.double()
+    same = batch.sampler_logprobs.double()
     given = GivenLogProbs(**dict.fromkeys(algo.needs - {"sampler"}, same))
     terms = objective.loss_terms(algo, batch, given, fresh=True)
     index = torch.arange(batch.n_tokens)
@@ -295,7 +295,7 @@ def _call(
         lines += [
             f"    token {number} {repr(spelt(ids[t])) if spelt else f'id {ids[t]}'}: "
             f"advantage {_number(advantage[t : t + 1])}, {listed(torch.tensor([t]))}, "
-            f"log-prob of the sampler {float(batch.behaviour[t]):.4f}"
+            f"log-prob of the sampler {float(batch.sampler_logprobs[t]):.4f}"
             for number, t in enumerate(at.tolist())
         ]
     return lines

@@ -230,7 +230,7 @@ def as_batch(rows: Sequence[TokenRow]) -> Batch:
         rows=list(rows),
         token_row=token,
         token_transition=token,
-        behaviour=torch.cat([row.logprobs for row in rows]),
+        sampler_logprobs=torch.cat([row.logprobs for row in rows]),
         transition_rollout=number,
         transition_role=torch.zeros_like(number),
         row_rollout=number,

@@ -138,7 +138,7 @@ class CreditRecorder:
 
     def record(self, algo: Algo, part: Batch, terms: Terms, logprobs: Tensor) -> None:
         """Record an optimizer step on the batch or a part of it. logprobs: log-probs of the policy
-        before the step: of the sampled tokens [N], or of `Batch.symbols` [N, K]."""
+        before the step: of the sampled tokens [N], or of `Batch.topk_tokens` [N, K]."""
         calls = call_ids(part)
         if all(call in self.credits for call in calls):
             return  # not the first epoch
@@ -266,12 +266,12 @@ def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
     """The batch with the `remembered`, `values` and `reference` of the step, NaN at units without
     tokens. If the step stored nothing, the reference is the sampler."""
     remembered: dict[str, Tensor] = {}
-    values, reference = batch.values, batch.behaviour.double()
+    values, reference = batch.values, batch.sampler_logprobs.double()
     for part, x in zip(with_baseline(algo), stored.compared, strict=True):
         if isinstance(part, CriticValues):
             values = x
         elif isinstance(part, TokenKLPenalty) and stored.known.any():
-            reference = batch.behaviour.double() - x / part.beta
+            reference = batch.sampler_logprobs.double() - x / part.beta
         elif isinstance(part, RememberedColumn):
             at = owner(batch, part.level)
             size = units(batch, part.level, "all").numel()

@@ -145,10 +145,10 @@ def calls_of(
     known = ~total.isnan()
     compared = reduce_by(known & (batch.transition_turn == 0), group)[group] > 1
     index = (known & compared).nonzero().squeeze(1)
-    behaviour, call = batch.behaviour.double(), batch.token_transition
+    sampled, call = batch.sampler_logprobs.double(), batch.token_transition
     logprob, norm = (torch.zeros(len(group), dtype=torch.float64) for _ in range(2))
-    logprob.index_add_(0, call, behaviour)
-    norm.index_add_(0, call, (1 - behaviour.exp()).square())
+    logprob.index_add_(0, call, sampled)
+    norm.index_add_(0, call, (1 - sampled.exp()).square())
     rollout = batch.transition_rollout[index]
     returns = total if gamma == 1.0 else Returns(reward, gamma)(batch)
     calls = Calls(

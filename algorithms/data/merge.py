@@ -180,7 +180,7 @@ def build_batch(
         rows=rows,
         token_row=_ids(range(len(rows))).repeat_interleave(_ids(len(r.actions) for r in rows)),
         token_transition=_cat([row.transition for row in rows], torch.int64),
-        behaviour=_cat([row.logprobs for row in rows], torch.float32),
+        sampler_logprobs=_cat([row.logprobs for row in rows], torch.float32),
         transition_rollout=_ids(number for number, some in enumerate(own) for _ in some),
         transition_role=_ids(roles.index(call.role) for call in calls),
         row_rollout=_ids(row_rollout),

@@ -35,8 +35,8 @@ LossCoefficients = Callable[[Tensor, Tensor], Tensor]
 """(current log-probs [n], token indices int64 [n]) -> psi [n], the coefficients of log-probs.
 
 Called once per micro-batch of whole rows and whole units of `Batch.row_unit`, detached. Indices
-point into the batch's token level. If the batch has `symbols`, the log-probs are those of the
-symbols, [n, K], the sampled token first; psi is [n] for the sampled tokens, or [n, K]."""
+point into the batch's token level. If the batch has `topk_tokens`, the log-probs are those of
+these tokens, [n, K], the sampled one first; psi is [n] for the sampled tokens, or [n, K]."""
 
 Frozen = Literal["reference", "teacher"]
 Scored = Literal["current"] | Frozen
@@ -54,13 +54,13 @@ class StepReport(msgspec.Struct, kw_only=True):
     entropy: Tensor | None = None  # float32 [N], nats, before each token, if it is computed
     # float32 [O]: log-probs of the observations before the update; empty: not computed.
     observations: Tensor = msgspec.field(default_factory=lambda: torch.empty(0))
-    symbols: Tensor | None = None  # float32 [N, K]: log-probs of the batch's symbols, if any
+    topk_logprobs: Tensor | None = None  # float32 [N, K]: log-probs of `Batch.topk_tokens`
     metrics: dict[str, float] = {}  # the learner's other metrics, by full name
 
     @property
     def current(self) -> Tensor:
         """The log-probs that psi was called with, [N] or [N, K]."""
-        return self.logprobs if self.symbols is None else self.symbols
+        return self.logprobs if self.topk_logprobs is None else self.topk_logprobs
 
 
 class SavedPart(Protocol):
@@ -96,8 +96,8 @@ class Learner(Protocol):
         """Every action token and the k - 1 most probable alternatives, int64 [N, K], and their
         log-probs at its temperature, float32 [N, K], no graph. K: k, or the vocabulary's size."""
 
-    def symbol_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
-        """Log-probs of the batch's symbols, float32 [N, K], no graph."""
+    def topk_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
+        """Log-probs of `Batch.topk_tokens`, float32 [N, K], no graph."""
 
     def step(
         self,

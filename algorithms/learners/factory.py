@@ -100,15 +100,15 @@ def torch_learner(
     )
 
 
-def available_streams(config: RunConfig) -> frozenset[LearnerOutput]:
-    """The streams that a run can provide to its algorithm. A reference is always among them: the
+def available_outputs(config: RunConfig) -> frozenset[LearnerOutput]:
+    """The outputs that a run can provide to its algorithm. A reference is always among them: the
     initial policy."""
-    streams: set[LearnerOutput] = {"old", "sampler", "reference", *config.learner.computes}
+    outputs: set[LearnerOutput] = {"old", "sampler", "reference", *config.learner.computes}
     if config.critic.model:
-        streams.add("values")
+        outputs.add("values")
     if config.teacher.model or config.teacher.upstream:
-        streams.add("teacher")
-    return frozenset(streams)
+        outputs.add("teacher")
+    return frozenset(outputs)
 
 
 def refuse_unused_settings(config: RunConfig, algo: Algo) -> None:
@@ -216,7 +216,7 @@ def _check_fit(config: RunConfig, algo: Algo, learner: Learner) -> None:
     """Raise ConfigError if the algorithm reads a stream that the learner does not supply and that
     does not come with the groups, or if the run would undo its steps and cannot."""
     kind = f"learner.kind = {config.learner.kind!r}"
-    optional = {"values": algo.reads_critic, "top_tokens": algo.symbols, "entropy": algo.entropy,
+    optional = {"values": algo.reads_critic, "top_tokens": algo.topk, "entropy": algo.entropy,
                 "observations": algo.echo}  # fmt: skip
     given = {"teacher": config.teacher.upstream, "reference": caches_reference(config, algo)}
     needed = algo.needs | {stream for stream, is_read in optional.items() if is_read}

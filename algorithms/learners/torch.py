@@ -148,10 +148,10 @@ class TorchLearner(PolicyWeights):
             head, actions = model.get_output_embeddings(), pack.actions.to(hidden.device)
             return top_tokens(head, hidden, actions, k, fp32=self.fp32_head)
 
-        return self._symbols(batch, of, tokens)
+        return self._topk(batch, of, tokens)
 
-    def symbol_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
-        return self._symbols(batch, of, lambda model, pack, hidden: batch.symbols[pack.index])[1]
+    def topk_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
+        return self._topk(batch, of, lambda model, pack, hidden: batch.topk_tokens[pack.index])[1]
 
     def step(
         self,
@@ -247,7 +247,7 @@ class TorchLearner(PolicyWeights):
 
         return self._without_graph(of, compute)
 
-    def _symbols(
+    def _topk(
         self, batch: Batch, of: Scored, tokens: Callable[[PreTrainedModel, Pack, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """`tokens` [N, K] at every action and their log-probs, in token order, no graph."""
@@ -292,8 +292,10 @@ class TorchLearner(PolicyWeights):
         """Accumulate the gradient. Stops at a log-prob that is not finite; the remaining ones stay
         NaN."""
         logprobs_N, entropy_N = torch.full((2, batch.n_tokens), math.nan)
-        symbols = torch.full(batch.symbols.shape, math.nan) if batch.symbols.numel() else None
-        report = StepReport(logprobs=logprobs_N, entropy=entropy_N, symbols=symbols)
+        topk_logprobs = None
+        if batch.topk_tokens.numel():
+            topk_logprobs = torch.full(batch.topk_tokens.shape, math.nan)
+        report = StepReport(logprobs=logprobs_N, entropy=entropy_N, topk_logprobs=topk_logprobs)
         if observed is not None:
             report.observations = torch.full(observed.shape, math.nan)
         value_loss, clipped = 0.0, 0
@@ -315,11 +317,11 @@ class TorchLearner(PolicyWeights):
                 report.loss = math.nan
                 break
             read, root = current, p
-            if symbols is not None:
-                inputs = self.model, pack, hidden, p, batch.symbols[pack.index]
+            if topk_logprobs is not None:
+                inputs = self.model, pack, hidden, p, batch.topk_tokens[pack.index]
                 with torch.no_grad():  # its graph is large, and rarely needed
                     read = self._others(*inputs).cpu()
-                symbols[pack.index] = read.float()
+                topk_logprobs[pack.index] = read.float()
             coefficients_n = given(read, pack.index)
             if coefficients_n.dim() == 2:
                 current, root = read, self._others(*inputs)

@@ -156,10 +156,10 @@ class Algo:
         return frozenset(read) - {"current"}
 
     @cached_property
-    def symbols(self) -> int:
+    def topk(self) -> int:
         """Number of tokens per position whose log-probs the algorithm reads; 0: only the sampled
         one."""
-        of_gates = max((getattr(gate.fn, "symbols", 0) for gate in self.gates), default=0)
+        of_gates = max((getattr(gate.fn, "topk", 0) for gate in self.gates), default=0)
         return of_gates if self.distill is None else self.distill.k
 
     @cached_property
@@ -212,16 +212,16 @@ def loss_terms(
     advantage: Tensor | None = None,
 ) -> Terms:
     """Terms of one optimizer step on the whole of `batch`. given: log-probs; for an algorithm with
-    `symbols` also those of the batch's symbols, before the first update or by the teacher; without
+    `topk` also those of `Batch.topk_tokens`, before the first update or by the teacher; without
     them `distill` has no effect. fresh: whether log-probs of the old policy are not needed, because
     this is the only step on the batch or because they are interpolated. advantage [N]: from
     `compute_advantages` of a larger batch that contains this one; default: computed here.
 
     Raises TrainingError for missing or non-finite log-probs, or infinite credit."""
-    given, sampler = given.exact(), batch.behaviour.detach().double().cpu()
+    given, sampler = given.exact(), batch.sampler_logprobs.detach().double().cpu()
     who = f"algorithm {algo.name!r}, step {batch.step},"
     columns, read = {"sampler": sampler, **given.computed()}, set[str](algo.needs)
-    if algo.symbols and not algo.distill:
+    if algo.topk and not algo.distill:
         read.add("old_candidates")
     for name in sorted(read - ({"old", "old_candidates"} if fresh else set())):
         known = len(columns.get(name, ()))
@@ -274,8 +274,8 @@ def compute_advantages(algo: Algo, batch: Batch) -> Tensor:
 def loss_coefficients(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     """psi of a micro-batch of whole rows, detached, with the dtype and device of p.
 
-    p: current log-probs of the tokens `index` [n], or [n, K] of their symbols. Returns [n], or
-    [n, K] for a `distill` on symbols. Raises TrainingError if p is not finite."""
+    p: current log-probs of the tokens `index` [n], or [n, K] of their top-k tokens. Returns [n], or
+    [n, K] for a `distill` over several tokens. Raises TrainingError if p is not finite."""
     now, index = p.detach().double().cpu(), index.cpu()
     _check_finite(now, "current", f"algorithm {algo.name!r}")
     logprobs = logprobs_at(terms, now, index)
@@ -356,10 +356,11 @@ def kl_value(d: Tensor, kind: KLEstimator) -> Tensor:
 
 def logprobs_at(terms: Terms, now: Tensor, index: Tensor) -> LogProbs:
     """The log-probs of the tokens `index` [n]. now: the current log-probs [n], or those of the
-    symbols [n, K]."""
+    top-k tokens [n, K]."""
     if terms.given.old_candidates is not None and now.dim() == 1:
         raise TrainingError(
-            "the learner returned the current log-probs of the sampled tokens, not of the symbols"
+            "the learner returned the current log-probs of the sampled tokens, not of the top-k "
+            "tokens"
         )
     return terms.given.at(index).during(now, terms.sampler[index])
 
@@ -470,7 +471,7 @@ class ReferenceControl:
 
 def kl_to_reference(batch: Batch) -> float:
     """Mean of sampler - reference over the tokens of a nonempty batch, in nats."""
-    return float((batch.behaviour.double() - batch.reference.double()).mean())
+    return float((batch.sampler_logprobs.double() - batch.reference.double()).mean())
 
 
 class PrivilegedPrompts(Protocol):

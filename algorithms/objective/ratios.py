@@ -25,7 +25,7 @@ Model = Literal["current", "old", "sampler", "reference", "teacher"]
 """Whose log-probs: the current policy's, its before the first update of the batch, those that the
 tokens were sampled with, and two frozen models'. Papers write p or pi, o, b or mu, q and t."""
 LearnerOutput = Model | Literal["values", "top_tokens", "entropy", "observations"]
-ALL_STREAMS: tuple[LearnerOutput, ...] = (
+ALL_OUTPUTS: tuple[LearnerOutput, ...] = (
     "old", "sampler", "reference", "teacher", "values", "top_tokens", "entropy", "observations",
 )  # fmt: skip
 """All that a learner may supply to an algorithm, besides the current log-probs."""

@@ -4,9 +4,9 @@ signal, and cancels the slowest rollouts of groups and those that have become to
 Invariant: requests are a function of seed, step and round, so a restarted process requests the
 same rollouts, and the store ignores duplicates. Groups that were claimed and not committed are
 claimed again. So a step trains the same groups however often it is started, unless
-`algorithm.group_order = "completed"` lets it take groups of later steps that ended first. A cancelled
-rollout has no reward (missing, never 0). Cancellations depend on the store alone, so a restarted
-process makes the same ones.
+`algorithm.group_order = "completed"` lets it take groups of later steps that ended first. A
+cancelled rollout has no reward (missing, never 0). Cancellations depend on the store alone, so a
+restarted process makes the same ones.
 
 The store's counts limit the number of requested groups (see `free_groups`): at most
 (max_staleness + 1) x groups of them are neither trained nor discarded, even if a process was

@@ -401,7 +401,7 @@ class StepRecorder(Protocol):
 
     def record(self, algo: Algo, part: Batch, terms: Terms, logprobs: Tensor) -> None:
         """Record an optimizer step on the batch or a part of it. logprobs: of the policy before the
-        step, [N], or of the symbols, [N, K]."""
+        step, [N], or of the top-k tokens, [N, K]."""
 
     def stored(self) -> list[Credit]:
         """The recorded credit, for the commit of the step."""

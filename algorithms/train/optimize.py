@@ -216,9 +216,9 @@ def iterate_minibatches(
         terms = objective.loss_terms(algo, batch, given, fresh=True, advantage=advantage)
         yield Minibatch(batch, terms, values, only=True)
         return
-    symbols = None if given.teacher_candidates is None else batch.symbols
-    if algo.symbols and symbols is None:
-        symbols, old_NK = learner.top(batch, algo.symbols)
+    topk_tokens = None if given.teacher_candidates is None else batch.topk_tokens
+    if algo.topk and topk_tokens is None:
+        topk_tokens, old_NK = learner.top(batch, algo.topk)
         old_N = old_NK[:, 0] if given.old is None else given.old
         given = replace(given, old=old_N, old_candidates=old_NK)
     elif given.old is None and given.weight_of_current is None:
@@ -232,8 +232,8 @@ def iterate_minibatches(
             part = replace(step.batch_of(groups), step=batch.step)
             # Within a group, part and whole batch have the same order of tokens.
             tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
-            if symbols is not None:
-                part = replace(part, symbols=symbols[tokens])
+            if topk_tokens is not None:
+                part = replace(part, topk_tokens=topk_tokens[tokens])
             interpolated = given.weight_of_current is not None
             terms = objective.loss_terms(
                 algo, part, given.at(tokens), fresh=interpolated, advantage=advantage[tokens]
@@ -356,7 +356,7 @@ class Movement:
     def measure(self) -> float:
         """The KL so far."""
         assert self.before is not None
-        sampled = ratio(self.before.double().cpu() - self.batch.behaviour.double())
+        sampled = ratio(self.before.double().cpu() - self.batch.sampler_logprobs.double())
         weight = self.weight * sampled.clamp(max=MAX_CORRECTION)
         now = self.owner.learner.logprobs(self.batch)
         return mean_kl(self.before, now, weight, self.weight.sum())

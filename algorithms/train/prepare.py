@@ -261,8 +261,8 @@ class Retokenizer:
 
 
 class ScoredBatch(NamedTuple):
-    """A batch with `values`, `reference` and the `symbols` of a distillation over several tokens;
-    and the log-probs of other models, float64."""
+    """A batch with `values`, `reference` and the `topk_tokens` of a distillation over several
+    tokens; and the log-probs of other models, float64."""
 
     batch: Batch
     given: GivenLogProbs
@@ -299,11 +299,11 @@ class BatchScorer:
             gap = telling.token_gap(batch, groups, self.trained)
             batch = replace(batch, told=gap)
         if algo.distill is not None and algo.distill.told and telling is not None:
-            batch, told = self.told_symbols(algo.distill, telling, batch, groups)
+            batch, told = self.told_topk(algo.distill, telling, batch, groups)
             given = replace(given, teacher_candidates=told)
         elif algo.distill is not None and batch.n_tokens:
             taught = teacher.top(batch) if teacher else _taught(algo.distill, learner, batch)
-            batch = replace(batch, symbols=taught[0])
+            batch = replace(batch, topk_tokens=taught[0])
             first = taught[1][:, 0].double()
             given = replace(given, teacher=first, teacher_candidates=taught[1])
         elif "teacher" in algo.needs:
@@ -317,40 +317,40 @@ class BatchScorer:
             given = replace(given, weight_of_current=old_policy_share(batch.lag(version)))
         return ScoredBatch(batch, given)
 
-    def told_symbols(
+    def told_topk(
         self,
         distill: TopKDistillation,
         telling: PrivilegedPrompts,
         batch: Batch,
         groups: list[Group],
     ) -> tuple[Batch, Tensor]:
-        """The batch with `symbols`, and their log-probs [N, K] by the policy given the privileged
-        text; NaN for tokens without it."""
+        """The batch with `topk_tokens`, and their log-probs [N, K] by the policy given the
+        privileged text; NaN for tokens without it."""
         if not batch.n_tokens:
             return batch, torch.empty(0, distill.k)
         told, at, there = telling.told(batch, groups, self.trained)
         sampled = torch.cat([row.tokens[row.actions] for row in batch.rows])[:, None]
         if not told.n_tokens:
-            return replace(batch, symbols=sampled), torch.full(sampled.shape, torch.nan)
+            return replace(batch, topk_tokens=sampled), torch.full(sampled.shape, torch.nan)
         if distill.of == "teacher":
             ids, logprobs = self.learner.top(told, distill.k, telling.teacher)
             # Without privileged text these have no weight.
-            symbols = sampled.repeat(1, ids.shape[1])
-            symbols[at] = ids[there]
+            topk_tokens = sampled.repeat(1, ids.shape[1])
+            topk_tokens[at] = ids[there]
         else:
-            symbols, _ = self.learner.top(batch, distill.k)
-            asked = torch.zeros((told.n_tokens, symbols.shape[1]), dtype=torch.int64)
-            asked[there] = symbols[at]
-            told = replace(told, symbols=asked)
-            logprobs = self.learner.symbol_logprobs(told, telling.teacher)
-        found = logprobs.new_full(symbols.shape, torch.nan)
+            topk_tokens, _ = self.learner.top(batch, distill.k)
+            asked = torch.zeros((told.n_tokens, topk_tokens.shape[1]), dtype=torch.int64)
+            asked[there] = topk_tokens[at]
+            told = replace(told, topk_tokens=asked)
+            logprobs = self.learner.topk_logprobs(told, telling.teacher)
+        found = logprobs.new_full(topk_tokens.shape, torch.nan)
         found[at] = logprobs[there]
-        return replace(batch, symbols=symbols), found
+        return replace(batch, topk_tokens=topk_tokens), found
 
 
 def _taught(distill: TopKDistillation, learner: Learner, batch: Batch) -> tuple[Tensor, Tensor]:
     """The tokens [N, K] on which teacher and policy are compared, and the teacher's log-probs."""
     if distill.of == "teacher":
         return learner.top(batch, distill.k, "teacher")
-    symbols, _ = learner.top(batch, distill.k)
-    return symbols, learner.symbol_logprobs(replace(batch, symbols=symbols), "teacher")
+    topk_tokens, _ = learner.top(batch, distill.k)
+    return topk_tokens, learner.topk_logprobs(replace(batch, topk_tokens=topk_tokens), "teacher")

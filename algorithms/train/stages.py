@@ -98,9 +98,11 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
 
 def load_algorithm(config: RunConfig) -> Algo:
     """Build the algorithm of the run file. Raises ConfigError for settings that do not fit it."""
-    streams = factory.available_streams(config)
+    supplies = factory.available_outputs(config)
     settings = config.algorithm
-    algo = registry.make(settings.preset, settings.options, streams=streams, root=Path(config.root))
+    algo = registry.make(
+        settings.preset, settings.options, supplies=supplies, root=Path(config.root)
+    )
     if config.judges:
         check_judges(config, algo)
     if config.data.name:

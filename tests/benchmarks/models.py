@@ -1,4 +1,4 @@
-"""Which classes of transformers are trained correctly: learner and engine against a model's own forward pass.
+"""Which classes of transformers are trained correctly, compared with a model's own forward pass.
 
 Every class of `MODEL_FOR_CAUSAL_LM_MAPPING`, and the image-text classes that can be policies, small
 (see `model_classes`) and random. The reference is the model as transformers runs it: float32, SDPA
@@ -6,7 +6,7 @@ or eager, one row at a time, on rows beyond every window, chunk and index, with 
 rows that the proof at load has not seen. `right`: log-probs and every gradient of the learner,
 and the log-probs that the engine reports, are the model's own, in batches; `plain`: the same, where
 learner or engine take one row at a time; `refused`: a sentence at load; `wrong`: other values;
-`bare_errors`: an error without a clear message. Gradients are relative to the largest one of the class.
+`bare_errors`: an unclear error. Gradients are relative to the largest one of the class.
 
     python -m tests.benchmarks.models --group 1/3 --json   # each ends within ten minutes
     python -m tests.benchmarks.models --write   # the page, from stored figures

@@ -286,7 +286,7 @@ class VerlLearner(PolicyWeights):
         """Raise PolicyError: verl's workers compute no such log-probs."""
         raise PolicyError("the verl learner gives log-probs of sampled tokens only, no top_tokens")
 
-    def symbol_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
+    def topk_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
         """Raise PolicyError: verl's workers compute no such log-probs."""
         return self.top(batch, 1, of)[1]
 

@@ -41,7 +41,7 @@ class Recorder(LearnerDefaults):
     broken: set[int] = dataclasses.field(default_factory=set)  # optimizer steps that change nothing
 
     def logprobs(self, batch: Batch) -> Tensor:
-        return batch.behaviour + self.shift * len(self.batches)
+        return batch.sampler_logprobs + self.shift * len(self.batches)
 
     def step(
         self,
@@ -70,7 +70,7 @@ class Recorder(LearnerDefaults):
 
 def test_an_entropy_bonus_learns_where_credit_does_not() -> None:
     learner = Recorder()
-    algo = registry.make("grpo", {"entropy": 0.25}, streams=learner.supplies)
+    algo = registry.make("grpo", {"entropy": 0.25}, supplies=learner.supplies)
     config = RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0))
     found = Updater(config, algo, learner).update(0, [group("a", 1.0, 1.0)])
     assert found["update/skipped"] == 0
