@@ -302,7 +302,7 @@ def test_a_step_without_an_answer_is_reported_once(
         updater.update(step, [flat_group(tokenizer, [0.0, 0.0])])
     lines = [r.getMessage() for r in caplog.records if "+echo" in r.getMessage()]
     assert lines == [
-        "+echo: step 1 has no answer to learn from: no message of role tool and tool search "
+        "+echo: step 1 has no observation to learn from: no message of role tool and tool search "
         "follows an action in a prompt that continues its tokens"
     ]
 

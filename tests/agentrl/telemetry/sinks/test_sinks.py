@@ -304,7 +304,7 @@ def test_a_sink_that_fails_or_hangs_delays_no_other(tmp_path: Path) -> None:
     run = msgspec.structs.replace(config(tmp_path, *names), root=str(tmp_path))
     asyncio.run(train(run, 0, 3))
     expected = {
-        "metrics sink broken.py:Fails: no licence. Training goes on",
+        "metrics sink broken.py:Fails: no licence. Training continues",
         "returned NoneType, which is no Sink: it has no write, close",
         "wrote 2",
     }
