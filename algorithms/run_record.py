@@ -52,7 +52,7 @@ ROLLOUTS_LISTED = 2048  # rollouts whose tasks, results and rewards are read
 NEARLY_ALL = 0.9  # share that counts as nearly all sampled rollouts
 EARLY = 20  # steps within which a run without improvement may just need more time
 LATEST_STEPS = 4  # last steps whose rollouts are always read
-ENDS_READ = 64  # rollouts with calls, at each end of a run
+ENDS_READ = 64  # rollouts to read with calls, at the start and at the end of a run
 ALIKE_READ, ALIKE_EACH = 24, 4  # sets of equal rollouts with calls, and rollouts of each set
 
 
@@ -85,7 +85,7 @@ class PolicyRun:
     before: Sequence[Rollout] = ()
     after: Sequence[Rollout] = ()
     start: Mapping[str, float] = field(default_factory=dict)  # metrics of the first step
-    untouched: int = 0  # held-out tasks that were not trained, where others were: the scores' tasks
+    untouched: int = 0  # untrained held-out tasks if others were trained; scores use only these
     audited: Audited = NOT_AUDITED
     hacked: Sequence[Sign] = ()  # signs that have crossed their limit in the newest rollouts
 
@@ -96,7 +96,7 @@ class PolicyRun:
 
     @property
     def risen(self) -> bool:
-        """Whether anything rose that the run was to raise."""
+        """Whether the trained reward or a score rose."""
         more = [self.trained] if self.trained else []
         return any(change.risen for change in (*self.changes.values(), *more))
 
@@ -121,8 +121,8 @@ class PolicyRun:
 
     @property
     def counted(self) -> Sequence[Mapping[str, float]]:
-        """The metrics of the steps; before the first step the failures of the evaluation, which may
-        have ended the run."""
+        """The metrics of the steps. Before the first step: the failures of the evaluation, because
+        they may have ended the run."""
         failed = Counter(
             f"rollouts/failed/{row.failure.kind}" for row in self.heldout if row.failure
         )
@@ -216,14 +216,14 @@ async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
 
 
 def measured_first(measured: Sequence[StepRow]) -> Mapping[str, float]:
-    """The metrics of the first committed step; none without one."""
+    """The metrics of the first committed step; empty before it."""
     return next((row.metrics for row in measured if row.committed), {})
 
 
 async def _latest(
     store: Store, run: str, rows: Sequence[StepRow], listed: Sequence[Rollout]
 ) -> list[Rollout]:
-    """Training rollouts of the last steps, of a run that has more than are listed."""
+    """Training rollouts of the last steps, if the run has more rollouts than `listed`."""
     if len(listed) < ROLLOUTS_LISTED:
         return []
     steps = [row.step for row in rows[-LATEST_STEPS:]]
@@ -232,7 +232,7 @@ async def _latest(
 
 
 async def _last_played(store: Store, run: str, rows: Sequence[StepRow]) -> list[Rollout]:
-    """Rollouts that the last steps trained, with calls if known."""
+    """Rollouts that the last steps trained. If any has stored calls, only those that have."""
     read = [
         await store.rollouts(run, purpose=Purpose.TRAIN, trained=row.step) for row in rows[-STEPS:]
     ]
@@ -271,7 +271,8 @@ async def _with_calls(store: Store, rows: Sequence[Rollout]) -> list[Rollout]:
 
 
 async def _newest(store: Store, run: str, policy: str | None) -> list[Rollout]:
-    """Rollouts that have ended, with their calls. policy: None: of any, and without calls too."""
+    """The newest rollouts that have ended, with their calls. policy: only rollouts with calls of
+    it; None: all."""
     page = await store.search(run, policy=policy, purpose=Purpose.TRAIN, limit=ROLLOUTS_READ)
     traces = [await store.trace(row.id) for row in page.rows]
     return [replace(one.rollout, transitions=one.transitions) for one in traces if one]

@@ -1,11 +1,11 @@
 """The runner, a process or a thread: its worker, its gateway's features, and its start.
 
 A worker claims rollouts, runs an attempt of each and stores its outcome. It owns one task for each
-attempt in progress, at most `concurrency` of them running an agent. With `prepare` more are claimed
-ahead; with `score` attempts leave their slot after their run.
-Invariant: an attempt ends in exactly one way: its outcome is stored; the worker, when it is
-stopped, returns it to the queue because it did not end within `drain`; or its lease expires. An
-attempt that has lost its lease is stopped and its outcome discarded.
+attempt in progress; at most `concurrency` of them run an agent. With `prepare` it claims more
+attempts early; with `score` an attempt frees its slot before it is scored. Invariant: an attempt
+ends in exactly one way: its outcome is stored; the worker, when it is stopped, returns it to the
+queue because it did not end within `drain`; or its lease expires. An attempt that has lost its
+lease is stopped and its outcome discarded.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ END_CHECK_INTERVAL = 2.0  # seconds between checks whether the run has ended
 class PlayedEnvironment:
     """An environment that plays the rollouts of a run in place of an agent."""
 
-    name: str  # for messages; its faults are not the policy's
+    name: str  # for messages, which blame the environment and not the policy
     role_rules: Sequence[RoleRule] = ()
     make_executor: Callable[[], Executor] | None = None  # default: the executor of the run file
 
@@ -382,8 +382,8 @@ async def attempt_runner(
     *,
     find_environment: FindEnvironment | None = None,
 ) -> AsyncIterator[AttemptRunner]:
-    """Start the gateway, executor and verifier of a run. `features`: more of the gateway. Raises
-    ConfigError for a run that an environment plays, without `find_environment`."""
+    """Start the gateway, executor and verifier of a run. `features`: additional features of the
+    gateway. Raises ConfigError for a run that an environment plays, without `find_environment`."""
     if find_environment is not None:
         played = find_environment(config, root)
     elif config.agent.path.startswith(f"{SCHEME}:"):
@@ -482,7 +482,7 @@ class RunnerThread:
         root: Path | None = None,
     ) -> None:
         self.done: Future[None] = Future()  # raises the error that ended the runner
-        self.done.set_running_or_notify_cancel()  # prevents that a waiting caller cancels it
+        self.done.set_running_or_notify_cancel()  # so that a waiting caller cannot cancel it
         self._loop = UserCodeLoop()
         self._stop = asyncio.Event()
         self._runner = partial(
@@ -529,8 +529,8 @@ async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | No
 
 
 def _tune_gc() -> None:
-    """Raise the thresholds: agents create many short-lived objects without cycles, and the defaults
-    cost a LangChain agent a tenth of its speed."""
+    """Raise the thresholds of garbage collection: agents create many short-lived objects without
+    cycles, and the defaults cost a LangChain agent a tenth of its speed."""
     freeze_loaded()
     gc.set_threshold(20_000, 20, 50)
 

@@ -1,7 +1,7 @@
 """Building blocks of plug-ins.
 
-Observations as text, the action that a reply names, tools, tasks of seeds and of names, and the
-search for replies that solve a task.
+They render observations as text, parse actions from replies, convert tools, make tasks from seeds
+or names, and search for replies that solve a task.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LAST_MOVE = re.compile(r"(?m)^  \(\w+\)$")  # highlighted text in Gymnasium's re
 DIGITS = re.compile(r"(\.\d{3})\d+")
 PYTHON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
-SEARCH = 20.0  # seconds for the search for a solution
-MAX_NUMBERS = 400  # of an observation; more indicate an image
+SEARCH = 20.0  # maximum seconds of a search for a solution
+MAX_NUMBERS = 400  # numbers in an observation; an image has more
 
 
 def shown(value: Any) -> str:
@@ -79,8 +79,8 @@ def named(reply: Message, actions: Iterable[str]) -> str | None:
 
 
 def chosen(reply: Message, names: Sequence[str], space: Any) -> Any:
-    """The action of Gymnasium's space that a reply names, or None: the last of `names`, which are
-    those of a discrete space, else its last numbers."""
+    """The action of Gymnasium's space that a reply names, or None. In a discrete space it is the
+    last of `names` in the reply, in other spaces the reply's last numbers."""
     if names:
         name = named(reply, names)
         return None if name is None else space.start + list(names).index(name)
@@ -143,7 +143,7 @@ def _by_role(roles: list[str], way: list[str]) -> list[str] | dict[str, list[str
 
 
 class Seeded(Environment):
-    """An environment whose tasks are seeds: `episodes` for training, as many others held out."""
+    """An environment with seeds as tasks: `episodes` for training, and as many held out."""
 
     episodes = 64
 
@@ -188,7 +188,7 @@ def as_tool(doc: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fifths(names: Iterable[str], split: str) -> list[dict[str, Any]]:
-    """Tasks that are names, every fifth held out; fewer than five are in both splits."""
+    """A task for each name, every fifth held out. Fewer than five tasks are in both splits."""
     known = list(names)
     kept = [name for i, name in enumerate(known) if (i % 5 == 4) == (split == "heldout")]
     chosen = kept if len(known) >= 5 else known

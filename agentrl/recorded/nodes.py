@@ -23,7 +23,7 @@ EXAMPLES = 3  # details that are printed per kind
 
 
 class Call(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A model call, with messages and tools as chat completions have them."""
+    """A model call, with messages and tools in the format of chat completions."""
 
     messages: list[Object]
     answer: Object | None  # None: the trace does not have it
@@ -193,7 +193,7 @@ def usage(given: Any, cost: Any = None) -> Object:
 
 
 def first(given: Object, *names: str) -> Any:
-    """The first of the fields that is there and not null."""
+    """The value of the first field that is present and not null."""
     return next((given[name] for name in names if given.get(name) is not None), None)
 
 
@@ -201,7 +201,7 @@ SAMPLING = ("temperature", "top_p", "max_tokens")
 
 
 def sampling(*given: Any) -> Object:
-    """The options of sampling in the first of the objects that has each."""
+    """The sampling options, each from the first object that has it."""
     found: Object = {}
     for one in map(obj, given):
         more = one | {
@@ -214,7 +214,7 @@ def sampling(*given: Any) -> Object:
 
 
 def shortened(value: Any, issues: Issues, where: str) -> Any:
-    """The value with texts that no model could have read cut off."""
+    """The value, with texts cut off after MAX_FIELD_CHARS."""
     if isinstance(value, str):
         if len(value) <= MAX_FIELD_CHARS:
             return value

@@ -47,7 +47,7 @@ from agentrl.telemetry.report import (
     roles_without_calls,
 )
 
-# Width from which an interval is printed; fewer than about 25 tasks have such a wide one.
+# Width of an interval above which it is printed, as for fewer than about 25 tasks.
 WIDE = 0.35
 BAR = 30  # columns
 REDRAW_INTERVAL = 0.5  # seconds between redraws
@@ -86,7 +86,8 @@ async def show_progress(
     first: Callable[[float], object] = lambda at: None,
 ) -> None:
     """Show a run until cancelled: live on a terminal, else in lines; quiet: warnings only. first:
-    prints the log lines of processes up to a time, before newer rows of the store are printed."""
+    prints the log lines of processes up to a time; called before newer rows of the store are
+    printed."""
     console = console or Console()
     progress, warnings = Progress(config), RunWarnings(config, console, first=first)
     if not quiet:
@@ -167,7 +168,7 @@ class Progress:
     rows: list[StepRow] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     ready: bool = False
-    fractions: bool = True  # whether all rewards so far are: then they are percentages
+    fractions: bool = True  # all rewards so far are from 0 to 1, so they are shown as percentages
 
     async def update(self, store: Store) -> None:
         """Read new steps only: a committed step changes only if it is rolled back."""
@@ -186,8 +187,8 @@ class Progress:
         return [row for row in self.rows if row.committed]
 
     def seconds_left(self) -> float | None:
-        """Estimated from the last ten steps and from all evaluations, without the first, which also
-        wait for the agents; None before the first step."""
+        """Estimated from the last ten steps and from all evaluations. The first of each is left
+        out, because it includes the start of the agents. None before the first step."""
         rows, steps, every = self.committed, self.config.steps, self.config.eval.every
         if not rows:
             return None
@@ -251,7 +252,7 @@ class Progress:
         parts = [f"held-out {self.number(score)}{self._of(row)}"] if score is not None else []
         functions = function_names([row]).items()
         parts += [f"{label} {row.metrics[name]:.3g}" for name, label in functions]
-        # A warm-up has trained it.
+        # After a warm-up the policy is no longer untrained.
         first = "before the first step" if self.config.warmup.data else "untrained"
         when = f"after step {row.step}" if row.step else first
         when = f"{when}:" if self.config.steps else ""  # `agentrl eval` scores any checkpoint
@@ -380,7 +381,8 @@ class LogFollower:
     level: int
     files: Sequence[Path]
     _read: dict[Path, int] = field(default_factory=dict)  # bytes read
-    _alike: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)  # and the last
+    # Count, last message.
+    _alike: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._read = {file: file.stat().st_size for file in self.files if file.is_file()}
@@ -395,7 +397,7 @@ class LogFollower:
         finally:
             self.look()
             for (level, _), (count, last) in self._alike.items():
-                # Each process logs one at its start.
+                # Each process may log such a message at its start.
                 if count > len(self.files) and level != "info":
                     self._say(f"{level}: {count - 1} more like it, the last one: {last}")
 
@@ -430,7 +432,8 @@ class LogFollower:
 
 
 def _logged_at(line: bytes) -> float:
-    """In unix seconds, the end of its millisecond; 0 for a line that continues another."""
+    """The time of a log line in unix seconds, at the end of its millisecond; 0 for the later lines
+    of a message."""
     try:
         return datetime.fromisoformat(line[:23].decode().replace(",", ".")).timestamp() + 1e-3
     except ValueError:

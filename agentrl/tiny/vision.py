@@ -27,7 +27,7 @@ from agentrl.core.types import Json
 from agentrl.tiny import models as text
 
 TinyKind = Literal["llava", "qwen2_5_vl", "qwen3_vl"]
-SIDE = 28  # pixels of the images that LLaVA's copies see
+SIDE = 28  # side of images for LLaVA, in pixels
 IMAGE, VIDEO = "<image>", "<video>"  # placeholders
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -95,7 +95,7 @@ def make_model(
     """A model like that of `make` for a given tokenizer, which gets a token for images. Raises
     PolicyError if transformers is too old."""
     check_version(f"a tiny {kind}")
-    if IMAGE not in tokenizer.all_special_tokens:  # also where it touches other text
+    if IMAGE not in tokenizer.all_special_tokens:  # special tokens match without spaces around them
         tokenizer.add_special_tokens(
             {"additional_special_tokens": [IMAGE]}, replace_extra_special_tokens=False
         )
@@ -167,7 +167,7 @@ def _plain(message: dict[str, Json]) -> dict[str, Json]:
 
 
 def _with_images(row: TokenRow, messages: text.Conversation, encoder: ImageInputs) -> TokenRow:
-    """A row with the tokens of the messages' images in place of their placeholders."""
+    """A row in which the placeholders of images are replaced by the images' tokens."""
     images = [encoder.catalogue.add(data_of(url)) for url in image_urls(messages)]
     own = row.tokens == encoder.model.config.image_token_id
     if not images:
@@ -210,7 +210,7 @@ def _llava(
 def _qwen(
     kind: str, shape: dict[str, Any], image: int, hidden: int, patch: int, most: int
 ) -> tuple[Any, Any]:
-    eighth = hidden // 64  # of half a head's size
+    eighth = hidden // 64  # an eighth of half the head dimension
     sections = [2 * eighth, 3 * eighth, 3 * eighth]
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
     shape |= {"rope_parameters": rope, "tie_word_embeddings": True}

@@ -22,11 +22,11 @@ from agentrl.view.records import MAX_TEXT_CHARS, gist, placed, text_of
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
-MAX_LINE_CHARS = 400  # characters
-# An address of the store; not of the list of runs (`/`, `/runs`) or of styles. Texts of agents have
-# no quotation mark here, because all are escaped.
+MAX_LINE_CHARS = 400
+# A link to a page of the store, but not to the list of runs (`/`, `/runs`) or to styles. Agents'
+# texts cannot match, because their quotation marks are escaped.
 OWN_ADDRESS = re.compile(r'\b(href|action|src)="/(?=[a-z])(?!static/|at/|runs[?"])')
-# Digests of the images of a page that is rendered for export; agents' texts have no quotation mark.
+# Digests of the images of an exported page. Agents' texts cannot match, as above.
 EXPORTED = re.compile(r'<img data-image="([0-9a-f]{64})"')
 
 
@@ -36,7 +36,7 @@ def shown(value: float | None, form: str = ".4g") -> str:
 
 
 def score(value: float | None, percent: bool = True) -> str:
-    """A score as text: a percentage if its kind lies in 0 to 1."""
+    """A score as text. percent: for scores from 0 to 1."""
     if value is None or math.isnan(value):
         return shown(value)
     if not percent:
@@ -129,8 +129,8 @@ def render(
     using: Environment | None = None,
     **more: Any,
 ) -> str:
-    """A page as HTML. `layout`: base.html, or bare.html for the content only; `base`: where the
-    addresses of its store begin, which templates write without it; `using`: other filters."""
+    """A page as HTML. `layout`: base.html, or bare.html for the content only; `base`: prefix of
+    links to pages of the store, which templates omit; `using`: other filters."""
     values: dict[str, Any] = {"title": page.title, "run": None, "layout": layout, "base": base}
     values |= {"export": False, "tokens_of": None, "values_of": None, "image_urls": None}
     text = (using or environment()).get_template(page.template).render(values | page.values | more)

@@ -1,4 +1,4 @@
-"""Inspect's tasks; each sample is a task of its own for the rollouts.
+"""Inspect's tasks. Each sample of an Inspect task is a task of the run.
 
 WHAT is a task, such as `inspect_evals/gsm8k` or `prices.py@prices`. Other models that a task calls,
 such as `grader`, are roles.
@@ -21,7 +21,8 @@ from agentrl.environments.plugins.verdicts import (
     scores,
 )
 
-SAMPLING = dict.fromkeys(("temperature", "top_p", "top_k", "seed", "num_choices"))  # the run's
+# Unset, so that the run's sampling settings apply.
+SAMPLING = dict.fromkeys(("temperature", "top_p", "top_k", "seed", "num_choices"))
 GRADER = 'it asks the role grader: set environment_options.roles = ["grader"]'
 
 
@@ -31,8 +32,8 @@ class Inspect(Environment):
 
     def __init__(self, what: str, score: str = "", roles: Any = (), messages: int = 100,
                  **arguments: Any) -> None:  # fmt: skip
-        """`score`: the score that counts, if there are several. `roles`: roles that cannot be
-        derived from the task. `messages`: maximum number."""
+        """`score`: the score to use as reward, if there are several. `roles`: roles that cannot be
+        derived from the task. `messages`: maximum number of messages."""
         from inspect_ai._eval.loader import load_tasks
         from inspect_ai._util.registry import registry_info, registry_params
         from inspect_ai.util._display import init_display_type
@@ -66,7 +67,7 @@ class Inspect(Environment):
         from inspect_ai.dataset import MemoryDataset
         from inspect_ai.model import get_model
 
-        def model(at: Endpoint) -> Any:  # its Responses API would first send a probe
+        def model(at: Endpoint) -> Any:  # Inspect's client of the Responses API would send a probe
             given = {"base_url": at.url, "api_key": at.key, "responses_api": False}
             return get_model(f"openai/{at.model}", memoize=False, **given)
 

@@ -41,7 +41,7 @@ def is_trace(row: Object) -> bool:
 def read_trace(row: Object, issues: Issues) -> Iterator[Node | Note]:
     """A trace or a span in the format of the Agents SDK's exporter."""
     if row["object"] == "trace":
-        return  # its spans have it all but the workflow's name
+        return  # the spans have everything except the workflow's name
     data, id = obj(row.get("span_data")), str(row.get("id") or "")
     trace, kind = str(row.get("trace_id") or ""), str(data.get("type") or "")
     if not (trace and id):
@@ -84,7 +84,7 @@ def _call(data: Object, issues: Issues) -> Call:
     response, options = obj(data.get("response")), obj(data.get("model_config"))
     if data.get("type") == "response" and not response:
         issues.add(
-            "a response is named by its id alone, so its call has no answer",
+            "a response is given only by its id, so its call has no answer",
             str(data.get("response_id"))[:80],
         )
     asked = messages.messages_of(data.get("input"))

@@ -307,7 +307,7 @@ def _tool(known: Object, name: str) -> ToolUse:
 
 
 def _call(known: Object, events: Events) -> Call:
-    """A model call, read by the convention in which its messages are."""
+    """A model call, in any of the conventions for messages."""
     asked, answer = _messages(known, events)
     tools = first(
         known, "gen_ai.tool.definitions", "gen_ai.request.tools", "model_request_parameters"
@@ -431,7 +431,7 @@ def _from_fields(fields: Object) -> Object:
 
 
 def _from_events(recorded: list[Object]) -> tuple[list[Object], Object | None] | None:
-    """Read the oldest form: an event per message, and one per choice."""
+    """Read the oldest form: one event per message and per choice."""
     asked: list[Object] = []
     answer = None
     for event in recorded:

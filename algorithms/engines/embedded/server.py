@@ -55,7 +55,7 @@ RequestBody = TypeVar("RequestBody")
 MAX_BODY_BYTES = 64 * 2**20  # bytes of a request
 MIN_BODY_LIMIT = 4 * 2**20  # bytes of a request that every server reads
 ESCAPED = 6  # maximum bytes of JSON per character
-LARGE = 2**16  # bytes of a request that is read outside the event loop
+LARGE = 2**16  # bytes; larger requests are read outside the event loop
 REASONING_OPENER = 16  # last tokens of a prompt, which may open the reasoning
 MIN_TEMPERATURE = 1e-30  # positive; logits are divided by it in float32
 
@@ -282,7 +282,7 @@ class Routes:
 
     async def _stamp(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add headers: responses without a version, such as errors, get that of the default policy.
-        Options that are only hints, such as strict tool schemas, do not change sampling."""
+        `x-processors: none` says that no option changed the logits."""
         response.headers.setdefault(VERSION_HEADER, str(self._calls.versions[self._name]))
         response.headers["x-processors"] = "none"
 
@@ -352,12 +352,12 @@ class EmbeddedServer:
     ) -> None:
         """port: 0: any free one. max_context: maximum tokens of prompt and completion, capped by
         the model's positions. threads: 0: see `engine.threads`. defaults: sampling of requests that
-        do not set it. keys: whether running calls recompute or keep their cached keys when weights
-        change; None: weights do not change while calls run. With recomputed keys the log-prob of a
-        token is exactly that of its reported version; with kept keys it is that of the mixture of
-        versions from which it was sampled. access: API keys and certificate. Serves every existing
-        adapter under its name, and the model without adapters as `name`, if no adapter has that
-        name. Requests without a model name get `name`.
+        do not set it. keys: whether running calls recompute or keep their KV cache when weights
+        change; None: weights do not change while calls run. With a recomputed cache the log-prob of
+        a token is exactly that of its reported version; with a kept cache it is that of the mixture
+        of versions from which the token was sampled. access: API keys and certificate. Serves every
+        existing adapter under its name, and the model without adapters as `name`, if no adapter has
+        that name. Requests without a model name get `name`.
 
         Logs how the model is computed; raises PolicyError if it cannot be served."""
         self.model = name

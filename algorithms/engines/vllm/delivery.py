@@ -28,7 +28,7 @@ from agentrl.algorithms.engines.vllm.weights import NewestWeights
 from agentrl.core.errors import PolicyError
 from agentrl.core.types import POLICY, Json
 
-# vLLM documents clear_cache as without effect here, but it does make calls recompute their keys.
+# vLLM documents clear_cache as without effect here, but calls do recompute their KV cache.
 PAUSE_ROUTE, RESUME_ROUTE = "/pause?mode=keep&clear_cache=true", "/resume"
 WEIGHTS, KEYS = "weights", "kv_cache"  # vLLM's tags of wake_up
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -38,9 +38,10 @@ class WeightDelivery:
     """The steps that transfer weights to servers; each may be repeated after a server has died.
 
     Invariant: before `load` opens a server or continues with the next, the server is awake, has the
-    newest weights of a policy and no reusable keys of older weights, and its log-probs match the
-    learner's. Weights change only while calls are held, or, while `swapping`, while vLLM is paused
-    between two steps or another version of the adapter is loaded. Writer: the `VllmServer`."""
+    newest weights of a policy and no reusable KV cache of older weights, and its log-probs match
+    the learner's. Weights change only while calls are held, or, while `swapping`, while vLLM is
+    paused between two steps or another version of the adapter is loaded. Writer: the
+    `VllmServer`."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class WeightDelivery:
         await self._sleep.wake(KEYS, self.control)
 
     async def send(self, policy: str, servers: VllmClient) -> None:
-        """Send the newest weights of a policy, and drop cached keys of older weights."""
+        """Send the newest weights of a policy, and drop the KV cache of older weights."""
         with self.timed("send"):
             await self._weights.send(policy, servers)
         serving = self._weights.serving
@@ -171,7 +172,7 @@ class SleepCycle:
     async def sleep(self, servers: VllmClient) -> None:
         """Put vLLM to sleep. Calls must be held."""
         if self.level:
-            # mode=abort ends requests of other clients, because their keys are lost.
+            # mode=abort ends requests of other clients, because their KV cache is lost.
             await servers.post(f"/sleep?level={self.level}&mode=abort")
             self._asleep = {WEIGHTS, KEYS}
             self.may_start.clear()
@@ -262,6 +263,7 @@ class ParityCheck:
                 )
 
     def _scored(self, policy: str, tokens: list[int]) -> list[float]:
-        """The learner's log-probs. Its name of a whole model differs from the fleet's."""
+        """The learner's log-probs. Without adapters, learner and fleet name the model
+        differently."""
         whole = next(iter(self.learned.adapters), POLICY)
         return self.learned.score(policy if self.serving.adapters else whole, tokens)

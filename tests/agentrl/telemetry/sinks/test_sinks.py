@@ -205,7 +205,9 @@ async def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(sink_module, "save_position", full)
-        with pytest.raises(SinkError, match=r"memory: .*No space left on device\. Training goes"):
+        with pytest.raises(
+            SinkError, match=r"memory: .*No space left on device\. Training continues"
+        ):
             await drain(run)
     await drain(run)
     assert [r.step for r in memory.rows] == [0, 0]  # what was not remembered is given again
