@@ -58,7 +58,8 @@ from agentrl.telemetry.console import LogFollower, show_progress
 from agentrl.telemetry.report import print_report
 from agentrl.telemetry.sinks import check_sinks, followed, sinks_process
 
-DEMONSTRATIONS = "demonstrations.jsonl"  # given as objects, in the output folder
+# File in the output folder for demonstrations given as objects.
+DEMONSTRATIONS = "demonstrations.jsonl"
 # Files of a run in its output folder, which `--fresh` deletes.
 RUN_OUTPUTS = (
     *("store.db*", "run.json", "logs", "checkpoints", "plan.json", "dumps"),
@@ -144,7 +145,7 @@ class Trainer:
         self.callbacks = callbacks
         parameters = {"agent": agent, "tasks": tasks, "verifier": verifier, "policy": policy}
         self.given = given(parameters, heldout, settings)
-        self._stopped = ""  # where a stopped run continues
+        self._stopped = ""  # step from which a stopped run continues
 
     def fit(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """Train to the end, or resume a stopped run of this name. fresh: start over;
@@ -158,7 +159,7 @@ class Trainer:
     async def fit_async(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """`fit` for an event loop. If it is cancelled, it stops its processes."""
         tables, agent, verifier, train, heldout, demonstrations = self.given
-        if demonstrations is not None:  # named for the checks, and written after them
+        if demonstrations is not None:  # the checks need the file's name; it is written after them
             tables = {**tables, "warmup": tables["warmup"] | {"data": DEMONSTRATIONS}}
 
         def resolved() -> RunConfig:
@@ -536,7 +537,8 @@ async def refuse_changes(store: Store, config: RunConfig) -> None:
         )
 
 
-STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps and its writer's epoch
+# Name of a checkpoint: number of steps, epoch of its writer.
+STEPS = re.compile(r"(\d+)(?:\.\d+)?$")
 
 
 @dataclass(frozen=True, slots=True)

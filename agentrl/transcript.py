@@ -74,7 +74,7 @@ class TracePage(NamedTuple):
     """Some calls of a rollout."""
 
     trace: Trace  # with these calls only
-    first: int  # position of the first of them
+    first: int  # position of the first shown call
     total: int  # calls of the rollout
     before: Transition | None  # the call before these calls
 

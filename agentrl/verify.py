@@ -218,7 +218,7 @@ class _Mathematics:
             process.stdin.flush()
             if answer := process.stdout.readline():
                 return answer == "true\n"
-            self.close()  # its alarm has ended it
+            self.close()  # its alarm has ended the process
         return False
 
     def _running(self) -> subprocess.Popen[str]:

@@ -223,7 +223,7 @@ def decoding(network: Any, rows: int) -> float:
 GIB = 2**30
 USABLE_MEMORY = 0.9  # fraction of the memory
 WIDTHS = {"4bit": 0.6, "8bit": 1.1}  # bytes per weight, including embeddings and scales
-SERVING = 1.2  # memory of vLLM without keys and values, as a multiple of its weights
+SERVING = 1.2  # vLLM's memory without the KV cache, as a multiple of its weights
 # Bytes of a training process without weights. Builds of torch differ by half a gigabyte, so it is
 # the current size of this process, which has imported torch, plus 0.1 GB that are allocated until
 # the first step.

@@ -30,7 +30,7 @@ STEPS = 4  # last steps that are analysed together
 MIN_ROLLOUTS = 16  # for a correlation
 MIN_SPREAD = 1e-6  # standard deviation that both variables of a correlation need
 MIN_PAID = 4  # rollouts of a share
-FEW_VALUES = 4  # rewards of more different values are graded, as by distance
+FEW_VALUES = 4  # more distinct reward values indicate a graded reward, such as a distance
 # Share of the highest reward from which an answer counts as rewarded.
 PAID, PAID_GRADED, PAID_WHOLE = 0.75, 0.9, 0.9999
 LONG_ANSWER = 40  # characters from which a length bonus is possible
@@ -38,7 +38,7 @@ MAX_ANSWER_CHARS = 60  # of a right answer that is searched in rewarded answers
 MAX_READ_CHARS = 4000  # of an answer, from its end, in which the right one is searched
 SHOWN = 60  # characters of an answer
 FIRST_ROLLOUTS = 256  # of a run, used to find the field with the right answer
-KEY_STEPS = 8  # steps in which that is tried
+KEY_STEPS = 8  # steps in which the search for the field is tried
 MIN_EACH = 8  # rollouts with and without a reward, needed to find the field
 MIN_PAID_HAVE, MAX_UNPAID_HAVE = 0.75, 0.25  # shares of answers with the value of that field
 DOCUMENT, REPORT = "audit", "report"  # documents of the store, written by `agentrl.audit`

@@ -48,7 +48,7 @@ ANSWERS = (
 # Maximum tokens: the last of the prompt and the first of the answers.
 PROMPT_TOKENS, ANSWER_TOKENS = 48, 12
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # allowed difference of log-probs
-QUANTIZED = {"4bit": 0.1, "8bit": 0.2}  # their kernels round, and 8bit depends on the batch
+QUANTIZED = {"4bit": 0.1, "8bit": 0.2}  # quantised kernels round; 8bit also depends on the batch
 # Allowed distance of a trie from float32, relative to that of rows. SmolLM2-135M: 1.0 to 1.2; with
 # one branch shifted by a position: 4.
 FACTOR = 1.5

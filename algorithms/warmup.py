@@ -54,7 +54,7 @@ PATIENCE = 3  # checks without a lower loss that end the warm-up; one or two may
 # Minimum number of steps: while its learning rate rises, a short warm-up may raise the loss for a
 # while, and ending then would restore the weights of the first steps.
 MIN_PATIENCE = 12
-GAIN, NATS = 0.01, 0.002  # a loss counts as lower if it is by this fraction and this many nats
+GAIN, NATS = 0.01, 0.002  # minimum decrease of a loss, as a fraction and in nats
 
 
 def warm_up(

@@ -155,7 +155,7 @@ def verdict(config: RunConfig, steps: Sequence[StepRow]) -> str:
 MIN_COMPARED = 4  # rollouts of each kind needed to compare rewards
 # Nats between sampler and learner at the same weights, from which log-probs cannot be trusted.
 LARGE_MISMATCH = 0.2
-ROUNDING_NATS = {"float32": 0.04}  # between them, per token, as rounding alone makes
+ROUNDING_NATS = {"float32": 0.04}  # difference per token that rounding alone causes
 COARSE_ROUNDING_NATS = 0.1  # nats, in dtypes shorter than float32
 # Updates since sampling, up to which sampler and learner count as having the same weights.
 FRESH = 0.2
@@ -327,7 +327,7 @@ def collapsed(run: PolicyRun) -> Reason:
 def not_better(run: PolicyRun) -> Reason:
     """Weights changed for long enough, but nothing improved."""
     updates = sum(step.get("update/steps", 0.0) > 0 for step in run.steps)
-    fallen = any(change.fallen for change in run.changes.values())  # reported by another reason
+    fallen = any(change.fallen for change in run.changes.values())  # another reason reports it
     if updates < MIN_UPDATES or not run.changes or fallen or run.risen or run.solved:
         return NO_REASON
     name, change = next(iter(run.changes.items()))
@@ -468,7 +468,7 @@ def missing_rewards(run: PolicyRun) -> Reason:
     text = f"{share:.0%} of the rollouts did not fail and could not be trained: they made no call "
     text += "of the policy, or too few rollouts of their group have a reward"
     if any(run.values("calls/refused")):
-        share = 0.0  # `inexact_calls` has the reason
+        share = 0.0  # the reason `inexact_calls` reports it
     return Reason(share, text, "agent.path: call the policy; algorithm.min_group: less")
 
 

@@ -42,7 +42,7 @@ from agentrl.store.base import Store
 from agentrl.store.rows import storable_text
 
 log = logging.getLogger("agentrl.runner")
-MAX_LOST = 2  # retries after a lost sandbox; losing it three times is the task's fault
+MAX_LOST = 2  # retries after a lost sandbox; a third loss is attributed to the task
 MAX_CAUSE_CHARS = 200  # of a failure's message before a hint, so that both fit on one line
 MAX_DIFF_CHARS = 20_000  # stored characters of an agent's changes to its workspace
 
@@ -151,7 +151,8 @@ class AttemptRunner:
                         ran = replace(ran, spans=await _with_diff(ran.spans, workspace))
                     is_scored = self._is_scored(active, ran)
                     if not (stages.scored_apart and is_scored):
-                        if is_scored:  # a verifier may end the process, and no other run follows
+                        # A verifier may end the process, because no other run follows.
+                        if is_scored:
                             ran = await self._keep_run(active, ran, *opened)
                         return await self._score(active, ran, *opened)
                 active.extend(math.inf)
@@ -298,7 +299,8 @@ class AttemptRunner:
             with self.gateway.scoring(attempt) as own, tracing.install().attempt(own):
                 async with asyncio.timeout(rollout.timeout) as limit:
                     rewards = await self.verifier.rewards(given)
-                if time.monotonic() > until:  # it blocked the event loop, which could not stop it
+                # The agent blocked the event loop, which could not stop it.
+                if time.monotonic() > until:
                     raise late
                 return [*rewards, *await self.verifier.audited(given, rollout.timeout)]
         except TimeoutError:

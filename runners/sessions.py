@@ -98,7 +98,8 @@ class Sessions(Feature):
         self._claiming = asyncio.Lock()  # so that the claimed rollout is the one just enqueued
         self._claim_id = uuid.uuid4().hex
         self.gateway = self._make_gateway(config)
-        self.gateway.attempts.open = True  # it needs no keys: `_attribute` checks the callers'
+        # The attempt has no key: `_attribute` checks the callers' keys.
+        self.gateway.attempts.open = True
 
     def _make_gateway(self, config: RunConfig) -> Gateway:
         roles = config.roles or {"agent": next(iter(config.upstreams))}
@@ -336,7 +337,7 @@ async def serve(config: RunConfig, *, started: Callable[[str], None], stop: asyn
             started(gateway.base_url)
             await asyncio.wait((keeping, stopping), return_when=asyncio.FIRST_COMPLETED)
             if keeping.done():
-                keeping.result()  # it ends by an error only
+                keeping.result()  # the task ends only by an error
         finally:
             stopping.cancel()
             keeping.cancel()
@@ -393,7 +394,7 @@ def said(message: Json) -> str:
 
 
 def redact(value: Json, patterns: Sequence[re.Pattern[str]]) -> Json:
-    if isinstance(value, str) and not IMAGE.fullmatch(value):  # a digest has no text of users
+    if isinstance(value, str) and not IMAGE.fullmatch(value):  # digests contain no text of users
         for pattern in patterns:
             value = pattern.sub(REDACTED, value)
     elif isinstance(value, dict):

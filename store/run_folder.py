@@ -112,7 +112,8 @@ async def hold(
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
-            with suppress(StoreError):  # then its lease ends, or the next start sees its end
+            # Otherwise the lease expires, or the next start sees that the process has ended.
+            with suppress(StoreError):
                 await store.hold_run(run, owner, lease=0.0)
     finally:
         HELD.discard(me.id)
@@ -306,7 +307,8 @@ def _files(folder: Path) -> Iterator[Path]:
             except OSError:
                 continue
             files = (Path(x.path) for x in entries if x.name.endswith(".db") and x.is_file())
-            mine = "runs" in one.absolute().parts  # elsewhere others have databases too
+            # In shared folders other users have databases too.
+            mine = "runs" in one.absolute().parts
             yield from (file for file in files if mine or not _is_another(file))
             below += [
                 Path(x.path)

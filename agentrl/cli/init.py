@@ -83,7 +83,7 @@ def init(folder: Path, model: str | None, traces: str | None, where: tuple[str, 
         from agentrl.models import pretrained
 
         measured = pretrained.settings(model)
-        measured["model"] = json.dumps(measured["model"], ensure_ascii=False)  # TOML has it so, too
+        measured["model"] = json.dumps(measured["model"], ensure_ascii=False)  # as in the TOML file
         text = Template(text).substitute(measured)
     plain = [] if model else [name for name in LANGCHAIN if find_spec(name) is None]
     try:

@@ -235,7 +235,7 @@ def view(
                 find(run)
         except NotFound:
             raise
-        except StoreError:  # several stores have it
+        except StoreError:  # several stores have this run
             start = f"/?q={quote(run or '')}"
         server.run(stores, host, port, start=start, browse=browse)
         return

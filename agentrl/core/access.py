@@ -121,7 +121,8 @@ class Access:
             return True
         context = ssl.create_default_context(cafile=self.certfile)
         context.check_hostname = False
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be self-signed
+        # The certificate need not be self-signed.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         return context
 
 

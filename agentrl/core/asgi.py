@@ -60,7 +60,8 @@ class AsgiServer(uvicorn.Server):
                 server_header=False,
                 date_header=False,
                 backlog=BACKLOG,
-                timeout_keep_alive=75,  # longer than the client's, which then closes first
+                # Longer than the client's time-out, so that the client closes first.
+                timeout_keep_alive=75,
                 # Otherwise an incomplete request would block the shutdown.
                 timeout_graceful_shutdown=SHUTDOWN_GRACE,
             )

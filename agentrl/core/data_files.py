@@ -141,7 +141,8 @@ def _unreadable(source: str, root: Path) -> str:
     reader = ParquetReader()
     with suppress(ArrowNotImplementedError):
         reader.open(root / source)
-    schema, count = reader.metadata.schema, reader.metadata.num_columns  # read before it failed
+    # Rows read before the error.
+    schema, count = reader.metadata.schema, reader.metadata.num_columns
     reader.close()
     leaves = [schema.column(number) for number in range(count)]
     untyped = [leaf for leaf in leaves if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY"

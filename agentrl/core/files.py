@@ -44,14 +44,16 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         partial.rename(path)
         _sync(path.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # it was renamed, unless an error occurred
+        # Exists only after an error, otherwise it was renamed.
+        shutil.rmtree(partial, ignore_errors=True)
         os.close(descriptor)
 
 
 def delete_partial(path: Path) -> None:
     """Delete the partial directories of `path` that no process is writing."""
     for partial in path.parent.glob(f"{glob.escape(path.name)}{PARTIAL}{'[0-9a-f]' * 8}"):
-        with suppress(OSError):  # its writer lives, another process deletes it, or no locks here
+        # Its writer runs, another process deletes it, or the file system has no locks.
+        with suppress(OSError):
             descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

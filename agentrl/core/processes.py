@@ -66,7 +66,7 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != int(parent):  # it died before the call to prctl
+    if os.getppid() != int(parent):  # the parent died before the call to prctl
         os.kill(os.getpid(), number)
 
 
@@ -172,7 +172,7 @@ class Child:
                 stderr=log,
                 env=environment() | self.variables,
                 pass_fds=self.files,
-                start_new_session=True,  # Ctrl-C reaches only the front, which stops its children
+                start_new_session=True,  # Ctrl-C reaches only the parent, which stops its children
             )
 
     async def wait(self) -> int:

@@ -27,7 +27,7 @@ from agentrl.runners.tracing import core as tracing
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of the environment must not mix with answers
+    os.dup2(2, 1)  # the environment's output must not mix with answers
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
     while True:

@@ -293,7 +293,8 @@ def verifier(named: Named) -> Callable[..., Awaitable[list[Reward]]]:
 
     async def verify(task: dict[str, Json], result: Json, trace: Trace) -> list[Reward]:
         if scores_itself and isinstance(result, dict) and result.get("environment") == named.name:
-            rows = msgspec.convert(result["rewards"], list[Reward])  # it has scored itself
+            # The environment has scored the rollout.
+            rows = msgspec.convert(result["rewards"], list[Reward])
             return with_outcome(rows, trace.transitions)
         if is_hosted(named):
             log = attempt_log.current()

@@ -29,7 +29,8 @@ from agentrl.core.types import Record, Rollout
 log = logging.getLogger("agentrl.algorithm")
 MAX_LONE_FAILURES = 3  # sessions that raised alone and wait for others to be trained
 SERVICES = (StoreError, OSError, aiohttp.ClientError, httpx.HTTPError)
-SETTINGS = (AgentRLError, AgentError, ConfigError)  # not the subclasses, which are about data
+# Not the subclasses, which report errors in the data.
+SETTINGS = (AgentRLError, AgentError, ConfigError)
 
 
 class Attempted(Record, frozen=True):
@@ -38,7 +39,8 @@ class Attempted(Record, frozen=True):
     step: int
     groups: list[str]
     once: list[str] = field(default_factory=list)  # groups that raised alone
-    twice: list[str] = field(default_factory=list)  # and again after others were trained
+    # Groups that raised alone again after others were trained.
+    twice: list[str] = field(default_factory=list)
 
     def judged(self) -> Attempted:
         """The next action after the step raised."""

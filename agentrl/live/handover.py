@@ -125,7 +125,7 @@ def _receive(connection: socket.socket) -> socket.socket | None:
             f"{_other_end(connection)}, the gateway of an earlier agentrl live, does not end: "
             "kill it, and rerun the command"
         ) from None
-    except OSError:  # it was killed
+    except OSError:  # the gateway was killed
         pass
     return found
 

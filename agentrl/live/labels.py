@@ -185,7 +185,8 @@ class Labeller:
     def _admitted(self, trace: Trace) -> Mark:
         """A mark with the decision whether the session counts."""
         row = trace.rollout
-        ended = ended_of(row) or self._clock()  # it failed before its end was written
+        # The labelling failed before the session's end was written.
+        ended = ended_of(row) or self._clock()
         digest = digest_of_session(trace.transitions)
         mark = Mark(ended=ended, day=_day_of(ended), digest=digest)
         return replace(mark, held=self._ledger.admit(row.id, user_of(row), mark))
@@ -236,7 +237,7 @@ class Labeller:
         """Write a label unless it is written already."""
         outcome = signals.weighted(mark.signals, self._weights)
         if math.isnan(outcome) and mark.ignored and _had_outcome(row):
-            mark = replace(mark, held=mark.ignored)  # its reward cannot be removed
+            mark = replace(mark, held=mark.ignored)  # the mark's reward cannot be removed
         known = math.isnan(outcome) or outcome == outcome_of(row)
         if mark == mark_of(row) and (mark.held or known):
             return

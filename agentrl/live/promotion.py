@@ -215,7 +215,7 @@ class Limit(NamedTuple):
     text: str  # description of the mean
     values: Sequence[float]  # 0 to 1, in their order
     usual: float  # mean of the other version
-    of: int  # values that it is the mean of
+    of: int  # number of values
     more: float
 
     @property
@@ -470,9 +470,7 @@ async def evaluate_heldout(store: Store, config: RunConfig) -> None:
     seated: list[int] = []
     while config.tasks.heldout:
         now = await known.state()
-        if (
-            lanes := _to_score(now)
-        ) != seated:  # a comparison continues with the tasks it began with
+        if (lanes := _to_score(now)) != seated:  # a comparison keeps the tasks of its start
             seated, digest = lanes, digest_of(config)
         if (version := unscored(now, digest)) is None:
             cursor = await store.wait(cursor, timeout=HELDOUT_INTERVAL)
@@ -584,7 +582,7 @@ async def scored(config: RunConfig, version: Version, digest: str) -> HeldOutSco
             raise AgentRLError("tasks, agent or verifier were changed while they were played")
         return await _read(settings, version.version, digest)
     except AgentRLError:
-        delete_directory(folder)  # its rollouts are played again
+        delete_directory(folder)  # the folder's rollouts are played again
         raise
     finally:
         await playing.stop()

@@ -129,7 +129,8 @@ class Lanes(Record, frozen=True):
 
     serving: int
     candidate: int | None = None
-    previous: int | None = None  # served before the last promotion, and continues its sessions
+    # Version served before the last promotion; it continues to serve its sessions.
+    previous: int | None = None
     share: float = 0.1
 
     def promoted(self) -> Lanes:
@@ -198,9 +199,9 @@ class Compared(Record, frozen=True):
     high: float
     means: tuple[float | None, float | None]
     clipped: int = 0
-    signals: dict[str, tuple[float | None, float | None]] = {}  # name -> means of the two
+    signals: dict[str, tuple[float | None, float | None]] = {}  # name -> means of the two versions
     held_out: tuple[float | None, float | None] = (None, None)
-    missing: tuple[int, int] = (0, 0)  # held-out rollouts without an outcome, which it leaves out
+    missing: tuple[int, int] = (0, 0)  # held-out rollouts without an outcome, which are left out
 
 
 class HeldOutScore(Record, frozen=True):
@@ -439,7 +440,7 @@ def mark_of(session: Rollout) -> Mark | None:
 def _read_mark(note: str) -> Mark:
     try:
         return msgspec.json.decode(note, type=Mark)
-    except msgspec.DecodeError:  # it was changed by hand, or another version of agentrl wrote it
+    except msgspec.DecodeError:  # changed by hand, or written by another version of agentrl
         return Mark(ended=0.0, day="", held=DAMAGED)
 
 

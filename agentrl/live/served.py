@@ -50,7 +50,7 @@ from agentrl.live.records import Lanes, LiveState, known_end, mark_of, outcome_o
 from agentrl.store.base import Store
 
 Array = np.ndarray[Any, np.dtype[Any]]
-EFFECTS = np.array([[0.05], [0.1], [0.2], [0.4]])  # differences that are bet on
+EFFECTS = np.array([[0.05], [0.1], [0.2], [0.4]])  # differences of means on which the test bets
 # Of the capital; the largest is for ten percentage points.
 WEIGHTS = np.log([[0.2], [0.5], [0.2], [0.1]])
 BOLDEST = 0.5  # maximum fraction of the capital that one session can lose

@@ -310,7 +310,8 @@ class Ledger:
         self.days: dict[str, Day] = {}
         self._per_user, self._weights = per_user, weights  # 0: no limit
         self._found: Outliers = {}, {}
-        self._found_at, self._known, self._new = -math.inf, 0, 0  # when; sessions then, and since
+        # Time of the last search; sessions then, and since.
+        self._found_at, self._known, self._new = -math.inf, 0, 0
 
     def admit(self, session: str, user: str, mark: Mark) -> str:
         """Why a session that has just ended does not count, independent of its signals; empty if it
@@ -319,7 +320,7 @@ class Ledger:
             return ""
         if (day := self._day(mark)) is None:
             return LATE
-        if day.has(session, user, mark):  # its label could not be written
+        if day.has(session, user, mark):  # the session's label could not be written
             return ""
         if day.first.get((user, mark.digest), session) != session:
             return REPEATED

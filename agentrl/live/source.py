@@ -240,7 +240,7 @@ class Live(Feature):
         await versions.start()
 
     async def before_step(self, step: int) -> None:
-        self.steps = step + 1  # once it is committed
+        self.steps = step + 1  # once the step is committed
 
     async def published(self) -> None:
         assert self.sessions is not None

@@ -323,7 +323,7 @@ class Versions:
             await asyncio.to_thread(self._copy, Path(wish.path), self.folder(version))
             await self._add(version, self.folder(version), "offered by hand", step, wish.path)
         except UNUSABLE as error:
-            if version in self.served:  # it is the store that failed, so it is announced later
+            if version in self.served:  # the store failed, so the version is announced later
                 raise
             await self._drop(known, version, f"{wish.path} cannot be offered: {error}")
 

@@ -130,7 +130,7 @@ class Chosen:
     """A checkpoint of a run, with the run's metrics."""
 
     saved: SavedCheckpoint
-    why: str  # it was chosen, for a message
+    why: str  # reason of the choice, for a message
     config: RunConfig  # the run's
     steps: Sequence[StepRow]
 

@@ -41,7 +41,7 @@ TEXTS = (
 )
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
 DEFAULTS = RunConfig()
-RARE = 0.01  # a probability of the end of a turn that no model has which was trained with it
+RARE = 0.01  # no model trained with this end of turn gives it so small a probability
 
 
 class Imported(NamedTuple):

@@ -134,7 +134,7 @@ async def serve_policies(
     if served.access.keyfile and not served.access.certfile:
         raise ConfigError("--keyfile needs --certfile")
     with in_words_of_the_command():
-        served.access.server_tls()  # fails before models are loaded
+        served.access.server_tls()  # raises errors before models are loaded
     async with AsyncExitStack() as stack:
         output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-serve-")))
         config = settings_of(served, output)

@@ -185,7 +185,7 @@ async def add_traces(store: Store, batch: Sequence[Recorded], done: Imported) ->
 async def _enqueue(store: Store, rollouts: list[NewRollout]) -> int:
     try:
         return await store.enqueue(rollouts)
-    except Conflict:  # some are there, of another group since their inputs were redacted
+    except Conflict:  # some rows exist in another group, because their inputs were redacted since
         new = [row for row in rollouts if not await store.trace(row.id, limit=1)]
         return await store.enqueue(new)
 

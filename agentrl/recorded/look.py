@@ -27,7 +27,7 @@ class RoleLook:
     answers: list[int] = field(default_factory=list)
     tool_calls: int = 0
     failed: int = 0
-    tokens: float = 0.0  # written, where they are recorded
+    tokens: float = 0.0  # completion tokens, where recorded
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from agentrl.store import Store
 PAGE = 256  # rollouts per read
 HELD_OUT = 0.2  # share of the tasks, the latest ones
 MIN_HELD_OUT = 5  # tasks; with fewer none is held out
-MIN_TEXT = 20  # characters of a text that is a task's alone, and no greeting
+MIN_TEXT = 20  # minimum characters of a text that identifies a task; greetings are shorter
 # Words in names of feedback for which 1 is good for every task; for "toxic", for example, it is
 # not.
 GOOD = re.compile(
@@ -336,7 +336,7 @@ def _compared(prompts: dict[bytes, list[tuple[bool | None, Transition]]]) -> Ite
         bad = [call for is_good, call in calls if is_good is False]
         better = {_answer_key(call): call for call in good}
         worse = {_answer_key(call): call for call in bad if _answer_key(call) not in better}
-        if choices := [*better.values()]:  # all with all would be too many
+        if choices := [*better.values()]:  # all pairs would be too many
             for number, rejected in enumerate(worse.values()):
                 chosen = choices[number % len(choices)]
                 yield _row(chosen, obj(chosen.answer), obj(rejected.answer), "feedback")

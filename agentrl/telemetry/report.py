@@ -285,7 +285,7 @@ def times(config: RunConfig, steps: list[StepRow], seconds: float) -> str:
     names = {"build": "building the model", "rollouts": "rollouts", "update": "updates"}
     spent = {word: total(f"time/{name}") for name, word in names.items()}
     spent |= {"evaluation": total("time/eval"), "checkpoints": total("time/checkpoint")}
-    whole = {word: round(value) for word, value in spent.items()}  # they add up as they are shown
+    whole = {word: round(value) for word, value in spent.items()}  # the rounded parts add up
     whole = {"start-up": max(round(seconds) - sum(whole.values()), 0), **whole}
     parts = [f"{value} {word}" for word, value in whole.items() if value]
     if config.algorithm.samples_during_update:  # otherwise sampling and learning alternate

@@ -38,7 +38,7 @@ from agentrl.transcript import best_title
 from agentrl.view import records
 from agentrl.view.records import Album, Paging, Picture
 
-READING_PATIENCE = 3.0  # seconds that a page waits for reasons; they are there at the next visit
+READING_PATIENCE = 3.0  # seconds that a page waits for reasons, else shown at the next visit
 REASONS_PAUSE = 30.0  # seconds between two readings of a running run, which cost it time
 EVALUATIONS = 12  # evaluations that are read
 RECENT_GROUPS = 24  # training groups that are searched for an example

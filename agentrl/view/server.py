@@ -61,7 +61,7 @@ from agentrl.view.summaries import (
 from agentrl.view.templates import STATIC, render
 
 KEY, COOKIE = "AGENTRL_VIEW_KEY", "agentrl-view"
-AT = "/at/"  # then the key of a store, before the addresses of its pages
+AT = "/at/"  # prefix of pages of a store, followed by the store's key
 MIN_KEY_CHARS = 8  # characters
 EXPLAIN_TIMEOUT = 120.0  # timeout of a rollout's explanation in seconds
 MAX_EXPLAINED = 100  # explanations that are kept
@@ -310,7 +310,7 @@ class Line(NamedTuple):
     """A run of the list."""
 
     place: Place
-    base: str  # where the addresses of its store begin
+    base: str  # prefix of links to pages of the store
     row: Summary
     condition: str
 
@@ -331,7 +331,7 @@ class Known:
     stamp: object = None
     rows: dict[str, Summary] = field(default_factory=dict)
     datasets: list[Any] = field(default_factory=list)
-    trouble: str = ""  # why it cannot be read
+    trouble: str = ""  # why the store cannot be read
     reading: asyncio.Task[None] | None = None
 
 

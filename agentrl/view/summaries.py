@@ -49,7 +49,7 @@ class Score:
     value: float
     low: float | None = None
     high: float | None = None
-    missing: float = 0.0  # rollouts without a score, which it does not count
+    missing: float = 0.0  # rollouts without a score, which are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Verdict:
     metric: str
     first: Score | None = None
     last: Score | None = None
-    percent: bool = False  # whether it lies in 0 to 1
+    percent: bool = False  # whether it is between 0 and 1
     less: bool = False  # whether less is better
     change: Change | None = None  # change of a held-out score compared with chance
 
@@ -329,7 +329,7 @@ ELO, WIN_RATE = "selfplay/elo", "selfplay/win_rate"
 GAMES = {ELO: "Elo", WIN_RATE: "Win rate against snapshots"}
 OF_A_ROLE = re.compile(r"role/(.+)/reward")
 REWARDS = re.compile(r"reward/([^/]+)(?:/(.+))?/mean")
-TINY = 1e-6  # a curve below it everywhere is rounding
+TINY = 1e-6  # a curve that is smaller everywhere is rounding
 
 
 @dataclass(frozen=True, slots=True)

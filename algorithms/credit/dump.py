@@ -141,7 +141,7 @@ class CreditRecorder:
         before the step: of the sampled tokens [N], or of `Batch.topk_tokens` [N, K]."""
         calls = call_ids(part)
         if all(call in self.credits for call in calls):
-            return  # not the first epoch
+            return  # only the first epoch is recorded
         psi = objective.loss_coefficients(
             algo, terms, logprobs.double(), torch.arange(part.n_tokens)
         )

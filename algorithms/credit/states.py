@@ -290,7 +290,8 @@ def mean_by(x: Tensor, ids: Tensor, without: Tensor | None = None) -> tuple[Tens
 
 # Share of the outcome that is visible before the end: no trust, full trust.
 VISIBLE_OUTCOME = (0.15, 0.5)
-MISSED_EFFECT = (1.25, 2.5)  # squared effect that values miss, over its noise: full trust, no trust
+# Squared effect missed by values, relative to its noise: limits of full trust and of no trust.
+MISSED_EFFECT = (1.25, 2.5)
 EFFECT_AT = (1.5, 3.0)  # the same at single turns, which are noisier
 LAMBDA = 0.5  # default of the lambda-returns
 # Weight of an earlier batch where many batches are needed to separate the gradient from noise.

@@ -62,7 +62,7 @@ class WeightCopy:
     @torch.no_grad()
     def take(self, now: Sequence[Tensor]) -> None:
         """Replace the kept weights by a copy of these."""
-        if not self.kept:  # pinned, so that the device continues while they are copied
+        if not self.kept:  # pinned memory, so that the device continues during the copy
             self.kept = [
                 torch.empty(w.shape, dtype=w.dtype, pin_memory=w.device.type == "cuda") for w in now
             ]
@@ -162,7 +162,8 @@ class TorchLearner(PolicyWeights):
         critic: ValueTerms | None = None,
         entropy_weights: Tensor | None = None,
         observation_weights: Tensor | None = None,
-        eta: Tensor | None = None,  # its earlier name, for subclasses until the next version
+        # Earlier name of the attribute, for subclasses until the next version.
+        eta: Tensor | None = None,
     ) -> StepReport:
         """See `Learner.step`; metric memory/retries is 1 if memory ran out once. Raises
         TrainingError when memory runs out twice."""
@@ -319,7 +320,7 @@ class TorchLearner(PolicyWeights):
             read, root = current, p
             if topk_logprobs is not None:
                 inputs = self.model, pack, hidden, p, batch.topk_tokens[pack.index]
-                with torch.no_grad():  # its graph is large, and rarely needed
+                with torch.no_grad():  # the graph is large, and rarely needed
                     read = self._others(*inputs).cpu()
                 topk_logprobs[pack.index] = read.float()
             coefficients_n = given(read, pack.index)

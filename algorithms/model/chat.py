@@ -90,7 +90,8 @@ class Codec:
     def __init__(self, tokenizer: Tokenizer, limit: int | None = None) -> None:
         self._tokenizer, self.parser = tokenizer, parser_of(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:  # its file may have limits, which transformers removes late
+        # Tokenizer.json may set truncation, which transformers removes late.
+        if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._hidden = frozenset(

@@ -17,7 +17,7 @@ from agentrl.core.errors import DamagedError
 
 FILE = "SHA256SUMS"
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")
-THREADS = min(8, os.cpu_count() or 1)  # hashing releases the GIL
+THREADS = min(8, os.cpu_count() or 1)  # threads help, because hashing releases the GIL
 
 
 def write(directory: Path) -> None:

@@ -77,7 +77,8 @@ def is_quantized(model: Any) -> bool:
 
 def dense_state(model: Any) -> dict[str, Tensor]:
     """The model's state with weights dequantised to the dtype of its embeddings, without scales."""
-    state: dict[str, Tensor] = model.state_dict()  # also unpacks weights packed for CPU kernels
+    # Reading it also unpacks weights packed for CPU kernels.
+    state: dict[str, Tensor] = model.state_dict()
     if not is_quantized(model):
         return state
     from peft.utils.integrations import dequantize_bnb_weight

@@ -44,7 +44,8 @@ class ChatTemplate:
     text: str  # Jinja; `{% generation %}` encloses text that the model writes
     tool_format: str  # name of the parser of its tool calls
     end: str  # the token that ends the model's turns
-    tokens: tuple[str, ...]  # which it writes besides: a model that has them is of its family
+    # Special tokens of this format; a model that has them belongs to this family.
+    tokens: tuple[str, ...]
     sign: str = ""  # a text that identifies the published template of the only matching model
 
 
@@ -254,7 +255,7 @@ def _shown_call(tokenizer: Tokenizer) -> str:
         before = _render(tokenizer, [QUESTION], add_generation_prompt=True)
         after = _render(tokenizer, [QUESTION, CALLED])
     except (jinja2.TemplateError, RecursionError, *ON_MESSAGES):
-        return ""  # it renders no calls, or only together with results
+        return ""  # the template renders no calls, or only together with results
     shown = after[len(before) :] if after.startswith(before) else after.rpartition("Ada?")[2]
     return shown if "find_person" in shown else ""
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TOOL_FORMAT = "tool_format"  # the key of a format's name in `tokenizer_config.json`
 SHORT_CALL = 1024  # characters within which most calls end
-MAX_LONG_FAILURES = 64  # openings of an answer with no end within so many, and no call
+MAX_LONG_FAILURES = 64  # long openings in an answer that turned out to be no call
 THINK, THOUGHT = "<think>", "</think>"
 # A JSON string; group 1 is its closing quote, empty if more text could still close it.
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*+("|\\?\Z)')

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from agentrl.core.config import RunConfig, from_store  # first, because the schema imports the table
+# Imported first, because the schema imports the table.
+from agentrl.core.config import RunConfig, from_store
 
 # isort: split
 import random

@@ -120,7 +120,7 @@ def branch_points(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> It
         trained = call.policy in policies and trainable(call, call.policy)
         if number and trained and call.completion and call.sampling.temperature > 0:
             yield BranchPoint(rollout.id, number, -fmean(call.logprobs))
-        if call.finish == "cut":  # its end is unknown, so later calls cannot be replayed
+        if call.finish == "cut":  # the call's end is unknown, so later calls cannot be replayed
             return
 
 

@@ -66,7 +66,8 @@ def new_rollout(
     ):
         seed = config.seed
     if seed is not None:
-        place = id.removeprefix(f"{config.name}/")  # independent of the run's name
+        # Independent of the run's name, so that runs have the same order.
+        place = id.removeprefix(f"{config.name}/")
         drawn = blake2b(f"{seed}/{place}".encode(), digest_size=6).digest()
         sampling = replace(sampling, seed=int.from_bytes(drawn))
     return NewRollout(

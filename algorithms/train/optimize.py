@@ -81,7 +81,7 @@ class Minibatch:
     batch: Batch
     terms: Terms
     values: ValueTerms | None
-    only: bool = False  # whether it is the only optimizer step on the batch
+    only: bool = False  # whether this is the only optimizer step on the batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     adapters: Adapters | None = None  # named by policy; None: the model is the policy
     policies: list[str] = field(default_factory=list)
-    built: bool = False  # whether policy.build or [warmup] has just made it
+    built: bool = False  # whether policy.build or [warmup] has just made the weights
 
 
 def load_base_model(

@@ -54,7 +54,7 @@ class Checkpoints:
     trained: int = 0  # steps up to the last one that was not empty
     size: int = 0  # bytes of the last checkpoint; 0: none is written yet
     seconds: float = 0.0  # duration of the last checkpoint, including the part during training
-    ended: float = 0.0  # clock when it was whole
+    ended: float = 0.0  # time at which it was complete
     waited: float = 0.0  # seconds in which training waited since the last commit
     writing: tuple[Path, asyncio.Task[float]] | None = None  # its result is the time of completion
     named: Path | None = None  # the checkpoint that the commit in progress names
@@ -173,7 +173,7 @@ class HeldoutEvaluator:
         settings, path = self.config.eval, self.folder / f"{step:06d}"
         if not self.tasks:
             return False
-        if not path.is_dir():  # a restarted process scores it already
+        if not path.is_dir():  # a restarted process already scores this checkpoint
             await self.finish()
             if step in (0, self.config.steps) or not settings.concurrent:
                 await self._score(step)

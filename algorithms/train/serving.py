@@ -48,7 +48,7 @@ class PolicyServers:
         self._versions: dict[str, int] = {}
         self._bases = list(bases)
         self._idle = 0.0  # seconds
-        self._held_since: float | None = None  # since when no call is in flight
+        self._held_since: float | None = None  # time since which no call is in flight
         self._closing: list[PolicyServer] = []  # servers to close after their last call
         for number, base in enumerate(bases):
             server = _make_server(config, base, number)
@@ -86,7 +86,7 @@ class PolicyServers:
             self._idle, self._held_since = self._held(), None
             while self._closing:
                 server = self._closing.pop()
-                async with server.updating():  # waits for the end of its calls
+                async with server.updating():  # waits for the end of the server's calls
                     pass
                 await server.close()
 

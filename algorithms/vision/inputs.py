@@ -477,8 +477,8 @@ def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-DATA = "data:"  # how the URL of an image begins that is there itself
-MARK = "\ufdd0"  # no character of any text
+DATA = "data:"  # prefix of a URL that contains the image itself
+MARK = "\ufdd0"  # a character that occurs in no text
 OTHERS = ("input_audio", "audio_url", "video_url", "video", "file")
 
 

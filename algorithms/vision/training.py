@@ -147,7 +147,7 @@ class ImageTextPolicies(Feature):
         self._run, updaters = run, run.policies.updaters
         for model in run.models:
             for name in model.policies:
-                if name in updaters:  # which a frozen policy is not
+                if name in updaters:  # frozen policies have no updater
                     updaters[name] = self.updater(updaters[name], model)
         loop = asyncio.get_running_loop()
 

@@ -56,7 +56,8 @@ class ConversationMemory:
             said = {name: value for name, value in answer.items() if value or name == "content"}
             self.answers.setdefault(conversation, []).append(said)
             if self.walked is not None and conversation != self.walked[-1]:
-                self.walked = None  # invalid, because this answer may belong into its middle
+                # Invalid, because this answer may belong into the middle of the walk.
+                self.walked = None
 
     def recall(
         self, messages: list[Json], *, joined: bool, raw: bytes = b""
@@ -330,7 +331,8 @@ class ToolCalls:
         call |= first | ({"id": call["id"]} if call.get("id") else {})
         for key, more in function.items():
             known = call["function"].get(key, "")
-            if more and not (key == "name" and more == known):  # some repeat it in every part
+            # Some servers repeat the field in every part.
+            if more and not (key == "name" and more == known):
                 text = more if isinstance(more, str) else msgspec.json.encode(more).decode()
                 call["function"][key] = known + text
 

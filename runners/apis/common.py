@@ -52,7 +52,7 @@ class ChatTranslation(ABC):
         self.chat, self.answer = chat, answer
         if streamed:
             chat["stream_options"] = {"include_usage": True}
-        self.ignored: list[str] = []  # dropped options of the request
+        self.ignored: list[str] = []  # options of the request that are dropped
         self._events: list[bytes] = []
         self._started = False
         # Index of the choice that the agent gets, if there are several.

@@ -44,7 +44,7 @@ TYPES |= {504: "timeout_error", 529: "overloaded_error"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 THREAD_LOST = "thread_not_found"  # after this error the SDK sends the whole conversation
-KEPT = ("system", "tools")  # fields that the continuation of a thread does not repeat
+KEPT = ("system", "tools")  # fields that a continued thread need not repeat
 # Fields that are read of tools, options, messages, and blocks by their type. Other fields have no
 # effect on the policy, and are listed as ignored; `cache_control` never changes an answer.
 READ = {"messages": {"role", "content"}, "output_config": {"effort", "format"}}

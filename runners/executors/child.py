@@ -58,7 +58,7 @@ class RunResponse(msgspec.Struct, frozen=True):
 
     attempt: str
     ran: ExecutionResult
-    memory: int  # bytes of the process that its memory limit counts
+    memory: int  # bytes of the process that count towards its memory limit
     changed: list[str] = []  # names of state that the rollout changed for later ones
 
 

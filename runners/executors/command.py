@@ -66,7 +66,8 @@ KEYS = (
     *("PERPLEXITY_API_KEY", "PERPLEXITYAI_API_KEY", "CEREBRAS_API_KEY", "MOONSHOT_API_KEY"),
     *("DASHSCOPE_API_KEY", "NVIDIA_API_KEY", "AWS_BEARER_TOKEN_BEDROCK", "LITELLM_API_KEY"),
 )
-ACCOUNT = ("OPENAI_ORG_ID", "OPENAI_ORGANIZATION", "OPENAI_PROJECT_ID")  # sent along with a key
+# Names of variables that belong to an API key.
+ACCOUNT = ("OPENAI_ORG_ID", "OPENAI_ORGANIZATION", "OPENAI_PROJECT_ID")
 
 
 @contextmanager
@@ -265,7 +266,8 @@ def too_large(where: str) -> FailedAttemptError:
     return FailedAttemptError(ErrorKind.AGENT, executors.too_large(where))
 
 
-SUPERVISOR = ("-I", "-S", supervisor.__file__)  # few imports: it is forked for every process
+# A process with few imports, because it is forked for every command.
+SUPERVISOR = ("-I", "-S", supervisor.__file__)
 
 
 class SupervisorLost(AgentRLError):

@@ -195,7 +195,8 @@ class Cli:
             try:
                 await processes.call(self._keeper.wait, CLOSE_TIMEOUT)
             except subprocess.TimeoutExpired:
-                self._keeper.returncode = 0  # it is never waited for, so keep Python from warning
+                # Nothing waits for the process; prevents Python's warning.
+                self._keeper.returncode = 0
         if self._reading is not None:
             await asyncio.wait({self._reading})
         if self.scratch.name:
@@ -305,7 +306,8 @@ def limits(memory_mb: int, cpus: float, pids: int) -> list[str]:
 
 
 INTERVAL = 0.5  # seconds between measurements of the free space
-GROWTH = 64 * 2**20  # bytes that were written by anybody, after which containers are measured
+# Bytes written by all programs of the machine, after which containers are measured.
+GROWTH = 64 * 2**20
 MB = 2**20
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 LIMITS = {  # controller of cgroups, and its name in docker's `info`
@@ -324,7 +326,7 @@ class DiskWatch:
     def __init__(self, cli: Cli, containers: Mapping[str, Container]) -> None:
         """`containers`: the containers in use, by name."""
         self._cli, self._containers = cli, containers
-        self._free: dict[Path, int] = {}  # when they were measured last
+        self._free: dict[Path, int] = {}  # free bytes at the last measurement
         self._folder: Path | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -386,7 +388,7 @@ class DiskWatch:
                 container.why = (
                     f"the agent wrote more than {container.spec.disk_mb} MB to its container's disk"
                 )
-                self._cli.remove(container.name)  # its programs end, with that cause
+                self._cli.remove(container.name)  # the container's programs end with this cause
 
     async def _volumes(self, limited: list[Container]) -> dict[str, list[str]]:
         """The folders on this machine that images want besides their containers, by container."""

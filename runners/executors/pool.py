@@ -64,7 +64,7 @@ MB = 2**20
 RECYCLE_AFTER = 1000  # rollouts after which a process is replaced, as agents leak
 
 
-LARGE = 0.8  # share of `runner.memory_mb` above which a process is replaced before it fails
+LARGE = 0.8  # share of `runner.memory_mb` above which a process is replaced
 
 
 MAX_RESPONSE_BYTES = 64 * MB  # bytes of a response: result, rewards and spans

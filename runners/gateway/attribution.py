@@ -74,10 +74,10 @@ class ActiveAttempt:
 
     attempt: Attempt
     sealed: bool = False  # only calls with its key are accepted
-    scoring: bool = False  # a verifier's: reaches frozen endpoints only
+    scoring: bool = False  # an attempt of a verifier, which reaches only frozen endpoints
     recorded: bool = True  # whether calls and spans are stored; a verifier's are not
     deadline: float = math.inf  # time.monotonic() of its time-out
-    lenient: bool = False  # whether it is answered if the store fails, and no longer recorded
+    lenient: bool = False  # whether calls are answered, unrecorded, if the store fails
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)  # its secret
     calls: int = 0  # requests so far
     stored: int = 0  # calls so far, including those not yet durable: the `index` of the next one

@@ -84,7 +84,7 @@ from agentrl.store.base import Store
 
 # Store errors after which the call is not stored.
 STORE_REFUSALS = (Invalid, NotFound, Conflict, Forbidden)
-REFUSED_FIELDS = (400, 422)  # status of servers' responses to unknown fields
+REFUSED_FIELDS = (400, 422)  # HTTP status with which servers reject unknown fields
 
 
 async def answer_call(

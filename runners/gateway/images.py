@@ -53,7 +53,7 @@ class Put(NamedTuple):
     """An image that is in the store, or on its way there."""
 
     at: float  # time.monotonic()
-    task: asyncio.Task[None] | None  # until it is done
+    task: asyncio.Task[None] | None  # None when it is done
 
 
 class StoredImages(Feature):

@@ -16,7 +16,8 @@ from agentrl.runners.gateway.upstream import Route, Upstream
 RENDERED = {"messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"}
 RENDERED |= {"continue_final_message", "add_special_tokens"}
 REASONING = ("reasoning", "reasoning_content")  # two names of the same field of a message
-PROBE = {"x-agentrl-probe": "1", "content-type": "application/json"}  # vLLM reads no other
+# The only value that vLLM accepts.
+PROBE = {"x-agentrl-probe": "1", "content-type": "application/json"}
 
 
 class PromptSize(msgspec.Struct):

@@ -91,7 +91,7 @@ class ModelRequest(Struct, frozen=True):
     dialect: Dialect
     fields: Fields  # body for the policy server; `model` as the agent named it
     translation: Translation | None
-    index: int  # its number within its attempt, in the order of arrival
+    index: int  # number within the attempt, in the order of arrival
     model: str
     stream: bool
     asks_token_ids: bool  # whether the agent itself requested token ids

@@ -369,7 +369,7 @@ class Delivery:
             if translation is not None:
                 with parsing(route, data, NO_TRANSLATION):
                     shown = translation.part(msgspec.json.decode(body), len(response.prompt))
-            words = response.begun and not final and shown  # which a translation may hold back
+            words = response.begun and not final and shown  # text that a translation may hold back
             self.shown = self.shown or bool(words)
             if final:
                 held.append(shown)

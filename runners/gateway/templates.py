@@ -59,7 +59,8 @@ def role_of_request(
     rules: Sequence[RoleRule], request: ModelRequest, headers: Mapping[str, str], raw: bytes
 ) -> str | None:
     """Return the role of the first matching rule, or None; `raw`: the body that the agent sent."""
-    body = cache(partial(msgspec.json.decode, raw, type=dict[str, Any]))  # 80 kB; few rules need it
+    # 80 kB, and few rules need it.
+    body = cache(partial(msgspec.json.decode, raw, type=dict[str, Any]))
     return next((rule.role for rule in rules if _holds(rule, request, headers, body)), None)
 
 

@@ -145,7 +145,7 @@ def _spans(log: AttemptLog, call: HttpCall) -> Iterator[str]:
             span = log.started_spans.get(span.parent.span_id) if span.parent is not None else None
 
 
-Recorded = Callable[[], str | None] | None  # returns the span id at another tracer
+Recorded = Callable[[], str | None] | None  # returns the span id in another tracer
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 MODEL_ROUTE = re.compile(r"/(?:completions|responses|messages)$|[gG]enerateContent(?:\?|$)")
 KEY = context.create_key("agentrl-journal")
@@ -225,7 +225,7 @@ class AttemptLog:
         asking = model_step.get() or ""
         step = asking if asking in self.running else framework_step() or ""
         if step in self.steps and self.steps[step].around != current:
-            path.append(current)  # a span of the user inside the step
+            path.append(current)  # a span of user code inside the step
         while step in self.steps:
             path.append(step)
             step = self.steps[step].parent

@@ -92,7 +92,7 @@ def _register() -> None:
             attempt_log.model_step.set(None)
 
         def on_llm_error(self, error: BaseException, **about: Any) -> None:
-            attempt_log.model_step.set(None)  # `about` has a `response`, too
+            attempt_log.model_step.set(None)  # because `about` also has a `response`
 
         on_chat_model_start = on_llm_start
 

@@ -247,7 +247,8 @@ class StoreApp:
 
     def _ended(self, request: IdempotentCall, task: asyncio.Task[Any]) -> None:
         """Drop a finished call, but not before a caller that polls for it has the result."""
-        failed = task.cancelled() or task.exception() is not None  # then a repeat tries again
+        # So that a repeated request tries again.
+        failed = task.cancelled() or task.exception() is not None
         asyncio.get_running_loop().call_later(
             0.0 if failed else wire.POLL, self._running.pop, request
         )
@@ -299,7 +300,7 @@ class StoreApp:
         body = await self._bodies.read(headers, request.receive)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         kind = headers.get(b"content-type", b"").decode("latin-1")
-        if encoding != "identity":  # others are answered while it is unpacked
+        if encoding != "identity":  # other requests are answered while the body is unpacked
             body = await asyncio.to_thread(decompress, body, encoding, self._largest)
         if kind.startswith(JSON):
             await check_values(body, json_values)

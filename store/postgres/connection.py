@@ -50,7 +50,7 @@ NUMBERS = itertools.count()
 PLANS = "; ".join(
     (
         "set plan_cache_mode = force_generic_plan",  # planning takes as long as an insert
-        "set enable_seqscan = off",  # cached plans may date from when the tables were empty
+        "set enable_seqscan = off",  # cached plans may date from the time of empty tables
         "set jit = off",
     )
 )
@@ -279,7 +279,7 @@ AGAIN = (
     psycopg.errors.LockNotAvailable,
 )
 
-logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # it warns of each reconnect
+logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # the pool warns of each reconnect
 
 
 class PostgresSession:

@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 from agentrl.core.errors import StoreError
 
-NO_LIMIT = 2**62  # more rows, and larger cursors, than there ever are
+NO_LIMIT = 2**62  # above any number of rows and any cursor
 T = TypeVar("T")
 Parameters = Mapping[str, Any] | Sequence[Any]
 SQL_FOLDER = Path(__file__).parent
@@ -243,7 +243,7 @@ class ReaderThreads:
                     raise self._read_pool.to_store_error(error) from error
 
 
-QUEUE = 1  # a rollout became claimable
+QUEUE = 1  # a rollout can be claimed
 GROUPS = 2  # a group settled, or was released
 ANY = 4  # anything was written
 TOPICS = (QUEUE, GROUPS, ANY)

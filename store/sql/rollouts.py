@@ -354,7 +354,8 @@ def _finish(tx: Transaction, outcome: types.Outcome, row: Any) -> bool:
         _requeue(tx, row, "requeue_free", together=row["together"])
     elif outcome.retry and row["attempts"] < row["max_attempts"]:
         if outcome.failure is None or outcome.failure.kind is not types.ErrorKind.VERIFIER:
-            tx.conn.execute(SQL["keep_run"], {"ran": None, "id": row["id"]})  # it runs again
+            # The rollout runs again.
+            tx.conn.execute(SQL["keep_run"], {"ran": None, "id": row["id"]})
         _requeue(tx, row)
     else:
         final = types.RolloutState.FAILED if failed else types.RolloutState.SUCCEEDED

@@ -53,7 +53,7 @@ def open_run(
     if row is None:
         raise Conflict(f"Run {run!r} has a live owner: stop it first, or name it as `gone`.")
     tx.conn.execute(SQL["release_groups"], (run,))
-    tx.conn.execute(SQL["forget_policies"], (run,))  # they were served by the fenced owner
+    tx.conn.execute(SQL["forget_policies"], (run,))  # the fenced owner served them
     tx.add_event(run, "run", run, GROUPS)  # wakes a fenced owner waiting for groups
     return _state(row)
 

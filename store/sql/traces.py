@@ -83,7 +83,7 @@ def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> lis
         run, late = found[attempt]
         if attempt in changed:
             tx.add_event(run, "attempt", attempt)
-        if not late:  # remembered once the transaction has committed
+        if not late:  # cached once the transaction has committed
             tree.calls[attempt].run = run
             tx.seen[attempt] = tree.calls[attempt]
     return [not tree.is_late(call) for call in calls]

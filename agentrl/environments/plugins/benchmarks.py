@@ -83,7 +83,8 @@ class Request(Episode):
         try:
             found = check(*given, language, self.what, OWN)
         except (TypeError, AttributeError, LookupError, ValueError):
-            return "", 0.0, True  # it expects lists and objects in arguments where they belong
+            # BFCL's checker expects lists and objects where the schema has them.
+            return "", 0.0, True
         return "", number(found["valid"]), True
 
 
@@ -207,7 +208,8 @@ class Evals(Environment):
         played = self.eval(endpoint, *map(endpoint.role, self.roles))
         rng = Random(f"{self.name}.{index}:{played.seed}".encode())  # as the package's
         played.eval_sample(deepcopy(self.samples[index]), rng)
-        kept["outcome"] = number(kept.get("outcome", kept.get("score")))  # None if it has neither
+        # None if there is neither a match nor a score.
+        kept["outcome"] = number(kept.get("outcome", kept.get("score")))
         return {k: float(v) for k, v in kept.items() if isinstance(v, int | float)}
 
 
@@ -235,7 +237,7 @@ class Tau2(Environment):
 
     def __init__(self, what: str, max_steps: int = 100) -> None:
         """`max_steps`: a conversation that has not ended after so many messages scores 0."""
-        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # not from the network
+        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # do not download prices
         from loguru import logger
         from tau2.data_model.message import AssistantMessage
         from tau2.run import load_task_splits, load_tasks
@@ -262,7 +264,8 @@ class Tau2(Environment):
         actions = (criteria and criteria.actions) or []
         if criteria is None or any(action.requestor == "user" for action in actions):
             return None
-        if criteria.env_assertions and not actions:  # it specifies the final state, not the actions
+        # The task specifies the final state, not the actions.
+        if criteria.env_assertions and not actions:
             return None
         calls = ({"name": a.name, "arguments": json.dumps(a.arguments)} for a in actions)
         said = ". ".join(["Done", *(criteria.communicate_info or [])])

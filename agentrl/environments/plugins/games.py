@@ -23,7 +23,7 @@ from agentrl.environments.toolbox import (
 
 
 class PettingZooGame(Episode):
-    keep = False  # an observation has all that a move depends on
+    keep = False  # an observation contains the whole state
 
     def __init__(self, plugin: "PettingZoo", seed: int) -> None:
         self.plugin, self.seed, self.dice, self.turns = plugin, seed, random.Random(seed), 0
@@ -55,7 +55,7 @@ class PettingZooGame(Episode):
     def step(self, reply: dict[str, Any]) -> tuple[Any, float | dict[str, float], bool]:
         mover, action = self.env.agent_selection, named(reply, self.names)
         before, self.turns, self.moved = dict(self.total), self.turns + 1, self.moved | {mover}
-        if action is None:  # an illegal move loses, as PettingZoo has it
+        if action is None:  # an illegal move loses, as in PettingZoo
             self.total[mover] -= 1
             return "", self.gains(before, mover), True
         self.move(int(action))

@@ -30,7 +30,7 @@ WORDS = {
 
 
 class GymnasiumGame(Episode):
-    keep = False  # an observation has all that a move depends on
+    keep = False  # an observation contains the whole state
 
     def __init__(self, plugin: "Gymnasium", seed: int) -> None:
         import gymnasium

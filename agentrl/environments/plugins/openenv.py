@@ -20,7 +20,7 @@ class OpenEnvSession(Episode):
 
     def reset(self) -> str:
         until = time.monotonic() + self.plugin.wait
-        while (state := self.begin()) is None:  # it is full, but a session may end soon
+        while (state := self.begin()) is None:  # the server is full, but a session may end soon
             if time.monotonic() > until:
                 raise EpisodeError(FULL.format(self.plugin.url, self.plugin.wait))
             time.sleep(0.2)

@@ -51,7 +51,8 @@ class ReasoningGym(Environment):
         except (OSError, MemoryError):  # such as a time-out, which is not the answer's fault
             raise
         except Exception:  # noqa: BLE001 - some scorers parse an answer without a check
-            score(entry["answer"] or "", entry)  # raises if it is not the answer's fault
+            # Raises if the scorer cannot score this item at all.
+            score(entry["answer"] or "", entry)
             return 0.0
         return number(found)
 

@@ -107,7 +107,8 @@ class VerifiersV1(Environment):
         """`take`: maximum number of tasks, because a taskset may be infinite. `max_turns`: maximum
         calls of a rollout, because a harness repeats a tool call that it cannot parse. `config`:
         arguments of the taskset."""
-        os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it calls uv
+        # The package calls uv.
+        os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         sys.path.insert(0, str(self.root))
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 

@@ -52,7 +52,7 @@ class StepPlan:
     chunks: list[PrefillChunk]
     last: Tensor  # int64 [n], position of each row's last token
     context: int  # keys to read, in whole blocks; at least 1 + the largest position
-    padding: int = 0  # tokens before the chunks, of no row
+    padding: int = 0  # padding tokens before the chunks
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
@@ -233,7 +233,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return self.pool.largest
 
-    get_max_cache_shape = get_max_length  # its older name
+    get_max_cache_shape = get_max_length  # older name of the method in transformers
 
 
 class KVPool(Cache):  # type: ignore[misc]
@@ -323,7 +323,8 @@ class RowTable:
         self.length = np.zeros(size, np.int64)  # tokens whose keys are in the cache
         self.known = np.zeros(size, np.int64)  # tokens of prompt and completion
         self.policy = np.zeros(size, np.int64)  # number of the policy that computed the keys
-        self.stale = np.zeros(size, np.bool_)  # has keys of older weights, which are never shared
+        # Has a KV cache of older weights, which is never shared.
+        self.stale = np.zeros(size, np.bool_)
         self.used = np.zeros(size, np.int64)  # clock at the last use of an idle row
         self.clock = 0
         self.prompt = np.zeros(limit, np.int64)  # tokens of the prompt

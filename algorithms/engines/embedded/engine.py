@@ -168,7 +168,8 @@ class PlainForward:
             raise PolicyError("its forward pass takes no cache")
         # Others compute logits for the whole prompt.
         self.keep: dict[str, int] = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
-        self.placed = "cache_position" in names  # some classes want it, before transformers 5.4
+        # Some model classes need this argument before transformers 5.4.
+        self.placed = "cache_position" in names
         self.caches: dict[GenerationRequest, tuple[int, Any]] = {}  # (tokens in the cache, cache)
 
     @property
@@ -209,7 +210,7 @@ class PlainForward:
 PREFILL_TOKENS = 512  # maximum prompt tokens per step; more would stall running requests
 WORTH_WAITING = 16  # a request waits to copy this many prefix tokens that another is computing
 CLOSED = "the policy server is shutting down"
-ENDED = "the embedded engine ended with "  # and its cause
+ENDED = "the embedded engine ended with "  # followed by the cause
 
 log = logging.getLogger("agentrl.algorithm")
 
@@ -403,7 +404,7 @@ class Engine:
         if wanted := np.flatnonzero(rows.top[:n]).tolist():
             found = top_logprobs(logits[wanted], rows.temperature[wanted], rows.top[wanted])
             for row, top in zip(wanted, found, strict=True):
-                if rows.length[row] == rows.known[row]:  # its prompt is complete
+                if rows.length[row] == rows.known[row]:  # the row's prompt is complete
                     rows.top_logprobs[row].append(top)
         self._record(tokens_n.cpu().numpy(), logprobs_n.cpu().numpy())
 

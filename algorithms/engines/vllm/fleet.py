@@ -107,7 +107,7 @@ class VllmClient:
         for status, answer in replies:
             if status != 200 and not (missing and status == 404):
                 reason = f"{path}: {status} {answer[:300].decode(errors='replace')}"
-                if status >= 500:  # a server error, or its engine is dying
+                if status >= 500:  # a server error, perhaps of a dying engine
                     raise LostError(reason)
                 raise PolicyError(f"vLLM refused {reason}; {self.host.failure_reason()}")
         return [
@@ -239,7 +239,8 @@ class VllmFleet:
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._reason = "nothing is known about why"
         self._gone = asyncio.Event()  # set while no server answers
-        self._home: asyncio.AbstractEventLoop | None = None  # on which `start` was called
+        # Event loop on which `start` was called.
+        self._home: asyncio.AbstractEventLoop | None = None
         # The fields below belong to the thread.
         self._http = LoopThread("vllm-gate")
         self._runner: web.AppRunner | None = None

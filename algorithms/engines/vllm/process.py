@@ -209,7 +209,7 @@ class VllmProcess:
                 ((status, _),) = await self.request("GET", "/health")
         except TimeoutError:
             return False
-        except LostError:  # it no longer listens
+        except LostError:  # the server no longer listens
             return True
         return status == 503
 

@@ -303,7 +303,7 @@ class Restarts:
             self.up.clear()
             self._death.set()
             self._death = asyncio.Event()
-            await self._may_start.wait()  # until then the learner uses its memory
+            await self._may_start.wait()  # until then the learner uses the server's memory
             await self._restart()
             self.up.set()
         self._given_up.set()

@@ -81,7 +81,7 @@ class TransferSync(WeightSync):
                 await processes.call(transfer)
         except TimeoutError:
             client.leave()
-            self._engine = None  # its process group waits for a rank that may never join
+            self._engine = None  # the engine's process group waits for a rank that may never join
             raise PolicyError(
                 f"vLLM: weights by {self._backend} did not arrive within {self._timeout:g} s "
                 "(engine.vllm.timeout)"

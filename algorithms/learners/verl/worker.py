@@ -87,7 +87,8 @@ def check_options(settings: VerlSettings) -> None:
     that is not installed."""
     strategy = settings["engine"]["strategy"]
     parts = dict(zip(("engine", "optimizer"), CONFIGS[strategy], strict=True))
-    _check_keys(HFModelConfig, settings["model"])  # building it would load the model's files
+    # Building the config would load the model's files.
+    _check_keys(HFModelConfig, settings["model"])
     for part, kind in parts.items():
         try:
             _verl_config(kind, settings[part])
@@ -274,7 +275,8 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         critic = None if terms is None else self.engines["values"]
         with ExitStack() as stack:
             for engine in filter(None, (self.engine, critic)):
-                stack.enter_context(engine.train_mode())  # its end frees the gradients
+                # The end of this context frees the gradients.
+                stack.enter_context(engine.train_mode())
             policy = self._backward(
                 self.engine, shard, partial(policy_loss, coefficients=coefficients)
             )
