@@ -192,7 +192,7 @@ class Request(msgspec.Struct, frozen=True):
     named: Named
     given: Json = None
     result: Json = None
-    attempt: str = ""  # the verifier runs in the trace of this attempt
+    attempt: str = ""  # if a rollout is scored: the attempt whose trace the verifier extends
 
 
 class HelperAnswer(msgspec.Struct, frozen=True):

@@ -423,7 +423,7 @@ class BadSteps:
     """Counts consecutive optimizer steps that changed no weight; a restart begins at 0."""
 
     limit: int
-    keep: Callable[[str, Dump], str] | None = None  # (policy/step/number, batch) -> path
+    keep: Callable[[str, Dump], str] | None = None  # (name, batch) -> where it was stored
     streak: int = 0
 
     def bad(self, step: int, number: int, dump: Dump) -> None:
