@@ -209,7 +209,7 @@ class ModelWithShell:
     """Runs the policy's shell commands until it answers without a tool call or its time is up."""
 
     turns: int  # model calls of a step
-    seconds: float  # of a command
+    seconds: float  # seconds of a command
     output: int  # characters of a command's output that the model sees
     system: str = SYSTEM
 

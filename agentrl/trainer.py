@@ -75,7 +75,7 @@ RUN_OUTPUTS = (
         "vllm",
         "servers",
     ),
-    *("versions", "heldout", "watch.json"),  # of `agentrl live`
+    *("versions", "heldout", "watch.json"),  # files of `agentrl live`
     *("metrics", "tensorboard", "wandb", "mlruns", "curve.png"),
 )
 

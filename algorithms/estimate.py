@@ -200,7 +200,7 @@ def decoding(network: Any, rows: int) -> float:
     steps: SimpleQueue[tuple[float, str]] = SimpleQueue()
 
     def deliver(updates: TokenUpdates) -> None:
-        steps.put((_unloaded(), updates[0][1].error))  # of the engine's thread
+        steps.put((_unloaded(), updates[0][1].error))  # CPU time of the engine's thread
 
     engine = Engine(network, eos=[], max_batch=rows, max_context=64, threads=1, deliver=deliver)
     sampling, prompt = Sampling(max_tokens=1 + DECODED), np.zeros(2, np.int32)

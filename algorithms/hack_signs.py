@@ -34,10 +34,10 @@ FEW_VALUES = 4  # more distinct reward values indicate a graded reward, such as 
 # Share of the highest reward from which an answer counts as rewarded.
 PAID, PAID_GRADED, PAID_WHOLE = 0.75, 0.9, 0.9999
 LONG_ANSWER = 40  # characters from which a length bonus is possible
-MAX_ANSWER_CHARS = 60  # of a right answer that is searched in rewarded answers
-MAX_READ_CHARS = 4000  # of an answer, from its end, in which the right one is searched
+MAX_ANSWER_CHARS = 60  # characters of a right answer that is searched in others
+MAX_READ_CHARS = 4000  # characters at the end of an answer that are searched
 SHOWN = 60  # characters of an answer
-FIRST_ROLLOUTS = 256  # of a run, used to find the field with the right answer
+FIRST_ROLLOUTS = 256  # first rollouts of a run, used to find the field with the right answer
 KEY_STEPS = 8  # steps in which the search for the field is tried
 MIN_EACH = 8  # rollouts with and without a reward, needed to find the field
 MIN_PAID_HAVE, MAX_UNPAID_HAVE = 0.75, 0.25  # shares of answers with the value of that field

@@ -300,7 +300,7 @@ def answers(tasks: Sequence[Task], heldout: Sequence[Task]) -> set[str]:
 
 
 BEAM_WIDTH = 2  # candidates that survive a round
-CHILDREN = 2  # of each surviving candidate
+CHILDREN = 2  # children of each surviving candidate
 ROUND_SHARE = 2 / 3  # fraction of the validation tasks on which a round compares candidates
 
 

@@ -60,7 +60,7 @@ from agentrl.store.base import Store
 log = logging.getLogger("agentrl.algorithm")
 
 T = TypeVar("T")
-MAX_MESSAGE_CHARS = 2000  # of a message in an example
+MAX_MESSAGE_CHARS = 2000  # characters of a message in an example
 
 
 class StoredBackend:

@@ -74,7 +74,7 @@ class PolicyRun:
     scores: Sequence[float]  # held-out, from before the first step to after the last
     failure: FailureCount | None  # the most frequent kind of failure
     silent: Sequence[str]  # roles of the policy without a call
-    logprobs: Sequence[float]  # of the most recently sampled tokens
+    logprobs: Sequence[float]  # log-probs of the most recently sampled tokens
     newest: Sequence[Rollout] = ()  # the most recent rollouts, with calls
     changes: Mapping[str, Change] = field(default_factory=dict)
     trained: Change | None = None  # change of the trained reward, if that is not the outcome

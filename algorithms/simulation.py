@@ -35,7 +35,7 @@ class Workload:
     per_call: float = 0.0  # plus this for each call in it
     prompt: float = 0.0  # prefill of the new part of a call's prompt
     engines: int = 1
-    update: float  # of the learner, per step
+    update: float  # update time of the learner, per step
     publish: float = 0.0  # weight sync, during which no engine computes
 
 

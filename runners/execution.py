@@ -43,7 +43,8 @@ from agentrl.store.rows import storable_text
 
 log = logging.getLogger("agentrl.runner")
 MAX_LOST = 2  # retries after a lost sandbox; a third loss is attributed to the task
-MAX_CAUSE_CHARS = 200  # of a failure's message before a hint, so that both fit on one line
+# Characters of a failure's message before a hint, so that both fit on one line.
+MAX_CAUSE_CHARS = 200
 MAX_DIFF_CHARS = 20_000  # stored characters of an agent's changes to its workspace
 
 

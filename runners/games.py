@@ -216,7 +216,7 @@ class GameTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     players: dict[str, str] = {}  # "player_1" -> "random", "perfect", "mcts:100"; default: a model
     invalid: Literal["forfeit", "penalty", "retry"] = "forfeit"
     retries: Count | None = None  # default 2
-    max_moves: Count = 200  # of all players together; after that the game is a draw
+    max_moves: Count = 200  # moves of all players together; after that the game is a draw
     move_timeout: Seconds = 30.0
 
 

@@ -37,7 +37,7 @@ LATEST_TIME = 2**33  # seconds: in nanoseconds it fits into OpenTelemetry's 64 b
 MAX_LEASE = 3600.0  # seconds for which a dead runner may keep a rollout
 MAX_ID_BYTES = 512  # bytes: several ids fit into an index row, which has 2704 bytes in PostgreSQL
 MAX_SIDE_PIXELS = 2**31  # pixels of an image's width or height
-DIGEST = re.compile("[0-9a-f]{64}")  # of an image
+DIGEST = re.compile("[0-9a-f]{64}")  # digest of an image
 MAX_REWARD = 1e15  # sums of many squares still fit into a float32
 MAX_LOGPROB = 0.01  # tolerance of a sampler's log-prob above 0
 # Sign bytes of float32 numbers that are negative and finite, or positive and less than 0.0079.

@@ -81,7 +81,7 @@ def _environment(name: str) -> dict[str, Any]:
 @click.command(cls=ResumedCommand, continues="with the rollouts that are left")
 @click.argument("run")
 @click.option("--verifier", metavar="FILE.PY:NAME", help="Scores rollouts by task and result.")
-@click.option("--judge", metavar="NAME", help="One of the run's [judges], in its place.")
+@click.option("--judge", metavar="NAME", help="Score with one of the run's [judges] instead.")
 @click.option("--name", help="Name of the new reward; default: that of the function or judge.")
 @click.option("--store", help="Store URL; default: the one that has the run, below this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

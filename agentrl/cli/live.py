@@ -108,7 +108,7 @@ def refuse_groups(preset: str) -> None:
 
 
 T = TypeVar("T")
-RETRIES = 5  # of a decision, if another process decides at the same time
+RETRIES = 5  # retries of a decision, if another process decides at the same time
 EVENTS = 8  # newest events that are shown
 run_file = click.argument("run_file", type=click.Path(path_type=Path))
 

@@ -110,7 +110,7 @@ def _changed(messages: Messages, change: Callable[[list[Json]], Json]) -> list[d
 
 
 PNG, JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
-MAX_BYTES = 20_000_000  # of a file; the gateway holds it in memory
+MAX_BYTES = 20_000_000  # bytes of a file; the gateway holds it in memory
 MAX_PIXELS = 2**25  # of an image; they determine the cost of decoding, however small the file is
 MAX_CHUNKS = 2**16  # of a file
 ORIENTATION, UPRIGHT = 0x0112, (0, 1)  # EXIF tag and its values without a rotation

@@ -54,7 +54,7 @@ class Environment:
     roles: tuple[str, ...] = ()
     role_rules: Sequence[RoleRule] = ()  # rules for the roles of auxiliary calls of its program
     limit: int = 50  # maximum turns of an episode
-    root: Path = Path()  # the run file's folder, for paths; known in `__init__`
+    root: Path = Path()  # the run file's folder, for paths; set before `__init__`
 
     def __init__(self, what: str, **options: Any) -> None: ...
 

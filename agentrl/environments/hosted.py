@@ -40,7 +40,7 @@ from agentrl.environments.base import KINDS, Environment
 from agentrl.environments.playing import called, endpoint, play_task, scores_of, with_outcome
 from agentrl.runners.tracing import attempt_log
 
-MAX_TASKS = 1_000_000  # of a split; all are held in memory
+MAX_TASKS = 1_000_000  # tasks of a split; all are held in memory
 
 
 _making = threading.RLock()
@@ -182,7 +182,7 @@ class About(msgspec.Struct, frozen=True):
     roles: tuple[str, ...] = ()
     limit: int = 50
     alone: bool = False  # whether a process plays one rollout at a time
-    version: str = ""  # of agentrl in its interpreter
+    version: str = ""  # version of agentrl in the environment's interpreter
 
 
 class Request(msgspec.Struct, frozen=True):

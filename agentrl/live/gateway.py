@@ -124,7 +124,7 @@ class LiveSessions(Sessions):
         self._documents = Documents(store, config.name)
         self._lanes_known = asyncio.Event()  # set once there are lanes
         self._secret = b""  # set with the first lanes, as it is kept with the run
-        self._resumed: dict[Exchange, OpenSession] = {}  # of a killed process
+        self._resumed: dict[Exchange, OpenSession] = {}  # sessions of a killed process
         self._opted_out: set[str] = set()  # open sessions whose user has opted out
         self._to_delete: set[str] = set()  # names of sessions
         read_key(self._people.secret_env, "live.people.secret_env", "the run's")

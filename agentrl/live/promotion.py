@@ -190,7 +190,7 @@ class Decider:
 
 
 ALARM = 0.01  # probability of a false alarm, for each limit and version
-MIN_CALLS = 20  # of the other version; with fewer its rates are unknown
+MIN_CALLS = 20  # calls of the other version; with fewer its rates are unknown
 Z_SCORE = 2.0  # standard errors that are added to the other version's rates
 REFUSED_SHARE = 0.2  # how many more answers may refuse, in English
 LONG_ANSWER = 3.0  # times the mean tokens, from which on an answer is long
@@ -570,7 +570,7 @@ async def scored(config: RunConfig, version: Version, digest: str) -> HeldOutSco
     settings = evaluation_of(config, version, folder_of(config, version.version, digest))
     folder, logs = make_folder(Path(settings.output)), make_folder(Path(config.output, "logs"))
     for other in folder.parent.iterdir():
-        if other != folder:  # of a version without a lane, or of outdated tasks
+        if other != folder:  # folder of a version without a lane, or of outdated tasks
             delete_directory(other)
     file = trainer.write_settings(folder / RUN_FILE, settings)
     playing = Child("heldout", ["process", "heldout", str(file)], logs / "heldout.log")

@@ -385,7 +385,7 @@ class Mark(Record, frozen=True):
 
     ended: float  # unix seconds of the store's clock
     day: str  # UTC date of its end, by which the cap of a user counts
-    digest: str = ""  # of the version and of the user's messages
+    digest: str = ""  # digest of the version and of the user's messages
     # signals of the verifier, by name, and of the next messages
     asked: dict[str, float] = field(default_factory=dict)
     posted: dict[str, float] = field(default_factory=dict)  # signals of feedback, by its name

@@ -51,7 +51,7 @@ from agentrl.store.base import Store
 
 Array = np.ndarray[Any, np.dtype[Any]]
 EFFECTS = np.array([[0.05], [0.1], [0.2], [0.4]])  # differences of means on which the test bets
-# Of the capital; the largest is for ten percentage points.
+# Fractions of the capital to bet; the largest is for ten percentage points.
 WEIGHTS = np.log([[0.2], [0.5], [0.2], [0.1]])
 BOLDEST = 0.5  # maximum fraction of the capital that one session can lose
 VARIANCE, COUNTED = (
@@ -77,7 +77,7 @@ class Difference(NamedTuple):
     high: float
     candidate: float  # mean outcomes
     serving: float
-    sessions: tuple[int, int]  # of candidate and serving with a known outcome
+    sessions: tuple[int, int]  # numbers with a known outcome: candidate, serving
     clipped: int  # outcomes outside of 0 to 1
 
 

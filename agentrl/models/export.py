@@ -131,7 +131,7 @@ class Chosen:
 
     saved: SavedCheckpoint
     why: str  # reason of the choice, for a message
-    config: RunConfig  # the run's
+    config: RunConfig
     steps: Sequence[StepRow]
 
     @property

@@ -21,8 +21,8 @@ from agentrl.core.config import LoraConfig, RunConfig
 from agentrl.core.errors import PolicyError
 from agentrl.measured import timeout
 
-RANK, LEARNING_RATE = 16, 2e-4  # of an adapter
-MAX_TOKENS = 128  # of one completion
+RANK, LEARNING_RATE = 16, 2e-4  # rank and learning rate of an adapter
+MAX_TOKENS = 128  # tokens of one completion
 MAX_CONTEXT, MIN_CONTEXT = 4096, 512  # tokens: bounds of the search for a context that fits
 CONCURRENCY = 32  # rollouts with concurrently decoded calls
 MEASUREMENTS = 3

@@ -27,7 +27,7 @@ FILES = (
     "tools.jsonl",
 )
 EPOCHS = 2  # maximum passes over each conversation
-MIN_STEPS, MAX_STEPS = 30, 400  # of the warm-up
+MIN_STEPS, MAX_STEPS = 30, 400  # steps of the warm-up
 STEPS_PER_EPOCH = 40
 MIN_BATCH, MAX_BATCH = 8, 32  # conversations per step of the warm-up
 ADAPTER_LR = 5  # learning rate of the warm-up, in learning rates of reinforcement learning

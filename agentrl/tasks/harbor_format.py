@@ -120,7 +120,7 @@ class VerifierTable(msgspec.Struct, frozen=True):
 
 
 class StepTable(msgspec.Struct, frozen=True):
-    name: str = ""  # of its folder
+    name: str = ""  # name of the task's folder
     agent: AgentTable = AgentTable()
     verifier: VerifierTable = VerifierTable()
     min_reward: float | dict[str, float] | None = None

@@ -38,7 +38,7 @@ from agentrl.store import open_store
 from agentrl.store.base import Store
 
 PROVIDER = "agentrl"  # provider of the answers for the agent
-# Of an HTTP client.
+# Attributes of the span of an HTTP client.
 HTTP_ATTRIBUTES = {"url.full", "http.url", "http.method", "http.request.method"}
 FINISH = {"tool_calls": "tool_call", "function_call": "tool_call"}  # OpenAI's words -> GenAI's
 CLOCK_SLACK = 5_000_000  # ns of difference between the clocks of agent and gateway

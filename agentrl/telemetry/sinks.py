@@ -72,7 +72,7 @@ class SinkPosition(msgspec.Struct, frozen=True, kw_only=True):
     of the evaluation after the last step. If the run is extended, the step's other metrics
     follow."""
 
-    id: str  # of the run in the backend
+    id: str  # id of the run in the backend
     next: int = 0
     names: tuple[str, ...] = ()
 

@@ -75,7 +75,7 @@ SECURITY = {
 }
 IMAGE = {
     "cache-control": "private, max-age=3600, immutable",
-    # Of an address that is opened by itself: browsers add a style to the image.
+    # Headers of an image that is opened by its own address: browsers add a style to it.
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox",
 }
 

@@ -36,9 +36,9 @@ from agentrl.core.types import Json, Rollout
 log = logging.getLogger("agentrl.algorithm")
 TOLD = f"transition:{types.TOLD}"
 STYLE = f"transition:{types.TOLD}_style"  # as `told`, for a few calls with the text of another task
-EMA_WEIGHT = 0.3  # of the latest step in the average of the divergence
+EMA_WEIGHT = 0.3  # weight of the latest step in the average of the divergence
 MIN_DECREASE = 0.02  # an average counts as lower if it falls by this share
-DECAY = 0.95  # of evidence, per call
+DECAY = 0.95  # decay of evidence, per call
 MIN_PRIOR = 0.01  # the smallest prior of success and of failure, which the paper leaves open
 
 

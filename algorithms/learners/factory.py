@@ -38,7 +38,7 @@ from agentrl.core.types import POLICY
 KEY = "learner.liger_kernel"
 
 
-SHARED_COEFFICIENT = 0.5  # of the value loss, if the critic shares the policy's layers
+SHARED_COEFFICIENT = 0.5  # coefficient of the value loss, if the critic shares the policy's layers
 HEAD_STEP = 0.05  # a shared head's learning rate times its width: how far AdamW moves a value
 
 

@@ -78,7 +78,8 @@ class Optimizer:
         self._round()
 
     def shrunk(self, share: float) -> None:
-        """After the master weights were set back, to this share of their way: see `Learner`."""
+        """Called after the master weights were set back to this share of the last update: shrinks
+        the momentum to match. See `Learner`."""
         shrink_momentum(self.inner, share)
         self._round()
 

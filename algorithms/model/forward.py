@@ -289,7 +289,7 @@ class Proof:
     way: Way
     packing: Packing
     reason: str = ""  # why no faster way is correct, as the predicate of a sentence about the model
-    gap: Gap | None = None  # of this way
+    gap: Gap | None = None  # difference from the model's own computation
 
     def __str__(self) -> str:
         return f"a small copy differs from its own forward pass in {self.gap}"

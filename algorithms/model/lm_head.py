@@ -43,7 +43,7 @@ MIN_LOGPROB = -100.0  # nats, the smallest log-prob that `other_logprobs` return
 # GPU_CHUNKS times as many.
 MAX_LOGITS = 2**23
 GPU_CHUNKS = 8
-# The columns of a block are a multiple of it, because GPU kernels for odd widths are slower.
+# Blocks have a multiple of so many columns, because GPU kernels for odd widths are slower.
 ALIGNED = 128
 
 
@@ -201,7 +201,7 @@ class _Head(torch.autograd.Function):
 
 @cache
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as few kernels, which read and write each logit once or twice."""
+    """The function compiled to few kernels, which read and write each logit once or twice."""
     return torch.compile(function, dynamic=True)
 
 
@@ -236,7 +236,7 @@ def add_at_columns(grad_NC: Tensor, at_N1: Tensor, scale_N1: Tensor) -> Tensor:
 
 
 def scatter_columns(grad_NC: Tensor, at_N1: Tensor, scale_N1: Tensor) -> Tensor:
-    """`add_at_columns` in place, in no time on a CPU."""
+    """`add_at_columns` in place, which takes negligible time on a CPU."""
     inside = at_N1.clamp(0, grad_NC.shape[1] - 1)
     return grad_NC.scatter_add_(1, inside, scale_N1 * (inside == at_N1))
 

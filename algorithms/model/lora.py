@@ -59,7 +59,7 @@ from agentrl.core.errors import DamagedError, PolicyError, install_command, near
 from agentrl.core.types import one_line
 
 WEIGHTS = "adapter_model.safetensors"  # next to `CONFIG`
-PREFIX = "base_model.model."  # of every name in WEIGHTS
+PREFIX = "base_model.model."  # prefix of every name in WEIGHTS
 # Keys of peft's configuration that are read here, or do not change what the adapter computes.
 HANDLED_KEYS = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path",

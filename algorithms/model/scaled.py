@@ -126,7 +126,7 @@ T = TypeVar("T")
 HIDDEN, HEADS, HEAD = 64, 4, 16
 VOCABULARY = 64
 SPREAD = 2.0  # standard deviation of the logits
-LAYERS = 8  # of a copy; more if needed to include each kind of layer
+LAYERS = 8  # layers of a copy; more if needed to include each kind of layer
 WINDOW, ORIGINAL, CONTEXT = 8, 16, 256
 THRESHOLD = 32  # a larger number that is not the size of a weight is assumed to be a window
 

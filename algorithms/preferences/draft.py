@@ -74,7 +74,7 @@ def choose_pairs(
 
 
 ROWS_PER_CALL = 500  # completions or items per call to the store
-IMAGE_BYTES = 2**24  # of images per write to the store, unless a single image is larger
+IMAGE_BYTES = 2**24  # bytes of images per write to the store, unless a single image is larger
 Conflicts = Literal["drop", "keep"]
 
 

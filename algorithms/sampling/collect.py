@@ -149,7 +149,7 @@ async def _open_groups(store: Store, config: RunConfig) -> list[GroupRow]:
 
 
 log = logging.getLogger(__name__)
-MAX_ROUNDS = 10  # of replacements; verl's max_num_gen_batches
+MAX_ROUNDS = 10  # rounds of replacements; verl's max_num_gen_batches
 Vocabulary = Mapping[str, int]  # vocabulary size by policy
 
 

@@ -66,7 +66,7 @@ def new_rollout(
     ):
         seed = config.seed
     if seed is not None:
-        # Independent of the run's name, so that runs have the same order.
+        # Independent of the run's name: runs that differ only in their names sample the same.
         place = id.removeprefix(f"{config.name}/")
         drawn = blake2b(f"{seed}/{place}".encode(), digest_size=6).digest()
         sampling = replace(sampling, seed=int.from_bytes(drawn))
@@ -92,12 +92,12 @@ Order = Callable[
     [Sequence[dict[str, Json]], Sequence[dict[str, Json]], range, str, str | None],
     list[dict[str, Json]],
 ]
-"""(tasks, usual ones, their numbers, seed, candidate of the agent's prompts) -> a task for each of
-the usual ones. The choice is a function of these and of what is in checkpoints, and for more of
-them begins the same."""
+"""(all tasks, usual tasks, their numbers, seed, candidate of the agent's prompts) -> a task in
+place of each usual task. The choice depends only on these arguments and on checkpointed state. With
+more usual tasks the first choices stay the same."""
 
 Seats = Callable[[str, int], Mapping[str, str]]
-"""(group, index of the rollout) -> the policy in each role that is not its own policy's."""
+"""(group, index of the rollout) -> role -> policy, for roles that another policy plays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class TaskSampler:
     def _chosen(
         self, seed: str, numbers: range, usual: Iterable[dict[str, Json]]
     ) -> list[dict[str, Json]]:
-        """The `usual` task of each number, or the order's."""
+        """The tasks that `order` chooses; without it the usual ones."""
         if self.order is None:
             return list(usual)
         return self.order(self.tasks, list(usual), numbers, seed, self.prompts.id)

@@ -66,7 +66,7 @@ class TrainingStep:
     number: int  # from 0
     version: int  # number of earlier steps in which the policy learned
     algo: Algo
-    groups: list[Group]  # of the batch
+    groups: list[Group]  # groups of the batch
     batch: Batch
     given: GivenLogProbs  # log-probs of the N tokens of the batch
     values: ValueTerms | None  # targets of the critic, if there is one

@@ -30,9 +30,9 @@ Tokens = NDArray[np.int32]
 Pixels = Mapping[str, Tensor]  # the output of an image processor for one image
 T = TypeVar("T")
 MAX_EMBEDDINGS = 2**31  # ids of tokens have 32 bits
-MAX_PIXELS = 64 * 2**20  # of an image; larger images are not decoded
-PIXEL_BYTES = 512 * 2**20  # of cached pixel values; others are recomputed
-FILE_BYTES = 2**30  # of cached files, besides those of the training step
+MAX_PIXELS = 64 * 2**20  # pixels of an image; larger images are not decoded
+PIXEL_BYTES = 512 * 2**20  # bytes of cached pixel values; others are recomputed
+FILE_BYTES = 2**30  # bytes of cached files, besides those of the training step
 
 
 class ImageError(RuntimeError):
@@ -46,7 +46,7 @@ class CatalogueImage:
     digest: str
     first: int  # index of its first visual embedding
     size: int  # visual embeddings, which are placeholders in a prompt
-    patches: int  # of the vision tower's input
+    patches: int  # patches of the vision tower's input
     places: Ids  # int64 [axes, size], rotary positions relative to the first one
     extent: int  # number of rotary positions of the image
 

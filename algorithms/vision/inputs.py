@@ -220,7 +220,7 @@ REASONS = {
 
 NAMES = ("_processor_class", "processor_class", "image_processor_type", "_name_or_path")
 QUESTION, PROBE_SIZE = "What is this? ", (60, 44)
-EMBEDDING_BYTES = 2**30  # of cached visual embeddings
+EMBEDDING_BYTES = 2**30  # bytes of cached visual embeddings
 
 
 FileSource = Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]

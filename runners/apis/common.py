@@ -60,7 +60,7 @@ class ChatTranslation(ABC):
         self._calls = ToolCalls()
         self._pending: list[Block] = []  # a call that may continue, and the blocks after it
         self._open: object = None  # the block, part or tool call in progress
-        self._arguments = ""  # of the current tool call, so far
+        self._arguments = ""  # arguments of the current tool call, so far
         self._finish = "stop"
         self._stop_sequence: str | None = None
 

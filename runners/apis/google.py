@@ -38,7 +38,7 @@ def error(status: int, code: str, message: str) -> Body:
 
 
 def chat_request(body: Body, model: str) -> Body:
-    """Return the chat completion of a request as `google_json.read` returns it."""
+    """Translate a request to a chat completion. body: the result of `google_json.read`."""
     config = body.get("generationConfig") or {}
     chat: Body = {SAME[name]: value for name, value in config.items() if name in SAME}
     turns = common.Turns()

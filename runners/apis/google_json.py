@@ -189,7 +189,7 @@ PART: Fields = {"text": KEPT, "inlineData": BLOB, "functionCall": CALL, "functio
 # Types that are rejected later, with a description.
 PART |= dict.fromkeys(("fileData", "executableCode", "codeExecutionResult"), KEPT)
 PART |= dict.fromkeys(("toolCall", "toolResponse", "audioTranscription"), KEPT)
-CONTENT_FIELDS = frozenset(PART)  # of which a part has one
+CONTENT_FIELDS = frozenset(PART)  # a part has one of these fields
 PART |= {"thought": KEPT, "thoughtSignature": KEPT} | ABOUT_MEDIA
 PART |= dict.fromkeys(("partMetadata", "speechMetadata", "videoMetadata"), DROPPED)
 CONTENT: Fields = {"role": KEPT, "parts": [PART]}

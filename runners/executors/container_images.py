@@ -175,7 +175,7 @@ class ContainerSpec(NamedTuple):
     """A kind of container. Numbers: 0 is no limit."""
 
     image: str
-    network: str = "none"  # of `docker run`; none: only the container's loopback address
+    network: str = "none"  # network of `docker run`; none: only the container's loopback address
     memory_mb: int = 0
     cpus: float = 0.0
     pids: int = MAX_PROCESSES
@@ -199,7 +199,7 @@ class Container:
     spec: ContainerSpec
     pool: Containers
     share: Path | None = None  # its folder on the host, if the spec has one
-    pid: int = 0  # of its first process; 0: the engine is on another machine
+    pid: int = 0  # pid of the container's first process; 0: the engine is on another machine
     why: str = ""  # why this runner ended it
 
     async def run(

@@ -54,7 +54,7 @@ class CountedCall(NamedTuple):
     """A model call's number in its attempt, and the failed calls that it retries."""
 
     number: int  # in the order of arrival; `Transition.index` is in the order of responses
-    body_hash: int  # of the request body, equal for a retry
+    body_hash: int  # hash of the request body, equal for a retry
     repeats: tuple[int, ...]  # earlier calls with this hash that failed before this one began
 
 

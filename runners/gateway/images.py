@@ -43,7 +43,7 @@ from agentrl.store.base import Store
 
 ADVICE = "; a policy sees images with policy.vision, which takes an image-text model"
 PIXELS = ("media_io_kwargs", "mm_processor_kwargs")  # fields that change the pixels for the policy
-MAX_IMAGES = 100  # of one call; each is in memory until it is stored
+MAX_IMAGES = 100  # images of one call; each is in memory until it is stored
 PUT_AGAIN = 1200.0  # seconds after which a prune may have removed an unreferenced image
 MAX_REMEMBERED = 100_000  # digests
 MAX_PUT_BYTES = 2**24  # bytes sent to the store at a time

@@ -36,7 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class Confinement(TypedDict):
     folder: str  # the working directory
-    port: int  # of the gateway on this machine
+    port: int  # port of the gateway on this machine
     write: str  # the writable folder
     show: list[str]  # folders to keep visible inside a hidden folder or /tmp
     hide: list[str]  # folders and files to show as empty

@@ -379,7 +379,7 @@ def _user(name: str) -> tuple[int, int]:
     return found.pw_uid, found.pw_gid
 
 
-MAX_DIFFED_FILE_BYTES = 2**20  # of a file for which `diff` shows lines
+MAX_DIFFED_FILE_BYTES = 2**20  # bytes of a file for which `diff` shows lines
 MAX_PACK_BYTES = 4 * 2**20  # bytes of changed files that are stored until scoring
 NOT_COMPARED = {".git", "__pycache__", ".pytest_cache"}
 

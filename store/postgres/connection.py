@@ -68,7 +68,8 @@ class Prepared:
     name: bytes
     query: str
     types: tuple[int, ...]
-    columns: list[str] = field(default_factory=list)  # of the results, set by the first one
+    # Columns of the results, set by the first result.
+    columns: list[str] = field(default_factory=list)
 
     def takes(self, types: tuple[int, ...]) -> bool:
         """Whether the types match; a null has type 0."""
@@ -471,8 +472,8 @@ CONNECT_TIMEOUT = 10  # seconds to establish a connection
 POOLER_CHECKS = 10  # number of tests for a pooler that switches server processes between statements
 WHO = "select pg_backend_pid() as pid, pg_postmaster_start_time() as since"
 # Settings of a role, a database or the server that a store must override: time limits that would
-# end an enqueue or an idle writer, and isolation levels that make updates fail. Options of the URL
-# stay.
+# end an enqueue or an idle writer, and isolation levels that make updates fail. Options in the URL
+# keep their values.
 SETTINGS = """select set_config(name, case name when 'default_transaction_isolation'
     then 'read committed' else '0' end, false) from pg_settings where source <> 'client'
     and name in ('statement_timeout', 'lock_timeout', 'transaction_timeout',
@@ -611,7 +612,7 @@ class PostgresServer:
 
 def configure(conn: psycopg.Connection[Any]) -> None:
     """Send booleans as integers, and all integers with one size: each statement is then prepared
-    only once. Set what a store needs of a session, see `SETTINGS`."""
+    only once. Apply `SETTINGS`, which a store needs in each session."""
     conn.adapters.register_dumper(int, Int8Dumper)
     conn.adapters.register_dumper(bool, _FlagDumper)
     conn.execute(SETTINGS)

@@ -146,7 +146,7 @@ async def _pages(
         coming.cancel()
         await asyncio.wait([coming])
         if not coming.cancelled():
-            coming.exception()  # of a page that is not used
+            coming.exception()  # retrieves the error of a page that is not used
 
 
 def _page(conn: Connection, limits: Limits, after: int) -> list[Any]:

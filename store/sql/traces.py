@@ -105,7 +105,8 @@ def _count(tx: Transaction, run: str, call: PreparedTransition) -> None:
     """Add a call to the counters of its run; a call that repeats another one has no tokens of its
     own."""
     columns = call.columns
-    tokens = 0 if columns["repeats"] is not None else len(columns["completion"]) // 4  # of int32
+    # From bytes of int32.
+    tokens = 0 if columns["repeats"] is not None else len(columns["completion"]) // 4
     tx.add_counts(run, transitions=1, inexact=int(not columns["exact"]), tokens=tokens)
 
 

@@ -20,8 +20,9 @@ class ReasoningGym(Environment):
         self, what: str, size: int = 500, heldout: int = 100, seed: int = 7, system: str = "",
         **config: Any,
     ) -> None:  # fmt: skip
-        """`config`: arguments of the data set. `system`: a system prompt, or the name of one of
-        reasoning-gym's. Most of these ask for <answer> tags, from which the answer is extracted."""
+        """`config`: arguments of the data set. `system`: a system prompt, or the name of a prompt
+        of reasoning-gym. Most of its prompts ask for <answer> tags, from which the answer is
+        extracted."""
         import reasoning_gym
         from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
@@ -62,7 +63,8 @@ class ReasoningGym(Environment):
 
     @cached_property
     def _answers(self) -> dict[str, str]:
-        """By question; a data set generates each entry again whenever it is read."""
+        """Question -> answer. Cached, because a data set generates an entry again at each
+        access."""
         return {one["question"]: one["answer"] for rows in self.data.values() for one in rows}
 
     def _entry(self, task: dict[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def question_in(given: Any) -> str:
     return str(given if isinstance(given, str) else given[-1]["content"])
 
 
-VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # of Inspect
+VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # Inspect's verdicts
 WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
 SAMPLES = "inspect_ai._eval.task.run"  # logger of the code that runs samples
 

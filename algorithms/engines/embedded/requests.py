@@ -210,7 +210,7 @@ class ResponseFormat:
     model: str
     prompt: tuple[int, ...]
     chat: bool
-    tools: bytes  # of the request, as JSON; empty: do not parse calls
+    tools: bytes  # the request's tools as JSON; empty: do not parse calls
     parallel: bool  # show all of them, not the first only
     thinking: bool  # whether the prompt has opened the reasoning
     logprobs: bool

@@ -65,7 +65,7 @@ class TrainedModel:
     save_base: Callable[[Path], None] | None = None  # writes the model without its adapters
     # Writes an adapter by name, in peft's format.
     save_adapter: Callable[[str, Path], None] | None = None
-    rank: int = 0  # of the largest adapter
+    rank: int = 0  # rank of the largest adapter
 
 
 @dataclass

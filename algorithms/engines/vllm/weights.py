@@ -85,7 +85,7 @@ class NewestWeights:
             )
         level = logging.WARNING if self._failed else logging.INFO
         log.log(level, "vLLM gets new weights by %s (%s).", method, why)
-        shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(self._folder, ignore_errors=True)  # left by a killed run
         self._folder.mkdir(parents=True)
         self.serving.weights, self.serving.backend = self._folder / "weights", ""
         self._learned.save_tokenizer(self.serving.tokenizer)

@@ -37,7 +37,7 @@ FIXED_OPTIONS = {
 }  # fmt: skip
 
 FSDP2, MEGATRON = "fsdp2", "megatron"  # verl's engines that the learner can train with
-BETAS = (0.9, 0.95)  # of AdamW
+BETAS = (0.9, 0.95)  # AdamW's betas
 RAY = ("address", "nodes", "gpus_per_node", "timeout")  # where verl's workers run
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "override_optimizer_config": dict(zip(("adam_beta1", "adam_beta2"), BETAS, strict=True)),
         "lr_decay_style": "constant",
         "lr_warmup_steps": 0,
-        "total_training_steps": 2**31,  # of a learning-rate schedule that is not used
+        "total_training_steps": 2**31,  # for a learning-rate schedule, which is not used
     },
 }
 
@@ -80,7 +80,7 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
     optimizer = {
         "weight_decay": config.algorithm.weight_decay,
         "clip_grad": config.algorithm.max_grad_norm,
-        "lr": config.algorithm.lr,  # of the first step; each step passes its own
+        "lr": config.algorithm.lr,  # learning rate of the first step; each step passes its own
     } | OPTIMIZERS[strategy]
     known: VerlSettings = {
         "ray": {key: getattr(verl, key) for key in RAY},
@@ -121,7 +121,7 @@ def _sharded(narrow: str) -> dict[str, Any]:
     """Settings of FSDP2. narrow: dtype of forward and backward."""
     kept = {"reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     return {
-        "model_dtype": "fp32",  # of master weights; forward and backward use param_dtype
+        "model_dtype": "fp32",  # dtype of master weights; forward and backward use param_dtype
         "mixed_precision": {"param_dtype": narrow, **kept},
         "use_torch_compile": False,
     }
