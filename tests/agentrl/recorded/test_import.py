@@ -231,7 +231,7 @@ SHAPES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "only a cycle": ([span("b", "c"), span("c", "b")], "each other's parents"),
     "two roots": ([span("a"), span("b")], "several roots"),
     "ends early": ([span("a", endTime=1_600_000_000_000)], "ends before it starts"),
-    "starts early": ([span("a"), span("b", "a", startTime=1_600_000_000_000)], "before the one"),
+    "starts early": ([span("a"), span("b", "a", startTime=1_600_000_000_000)], "before its parent"),
 }
 
 
