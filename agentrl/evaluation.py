@@ -109,7 +109,7 @@ def evaluation_name(run: str) -> str:
 
 async def _score(config: RunConfig, level: int) -> TrainingResult:
     try:
-        result = await trainer.front(config, level=level)
+        result = await trainer.launch(config, level=level)
     except BaseException:
         await _remove_unstarted(config)
         raise

@@ -1,7 +1,7 @@
 """The launcher of a run: it starts the processes, watches them and reports. It never loads torch.
 
-    front ── starts ──► algorithm process (loop, learner, policy server)
-          └─ starts ──► runner processes  (worker, gateway, the agents)
+    launcher ── starts ──► algorithm process (loop, learner, policy server)
+             └─ starts ──► runner processes  (worker, gateway, the agents)
 
 Owns: only these processes. All state is in the store, so the same command resumes a run after its
 launcher was killed.
@@ -91,7 +91,7 @@ def run_training(
         clear(config)
     run_blocking(run_folder.check_free(config, take_over=take_over))
     try:
-        return run_blocking(front(config, level=level))
+        return run_blocking(launch(config, level=level))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_resume_point(config)) from None
 
@@ -191,14 +191,14 @@ class Trainer:
             local = agent, verifier or config.verifier.path
         config = resolved()
         try:
-            return await front(config, local=local, callbacks=self.callbacks)
+            return await launch(config, local=local, callbacks=self.callbacks)
         except asyncio.CancelledError:
             self._stopped = await asyncio.to_thread(_resume_point, config)
             raise
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError for mistakes that the front can find before anything starts. Checks the
+    """Raises ConfigError for mistakes that the launcher can find before anything starts. Checks the
     tasks last, because they may take long to load."""
     from agentrl.algorithms.model.templates import check as check_templates
     from agentrl.environments.hosted import check as check_environment
@@ -296,7 +296,7 @@ def has_own_store(config: RunConfig) -> bool:
     return config.store == store_in(Path(config.output))
 
 
-async def front(
+async def launch(
     config: RunConfig,
     *,
     local: tuple[Any, Any] | None = None,

@@ -155,7 +155,7 @@ def _read(context: click.Context, option: click.Parameter, file: Path) -> RunCon
 
 
 config_file = click.argument("config", type=click.Path(path_type=Path), callback=_read)
-"""The settings of a run, which its front has written for its processes."""
+"""The settings of a run, which the launcher has written for its processes."""
 
 
 def print_result(result: RenderableType) -> None:

@@ -344,7 +344,7 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine and return its result, also in a notebook, whose event loop is running."""
     if not _in_event_loop():  # outside of an `except`, which would be the context of its errors
         return asyncio.run(work)
-    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-front") as executor:
+    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-launcher") as executor:
         loop = asyncio.new_event_loop()
         task = loop.create_task(work)
         running = executor.submit(loop.run_until_complete, task)

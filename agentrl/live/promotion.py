@@ -640,4 +640,4 @@ def evaluation_of(config: RunConfig, version: Version, output: Path) -> RunConfi
 def play(config: RunConfig) -> None:
     """Play the held-out tasks, in this process and those that it starts."""
     os.nice(NICENESS)
-    run_blocking(trainer.front(config))
+    run_blocking(trainer.launch(config))

@@ -1,6 +1,6 @@
 """Metrics sinks and callbacks: the protocol, and the process that writes to the sinks.
 
-    front ── starts, restarts, stops ──► sinks process ── one thread per sink ──► backend
+    launcher ── starts, restarts, stops ──► sinks process ── one thread per sink ──► backend
 
 Each thread follows the store independently, so a backend that fails or hangs delays no other sink.
 The position up to which a sink has a run's steps is a small file in the run's output folder,
@@ -286,7 +286,7 @@ class SinkThread(threading.Thread):
                 pause = min(2 * pause, MAX_RETRY_PAUSE)
 
     def report(self, error: str) -> None:
-        """Log a failure once; the front prints the log on the console."""
+        """Log a failure once; the launcher prints the log on the console."""
         self.error = error
         if not self.reported:
             self.reported = True
@@ -346,7 +346,7 @@ def _sentence(sink: str, problem: str) -> str:
 
 
 def _locked(file: Path) -> IO[str]:
-    """The file, locked until it is closed, because an earlier front's process may still write."""
+    """The file, locked until it is closed: the process of an earlier launcher may still write."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = file.open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -355,7 +355,7 @@ def _locked(file: Path) -> IO[str]:
 
 @dataclass(slots=True)
 class SinksProcess:
-    """The front's handle on the process, which it restarts if a backend ends it."""
+    """The launcher's handle on the process, which it restarts if a backend ends it."""
 
     child: Child
     console: Console

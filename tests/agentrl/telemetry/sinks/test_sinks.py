@@ -244,7 +244,7 @@ async def test_a_sink_that_a_killed_front_left_behind_ends_before_the_next_begin
     waiting = asyncio.create_task(asyncio.to_thread(sink_module._locked, lock))
     done, _ = await asyncio.wait([waiting], timeout=0.2)
     assert not done
-    left.stdin.close()  # as when the front is killed
+    left.stdin.close()  # as when the launcher is killed
     assert await left.wait() == 1
     (await waiting).close()
 
@@ -565,7 +565,7 @@ def test_a_folder_that_a_backend_made_is_not_its_package(
     assert [is_installed(name) for name in ("wandb_like", "json")] == [False, True]
 
 
-# -- the front's side ------------------------------------------------------------------------------
+# -- the launcher's side ------------------------------------------------------------------------
 
 
 class Scripted:
