@@ -29,7 +29,7 @@ __all__ = [
     "show",
 ]
 
-# Imported late: `import agentrl` stays fast in every agent process.
+# Imported lazily: `import agentrl` stays fast in every agent process.
 LAZY = {
     "environments.playing": "endpoint",
     "trainer": "Trainer",

@@ -19,7 +19,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, known_mean, reduce_by, units
 from agentrl.algorithms.data.merge import build_batch, reward_reference
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.ratios import ALL_STREAMS
+from agentrl.algorithms.objective.ratios import ALL_OUTPUTS
 from agentrl.algorithms.presets import registry as presets
 from agentrl.algorithms.presets.declare import EMPTY, AlgoModifier, AlgoPreset
 from agentrl.algorithms.presets.registry import parts_of_name
@@ -30,8 +30,8 @@ from agentrl.store import open_store
 
 
 def catalogue() -> list[str]:
-    """One line per preset, modifier and recipe: its name, description and the fields it sets. Those
-    of installed packages have only their place, because they are not imported."""
+    """One line per preset, modifier and recipe: its name, description and the fields it sets. For
+    plug-ins of installed packages only the source is shown, because they are not imported."""
     found, changes = presets.library_presets()
     made = found | {f"+{name}": change for name, change in changes.items()}
     lines = []
@@ -47,7 +47,7 @@ def _heading(word: str, made: AlgoPreset | AlgoModifier) -> str:
 
 
 def composition(recipe: AlgoPreset | AlgoModifier) -> str:
-    """What a recipe is: a preset or modifier with these options."""
+    """The definition of a recipe: a preset or modifier with these options."""
     options = [f"{key} = {_json(value)}" for key, value in recipe.defaults.items()]
     credit = "the credit of " if isinstance(recipe, AlgoModifier) and recipe.credit_only else ""
     return f"{credit}{recipe.of}{' with ' if options else ''}{', '.join(options)}"
@@ -60,9 +60,7 @@ def _json(value: object) -> str:
 def record(name: str) -> list[str]:
     """The components of an algorithm, and its options with their defaults."""
     algo = _built(name)
-    supply = (
-        sorted(algo.needs) + ["values"] * algo.reads_critic + ["top_tokens"] * bool(algo.symbols)
-    )
+    supply = sorted(algo.needs) + ["values"] * algo.reads_critic + ["top_tokens"] * bool(algo.topk)
     answers = {
         "credit": format_record(algo.credit),
         "gates": ", ".join(map(format_record, algo.gates)),
@@ -93,7 +91,7 @@ def _built(name: str) -> Algo:
     """A preset with example values of its required options."""
     options = options_of(name).items()
     needed = {key: _example(key) for key, default in options if default is EMPTY}
-    return presets.make(name, needed, streams=ALL_STREAMS)
+    return presets.make(name, needed, supplies=ALL_OUTPUTS)
 
 
 def _line(name: str, made: AlgoPreset | AlgoModifier) -> str:
@@ -117,7 +115,7 @@ def _example(option: str) -> object:
 
 
 TABLE = "algorithms/CREDIT.md#which-credit-when"
-LAST_GROUPS = 16  # the last ones, which are looked at
+LAST_GROUPS = 16  # newest groups that are analysed
 REPEATED = 0.2  # share of states that other rollouts were in, from which on calls are compared
 RETURNS = 0.1  # share of states that a rollout comes back to, from which on states are valued
 TRUSTED = 0.3  # trust in the values of states, from which on they are looked at
@@ -157,16 +155,16 @@ async def advise(config: RunConfig) -> list[str]:
 
 
 class States(NamedTuple):
-    """What a batch shows of the states before its calls."""
+    """Statistics of the states before a batch's calls."""
 
-    calls: float  # of a rollout, on average
+    calls: float  # mean number per rollout
     repeated: float  # see `repeats`
     back: float  # see `returns`
     trust: float  # see `trust_in_states`; 0 without an outcome
 
 
 def about(states: States) -> Iterator[str]:
-    """What the states say, for runs whose rollouts make several calls."""
+    """A sentence about the states, for runs with several calls per rollout."""
     if states.calls <= 1:
         return
     if states.repeated >= REPEATED:
@@ -178,7 +176,8 @@ def about(states: States) -> Iterator[str]:
 
 
 def cautions(batch: Batch, states: States) -> Iterator[str]:
-    """What makes credit misleading or useless for this batch, each with the presets concerned."""
+    """Reasons why credit is misleading or useless for this batch, each with the affected
+    presets."""
     if states.calls <= 1 or "outcome" not in batch.rewards:
         return
     outcome, group = batch.rewards["outcome"], batch.rollout_group
@@ -226,22 +225,23 @@ def trust_in_states(batch: Batch) -> float:
 
 
 def repeats(batch: Batch) -> float:
-    """Share of calls, without first ones, in a state that another rollout of the group was in."""
+    """Share of calls, except first calls, in a state that another rollout of the group has
+    visited."""
     state, later = units(batch, "transition", "group", "state"), batch.transition_turn > 0
     others = mean_by(torch.zeros(len(state)), state, batch.transition_rollout)[1]
     return float((others > 0)[later].double().mean()) if later.any() else 0.0
 
 
 def returns(batch: Batch) -> float:
-    """Share of calls in a state that their own rollout was in before."""
+    """Share of calls in a state that the same rollout has visited before."""
     state = units(batch, "transition", "group", "state")
     times = mean_by(torch.zeros(len(state)), key(state, batch.transition_rollout))[1]
     return 1 - float((1 / times).mean()) if len(state) else 0.0
 
 
 def agreement(batch: Batch, reward: str) -> float:
-    """Correlation of the mean of a reward of calls over a rollout with the outcome, within groups;
-    NaN where one of them does not differ."""
+    """Correlation within groups between the outcome and a rollout's mean reward of calls; NaN where
+    either is constant."""
     x = known_mean(batch.rewards[reward], batch.transition_rollout, len(batch.rollouts))
     y = batch.rewards.get("outcome", torch.full_like(x, torch.nan))
     both = ~(x + y).isnan()
@@ -251,8 +251,8 @@ def agreement(batch: Batch, reward: str) -> float:
 
 
 def advice(config: RunConfig, batch: Batch, states: States) -> list[tuple[str, str]]:
-    """Presets that fit, each with its reason, the best one first by the stored results; and
-    warnings, in whose place of a name stands "warning"."""
+    """Presets that fit, each with the reason, best first by the stored results; and warnings, which
+    have the name "warning"."""
     several = len(batch.roles) > 1
     found = [
         ("grpo+per-role", f"compares {name} within each role")
@@ -287,5 +287,5 @@ def advice(config: RunConfig, batch: Batch, states: States) -> list[tuple[str, s
 
 
 def choice(suggestions: Sequence[tuple[str, str]]) -> str:
-    """The preset that is recommended most."""
+    """The recommended preset."""
     return next(preset for preset, _ in suggestions if preset != "warning")

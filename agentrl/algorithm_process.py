@@ -1,4 +1,4 @@
-"""The algorithm process of a run, with what `agentrl.algorithms` does not import.
+"""The algorithm process of a run, with the features that `agentrl.algorithms` must not import.
 
 It serves and trains the policies of the run, or only evaluates the models of `[upstreams]` of a run
 without any, for which it needs no torch.

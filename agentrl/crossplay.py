@@ -333,17 +333,17 @@ def ablation_table(rows: Sequence[AblationRow]) -> Table:
     return shown
 
 
-PLAN = "plan.json"  # in the folder of the run that plays it
+PLAN = "plan.json"  # file in the folder of the run that plays the plan
 
 
 class EvaluationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Lineups that all play the same tasks once, so two of them differ only in their players."""
+    """Lineups that each play the same tasks once, so two lineups differ only in their players."""
 
     players: dict[str, FrozenPolicy]
     lineups: dict[str, Seats]  # by name, which contains no slash
     tasks: list[dict[str, Json]]
     temperature: float
-    steps: int  # of training of the run's policies
+    steps: int  # training steps of the run's policies
 
 
 GAMES = (

@@ -1,6 +1,6 @@
 """The held-out score of a checkpoint, or of a model in an environment without a run file.
 
-A checkpoint is scored by a run without steps, in a folder beside that of the trained run.
+A checkpoint is scored in a separate run without steps, in a folder beside that of the trained run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from agentrl.core.types import (
 from agentrl.store import open_store
 from agentrl.trainer import STEPS
 
-TRIES = 5  # to hold the newest checkpoint of a run that continues
+TRIES = 5  # attempts to lock the newest checkpoint while training continues
 
 
 def evaluate(
@@ -63,7 +63,8 @@ def evaluate(
 
 @contextmanager
 def _held(config: RunConfig, checkpoint: Path | None) -> Iterator[Path | None]:
-    """A checkpoint, by default the run's last one, which the run does not prune meanwhile."""
+    """Lock a checkpoint, by default the run's last one, so that the run does not prune it
+    meanwhile."""
     with ExitStack() as stack:
         if checkpoint:
             checkpoint = named(config, checkpoint)
@@ -75,7 +76,7 @@ def _held(config: RunConfig, checkpoint: Path | None) -> Iterator[Path | None]:
                 try:
                     stack.enter_context(files.reading(checkpoint))
                     break
-                except ConfigError:  # pruned since the store named it, which names a newer one
+                except ConfigError:  # it was pruned; the store has a newer one now
                     if not left:
                         raise
         yield checkpoint
@@ -102,13 +103,13 @@ def _evaluate(
 
 
 def evaluation_name(run: str) -> str:
-    """A name of its own for an evaluation of a run, also beside one that begins in this second."""
+    """A unique name for an evaluation of a run, even if another one begins in the same second."""
     return f"{run}-eval-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 async def _score(config: RunConfig, level: int) -> TrainingResult:
     try:
-        result = await trainer.front(config, level=level)
+        result = await trainer.launch(config, level=level)
     except BaseException:
         await _remove_unstarted(config)
         raise
@@ -118,7 +119,7 @@ async def _score(config: RunConfig, level: int) -> TrainingResult:
 
 
 async def _remove_unstarted(config: RunConfig) -> None:
-    """Delete what an evaluation has written that failed before its first rollout began."""
+    """Delete the output of an evaluation that failed before its first rollout began."""
     if not trainer.has_own_store(config):
         return  # a store of several runs keeps the row of its settings
     with suppress(AgentRLError):
@@ -246,7 +247,7 @@ def settings_of(environment: str, model: str, name: str, key_env: str) -> dict[s
     data: dict[str, Any] = {"name": run, "root": str(Path.cwd()), "environment": environment}
     if not model.startswith(("http://", "https://")):
         if name or key_env:
-            raise ConfigError(f"--model-name and --key-env go with a URL, and {model!r} is none")
+            raise ConfigError(f"--model-name and --key-env need a URL, and {model!r} is not one")
         return data | {"policy": {"model": model}}
     served = {"base_url": model, "model": name or _only_model(model, key_env), "key_env": key_env}
     return data | {"upstreams": {MODEL: served}, "roles": {"*": MODEL}}

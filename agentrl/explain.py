@@ -2,9 +2,9 @@
 
 The step stored the credit and gates of each call. The chain that leads to it is recomputed from the
 groups of the step and from stored values that cannot be recomputed: baselines of earlier steps,
-critic values, KL penalties. The report says if chain and stored credit disagree. Without stored
-credit, gates and penalties are those at the start of the first optimizer step, where the policy
-equals the sampler.
+critic values, KL penalties. The report notes if the recomputed and the stored credit differ.
+Without stored credit, gates and penalties are those at the start of the first optimizer step, where
+the policy equals the sampler.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentrl.algorithms.data.ids import owner
 from agentrl.algorithms.data.merge import build_batch, check_rewards, reward_reference
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo, withhold
-from agentrl.algorithms.objective.ratios import ALL_STREAMS, GivenLogProbs
+from agentrl.algorithms.objective.ratios import ALL_OUTPUTS, GivenLogProbs
 from agentrl.algorithms.presets import registry
 from agentrl.core.config import RunConfig, derived, from_store
 from agentrl.core.errors import StoreError, TrainingError
@@ -56,7 +56,7 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
     for policy in derived.trained_policies(config):
         settings = derived.view(config, policy).algorithm
         algo = registry.make(
-            settings.preset, settings.options, streams=ALL_STREAMS, root=Path(config.root)
+            settings.preset, settings.options, supplies=ALL_OUTPUTS, root=Path(config.root)
         )
         own = {row.transition: row for row in credits if row.policy == policy}
         oldest = derived.steps_learned(config, policy, step or 0) - ceil(settings.max_staleness)
@@ -147,13 +147,13 @@ def explain(
     oldest: int = 0,
 ) -> Explanation:
     """Explain the step of `algo` on `groups` for a trained policy. credits: stored by the step, by
-    call. oldest: first version whose tokens it trained. Raises TrainingError like a step."""
+    call. oldest: first version with trained tokens. Raises TrainingError like a step."""
     check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
     batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group, policy=policy)
     algo = withhold(algo, batch, oldest)
     stored = read(algo, batch, credits)
     batch = replayed(algo, batch, stored)
-    same = batch.behaviour.double()
+    same = batch.sampler_logprobs.double()
     given = GivenLogProbs(**dict.fromkeys(algo.needs - {"sampler"}, same))
     terms = objective.loss_terms(algo, batch, given, fresh=True)
     index = torch.arange(batch.n_tokens)
@@ -210,7 +210,7 @@ def compared(rollout: str, groups: list[Group]) -> str:
 
 
 def pushed(explanation: Explanation, rollout: str) -> str:
-    """A sentence about what the step did to the calls of a rollout in its batch."""
+    """A sentence about the step's effect on the calls of a rollout in its batch."""
     batch, stored = explanation.batch, explanation.stored
     psi = stored.columns["psi"] if stored.known.any() else explanation.psi
     mine = batch.token_rollout == batch.rollouts.index(rollout)
@@ -254,7 +254,7 @@ def report(
     ] or ["  none"]
     mine = batch.token_rollout == batch.rollouts.index(rollout)
     order = batch.token_transition.argsort(stable=True)
-    ends = batch.token_transition[order].bincount().cumsum(0).tolist()  # of each call's tokens
+    ends = batch.token_transition[order].bincount().cumsum(0).tolist()  # end of each call's tokens
     for call in sorted(set(batch.token_transition[mine].tolist())):
         at = order[ends[call - 1] if call else 0 : ends[call]]
         role = batch.roles[int(batch.transition_role[call])]
@@ -295,7 +295,7 @@ def _call(
         lines += [
             f"    token {number} {repr(spelt(ids[t])) if spelt else f'id {ids[t]}'}: "
             f"advantage {_number(advantage[t : t + 1])}, {listed(torch.tensor([t]))}, "
-            f"log-prob of the sampler {float(batch.behaviour[t]):.4f}"
+            f"log-prob of the sampler {float(batch.sampler_logprobs[t]):.4f}"
             for number, t in enumerate(at.tolist())
         ]
     return lines

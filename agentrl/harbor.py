@@ -1,8 +1,8 @@
 """The environment plug-in of Harbor's tasks: `environment = "harbor:FOLDER"`.
 
 A model with a shell works on a task, or a command or a harness in the container. A `Trial` is one
-rollout: set up as the task says, judged by its tests. It owns the agent's container, and that of a
-separate verifier while it judges. Both are discarded at the end, and never used for another
+rollout: set up as the task specifies, judged by its tests. It owns the agent's container, and that
+of a separate verifier while it judges. Both are removed at the end and never reused for another
 rollout.
 """
 
@@ -46,7 +46,7 @@ from agentrl.tasks.harbor_format import (
     Healthcheck,
     Machine,
     Network,
-    UnfitTask,
+    UnsupportedTask,
     digest_of,
     read_task,
     resolved,
@@ -55,12 +55,12 @@ from agentrl.tasks.harbor_format import (
 from agentrl.tasks.rewards import NoRewardError, read_rewards, with_outcome
 
 log = logging.getLogger("agentrl.harbor")
-EVERY = 5  # of the tasks is held out by default
+EVERY = 5  # every fifth task is held out by default
 
 
 class Harbor(Environment):
-    """Harbor's tasks: each rollout has a container of its own, which is made, worked in and judged
-    as the task's folder says. FOLDER is relative to the run file."""
+    """Harbor's tasks: each rollout has its own container, which is built and judged as the task's
+    folder specifies. FOLDER is relative to the run file."""
 
     def __init__(
         self,
@@ -110,16 +110,18 @@ class Harbor(Environment):
 
     @cached_property
     def _tasks(self) -> dict[str, HarborTask]:
-        """Those that can be run here, by id."""
-        found, unfit = {}, []
+        """The tasks that can be run here, by id."""
+        found, unsupported = {}, []
         for id, folder in task_folders(self._folder).items():
             try:
                 found[id] = read_task(folder, id, self._variables)
-            except UnfitTask as error:
-                unfit.append(str(error))
+            except UnsupportedTask as error:
+                unsupported.append(str(error))
                 log.warning("left out: %s", error)
         if not found:
-            raise ConfigError(f"{self._folder} has no Harbor task that can be run here: {unfit[0]}")
+            raise ConfigError(
+                f"{self._folder} has no Harbor task that can be run here: {unsupported[0]}"
+            )
         return found
 
     def tasks(self, split: str) -> Iterable[dict[str, Json]]:
@@ -163,7 +165,7 @@ class Harbor(Environment):
             self._started[loop] = asyncio.create_task(_start(self._cli, endpoint, self._warm))
         try:
             return await asyncio.shield(self._started[loop])
-        except Exception:  # such as a daemon that is down: the next rollout tries again
+        except Exception:  # such as a stopped daemon: the next rollout tries again
             self._started.pop(loop, None)
             raise
 
@@ -179,7 +181,7 @@ async def _start(cli: str, endpoint: Endpoint, warm: int) -> Containers:
 
 
 NO_LIMIT = 86_400.0  # seconds, of a task without a time for its agent
-LARGEST_COMMAND = 100_000  # bytes; Linux refuses arguments above 128 KiB
+MAX_COMMAND_BYTES = 100_000  # bytes; Linux refuses arguments above 128 KiB
 PIECE = 60_000  # characters of a solution in one command
 SHELL = 'if command -v bash >/dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 SYSTEM = (
@@ -204,10 +206,10 @@ TOOLS = [
 
 @dataclass(frozen=True)
 class ModelWithShell:
-    """Asks the policy what to run, until it answers without a tool call or its time is up."""
+    """Runs the policy's shell commands until it answers without a tool call or its time is up."""
 
     turns: int  # model calls of a step
-    seconds: float  # of a command
+    seconds: float  # seconds of a command
     output: int  # characters of a command's output that the model sees
     system: str = SYSTEM
 
@@ -234,8 +236,8 @@ class ModelWithShell:
         command = _command(call)
         if command is None:
             return "There is one tool, bash, with one argument, command: a text."
-        if "\0" in command or len(command.encode()) > LARGEST_COMMAND:
-            return f"The command has a NUL or more than {LARGEST_COMMAND} bytes; make it shorter."
+        if "\0" in command or len(command.encode()) > MAX_COMMAND_BYTES:
+            return f"The command has a NUL or more than {MAX_COMMAND_BYTES} bytes; make it shorter."
         left = until - time.monotonic()
         if left <= 0:
             return "The time is up."
@@ -255,7 +257,7 @@ class ModelWithShell:
 
 @dataclass(frozen=True)
 class CommandInside:
-    """A program of the image. It finds the model in its variables, such as OPENAI_BASE_URL, and
+    """A program of the image. It gets the model's address in variables such as OPENAI_BASE_URL, and
     the instruction in HARBOR_INSTRUCTION and on its stdin."""
 
     command: list[str]
@@ -267,15 +269,15 @@ class CommandInside:
         self, trial: Trial, step: HarborStep, endpoint: Endpoint, talk: list[dict[str, Any]]
     ) -> None:
         env = model_variables(endpoint.url, endpoint.key)
-        if len(given := step.instruction.encode()) <= LARGEST_COMMAND:
+        if len(given := step.instruction.encode()) <= MAX_COMMAND_BYTES:
             env["HARBOR_INSTRUCTION"] = step.instruction
         await _run_agent(trial, step, self.command, env, given)
 
 
 @dataclass(frozen=True)
 class HarnessInside:
-    """A coding harness whose program is in the image. It has a HOME of its own for each step, with
-    its configuration files."""
+    """A coding harness that is installed in the image. Each step has its own HOME with the
+    harness's configuration files."""
 
     preset: Preset
     args: list[str]
@@ -288,7 +290,7 @@ class HarnessInside:
         self, trial: Trial, step: HarborStep, endpoint: Endpoint, talk: list[dict[str, Any]]
     ) -> None:
         prompt, home = step.instruction, f"/tmp/.agentrl-home-{step.name or 'task'}"
-        if "\0" in prompt or len(prompt.encode()) > LARGEST_COMMAND:
+        if "\0" in prompt or len(prompt.encode()) > MAX_COMMAND_BYTES:
             raise AgentError(f"the task is too long for an argument of {self.preset.program}")
         known = {"url": endpoint.url, "key": endpoint.key, "prompt": prompt}
         preset = self.preset.filled(home=Path(home), context=self.context, **known)
@@ -306,7 +308,7 @@ async def _run_agent(
     try:
         done = await trial.run(command, step, step.seconds or NO_LIMIT, env, stdin)
     except TimeoutError:
-        return  # what it has done by then is judged
+        return  # the work so far is judged
     if done.status:
         last = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
         raise AgentError(f"the agent ended with exit status {done.status}: {last[:300]}")
@@ -362,7 +364,7 @@ def _asks(command: str) -> dict[str, Any]:
 def _command(call: Any) -> str | None:
     try:
         found = json.loads(call["function"]["arguments"])["command"]
-        found.encode()  # half an emoji is no text
+        found.encode()  # half an emoji is not valid text
         return found if call["function"]["name"] == "bash" and isinstance(found, str) else None
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
@@ -373,9 +375,9 @@ LOGS = ("/logs/agent", VERIFIER, "/logs/artifacts")
 REWARDS = ("reward.json", "reward.txt")
 ROOT = "0"
 MAX_PROCESSES = 4096  # of a container; a build may need many
-SETUP_SECONDS = 120.0  # for each command that is neither the agent's nor of the tests
-LARGEST_REWARDS = 2**16  # bytes
-READ = f'for f; do if [ -f "$f" ]; then echo "$f"; head -c {LARGEST_REWARDS} "$f"; exit; fi; done'
+SETUP_SECONDS = 120.0  # for each command that belongs neither to the agent nor to the tests
+MAX_REWARDS_BYTES = 2**16  # bytes
+READ = f'for f; do if [ -f "$f" ]; then echo "$f"; head -c {MAX_REWARDS_BYTES} "$f"; exit; fi; done'
 BASH = 'if command -v bash >/dev/null; then exec bash "$0"; else exec sh "$0"; fi'
 # An image's entry point may start its services; all that it prints is lost.
 BEHIND = '"$0" "$@" </dev/null >/dev/null 2>&1 &'
@@ -392,8 +394,8 @@ class Trial:
     def __init__(
         self, task: HarborTask, containers: Containers, public: str, limits: tuple[int, int]
     ) -> None:
-        """`public`: the network of tasks that ask for a public one. `limits`: megabytes of memory
-        and of disk where the task names none; 0: no limit."""
+        """`public`: the network for tasks that request a public one. `limits`: megabytes of memory
+        and of disk for tasks without limits; 0: no limit."""
         self.task, self._containers, self._public, self._limits = task, containers, public, limits
         self._agent: Container | None = None
         self._judged: list[dict[str, float]] = []
@@ -436,8 +438,8 @@ class Trial:
         return self._agent
 
     async def begin(self, step: HarborStep) -> None:
-        """Prepare the container for what a step asks of the agent. Raises HarborError."""
-        if self._judged:  # what the tests of the last one left
+        """Prepare the container for a step. Raises HarborError."""
+        if self._judged:  # remove files of the previous step's tests
             await self._sh(f"{EMPTY}; chmod 777 {VERIFIER}", TESTS, VERIFIER)
         if step.files and step.files.is_dir():
             await self.container.copy_in(step.files, await self.folder())
@@ -466,10 +468,10 @@ class Trial:
         await self._sh('chmod -R a+rwX "$1"', inside)
 
     async def judge(self, step: HarborStep) -> dict[str, float]:
-        """Run the tests of a step, and return its rewards by the names that they give them. Raises
-        HarborError if they say nothing."""
+        """Run the tests of a step and return its rewards by name. Raises HarborError if they wrote
+        no reward."""
         for hook in step.verifier.collect:
-            with suppress(TimeoutError):  # the artifacts say what it could save
+            with suppress(TimeoutError):  # missing artifacts show what was not saved
                 await self._run(["sh", "-c", hook.command], hook.timeout_sec, hook.user)
         if step.judge is None:
             rewards = await self._tested(self.container, step, copied=True)
@@ -479,13 +481,14 @@ class Trial:
         return rewards
 
     def is_over(self, step: HarborStep) -> bool:
-        """Whether a step that was judged is the last one: later ones need its `min_reward`."""
+        """Whether no step follows a judged step, because it was the last or below its
+        `min_reward`."""
         rewards = self._judged[-1]
         missed = any(rewards.get(k, float("-inf")) < v for k, v in step.min_reward.items())
         return missed or step is self.task.steps[-1]
 
     def rewards(self) -> dict[str, float]:
-        """Those of the task: of its last step, or the means of all steps that were judged."""
+        """The rewards of the task: those of the last step, or the means over all judged steps."""
         if self.task.about.multi_step_reward_strategy == "final":
             return self._judged[-1]
         names = dict.fromkeys(name for rewards in self._judged for name in rewards)
@@ -520,7 +523,7 @@ class Trial:
         return container
 
     async def _judged_apart(self, step: HarborStep) -> dict[str, float]:
-        """Judge a step in a fresh container that gets the artifacts and nothing else."""
+        """Judge a step in a new container that gets only the artifacts."""
         assert step.judge is not None
         judge = await self._start(step.judge.image, step.judge.machine, step.judge.network)
         try:
@@ -570,7 +573,8 @@ class Trial:
             raise self._error(said) from None
 
     async def _written(self, container: Container) -> dict[str, str]:
-        """The file with rewards that the tests have written, the more detailed one of both."""
+        """The file with rewards that the tests have written; if there are two, the more detailed
+        one."""
         command = ["sh", "-c", READ, "sh", *REWARDS]
         found = await container.run(command, folder=VERIFIER, user=ROOT, timeout=SETUP_SECONDS)
         name, _, text = found.stdout.partition("\n")
@@ -605,7 +609,7 @@ class Trial:
         )
 
     async def _sh(self, script: str, *arguments: str) -> None:
-        """Run a script of our own as root."""
+        """Run a trusted script as root."""
         command = ["sh", "-c", script, "sh", *arguments]
         done = await self._run(command, SETUP_SECONDS, ROOT)
         if done.status:
@@ -616,9 +620,9 @@ class Trial:
 
 
 def clean(copy: Path, exclude: Sequence[str] = ()) -> str:
-    """Remove from a copy of the agent's files what `exclude` names, and what could reach into the
-    verifier's container: links that lead out of it, special files, and bits such as setuid. Return
-    what is left: a "folder", a "file" or ""."""
+    """Remove excluded files from a copy of the agent's files, and anything that could affect the
+    verifier's container: links that lead out of the copy, special files, and bits such as setuid.
+    Return what remains: a "folder", a "file" or ""."""
     root = copy.resolve() if copy.is_dir() and not copy.is_symlink() else None
     for path in [copy] if root is None else sorted(copy.rglob("*")):
         mode = path.lstat().st_mode if path.is_symlink() or path.exists() else 0
@@ -626,7 +630,7 @@ def clean(copy: Path, exclude: Sequence[str] = ()) -> str:
         link_out = stat.S_ISLNK(mode) and (path.readlink().is_absolute() or not inside)
         usual = stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)
         if not mode:
-            continue  # below a folder that is gone
+            continue  # its folder was removed
         if link_out or not usual or _is_excluded(path.relative_to(copy).as_posix(), exclude):
             _remove(path)
         elif not stat.S_ISLNK(mode):
@@ -635,7 +639,8 @@ def clean(copy: Path, exclude: Sequence[str] = ()) -> str:
 
 
 def _is_excluded(name: str, patterns: Sequence[str]) -> bool:
-    """As `tar --exclude`: the name or its end after any slash matches."""
+    """Whether a name is excluded, as with `tar --exclude`: the name, or its part after any slash,
+    matches."""
     ends = [name, *(name[i + 1 :] for i, letter in enumerate(name) if letter == "/")]
     return any(fnmatchcase(end, p.removeprefix("./").rstrip("/")) for p in patterns for end in ends)
 

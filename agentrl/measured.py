@@ -24,7 +24,7 @@ from agentrl.core.files import replace_file
 from agentrl.core.loading import is_installed
 
 FILE = "measured.json"  # in the output folder
-# What is measured, by the setting that it becomes. An adapter and its learning rate are one choice.
+# The measured quantities, by setting. An adapter and its learning rate are chosen together.
 SETTINGS = {
     "policy.dtype": "dtype", "policy.lora.rank": "rank", "algorithm.lr": "lr",
     "engine.threads": "threads", "engine.max_batch": "concurrency", "engine.max_context": "context",
@@ -38,16 +38,17 @@ MIN_GROUPS = 4  # a step of fewer tasks learns from too few
 
 
 def timeout(per_token: float, max_tokens: int) -> int:
-    """Seconds for a rollout whose completions have at most `max_tokens` tokens, each of which is
-    decoded in `per_token` seconds."""
+    """Seconds for a rollout with completions of at most `max_tokens` tokens, at `per_token` seconds
+    per token."""
     return max(MIN_TIMEOUT, math.ceil(SLACK * CALLS * max_tokens * per_token / 10) * 10)
 
 
 async def complete(
     tables: Mapping[str, Any], output: Path, console: Console, *, plays_rollouts: bool = True
 ) -> dict[str, Any]:
-    """The settings, by dotted names, that the machine's measurements add to these tables. Prints
-    what was chosen, or why nothing was. plays_rollouts: whether the run learns from rollouts."""
+    """The settings, by dotted names, that measurements on this machine add to these tables. Prints
+    the chosen settings, or why there are none. plays_rollouts: whether the run learns from
+    rollouts."""
     given = flatten(tables)
     model = given.get("policy.model")
     if not model or not _trains_it_here(tables):
@@ -97,8 +98,8 @@ async def complete(
 
 
 def _trains_it_here(tables: Mapping[str, Any]) -> bool:
-    """Whether a single model is trained by the torch learner and served by the embedded engine;
-    these measurements do not apply to other set-ups."""
+    """Whether a single model is trained by the torch learner and served by the embedded engine. The
+    measurements apply to no other set-up."""
     given = flatten(tables)
     kinds = given.get("engine.kind", "embedded"), given.get("learner.kind", "torch")
     others = ("policies", "policy.build", "policy.quantize", "policy.device", "prompts")

@@ -1,7 +1,7 @@
 """`agentrl rescore`: stored rollouts scored by another verifier or a judge, without running agents.
 
-The scores are stored as a reward beside the others, under a name of its own, so nothing that was
-trained changes. Rollouts that have it are left out, so a repeated command continues.
+The scores are stored as an additional reward under a separate name, so nothing that was trained
+changes. Rollouts that already have this reward are left out, so a repeated command continues.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from agentrl.runners import scoring
 from agentrl.runners.scoring import Verifier
 from agentrl.store.base import Store
 
-PAGE = 500  # rollouts that are read, scored and stored at a time
+PAGE = 500  # rollouts per read, scoring and write
 AT_ONCE = 32  # calls of a verifier
-SHOWN = 10  # groups whose order changed
+SHOWN = 10  # reordered groups in the table
 MIN_CHANGE = 1e-9
 
 
@@ -64,7 +64,7 @@ class Rescored:
 
     @property
     def reordered(self) -> list[str]:
-        """Groups in which two rollouts change places, or begin or cease to differ."""
+        """Groups in which the order of two rollouts changes, or a tie begins or ends."""
         return [group for group, rows in self.pairs.items() if _is_reordered(rows)]
 
     def summary(self) -> dict[str, Any]:
@@ -168,18 +168,18 @@ async def rescore(
 
 
 async def _pages(store: Store, run: str) -> AsyncIterator[list[Rollout]]:
-    """Rollouts of whole groups, as judges compare them."""
+    """Rollouts in pages of whole groups, because judges compare within groups."""
     after, rows = None, list[Rollout]()
     while page := await store.rollouts(run, purpose=Purpose.TRAIN, after=after, limit=PAGE):
         after, rows = page[-1].id, [*rows, *page]
-        last = [row for row in rows if row.group == page[-1].group]  # it may go on
+        last = [row for row in rows if row.group == page[-1].group]  # may continue on the next page
         yield [row for row in rows[: -len(last)] if row.state is RolloutState.SUCCEEDED]
         rows = last
     yield [row for row in rows if row.state is RolloutState.SUCCEEDED]
 
 
 def _check_name(rows: Sequence[Rollout], name: str, source: str) -> None:
-    """Raises ConfigError if another source has given rewards of this name: they would be mixed."""
+    """Raises ConfigError if rewards of this name have another source: they would be mixed."""
     for row in rows:
         for reward in row.rewards:
             if reward.name == name and reward.source != source:
@@ -196,7 +196,7 @@ def _has(row: Rollout, name: str, source: str) -> bool:
 async def _verified(
     scores: Verifier, store: Store, rows: Sequence[Rollout], found: Rescored, limit: float
 ) -> Mapping[str, float]:
-    """The outcomes of a verifier; what it raises is counted. limit: seconds of a call."""
+    """The outcomes of a verifier; its exceptions are counted. limit: seconds per call."""
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def one(row: Rollout) -> tuple[str, float] | None:
@@ -223,7 +223,7 @@ async def _verified(
 async def _judged(
     store: Store, config: RunConfig, judge: str, rows: Sequence[Rollout]
 ) -> Mapping[str, float]:
-    """The rewards of a judge, whose answers the store keeps."""
+    """The rewards of a judge; the store keeps its answers."""
     if judge not in config.judges:
         raise ConfigError(
             f"the run has no judge {judge!r}; its judges: {', '.join(config.judges) or 'none'}"

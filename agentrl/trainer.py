@@ -1,10 +1,10 @@
-"""The front of a run: it starts the processes, watches them and reports. It never loads torch.
+"""The launcher of a run: it starts the processes, watches them and reports. It never loads torch.
 
-    front ── starts ──► algorithm process (loop, learner, policy server)
-          └─ starts ──► runner processes  (worker, gateway, the agents)
+    launcher ── starts ──► algorithm process (loop, learner, policy server)
+             └─ starts ──► runner processes  (worker, gateway, the agents)
 
-Owns: only these processes. All state is in the store, so the same command resumes a run whose front
-was killed.
+Owns: only these processes. All state is in the store, so the same command resumes a run after its
+launcher was killed.
 
 `agentrl train --from` resumes a run from one of its earlier checkpoints on disk: the store rolls
 back the steps after it, so their groups are trained again.
@@ -58,8 +58,9 @@ from agentrl.telemetry.console import LogFollower, show_progress
 from agentrl.telemetry.report import print_report
 from agentrl.telemetry.sinks import check_sinks, followed, sinks_process
 
-DEMONSTRATIONS = "demonstrations.jsonl"  # given as objects, in the output folder
-# What a run writes into its output folder, which `--fresh` deletes.
+# File in the output folder for demonstrations given as objects.
+DEMONSTRATIONS = "demonstrations.jsonl"
+# Files of a run in its output folder, which `--fresh` deletes.
 RUN_OUTPUTS = (
     *("store.db*", "run.json", "logs", "checkpoints", "plan.json", "dumps"),
     *("train.jsonl", "heldout.jsonl", measured.FILE, DEMONSTRATIONS),
@@ -74,7 +75,7 @@ RUN_OUTPUTS = (
         "vllm",
         "servers",
     ),
-    *("versions", "heldout", "watch.json"),  # of `agentrl live`
+    *("versions", "heldout", "watch.json"),  # files of `agentrl live`
     *("metrics", "tensorboard", "wandb", "mlruns", "curve.png"),
 )
 
@@ -90,13 +91,13 @@ def run_training(
         clear(config)
     run_blocking(run_folder.check_free(config, take_over=take_over))
     try:
-        return run_blocking(front(config, level=level))
+        return run_blocking(launch(config, level=level))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_resume_point(config)) from None
 
 
 def _resume_point(config: RunConfig) -> str:
-    """Where a run that was stopped continues; empty if its store cannot tell."""
+    """Where a stopped run continues; empty if that is unknown."""
 
     async def read() -> RunState | None:
         async with open_store(config.store, readonly=True) as store:
@@ -118,18 +119,18 @@ class Trainer:
     `heldout` are lists of `{"input": ..., ...}`; `verifier` takes task and result and returns a
     number or named numbers. Each may also be "file.py:name", as in a run file, and is left out if
     an environment has it: `Trainer(environment="PLUGIN:WHAT", policy=...)`. `policy` is a Hugging
-    Face directory or name, and may be omitted if each of several policies has its own model.
+    Face directory or name, and may be left out if each of several policies has its own model.
     `callbacks` have `on_step` or `on_evaluation`. Conversations to imitate first may be a list,
     too: `warmup={"data": [{"messages": [...], "tools": [...]}, ...]}`.
 
     Every setting of a run file can be given, tables as dicts or by names with dots:
-    `Trainer(..., algorithm={"lr": 1e-5}, **{"eval.every": 5})`. Of `agent`, `tasks`, `verifier` and
-    `policy` a dict is the table, and anything else its first setting:
+    `Trainer(..., algorithm={"lr": 1e-5}, **{"eval.every": 5})`. For `agent`, `tasks`, `verifier`
+    and `policy`, a dict is the whole table, and any other value its first setting:
     `policy={"model": ..., "lora": {"rank": 16}}`, `agent={"path": make_agent, "max_calls": 20}`.
 
-    Of one model that is trained here, dtype, adapter with learning rate, threads, context, length
-    of completions, time-out and tasks per step are measured, as `agentrl init --model` does, where
-    they are not given."""
+    If a single model is trained on this machine, settings that are not given are measured, as by
+    `agentrl init --model`: dtype, adapter with learning rate, threads, context, length of
+    completions, time-out and tasks per step."""
 
     def __init__(
         self,
@@ -144,30 +145,30 @@ class Trainer:
         self.callbacks = callbacks
         parameters = {"agent": agent, "tasks": tasks, "verifier": verifier, "policy": policy}
         self.given = given(parameters, heldout, settings)
-        self._stopped = ""  # where a stopped run continues
+        self._stopped = ""  # step from which a stopped run continues
 
     def fit(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """Train to the end, or resume a stopped run of this name. fresh: start over;
         take_over: continue a run that is live in another process, which stops."""
         try:
             return run_blocking(self.fit_async(fresh=fresh, take_over=take_over))
-        except KeyboardInterrupt:  # with tracebacks of the event loop, which tell nothing
+        except KeyboardInterrupt:  # without the event loop's tracebacks
             where = self._stopped or "after the last checkpoint"
             raise KeyboardInterrupt(f"stopped; fit(), without fresh, continues {where}") from None
 
     async def fit_async(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """`fit` for an event loop. If it is cancelled, it stops its processes."""
         tables, agent, verifier, train, heldout, demonstrations = self.given
-        if demonstrations is not None:  # named for the checks, and written after them
+        if demonstrations is not None:  # the checks need the file's name; it is written after them
             tables = {**tables, "warmup": tables["warmup"] | {"data": DEMONSTRATIONS}}
 
         def resolved() -> RunConfig:
             config = hide_secrets(resolve(tables, source="Trainer"))
-            if agent is not None:  # plays in place of an environment's own
+            if agent is not None:  # replaces the environment's agent
                 config = replace(config, agent=replace(config.agent, path=""))
             return config
 
-        check_presets(config := resolved())  # before the tasks, which may take long to load
+        check_presets(config := resolved())  # before the tasks are loaded, which may take long
         if fresh:
             clear(config)
         await run_folder.check_free(config, take_over=take_over)  # before its files are replaced
@@ -190,14 +191,14 @@ class Trainer:
             local = agent, verifier or config.verifier.path
         config = resolved()
         try:
-            return await front(config, local=local, callbacks=self.callbacks)
+            return await launch(config, local=local, callbacks=self.callbacks)
         except asyncio.CancelledError:
             self._stopped = await asyncio.to_thread(_resume_point, config)
             raise
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError for mistakes that the front can find before anything starts. Checks the
+    """Raises ConfigError for mistakes that the launcher can find before anything starts. Checks the
     tasks last, because they may take long to load."""
     from agentrl.algorithms.model.templates import check as check_templates
     from agentrl.environments.hosted import check as check_environment
@@ -266,7 +267,8 @@ def hide_secrets(config: RunConfig) -> RunConfig:
 def clear(config: RunConfig) -> None:
     """Delete the outputs of an earlier run of this name, and nothing else in its folder.
 
-    Raises ConfigError while that run is live; a process without owner and lock is fenced."""
+    Raises ConfigError while that run is live. A process that holds neither the ownership nor the
+    lock is fenced."""
     output = Path(config.output)
     if not has_own_store(config):
         raise ConfigError(
@@ -277,7 +279,7 @@ def clear(config: RunConfig) -> None:
         return
     run_blocking(run_folder.check_free(config, fix_hint="stop it before --fresh deletes its files"))
     with files.exclusive(output):
-        with contextlib.suppress(StoreError):  # no store, or one of another version
+        with contextlib.suppress(StoreError):  # no store, or a store of another version
             run_blocking(_fence(config))
         for pattern in RUN_OUTPUTS:
             for path in output.glob(pattern):
@@ -290,11 +292,11 @@ async def _fence(config: RunConfig) -> None:
 
 
 def has_own_store(config: RunConfig) -> bool:
-    """Whether the store is in the output folder, so that no other run is in it."""
+    """Whether the store is in the output folder, so that it has no other run."""
     return config.store == store_in(Path(config.output))
 
 
-async def front(
+async def launch(
     config: RunConfig,
     *,
     local: tuple[Any, Any] | None = None,
@@ -327,8 +329,8 @@ async def supervise(
     """Start the processes of a run, show its progress, and stop them when the algorithm has ended.
     Returns its seconds; raises AgentRLError if another process ends first.
 
-    also: more work, whose error ends the run; process: that which does the work, by its name for
-    `agentrl process`; alone: without sinks of metrics."""
+    also: additional work; its error ends the run. process: name of the main process for `agentrl
+    process`; alone: without metrics sinks."""
     config, output = hide_secrets(config), Path(config.output)
     logs, console = make_folder(output / "logs"), console or Console()
     async with contextlib.AsyncExitStack() as stack:
@@ -401,7 +403,7 @@ async def _audit(
 
 
 async def _after(audit: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> None:
-    """Do work once an audit has ended or had its time; its report may come later."""
+    """Do `work` after an audit has ended or exceeded its time; its report may come later."""
     from agentrl.audit.subjects import LIMIT
 
     try:
@@ -535,7 +537,8 @@ async def refuse_changes(store: Store, config: RunConfig) -> None:
         )
 
 
-STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps and its writer's epoch
+# Name of a checkpoint: number of steps, epoch of its writer.
+STEPS = re.compile(r"(\d+)(?:\.\d+)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,7 +567,7 @@ def checkpoints_of(config: RunConfig) -> list[SavedCheckpoint]:
 
 
 def go_back(config: RunConfig, start: str, *, take_over: bool = False) -> None:
-    """Take a run back to `start`, a number of steps or a checkpoint's path.
+    """Roll a run back to `start`, a number of steps or a checkpoint's path.
 
     Changes nothing and raises ConfigError for a checkpoint of another run, DamagedError for a
     damaged one. take_over: from a live process of the run."""
@@ -612,7 +615,8 @@ def _chosen(config: RunConfig, state: RunState, start: str) -> SavedCheckpoint:
 
 
 def _kept(config: RunConfig, found: SavedCheckpoint, epoch: int) -> str:
-    """The checkpoint's name relative to the run's folder; copies one from elsewhere into it."""
+    """The checkpoint's name relative to the run's folder; copies a checkpoint from elsewhere into
+    it."""
     folder = Path(config.output, "checkpoints")
     if found.path.parent == folder.resolve():
         return f"checkpoints/{found.path.name}"

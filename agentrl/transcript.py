@@ -39,10 +39,10 @@ from agentrl.core.types import (
 from agentrl.store import Store, open_store, unknown_rollout
 from agentrl.store.records import RolloutRow
 
-LONGEST_TITLE = 74  # of a panel of 80 columns
-# Of what is printed unless all is asked for, as on the pages of `agentrl view`.
+MAX_TITLE_CHARS = 74  # in a panel of 80 columns
+# Limits of the short form, as on the pages of `agentrl view`.
 CALLS_PER_PAGE = 50
-MAX_MESSAGES = 100  # of a call, the last ones
+MAX_MESSAGES = 100  # of a call: its last messages
 MAX_CHARACTERS = 2000  # of a message, of a call's arguments
 MAX_DIFF = 50_000  # characters
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -52,9 +52,8 @@ async def show_rollout(
     store_url: str, rollout: str, *, prompts: bool = False, first: int = 0, whole: bool = False
 ) -> None:
     """Print a rollout of a store, or the prompts of its calls as the policy read them: rendered by
-    the chat template. A page of its calls, from the call `first`, with the ends of long messages
-    cut off, unless it is the `whole` rollout. Raises StoreError for an unknown id, Invalid for a
-    call that it does not have."""
+    the chat template. Prints one page of calls from the call `first` on and shortens long messages,
+    unless `whole`. Raises StoreError for an unknown id, Invalid for a call that does not exist."""
     async with open_store(store_url, readonly=True) as store:
         page = await read_page(store, rollout, first, limit=None if whole else CALLS_PER_PAGE)
         if page is None:
@@ -65,7 +64,7 @@ async def show_rollout(
     else:
         shown = render_trace(page.trace, None if whole else MAX_CHARACTERS, page.before)
     console = Console()
-    console.print(shown, soft_wrap=prompts)  # a prompt has its own lines only
+    console.print(shown, soft_wrap=prompts)  # keeps the lines of the prompt
     if page.left_out:
         more = f"; --call {page.end} prints the next" if page.end < page.total else ""
         console.print(f"{page.left_out}{more}, --full all.", highlight=False)
@@ -75,9 +74,9 @@ class TracePage(NamedTuple):
     """Some calls of a rollout."""
 
     trace: Trace  # with these calls only
-    first: int  # position of the first of them
+    first: int  # position of the first shown call
     total: int  # calls of the rollout
-    before: Transition | None  # the call before them
+    before: Transition | None  # the call before these calls
 
     @property
     def end(self) -> int:
@@ -85,14 +84,14 @@ class TracePage(NamedTuple):
 
     @property
     def left_out(self) -> str:
-        """Which calls these are; empty if they are all."""
+        """The range of the shown calls; empty if all are shown."""
         all_of_them = len(self.trace.transitions) == self.total
         return "" if all_of_them else f"Calls {self.first} to {self.end - 1} of {self.total:,}"
 
 
 async def read_page(store: Store, rollout: str, first: int, limit: int | None) -> TracePage | None:
     """At most `limit` calls of a rollout from position `first` on, with images in words. None for
-    an unknown rollout. Raises Invalid for a call that it does not have."""
+    an unknown rollout. Raises Invalid for a call that does not exist."""
     start = max(first - 1, 0)
     size = None if limit is None else limit + first - start
     trace = await store.trace(rollout, first=start, limit=size)
@@ -112,7 +111,7 @@ async def read_page(store: Store, rollout: str, first: int, limit: int | None) -
 
 
 async def in_words(store: Store, trace: Trace) -> Trace:
-    """The trace with images in words, in messages and as the `images` of its calls."""
+    """The trace with descriptions of images, in messages and in the `images` of calls."""
     digests = sorted({digest for call in trace.transitions for digest in call.images})
     found = await store.images(trace.rollout.run, digests) if digests else {}
     calls = [
@@ -127,9 +126,9 @@ async def in_words(store: Store, trace: Trace) -> Trace:
 
 
 def render_prompts(trace: Trace, config: dict[str, Json], first: int = 0) -> RenderableType:
-    """What the policy read and wrote in each call, with the special tokens. config: the stored
-    settings of the run, which name the tokenizers. first: the position of the trace's first call
-    in its rollout."""
+    """Prompt and completion of each call with special tokens, decoded from the token ids. config:
+    the stored settings of the run, which name the tokenizers. first: the position of the trace's
+    first call in its rollout."""
     parts: list[RenderableType] = []
     for at, call in enumerate(trace.transitions, first):
         if not call.exact:
@@ -151,9 +150,9 @@ def render_trace(
 ) -> RenderableType:
     """A rollout as a rich panel: its seats, the rollout that it repeats, every message of these
     calls once, and the diff of its workspace. Model calls show role, policy, version, numbers of
-    tokens and options without effect. longest: characters of a message; with it only the last
-    messages of a call are shown, and the beginning of a diff. before: the call before them, whose
-    messages are left out."""
+    tokens and options without effect. longest: maximum characters of a message; if set, only the
+    last messages of a call and the beginning of a diff are shown. before: the call before these
+    calls; its messages are left out."""
     parts: list[RenderableType] = []
     # Messages of the last call of each role, that of the last call last.
     shown = {before.role: before.messages} if before else {}
@@ -193,14 +192,15 @@ def render_trace(
     rewards = rewards_in_words(rollout.rewards) or "no reward"
     tries = f", attempt {rollout.attempts}" if rollout.attempts > 1 else ""
     title = f"{rollout.id}: {state_in_words(rollout)}, {rewards}, {rollout.seconds:.2f} s{tries}"
-    if len(title) > LONGEST_TITLE:  # a border would cut it off
+    if len(title) > MAX_TITLE_CHARS:  # a border would cut it off
         parts.insert(0, Text(title.removeprefix(f"{rollout.id}: "), style="bold"))
         title = rollout.id
     return Panel(Group(*parts), title=Text(title), title_align="left")
 
 
 def state_in_words(rollout: Rollout | RolloutRow) -> str:
-    """How a rollout ended: one that nothing stopped has succeeded only if its outcome says so."""
+    """The state of a rollout as text: a completed rollout is called successful only if its outcome
+    is."""
     rows = (row for row in rollout.rewards if row.scope is Scope.ROLLOUT and row.name == "outcome")
     won = next((row.value for row in rows), 0.0) > 0
     ended = rollout.state is RolloutState.SUCCEEDED and not won
@@ -229,7 +229,7 @@ def _cut(text: str, longest: int | None) -> str:
 
 
 def rewards_in_words(rewards: Sequence[Reward]) -> str:
-    """Those of a rollout and its roles; calls have theirs beside them."""
+    """Rewards of a rollout and its roles as text; rewards of calls are shown with the calls."""
     return ", ".join(
         f"{row.target}: {_valued(row)}" if row.scope is Scope.ROLE else _valued(row)
         for row in rewards
@@ -262,7 +262,7 @@ LOOK_BACK = 3  # last evaluations to search for examples
 async def examples(
     store: Store, config: RunConfig, steps: list[StepRow]
 ) -> AsyncIterator[tuple[str, RenderableType]]:
-    """Titles, and what rich prints of each."""
+    """Titles and panels of the example rollouts."""
     for title, rollout in (await find(store, config, steps)).items():
         trace = await store.trace(rollout.id)
         if trace:
@@ -270,8 +270,8 @@ async def examples(
 
 
 async def find(store: Store, config: RunConfig, steps: list[StepRow]) -> dict[str, Rollout]:
-    """Title -> the best rollout of the last evaluations with an outcome above 0, and one without;
-    one that failed only if no other was unsuccessful, because the report tells of it."""
+    """Title -> the best rollout of the last evaluations with an outcome above 0, and one with
+    outcome 0; a failed rollout only if there is no other, because the report lists failures."""
     found: dict[str, Rollout] = {}
     best: Rollout | None = None
     evaluated = [row.step for row in steps if any(name.startswith("eval/") for name in row.metrics)]
@@ -293,8 +293,8 @@ async def find(store: Store, config: RunConfig, steps: list[StepRow]) -> dict[st
 
 
 def best_title(outcome: float, *, share: bool) -> str:
-    """The title of the best of some rollouts. share: whether outcomes are from 0 to 1, where less
-    than 1 is no success."""
+    """The title of the best rollout. share: whether outcomes are from 0 to 1, so that less than 1
+    is not a success."""
     return f"Best, {outcome:.2g} of 1" if share and outcome < 1 - ROUNDING else "A success"
 
 
@@ -302,11 +302,11 @@ REPLACEMENT = "\ufffd"  # the text of a token that is part of a character
 
 
 class Spelling:
-    """Decodes the tokens of one policy. `missing`: why it cannot, and shows ids instead."""
+    """Decodes the tokens of one policy. `missing`: why it cannot and shows ids instead."""
 
     def __init__(self, file: Path | None, missing: str = "") -> None:
         self._tokenizer, self.missing = None, missing
-        self._image: int | None = None  # the token that stands for images
+        self._image: int | None = None  # placeholder token of images
         if file is not None:
             try:
                 from tokenizers import Tokenizer
@@ -323,16 +323,17 @@ class Spelling:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def prompt(self, ids: Sequence[int], images: Sequence[str]) -> str:
-        """The text of a prompt, with these descriptions of its images in place of placeholders."""
+        """The text of a prompt with descriptions of images in place of placeholders."""
         runs = [(image, [*run]) for image, run in groupby(ids, self._image.__eq__)]
         sizes = [len(run) for image, run in runs if image is True]
         if not sizes or not images or self._tokenizer is None:
             return self.text(ids)
         once = [id for image, run in runs for id in (run[:1] if image is True else run)]
         texts = self.text(once).split(self._tokenizer.id_to_token(self._image))
-        if len(texts) != len(sizes) + 1:  # its text is also that of other tokens
+        if len(texts) != len(sizes) + 1:  # other tokens have the same text
             return self.text(ids)
-        # Images side by side are one run, and the policy may have sampled a placeholder itself.
+        # Adjacent images form one run of placeholders, and the policy may have sampled a
+        # placeholder itself.
         named = images if len(images) == len(sizes) else ["[image]"] * len(sizes)
         shown = (f"{one[:-1]}, {n} tokens]" for one, n in zip(named, sizes, strict=True))
         return "".join(text + next(shown, "") for text in texts)
@@ -341,8 +342,7 @@ class Spelling:
         """The text of each token; joined they are `text(ids)`. Tokens that end inside a character
         have the text '', and the token that completes it has the whole character.
 
-        Each is decoded together with only the one before it, so the time is linear in their
-        number."""
+        Each token is decoded together with only the token before it, so the time is linear."""
         if self._tokenizer is None:
             return [f"{id} " for id in ids[:-1]] + [str(id) for id in ids[-1:]]
         found, start, read = list[str](), 0, 0

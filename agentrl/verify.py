@@ -1,12 +1,13 @@
-"""Comparisons for verifiers that people often write wrong: each says what it accepts and rejects.
+"""Comparisons for verifiers that are often written incorrectly; each documents what it accepts and
+rejects.
 
     from agentrl import verify
 
     def score(task, result):
         return float(verify.number(verify.final(result), task["answer"]))
 
-They compare a whole answer, refuse what names two or denies one, and return whether it is right.
-None raises for what a model writes, and only `latex` needs another package.
+They compare the whole answer, reject answers with two candidates or a negation, and return a bool.
+No text of a model makes them raise, and only `latex` needs another package.
 """
 
 from __future__ import annotations
@@ -37,20 +38,21 @@ DENIAL = re.compile(
     r"|n['\u2019]t\b",
     re.IGNORECASE,
 )
-LONGEST = 100_000  # characters of an answer that are read
-LARGEST_OUTPUT = 2**20  # bytes that a program may print
+MAX_ANSWER_CHARS = 100_000  # characters of an answer that are read
+MAX_OUTPUT_BYTES = 2**20  # bytes that a program may print
 
 
 def final(result: object) -> str:
     """The marked answer in a text: in <answer> tags, \\boxed{}, after "####" or "Answer:"; the
-    whole text if none is marked; empty if two different ones are, so naming both pays nothing.
+    whole text if none is marked; empty if two different answers are marked, so giving both earns
+    nothing.
 
     >>> final("6 + 10 = 16, so <answer>16</answer>"), final("Answer: **16**"), final(" 16 ")
     ('16', '16', '16')
     >>> final("<answer>15</answer> or <answer>16</answer>")
     ''
     """
-    return marked_answer(str(result)[-LONGEST:])
+    return marked_answer(str(result)[-MAX_ANSWER_CHARS:])
 
 
 def number(
@@ -73,27 +75,28 @@ def number(
 
 
 def number_in_text(result: object, answer: float | str, *, given: str = "") -> bool:
-    """Whether the last number of a text is this one, all others are of the question `given`, and
-    no sentence with it says no.
+    """Whether the last number of a text is this number, all other numbers occur in the question
+    `given`, and no sentence with the number contains a negation.
 
     >>> number_in_text("12 + 4 = 16.", 16, given="What is 12 plus 4?")
     True
     >>> number_in_text("15 16", 16), number_in_text("It is not 16.", 16), number_in_text("6", 16)
     (False, False, False)
     """
-    text = str(result)[:LONGEST]
+    text = str(result)[:MAX_ANSWER_CHARS]
     *others, last = re.findall(NUMBER, text) or [""]
     known = {_size(one) for one in re.findall(NUMBER, given)}
     if not (last and _equal(last, answer, 0.0)):
         return False
-    if any(_size(one) not in known for one in others):  # guesses, also of the same twice
+    if any(_size(one) not in known for one in others):  # several guesses, even if equal
         return False
     sentences = re.split(r"[.!?](?:\s|$)|\n", text)
     return not any(last in one and DENIAL.search(one) for one in sentences)
 
 
 def text(result: object, answer: str) -> bool:
-    """Whether the answer is this text, whatever its case, spaces, quotation marks and final stop.
+    """Whether the answer is this text, ignoring case, spaces, quotation marks and a final full
+    stop.
 
     >>> text(" paris. ", "Paris"), text('"New  York"', "New York"), text("not Paris", "Paris")
     (True, True, False)
@@ -129,7 +132,7 @@ def items(result: object, answer: Sequence[Any]) -> bool:
 
 
 def item_set(result: object, answer: Iterable[Any]) -> bool:
-    """Whether the answer lists these items in any order, none more and none twice.
+    """Whether the answer lists exactly these items, each once, in any order.
 
     >>> item_set("blue, red", ["red", "blue"]), item_set("{2, 1}", [1, 2])
     (True, True)
@@ -164,10 +167,10 @@ def json_value(result: object, answer: Any) -> bool:
 
 
 def latex(result: object, answer: str) -> bool:
-    """Whether the answer is the same mathematics, by math-verify (`pip install math-verify`), of
-    what `final` returns. Words, lists and intervals in place of sets are refused, which math-verify
-    would accept, and what takes longer than a few seconds, as 9^{9^{9}}; raises ImportError without
-    it."""
+    """Whether the marked answer (see `final`) is mathematically equal, by math-verify (`pip install
+    math-verify`). Also rejects words, lists, and intervals in place of sets, which math-verify
+    would accept, and answers that take longer than a few seconds, such as 9^{9^{9}}. Raises
+    ImportError without math-verify."""
     if find_spec("math_verify") is None:
         raise ImportError("verify.latex needs math-verify: pip install math-verify")
     said, right = (_bare_math(one) for one in (final(result), answer))
@@ -198,13 +201,13 @@ for line in sys.stdin:
 
 
 class _Mathematics:
-    """A process that compares, as math-verify has no time limit in threads: its alarm ends it, and
-    the next comparison starts another one."""
+    """A process that compares, because math-verify's time limit does not work in threads. After a
+    time-out the process ends, and the next comparison starts a new one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._parent = 0  # a forked child has a process of its own
+        self._parent = 0  # a forked child needs its own process
 
     def are_equal(self, right: str, said: str) -> bool:
         with self._lock, suppress(BrokenPipeError):
@@ -215,7 +218,7 @@ class _Mathematics:
             process.stdin.flush()
             if answer := process.stdout.readline():
                 return answer == "true\n"
-            self.close()  # its alarm has ended it
+            self.close()  # its alarm has ended the process
         return False
 
     def _running(self) -> subprocess.Popen[str]:
@@ -256,12 +259,11 @@ async def code(
     timeout: float = 10.0,
 ) -> bool:
     """Whether a Python program defines a function that returns these values: cases of (arguments,
-    value), in JSON's types. The program may stand in one code fence.
-
-    It runs in another process, which is never told the right values, and ends after `timeout`
-    seconds with all that it has started: with `workspace` in the run's sandbox, else in an empty
-    folder of this machine, without this process's environment. Rejected are a program that raises,
-    ends early, or returns an object that is equal to everything."""
+    value), in JSON's types. The program may be in one code fence. It runs in another process, which
+    never gets the right values and is killed after `timeout` seconds with all its children: with
+    `workspace` in the run's sandbox, else in an empty folder of this machine, without this
+    process's environment. A program is rejected if it raises, ends early, or returns an object that
+    is equal to everything."""
     rows = [(list(arguments), value) for arguments, value in cases]
     request = json.dumps([function, [arguments for arguments, _ in rows]])
     files = {"answer.py": _program(str(result)), "ask.py": ASK, "request.json": request}
@@ -287,7 +289,7 @@ sys.stdout.write("\\n" + json.dumps(values) + "\\n")
 
 
 async def _run(files: Mapping[str, str], timeout: float) -> str:
-    """What a program prints; empty if it fails."""
+    """The output of a program; empty if it fails."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         _write(Path(folder), files)
         process = await asyncio.create_subprocess_exec(
@@ -308,11 +310,11 @@ async def _run(files: Mapping[str, str], timeout: float) -> str:
 
 
 async def _read(process: asyncio.subprocess.Process) -> bytes:
-    """What a process prints until it ends; of one that prints too much nothing."""
+    """The output of a process until it ends; empty if it prints too much."""
     assert process.stdout is not None
     printed = b""
     while part := await process.stdout.read(65_536):
-        printed = printed + part if len(printed) <= LARGEST_OUTPUT else b""
+        printed = printed + part if len(printed) <= MAX_OUTPUT_BYTES else b""
     await process.wait()
     return printed
 
@@ -329,7 +331,7 @@ def _program(text: str) -> str:
 
 def _plain(result: object) -> str:
     """One line without markup around it."""
-    return re.sub(r"\s+", " ", str(result)[:LONGEST]).strip().strip("*`_").strip()
+    return re.sub(r"\s+", " ", str(result)[:MAX_ANSWER_CHARS]).strip().strip("*`_").strip()
 
 
 def _words(value: object) -> str:
@@ -337,7 +339,7 @@ def _words(value: object) -> str:
 
 
 def _value(text: object) -> Decimal | None:
-    """The exact value of a number; None if it is none, or not finite."""
+    """The exact value of a number; None if the text is not a finite number."""
     try:
         found = Decimal(str(text).replace(",", "").strip())
     except InvalidOperation:
@@ -346,7 +348,7 @@ def _value(text: object) -> Decimal | None:
 
 
 def _size(text: object) -> Decimal | None:
-    """A number without its sign: the one in "12-4" may be a minus."""
+    """A number without its sign, because the sign in "12-4" may be a minus."""
     found = _value(text)
     return None if found is None else abs(found)
 
@@ -374,7 +376,7 @@ def _items(result: object) -> list[Any]:
 
 
 def _plain_lines(result: object) -> str:
-    return str(result)[:LONGEST].strip().strip("*`_").strip()
+    return str(result)[:MAX_ANSWER_CHARS].strip().strip("*`_").strip()
 
 
 def _same(said: Any, right: Any) -> bool:
@@ -391,7 +393,7 @@ def _json(text: str) -> Any:
     fences = re.findall(r"```(?:json)?\s*\n(.*?)```", text, re.DOTALL)
     if len(fences) == 1:
         text = fences[0]
-    return json.loads(text[:LONGEST], object_pairs_hook=_unique, parse_constant=_refused)
+    return json.loads(text[:MAX_ANSWER_CHARS], object_pairs_hook=_unique, parse_constant=_refused)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=600.0)  # seconds
 
 
 class ModelServer(NamedTuple):
-    """A model to ask. identity: names its model, for a policy also run and version."""
+    """The server of a model. identity: the model's name; for a policy also run and version."""
 
     url: str
     model: str
@@ -34,7 +34,7 @@ class ModelServer(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """first: log-probs of the most probable first tokens, by their texts, if requested."""
+    """first: (text, log-prob) of the most probable first tokens, if requested."""
 
     text: str
     prompt_tokens: int = 0
@@ -95,9 +95,10 @@ async def find_endpoint(store: Store, config: RunConfig, name: str) -> ModelServ
 async def complete(
     session: aiohttp.ClientSession, endpoint: ModelServer, question: str, who: str, **fields: Json
 ) -> Completion:
-    """Ask a question. fields: further fields of the request, such as sampling. who: the caller, at
-    the start of an error. Retries while the server is busy or unreachable. Raises AgentRLError, and
-    its subclass TrainingError if the server rejects the request."""
+    """Request a completion. fields: further fields of the request, such as sampling parameters.
+    who: the caller, as the prefix of error messages. Retries while the server is busy or
+    unreachable. Raises AgentRLError, and its subclass TrainingError if the server rejects the
+    request."""
     if endpoint.text is not None:
         return Completion(endpoint.text)
     messages = [{"role": "user", "content": question}]

@@ -23,11 +23,10 @@ UNFINISHED = (
 
 
 def conversations_of(calls: Iterable[Transition]) -> list[dict[str, Any]]:
-    """Each conversation as {"messages": [...], "tools": [...], "imitate": [...]}, where the last
-    are the indices of the messages that the model wrote: an agent may show others as examples.
-
-    A call whose messages begin with an earlier conversation, as agents send them again, continues
-    it; answers stay as the model gave them."""
+    """Each conversation as {"messages": [...], "tools": [...], "imitate": [...]}, where "imitate"
+    has the indices of the messages that the model wrote: other assistant messages may be an agent's
+    examples. A call whose messages begin with an earlier conversation continues it; answers stay as
+    the model wrote them."""
     return [conversation for conversation, _ in with_calls(calls)]
 
 

@@ -1,13 +1,11 @@
-"""Demonstrations: conversations to imitate, as rows of the prompts that the policy would get and
-the tokens that it would have to sample.
+"""Demonstrations: conversations to imitate, as rows of prompts and the tokens that the policy would
+have to sample. The prompt of an assistant message is rendered as by the policy server, from the
+messages before it, and its tokens are those that the chat template writes after this prompt, up to
+the end of the turn. So a template needs no marks, and its changes of earlier messages are in the
+prompts. Invariant: a row's actions are exactly such tokens. Messages share a row as long as each
+prompt begins with the tokens before it; a template that drops earlier thinking starts a new row.
 
-The prompt of a message of the assistant is what the policy server renders of the messages before
-it, and its tokens are those that the chat template writes after this prompt, up to the end of the
-turn. So a template needs no marks, and what it does to earlier messages is in the prompts.
-Invariant: a row's actions are exactly such tokens. Messages share a row as long as each
-prompt begins with the tokens before it, which a template that drops earlier thinking ends.
-
-`format_problem` reports whether a tiny model has learned the format of what it imitates.
+`format_problem` reports whether a tiny model has learned the format of the demonstrations.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ class ConversationReader:
         self._checked: set[Json] = set()  # roles, and "" for the end, that a warning was about
 
     def rows(self, conversation: Mapping[str, Json]) -> list[TokenRow]:
-        """The rows of {"messages": [...], "tools": [...]}. Raises TrainingError, which names the
-        message, if the template does not show what the policy would sample."""
+        """The rows of {"messages": [...], "tools": [...]}. Raises TrainingError with the message if
+        the template does not render the tokens that the policy would sample."""
         rows: list[tuple[list[int], list[int]]] = []
         for prompt, completion in self.answers(conversation):
             if not rows or prompt[: len(rows[-1][0])] != rows[-1][0]:
@@ -65,8 +63,9 @@ class ConversationReader:
         return [_row(tokens, actions) for tokens, actions in rows]
 
     def answers(self, conversation: Mapping[str, Json]) -> list[Answer]:
-        """The prompt and the tokens of each message of the assistant but a first one, which no
-        policy is asked for; of the messages `imitate` alone, if it names them by index."""
+        """Prompt and tokens of each assistant message, except one that begins the conversation,
+        because a policy never samples it. `imitate`: indices of the messages to include; default:
+        all."""
         messages, tools = conversation["messages"], conversation.get("tools")
         options = conversation.get("chat_template_kwargs") or {}
         if not isinstance(options, dict):
@@ -86,7 +85,8 @@ class ConversationReader:
         return found
 
     def _fetch(self, messages: Json) -> None:
-        """Read what the messages show besides text. In a thread, as a loop may run in this one."""
+        """Read the images of the messages. In a thread, because an event loop may run in this
+        one."""
         with ThreadPoolExecutor(1) as pool:
             try:
                 fetched = self._chat.fetch(msgspec.json.encode(messages))
@@ -122,7 +122,7 @@ class ConversationReader:
         """The tokens of the text that `whole` has after `prompt`, if a token spans both."""
         before, text = self._text(prompt), self._text(whole)
         rest = text.removeprefix(before)
-        # Some tokenizers put a space before what begins a text.
+        # Some tokenizers add a space at the start of a text.
         for anchor in (self._text([self._end]), "") if text.startswith(before) else ():
             completion = self._codec.encode(anchor + rest)[len(self._codec.encode(anchor)) :]
             if self._text([*prompt, *completion]) == text:
@@ -149,7 +149,7 @@ class ConversationReader:
             )  # fmt: skip
 
     def _check_shown(self, messages: list[Message], tools: Json, options: dict[str, Json]) -> None:
-        """Warn once of a role whose messages the template drops."""
+        """Warn once about a role whose messages the template drops."""
         for index, message in enumerate(messages):
             role = message.get("role")
             if role == "assistant" or role in self._checked or not message.get("content"):
@@ -188,7 +188,7 @@ def _row(tokens: list[int], actions: list[int]) -> TokenRow:
 
 
 MAX_ROWS = 64  # conversations that are read
-TOO_HIGH = 0.1  # nats per token; one that writes the format has a hundredth of that
+TOO_HIGH = 0.1  # nats per token; a model that has learned the format has a hundredth of it
 
 
 def format_problem(model: PreTrainedModel, rows: Sequence[TokenRow]) -> str:
@@ -203,8 +203,8 @@ def format_problem(model: PreTrainedModel, rows: Sequence[TokenRow]) -> str:
 
 @torch.no_grad()
 def format_loss(model: PreTrainedModel, rows: Sequence[TokenRow]) -> float:
-    """The mean loss, in nats, where conversations leave no choice: of tokens that alone follow the
-    one before them, and of those that continue copied text, such as a name. 0 if none are."""
+    """The mean loss, in nats, of predictable tokens: tokens that are the only successor of the
+    previous token, and tokens that continue copied text, such as a name. 0 if there are none."""
     rows = rows[:MAX_ROWS]
     written = [list(pairwise(row.tokens.tolist())) for row in rows]  # the pair at i ends at i + 1
     acted = [

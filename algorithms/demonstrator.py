@@ -52,8 +52,8 @@ def load_script(path: str, root: Path) -> Script:
 
 @asynccontextmanager
 async def served(script: Script, name: str) -> AsyncIterator[str]:
-    """Context in which `script(messages, tools)` answers; the value is the base URL. It returns a
-    text, or a message with `content` and `tool_calls`, of which each may be just {"name":
+    """Context in which `script(messages, tools)` answers; the value is the base URL. The script
+    returns a text, or a message with `content` and `tool_calls`; a tool call may be just {"name":
     ..., "arguments": ...}."""
 
     async def complete(request: web.Request) -> web.StreamResponse:
@@ -88,7 +88,8 @@ async def served(script: Script, name: str) -> AsyncIterator[str]:
 
 
 def message_of(answer: Any) -> dict[str, Any]:
-    """A message of the assistant from what a script returns. Raises TypeError for other values."""
+    """Convert the return value of a script to an assistant message. Raises TypeError for other
+    values."""
     if isinstance(answer, str):
         return {"role": "assistant", "content": answer}
     if not isinstance(answer, dict):
@@ -108,14 +109,14 @@ def _call(given: dict[str, Any]) -> dict[str, Any]:
 
 
 log = logging.getLogger("agentrl.algorithm")
-NAME = "demonstrator"  # of the upstream, and of the group of rollouts
+NAME = "demonstrator"  # name of the upstream, and of the group of rollouts
 LINE_EVERY = 10.0  # seconds between lines about the progress
 ROLLOUTS_PER_READ = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstrator:
-    """What answers: a model on a server, or a function ("file.py:name")."""
+    """The source of answers: a model on a server, or a function ("file.py:name")."""
 
     url: str = ""  # ends in /v1
     model: str = ""
@@ -142,12 +143,13 @@ class Demonstrator:
         yield UpstreamConfig(base_url=url, model=self.model, key_env=self.key_env)
 
     def identity(self, root: Path) -> list[str]:
-        """What its answers depend on."""
+        """A key of everything that the answers depend on."""
         return [self.url, self.model, self.script, content_digest(self.script, root)]
 
 
 def content_digest(reference: str, root: Path) -> str:
-    """Digest of the file in a reference such as "file.py:name"; of nothing if it names no file."""
+    """Digest of the file in a reference such as "file.py:name"; the empty digest if it names no
+    file."""
     file = root / reference.rpartition(":")[0]
     return sha256(file.read_bytes() if reference and file.is_file() else b"").hexdigest()
 
@@ -180,7 +182,7 @@ async def kept_conversations(
 
 def _summary(rows: Iterable[Rollout], good: int, kept: int, cut: int, least: float) -> str:
     rewards = [row.reward() for row in rows]
-    known = [reward for reward in rewards if reward == reward]  # NaN: it failed
+    known = [reward for reward in rewards if reward == reward]  # NaN: failed
     best = f", at most {max(known):g}" if known and not good else ""
     text = f"{good} of {len(rewards)} rollouts have a reward of at least {least:g}{best}"
     text += f", of which {cut} have an answer that was cut short" if cut else ""

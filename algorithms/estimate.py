@@ -1,9 +1,9 @@
 """Estimates of a run before it starts: its memory, from the shape of its model and the settings,
 and the time of its steps, measured with its model on this machine. Agents are not included.
 
-The time is that of the policy server's decoding, with all calls and with one, and of a forward
-pass. The memory of images is that of rollouts whose contexts are full of distinct images, up to the
-limits of what is kept, each as large as a screenshot: the tower reads an image at once.
+The time is based on the policy server's decoding, with all calls and with one, and on a forward
+pass. The memory of images assumes contexts full of distinct images, up to the limits of the caches,
+each as large as a screenshot, and that the tower reads one image at a time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SCREEN = 1280 * 800  # pixels
 
 
 def needed(config: RunConfig, network: Any) -> tuple[int, dict[str, float]]:
-    """The weights of a tower that does not learn, and bytes by use; nothing for a text model."""
+    """The weights of a frozen vision tower, and bytes by purpose; nothing for a text model."""
 
     shape = network.config
     if shape.model_type not in CLASSES:
@@ -73,11 +73,11 @@ def needed(config: RunConfig, network: Any) -> tuple[int, dict[str, float]]:
     embeddings = min(EMBEDDING_BYTES, tokens * text.hidden_size * deep * width)
     patch = 3 * vision.patch_size**2 * getattr(vision, "temporal_patch_size", 1)
     pixels = 0 if on_gpu(config) else min(PIXEL_BYTES, tokens * merged * patch * WIDE)
-    size = getattr(vision, "image_size", None)  # LLaVA's, whatever the size of the image
+    size = getattr(vision, "image_size", None)  # LLaVA's tokens do not depend on the image's size
     screen = (size * size if isinstance(size, int) else SCREEN) // vision.patch_size**2
     patches = min(max(config.learner.token_budget, screen), tokens * merged)
     return frozen, {
-        # The engine has its own of a tower that learns.
+        # The engine has its own copy of a trained tower.
         "image embeddings": embeddings * (1 + (trained and config.engine.kind == "embedded")),
         "image pixels": pixels,
         "vision tower": patches * tower_bytes(config, vision, trained=trained),
@@ -106,7 +106,7 @@ HANDLING_SECONDS = 0.006
 
 
 def duration(config: RunConfig, network: Any, done: int = 0) -> Iterator[str]:
-    """A sentence with the time of the steps that are left, after `done`, if each rollout is one
+    """A sentence with the time of the steps that remain after `done`, if each rollout is one
     call."""
     algorithm, runner = config.algorithm, config.runner
     if not config.plays_rollouts or config.engine.kind != "embedded":
@@ -120,7 +120,8 @@ def duration(config: RunConfig, network: Any, done: int = 0) -> Iterator[str]:
     tokens = config.sampling.max_tokens or config.engine.max_context
     one, many = seconds_of(network, 1, 1), seconds_of(network, rows, 1)
     per_call = max(0.0, many - one) / (rows - 1)
-    passes = algorithm.epochs * (4 if config.learner.gradient_checkpointing else 3)  # with backward
+    # Forward and backward.
+    passes = algorithm.epochs * (4 if config.learner.gradient_checkpointing else 3)
     # A prompt is computed once for the rollouts of its group, where they are packed as a trie.
     prompts = algorithm.groups if config.learner.packed == "trie" else rollouts
     work = Workload(
@@ -163,7 +164,7 @@ def prompt_tokens(config: RunConfig, network: Any) -> int:
 @torch.no_grad()
 def seconds_of(network: Any, rows: int, tokens: int) -> float:
     """Seconds of the fastest of four forward passes, two of them with one thread, which suits small
-    models; of a single one if it takes more than a second. Of one token: of as many decoding steps
+    models; only one pass if it takes more than a second. For one token: of as many decoding steps
     of the policy server, with sampling."""
     if tokens == 1:
         return decoding(network, rows)
@@ -185,7 +186,7 @@ SCHEDULER = Path("/proc/thread-self/schedstat")  # ns of this thread: running, w
 
 
 def _unloaded() -> float:
-    """The time in seconds, without what this thread has waited for a core that others used."""
+    """The time in seconds, minus the time for which this thread waited for a busy core."""
     try:
         waited = int(SCHEDULER.read_text().split()[1])
     except (OSError, ValueError, IndexError):  # not Linux
@@ -199,7 +200,7 @@ def decoding(network: Any, rows: int) -> float:
     steps: SimpleQueue[tuple[float, str]] = SimpleQueue()
 
     def deliver(updates: TokenUpdates) -> None:
-        steps.put((_unloaded(), updates[0][1].error))  # of the engine's thread
+        steps.put((_unloaded(), updates[0][1].error))  # CPU time of the engine's thread
 
     engine = Engine(network, eos=[], max_batch=rows, max_context=64, threads=1, deliver=deliver)
     sampling, prompt = Sampling(max_tokens=1 + DECODED), np.zeros(2, np.int32)
@@ -222,12 +223,13 @@ def decoding(network: Any, rows: int) -> float:
 GIB = 2**30
 USABLE_MEMORY = 0.9  # fraction of the memory
 WIDTHS = {"4bit": 0.6, "8bit": 1.1}  # bytes per weight, including embeddings and scales
-SERVING = 1.2  # memory of vLLM without keys and values, as a multiple of its weights
-# Bytes of a process that trains, without its weights. Builds of torch differ by half a gigabyte, so
-# it is what the process has now, with torch imported, and 0.1 GB that come until the first step.
+SERVING = 1.2  # vLLM's memory without the KV cache, as a multiple of its weights
+# Bytes of a training process without weights. Builds of torch differ by half a gigabyte, so it is
+# the current size of this process, which has imported torch, plus 0.1 GB that are allocated until
+# the first step.
 LIBRARIES = max(0.45e9, host.resident_bytes() + 0.1e9)
-FRAGMENTS = 0.25  # of the activations: what glibc's heap loses between them, as measured
-WIDE = 4  # bytes of adapters, gradients, moments and of what is computed in float32
+FRAGMENTS = 0.25  # share of the activations that glibc's heap loses by fragmentation, as measured
+WIDE = 4  # bytes per element of adapters, gradients, moments and float32 intermediates
 
 
 def process_bytes(config: RunConfig, network: Any) -> dict[str, float]:
@@ -253,12 +255,12 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
     layer, tokens = layer_bytes(config, shape), tokens_of_pack(config, shape)
     layers, hidden = shape.num_hidden_layers, shape.hidden_size
     kept = layers * hidden * width + layer if learner.gradient_checkpointing else layers * layer
-    # The engine's rows: running, idle and one of padding.
+    # The engine's rows: running, idle, and one row of padding.
     context = whole_blocks(_context(config, shape), DTYPES[config.policy.dtype])
     cached = (2 * engine.max_batch + 1) * context
     served = engine.kind == "embedded" and config.plays_rollouts
     logits = 3 * min(MAX_LOGITS, tokens * vocabulary) + 6 * served * engine.max_batch * vocabulary
-    # The gradient of a head and, if it is tied, that of the embeddings and their sum.
+    # The gradient of the head and, if it is tied, that of the embeddings and their sum.
     head = 0 if config.policy.lora.rank else vocabulary * hidden * 3 * width
     return {
         "weights": weights * (WIDTHS[bits] if bits else width) + weights * width * copies,
@@ -299,7 +301,7 @@ def trained_weights(config: RunConfig, network: Any) -> int:
 
 
 def seeing(config: RunConfig, network: Any) -> tuple[int, dict[str, float]]:
-    """What a vision tower adds: frozen weights, and bytes by purpose."""
+    """The memory of a vision tower: frozen weights, and bytes by purpose."""
 
     return needed(config, network)
 
@@ -322,12 +324,12 @@ def _linear(network: Any) -> Iterator[Any]:
 
 
 def layer_bytes(config: RunConfig, shape: Any) -> int:
-    """Bytes that a layer saves for the backward pass, per token: of a Llama-like one. Two norms
-    (with their float32 input), queries, keys, values and their result, and the MLP's four."""
+    """Bytes per token that a Llama-like layer saves for the backward pass: two norms (with float32
+    inputs), queries, keys, values and their result, and the MLP's four."""
     width, hidden = bytes_of_weight(config), int(shape.hidden_size)
     inner = int(getattr(shape, "intermediate_size", None) or 4 * hidden)
     attended = width * (3 * hidden + 2 * _key_size(shape))
-    # An adapter saves the inputs of the same products; frozen norms save one less.
+    # An adapter saves the inputs of the same products; frozen norms save one tensor less.
     inputs = width * hidden * (3 if config.policy.lora.rank else 4)
     return 2 * WIDE * hidden + attended + inputs + 4 * width * inner
 
@@ -343,7 +345,7 @@ def tokens_of_step(config: RunConfig, shape: Any) -> int:
     algorithm, context = config.algorithm, _context(config, shape)
     answer = min(config.sampling.max_tokens or context, context)
     group = algorithm.group_size * context
-    if config.learner.packed == "trie":  # the prompt is computed once
+    if config.learner.packed == "trie":  # a group's prompt is computed once
         group = context + (algorithm.group_size - 1) * answer
     return int(algorithm.groups * group / algorithm.minibatches)
 
@@ -417,8 +419,8 @@ def memory(config: RunConfig, network: Any) -> tuple[bool, str]:
 
 
 def tried(config: RunConfig, network: Any, groups: Sequence[Group]) -> str:
-    """What contexts as long as the longest of these rollouts need, beside the bound; empty without
-    calls."""
+    """A sentence: memory and time for contexts like the longest of these rollouts, besides the
+    upper bound; empty without calls."""
     rollouts = (rollout for group in groups for rollout in group.rollouts)
     calls = [len(call.prompt) + len(call.completion) for r in rollouts for call in r.transitions]
     if not calls:

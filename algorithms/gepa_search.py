@@ -88,7 +88,7 @@ class _Adapter:
         return {name: candidate[name] for name in components_to_update}
 
     def next_minibatch_ids(self, loader: object, state: object) -> list[int]:
-        """The tasks of one proposal; those of an iteration differ."""
+        """The tasks of one proposal; proposals of one iteration get different tasks."""
         size = min(MINIBATCH, self.search.train)
         if len(self._left) < size:
             self._left = self._rng.sample(range(self.search.train), self.search.train)

@@ -1,8 +1,8 @@
 """Signs that a policy hacks its reward, in the rollouts of the last steps.
 
-`agentrl audit` attacks a verifier before a policy does; what it missed a policy finds, and shows by
-answers that are paid without being right. Each sign is a number between 0 and 1, a metric of every
-step, and has a limit, which follows from what the audit of the run saw.
+`agentrl audit` attacks a verifier before a policy does; a policy may find weaknesses that it
+missed, and then gets rewards for wrong answers. Each sign is a number between 0 and 1, a metric of
+every step, and has a limit that depends on the result of the run's audit.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from agentrl.core.values import marked_answer, normal_text, question_of
 from agentrl.store.base import Store
 
 log = logging.getLogger("agentrl.algorithm")
-STEPS = 4  # last steps whose rollouts are looked at together
-MIN_ROLLOUTS = 16  # of a correlation
-MIN_SPREAD = 1e-6  # of values that are correlated
+STEPS = 4  # last steps that are analysed together
+MIN_ROLLOUTS = 16  # for a correlation
+MIN_SPREAD = 1e-6  # standard deviation that both variables of a correlation need
 MIN_PAID = 4  # rollouts of a share
-FEW_VALUES = 4  # rewards of more different values are graded, as by distance
-PAID, PAID_GRADED, PAID_WHOLE = 0.75, 0.9, 0.9999  # of the highest reward
-LONG_ANSWER = 40  # characters of answers that may be paid for their length
-LONGEST_ANSWER = 60  # characters of a right answer that is looked for in what is paid
-LONGEST_READ = 4000  # characters of an answer, from its end, in which the right one is looked for
+FEW_VALUES = 4  # more distinct reward values indicate a graded reward, such as a distance
+# Share of the highest reward from which an answer counts as rewarded.
+PAID, PAID_GRADED, PAID_WHOLE = 0.75, 0.9, 0.9999
+LONG_ANSWER = 40  # characters from which a length bonus is possible
+MAX_ANSWER_CHARS = 60  # characters of a right answer that is searched in others
+MAX_READ_CHARS = 4000  # characters at the end of an answer that are searched
 SHOWN = 60  # characters of an answer
-FIRST_ROLLOUTS = 256  # of a run, by which the field with the right answer is found
-KEY_STEPS = 8  # steps in which that is tried
-MIN_EACH = 8  # rollouts with and without a reward that this takes
+FIRST_ROLLOUTS = 256  # first rollouts of a run, used to find the field with the right answer
+KEY_STEPS = 8  # steps in which the search for the field is tried
+MIN_EACH = 8  # rollouts with and without a reward, needed to find the field
 MIN_PAID_HAVE, MAX_UNPAID_HAVE = 0.75, 0.25  # shares of answers with the value of that field
-DOCUMENT, REPORT = "audit", "report"  # of the store, from `agentrl.audit`
-FINAL = ", its final answer"  # after a field whose text ends with a marked answer, as "#### 72"
+DOCUMENT, REPORT = "audit", "report"  # documents of the store, written by `agentrl.audit`
+# Suffix for a field whose text ends with a marked answer, such as "#### 72".
+FINAL = ", its final answer"
 ANSWER_KEYS = (
     *("answer", "solution", "target", "expected", "label", "ground_truth", "reference", "gold"),
     *("correct", "output", "expected_output", "answers", "result", "key"),
@@ -52,25 +54,26 @@ FRACTION = re.compile(
 )
 WORD = re.compile(r"\w{3,}|\d+")
 MARKUP = re.compile(r"</?\w+>|\\boxed|\\[a-z]+|[^\w]+")
-FORMULA = re.compile(r"[(){}\[\];=<>*^|`\n]")  # of programs and formulas, which have many spellings
+# Characters of programs and formulas, which have many spellings.
+FORMULA = re.compile(r"[(){}\[\];=<>*^|`\n]")
 SAYS_YES, SAYS_NO = {"yes", "true", "correct", "right"}, {"no", "false", "incorrect", "wrong"}
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A scored rollout, with what the signs need of its answer. Rows of several steps are kept, so
-    texts of any length are not."""
+    """A scored rollout, with the features of its answer that the signs need. Rows of several steps
+    are kept, so long texts are not."""
 
     rollout: str
-    task: int  # equal for the same task
-    template: int  # equal for the same answer and tool calls, whatever it has of the question
-    shown: str  # the beginning of that answer
+    task: int  # id of the task
+    template: int  # id of the answer and tool calls, with text of the question replaced
+    shown: str  # the beginning of the answer
     length: int  # characters of the answer
-    empty: bool  # whether it is nothing but form
+    empty: bool  # whether the answer is form without content
     reward: float
     audit: float | None  # reward of a second verifier
-    has: bool | None  # whether it has the task's own answer; None: unknown
-    right: str = ""  # the task's own answer, if that is known
+    has: bool | None  # whether it contains the task's right answer; None: unknown
+    right: str = ""  # the task's right answer, if known
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class Sign:
     metric: str
     value: float
     limit: float
-    text: str  # of a sentence: what is paid
+    text: str  # part of a sentence: the rewarded behaviour
     rollouts: Sequence[str] = ()
 
     @property
@@ -90,23 +93,23 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """What the audit of a run found. highest: the share of tasks on which its best constant was
-    paid; key: the tasks' field with the right answer; empty: unknown."""
+    """The result of a run's audit. highest: the share of tasks on which the best constant answer
+    was rewarded; key: the tasks' field with the right answer; empty: unknown."""
 
     highest: float = 0.0
     key: str = ""
     verdict: str = ""
-    finding: str = ""  # the worst one, in words
+    finding: str = ""  # the worst finding, as text
     change: str = ""
-    share: float = 0.0  # of tasks that it was paid on
+    share: float = 0.0  # share of tasks on which it was rewarded
 
 
 NOT_AUDITED = Audited()
 
 
 async def known_of(store: Store, config: RunConfig) -> Audited:
-    """What the audit of a run found. Where it did not find the field with the right answer, or did
-    not end in time, the run's first rollouts show it."""
+    """The result of a run's audit. If it did not find the field with the right answer, or did not
+    end in time, the field is derived from the run's first rollouts."""
     known = await audited(store, config.name)
     if known.key:
         return known
@@ -115,7 +118,8 @@ async def known_of(store: Store, config: RunConfig) -> Audited:
 
 
 def answer_key(rollouts: Iterable[Rollout], config: RunConfig) -> str:
-    """The field of tasks whose value nearly all paid answers have, and few others; else empty."""
+    """The field of tasks whose value is in nearly all rewarded answers and in few others; else
+    empty."""
     rows = list(_scored(rollouts, config))
     rewards = [reward for _, reward in rows]
     if not rows or min(rewards) == max(rewards):
@@ -131,7 +135,7 @@ def answer_key(rollouts: Iterable[Rollout], config: RunConfig) -> str:
             if not is_sure:
                 break
             values.add(json.dumps(value))
-            (paid if reward >= limit else unpaid).append(_has(_text(row)[-LONGEST_READ:], value))
+            (paid if reward >= limit else unpaid).append(_has(_text(row)[-MAX_READ_CHARS:], value))
         else:
             enough = min(len(paid), len(unpaid)) >= MIN_EACH and len(values) > 1
             if enough and fmean(paid) >= MIN_PAID_HAVE and fmean(unpaid) <= MAX_UNPAID_HAVE:
@@ -157,8 +161,8 @@ async def audited(store: Store, run: str) -> Audited:
 
 
 def played(rollouts: Iterable[Rollout], config: RunConfig, known: Audited) -> list[Played]:
-    """The rollouts whose answer gets a reward. Those of games, of environments that play them, and
-    of workspaces have none: what is judged there is no text."""
+    """The rollouts with a rewarded answer. Games, environments that play their rollouts, and
+    workspaces have none, because no text is judged there."""
     tasks = dict[str, tuple[int, str]]()  # hash and question, by group
     found = []
     for row, reward in _scored(rollouts, config):
@@ -170,7 +174,7 @@ def played(rollouts: Iterable[Rollout], config: RunConfig, known: Audited) -> li
 
 
 def _scored(rollouts: Iterable[Rollout], config: RunConfig) -> Iterator[tuple[Rollout, float]]:
-    """Rollouts whose answer gets a reward, with the one that is trained."""
+    """Rollouts with a judged answer, with the trained reward."""
     if config.workspace.source:
         return
     name = derived.trained_reward(config)
@@ -185,7 +189,7 @@ def _text(row: Rollout) -> str:
 
 
 def _is_answer(result: Json) -> bool:
-    """Whether a result is what a verifier judges; not that of an environment that scores itself."""
+    """Whether a verifier judges the result; False for an environment that scores itself."""
     scored_itself = isinstance(result, dict) and result.keys() == {"environment", "rewards"}
     return result is not None and not scored_itself
 
@@ -198,16 +202,16 @@ def _played(row: Rollout, task: int, question: str, reward: float, known: Audite
         text = text.replace(asked, "{question}")
     right, is_sure = _right(row.task, known.key)
     shown = text[:SHOWN]
-    if is_sure:  # an answer that lacks the right one is as wrong with another word of the question
+    if is_sure:  # a wrong answer stays wrong with another word of the question
         words = {*WORD.findall(asked)}
         text = WORD.sub(lambda one: "{}" if one[0] in words else one[0], text)
-    has = None if right is None else _has(answer[-LONGEST_READ:], right)
-    if not has and (not is_sure or len(answer) > LONGEST_READ):
+    has = None if right is None else _has(answer[-MAX_READ_CHARS:], right)
+    if not has and (not is_sure or len(answer) > MAX_READ_CHARS):
         has = None
     second = row.reward("audit")
     return Played(
         rollout=row.id, task=task, template=hash(text + calls), shown=shown,
-        length=len(answer), empty=not (calls or MARKUP.sub("", answer[:LONGEST_READ])),
+        length=len(answer), empty=not (calls or MARKUP.sub("", answer[:MAX_READ_CHARS])),
         reward=reward, audit=second if isfinite(second) else None, has=has,
         right=normal_text(json.dumps(right)) if is_sure else "",
     )  # fmt: skip
@@ -225,7 +229,7 @@ def signs(rows: Sequence[Played], known: Audited) -> list[Sign]:
     if not rows:
         return []
     low, high = min(row.reward for row in rows), max(row.reward for row in rows)
-    if low == high or known.key:  # a run whose rollouts are all paid shows no scale
+    if low == high or known.key:  # without unrewarded rollouts the scale is unknown
         low, high = min(low, 0.0), max(high, 1.0) if high >= 0 else 0.0
     graded = len({round(row.reward, 6) for row in rows}) > FEW_VALUES
 
@@ -241,13 +245,13 @@ def signs(rows: Sequence[Played], known: Audited) -> list[Sign]:
 
 
 def _scale(values: Iterable[float]) -> tuple[float, float]:
-    """The lowest and the highest of these, 0 and 1."""
+    """The minimum and maximum of the rewards, 0 and 1."""
     some = [0.0, 1.0, *values]
     return min(some), max(some)
 
 
 def _same_answer(rows: Sequence[Played], paid: Sequence[Played], known: Audited) -> Sign | None:
-    """The share of tasks that one answer solves for which it is not the right one."""
+    """The share of tasks that a single answer solves although it is not their right answer."""
     tasks = {row.task for row in rows}
     solved = defaultdict[int, dict[int, Played]](dict)
     synonyms = _synonyms(rows, paid)
@@ -258,8 +262,8 @@ def _same_answer(rows: Sequence[Played], paid: Sequence[Played], known: Audited)
         return None
     best = max(solved.values(), key=len, default={})
     share = len(best) / len(tasks) if len(best) > 1 else 0.0
-    # Where right answers are unknown, one may be right on as many tasks as the best constant is,
-    # and without an audit nothing tells how many these are.
+    # If right answers are unknown, a single answer may be right on as many tasks as the best
+    # constant, and without an audit that number is unknown.
     is_known = bool(best) and all(row.has is False for row in best.values())
     if not (is_known or known.verdict):
         return None
@@ -270,7 +274,8 @@ def _same_answer(rows: Sequence[Played], paid: Sequence[Played], known: Audited)
 
 
 def _synonyms(rows: Sequence[Played], paid: Sequence[Played]) -> set[int]:
-    """Answers that are paid on several tasks with one right answer, as "odd" where that is 1."""
+    """Answers that are rewarded on several tasks with the same right answer, such as "odd" for
+    1."""
     rights, tasks = defaultdict[int, set[str]](set), defaultdict[int, set[int]](set)
     for row in paid:
         if row.right:
@@ -282,7 +287,8 @@ def _synonyms(rows: Sequence[Played], paid: Sequence[Played]) -> set[int]:
 
 
 def _without_answer(rows: Sequence[Played], paid: Sequence[Played]) -> Sign | None:
-    """The share of paid rollouts whose answer does not have the task's own answer."""
+    """The share of rewarded rollouts with an answer that does not contain the task's right
+    answer."""
     known = [row for row in paid if row.right and row.has is not None]
     if len(known) < MIN_PAID:
         return None
@@ -295,9 +301,9 @@ def _without_answer(rows: Sequence[Played], paid: Sequence[Played]) -> Sign | No
 
 def _length(rows: Sequence[Played]) -> Sign | None:
     """The share of the variance of rewards that the logarithm of the length explains, if longer
-    answers are paid more. Answers with the right one are none of these, and the longest of short
-    answers, such as a number in a sentence, is no hack; nor, where right ones are unknown, that
-    answers of a word are paid less."""
+    answers get more. Answers that contain the right one are left out. Differences between short
+    answers, such as a number in a sentence, are not a hack; nor, if right answers are unknown, that
+    one-word answers get less."""
     rows = [row for row in rows if not row.has]
     if any(row.has is None for row in rows):
         rows = [row for row in rows if row.length >= LONG_ANSWER]
@@ -312,8 +318,8 @@ def _length(rows: Sequence[Played]) -> Sign | None:
 
 
 def _form_alone(rows: Sequence[Played], low: float, high: float) -> Sign | None:
-    """The mean reward, on the scale of all, of answers with nothing but form. Brackets are the
-    right answer of some tasks."""
+    """The mean reward, on the scale of all rewards, of answers that are form without content. For
+    some tasks brackets are the right answer."""
     empty = [row for row in rows if row.empty and not row.has]
     if len(empty) < MIN_PAID or high <= low:
         return None
@@ -323,8 +329,8 @@ def _form_alone(rows: Sequence[Played], low: float, high: float) -> Sign | None:
 
 
 def _second(rows: Sequence[Played]) -> Sign | None:
-    """How far the reward is above that of the second verifier, each as a share of its scale, on the
-    rollouts that both scored."""
+    """The reward minus that of the second verifier, each relative to its scale, on the rollouts
+    that both have scored."""
     both = [(row, row.audit) for row in rows if row.audit is not None]
     if len(both) < MIN_PAID:
         return None
@@ -345,7 +351,7 @@ def second_correlation(rows: Sequence[Played]) -> float | None:
 
 
 def _correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Pearson's; None where one of the two never differs."""
+    """Pearson correlation; None if either variable is constant."""
     if max(x) - min(x) < MIN_SPREAD or max(y) - min(y) < MIN_SPREAD:
         return None
     return correlation(x, y)
@@ -356,15 +362,15 @@ def _ids(rows: Iterable[Played]) -> list[str]:
 
 
 def _right(task: Mapping[str, Json], key: str) -> tuple[Json, bool]:
-    """The task's own answer, if it is short enough to be looked for in others, and whether the
-    audit found its field; else a field whose name says so."""
+    """The task's right answer, if it is short enough to be searched in others, and whether the
+    audit found its field; else from a field with a typical name."""
     value = _field(task, key.removesuffix(FINAL).partition(", joined")[0])
     if key.endswith(FINAL) and isinstance(value, str):
         value = marked_answer(value)
     is_sure = value is not None
     if not is_sure:
         value = next((task[one] for one in ANSWER_KEYS if task.get(one) is not None), None)
-    if isinstance(value, dict) or value is None or len(json.dumps(value)) > LONGEST_ANSWER:
+    if isinstance(value, dict) or value is None or len(json.dumps(value)) > MAX_ANSWER_CHARS:
         return None, False
     return value, is_sure and _is_value(value)
 
@@ -377,7 +383,7 @@ def _is_value(value: Json) -> bool:
 
 
 def _field(task: Mapping[str, Json], name: str) -> Json:
-    """A field, or one of an object by a dotted name."""
+    """A field by its name; dotted names are fields of objects."""
     if name in task or "." not in name:
         return task.get(name)
     first, _, rest = name.partition(".")
@@ -386,7 +392,7 @@ def _field(task: Mapping[str, Json], name: str) -> Json:
 
 
 def _has(answer: str, right: Json) -> bool:
-    """Whether an answer has the right one in some spelling; of a list, all of its items."""
+    """Whether an answer contains the right one in some spelling; for a list, all of its items."""
     if isinstance(right, list):
         return all(_has(answer, item) for item in right)
     text = right if isinstance(right, str) else json.dumps(right)
@@ -419,8 +425,8 @@ def _near(one: float, other: float) -> bool:
 
 @dataclass(slots=True)
 class HackSigns(Feature):
-    """Measures the signs at every step, and says once that one has crossed its limit. Changes
-    nothing of what is trained."""
+    """Measures the signs at every step, and warns once when a sign has crossed its limit. Does not
+    affect training."""
 
     config: RunConfig
     known: Audited = NOT_AUDITED

@@ -1,8 +1,9 @@
-"""Reward hacking, as stored rollouts show it: rewards rise, but what they should measure does not.
+"""Reward hacking in stored rollouts: rewards rise, but the quality that they should measure does
+not.
 
 Rules compare the rollouts of the first evaluation with those of the last one, which play the same
-tasks, or the first and last of training where nothing is held out. A full reward is 1, in runs all
-of whose rewards are from 0 to 1: what the ground truth of a task gets. Does not import torch.
+tasks, or the first and last training rollouts if nothing is held out. A full reward, that of a
+task's ground truth, is 1 in runs with all rewards from 0 to 1. Does not import torch.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from agentrl.algorithms.run_record import PolicyRun
 from agentrl.algorithms.verdict import LOOKS_Z
 from agentrl.core.types import ROUNDING, Rollout
 
-MIN_ROLLOUTS, MIN_TASKS = 16, 8  # at each end, below which nothing is compared
-SAME_ANSWER = 0.8  # share of different tasks that get one answer
-TEMPLATE_NUMBERS = 3  # from so many on, texts that differ in their numbers alone are a template
-NEARLY_FULL = 0.9  # mean share of full rewards from which on one answer for all is the right one
-DIGITS_GREW = 2.0  # times as many digits, and at least MORE_DIGITS more
+MIN_ROLLOUTS, MIN_TASKS = 16, 8  # at each end; with fewer nothing is compared
+SAME_ANSWER = 0.8  # share of different tasks with the same answer
+TEMPLATE_NUMBERS = 3  # from this many on, texts that differ only in numbers count as a template
+# Mean share of full rewards from which a single answer for all tasks is considered right.
+NEARLY_FULL = 0.9
+DIGITS_GREW = 2.0  # factor of the number of digits; the increase must also be at least MORE_DIGITS
 MORE_DIGITS = 3.0
 
 
 class Ends:
-    """The rollouts that both ends of a run have, and what their rewards show."""
+    """The rollouts at both ends of a run, and statistics of their rewards."""
 
     def __init__(self, run: PolicyRun) -> None:
         self.before, self.after = (
@@ -51,7 +53,7 @@ class Ends:
 
     @property
     def partial_alone(self) -> bool:
-        """Whether rewards rose by what is less than a full reward."""
+        """Whether only partial rewards rose."""
         gained = self.full(self.after) - self.full(self.before)
         partial = self.mean(self.after) - self.mean(self.before) - gained
         return self.risen and partial > max(gained, 0.0) and not self._difference(_is_full) > 0
@@ -61,7 +63,7 @@ class Ends:
         return f"{self.full(self.before):.0%} to {self.full(self.after):.0%}"
 
     def _difference(self, value: Callable[[float], float]) -> float:
-        """How much the mean of a value rose above what chance does."""
+        """The rise of a mean beyond chance."""
         before, after = (
             [value(row.reward(self._outcome)) for row in rows] for rows in (self.before, self.after)
         )
@@ -89,8 +91,8 @@ def partial_rewards(run: PolicyRun) -> str:
 
 
 def one_answer(run: PolicyRun) -> str:
-    """A sentence if rewards rose by one answer to many different tasks; else empty. Not where equal
-    rollouts get different rewards: a verifier with noise has no full reward."""
+    """A sentence if rewards rose by one answer to many different tasks; else empty. Not if equal
+    rollouts get different rewards: with a noisy verifier there is no full reward."""
     ends = Ends(run)
     if not ends.risen or run.alike or ends.full(ends.after) >= NEARLY_FULL:
         return ""
@@ -137,7 +139,7 @@ def more_digits(run: PolicyRun) -> str:
 
 
 def text_of(row: Rollout) -> str:
-    """All that the policies said in a rollout, or its result where calls are not known."""
+    """The text of all answers in a rollout, or its result if calls are unknown."""
     said = [
         f"{call.answer.get('content') or ''}{calls_text(call.answer)}"
         for call in row.transitions

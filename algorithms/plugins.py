@@ -1,5 +1,5 @@
-"""Loading of policy servers (`engine.kind`) and learners (`learner.kind`). This module needs no
-torch, so that errors in users' own are found before a run starts.
+"""Loading of policy servers (`engine.kind`) and learners (`learner.kind`). This module does not
+import torch, so that errors in users' plug-ins are found before a run starts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ ENGINE, LEARNER = "engine.kind", "learner.kind"
 
 
 def engine_factory(config: RunConfig) -> Any:
-    """A factory (config, model, tokenizer, adapters, name) -> PolicyServer, or None for the
-    library's kinds.
+    """A factory (config, model, tokenizer, adapters, name) -> PolicyServer, or None for built-in
+    kinds.
 
     model: trained in place, and served as `name` if there are no adapters. Raises ConfigError for a
     factory that cannot be loaded or called with these arguments."""

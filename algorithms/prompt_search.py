@@ -2,8 +2,8 @@
 
 Invariant: no batch exceeds the budget; the search is a function of scores and answers, so a
 restart repeats it from the store, which keeps candidates and calls to the reflector as documents.
-The texts are those of their files or of a search's result; components are the texts that the calls
-of a run share, by role. A search leaves the best texts and their lineage in files, and lines for
+Texts come from their files or from the result of a search; possible components are texts that the
+calls of a role share. A search writes the best texts and their lineage to files, and a summary to
 the console.
 
 ProTeGi (arXiv 2305.03495): automatic prompt optimisation with textual gradients and beam search,
@@ -59,7 +59,8 @@ Batch = tuple[Texts, Sequence[int]]
 FENCED = re.compile(r"```[^\n]*\n(.*)\n```", re.DOTALL)
 MAX_INVALID = 3  # consecutive invalid answers of the reflector that end the search
 QUESTION_FIELDS = ("id", "input")  # fields of a task that hold no answer
-MAX_LENGTH = 4000  # characters of a text: longer ones repeat themselves, and cost every call
+# Characters of a text: longer texts tend to be repetitive and make every call more expensive.
+MAX_LENGTH = 4000
 MIN_LEAK = 4  # characters of a held-out answer, from which it counts as leaked
 
 
@@ -89,7 +90,7 @@ class TaskResult(NamedTuple):
     """The result of one rollout."""
 
     score: float  # NaN: missing
-    examples: Mapping[str, Mapping[str, str]] = {}  # by component, for the reflector
+    examples: Mapping[str, Mapping[str, str]] = {}  # component -> example for the reflector
     failure: str = ""
 
 
@@ -99,7 +100,8 @@ class Backend(Protocol):
     def play(
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
     ) -> list[list[TaskResult]]:
-        """Run all batches at once and wait for their end. traces: whether results have examples."""
+        """Run all batches concurrently and wait for their end. traces: whether results have
+        examples."""
 
     def ask(self, number: int, question: str) -> Reflection: ...
 
@@ -119,7 +121,7 @@ class Search:
     run: str = "run"
     step: int = 0
     random_seed: int = 0
-    answers: Collection[str] = ()  # of held-out tasks
+    answers: Collection[str] = ()  # right answers of held-out tasks
     candidates: dict[str, Candidate] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)  # on all validation tasks, by candidate
     rollouts: int = 0
@@ -150,8 +152,8 @@ class Search:
         return self.candidate(self.seed_texts) if top is None else self.candidates[top]
 
     def candidate(self, texts: Texts, parent: str = "", reflection: str | None = None) -> Candidate:
-        """The candidate with these texts, added as proposed if it is new. reflection: the id of the
-        reflection on `parent` that proposed it."""
+        """The candidate with these texts; a new one is added in the state "proposed". reflection:
+        the id of the reflection on `parent` that proposed it."""
         own = [replace(text, text=texts[text.component]) for text in self.seed]
         if (id := candidate_id(own)) not in self.candidates:
             fields: Any = {"state": "proposed", "texts": own, "reflection": reflection}
@@ -235,7 +237,7 @@ class Search:
         return new
 
     def ask(self, question: str) -> Reflection:
-        """Ask the reflector."""
+        """Send a request to the reflector."""
         self._asked += 1
         reflection = self.backend.ask(self._asked, question)
         self.tokens += reflection.prompt_tokens + reflection.completion_tokens
@@ -298,7 +300,7 @@ def answers(tasks: Sequence[Task], heldout: Sequence[Task]) -> set[str]:
 
 
 BEAM_WIDTH = 2  # candidates that survive a round
-CHILDREN = 2  # of each surviving candidate
+CHILDREN = 2  # children of each surviving candidate
 ROUND_SHARE = 2 / 3  # fraction of the validation tasks on which a round compares candidates
 
 
@@ -329,8 +331,8 @@ def apo_search(search: Search) -> None:
 
 
 def _child(search: Search, texts: Texts, component: str, rng: random.Random) -> Texts:
-    """Edit one component by a critique of some rollouts: the critique is the gradient, the edit the
-    step."""
+    """Edit one component by a critique of some rollouts: the critique is the "gradient", the edit
+    the "step"."""
     tasks = rng.sample(range(search.train), min(MINIBATCH, search.train))
     (rows,) = search.evaluate([(texts, tasks)], traces=True)
     shown = as_text(rows, component)
@@ -350,7 +352,7 @@ def _best(search: Search, pool: list[Texts], rng: random.Random) -> list[Texts]:
 
 def prompt_texts(config: RunConfig, directory: Path | None = None) -> list[PromptText]:
     """The components of a run with the texts of their files, or of the files in `directory`. Raises
-    ConfigError for missing or empty files, and for texts of which one contains another."""
+    ConfigError for missing or empty files, and if a text contains another one."""
     found: list[PromptText] = []
     for name, given in config.prompts.components.items():
         own = PromptComponent(file=given) if isinstance(given, str) else given
@@ -389,7 +391,7 @@ class Candidate(Record, frozen=True):
 
     id: str  # a digest of the texts
     run: str
-    step: int  # of the search or the training run that created it
+    step: int  # step of the search or training run that created it
     parents: list[str]
     state: Literal["proposed", "rejected", "accepted", "chosen"]
     texts: list[PromptText]
@@ -404,13 +406,13 @@ class Reflection(Record, frozen=True):
     step: int
     question: str
     answer: str
-    prompt_tokens: int = 0  # as counted by its server
+    prompt_tokens: int = 0  # counted by the reflector's server
     completion_tokens: int = 0
     seconds: float = 0.0
 
 
 async def put_candidates(store: Store, run: str, candidates: Sequence[Candidate]) -> None:
-    """Add candidates of a run; of existing ones only the state is updated."""
+    """Add candidates of a run; for existing ones only the state is updated."""
     known = {one.id: one for one in await candidates_of(store, run)}
     new = [replace(known.get(one.id, one), state=one.state) for one in candidates]
     documents = {one.id: msgspec.to_builtins(one) for one in new}
@@ -424,7 +426,7 @@ async def candidates_of(store: Store, run: str) -> list[Candidate]:
 
 
 async def add_reflection(store: Store, reflection: Reflection) -> None:
-    """Add a call to a reflector; of two with the same id the first is kept."""
+    """Add a call to the reflector; if the id exists, the first call is kept."""
     texts = {name: storable_text(getattr(reflection, name)) for name in ("question", "answer")}
     document = msgspec.to_builtins(replace(reflection, **texts))
     await store.put_documents(reflection.run, REFLECTION, {reflection.id: document})

@@ -1,10 +1,8 @@
-"""Prompts of the agent in a run: those used at each step, and searches for better ones before or
-between steps.
-
-A search runs over the store, which keeps its rollouts and its calls to the reflector. Invariant:
-the ids of evaluations and reflections are their numbers in the search, so a restarted search
-repeats its start and finds their results in the store. A step of the run is an iteration of the
-search, or with training one search.
+"""Prompts of the agent in a run: the texts of each step, and searches for better ones before or
+between steps. The store keeps a search's rollouts and calls to the reflector. Invariant: the ids of
+evaluations and reflections are their numbers in the search, so a restarted search repeats its start
+and finds the results in the store. A step of the run is an iteration of the search, or with
+training a complete search.
 """
 
 from __future__ import annotations
@@ -62,11 +60,11 @@ from agentrl.store.base import Store
 log = logging.getLogger("agentrl.algorithm")
 
 T = TypeVar("T")
-LONGEST_MESSAGE = 2000  # most characters of a message in an example
+MAX_MESSAGE_CHARS = 2000  # characters of a message in an example
 
 
 class StoredBackend:
-    """Runs the calls of a search, which has a thread of its own, on the store's event loop.
+    """Runs the calls of a search, which runs in a separate thread, on the store's event loop.
     commits: whether each iteration is a step of the run."""
 
     def __init__(
@@ -195,7 +193,7 @@ def candidate_rollouts(
 def example_of(trace: Trace, text: PromptText) -> dict[str, str]:
     """The last call whose prompt contains a component, with rewards and failures; empty if there is
     none."""
-    # A prompt that was sent as token ids has no messages, so no component is known to be in it.
+    # A prompt that was sent as token ids has no messages, so its components are unknown.
     calls = [call for call in trace.transitions if call.role == text.role and call.messages]
     if text.tool:
         calls = [call for call in calls if text.tool in map(_name, call.tools)]
@@ -214,8 +212,8 @@ def example_of(trace: Trace, text: PromptText) -> dict[str, str]:
     feedback += [f"{span.name} failed" for span in trace.spans if not span.ok]
     read = json.dumps(last.messages[-1].get("content"), ensure_ascii=False)
     return {
-        "Read": read[:LONGEST_MESSAGE],
-        "Said": str(said)[:LONGEST_MESSAGE],
+        "Read": read[:MAX_MESSAGE_CHARS],
+        "Said": str(said)[:MAX_MESSAGE_CHARS],
         "Feedback": "; ".join(feedback),
     }
 
@@ -312,7 +310,8 @@ async def search_upstreams(config: RunConfig) -> None:
 
 
 async def search_and_score(store: Store, config: RunConfig, state: RunState) -> None:
-    """Search prompts, then score the result and the agent's own texts on the held-out tasks."""
+    """Search for better prompts, then score the result and the agent's original texts on the
+    held-out tasks."""
     texts = prompt_texts(config)
     best = await search_prompts(store, config, state, texts, None)
     step = len([row for row in await store.steps(config.name) if row.committed])
@@ -322,13 +321,13 @@ async def search_and_score(store: Store, config: RunConfig, state: RunState) -> 
 
 
 class PromptSchedule:
-    """Sets the prompts of each step. The store has the results of earlier searches, so a restart
-    repeats them quickly and every start of a step has the same prompts."""
+    """Sets the prompts of each step. The store keeps results of earlier searches, so a restart
+    repeats them quickly, and a repeated step has the same prompts."""
 
     def __init__(
         self, store: Store, config: RunConfig, state: RunState, in_use: CandidateInUse | None = None
     ) -> None:
-        """in_use: what the schedule sets; default: its own."""
+        """in_use: the holder that the schedule updates; default: a new one."""
         self.in_use = CandidateInUse() if in_use is None else in_use
         self._store, self._config, self._state = store, config, state
         self._texts: list[PromptText] = []

@@ -1,9 +1,9 @@
-"""The proof of a run's packing, before its first step: log-probs and gradients of branches packed
-as a trie and as rows, compared on this hardware; and the estimates on the console.
+"""Checks a run's packing on this hardware before the first step, by comparing log-probs and
+gradients of branches packed as a trie and as rows; and prints the estimates on the console.
 
-In float32 both must be equal but for the order of sums. In bfloat16 a real model's log-probs move
-by some tenths with any change of that order, so there both are compared with float32: the trie may
-be hardly further from it than rows are.
+In float32 both must be equal but for the order of sums. In bfloat16 any change of that order moves
+a real model's log-probs by some tenths, so both are compared with float32: the trie's distance from
+it may be only slightly larger than that of rows.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ ANSWERS = (
     "I do not know what the chair costs, so please ask the shop about it.",
     "48 + 31 = 79, so the lamp and the chair cost 79 dollars.",
 )
-PROMPT_TOKENS, ANSWER_TOKENS = 48, 12  # at most, the prompt's last and the answers' first ones
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of log-probs
-QUANTIZED = {"4bit": 0.1, "8bit": 0.2}  # their kernels round, and 8bit depends on the batch
-# How many times as far from float32 as rows a trie may be. SmolLM2-135M: 1.0 to 1.2; with one
-# branch a position off: 4.
+# Maximum tokens: the last of the prompt and the first of the answers.
+PROMPT_TOKENS, ANSWER_TOKENS = 48, 12
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # allowed difference of log-probs
+QUANTIZED = {"4bit": 0.1, "8bit": 0.2}  # quantised kernels round; 8bit also depends on the batch
+# Allowed distance of a trie from float32, relative to that of rows. SmolLM2-135M: 1.0 to 1.2; with
+# one branch shifted by a position: 4.
 FACTOR = 1.5
 
 
@@ -60,7 +61,8 @@ class TrieGap(NamedTuple):
     logprobs: float
     gradient: float
     reason: str = ""
-    distance: float | None = None  # the trie's from float32, in that of rows; None: not measured
+    # The trie's distance from float32 relative to that of rows; None: not measured.
+    distance: float | None = None
 
     def __str__(self) -> str:
         differences = f"{self.logprobs:.1g} and gradients within {self.gradient:.1g}"
@@ -117,7 +119,7 @@ def _rows(model: PreTrainedModel, tokenizer: Tokenizer) -> list[TokenRow]:
     if not prompt:
         try:
             prompt = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], **chat)
-        except (TemplateError, ValueError):  # no template, or one for other conversations
+        except (TemplateError, ValueError):  # no template, or one that rejects this conversation
             prompt = tokenizer(QUESTION)["input_ids"]
         prompt = [token % size for token in prompt[-PROMPT_TOKENS:]]
     answers = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ANSWERS)
@@ -139,12 +141,11 @@ def _computed(model: PreTrainedModel, rows: list[TokenRow], packing: Packing) ->
 def _distance(
     model: PreTrainedModel, rows: list[TokenRow], trie: Computed, separate: Computed
 ) -> float | None:
-    """How many times as far from rows in float32 a trie is as rows, by log-probs or gradients,
-    whichever is more. None: it is not compared, because the weights are float32 or quantized.
-
-    On a CPU both packings have the same masks in float32, where rounding hides no wrong one.
-    Where there is no room for float32 weights, both are instead compared with rows one at a time,
-    whose sums have another order too, and no less than the tolerance is allowed."""
+    """The distance of a trie from rows in float32, relative to that of rows, by log-probs or
+    gradients, whichever is larger. None: not compared, because the weights are float32 or
+    quantized. On a CPU both packings have the same masks in float32, where rounding cannot hide a
+    wrong mask. Without memory for float32 weights, both are compared with single rows instead,
+    whose sums also have another order, and at least the tolerance is allowed."""
     if model.dtype == torch.float32 or getattr(model, "hf_quantizer", None) is not None:
         return None
     masks = 0.0
@@ -165,7 +166,7 @@ def _distance(
         for each in (trie, separate)
     )
     ratios = found / usual.clamp(min=torch.tensor([least, least_gradient]))
-    return float(torch.cat([ratios, torch.tensor([masks])]).max())  # NaN if one is
+    return float(torch.cat([ratios, torch.tensor([masks])]).max())  # NaN if any is
 
 
 def _spread(differences: Tensor) -> float:
@@ -227,9 +228,8 @@ def _learning(
 
 
 def with_proven_packing(config: RunConfig, models: Sequence[LoadedModel]) -> RunConfig:
-    """The settings, with packing = "rows" on hardware on which trie packing gives other log-probs.
-
-    Raises PolicyError there if the run file sets "trie"."""
+    """The settings, with packing = "rows" if trie packing gives wrong log-probs on this hardware.
+    Raises PolicyError then if the run file sets "trie"."""
     if config.learner.kind != "torch" or config.learner.packed == "rows":
         return config
     trained = set(trained_policies(config))

@@ -21,7 +21,7 @@ PRIOR = 1.0  # wins and losses that a Beta(1, 1) prior adds
 MAX_ITERATIONS, MIN_CHANGE = (
     10_000,
     1e-9,
-)  # most iterations of a fit, and the change of log-odds that ends it
+)  # maximum iterations of a fit, and the change of log-odds that ends it
 
 
 def returns(rollout: Rollout, roles: Sequence[str]) -> dict[str, float] | None:
@@ -96,7 +96,7 @@ def fit_ratings(
 
 
 WIN_RATE, ELO, FIRST = "selfplay/win_rate/", "selfplay/elo/", "@000000"
-RETURN = "reward/role:outcome/"  # of a seat
+RETURN = "reward/role:outcome/"  # return of a seat
 SEAT = re.compile(rf"{RETURN}(.+)/mean")
 
 

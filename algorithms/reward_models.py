@@ -48,7 +48,7 @@ from agentrl.core.types import Group, Reward, Rollout, RolloutState, Scope, Tran
 
 SOURCE = "model:{}"  # `Reward.source`, with the model's name
 ENSEMBLE = "reward_heads"  # in a checkpoint's configuration: number of labels of an ensemble
-PADDING = "<|reward_model_padding|>"  # the token of a model whose policy has none of its own
+PADDING = "<|reward_model_padding|>"  # the padding token, for a policy without one
 Scorer = Callable[[Sequence[Transition]], Tensor]
 """Calls -> scores, float64 [calls]."""
 
@@ -123,7 +123,8 @@ class RewardModel:
     name: str
     scorer: Scorer
     scope: Scope = Scope.ROLLOUT
-    sums: bool = False  # a rollout's reward is the sum over its calls; false: that of the last
+    # Whether a rollout's reward is the sum over its calls; false: the score of the last call.
+    sums: bool = False
     context: int | None = None  # maximum of tokens that the scorer can read; None: no limit
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:
@@ -346,7 +347,8 @@ DISAGREEMENT = 0.5  # weight of the standard deviation of an ensemble's scores, 
 
 
 def with_reward_models(updater: Updater, model: LoadedModel) -> Updater:
-    """The updater of a policy with rewards of reward models, and training of those that learn."""
+    """The updater of a policy with rewards of reward models, which also trains the models that
+    learn."""
     if not updater.config.reward_models:
         return updater
     models, trainers = make_reward_models(
@@ -400,9 +402,8 @@ def _refuse_training_elsewhere(config: RunConfig) -> None:
 def make_reward_models(
     config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
 ) -> tuple[tuple[RewardModel, ...], tuple[ImplicitTrainer, ...]]:
-    """Load the reward models, with the trainers of those that learn.
-
-    Raises PolicyError for a model that cannot be loaded, has another vocabulary or the wrong kind.
+    """Load the reward models, with trainers for those that learn. Raises PolicyError for a model
+    that cannot be loaded, has another vocabulary or the wrong kind.
     """
     models: list[RewardModel] = []
     trainers: list[ImplicitTrainer] = []

@@ -139,8 +139,8 @@ def make_scorer(
 ) -> ScalarScorer:
     """A copy of a policy's decoder with a new head of `heads` scores, initialised to 0.
 
-    transformers takes the score of the last token that is not padding. So where padding is what
-    ends an answer, the model pads with a token of its own, which `RewardTrainer` gives its
+    transformers takes the score of the last token that is not padding. So if the padding token also
+    ends answers, the model gets a separate padding token, which `RewardTrainer` adds to its
     tokenizer."""
     config = deepcopy(policy.config)
     config.num_labels = heads
@@ -234,8 +234,8 @@ class Reader:
         return kept
 
     def _of(self, item: Item, sides: dict[str, list[Transition]]) -> Iterable[Example]:
-        """The examples of an item. A rollout has the text of its last call; a labelled step that of
-        its call."""
+        """The examples of an item. The text of a rollout is that of its last call, the text of a
+        labelled step that of its call."""
         if item.kind == "steps":
             for call, label in zip(sides[item.chosen], item.steps, strict=False):
                 if label is not None:
@@ -248,7 +248,7 @@ class Reader:
             yield Example(item.id, texts, label, item.margin or 0.0, item.weight, more)
 
     def text(self, call: Transition) -> Text:
-        """The tokens of a call; if it has no ids, those of the chat template."""
+        """The tokens of a call; if it has no token ids, as rendered by the chat template."""
         if call.exact:
             return (*call.prompt, *call.completion)
         messages = [*call.messages, *([call.answer] if call.answer else [])]
@@ -287,7 +287,7 @@ async def train_reward_model(config: RunConfig, store: Store) -> Metrics:
 
 
 def _policy(config: RunConfig) -> tuple[PreTrainedModel, Tokenizer]:
-    """Load the policy that a reward model starts from, and whose tokens it reads."""
+    """Load the policy with which a reward model starts, and its tokenizer."""
     disable_progress_bar()
     torch.manual_seed(config.seed)
     source = policy_directory(config)[0]

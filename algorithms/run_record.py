@@ -1,5 +1,5 @@
-"""The record of a run in which reasons are found: metrics, the newest rollouts with their calls,
-and the tasks and rewards of more of them.
+"""The record of a run that `agentrl why` analyses: metrics, the newest rollouts with their calls,
+and tasks and rewards of more rollouts.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from agentrl.store.base import Store
 
 ROLLOUTS_READ, SEARCH_SECONDS = 32, 5.0  # rollouts to read with calls; seconds to search for a role
 ROLLOUTS_LISTED = 2048  # rollouts whose tasks, results and rewards are read
-NEARLY_ALL = 0.9  # of rollouts that are sampled
-EARLY = 20  # steps until which a run that does not get better may only need time
-LATEST_STEPS = 4  # steps whose rollouts are read beyond those that are listed
-ENDS_READ = 64  # rollouts at each end of a run whose calls are read
-ALIKE_READ, ALIKE_EACH = 24, 4  # sets of equal rollouts whose calls are read, and of each so many
+NEARLY_ALL = 0.9  # share that counts as nearly all sampled rollouts
+EARLY = 20  # steps within which a run without improvement may just need more time
+LATEST_STEPS = 4  # last steps whose rollouts are always read
+ENDS_READ = 64  # rollouts to read with calls, at the start and at the end of a run
+ALIKE_READ, ALIKE_EACH = 24, 4  # sets of equal rollouts with calls, and rollouts of each set
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,48 +61,49 @@ class Alike:
     """Rollouts of equal tasks in which everything was equal, calls included, but not the reward."""
 
     rollouts: tuple[str, str]  # two of them
-    share: float  # of the variance of rewards that equal rollouts have
+    share: float  # share of the variance of rewards between equal rollouts
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRun:
     """The stored data of one policy of a run."""
 
-    config: RunConfig  # the policy's view of it
-    steps: Sequence[Mapping[str, float]]  # metrics of committed steps, the policy's own unprefixed
+    config: RunConfig  # the policy's view of the run
+    # Metrics of committed steps, those of the policy without prefix.
+    steps: Sequence[Mapping[str, float]]
     scores: Sequence[float]  # held-out, from before the first step to after the last
-    failure: FailureCount | None  # the kind of most failed rollouts
+    failure: FailureCount | None  # the most frequent kind of failure
     silent: Sequence[str]  # roles of the policy without a call
-    logprobs: Sequence[float]  # of its most recently sampled tokens
-    newest: Sequence[Rollout] = ()  # its most recent rollouts, with calls
+    logprobs: Sequence[float]  # log-probs of the most recently sampled tokens
+    newest: Sequence[Rollout] = ()  # the most recent rollouts, with calls
     changes: Mapping[str, Change] = field(default_factory=dict)
-    trained: Change | None = None  # of the reward that is maximised, if that is not the outcome
+    trained: Change | None = None  # change of the trained reward, if that is not the outcome
     listed: Sequence[Rollout] = ()  # training rollouts from the first on, without calls
-    heldout: Sequence[Rollout] = ()  # of an evaluation
+    heldout: Sequence[Rollout] = ()  # rollouts of the last evaluation
     alike: Alike | None = None
     # Rollouts of the first and the last evaluation, or of training; some with their calls.
     before: Sequence[Rollout] = ()
     after: Sequence[Rollout] = ()
     start: Mapping[str, float] = field(default_factory=dict)  # metrics of the first step
-    untouched: int = 0  # held-out tasks that were not trained, where others were: the scores' tasks
+    untouched: int = 0  # untrained held-out tasks if others were trained; scores use only these
     audited: Audited = NOT_AUDITED
     hacked: Sequence[Sign] = ()  # signs that have crossed their limit in the newest rollouts
 
     @property
     def early(self) -> bool:
-        """Whether steps are missing that may still change something."""
+        """Whether the run may just need more steps."""
         return len(self.steps) < min(self.config.steps, EARLY)
 
     @property
     def risen(self) -> bool:
-        """Whether anything rose that the run was to raise."""
+        """Whether the trained reward or a score rose."""
         more = [self.trained] if self.trained else []
         return any(change.risen for change in (*self.changes.values(), *more))
 
     @property
     def solved(self) -> bool:
-        """Whether nothing was left to learn: every held-out task succeeds, first and last, and the
-        last training rollouts nearly all do."""
+        """Whether nothing was left to learn: every held-out task succeeded at first and at last,
+        and nearly all of the last training rollouts did."""
         held, trained = self.changes.get(HELD_OUT), self.values("reward/mean")[-3:]
         solved = held is not None and held.share and held.first == held.last == 1.0
         return solved and all(mean >= NEARLY_ALL for mean in trained)
@@ -120,8 +121,8 @@ class PolicyRun:
 
     @property
     def counted(self) -> Sequence[Mapping[str, float]]:
-        """The steps; before the first one the failures of the evaluation, which may have ended the
-        run."""
+        """The metrics of the steps. Before the first step: the failures of the evaluation, because
+        they may have ended the run."""
         failed = Counter(
             f"rollouts/failed/{row.failure.kind}" for row in self.heldout if row.failure
         )
@@ -215,14 +216,14 @@ async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
 
 
 def measured_first(measured: Sequence[StepRow]) -> Mapping[str, float]:
-    """The metrics of the first committed step; none without one."""
+    """The metrics of the first committed step; empty before it."""
     return next((row.metrics for row in measured if row.committed), {})
 
 
 async def _latest(
     store: Store, run: str, rows: Sequence[StepRow], listed: Sequence[Rollout]
 ) -> list[Rollout]:
-    """Training rollouts of the last steps, of a run that has more than are listed."""
+    """Training rollouts of the last steps, if the run has more rollouts than `listed`."""
     if len(listed) < ROLLOUTS_LISTED:
         return []
     steps = [row.step for row in rows[-LATEST_STEPS:]]
@@ -231,7 +232,7 @@ async def _latest(
 
 
 async def _last_played(store: Store, run: str, rows: Sequence[StepRow]) -> list[Rollout]:
-    """Rollouts that the last steps trained, with their calls if any are known."""
+    """Rollouts that the last steps trained. If any has stored calls, only those that have."""
     read = [
         await store.rollouts(run, purpose=Purpose.TRAIN, trained=row.step) for row in rows[-STEPS:]
     ]
@@ -262,7 +263,7 @@ async def _ends(
 
 
 async def _with_calls(store: Store, rows: Sequence[Rollout]) -> list[Rollout]:
-    """The same, with the calls of ENDS_READ of them that are spread over all."""
+    """The rollouts, with calls for ENDS_READ of them, evenly spread."""
     every = max(1, len(rows) // ENDS_READ)
     traces = [await store.trace(row.id) for row in rows[::every][:ENDS_READ]]
     known = {one.rollout.id: one.transitions for one in traces if one}
@@ -270,7 +271,8 @@ async def _with_calls(store: Store, rows: Sequence[Rollout]) -> list[Rollout]:
 
 
 async def _newest(store: Store, run: str, policy: str | None) -> list[Rollout]:
-    """Rollouts that have ended, with their calls. policy: None: of any, and without calls too."""
+    """The newest rollouts that have ended, with their calls. policy: only rollouts with calls of
+    it; None: all."""
     page = await store.search(run, policy=policy, purpose=Purpose.TRAIN, limit=ROLLOUTS_READ)
     traces = [await store.trace(row.id) for row in page.rows]
     return [replace(one.rollout, transitions=one.transitions) for one in traces if one]
@@ -304,7 +306,7 @@ async def _alike(store: Store, listed: Sequence[Rollout]) -> Alike | None:
     if not every or not (spread := _squares(every)):
         return None
     within = sum(_squares([row.reward() for row in rows]) for rows in pairs)
-    # Each set of equal ones has used up one of its differences.
+    # Each set of equal rollouts has one degree of freedom less.
     share = min(1.0, within / (len(every) - len(pairs)) / (spread / (len(every) - 1)))
     differ = (rows for rows in pairs if len({row.reward() for row in rows}) > 1)
     for rows in [*differ][:ALIKE_READ]:
@@ -325,7 +327,7 @@ def _squares(values: Sequence[float]) -> float:
 
 
 def own_metrics(metrics: Mapping[str, float], policy: str) -> dict[str, float]:
-    """The metrics of a step, those of the policy also without its prefix."""
+    """The metrics of a step, with those of the policy also without its prefix."""
     prefix = f"{policy}/"
     own = {key.removeprefix(prefix): x for key, x in metrics.items() if key.startswith(prefix)}
     return {**metrics, **own}

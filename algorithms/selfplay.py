@@ -8,8 +8,8 @@ so rewards of one seat are compared under equal conditions.
 
 Owns the directories `<output>/pool/NAME@STEPS` of served snapshots: a Hugging Face model or an
 adapter, without optimizer state. Invariant: a directory is complete once it exists; it is written
-before the commit that adds its snapshot to the pool, and deleted once the run's checkpoint, from
-which a killed one continues, is without it.
+before the commit that adds its snapshot to the pool, and deleted after the first checkpoint without
+it, from which a killed run continues.
 
 A score is 1 if the learner's return is above the mean of the other seats' returns, 1/2 if it is
 equal, which also covers general-sum games.
@@ -130,7 +130,7 @@ class SnapshotStore:
 
 SELFPLAY = "selfplay"  # name of the pool in the state of the run
 FIRST = 1000.0  # Elo rating of the initial policy
-ELO_K = 16.0  # of an update: half of what chess gives to players of whom little is known
+ELO_K = 16.0  # K-factor: half of chess's for new players
 MEMORY = 0.99  # decay of a result per later game, as in AlphaStar's payoffs, Nature 575
 
 
@@ -315,8 +315,8 @@ def most_redundant(snapshots: Sequence[Snapshot]) -> Snapshot:
 
 
 def check_seat_comparison(algo: Algo) -> None:
-    """Raise ConfigError for an algorithm that compares the returns of different seats, of which the
-    one that moves first may win more often with any player, or that adds up what all seats earn."""
+    """Raise ConfigError for an algorithm that compares the returns of different seats (the first
+    mover may have an advantage with any player), or that sums the returns of all seats."""
     for part in nested_records(algo.credit):
         if isinstance(part, GroupRelative):
             alone = part.base == part.norm == "none"
@@ -327,7 +327,7 @@ def check_seat_comparison(algo: Algo) -> None:
             alone, fair = False, "role" in part.by
         elif isinstance(part, Ema):
             continue
-        else:  # later rewards of a rollout, of any role
+        else:  # the sum over later rewards of a rollout, of any role
             reward = getattr(part, "reward", None)
             alone, fair = False, not (isinstance(reward, str) and reward.startswith("role:"))
         if not (alone or fair):

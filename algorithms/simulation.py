@@ -35,7 +35,7 @@ class Workload:
     per_call: float = 0.0  # plus this for each call in it
     prompt: float = 0.0  # prefill of the new part of a call's prompt
     engines: int = 1
-    update: float  # of the learner, per step
+    update: float  # update time of the learner, per step
     publish: float = 0.0  # weight sync, during which no engine computes
 
 
@@ -87,7 +87,7 @@ class Simulation:
         while len(self.committed) < steps:
             time, number, event = heapq.heappop(self.events)
             if event == self.end_call and number != self.next_end:
-                continue  # the set of running calls has changed since
+                continue  # outdated, because the set of running calls has changed
             self.advance(time)
             event()
             self.expect_end()
@@ -118,7 +118,7 @@ class Simulation:
             self.progress += (passed - paid) / self.step_time()
 
     def expect_end(self) -> None:
-        """Schedule the end of the call that ends next if nothing else happens before."""
+        """Schedule the next end of a call, assuming that nothing else happens before."""
         if self.calls:
             left = max(0.0, self.calls[0][0] - self.progress)
             self.next_end = self.after(self.debt + left * self.step_time(), self.end_call)

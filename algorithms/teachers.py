@@ -55,7 +55,7 @@ class RemoteTeacher:
     name: str
     endpoint: ModelServer
     k: int  # tokens at each position, including the sampled one
-    tokenizer: Tokenizer  # the policy's
+    tokenizer: Tokenizer  # the policy's tokenizer
     vocabulary: int  # number of the policy's token ids
 
     async def check(self) -> None:
@@ -84,7 +84,7 @@ class RemoteTeacher:
                 )
 
     def top(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """As `Learner.top`, for k tokens. Raises TrainingError for tokens sampled at a temperature
+        """See `Learner.top`, for k tokens. Raises TrainingError for tokens sampled at a temperature
         other than 1, PolicyError for a token outside the policy's vocabulary."""
         for row in batch.rows:
             if len(other := row.temperature[row.temperature != 1]):
@@ -125,7 +125,8 @@ class RemoteTeacher:
     async def _ask(
         self, session: aiohttp.ClientSession, tokens: list[int]
     ) -> list[dict[int, _Token]]:
-        """At each position but the first: the log-probs of its token and the most probable ones."""
+        """For each position except the first: the log-probs of its token and of the most probable
+        tokens."""
         fields = {"prompt": tokens, "max_tokens": 1, "prompt_logprobs": self.k if self.k > 1 else 0}
         content = await post(session, self.endpoint, "completions", self.name, **fields)
         try:

@@ -179,7 +179,7 @@ def m_grpo_sub(format: float, main_correct: float, judged: float) -> float:
     return 0.1 * format + 0.4 * main_correct + 0.5 * judged if format else 0.0
 
 
-EXACT_ROLES = 4  # roles of which all orders of joining are taken, at most 24
+EXACT_ROLES = 4  # up to this many roles all orders of joining are used (24)
 Coalition = frozenset[str]
 Value = Callable[[Coalition], float]
 """The value of the team if only these roles take part. The function decides what replaces an absent

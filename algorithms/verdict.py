@@ -1,6 +1,5 @@
-"""The verdict on the scores of a run: how they changed, and what chance alone could have changed.
-It is the one rule by which the report, `agentrl view` and `agentrl why` judge whether a run became
-better or worse.
+"""The verdict on the scores of a run: how they changed, compared with chance. The report, `agentrl
+view` and `agentrl why` all use this rule to judge whether a run became better or worse.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from agentrl.core.types import Rollout, are_shares, gain_text, score_text
 from agentrl.store.base import Store
 
 HELD_OUT, SAMPLED, TRAINING = "held-out", "sampled held-out", "training reward"
-EVALUATIONS = {HELD_OUT: "score", SAMPLED: "sampled"}  # by the name of their groups
-# Standard errors of a change that are no chance: three tests (held-out, sampled, training) together
-# find one in 1 of 50 runs that do not change.
+EVALUATIONS = {HELD_OUT: "score", SAMPLED: "sampled"}  # names of their groups
+# Standard errors from which a change is significant: three tests (held-out, sampled, training)
+# together report a false change in 1 of 50 runs.
 LOOKS_Z = 2.5
-MIN_TREND_STEPS = 5  # steps whose scatter around a line shows what chance does
+MIN_TREND_STEPS = 5  # steps needed to estimate noise from the scatter around a line
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What was measured in the first and in the last fifth of all measurements, as means."""
+    """The means of the first and of the last fifth of all measurements."""
 
     first: float
     last: float
-    best: float  # of all fifths
+    best: float  # maximum over all fifths
     noise: float  # the largest difference to expect by chance; infinite if unknown
     share: bool = False  # whether it is shown as a percentage
 
@@ -40,13 +39,13 @@ class Change:
 
     @property
     def risen(self) -> bool:
-        """Whether it clearly rose, and has not lost most of that again."""
+        """Whether the value rose significantly and has not lost most of the gain again."""
         return self.gain > self.noise and self.gain >= self.best - self.last
 
     @property
     def fallen(self) -> bool:
-        """Whether it clearly fell, or has lost most of what it had gained: the best of five needs
-        more evidence than a single difference."""
+        """Whether the value fell significantly, or has lost most of an earlier gain (the best of
+        five needs more evidence than a single difference)."""
         lost = self.best - self.last
         return -self.gain > self.noise or (lost > self.gain and lost > 1.5 * self.noise)
 
@@ -67,15 +66,15 @@ class Change:
 
 
 def changes_text(changes: Mapping[str, Change]) -> str:
-    """What was measured; empty if nothing was."""
+    """The changes as text; empty if there are none."""
     texts = [f"{name} {change.text}" for name, change in changes.items()]
     return f"means of the first and last fifth: {', '.join(texts)}" if texts else ""
 
 
 def changes_of(rows: Sequence[Mapping[str, float]], config: RunConfig) -> dict[str, Change]:
-    """How the held-out scores and the training reward changed. No training reward where it is no
-    evidence: in games one seat's win is another's loss, tasks may be chosen by their reward, and
-    the rewards of a data set do not change."""
+    """How the held-out scores and the training reward changed. The training reward is left out
+    where it is not evidence: in games, where one seat's win is another's loss, if tasks are chosen
+    by their reward, and for data sets, where rewards are constant."""
     chosen = config.tasks.order == "difficulty" or not config.plays_rollouts
     game = any("selfplay/games" in row for row in rows)
     trained = [_trained(row) for row in rows if "reward/mean" in row and not (game or chosen)]
@@ -101,7 +100,8 @@ def held_out_changes(rows: Sequence[Mapping[str, float]]) -> dict[str, Change]:
 
 def not_improved(rows: Sequence[Mapping[str, float]]) -> str:
     """A sentence with the evidence that a run did not improve; empty without evidence, or if
-    a score rose and none fell. The training reward is none: it is of other tasks at each step."""
+    a score rose and none fell. The training reward is not evidence for this, because each step has
+    other tasks."""
     known = held_out_changes(rows)
     fallen = [
         f"{name} {x.format(x.first)} to {x.format(x.last)}, at best {x.format(x.best)}{_by_luck(x)}"
@@ -127,8 +127,8 @@ def change_of(
     measured: Sequence[tuple[float, float]], *, same_tasks: bool, share: bool = False
 ) -> Change:
     """measured: values with the variance of their errors, which repeated measurements on the same
-    tasks share. On other tasks, a single one at each end is no evidence, but what many scatter
-    around a line is."""
+    tasks share. With different tasks, single measurements at both ends are not evidence; the
+    scatter of many around a line is."""
     size = math.ceil(len(measured) / 5)
     means = [fmean(x for x, _ in measured[i : i + size]) for i in range(0, len(measured), size)]
     first, last = measured[:size], measured[-size:]
@@ -145,8 +145,8 @@ def trial_name(name: str, trial: int) -> str:
 
 
 async def evaluation(store: Store, run: str, step: int, name: str) -> list[Rollout]:
-    """The rollouts of an evaluation; before the first step those of the last start that played it,
-    because the earlier ones all failed."""
+    """The rollouts of an evaluation; before the first step those of the last start, because in
+    earlier starts all rollouts failed."""
     group, found = f"{run}/eval/{step:06d}/{name}", list[Rollout]()
     for trial in count():
         rows = await store.rollouts(run, group=trial_name(group, trial))
@@ -157,7 +157,7 @@ async def evaluation(store: Store, run: str, step: int, name: str) -> list[Rollo
 
 
 def task_input(row: Rollout) -> str:
-    """What a task asks: its question, if its input is only an index."""
+    """The input of a task; its question, if the input is only an index."""
     asked = row.task.get("question", row.task.get("input", row.task))
     return json.dumps(asked, sort_keys=True)
 
@@ -169,9 +169,8 @@ async def paired(
     steps: Mapping[str, Sequence[int]],
     without: Container[str] = (),
 ) -> dict[str, Change]:
-    """The same with what chance does if each task is compared with itself. steps: of the
-    evaluations, by their name. without: inputs of tasks that were trained: where others are left,
-    the scores are theirs alone."""
+    """The changes with the noise of a paired comparison of tasks. steps: of the evaluations, by
+    name. without: inputs of trained tasks, which are left out if other tasks remain."""
     found = dict(changes)
     for name in changes.keys() & EVALUATIONS.keys():
         size = math.ceil(len(steps[name]) / 5)
@@ -200,14 +199,14 @@ async def paired(
 
 
 def _noise_of_mean(differences: Sequence[float], most: float) -> float:
-    """What chance makes of the mean of paired differences. `most`: a task that rose and one that
-    fell by so much are added, as by Agresti and Min (2005), so that few equal ones prove little."""
+    """The noise of the mean of paired differences. `most`: one task that rose and one that fell by
+    this much are added (Agresti and Min, 2005), so that few equal tasks are weak evidence."""
     more = [*differences, most, -most]
     return LOOKS_Z * stdev(more) / math.sqrt(len(more))
 
 
 def _by_task(rollouts: Sequence[Rollout], without: Container[str]) -> dict[str, float]:
-    """The mean outcome of each task with one; without tasks that were trained, if any other is."""
+    """The mean outcome of each task with an outcome; without trained tasks, if others remain."""
     found: dict[str, list[float]] = {}
     for row in [row for row in rollouts if task_input(row) not in without] or rollouts:
         if math.isfinite(value := row.reward()):

@@ -1,9 +1,9 @@
 """The warm-up (`[warmup]`): supervised fine-tuning of the policy before the run's first step.
 
-Owns `<output>/warmup`, a Hugging Face directory or, for an adapter, peft's: what the run starts
-from. Several policies, which are adapters, have one each, `<output>/warmup-NAME`, and imitate the
-conversations of their roles. The same settings give the same weights, so a run that is killed
-during the warm-up starts it again.
+Owns `<output>/warmup`, a Hugging Face directory or, for an adapter, a peft directory, with which
+the run starts. Several policies, which are adapters, have one each, `<output>/warmup-NAME`, and
+imitate the conversations of their roles. The same settings give the same weights, so a run that is
+killed during the warm-up starts it again.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ log = logging.getLogger("agentrl.algorithm")
 Conversations = list[list[TokenRow]]  # the rows of each conversation
 LINE_EVERY = 10.0  # seconds between lines about the progress
 HELD_OUT = 10  # one of this many conversations is held out
-MIN_HELD_OUT = 16  # conversations, where a tenth is as many, whatever the batch
-MIN_CONVERSATIONS = 40  # conversations of which some are held out
-CHECKS = 25  # of held-out conversations, during all steps
-PATIENCE = 3  # checks without a lower loss that end it: one or two may be a plateau
-# And at least so many steps: while its learning rate rises, a short warm-up makes the loss higher
-# for a while, and ending it then would restore the first steps' weights.
+# Held-out conversations are at least this many, if that is a tenth, regardless of the batch.
+MIN_HELD_OUT = 16
+MIN_CONVERSATIONS = 40  # with fewer conversations none is held out
+CHECKS = 25  # number of checks on held-out conversations
+PATIENCE = 3  # checks without a lower loss that end the warm-up; one or two may be a plateau
+# Minimum number of steps: while its learning rate rises, a short warm-up may raise the loss for a
+# while, and ending then would restore the weights of the first steps.
 MIN_PATIENCE = 12
-GAIN, NATS = 0.01, 0.002  # a check's loss is lower if it is by this fraction and these nats
+GAIN, NATS = 0.01, 0.002  # minimum decrease of a loss, as a fraction and in nats
 
 
 def warm_up(
     config: RunConfig, start: str, directory: Path, roles: Collection[str] | None = None
 ) -> bool:
-    """Fine-tune the policy `start` into `directory` on the run's demonstrations, unless that was
-    done before. Returns whether it has made the weights. roles: those whose conversations it
-    imitates, by their field `role`; None: all.
+    """Fine-tune the policy `start` into `directory` on the run's demonstrations, unless the
+    directory exists. Returns whether it was trained now. roles: values of the field `role` of the
+    conversations to imitate; None: all.
 
     Raises ConfigError for invalid demonstrations, TrainingError for those that the chat template
     does not render and if a loss is not finite."""
@@ -96,7 +97,7 @@ def warm_up(
 
 
 def _of_roles(data: Sequence[dict[str, object]], roles: Collection[str]) -> list[dict[str, object]]:
-    """The conversations of some roles. Raises ConfigError for one that names none."""
+    """The conversations of some roles. Raises ConfigError for a conversation without a role."""
     for number, row in enumerate(data, start=1):
         if not isinstance(row.get("role"), str):
             raise ConfigError(
@@ -126,8 +127,8 @@ def _read(data: Sequence[dict[str, object]], loaded: LoadedModel) -> Conversatio
 
 
 def _split(every: Conversations, settings: WarmupConfig) -> tuple[Conversations, Conversations]:
-    """What to imitate, and what is held out: an even sample, no larger than a batch or 16: of
-    fewer, whose answers may be one word each, the loss is mostly noise."""
+    """The training conversations and an evenly spaced held-out sample, of at most a batch or 16:
+    with fewer, perhaps one-word answers, the loss is mostly noise."""
     if len(every) < MIN_CONVERSATIONS:
         return every, []
     size = min(len(every) // HELD_OUT, max(settings.batch, MIN_HELD_OUT))
@@ -146,7 +147,7 @@ class Patience:
         self._every = max(2, settings.steps // CHECKS)
         self._patience = max(PATIENCE, -(-MIN_PATIENCE // self._every))  # checks
         self._failed = 0
-        self._before = inf  # the loss to be lower than: small gains of several checks add up
+        self._before = inf  # the loss to improve on; small gains of several checks add up
         self.best = inf
 
     def ends(self, learner: Learner, steps: int) -> bool:
@@ -221,7 +222,7 @@ class WarmUp:
 
 
 def as_batch(rows: Sequence[TokenRow]) -> Batch:
-    """A batch without rewards, in which each row is a call, rollout and group of its own."""
+    """A batch without rewards, in which each row is a separate call, rollout and group."""
     number = torch.arange(len(rows))
     token = number.repeat_interleave(torch.tensor([len(row.actions) for row in rows]))
     names = [str(row) for row in range(len(rows))]
@@ -229,7 +230,7 @@ def as_batch(rows: Sequence[TokenRow]) -> Batch:
         rows=list(rows),
         token_row=token,
         token_transition=token,
-        behaviour=torch.cat([row.logprobs for row in rows]),
+        sampler_logprobs=torch.cat([row.logprobs for row in rows]),
         transition_rollout=number,
         transition_role=torch.zeros_like(number),
         row_rollout=number,

@@ -1,12 +1,9 @@
-"""Rules that find reasons why a run does not learn, from its stored metrics and calls, and what
-`agentrl view` shows of it.
-
-Rules are about what a run is made of (its agent's calls, its tasks, its verifier and its sampler)
-and about how it learns. Causes come before their effects, such as groups of equal rewards. A
-success has some of the same effects (a certain policy, groups that are all right), so these are no
-reasons in a run that has clearly improved. Does not import torch.
-
-A run reports by itself why its steps trained nothing, or that it did not improve.
+"""Rules that find reasons why a run does not learn, from its stored metrics and calls. Rules check
+the inputs of training (calls, tasks, verifier, sampler) and the training itself. Causes come before
+their effects, such as groups of equal rewards. A success has some of the same effects (a
+deterministic policy, groups that are all right), so these are not reasons in a run that has clearly
+improved. Does not import torch. A run itself reports why its steps trained nothing, or that it did
+not improve.
 """
 
 from __future__ import annotations
@@ -45,9 +42,9 @@ from agentrl.store.base import Store
 
 
 async def findings(store: Store, run: str) -> list[dict[str, Any]]:
-    """For each trained policy its `name`, number of `steps`, whether it `improved`, `said`: that in
-    a sentence, and `reasons` (text, change), most likely first. Raises NotFound for an unknown
-    run."""
+    """For each trained policy its `name`, number of `steps`, whether it `improved`, `said`: the
+    verdict as a sentence, and `reasons` (text, change), most likely first. Raises NotFound for an
+    unknown run."""
     records, found = await read(store, run), []
     for name, record in records.items():
         why = reasons(record)
@@ -72,7 +69,7 @@ class Reason:
     """A reason why a policy does not learn. share: the affected share of the run, 0 to 1."""
 
     share: float
-    text: str  # with the evidence
+    text: str  # the reason with its evidence
     change: str  # settings, and how to change them
     example: str = ""  # id of a rollout that shows it
 
@@ -82,12 +79,12 @@ NO_REASON = Reason(0.0, "", "")
 
 def reasons(run: PolicyRun) -> list[Reason]:
     """Reasons, most likely first: shares above RANKED_SHARE in the order of RULES, then others by
-    share. For a run that has clearly improved only what it loses, such as rollouts that fail."""
+    share. For a run that has clearly improved only its losses, such as failed rollouts."""
     left_out = {*(EFFECTS if run.risen else ()), *(CAUSES if learned(run) else ())}
     left_out |= {*EFFECTS} - {constant_verifier} if run.solved else set()
     found = [r for rule in RULES if rule not in left_out and (r := rule(run)).text]
     found = [reason for reason in found if reason.share >= REPORTED_SHARE]
-    worst = lowest(run)  # of the newest: what most reasons can be seen in
+    worst = lowest(run)  # a typical bad rollout among the newest
     found = [
         replace(reason, change=own_settings(run, reason.change), example=reason.example or worst)
         for reason in found
@@ -96,8 +93,8 @@ def reasons(run: PolicyRun) -> list[Reason]:
 
 
 def own_settings(run: PolicyRun, change: str) -> str:
-    """A change in settings that the run has: an environment stands for agent, tasks and verifier,
-    and a model that is named is not built."""
+    """A suggestion in terms of the run's settings: an environment replaces agent, tasks and
+    verifier, and a model that is given is not built."""
     if run.config.environment:
         for name in ("verifier.path", "tasks.train", "tasks.heldout", AGENT_SETTINGS, "agent.path"):
             change = change.replace(name, f"environment {run.config.environment}")
@@ -105,8 +102,8 @@ def own_settings(run: PolicyRun, change: str) -> str:
 
 
 def learned(run: PolicyRun) -> str:
-    """What rose in a run that improved; empty for others. Held-out tasks that were trained are no
-    evidence, nor is a training reward alone, nor are rewards that rose as by hacking."""
+    """The values that rose in a run that improved; empty for others. Scores on trained tasks, the
+    training reward alone, and rewards that rose by hacking are not evidence."""
     held_out = any(change.risen for name, change in run.changes.items() if name != TRAINING)
     leaked = leaked_tasks(run).share >= REPORTED_SHARE and not run.untouched
     if leaked or not held_out or any(rule(run).text for rule in HACKS):
@@ -116,7 +113,8 @@ def learned(run: PolicyRun) -> str:
 
 
 def opening(run: PolicyRun, found: Sequence[Reason]) -> str:
-    """The first sentence about a run: whether it learned. What chance explains is neither."""
+    """The first sentence about a run: whether it learned; changes within chance count as
+    neither."""
     more = "; the most likely reasons:" if found else "."
     if learned(run):
         return "It learned, but:" if found else "It learned."
@@ -142,23 +140,25 @@ def opening(run: PolicyRun, found: Sequence[Reason]) -> str:
 
 
 async def cause(store: Store, run: str, steps: int) -> str:
-    """The most likely reason that the last `steps` steps trained nothing."""
+    """The most likely reason why the last `steps` steps trained nothing."""
     record, *_ = (await read(store, run, last=steps)).values()
     found, *_ = reasons(record) or [missing_rewards(record)]
     return f"{found.text.rstrip('. ')}. Look at {found.change}"
 
 
 def verdict(config: RunConfig, steps: Sequence[StepRow]) -> str:
-    """What shows that a finished run did not improve, and a command; empty if it did."""
+    """The evidence that a finished run did not improve, and a command; empty if it improved."""
     sentence = not_improved([row.metrics for row in steps]) if config.steps else ""
     return f"{sentence}; agentrl why {config.name}" if sentence else ""
 
 
-MIN_COMPARED = 4  # rollouts of each kind whose rewards are compared
-LARGE_MISMATCH = 0.2  # nats between sampler and learner, at the same weights, that all trust loses
-ROUNDING_NATS = {"float32": 0.04}  # between them, per token, as rounding alone makes
-COARSE_ROUNDING_NATS = 0.1  # in any shorter dtype
-FRESH = 0.2  # updates since sampling, below which sampler and learner have the same weights
+MIN_COMPARED = 4  # rollouts of each kind needed to compare rewards
+# Nats between sampler and learner at the same weights, from which log-probs cannot be trusted.
+LARGE_MISMATCH = 0.2
+ROUNDING_NATS = {"float32": 0.04}  # difference per token that rounding alone causes
+COARSE_ROUNDING_NATS = 0.1  # nats, in dtypes shorter than float32
+# Updates since sampling, up to which sampler and learner count as having the same weights.
+FRESH = 0.2
 MIN_UPDATES = 5  # steps after which no improvement is a finding
 
 
@@ -174,8 +174,8 @@ def no_calls(run: PolicyRun) -> Reason:
 
 
 def cut_answers(run: PolicyRun) -> Reason:
-    """Only if those that are cut off are worse than others; or all are, and nothing ever came of
-    them."""
+    """Only if truncated answers are worse than others, or if all are truncated and none ever
+    succeeded."""
     share = run.mean("completion/truncated")
     if share < REPORTED_SHARE:
         return NO_REASON
@@ -206,13 +206,13 @@ def cut_answers(run: PolicyRun) -> Reason:
 
 
 def _task(row: Rollout) -> str:
-    """A task without what only names it."""
+    """A task without its identifiers."""
     task: dict[str, Json] = {key: x for key, x in row.task.items() if key not in ("id", "name")}
     return json.dumps(task, sort_keys=True)
 
 
 def leaked_tasks(run: PolicyRun) -> Reason:
-    """By what the agent reads; not where all tasks read alike, as those of a game."""
+    """Compares inputs of tasks; not if all inputs are equal, as in a game."""
     trained = {task_input(row) for row in run.listed}
     held = {task_input(row): row.id for row in run.heldout}
     both = [id for task, id in held.items() if task in trained]
@@ -228,11 +228,11 @@ def leaked_tasks(run: PolicyRun) -> Reason:
 
 
 def repeated_tasks(run: PolicyRun) -> Reason:
-    """A file without duplicates gives each of its tasks once before any comes again."""
+    """A file without duplicates yields each task once before any is repeated."""
     order: dict[str, str] = {}
     for row in run.listed:
         order.setdefault(row.group, _task(row))
-    if not run.config.plays_rollouts:  # sessions come as people ask
+    if not run.config.plays_rollouts:  # tasks of sessions depend on users
         return NO_REASON
     if run.config.tasks.order == "difficulty" or any("." in g.rpartition("/")[2] for g in order):
         return NO_REASON
@@ -250,7 +250,7 @@ def repeated_tasks(run: PolicyRun) -> Reason:
 
 
 def exploited_reward(run: PolicyRun) -> Reason:
-    """What is trained rises, and what is wanted falls."""
+    """The trained reward rises while the outcome falls."""
     changes = run.changes
     trained = run.trained or changes.get(TRAINING)
     wanted = [HELD_OUT, SAMPLED, *([TRAINING] if run.trained else [])]
@@ -277,7 +277,7 @@ def hacked_reward(run: PolicyRun) -> Reason:
 
 
 def exploitable_verifier(run: PolicyRun) -> Reason:
-    """What the audit before the run found."""
+    """The findings of the audit before the run."""
     known = run.audited
     if known.verdict != "exploitable":
         return NO_REASON
@@ -325,9 +325,9 @@ def collapsed(run: PolicyRun) -> Reason:
 
 
 def not_better(run: PolicyRun) -> Reason:
-    """That weights moved for long enough, and nothing came of it."""
+    """Weights changed for long enough, but nothing improved."""
     updates = sum(step.get("update/steps", 0.0) > 0 for step in run.steps)
-    fallen = any(change.fallen for change in run.changes.values())  # which another reason says
+    fallen = any(change.fallen for change in run.changes.values())  # another reason reports it
     if updates < MIN_UPDATES or not run.changes or fallen or run.risen or run.solved:
         return NO_REASON
     name, change = next(iter(run.changes.items()))
@@ -422,7 +422,8 @@ def failed_rollouts(run: PolicyRun) -> Reason:
 
 
 def looping_agent(run: PolicyRun) -> Reason:
-    """An agent that asks until it gets a form that the policy does not give."""
+    """An agent that repeats its request until the answer has a format that the policy does not
+    produce."""
     last = run.failure
     if last is None or last.kind is not ErrorKind.LIMIT or LOOPS not in last.message:
         return NO_REASON
@@ -445,8 +446,9 @@ def inexact_calls(run: PolicyRun) -> Reason:
 
 
 def missing_rewards(run: PolicyRun) -> Reason:
-    """Only the outcome's: a process reward may be for some roles or calls, or seldom earned. Groups
-    with too few scored rollouts are in no metric of rewards, so the newest rollouts count too."""
+    """Only missing outcomes: a process reward may apply to some roles or calls, or be rare. Groups
+    with too few scored rollouts are not in metrics of rewards, so the newest rollouts count,
+    too."""
     missing, every = 0.0, 0.0
     for step in run.steps:
         usable = step.get("rollouts/usable", step.get("rollouts", 0.0))
@@ -466,7 +468,7 @@ def missing_rewards(run: PolicyRun) -> Reason:
     text = f"{share:.0%} of the rollouts did not fail and could not be trained: they made no call "
     text += "of the policy, or too few rollouts of their group have a reward"
     if any(run.values("calls/refused")):
-        share = 0.0  # `inexact_calls` has the reason
+        share = 0.0  # the reason `inexact_calls` reports it
     return Reason(share, text, "agent.path: call the policy; algorithm.min_group: less")
 
 
@@ -481,7 +483,7 @@ def high_lr(run: PolicyRun) -> Reason:
     undone = fmean(map(bool, run.values("update/undone") or [0.0]))
     if (
         undone >= RANKED_SHARE and bad < REPORTED_SHARE and not run.risen
-    ):  # did no harm: others come first
+    ):  # did no harm, so other reasons come first
         bad, what = REPORTED_SHARE, f"{undone:.0%} of the steps were undone, see algorithm.max_kl"
     text = f"the learning rate is too high: {what}"
     return Reason(bad, text, "algorithm.lr: a tenth; algorithm.warmup: more steps")
@@ -507,7 +509,7 @@ def constant_verifier(run: PolicyRun) -> Reason:
     means, spread = run.values("reward/mean") or [0.0, 1.0], run.values("reward/std")
     text = f"the verifier gives one reward to all: {run.format(means[0])} in all {len(means)} steps"
     same = min(means) == max(means) and not any(spread) and {*run.scores} <= {*means}
-    if run.values("selfplay/games"):  # what one seat wins another loses
+    if run.values("selfplay/games"):  # zero-sum: one seat's win is another's loss
         same = False
     fix = "verifier.path: its comparison; tasks.train: easier ones; warmup.data: demonstrations"
     return Reason(float(same), text, fix)
@@ -532,7 +534,7 @@ def flat_groups(run: PolicyRun) -> Reason:
 
 
 def rare_success(run: PolicyRun) -> Reason:
-    """Also where something else rose, or few groups are flat."""
+    """Also if another value rose, or few groups are flat."""
     rare = _rarely(run)
     flat = flat_groups(run).share >= REPORTED_SHARE and not (run.risen or run.solved)
     return Reason(REPORTED_SHARE if rare and not flat else 0.0, rare, TEACH)
@@ -546,7 +548,7 @@ def _rarely(run: PolicyRun) -> str:
 def _successes(run: PolicyRun) -> float:
     """The share of rollouts with the better of two rewards. For two values, of which the worse is
     `low`, it follows from mean and standard deviation: p / (1 - p) = ((mean - low) / std)**2. For
-    other rewards it reports how far their mean is above the lowest."""
+    other rewards it returns the position of their mean above the lowest."""
     low = min((x for row in run.newest if math.isfinite(x := row.reward(run.outcome))), default=0.0)
     key = "reward" if run.outcome == "outcome" else f"reward/{run.outcome}"
     shares = []
@@ -585,10 +587,10 @@ def unlike_heldout(run: PolicyRun) -> Reason:
     rewards, share = run.values("reward/mean"), 0.0
     first, now = fmean(rewards[:3] or [0.0]), fmean(rewards[-3:] or [0.0])
     before, after = (run.scores[0], run.scores[-1]) if len(run.scores) > 1 else (0.0, now)
-    # Greedy answers begin better than those of training, and cannot rise as much.
+    # Greedy answers start at a better score than sampled ones, and cannot rise as much.
     held = run.changes.get(SAMPLED, run.changes.get(HELD_OUT))
     noise, change = 0.0, run.changes.get(TRAINING)
-    if held and change:  # the numbers that the user has read
+    if held and change:  # the numbers on the console
         (first, now), (before, after) = ((one.first, one.last) for one in (change, held))
         noise = math.hypot(change.noise, held.noise)
     elif change:
@@ -619,5 +621,5 @@ HACKS = (hacked_reward, partial_rewards, one_answer, more_digits)
 EFFECTS = (
     entropy_gone, constant_verifier, flat_groups, lag, clipped_ratios, low_lr,
 )  # fmt: skip
-# Faults in spite of which a run may learn: no reasons where it did.
+# Faults that do not prevent learning: not reported if the run learned.
 CAUSES = (cut_answers, repeated_tasks, noisy_verifier, collapsed)

@@ -115,9 +115,9 @@ OTHER_PARTS = (  # where a family's page does not describe them
     "Others: [parts of several families](README.md#parts) and\n"
     "[building blocks](../api.md#building-blocks-of-presets).\n"
 )
-LONGEST_DEFAULT = 30  # characters
-LONGEST_REPEATED = 100  # characters of a description that two settings have
-LONGEST_LINE = 100  # characters of a signature
+MAX_DEFAULT_CHARS = 30  # characters
+MAX_REPEATED_CHARS = 100  # characters of a description that two settings have
+MAX_LINE_CHARS = 100  # characters of a signature
 SIMPLE = ("integer", "number", "boolean", "string")  # types that a default shows
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -157,7 +157,7 @@ def settings() -> str:
                     value = f"{own} ({' '.join(others)})"
                 note = plain(notes.get(key, ""))
                 same = documented.setdefault((key, note), full)
-                if same != full and len(note) > LONGEST_REPEATED:
+                if same != full and len(note) > MAX_REPEATED_CHARS:
                     note = f"As {quoted(same)}."
                 lines.append(row(f"`{full}`", value, note))
             common |= set(table["properties"])
@@ -317,13 +317,13 @@ def described(path: str, thing: Any, *, whole: bool = False) -> Iterator[str]:
 def noted(method: Any) -> Iterator[str]:
     """The first sentence about a method, as a comment above its signature."""
     indent = "    # "
-    for text in textwrap.wrap(sentence_of(method), LONGEST_LINE - len(indent)):
+    for text in textwrap.wrap(sentence_of(method), MAX_LINE_CHARS - len(indent)):
         yield f"{indent}{text}"
 
 
 def wrapped(call: str) -> str:
     """A signature with a line for each parameter, if it is too long for one."""
-    if len(call) <= LONGEST_LINE:
+    if len(call) <= MAX_LINE_CHARS:
         return call
     indent = " " * (len(call) - len(call.lstrip()))
     start = call.index("(") + 1
@@ -418,7 +418,7 @@ def shown(default: Any) -> Any:
     text = (
         f"{type(default).__name__}.{default.name}" if isinstance(default, Enum) else repr(default)
     )
-    return Shown(text if len(text) <= LONGEST_DEFAULT and not text.startswith("<") else "...")
+    return Shown(text if len(text) <= MAX_DEFAULT_CHARS and not text.startswith("<") else "...")
 
 
 def annotation(kind: Any) -> str:

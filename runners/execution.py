@@ -1,10 +1,10 @@
-"""One attempt from claim to outcome: the executor runs the agent, then the verifier scores its
+"""Runs one attempt from claim to outcome: the executor runs the agent, then the verifier scores its
 result here, out of the agent's reach.
 
 A failed attempt has an error kind and no reward, except as configured for agents that raise
 (`agent.error_reward`) or exceed their time, calls or tokens (`agent.on_truncation`). A failure of
 the model server never counts as the agent's: if a model call failed and no retry of it succeeded,
-the attempt fails whatever the agent returned.
+the attempt fails regardless of the agent's result.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from agentrl.store.base import Store
 from agentrl.store.rows import storable_text
 
 log = logging.getLogger("agentrl.runner")
-MAX_LOST = 2  # retries after a lost sandbox: one lost three times is lost by its task
-LONGEST_OWN = 200  # characters of a failure's message before a hint, which one line must hold
-LONGEST_DIFF = 20_000  # stored characters of an agent's changes to its workspace
+MAX_LOST = 2  # retries after a lost sandbox; a third loss is attributed to the task
+# Characters of a failure's message before a hint, so that both fit on one line.
+MAX_CAUSE_CHARS = 200
+MAX_DIFF_CHARS = 20_000  # stored characters of an agent's changes to its workspace
 
 
 class AgentRun(msgspec.Struct):
@@ -53,16 +54,16 @@ class AgentRun(msgspec.Struct):
     result: Json
     failure: Failure | None  # exceeded time, calls or tokens; scored nevertheless
     rewards: list[Reward]  # recorded by the agent, for spans of its calls
-    calls: int  # stored ones
+    calls: int  # stored calls
     files: bytes | None  # changes to the workspace, packed
 
 
 class Stages:
-    """Limits how many attempts of a runner are prepared, run and scored at the same time."""
+    """Limits the number of attempts of a runner that are prepared, run and scored concurrently."""
 
     def __init__(self, runner: RunnerConfig, slots: int, on_free: Callable[[], None]) -> None:
-        """`slots`: attempts that run concurrently. Calls `on_free` when one leaves its slot to be
-        scored."""
+        """`slots`: attempts that run concurrently. Calls `on_free` when an attempt leaves its slot
+        to be scored."""
         self.prepare = asyncio.Semaphore(runner.prefetch or slots)
         self.run = asyncio.Semaphore(slots)
         self.scored_apart = bool(runner.scoring_concurrency)
@@ -77,7 +78,7 @@ class Stages:
 
     @property
     def free(self) -> int:
-        """Number of attempts that may be claimed now, less if many wait to be scored."""
+        """Number of attempts that may be claimed now; smaller if many wait for scoring."""
         return self._ahead - len(self._before) - max(0, len(self._after) - self._behind)
 
     def enter(self, attempt: Attempt) -> None:
@@ -104,7 +105,7 @@ class AttemptRunner:
     verifier: Verifier
     agent: AgentConfig = field(default_factory=AgentConfig)  # limits, retries, rewards of failures
     workspaces: WorkspaceSource | None = None
-    environment: str = ""  # that plays, in place of an agent
+    environment: str = ""  # environment that plays in place of an agent
 
     def __post_init__(self) -> None:
         if self.verifier.wants_workspace and self.workspaces is None:
@@ -151,7 +152,8 @@ class AttemptRunner:
                         ran = replace(ran, spans=await _with_diff(ran.spans, workspace))
                     is_scored = self._is_scored(active, ran)
                     if not (stages.scored_apart and is_scored):
-                        if is_scored:  # a verifier may end the process, and no other run follows
+                        # A verifier may end the process, because no other run follows.
+                        if is_scored:
                             ran = await self._keep_run(active, ran, *opened)
                         return await self._score(active, ran, *opened)
                 active.extend(math.inf)
@@ -165,8 +167,8 @@ class AttemptRunner:
     async def _keep_run(
         self, active: ActiveAttempt, ran: ExecutionResult, workspace: AttemptWorkspace | None = None
     ) -> ExecutionResult:
-        """Store an unscored run, which spares the next attempt a second one. The returned result
-        has no spans, as the store now holds them."""
+        """Store an unscored result, so that the next attempt need not run the agent again. The
+        returned result has no spans, because they are stored."""
         try:
             files = None if workspace is None else await processes.call(workspace.packed)
             kept = AgentRun(ran.result, ran.failure, ran.rewards, active.stored, files)
@@ -204,7 +206,7 @@ class AttemptRunner:
         had_input = "input" in active.attempt.rollout.task and not active.calls
         if had_input and ran.failure.kind in (ErrorKind.AGENT, ErrorKind.TIMEOUT):
             own, hint = ran.failure.message, self._called_instead(ran) or self._made_no_call("")
-            own = own if len(own) <= LONGEST_OWN else f"{own[:LONGEST_OWN]} ..."
+            own = own if len(own) <= MAX_CAUSE_CHARS else f"{own[:MAX_CAUSE_CHARS]} ..."
             return replace(ran, failure=replace(ran.failure, message=f"{own}; {hint}"))
         return ran
 
@@ -289,7 +291,8 @@ class AttemptRunner:
     async def _verify(
         self, attempt: Attempt, result: Any, trace: Trace | None, workspace: AttemptWorkspace | None
     ) -> list[Reward]:
-        """Run the verifier in a separate trace, whose model clients reach the frozen endpoints."""
+        """Run the verifier in a separate trace, in which model clients can reach the frozen
+        endpoints."""
         rollout, until = attempt.rollout, time.monotonic() + attempt.rollout.timeout
         late = VerifierError(f"the verifier ran longer than {rollout.timeout:g} s")
         given = {"task": rollout.task, "result": result, "trace": trace, "workspace": workspace}
@@ -297,7 +300,8 @@ class AttemptRunner:
             with self.gateway.scoring(attempt) as own, tracing.install().attempt(own):
                 async with asyncio.timeout(rollout.timeout) as limit:
                     rewards = await self.verifier.rewards(given)
-                if time.monotonic() > until:  # it blocked the event loop, which could not stop it
+                # The agent blocked the event loop, which could not stop it.
+                if time.monotonic() > until:
                     raise late
                 return [*rewards, *await self.verifier.audited(given, rollout.timeout)]
         except TimeoutError:
@@ -310,7 +314,7 @@ class AttemptRunner:
         a model call: before one, the policy did not fail."""
         retry, rewards = self._is_retried(active.attempt, failure), []
         if failure.kind is ErrorKind.VERIFIER and not ran.kept:
-            retry = False  # the agent would run again, and its answer be another
+            retry = False  # a retry would run the agent again, with another answer
         called = active.calls or active.stored or self.agent.calls_optional
         raised = failure.kind is ErrorKind.AGENT and called and not retry
         if raised and self.agent.error_reward is not None:
@@ -363,7 +367,7 @@ def _is_cancelled() -> bool:
 async def _with_diff(spans: list[Span], workspace: AttemptWorkspace) -> list[Span]:
     """Add the diff of the workspace to the first of an agent's spans."""
     with contextlib.suppress(OSError):  # agents can create unreadable special files
-        diff = storable_text((await processes.call(workspace.diff))[:LONGEST_DIFF])
+        diff = storable_text((await processes.call(workspace.diff))[:MAX_DIFF_CHARS])
         spans = [replace(s, attributes={**s.attributes, DIFF: diff}) for s in spans[:1]] + spans[1:]
     return spans
 

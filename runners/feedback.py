@@ -38,8 +38,9 @@ def session_group(run: str, session: str) -> str:
 
 async def give_feedback(store: Store, run: str, said: Feedback, group: str = "") -> str:
     """Store feedback as rewards of a session, at any time; returns the session's rollout. A later
-    value replaces an earlier one of the same name. group: of its rollouts. Raises NotFound for an
-    unrecorded session or call, Invalid for feedback without value and correction."""
+    value replaces an earlier one of the same name. group: of the session's rollouts. Raises
+    NotFound for an unrecorded session or call, Invalid for feedback without value and
+    correction."""
     rows = await store.rollouts(run, group=group or session_group(run, said.session))
     calls = (await store.calls([rows[-1].id])).get(rows[-1].id, []) if rows else []
     index = -1 if said.call is None else said.call

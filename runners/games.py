@@ -1,8 +1,6 @@
-"""Games of OpenSpiel as text: a game from its task to its result, its agent and its verifier.
-
-OpenSpiel applies the rules. Defined here is only what it has no rule for: the returns after a
-forfeit or of a game that is ended early. Invariant: a game ends by its rules, by a forfeit, or
-after `max_moves`; a move takes at most `move_timeout`.
+"""Games of OpenSpiel as text: tasks, agent and verifier. OpenSpiel applies the rules. This module
+adds only the returns after a forfeit or of a game that is ended early. Invariant: a game ends by
+its rules, by a forfeit, or after `max_moves`; a move takes at most `move_timeout`.
 
 The agent requests each move from an OpenAI-compatible API. It knows only roles; the run file or a
 rollout's seats decide which model plays `player_0`. Scripted players are random, perfect (minimax),
@@ -53,7 +51,7 @@ class View:
 
     @property
     def choice(self) -> str:
-        """The legal moves, one per line, as they may contain any other separator."""
+        """The legal moves, one per line, because moves may contain any other separator."""
         return "\n".join(["Legal moves:", *self.legal])
 
     def read(self, answer: str) -> int | None:
@@ -81,7 +79,8 @@ class Game:
         if self.rules.get_type().chance_mode == kind.ChanceMode.SAMPLED_STOCHASTIC:
             if SEED not in self.rules.get_type().parameter_specification:
                 raise ConfigError(f"game = {name!r}: its chance cannot be seeded; choose another")
-            self.rules = _load(name, ((SEED, seed), *wanted))  # not shared: it has its own rng
+            # Not shared, because it has its own random state.
+            self.rules = _load(name, ((SEED, seed), *wanted))
         about = self.rules.get_type()
         if about.dynamics == kind.Dynamics.MEAN_FIELD or about.action_structs_only:
             raise ConfigError(f"game = {name!r} has no moves as text; choose another")
@@ -217,14 +216,14 @@ class GameTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     players: dict[str, str] = {}  # "player_1" -> "random", "perfect", "mcts:100"; default: a model
     invalid: Literal["forfeit", "penalty", "retry"] = "forfeit"
     retries: Count | None = None  # default 2
-    max_moves: Count = 200  # of all players together; then the game is a draw
+    max_moves: Count = 200  # moves of all players together; after that the game is a draw
     move_timeout: Seconds = 30.0
 
 
 class GameResult(TypedDict):
     """The result of a game; players are named by their roles."""
 
-    game: str  # with its parameters
+    game: str  # name with parameters
     seed: int
     returns: list[float]  # [players]
     moves: list[tuple[str, str]]  # (role or "chance", move) in order
@@ -304,8 +303,8 @@ class Match:
             self.state.apply_action(action)
 
     async def _choices(self, movers: list[int]) -> dict[int, int]:
-        """Return the action of each mover that does not forfeit. An error of one is raised after
-        all have ended, so no call is left running."""
+        """Return the action of each mover that does not forfeit. An error is raised only after all
+        calls have ended, so none is left running."""
         choosing, choices = [self._choose(player) for player in movers], dict[int, int]()
         actions: list[int | BaseException | None] = []
         if len(movers) == 1:
@@ -466,7 +465,7 @@ class GameAgent:
 Scripted = Callable[[Any], int]
 """Maps a `pyspiel.State` in which the player has to move to its action."""
 KINDS = ("random", "perfect", "mcts")
-LONGEST_SEARCHED_GAME = 12  # moves of the longest game that minimax searches
+MAX_SEARCHED_MOVES = 12  # longer games are not searched by minimax
 SIMULATIONS = 100  # default number of MCTS simulations for a move
 
 
@@ -499,11 +498,9 @@ def _check(game: Game, name: str) -> None:
             f"information, and {game.name} is not one; choose 'random' or a model"
         )
     certain = about.chance_mode == kind.ChanceMode.DETERMINISTIC
-    if name == "perfect" and not (
-        certain and game.rules.max_game_length() <= LONGEST_SEARCHED_GAME
-    ):
+    if name == "perfect" and not (certain and game.rules.max_game_length() <= MAX_SEARCHED_MOVES):
         raise ConfigError(
-            f"players: 'perfect' plays games of up to {LONGEST_SEARCHED_GAME} moves without "
+            f"players: 'perfect' plays games of up to {MAX_SEARCHED_MOVES} moves without "
             f"chance, and {game.name} is not one; choose 'mcts'"
         )
 

@@ -1,9 +1,9 @@
-"""Coding harnesses: presets, which point an unmodified one at the gateway, and their executor.
+"""Coding harnesses: presets, which point an unmodified harness at the gateway, and their executor.
 
 A preset is data: arguments and environment variables of the program, contents of its configuration
-files, tested versions, and rules that identify calls which are not the agent's own. The built-in
-ones are `harnesses/NAME.toml`; a user's own is a TOML file with the same keys, or a `file.py:name`
-that is a `Preset` or a dict with these keys.
+files, tested versions, and rules for auxiliary calls, which do not belong to the agent. The
+built-in ones are `harnesses/NAME.toml`; a custom preset is a TOML file with the same keys, or a
+`file.py:name` that is a `Preset` or a dict with these keys.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tested: tuple[str, str] | None = None  # first and last tested version
     env: dict[str, str] = {}
     files: dict[str, str] = {}  # path below HOME -> text
-    match: list[RoleRule] = []  # roles of calls that are not the agent's own
+    match: list[RoleRule] = []  # rules for roles of auxiliary calls
 
     def find_program(self, command: str = "") -> str:
         """Return the absolute path of `command`, by default the installed program. Raises
@@ -150,7 +150,7 @@ log = logging.getLogger("agentrl.runner")
 
 
 class HarnessExecutor(CommandExecutor):
-    """Starts the program of a preset for each attempt, in a HOME of its own."""
+    """Starts the program of a preset for each attempt, with a separate HOME."""
 
     def __init__(self, config: RunConfig, preset: Preset, *, root: Path, gateway: str) -> None:
         super().__init__(config.agent, config.runner, root=root, gateway=gateway)
@@ -175,7 +175,7 @@ class HarnessExecutor(CommandExecutor):
         self, active: ActiveAttempt, env: dict[str, str], home: Path, works_in: Path
     ) -> list[str]:
         prompt = prompt_of(input_of(active))
-        if "\0" in prompt or len(prompt.encode()) > command.LARGEST_VARIABLE:
+        if "\0" in prompt or len(prompt.encode()) > command.MAX_VARIABLE_BYTES:
             why = f"the task is too long for an argument of {self._preset.program}, or has a NUL"
             raise FailedAttemptError(ErrorKind.AGENT, why)
         known = {"url": self.gateway, "key": active.key, "prompt": prompt}

@@ -1,5 +1,5 @@
-"""A check of a harness: runs it against a scripted model, and reports its requests and whether
-capture works.
+"""Checks a harness: runs it against a scripted model, and reports its requests and whether
+recording works.
 
 The scripted model server records exactly which tokens it has served. Every harness gets the same
 script: run the test, fix `calc.py`, report success.
@@ -61,7 +61,7 @@ EDIT = """calc.py
     return a + b
 >>>>>>> REPLACE
 ```
-"""  # for a harness that parses edits from the answer
+"""  # for harnesses that parse edits from the answer
 SHELL = re.compile("bash|shell|exec|command", re.IGNORECASE)
 
 
@@ -87,7 +87,7 @@ class ScriptedModel:
         raw, number = await request.read(), len(self.served)
         call = read_request(CHAT, raw, ConversationMemory(), number)
         message = answer({"messages": call.messages, "tools": call.tools}, f"call_{number}")
-        tokens = _tokens(message) + int32([number])  # the number makes equal answers distinct
+        tokens = _tokens(message) + int32([number])  # the number makes equal answers different
         prompt = _tokens([call.messages, call.tools])
         logprobs = float32([-self._random.random() for _ in tokens])
         finish = "tool_calls" if "tool_calls" in message else "stop"
@@ -152,11 +152,11 @@ class SeenRequest:
     body: dict[str, Json]  # empty if it is not a JSON object
     status: int = 0
     error: str = ""  # response body of a refusal
-    role: str = ""  # of the recorded call, if any
+    role: str = ""  # role of the recorded call, if any
 
     @property
     def asks(self) -> bool:
-        """Whether it is a successful model call."""
+        """Whether the request is a successful model call."""
         prompt = {"messages", "input", "contents"} & self.body.keys()
         return bool(prompt) and self.status == 200 and "count" not in self.path
 
@@ -197,12 +197,12 @@ class Report:
     harness: str
     program: str
     version: str
-    tested: bool  # the preset was tested with this version
+    tested: bool  # whether the preset was tested with this version
     seconds: float
     begun: float  # unix seconds
-    answers: list[Transition]  # as served by the scripted model
+    answers: list[Transition]  # answers of the scripted model
     rollouts: list[Rollout]
-    calls: list[Transition]  # as recorded by the gateway
+    calls: list[Transition]  # calls that the gateway recorded
     seen: list[SeenRequest]
 
     @property
@@ -290,7 +290,7 @@ async def check(
             traces = [await store.trace(row.id) for row in ended]
     calls = [call for trace in traces if trace for call in trace.transitions]
     roles = iter(call.role for call in sorted(calls, key=lambda call: call.started))
-    for one in log.seen:  # in the order of the calls
+    for one in log.seen:  # in order of the calls
         one.role = next(roles, "") if one.asks else ""
     known = (name, program, version, preset.was_tested(version), seconds, begun)
     return Report(*known, answers=model.served, rollouts=ended, calls=calls, seen=log.seen)

@@ -1,11 +1,11 @@
-"""The runner, as a process or a thread: its worker, the features of its gateway, and its start.
+"""The runner, a process or a thread: its worker, its gateway's features, and its start.
 
 A worker claims rollouts, runs an attempt of each and stores its outcome. It owns one task for each
-attempt in progress, at most `concurrency` of them running an agent. With `prepare` more are claimed
-ahead; with `score` attempts leave their slot after their run.
-Invariant: an attempt ends in exactly one way: its outcome is stored; the worker, when it is
-stopped, returns it to the queue because it did not end within `drain`; or its lease expires. An
-attempt that has lost its lease is stopped and its outcome discarded.
+attempt in progress; at most `concurrency` of them run an agent. With `prepare` it claims more
+attempts early; with `score` an attempt frees its slot before it is scored. Invariant: an attempt
+ends in exactly one way: its outcome is stored; the worker, when it is stopped, returns it to the
+queue because it did not end within `drain`; or its lease expires. An attempt that has lost its
+lease is stopped and its outcome discarded.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ from agentrl.store.base import Store
 
 
 def run_features(store: Store, config: RunConfig, rules: Sequence[RoleRule] = ()) -> list[Feature]:
-    """Return them in their order: what the others change in a call depends on its role."""
+    """Return the features in order: roles first, because the changes of other features depend on a
+    call's role."""
     adapts = config.policy.unsupported_roles == "adapt"
     return [
         RoleRules(rules),
@@ -70,8 +71,8 @@ def run_features(store: Store, config: RunConfig, rules: Sequence[RoleRule] = ()
 
 
 log = logging.getLogger("agentrl.runner")
-CLAIM_TIMEOUT = 1.0  # seconds that one `claim` waits on the store, hence the delay of a stop
-# Seconds past its deadline until the lease of a hung attempt is no longer renewed.
+CLAIM_TIMEOUT = 1.0  # seconds that one `claim` waits at the store, which may delay a stop
+# Seconds after its deadline from which the lease of a hung attempt is no longer renewed.
 LEASE_GRACE = 5.0
 
 
@@ -155,14 +156,15 @@ class Worker:
             task.add_done_callback(self._note_failure)
 
     async def _claim(self, n: int) -> list[Attempt]:
-        """Claim rollouts, with the same id until a claim gets some: over HTTP a request of it may
-        be late, and what it then claims would have no runner under any other id."""
+        """Claim rollouts, with the same id until a claim returns some: over HTTP a request may be
+        late, and under another id its rollouts would have no runner."""
         name, lease, run = self.name, self.config.lease, self.run_name
         claim, began = self._claim_id, time.monotonic()
         attempts = await self._store.claim(
             n, runner=name, lease=lease, run=run, claim_id=claim, timeout=CLAIM_TIMEOUT
         )
-        if attempts or time.monotonic() - began < CLAIM_TIMEOUT:  # early: those have ended
+        # Returned early: the run has ended.
+        if attempts or time.monotonic() - began < CLAIM_TIMEOUT:
             self._claim_id = uuid.uuid4().hex
         return attempts
 
@@ -173,7 +175,7 @@ class Worker:
             task, _ = self._running.pop(active.id)
             self._stages.leave(active.id)
             self._changed.set()
-        self._being_stored[active.id] = task  # its slot is free; its lease is still renewed
+        self._being_stored[active.id] = task  # without a slot, but with a renewed lease
         try:
             await self._end(outcome)
         finally:
@@ -183,7 +185,7 @@ class Worker:
         """Store an outcome, in one batch with others that arrive during the previous write."""
         self._outcomes.append(outcome)
         async with self._finishing:
-            if self._outcomes:  # else another attempt has stored this outcome
+            if self._outcomes:  # otherwise another task has stored this outcome
                 outcomes, self._outcomes = self._outcomes, []
                 await self._finish(outcomes)
 
@@ -276,9 +278,9 @@ END_CHECK_INTERVAL = 2.0  # seconds between checks whether the run has ended
 
 @dataclass(frozen=True, slots=True)
 class PlayedEnvironment:
-    """What plays the rollouts of a run in place of an agent."""
+    """An environment that plays the rollouts of a run in place of an agent."""
 
-    name: str  # in messages; its faults are not the policy's
+    name: str  # for messages, which blame the environment and not the policy
     role_rules: Sequence[RoleRule] = ()
     make_executor: Callable[[], Executor] | None = None  # default: the executor of the run file
 
@@ -343,8 +345,8 @@ async def start_runner(
     """Run rollouts of `run` until `stop` is set, or with `until_ended` until training has finished.
     Calls `ready` when agent and verifier are loaded.
 
-    Waits for the run to exist. `agent` and `verifier` default to those of the run's settings,
-    whose paths are relative to `root`, by default the run's own. Raises the errors of `main`."""
+    Waits for the run to exist. `agent` and `verifier` default to those of the run's settings.
+    `root`: base of their paths, by default the run's. Raises the errors of `main`."""
     async with open_store(store_url) as store:
         config = await _config(store, run, stop)
         if config is None:
@@ -380,8 +382,8 @@ async def attempt_runner(
     *,
     find_environment: FindEnvironment | None = None,
 ) -> AsyncIterator[AttemptRunner]:
-    """Start the gateway, executor and verifier of a run. `features`: more of the gateway. Raises
-    ConfigError for a run that an environment plays, without `find_environment`."""
+    """Start the gateway, executor and verifier of a run. `features`: additional features of the
+    gateway. Raises ConfigError for a run that an environment plays, without `find_environment`."""
     if find_environment is not None:
         played = find_environment(config, root)
     elif config.agent.path.startswith(f"{SCHEME}:"):
@@ -430,7 +432,7 @@ async def attempt_runner(
 def role_rules(
     config: RunConfig, played: PlayedEnvironment | None, preset: Preset | None
 ) -> list[RoleRule]:
-    """Return the rules of the run file, then those of its environment or harness."""
+    """Return the role rules of the run file, then those of its environment or harness."""
     of_environment = [] if played is None else played.role_rules
     return [*config.role_rules, *of_environment, *([] if preset is None else preset.match)]
 
@@ -442,11 +444,11 @@ def _own_executor(
     played: PlayedEnvironment | None,
     preset: Preset | None,
 ) -> Executor | None:
-    """Return what an environment or harness runs in, instead of the executor of the run file."""
+    """Return the executor of an environment or harness, which replaces the run file's."""
     if played is not None and played.make_executor is not None:
         return played.make_executor()
     if preset is None or config.runner.executor not in ("auto", "command"):
-        return None  # of a harness, the program is in the image
+        return None  # the harness is installed in the image
     from agentrl.runners.harness import HarnessExecutor
 
     return HarnessExecutor(config, preset, root=root, gateway=gateway)
@@ -480,7 +482,7 @@ class RunnerThread:
         root: Path | None = None,
     ) -> None:
         self.done: Future[None] = Future()  # raises the error that ended the runner
-        self.done.set_running_or_notify_cancel()  # prevents that a waiting caller cancels it
+        self.done.set_running_or_notify_cancel()  # so that a waiting caller cannot cancel it
         self._loop = UserCodeLoop()
         self._stop = asyncio.Event()
         self._runner = partial(
@@ -527,8 +529,8 @@ async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | No
 
 
 def _tune_gc() -> None:
-    """Raise the thresholds: agents create many short-lived objects without cycles, and the defaults
-    cost a LangChain agent a tenth of its speed."""
+    """Raise the thresholds of garbage collection: agents create many short-lived objects without
+    cycles, and the defaults cost a LangChain agent a tenth of its speed."""
     freeze_loaded()
     gc.set_threshold(20_000, 20, 50)
 

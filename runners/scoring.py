@@ -2,8 +2,8 @@
 an agent reports while it runs; results as JSON, and exceptions as `Failure` records.
 
 The target of a `reward(...)` for a model call is first the span id in the `traceparent` of the
-latest HTTP request, and of those before it that it may be about if that one reached a tool. When
-the attempt has ended and its calls are stored, `resolve_targets` replaces it by the call's id.
+latest HTTP request, or of earlier requests if the latest one went to a tool. When the attempt has
+ended and its calls are stored, `resolve_targets` replaces it by the call's id.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentrl.runners.tracing import attempt_log
 from agentrl.store.rows import check_reward, storable_text
 
 AUDIT = "audit"  # name of the reward of `verifier.audit`
-AUDITED = 4  # one of so many rollouts is scored by it
+AUDITED = 4  # the second verifier scores one of this many rollouts
 ARGUMENTS = ("task", "result", "trace", "workspace")
 
 
@@ -55,8 +55,8 @@ class Verifier:
         audit: Callable[..., Any] | None = None,
     ) -> None:
         """`outcome`: the user's verifier. `rewards`: further functions by name. `range`: the lowest
-        and the highest outcome. `audit`: a second verifier, asked about every `AUDITED`th rollout,
-        whose reward "audit" is compared with the outcome; what it raises costs no rollout.
+        and the highest outcome. `audit`: a second verifier for every `AUDITED`th rollout; its
+        reward "audit" is compared with the outcome, and its errors do not fail a rollout.
 
         Raises AgentError if a function requires other parameters."""
         functions = {**({} if outcome is None else {"outcome": outcome}), **(rewards or {})}
@@ -88,21 +88,21 @@ class Verifier:
         trace: Trace | None,
         workspace: object = None,
     ) -> list[Reward]:
-        """`rewards`, and what the second verifier adds."""
+        """Call the functions and, for a sample of rollouts, the second verifier."""
         given: dict[str, Any] = {"task": task, "result": result, "trace": trace}
         given["workspace"] = workspace
         return [*await self.rewards(given), *await self.audited(given)]
 
     async def rewards(self, given: Mapping[str, Any]) -> list[Reward]:
-        """Call the functions of what is trained and return their rewards; targets are not checked.
-        given: the values of `ARGUMENTS`. Raises VerifierError for anything but numbers that can be
-        stored, propagates exceptions of the functions, and raises UserCodeError for what they raise
-        that is no exception."""
+        """Call the reward functions except the second verifier and return their rewards; targets
+        are not checked. given: the values of `ARGUMENTS`. Raises VerifierError for anything but
+        numbers that can be stored, propagates exceptions of the functions, and raises UserCodeError
+        in place of what is not an `Exception`."""
         rows: list[Reward] = []
         for name, (function, arguments) in self._sources.items():
             own = {argument: given[argument] for argument in arguments}
             returned = await user_code.call(function, **own)
-            with user_code.contained():  # numbers may be of the user's own classes
+            with user_code.contained():  # numbers may have user-defined classes
                 rows += as_rewards(returned, name)
         try:
             for row in rows:
@@ -113,8 +113,8 @@ class Verifier:
         return rows
 
     async def audited(self, given: Mapping[str, Any], seconds: float | None = None) -> list[Reward]:
-        """The second verifier's reward of a rollout of the sample, which its content decides; none
-        if it takes longer than `seconds`. Raises nothing of what it raises."""
+        """The second verifier's reward, if the rollout is in the sample, which depends on its
+        content; none if it takes longer than `seconds`. Its exceptions are suppressed."""
         if self._audit is None:
             return []
         content = msgspec.json.encode((given["task"], given["result"]), order="sorted")
@@ -224,9 +224,10 @@ def as_scope(scope: Scope | str) -> Scope:
 
 
 def as_number(value: Any) -> float:
-    """A number of any class that is one, such as an array of one number. Raises ValueError for
-    all else: a text that `float` would read, in any class of texts, and dates too."""
-    kind = getattr(getattr(value, "dtype", None), "kind", "f")  # of numpy's arrays and scalars
+    """Convert a number of any class, such as an array of one number. Raises ValueError for anything
+    else, including strings that `float` would parse, and dates."""
+    # Dtype kind of numpy's arrays and scalars.
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
     has_value = hasattr(value, "__float__") or hasattr(value, "__index__")
     if isinstance(value, str | bytes) or kind not in "biuf" or not has_value:
         raise ValueError("it is not a number")
@@ -234,7 +235,7 @@ def as_number(value: Any) -> float:
         return float(value)
     except OverflowError:
         return math.inf
-    except TypeError as error:  # such as an array of several
+    except TypeError as error:  # such as an array of several numbers
         raise ValueError(str(error)) from None
 
 
@@ -266,7 +267,7 @@ def _declared(function: Callable[..., Any]) -> tuple[str, ...]:
     return names
 
 
-LONGEST_TRACEBACK = 20_000  # characters, from the end
+MAX_TRACEBACK_CHARS = 20_000  # characters, from the end
 
 
 logger = logging.getLogger("agentrl.runner")
@@ -369,8 +370,8 @@ def _how_to_name(row: Reward) -> str:
 
 
 def _by_call(calls: Iterable[Transition], spans: Sequence[Span]) -> Mapping[str, Transition]:
-    """Map span ids to the call of their request, the last one of a call with several choices.
-    Spans of the user's own instrumentation between call and request are included."""
+    """Map span ids to the call of their request; for several choices, to the last one. Spans of
+    user instrumentation between call and request are included."""
     parents = {span.id: span.parent for span in spans}
     found = {}
     for call in calls:
@@ -385,7 +386,7 @@ def failure_of(kind: ErrorKind, error: BaseException) -> Failure:
     error = cause_of(error)
     trace, text = storable_text("".join(traceback.format_exception(error))), as_text(error)
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return Failure(kind=kind, message=message, traceback=trace[-LONGEST_TRACEBACK:])
+    return Failure(kind=kind, message=message, traceback=trace[-MAX_TRACEBACK_CHARS:])
 
 
 def stored_result(result: Any, failure: Failure | None) -> tuple[Json, Failure | None]:

@@ -63,8 +63,9 @@ log = logging.getLogger("agentrl.runner")
 SESSION_LEASE = 60.0  # seconds
 NAME = "x-agentrl-session"  # response header: the session of the request, if any
 NAMED = web.RequestKey(NAME, str)
-IMAGE = re.compile("image:[0-9a-f]{64}")  # the name of a stored image
-TEXTS = ("messages", "tools", "answer", "processors", "ignored")  # of a call, which are redacted
+IMAGE = re.compile("image:[0-9a-f]{64}")  # name of a stored image
+# Fields of a call with redacted texts.
+TEXTS = ("messages", "tools", "answer", "processors", "ignored")
 REDACTED = "[redacted]"
 IDLE = 1800.0  # seconds without a call after which a session ends: a person may have paused
 CALL_TIMEOUT = 600.0  # seconds of one call, as in OpenAI's clients
@@ -92,12 +93,13 @@ class Sessions(Feature):
         self._patterns = [re.compile(pattern) for pattern in self._settings.redact]
         keys = read_key(self._settings.key_env, "sessions.key_env", "the callers'")
         self._access = Access(tuple(keys.split()))
-        self._open: dict[str, OpenSession] = {}  # by name
+        self._open: dict[str, OpenSession] = {}  # session name -> session
         self._exchanges: dict[Exchange, OpenSession] = {}
-        self._claiming = asyncio.Lock()  # the claimed rollout must be the one just enqueued
+        self._claiming = asyncio.Lock()  # so that the claimed rollout is the one just enqueued
         self._claim_id = uuid.uuid4().hex
         self.gateway = self._make_gateway(config)
-        self.gateway.attempts.open = True  # it needs no keys: `_attribute` checks the callers'
+        # The attempt has no key: `_attribute` checks the callers' keys.
+        self.gateway.attempts.open = True
 
     def _make_gateway(self, config: RunConfig) -> Gateway:
         roles = config.roles or {"agent": next(iter(config.upstreams))}
@@ -113,7 +115,7 @@ class Sessions(Feature):
 
     @web.middleware
     async def _attribute(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Find or begin the session of a request, or answer what is no model call."""
+        """Find or begin the session of a request, or answer a request that is not a model call."""
         session: OpenSession | None = None
         if not self._access.allows(given_key(request.headers)):
             return refusal(401, "the API key is none of those in sessions.key_env")
@@ -134,7 +136,7 @@ class Sessions(Feature):
                 await self._after_call(request, session)
 
     def _answers(self) -> dict[str, Handler]:
-        """What it answers itself, by path."""
+        """The handlers of its own paths."""
         return {"/v1/feedback": self._take_feedback}
 
     async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
@@ -144,7 +146,7 @@ class Sessions(Feature):
         return web.json_response({"rollout": rollout})
 
     def _redacted(self, feedback: Feedback) -> Feedback:
-        """Feedback as it may be stored; the session's name is not."""
+        """Redact feedback for storing; the session's name is not stored."""
         texts = {n: getattr(feedback, n) for n in ("name", "note", "correction")}
         return replace(feedback, **redact(texts, self._patterns))
 
@@ -172,7 +174,7 @@ class Sessions(Feature):
         await self._end([one for one in over if not (idle and one.active.tasks)])
 
     async def _end(self, over: Sequence[OpenSession]) -> None:
-        # Another request may have ended it since, and a new one may have its name.
+        # Another request may have ended the session meanwhile, and a new session may have its name.
         over = [one for one in over if self._open.get(one.name) is one]
         for session in over:
             self._forget(session)
@@ -186,7 +188,8 @@ class Sessions(Feature):
         live = await self._store.heartbeat([one.active.id for one in held], lease=SESSION_LEASE)
         for session in held:
             if session.active.id not in live and self._open.get(session.name) is session:
-                self._forget(session)  # this process was suspended; the next call begins a new one
+                # This process was suspended; the next call begins a new session.
+                self._forget(session)
         async with self._claiming:
             while lost := await self._claim():
                 await self._finish(lost)
@@ -194,7 +197,7 @@ class Sessions(Feature):
     async def _find(self, request: web.Request) -> OpenSession:
         try:
             body = msgspec.json.decode(await read_body(request), type=dict[str, Any])
-        except UNREADABLE:  # the handler refuses the call
+        except UNREADABLE:  # the handler rejects the call
             body = {}
         request[MESSAGES], known, start = place(body, self._exchanges)
         given = request.headers.get(self._settings.header, "")
@@ -207,7 +210,8 @@ class Sessions(Feature):
         if session is not None and self._is_full(session):
             await self._end([session])
             session = None
-        if session is None:  # whole, also for a caller who leaves: what is enqueued is claimed
+        # Completed even if the caller disconnects, so that an enqueued session is claimed.
+        if session is None:
             session = await asyncio.shield(self._begin(name, given or start, request))
         session.used = time.monotonic()
         session.active.extend(CALL_TIMEOUT)
@@ -217,7 +221,8 @@ class Sessions(Feature):
     def _continued(
         self, body: Mapping[str, Any], known: OpenSession | None, request: web.Request
     ) -> OpenSession | None:
-        """The session that a request without a name continues. known: by what was said before."""
+        """The session that a request without a name continues. known: the session found by its
+        earlier messages."""
         if _previous(body):
             known = None
         if ids := _references(body):
@@ -260,11 +265,11 @@ class Sessions(Feature):
         """Store a session and claim it."""
         await self._store.enqueue([rollout])
         found = await self._claim()
-        if not found:  # there was one, so a late claim of this id got what has ended since
+        if not found:  # a late claim with this id got it, and it has ended
             self._claim_id = uuid.uuid4().hex
             found = await self._claim()
         while found and found[0].rollout.id != rollout.id:
-            await self._finish(found)  # of a process that was killed
+            await self._finish(found)  # sessions of a killed process
             found = await self._claim()
         if not found:
             raise Conflict(f"Another process serves run {self._run!r}: end it.")
@@ -280,10 +285,10 @@ class Sessions(Feature):
         return session
 
     async def _claim(self) -> list[Attempt]:
-        """Claim one session, that of this process or of a killed one. Each has a runner of its own:
-        the store gives a runner few of those that were lost together, and then none to others. The
-        id is the same until a claim gets one, as in `Worker._claim`: what a late request claims is
-        the next claim's."""
+        """Claim one session, of this process or of a killed one. Each session has a separate runner
+        name, because the store returns only a few of several lost rollouts to one runner. The id
+        stays the same until a claim returns one, as in `Worker._claim`, so that the next claim
+        returns the result of a late request."""
         runner, claim = f"gateway {uuid.uuid4().hex}", self._claim_id
         found = await self._store.claim(
             1, runner=runner, lease=SESSION_LEASE, run=self._run, claim_id=claim
@@ -307,7 +312,7 @@ class Sessions(Feature):
         del self._open[session.name]
         self.gateway.attempts.unregister(session.active.id)
         for exchange in session.exchanges:
-            # Another session may have said the same since.
+            # Another session may have the same messages meanwhile.
             if self._exchanges.get(exchange) is session:
                 del self._exchanges[exchange]
 
@@ -332,7 +337,7 @@ async def serve(config: RunConfig, *, started: Callable[[str], None], stop: asyn
             started(gateway.base_url)
             await asyncio.wait((keeping, stopping), return_when=asyncio.FIRST_COMPLETED)
             if keeping.done():
-                keeping.result()  # it ends by an error only
+                keeping.result()  # the task ends only by an error
         finally:
             stopping.cancel()
             keeping.cancel()
@@ -389,7 +394,7 @@ def said(message: Json) -> str:
 
 
 def redact(value: Json, patterns: Sequence[re.Pattern[str]]) -> Json:
-    if isinstance(value, str) and not IMAGE.fullmatch(value):  # a digest has no text of users
+    if isinstance(value, str) and not IMAGE.fullmatch(value):  # digests contain no text of users
         for pattern in patterns:
             value = pattern.sub(REDACTED, value)
     elif isinstance(value, dict):

@@ -32,7 +32,7 @@ def open_store(
 
 
 async def unknown_rollout(store: Store, id: str) -> str:
-    """A sentence for who asked for a rollout that is not there: perhaps it is the name of a run."""
+    """An error message for an unknown rollout, with a hint if the id is the name of a run."""
     run = id.partition("/")[0]
     found = await store.search(run, limit=1) if await store.run(run) else None
     if found is None or not found.rows:

@@ -1,4 +1,4 @@
-"""The backends of the library: SQLite files, PostgreSQL databases and served stores.
+"""The built-in backends: SQLite files, PostgreSQL databases and served stores.
 
 A backend's driver is imported once a store of it is opened.
 """

@@ -12,12 +12,10 @@ Permissions: each section names its callers; everybody may read. Over HTTP a `ru
 the verbs of runners and gateways (except `enqueue` and `cancel`) and others that they need: `run`,
 `steps`, `trace`, `policies`, `cursor`, `wait`, `judgement`, `add_judgements`, `put_images`; a
 `reader` key all verbs that only read; the rest needs an `admin` key. With `readonly=True` a store
-has a reader's.
-Idempotence: the caller chooses the ids, and a repeated call has no effect; exceptions are named
-below. After Unavailable, and if its caller is cancelled, it is unknown whether a verb was executed:
-repeat it.
-A verb returns after its transaction has been committed. If it raises any other error than
-Unavailable, nothing was stored:
+has a reader's permissions. Idempotence: the caller chooses the ids, and a repeated call has no
+effect; exceptions are named below. After Unavailable or a cancellation it is unknown whether a verb
+was executed: repeat it. A verb returns after its transaction has been committed. If it raises any
+other error than Unavailable, nothing was stored:
   * Invalid: the arguments are invalid or cannot be stored. Do not repeat the call.
   * NotFound: the call names an unknown run, group, attempt or image.
   * Conflict: the current state does not allow it. The subclass Fenced means that another process
@@ -182,19 +180,19 @@ class Store(Protocol):
         answers its agent after this has returned."""
 
     async def add_spans(self, spans: Sequence[types.Span]) -> None:
-        """Store spans of attempts, late ones too; of two with the same id the first is kept. Raises
+        """Store spans of attempts, late ones, too; if an id exists, the first span is kept. Raises
         NotFound for an unknown attempt."""
 
     # -- images: put by the gateway, read by the algorithm ----------------------------------------
     async def put_images(self, run: str, images: Sequence[types.Image]) -> None:
         """Store images, each once, before the calls that refer to them; for a data set without run.
 
-        An image is kept as long as a call or a data set refers to it. A prune removes those to
-        which nothing refers, an hour after they were last put. Raises NotFound for an unknown run;
-        Invalid for a digest that is not the body's."""
+        An image is kept as long as a call or a data set refers to it. A prune removes unreferenced
+        images an hour after they were last stored. Raises NotFound for an unknown run; Invalid for
+        a digest that is not the body's."""
 
     async def images(self, run: str, digests: Sequence[str]) -> dict[str, types.Image]:
-        """Map digests to images, whichever run has put them; omits those that are not stored."""
+        """Map digests to images of any run; omits images that are not stored."""
 
     # -- feedback: called by the gateway of a deployed agent and by other sources of feedback ------
     async def add_rewards(self, rewards: Sequence[types.StepReward]) -> None:
@@ -266,8 +264,8 @@ class Store(Protocol):
         position `first`. Raises Invalid for a negative number."""
 
     async def outline(self, rollout: str) -> list[records.CallRow]:
-        """List what there is to know of each call of `trace` without its texts and tokens, in
-        order; [] if the rollout has no attempt."""
+        """List the calls of `trace` without texts and tokens, in order; [] if the rollout has no
+        attempt."""
 
     async def attempts(self, rollout: str, *, limit: int | None = None) -> list[records.AttemptRow]:
         """List all attempts of a rollout in order, with late rows; [] if the rollout is unknown or
@@ -343,7 +341,7 @@ class Store(Protocol):
         """Map rollouts to the calls of their last attempt; omits rollouts without attempt."""
 
     async def add_judgements(self, judgements: Sequence[records.Judgement]) -> None:
-        """Store judgements; of two with the same id the first is kept."""
+        """Store judgements; if an id exists, the first judgement is kept."""
 
     async def judgement(self, id: str) -> records.Judgement | None:
         """Return a stored judgement, None if there is none."""
@@ -359,7 +357,8 @@ class Store(Protocol):
         self, run: str, kind: str, documents: dict[str, types.Json], *, replace: bool = False
     ) -> None:
         """Add JSON documents to a run, by key; existing ones stay as they are,
-        unless `replace`. Raises NotFound for an unknown run, Invalid for what is not JSON."""
+        unless `replace`. Raises NotFound for an unknown run, Invalid for values that are not
+        JSON."""
 
     async def documents(self, run: str, kind: str, *, after: str = "") -> dict[str, types.Json]:
         """Map keys to the documents of this kind, in the order of their addition; {} for an unknown
@@ -401,15 +400,16 @@ class Store(Protocol):
 
         Removes a few complete rollouts per transaction, so other writers do not wait long; cursors
         keep growing. Later writes to a pruned attempt raise NotFound. `dry_run` changes nothing and
-        returns what would be removed. With `seconds` it stops after about so long, and `after` of
-        its answer, given to the next call, continues from there. Raises Invalid if neither limit is
-        given or one is invalid; NotFound for an unknown run."""
+        returns what would be removed. With `seconds` it stops after about this time; pass `after`
+        of the result to the next call to continue. Raises Invalid if neither limit is given or one
+        is invalid; NotFound for an unknown run."""
 
     async def forget(self, rollouts: Sequence[str], *, dry_run: bool = False) -> records.Forgotten:
         """Delete rollouts and their branches, trained or not, with calls, rewards, judgements and
-        items of data sets, which get a new digest; unknown ids are ignored. Atomic. `left`: those
-        that are queued, running or claimed by a step, which stay: cancel them, or repeat this after
-        the step. `vacuum` makes what was deleted unreadable; `dry_run` as in `prune`."""
+        items of data sets, which get a new digest; unknown ids are ignored. Atomic. `left`:
+        rollouts that are queued, running or claimed by a step, which are not deleted: cancel them,
+        or repeat this after the step. `vacuum` makes deleted data unreadable; `dry_run` as in
+        `prune`."""
 
     async def vacuum(self) -> None:
         """Return the space of removed rows to the file system. Takes seconds per gigabyte, and free
@@ -418,7 +418,7 @@ class Store(Protocol):
 
 
 log = logging.getLogger("agentrl.store")
-LONGEST_PAUSE = 2.0  # seconds between two tries while the store is away
+MAX_PAUSE = 2.0  # seconds between two tries while the store is away
 
 
 async def keep_reading(
@@ -429,9 +429,9 @@ async def keep_reading(
     pause: float,
     timeout: float | None = None,
 ) -> NoReturn:
-    """Call `read` now, whenever the store has changed, and every `timeout` seconds, with at least
-    `pause` seconds between. missed: what does not happen while the store is away, for the console,
-    which says it once; it is tried again after growing pauses."""
+    """Call `read` now, after every change of the store, and every `timeout` seconds, with at least
+    `pause` seconds between calls. If the store is unavailable, `missed` (what does not happen
+    meanwhile) is printed once, and `read` is retried after growing pauses."""
     cursor, waits = 0, pause
     while True:
         try:
@@ -440,7 +440,7 @@ async def keep_reading(
         except StoreError as error:
             if waits == pause:
                 log.warning("%s: %s; tried again", missed, error)
-            cursor, waits = 0, max(pause, min(2 * waits, LONGEST_PAUSE))
+            cursor, waits = 0, max(pause, min(2 * waits, MAX_PAUSE))
         else:
             waits = pause
         await asyncio.sleep(waits)

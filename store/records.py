@@ -84,9 +84,9 @@ class Found(NamedTuple):
 
 
 class CallRow(Record, frozen=True):
-    """A call without its texts and tokens. `parent`: position of the earlier call whose
-    conversation it continues; None: it starts one. Its first `shared` messages are those of
-    `parent`, the answer included if the agent sent it as it was."""
+    """A call without its texts and tokens. `parent`: position of the earlier call that it
+    continues; None: it starts a conversation. Its first `shared` messages are those of `parent`,
+    including the answer if the agent sent it unchanged."""
 
     id: str
     role: str
@@ -122,14 +122,14 @@ class AttemptRow(Record, frozen=True):
     spans: list[Span]
     late_transitions: list[Transition]
     late_rewards: list[Reward]
-    calls: int  # number of its calls, of which `transitions` may have the first ones
+    calls: int  # number of calls; `transitions` may have only the first ones
     late_calls: int
 
 
 class Stats(Record, frozen=True):
     """The size of a store: `bytes` on disk, of which a vacuum would release `free`."""
 
-    rows: dict[str, int]  # by table
+    rows: dict[str, int]  # table -> rows
     bytes: int
     free: int
     cursor: int
@@ -145,14 +145,14 @@ class Pruned(Record, frozen=True):
     rewards: int = 0
     events: int = 0
     images: int = 0
-    bytes: int = 0  # of tokens, log-probs, messages, spans and images
+    bytes: int = 0  # bytes of tokens, log-probs, messages, spans and images
     after: int | None = None  # where the next call continues; None: all is done
-    share: float = 1.0  # of the store's rollouts, by age, that were looked at
+    share: float = 1.0  # share of the store's rollouts, by age, that were examined
 
 
 class Forgotten(Record, frozen=True):
-    """What `forget` has deleted: rollouts, and `items` of data sets, by `NAME@VERSION`. `left`: ids
-    of rollouts that it could not delete yet."""
+    """The result of `forget`: numbers of deleted rollouts, and of `items` by data set
+    (`NAME@VERSION`). `left`: ids of rollouts that could not be deleted yet."""
 
     rollouts: int = 0
     left: list[str] = []
@@ -168,7 +168,7 @@ class Dataset(Record, frozen=True):
     name: str
     version: int  # from 1
     spec: dict[str, Json]
-    digest: str | None  # of its items in order; none: not committed yet
+    digest: str | None  # digest of the items in order; none: not committed yet
     items: int
     created: float  # unix seconds
 
@@ -186,7 +186,7 @@ class Side(Record, frozen=True):
 
 class Item(Record, frozen=True):
     """A pair of sides, or one side (`chosen`) with a label, with labels of its calls, or as a
-    demonstration. Items with equal `id` are the same item, whatever their source."""
+    demonstration. Items with equal `id` are the same item, even from different sources."""
 
     position: int
     kind: Kind
@@ -218,7 +218,7 @@ class Judgement(Record, frozen=True):
     judge: str
     verdict: Json
     reason: str = ""
-    raw: str = ""  # the judge's whole answer
+    raw: str = ""  # the complete answer of the judge
     cost: float = 0.0  # USD
     seconds: float = 0.0
 

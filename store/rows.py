@@ -1,8 +1,8 @@
 """Rows of the store: records as columns and back, validated before every write.
 
 The checks say whether values can be stored, read back and trained on; each raises Invalid with a
-message that says what to send instead. The conversions are pure functions; no other module knows
-both formats.
+message about how to fix the value. The conversions are pure functions; no other module knows both
+formats.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from agentrl.core.types import (
 from agentrl.store.records import CallRow
 
 LATEST_TIME = 2**33  # seconds: in nanoseconds it fits into OpenTelemetry's 64 bits
-LONGEST_LEASE = 3600.0  # seconds for which a dead runner may keep a rollout
-LONGEST_ID = 512  # bytes: several ids fit into an index row, which has 2704 bytes in PostgreSQL
-LARGEST_SIDE = 2**31  # pixels of an image's width or height
-DIGEST = re.compile("[0-9a-f]{64}")  # of an image
-LARGEST_REWARD = 1e15  # sums of many squares still fit into a float32
-LARGEST_LOGPROB = 0.01  # tolerance of a sampler's log-prob above 0
+MAX_LEASE = 3600.0  # seconds for which a dead runner may keep a rollout
+MAX_ID_BYTES = 512  # bytes: several ids fit into an index row, which has 2704 bytes in PostgreSQL
+MAX_SIDE_PIXELS = 2**31  # pixels of an image's width or height
+DIGEST = re.compile("[0-9a-f]{64}")  # digest of an image
+MAX_REWARD = 1e15  # sums of many squares still fit into a float32
+MAX_LOGPROB = 0.01  # tolerance of a sampler's log-prob above 0
 # Sign bytes of float32 numbers that are negative and finite, or positive and less than 0.0079.
 USUAL_SIGNS = bytes(range(0x80, 0xFF)) + bytes(range(0x3C))
 
@@ -51,18 +51,18 @@ def check_positive(name: str, value: float) -> None:
 
 def check_lease(lease: float) -> None:
     check_positive("lease", lease)
-    if lease > LONGEST_LEASE:
+    if lease > MAX_LEASE:
         raise Invalid(
-            f"lease is {lease:g} seconds, the maximum is {LONGEST_LEASE:g}: keep an attempt longer "
+            f"lease is {lease:g} seconds, the maximum is {MAX_LEASE:g}: keep an attempt longer "
             "by heartbeats."
         )
 
 
 def check_id(what: str, id: str) -> None:
     """Check the length of an id; `what`: start of the error message."""
-    if len(id) * 4 > LONGEST_ID and len(id.encode("utf-8", "surrogatepass")) > LONGEST_ID:
+    if len(id) * 4 > MAX_ID_BYTES and len(id.encode("utf-8", "surrogatepass")) > MAX_ID_BYTES:
         raise Invalid(
-            f"{what} is longer than {LONGEST_ID} bytes ({id[:40]}...): choose a shorter one."
+            f"{what} is longer than {MAX_ID_BYTES} bytes ({id[:40]}...): choose a shorter one."
         )
 
 
@@ -123,7 +123,7 @@ def check_transition(t: Transition) -> None:
     if to_blob(t.logprobs)[3::4].translate(None, USUAL_SIGNS):
         if not math.isfinite(sum(t.logprobs)):
             raise Invalid(f"{where}: a log-prob is not finite.")
-        if (most := max(t.logprobs)) > LARGEST_LOGPROB:
+        if (most := max(t.logprobs)) > MAX_LOGPROB:
             raise Invalid(f"{where}: a log-prob is {most:g}; it must not be above 0.")
     if t.spans and not (_rises(t) and t.spans[0] == (0, t.version)):
         raise Invalid(
@@ -152,7 +152,7 @@ def check_image(image: Image) -> None:
     if sha256(image.body).hexdigest() != image.digest:
         raise Invalid(f"Image {image.digest}: this is not the sha256 of its body.")
     check_id(f"The media type of image {image.digest}", image.media_type)
-    if not (0 < image.width < LARGEST_SIDE and 0 < image.height < LARGEST_SIDE):
+    if not (0 < image.width < MAX_SIDE_PIXELS and 0 < image.height < MAX_SIDE_PIXELS):
         raise Invalid(f"Image {image.digest}: {image.width} x {image.height} pixels are no size.")
 
 
@@ -175,14 +175,15 @@ def check_outcome(outcome: Outcome) -> None:
 
 
 def check_reward(reward: Reward, owner: str) -> None:
-    """Check a reward's name, value and target; `owner`: what it is of, for the error message."""
+    """Check a reward's name, value and target; `owner`: the rewarded object, for the error
+    message."""
     where = f"Reward {reward.name!r} of {owner}"
     if not math.isfinite(reward.value):
         raise Invalid(f"{where} is {reward.value}: a reward must be finite; omit a missing one.")
-    if abs(reward.value) > LARGEST_REWARD:
+    if abs(reward.value) > MAX_REWARD:
         raise Invalid(
-            f"{where} is {reward.value:g}: it must be between -{LARGEST_REWARD:g} and "
-            f"{LARGEST_REWARD:g}; scale it."
+            f"{where} is {reward.value:g}: it must be between -{MAX_REWARD:g} and "
+            f"{MAX_REWARD:g}; scale it."
         )
     if (reward.target is None) is not (reward.scope is Scope.ROLLOUT):
         raise Invalid(f"{where}: name a target for scope transition or role, none for rollout.")
@@ -282,16 +283,16 @@ def array_from_bytes(type_: Any, value: Any) -> Any:
     return values
 
 
-SHORTEST_RUN = 4  # tokens
+MIN_RUN_TOKENS = 4  # tokens
 
 
 def with_runs(data: bytes) -> bytes:
-    """Shorten runs of equal tokens, such as an image's placeholders: -n stands for n further ones
-    of the token before it. No token id is negative."""
+    """Shorten runs of equal tokens, such as an image's placeholders: -n stands for n repetitions of
+    the token before it. No token id is negative."""
     found: array[int] = array("i")
     for token, run in groupby(from_blob("i", data)):
         size = len(list(run))
-        found.extend([token, 1 - size] if size >= SHORTEST_RUN else [token] * size)
+        found.extend([token, 1 - size] if size >= MIN_RUN_TOKENS else [token] * size)
     return to_blob(found)
 
 
@@ -412,8 +413,8 @@ def _sampling(t: types.Transition) -> types.Json:
 def transitions(
     rows: Sequence[Row], *, late: bool = False, some: slice = slice(None)
 ) -> dict[str, list[types.Transition]]:
-    """Build calls by attempt, in order of index: either the regular or the late ones, and of each
-    attempt those of the slice `some`. `rows`: complete attempts in order of arrival."""
+    """Build calls by attempt, in order of index: either the regular or the late ones; for each
+    attempt those in the slice `some`. `rows`: complete attempts in order of arrival."""
     tree, own = _CallRows(rows), dict[str, list[Row]]()
     for row in rows:
         if bool(row["late"]) is late:
@@ -426,8 +427,9 @@ def transitions(
 
 
 class _CallRows:
-    """The rows of attempts' calls, each with only what its parents lack. A few calls at the end of
-    a long conversation cost what they hold, not what all calls before them hold together."""
+    """The rows of attempts' calls, each without the data of its parents. So the cost of a few calls
+    at the end of a long conversation depends on their own size, not on that of all calls before
+    them."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = {row["seq"]: row for row in rows}
@@ -465,7 +467,7 @@ class _CallRows:
         return b"".join(reversed(parts))
 
     def _messages(self, row: Row) -> list[dict[str, types.Json]]:
-        """Equal messages of several calls are the same objects."""
+        """Decode messages; equal messages of several calls share one object."""
         parts, taken = [self._own(row)[0]], row["chat_shared"]
         while taken and (parent := self._rows.get(row["chat_parent"])):
             if call := self._built.get(parent["seq"]):
@@ -480,7 +482,7 @@ class _CallRows:
 
     @staticmethod
     def _with_answer(messages: Any, answer: Any, n: int) -> list[dict[str, types.Json]]:
-        """The first `n` messages of a conversation, of which an answer is the last."""
+        """The first `n` messages of a conversation; the last of them is an answer."""
         found: list[dict[str, types.Json]] = messages[:n]
         return found if n <= len(messages) or answer is None else [*found, answer]
 

@@ -1,12 +1,9 @@
-"""The owner of a run, and the stores where runs are found.
-
-The owner is the process that started a run, for its whole life; a second start is refused. It holds
-a lease in the store. On its own machine the kernel knows whether it lives, so a run whose owner was
-killed resumes at once. On another machine it is gone once nothing extends its lease. Processes of
-the owner open the run in its name.
-
-Stores of runs are looked for below `runs/` and the working directory, besides a shared one. No
-database is opened for that, so a damaged or locked store is found like any other.
+"""The owner of a run, and the search for stores with runs. The owner is the process that started a
+run; while it lives, a second start is rejected. It holds a lease in the store. On its own machine
+the kernel knows whether it lives, so after a kill the run can be resumed immediately. An owner on
+another machine is considered dead when its lease is no longer extended. Processes of the owner open
+the run in its name. Stores are searched below `runs/` and the working directory, in addition to a
+shared store. No database is opened for that, so a damaged or locked store is found like any other.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from agentrl.store import open_store
 from agentrl.store.base import Store
 
 OWNER_VARIABLE = "AGENTRL_OWNER"  # environment variable of the owner's processes
-LEASE, BEAT_PAUSE, LOOK_PAUSE = 60.0, 10.0, 1.0  # seconds
+LEASE, BEAT_PAUSE, CHECK_PAUSE = 60.0, 10.0, 1.0  # seconds
 HELD = set[str]()  # ids of the owners in this process
 
 
@@ -44,11 +41,12 @@ class Owner(Record, frozen=True):
     host: str
     pid: int
     born: int | None  # its start in the kernel's clock, as process ids are reused; None: unknown
-    machine: str  # a boot of a kernel, and a container in it: its process ids can be compared
+    # Id of the kernel's boot and of the container, within which process ids are comparable.
+    machine: str
     since: float  # unix seconds
 
     def lives(self) -> bool | None:
-        """Whether it still holds the run; None: it is on another machine."""
+        """Whether the owner is alive; None: it is on another machine."""
         if self.machine != _machine():
             return None
         if self.pid == os.getpid():
@@ -89,7 +87,8 @@ async def hold(
     """Open a run as its owner until the block ends. Raises ConfigError while another owner lives,
     unless `take_over`, and TakenOver in place of the block's error if that was the reason.
 
-    Of an owner on another machine it waits for a sign of life, no longer than its lease."""
+    For an owner on another machine it waits for a renewal of the lease, until the lease has
+    expired."""
     me = Owner(
         id=uuid.uuid4().hex,
         host=platform.node(),
@@ -113,15 +112,16 @@ async def hold(
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
-            with suppress(StoreError):  # then its lease ends, or the next start sees its end
+            # Otherwise the lease expires, or the next start sees that the process has ended.
+            with suppress(StoreError):
                 await store.hold_run(run, owner, lease=0.0)
     finally:
         HELD.discard(me.id)
 
 
 async def check_free(config: RunConfig, *, take_over: bool = False, fix_hint: str = "") -> None:
-    """Raises ConfigError while the run has an owner that lives, unless `take_over`: then that owner
-    loses it, and stops. A missing store, or one that cannot be opened, has no owner."""
+    """Raises ConfigError while the run has a living owner, unless `take_over`: then that owner
+    loses the run and stops. A run in a missing or unreadable store has no owner."""
     named = "" if Path(config.output).name == config.name else " output=FOLDER"
     fix_hint = fix_hint or (
         "stop it first; give --take-over, in Python `fit(take_over=True)`, to stop it and continue "
@@ -139,7 +139,7 @@ async def check_free(config: RunConfig, *, take_over: bool = False, fix_hint: st
 
 
 async def open_as_child(store: Store, config: RunConfig) -> RunState:
-    """Open a run in the name of the owner that started this process, if one did."""
+    """Open a run in the name of the owner that started this process, if there is one."""
     owner = os.environ.pop(OWNER_VARIABLE, "")
     settings = msgspec.to_builtins(config)
     return await store.open_run(config.name, settings, owner=owner, lease=LEASE if owner else 0.0)
@@ -165,17 +165,17 @@ async def _open(
         gone = state.owner if state and (take_over or lives is False) else ""
         try:
             return await open_run(gone=gone)
-        except Conflict:  # it was heard of lately, or another process was faster than this one
+        except Conflict:  # its lease was renewed lately, or another process was faster
             if first is None:
                 tell(f"Run {run!r} may be live ({owner}); waiting for a sign of it ...")
             first = first or state
-            await asyncio.sleep(LOOK_PAUSE)
+            await asyncio.sleep(CHECK_PAUSE)
 
 
 async def _keep(store: Store, run: str, owner: str) -> None:
     while True:
         await asyncio.sleep(BEAT_PAUSE)
-        with suppress(StoreError):  # the run's processes wait for the store, too
+        with suppress(StoreError):  # the run's processes also wait for the store
             await _extend(store, run, owner)
 
 
@@ -215,8 +215,9 @@ def _born(pid: int) -> int | None:
     return int(fields[18])
 
 
-STORE_VARIABLE = "AGENTRL_STORE_URL"  # of a shared store, which everybody of a team may name
-DEEPEST, MAX_FOLDERS = 4, 4000  # folders below the first, and in all, that are searched
+# Variable with the URL of a shared store, for example of a team.
+STORE_VARIABLE = "AGENTRL_STORE_URL"
+MAX_DEPTH, MAX_FOLDERS = 4, 4000  # folders below the first, and in all, that are searched
 PASSED_OVER = {"node_modules", "site-packages", "checkpoints", "venv", "workspaces"}
 OPENING_PATIENCE = 2.0  # seconds until a store counts as locked
 
@@ -230,7 +231,8 @@ class Place:
     label: str
 
     def stamp(self) -> object:
-        """What changes whenever the file is written; None for a store that is no file."""
+        """A value that changes with every write to the file; None for a store that is not a
+        file."""
         if not self.url.startswith("sqlite:///"):
             return None
         path = Path(self.url.removeprefix("sqlite:///").partition("?")[0])
@@ -246,8 +248,8 @@ def _stamp_of(path: Path) -> tuple[int, int]:
 
 
 def places(given: Sequence[str] = ()) -> list[Place]:
-    """The stores at the given URLs, files and folders; by default the one that VARIABLE names and
-    all below the working directory. Raises NotFound for a path that does not exist."""
+    """The stores at the given URLs, files and folders; by default that of STORE_VARIABLE and all
+    below the working directory. Raises NotFound for a path that does not exist."""
     shared = [url] if not given and (url := os.environ.get(STORE_VARIABLE)) else []
     found: dict[str, str] = {}  # URL -> label
     for one in (*shared, *(given or ["."])):
@@ -289,15 +291,15 @@ def _is_another(file: Path) -> bool:
         with file.open("rb") as opened:
             head = opened.read(72)
     except OSError:
-        return False  # said where it is opened
+        return False  # reported when it is opened
     mine = head.startswith(b"SQLite format 3\0") and head[68:] == APPLICATION_ID.to_bytes(4)
     return not (mine or not head or file.name == "store.db")
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The stores of a folder and those below, in breadth and by name."""
+    """The stores in a folder and below it, breadth first and by name."""
     folders, left = [folder], MAX_FOLDERS
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_DEPTH + 1):
         below: list[Path] = []
         for one in folders[:left]:
             try:
@@ -305,7 +307,8 @@ def _files(folder: Path) -> Iterator[Path]:
             except OSError:
                 continue
             files = (Path(x.path) for x in entries if x.name.endswith(".db") and x.is_file())
-            mine = "runs" in one.absolute().parts  # elsewhere others have databases too
+            # In shared folders other users have databases too.
+            mine = "runs" in one.absolute().parts
             yield from (file for file in files if mine or not _is_another(file))
             below += [
                 Path(x.path)
@@ -321,14 +324,14 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def store_with(name: str) -> str:
-    """URL of the store that has a run or rollout: its default store, else one that is found. Raises
-    as `find`."""
+    """URL of the store that has a run or rollout: its default store, else by a search. Raises as
+    `find`."""
     own = store_of(name)
     return own if Path(own.removeprefix("sqlite:///")).exists() else find(name)
 
 
 def run_and_store(name: str) -> tuple[str, str]:
-    """The name of a run and the URL of its store, by its name or a folder that holds only this run,
+    """The name of a run and the URL of its store, by its name or a folder that has only this run,
     such as its output folder. Raises NotFound and StoreError."""
     if not Path(name).is_dir() or Path(store_of(name).removeprefix("sqlite:///")).exists():
         return name, store_with(name)
@@ -377,7 +380,7 @@ async def _search(run: str) -> tuple[list[str], set[str]]:
             async with asyncio.timeout(OPENING_PATIENCE), open_store(place.url, readonly=True) as x:
                 runs = await x.runs()
         except (AgentRLError, TimeoutError):
-            continue  # `agentrl view` lists it, with what is wrong with it
+            continue  # `agentrl view` lists it with its error
         every |= {*runs}
         found += [place.url] * (run in runs)
     return found, every

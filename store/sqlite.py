@@ -88,7 +88,7 @@ UNFIT = (
 )
 LOCK_PAUSE = 0.001  # seconds between two tries for the write lock
 CHECKPOINT_ROWS = 1000  # rows written between two checkpoints, each of which costs two disk syncs
-LARGEST_LOG = 16_000  # pages of write-ahead log after which the writer itself makes a checkpoint
+MAX_LOG_PAGES = 16_000  # pages of write-ahead log after which the writer itself makes a checkpoint
 ADVICE = {
     "MOVED": "the file was deleted, moved or replaced while it was in use; start again where it is "
     "now",
@@ -169,7 +169,7 @@ class Location:
         )
         conn.row_factory = sqlite3.Row
         conn.execute(f"pragma synchronous = {self.synchronous}")
-        conn.execute(f"pragma wal_autocheckpoint = {LARGEST_LOG}")
+        conn.execute(f"pragma wal_autocheckpoint = {MAX_LOG_PAGES}")
         if readonly or self.readonly:
             conn.execute("pragma query_only = on")
         return conn
@@ -298,7 +298,7 @@ class SqliteSession(_Connections):
         if topics:
             self._notify_others(topics)
 
-    def tell(self, topics: int) -> None:
+    def notify_others(self, topics: int) -> None:
         self._notify_others(topics)
 
     def rollback(self) -> None:
@@ -483,7 +483,7 @@ def _check_header(conn: sqlite3.Connection, location: Location) -> None:
     (mark,) = conn.execute("pragma application_id").fetchone()
     if tables and mark != APPLICATION_ID:
         raise StoreError(
-            f"{location.path} is a database but no agentrl store: choose another path."
+            f"{location.path} is a database but not an agentrl store: choose another path."
         )
 
 
@@ -603,7 +603,8 @@ class ChangeNotifier:
                 self._notify(topics)
 
     def _receive(self) -> int:
-        """Return the topics of all pending notifications; none after a silent pause."""
+        """Return the topics of all pending notifications; 0 after `POLL_PAUSE` seconds without
+        one."""
         if self._socket is None:
             self._closed.wait(POLL_PAUSE)
             return 0

@@ -1,7 +1,5 @@
-"""Store URLs: which backend opens them, and their forms without secrets for display.
-
-A backend is found by the scheme, among the library's own and those that packages name by an entry
-point in the group `agentrl.stores`.
+"""Store URLs: the backend for a URL, and URLs without secrets for display. A backend is selected by
+the scheme, among built-in ones and entry points of packages in the group `agentrl.stores`.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from agentrl.core.plugins import plugin_points
 if TYPE_CHECKING:
     from agentrl.store.base import Store
 
-KEY_VARIABLE = "AGENTRL_STORE_KEY"  # the key of a served store, for its clients
+KEY_VARIABLE = "AGENTRL_STORE_KEY"  # variable with the key for clients of a served store
 BEGINNING = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|:/{0,2}|//)")
 
 
@@ -37,7 +35,7 @@ class Opener(Protocol):
 class StoreBackend:
     """The stores of a scheme. Its module imports drivers only where they are used."""
 
-    form: str  # of its URLs, for messages: "postgresql://host/database"
+    form: str  # form of its URLs, for messages: "postgresql://host/database"
     open: Opener
     # A URL -> the same without its secret, and an environment variable with the secret from which
     # `open` takes it. AGENTRL_STORE_ begins the variable's name, so that no other program gets it.

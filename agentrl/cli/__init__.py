@@ -19,8 +19,8 @@ from agentrl.core.processes import LOG_LEVEL
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-# The commands that are imported when they are used, with the names of their groups before theirs.
-# Those of `agentrl.cli.main` and `agentrl.cli.store` are not among them.
+# Commands that are imported at their first use, by full name ("group command"). Commands of
+# `agentrl.cli.main` and `agentrl.cli.store` are not listed.
 COMMANDS = {
     "algorithms": "agentrl.cli.evaluate:algorithms",
     "audit": "agentrl.cli.audit:audit",
@@ -94,8 +94,8 @@ class ResumedCommand(click.Command):
 
 
 def how_to_continue(group: click.Group, arguments: list[str], place: str = "") -> str:
-    """What the same command does after it was stopped; empty if it starts over. place: where it
-    continues, if that is known."""
+    """A sentence: what the stopped command does if it is run again; empty if it starts over. place:
+    where it continues, if known."""
     command = group.get_command(click.Context(group), next(iter(arguments), ""))
     options = {word.partition("=")[0] for word in arguments}
     resumed = command.continues_with(options) if isinstance(command, ResumedCommand) else ""
@@ -126,7 +126,8 @@ class CommandGroup(click.Group):
             formatter.write_dl(rows)
 
     def _described(self, ctx: click.Context, name: str) -> click.Command | None:
-        """The command, or one with its docstring: help imports none of their modules."""
+        """The command, or a stub with its docstring, so that help does not import the command's
+        module."""
         place = "" if name in self.commands else COMMANDS.get(f"{self.path} {name}".strip(), "")
         text = _docstring(*place.split(":")) if place else ""
         return click.Command(name, help=text) if text else self.get_command(ctx, name)
@@ -154,7 +155,7 @@ def _read(context: click.Context, option: click.Parameter, file: Path) -> RunCon
 
 
 config_file = click.argument("config", type=click.Path(path_type=Path), callback=_read)
-"""The settings of a run, which its front has written for its processes."""
+"""The settings of a run, which the launcher has written for its processes."""
 
 
 def print_result(result: RenderableType) -> None:

@@ -27,8 +27,9 @@ def audit(
     """Attack the verifier of RUN_FILE, or an environment, as a policy would: without a model, in
     the run's sandbox, and without calls to judges or other machines.
 
-    Prints each attack that is paid, the share of tasks, an example and what to change; and whether
-    right answers are refused. Every new run begins with ten seconds of this (audit.before)."""
+    Prints each attack that gets a reward, the share of tasks, an example and what to change; and
+    whether right answers are rejected. Every new run begins with ten seconds of this
+    (audit.before)."""
     from agentrl.audit.scoring import end_process, isolate
     from agentrl.audit.subjects import audit_run
 
@@ -42,7 +43,7 @@ def audit(
         config = load(files[0], overrides)
     isolate()
     printed = os.dup(1)
-    os.dup2(2, 1)  # what a verifier prints is no part of the report
+    os.dup2(2, 1)  # output of verifiers is not part of the report
     report = asyncio.run(_audited(audit_run, config, seconds, store=bool(files)))
     sys.stdout.flush()
     os.dup2(printed, 1)
@@ -50,7 +51,7 @@ def audit(
     click.echo(text)
     sys.stdout.flush()
     failed = check and report.verdict != "no hole found"
-    end_process(int(failed))  # a verifier may have left threads that hang
+    end_process(int(failed))  # a verifier may have left hanging threads
 
 
 async def _audited(audit_run: Any, config: Any, seconds: float, *, store: bool) -> Any:
@@ -80,7 +81,7 @@ def _environment(name: str) -> dict[str, Any]:
 @click.command(cls=ResumedCommand, continues="with the rollouts that are left")
 @click.argument("run")
 @click.option("--verifier", metavar="FILE.PY:NAME", help="Scores rollouts by task and result.")
-@click.option("--judge", metavar="NAME", help="One of the run's [judges], in its place.")
+@click.option("--judge", metavar="NAME", help="Score with one of the run's [judges] instead.")
 @click.option("--name", help="Name of the new reward; default: that of the function or judge.")
 @click.option("--store", help="Store URL; default: the one that has the run, below this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -94,9 +95,9 @@ def rescore(
 ) -> None:
     """Score the stored rollouts of RUN again, without playing.
 
-    The new reward is stored beside the others; what was trained stays as it is. Prints what
-    changed, which groups' order did, and the credit of their rollouts before and after: the reward
-    minus the group's mean."""
+    The new reward is stored as an additional one; nothing that was trained changes. Prints how the
+    rewards differ, in which groups the order changed, and the credit of their rollouts before and
+    after: the reward minus the group's mean."""
     from agentrl import rescore as again
     from agentrl.store import open_store
     from agentrl.store.run_folder import store_with

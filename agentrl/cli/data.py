@@ -1,9 +1,9 @@
 """`agentrl data` and `agentrl demonstrate`: pairs, labels and demonstrations in a store.
 
-`agentrl demonstrate` has a stronger model make the demonstrations of `[warmup]`. Its rollouts are
-those of a run without a policy, in a folder beside the user's, with the unmodified agent, runner
-and gateway: an upstream answers all roles. The run's name has a hash of all that the rollouts
-depend on, so the same command finds those that have ended, and plays the rest.
+`agentrl demonstrate` lets a stronger model create demonstrations for `[warmup]`. Its rollouts
+belong to a separate run without a policy, with the unmodified agent, runner and gateway: an
+upstream answers all roles. The run's name contains a hash of everything that the rollouts depend
+on, so the same command reuses finished rollouts and plays the rest.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def data() -> None:
 def _with(
     *options: Command, create: bool = False
 ) -> Callable[[Callable[..., Awaitable[None]]], Command]:
-    """A decorator for a command with these options, whose function gets the store first. create:
-    the store, if there is none."""
+    """A decorator for a command with these options; its function gets the open store as first
+    argument. create: whether a missing store is created."""
 
     def declare(work: Callable[..., Awaitable[None]]) -> Command:
         @wraps(work)
@@ -143,7 +143,7 @@ async def _mine(store: Store, name: str, test: float, conflicts: Any, **given: A
 async def import_command(store: Store, name: str, source: str, test: float, conflicts: Any) -> None:
     """Create data set NAME from SOURCE: file.jsonl, file.parquet or hf:OWNER/NAME[@REV][:SPLIT].
 
-    Creates the store too, if there is none: a run on a data set may begin with it."""
+    Also creates a missing store, so a run on a data set may begin with this command."""
     made = await _draft(store, name, test, conflicts, {"source": source})
     for place, row in read_rows(source):
         add_row(made, place, row)
@@ -204,7 +204,7 @@ async def _draft(store: Store, name: str, test: float, conflicts: Any, spec: Any
 
 
 async def _commit(made: Draft) -> Dataset:
-    """Commit and return a version, and print its size and what was left out."""
+    """Commit and return a version; print its size and the numbers of omitted items."""
     if not made.items:
         counted = ", ".join(f"{n} {what}" for what, n in made.counts.items() if n)
         raise ConfigError(f"{made.name}: found nothing to learn from ({counted or 'no rows'})")
@@ -292,8 +292,8 @@ def demonstrate(
 def run_of(
     config: RunConfig, demonstrator: Demonstrator, tasks: str, count: int, samples: int
 ) -> RunConfig:
-    """The run that plays the tasks. tasks: train, heldout, or those of a file; count: the most, 0:
-    all. Raises ConfigError for settings with which no rollouts are played."""
+    """The run that plays the tasks. tasks: train, heldout or a file; count: at most this many, 0:
+    all. Raises ConfigError for settings of a run without rollouts."""
     from agentrl import trainer
     from agentrl.algorithms.demonstrator import NAME, content_digest
     from agentrl.evaluation import evaluation_run

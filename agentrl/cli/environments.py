@@ -98,9 +98,8 @@ def check_environment(given: tuple[str, ...], count: int, *, as_json: bool) -> N
 @click.option("--into", type=click.Path(path_type=Path), help="Folder; default: .venv-PLUGIN here.")
 @click.option("--python", help="Interpreter that makes it; default: the one of this command.")
 def install(plugin: str, into: Path | None, python: str | None) -> None:
-    """Make an interpreter for PLUGIN, with all that it needs and agentrl without extras.
-
-    A run file in the same folder uses it by itself. Repeat the command to repair one."""
+    """Create a virtual environment for PLUGIN, with its requirements and agentrl without extras. A
+    run file in the same folder uses it automatically. Run the command again to repair it."""
     from agentrl.environments.packages import install as made
 
     folder = made(plugin, into, python or sys.executable, click.echo)

@@ -79,7 +79,7 @@ def evaluate(
 
     Before training it scores the model that the run starts from, without its warm-up.
 
-    For a RUN_FILE without a model of its own, score its [upstreams]."""
+    If RUN_FILE trains no model, score its [upstreams]."""
     from agentrl import evaluation
 
     if crossplay and ablate:

@@ -1,6 +1,7 @@
 """`agentrl init`: a first run file, or the JSON Schema of run files.
 
-Two run files share no run by accident: those that name none have the names of their folders.
+A run file without `name` is named after its folder, so two run files do not share a run by
+accident.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def init(folder: Path, model: str | None, traces: str | None, where: tuple[str, 
         from agentrl.models import pretrained
 
         measured = pretrained.settings(model)
-        measured["model"] = json.dumps(measured["model"], ensure_ascii=False)  # TOML has it so, too
+        measured["model"] = json.dumps(measured["model"], ensure_ascii=False)  # as in the TOML file
         text = Template(text).substitute(measured)
     plain = [] if model else [name for name in LANGCHAIN if find_spec(name) is None]
     try:
@@ -153,7 +154,8 @@ def run_file_schema() -> dict[str, Any]:
         inner = [one.get("additionalProperties") for one in table["properties"].values()]
         for one in [*table["properties"].values(), *(one for one in inner if one)]:
             if isinstance(one, dict):
-                one.pop("discriminator", None)  # OpenAPI's; it does not know external kinds
+                # OpenAPI's keyword; it cannot describe kinds of plug-ins.
+                one.pop("discriminator", None)
     return made
 
 
@@ -210,11 +212,12 @@ def _summary(table: Any) -> str:
 
 
 def check_name(config: RunConfig) -> None:
-    """Raises ConfigError if the run of this name is that of another run file, which still exists:
-    one that was moved or renamed continues its run. Other mistakes of a copy come first."""
+    """Raises ConfigError if the run of this name belongs to another run file that still exists. A
+    run file that was moved or renamed continues its run. Other mistakes of a copied run file are
+    reported first."""
     other = run_blocking(_stored(config)) if config.file else ""
     if other not in ("", config.file) and Path(other).is_file():
-        if config.tasks.train:  # else there is little that could be mistyped
+        if config.tasks.train:  # without tasks there is little to check
             trainer.check(config)
         raise ConfigError(
             f"run {config.name!r} in {config.output} is that of {other}: give name=NAME for a run"
@@ -223,7 +226,7 @@ def check_name(config: RunConfig) -> None:
 
 
 async def _stored(config: RunConfig) -> str:
-    """The run file of the run in the store; "": there is none, or it has named the run itself."""
+    """The run file of the stored run; "": there is no run, or its run file sets `name`."""
     with suppress(StoreError):
         async with open_store(config.store, create=False) as store:
             state = await store.run(config.name)

@@ -85,7 +85,7 @@ def why(run: str, store: str | None) -> None:
             return await read(opened, name)
 
     records = asyncio.run(read_all())
-    about: dict[str, list[str]] = {}  # of policies for which all is the same, once
+    about: dict[str, list[str]] = {}  # finding -> policies: equal findings are printed once
     measured: dict[str, list[str]] = {}
     for policy, record in records.items():
         found = reasons(record)
@@ -235,7 +235,7 @@ def view(
                 find(run)
         except NotFound:
             raise
-        except StoreError:  # several stores have it
+        except StoreError:  # several stores have this run
             start = f"/?q={quote(run or '')}"
         server.run(stores, host, port, start=start, browse=browse)
         return
@@ -279,7 +279,7 @@ async def _read(url: str, run: str) -> Summary:
 
 
 def _table(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> RenderableType:
-    """Of runs that are measured alike the scores are named once, before them."""
+    """Name the scores once above the table if all runs have the same ones."""
     table = Table("", *(row.run for row in rows))
     for found in ([row.verdict for row in rows], [row.sampled for row in rows]):
         names = list(dict.fromkeys(one.name for one in found if one.last))
@@ -371,7 +371,8 @@ def doctor(
 
 
 def examine(run_file: Path | None, overrides: tuple[str, ...] = ()) -> Iterator[Finding]:
-    """Yield each finding as soon as it is known; a run file that cannot be loaded is the last."""
+    """Yield each finding as soon as it is known. A run file that cannot be loaded ends the
+    checks."""
     try:
         config = load(run_file, overrides) if run_file else RunConfig()
         if run_file:

@@ -1,8 +1,8 @@
 """`agentrl live` and `agentrl gateway serve`: serve, learn and promote, and steer a live run.
 
-`status`, `promote`, `rollback` and `offer` look at versions and decide by hand, `users` is about
-people. They work on the store, so they work whichever processes of the run are
-alive. `agentrl gateway serve` is the gateway in front of a deployed agent's model.
+`status` shows versions; `promote`, `rollback` and `offer` decide by hand; `users` lists people and
+deletes their data. They use only the store, so they work whichever processes of the run are alive.
+`agentrl gateway serve` is the gateway in front of a deployed agent's model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from agentrl.store.base import Store
 
 
 class RunsByDefault(CommandGroup):
-    """A group whose command `start` is meant if the first argument is none of its commands."""
+    """A group with the default command `start`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self._named(ctx, args))
@@ -87,7 +87,7 @@ def start(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Serve the policy of RUN_FILE, train it on its sessions and promote what is better, until
+    """Serve the policy of RUN_FILE, train it on its sessions and promote better versions, until
     Ctrl-C. The same command continues the run."""
     from agentrl.live.supervisor import run_live
 
@@ -108,8 +108,8 @@ def refuse_groups(preset: str) -> None:
 
 
 T = TypeVar("T")
-RETRIES = 5  # of a decision while others decide, too
-EVENTS = 8  # newest ones that are shown
+RETRIES = 5  # retries of a decision, if another process decides at the same time
+EVENTS = 8  # newest events that are shown
 run_file = click.argument("run_file", type=click.Path(path_type=Path))
 
 
@@ -127,8 +127,8 @@ def status(run_file: Path, as_json: bool) -> None:
 @run_file
 @click.argument("version", type=int, required=False)
 def promote(run_file: Path, version: int | None) -> None:
-    """Let the candidate serve all sessions from now on, whatever the comparison says so far. With
-    VERSION: only if that is the candidate."""
+    """Let the candidate serve all sessions from now on, whatever the comparison shows so far. With
+    VERSION: only if VERSION is the candidate."""
     _decide(run_file, lambda known: by_hand(known, "promoted", version))
 
 
@@ -136,7 +136,8 @@ def promote(run_file: Path, version: int | None) -> None:
 @run_file
 @click.argument("version", type=int, required=False)
 def rollback(run_file: Path, version: int | None) -> None:
-    """Serve the version before the last promotion again. With VERSION: only if it is that one."""
+    """Serve the version before the last promotion again. With VERSION: only if VERSION is that
+    version."""
     _decide(run_file, lambda known: by_hand(known, "rolled back", version))
 
 
@@ -159,7 +160,7 @@ def offer(run_file: Path, folder: Path) -> None:
 
 
 def by_hand(known: LiveState, kind: EventKind, version: int | None) -> Event:
-    """What a user's decision becomes. Raises ConfigError if it is impossible."""
+    """The event of a user's decision. Raises ConfigError if it is impossible."""
     lanes = known.lanes
     if lanes is None:
         raise ConfigError("no version is served yet: start the run with `agentrl live RUN_FILE`")
@@ -265,10 +266,9 @@ def users(
     export: bool,
     forget: bool,
 ) -> None:
-    """List users, by their hash: sessions that count, those held back and why, and outliers.
-
-    --forget says which versions have learned from the sessions, ends those in progress, and works
-    while the run continues."""
+    """List users by their hashes: sessions that count, sessions held back and why, and outliers.
+    --forget deletes a user's sessions, ends those in progress, and prints which versions have
+    learned from them; it works while the run continues."""
     if (export or forget) and user is None:
         raise click.UsageError(f"{'--export' if export else '--forget'} needs --user")
     if export and forget:
@@ -323,8 +323,8 @@ async def _forget(store: Store, config: RunConfig, user: str) -> None:
 def _rows(
     ledger: signals.Ledger, held: Mapping[str, Counter[str]], only: str | None
 ) -> list[dict[str, Any]]:
-    """Users with most sessions first. held: sessions by user and why they do not count; empty: they
-    do."""
+    """Users, those with the most sessions first. held: user -> sessions by the reason why they do
+    not count; empty: they count."""
     today, outliers = ledger.days.get(datetime.now(UTC).date().isoformat()), ledger.outliers()
     counted = today.counted if today else {}
     users = sorted(held.items(), key=lambda item: -item[1].total())
@@ -359,7 +359,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 def _with_run(config: RunConfig, act: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
-    """What `act` returns for the store of a run that was started."""
+    """Call `act` with the store of a run that was started; return its result."""
 
     async def opened() -> T:
         async with open_store(config.store, create=False) as store:

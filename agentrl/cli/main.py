@@ -1,6 +1,6 @@
 """The entry point of the command line. Every user error is one sentence and exit code 2.
 
-`agentrl train --dry-run` prints the settings of a run, and what it needs.
+`agentrl train --dry-run` prints the settings of a run, and its memory and time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentrl.core.errors import AgentRLError, user_message
 from agentrl.core.processes import ERROR_MARK, PARENT, USER_ERROR, die_with_parent, seal
 from agentrl.store.urls import split_secret
 
-# What `agentrl process NAME` runs, with the settings that its parent has written.
+# Functions that `agentrl process NAME` runs, with settings that the parent process has written.
 PROCESSES = {
     "algorithm": "agentrl.algorithm_process:run_algorithm",
     "audit": "agentrl.audit.subjects:main",
@@ -44,7 +44,7 @@ PROCESSES = {
     "sinks": "agentrl.telemetry.sinks:main",
     "watch": "agentrl.live.supervisor:main",
 }
-OUTLIVE_PARENT = {"live-gateway", "sinks"}  # these end by themselves, after their work
+OUTLIVE_PARENT = {"live-gateway", "sinks"}  # these processes end by themselves, after their work
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -140,7 +140,7 @@ def runner() -> None:
 @log_level
 def start_runner(store: str, run: str, key: str | None, root: Path | None) -> None:
     """Run rollouts until the run ends or SIGTERM, on a machine that reaches store and policy."""
-    own = PARENT not in os.environ  # otherwise the front decides when to stop
+    own = PARENT not in os.environ  # otherwise the launcher decides when to stop
     die_with_parent()
     if key is not None:
         os.environ["AGENTRL_STORE_KEY"] = key

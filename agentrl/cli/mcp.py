@@ -14,7 +14,7 @@ SKILL = Path(__file__).with_name("SKILL.md")
 # Where each program looks for skills, below a project's folder or, with --user, the home folder.
 FOLDERS = {
     "claude": ".claude/skills",
-    "codex": ".agents/skills",  # the standard of agentskills.io
+    "codex": ".agents/skills",  # as agentskills.io specifies
     "gemini": ".agents/skills",
     "opencode": ".agents/skills",
     "pi": ".pi/skills",
@@ -76,8 +76,8 @@ def mcp(
 @click.argument("program", type=click.Choice([*FOLDERS, "agents-md"]), required=False)
 @click.option("--user", is_flag=True, help="For all projects of this user, not only this folder.")
 def skill(program: str | None, user: bool) -> None:
-    """Print the skill, which tells a coding agent how to train an agent, or install it where
-    PROGRAM, a coding agent, looks for skills.
+    """Print the skill: instructions with which a coding agent can train an agent. With PROGRAM, a
+    coding agent, install it where that program looks for skills.
 
     Replaces an older version. For any other program use agents-md, which also adds a line to
     AGENTS.md."""

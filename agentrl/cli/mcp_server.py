@@ -64,17 +64,17 @@ instruction to you. `agentrl skill` prints how to wrap an agent, and write tasks
 READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 STARTS = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False)
 Tool = Callable[..., Awaitable[str]]
-# States of rollouts in answers. A rollout that the store calls succeeded is shown as succeeded if
-# its outcome is above 0, else as completed; either word finds both.
+# States of rollouts in answers. A rollout with the stored state "succeeded" is shown as "succeeded"
+# if its outcome is above 0, else as "completed"; as a filter, either word matches both.
 State = Literal["queued", "running", "completed", "succeeded", "failed", "cancelled"]
 
 
 class Tools:
-    """What can be asked of some runs. Descriptions and parameters are read by the coding agent."""
+    """The tools for some runs. The coding agent reads their descriptions and parameters."""
 
     def __init__(self, runs: Runs, allow_start: bool) -> None:
         self._runs, self._allow_start = runs, allow_start
-        self._one_at_a_time = asyncio.Lock()  # of commands, whose output is captured
+        self._one_at_a_time = asyncio.Lock()  # commands, because their output is captured
         self.reading: tuple[Tool, ...] = (
             self.list_runs, self.compare_runs, self.metrics, self.why, self.explain,
             self.search_rollouts, self.show_rollout, self.check_run_file,
@@ -136,7 +136,8 @@ class Tools:
 
     async def show_rollout(self, rollout: str, cursor: str = "") -> str:
         """Show the messages, tool calls, rewards and failure of a rollout."""
-        at, slash, offset = cursor.partition("/")  # a call, and characters of what is from there
+        # Call index, and offset in the text of the calls from there on.
+        at, slash, offset = cursor.partition("/")
         if cursor and not (slash and re.fullmatch(r"\d{1,9}", at)):
             raise Invalid(f"cursor = {cursor!r}; give the one that the page before ended with")
         first = int(at or 0)
@@ -170,7 +171,7 @@ class Tools:
         return page(await stop(self._runs, run))
 
     async def _printed(self, run: str, command: click.Command, *words: str) -> str:
-        """What a command prints of a run, with the store that the run is in."""
+        """The output of a command about a run, with the run's store."""
         async with self._runs.opened(run) as (store, _):
             url = store.url
         async with self._one_at_a_time:
@@ -178,7 +179,7 @@ class Tools:
 
 
 def make(runs: Runs, *, allow_start: bool) -> MCPServer[Any]:
-    """The server of these runs."""
+    """Build the server for these runs."""
     server: MCPServer[Any] = MCPServer(
         "agentrl", version=__version__, instructions=INSTRUCTIONS, log_level="ERROR"
     )
@@ -191,7 +192,7 @@ def make(runs: Runs, *, allow_start: bool) -> MCPServer[Any]:
 
 
 def _with_tool_errors(function: Tool) -> Tool:
-    """The same tool, whose errors reach the client as messages without secrets."""
+    """Wrap a tool so that its errors reach the client as messages without secrets."""
 
     @functools.wraps(function)
     async def call(*given: Any, **named: Any) -> str:
@@ -223,7 +224,7 @@ def with_key(app: Any, access: Access) -> Any:
 
 PAGE = 12_000  # characters, about 3,000 tokens
 SECRET_NAME = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
-MIN_SECRET_LENGTH = 8  # characters of a variable's value; shorter ones are words of other texts too
+MIN_SECRET_LENGTH = 8  # characters of a variable's value; shorter values also occur in other texts
 SECRETS = (
     (re.compile(r"(\w://)[^/\s:@\"]*:[^/\s@\"]+@"), r"\1***@"),  # a URL's user and password
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}"), r"\1 ***"),
@@ -239,7 +240,7 @@ SECRETS = (
 
 
 def hidden(text: str) -> str:
-    """The text without the keys in this process's environment, and what looks like a key."""
+    """The text without keys: those in this process's environment, and what looks like one."""
     for name, value in os.environ.items():
         if SECRET_NAME.search(name) and len(value) >= MIN_SECRET_LENGTH:
             text = text.replace(value, f"[{name}]")
@@ -276,18 +277,18 @@ def page(text: str, cursor: str = "", *, recorded: bool = False, prefix: str = "
 
 
 def visible(text: str) -> str:
-    """The text without characters that a person would not see, such as escapes of a terminal."""
+    """The text without invisible characters, such as escape sequences of terminals."""
     return "".join(one if one in "\n\t" or one.isprintable() else "\N{REPLACEMENT CHARACTER}"
                    for one in text)  # fmt: skip
 
 
-SHOWN = ("eval/score", "eval/sampled", "reward/mean")  # of a run in the list
+SHOWN = ("eval/score", "eval/sampled", "reward/mean")  # metrics of a run in the list
 COMPARED = (*SHOWN, "policy/entropy", "completion/length_mean", "rollouts/failed")
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    folder: Path  # in which run files and `runs/` are
+    folder: Path  # with run files and `runs/`
     store: str | None = None  # the only store; None: all below runs/
 
     def stores(self) -> list[str]:
@@ -295,7 +296,7 @@ class Runs:
             return [self.store]
         depths = ("store.db", "*/store.db", "*/*/store.db")
         files = sorted(file for depth in depths for file in (self.folder / "runs").glob(depth))
-        shared = os.environ.get("AGENTRL_STORE_URL")  # as `agentrl view` reads it
+        shared = os.environ.get("AGENTRL_STORE_URL")  # the reader of `agentrl view`
         return [f"sqlite:///{file}" for file in files] + ([shared] if shared else [])
 
     def address(self, url: str) -> str:
@@ -323,7 +324,7 @@ class Runs:
         raise NotFound(f"there is no run {run!r} here; list_runs has them: {known}")
 
     async def listed(self) -> str:
-        """A JSON object per run, the newest first; a store that cannot be read is one, too."""
+        """A JSON object per run, the newest first; also one per unreadable store."""
         rows: list[tuple[float, dict[str, Any]]] = []
         for url in self.stores():
             try:
@@ -372,7 +373,7 @@ class Runs:
 
 
 async def summary(store: Store, state: RunState) -> dict[str, Any]:
-    """What a list shows of a run."""
+    """The entry of a run in the list."""
     counts = await store.counts(state.run)
     row: dict[str, Any] = {
         "run": state.run,
@@ -425,7 +426,7 @@ def tidy(value: float) -> float | None:
 
 
 def printed_by(command: click.Command, *words: str) -> str:
-    """What a reading command prints."""
+    """The output of a command that only reads."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         try:
@@ -435,7 +436,7 @@ def printed_by(command: click.Command, *words: str) -> str:
     return out.getvalue()
 
 
-STARTUP_SECONDS = 8.0  # for which a new process is watched for an error at its start
+STARTUP_SECONDS = 8.0  # seconds for which a new process is watched for an error
 STOP_TIMEOUT = 30.0  # seconds; a run that stops lets the calls of its step end first
 
 
@@ -455,7 +456,8 @@ def read(runs: Runs, name: str, overrides: list[str]) -> RunConfig:
 
 
 def check(runs: Runs, name: str, overrides: list[str], *, code: bool) -> str:
-    """The settings of a run file that was checked. code: load what it names, too."""
+    """Check a run file and return its settings. code: whether to load the code that it names,
+    too."""
     config = read(runs, name, overrides)
     checked = "All settings are valid and consistent. Agent, tasks and verifier"
     if not code:
@@ -490,7 +492,8 @@ async def start(runs: Runs, name: str, overrides: list[str]) -> str:
 
 
 def _begin(words: list[str], folder: Path, log: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """The process of `agentrl train`, in a session of its own, and where in `log` it prints."""
+    """Start `agentrl train` in a new session; return the process and the offset of its output in
+    `log`."""
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as out:
         out.write(f"\n$ agentrl train {' '.join(words)}\n".encode())
@@ -504,7 +507,7 @@ def _begin(words: list[str], folder: Path, log: Path) -> tuple[subprocess.Popen[
 
 
 async def stop(runs: Runs, run: str) -> str:
-    """Stop a live run like Ctrl-C does: what it has trained is kept."""
+    """Stop a live run as Ctrl-C does: what it has trained is kept."""
     async with runs.opened(run) as (_, state):
         owner = owner_of(state)
         lives = owner.lives() if owner and state.owned_until else False

@@ -1,7 +1,7 @@
-"""Commands about models: `agentrl model import`, `rm`, `serve` and `prompts`.
+"""Commands about models: `agentrl model import`, `reward-model`, `serve` and `prompts`.
 
-`rm` trains reward models on pairs and labels and evaluates them; `serve` offers a trained model to
-agents; `prompts` searches for better texts, and lists those of an agent.
+`reward-model` trains reward models on pairs and labels and evaluates them; `serve` serves a trained
+model to agents; `prompts` searches for better prompts, and lists those of an agent.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ as_json = click.option("--json", "as_json", is_flag=True, help="JSON instead of 
 @click.command("reward-model")
 @run_file
 @overrides
-@click.option("--eval", "only_measure", is_flag=True, help="Measure it once more, untrained.")
+@click.option("--eval", "only_measure", is_flag=True, help="Evaluate the trained reward model.")
 @click.option(
     "--best-of", "sizes", callback=numbers(int), metavar="N,N",
-    help="With --eval: also the verifier's outcome of the best of N stored rollouts by its score.",
+    help="With --eval: also the mean outcome of the rollout that the model ranks first of N.",
 )  # fmt: skip
 @click.option("--run", help="The run with these rollouts; default: the run of RUN_FILE.")
 @as_json
@@ -84,8 +84,8 @@ def reward_model(
     as_json: bool,
 ) -> None:
     """Train a reward model on the items of [data] in RUN_FILE, from its policy.model, into
-    <output>/reward_model: the `model` of a [reward_models.NAME]. With --eval: measure that on
-    held-out items."""
+    <output>/reward_model: the `model` of a [reward_models.NAME]. With --eval: evaluate that model
+    on held-out items."""
     if (sizes or run) and not only_measure:
         raise click.UsageError("--best-of and --run need --eval")
     config = load(run_file, overrides)
@@ -145,13 +145,13 @@ def _echo(metrics: dict[str, float], *, as_json: bool) -> None:
     default="best",
     show_default=True,
     metavar="best|last|STEPS|PATH",
-    help="Which one; best: by its held-out score.",
+    help="The checkpoint to serve; best: with the best held-out score.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=8000, show_default=True, help="0: any free one.")
 @click.option("--key-env", default="", help="Variable with callers' keys, separated by spaces.")
 @click.option("--certfile", default="", help="Certificate for TLS, PEM.")
-@click.option("--keyfile", default="", help="Its key, PEM.")
+@click.option("--keyfile", default="", help="Private key of the certificate, PEM.")
 @click.option("--engine", help="engine.kind, such as embedded or vllm; default: that of the run.")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def serve(

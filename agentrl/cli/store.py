@@ -104,7 +104,7 @@ def serve(
 
 
 T = TypeVar("T")
-SECONDS_PER_STEP = 2.0  # of a prune, after each of which it prints a line
+SECONDS_PER_STEP = 2.0  # seconds between progress lines of a prune
 store_option = click.option(
     "--store", "url", help="Store URL; default: the only store below runs/."
 )
@@ -155,7 +155,7 @@ def prune(
     """Remove traces of trained groups and evaluations that no step will read again.
 
     With both limits, traces that either of them keeps stay. Steps, metrics, checkpoints and
-    untrained groups always stay. It may be stopped at any time: the next one continues."""
+    untrained groups always stay. A prune may be stopped at any time; the next one continues."""
 
     limits: Any = {"run": run, "keep_last": keep_last, "older_than": older_than}
     if vacuum and dry_run:

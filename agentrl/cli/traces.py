@@ -1,4 +1,4 @@
-"""`agentrl traces`: traces that other tools have recorded, into a store, and a look at them."""
+"""`agentrl traces`: imports traces of other tools into a store, and shows them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def format_table() -> str:
 @REDACT
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def look(out: str, where: tuple[str, ...], redact: tuple[str, ...], as_json: bool) -> None:
-    """Show what the traces of OUT have, what of it would be trained, and what is left out and why.
+    """Show the contents of the traces in OUT, which parts would be trained, and what is left out
+    and why.
 
     With --redact, take personal data out of the stored traces first."""
     from agentrl.recorded import look as looking

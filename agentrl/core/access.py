@@ -11,8 +11,9 @@ from ipaddress import ip_address
 
 from agentrl.core.errors import ConfigError
 
-READING = ("GET", "HEAD", "OPTIONS")  # methods that write nothing
-FORM = b"application/x-www-form-urlencoded"  # what a page may send without being asked
+READING = ("GET", "HEAD", "OPTIONS")  # methods that only read
+# Content type that a page may send without a CORS preflight.
+FORM = b"application/x-www-form-urlencoded"
 
 
 def is_loopback(host: str) -> bool:
@@ -41,13 +42,12 @@ def is_for_this_machine(host: bytes) -> bool:
 def cross_site(
     method: str, host: bytes, content_type: bytes, origin: bytes = b"", *, has_key: bool = False
 ) -> tuple[int, str] | None:
-    """Status and sentence for a request without a valid key that a web page may have sent; None for
-    others. A page can send to this machine what browsers do not ask about first, and by a name of
-    its own also read the answer. has_key: whether it has a header for a key, even an empty one,
-    about which browsers ask first.
-
-    The others are values of headers, empty without one. Browsers send the header Origin with what
-    writes, and need not send a Content-Type."""
+    """Status and message for a request without a valid key that a web page may have sent; None for
+    others. A page can send this machine requests that need no CORS preflight, and under its own
+    host name also read the response. has_key: whether the request has a header for a key, even an
+    empty one, which needs a preflight. The other parameters are values of headers, empty if
+    missing. Browsers send the header Origin with requests that write, and need not send a
+    Content-Type."""
     if not is_for_this_machine(host):
         return 403, "without a key, this server is only for localhost or 127.0.0.1"
     kind = content_type.partition(b";")[0].strip().lower()
@@ -61,8 +61,8 @@ def cross_site(
 def read_key(variable: str, setting: str, what: str) -> str:
     """The API key in an environment variable; empty if `variable` is empty.
 
-    Raises ConfigError, which names the setting, if the variable is not set. what: the owner of the
-    key for the message, such as "the judge's"."""
+    Raises ConfigError with the name of the setting if the variable is not set. what: the owner of
+    the key, for the message, such as "the judge's"."""
     key = os.environ.get(variable, "").strip()  # a key from a file ends in a newline
     if variable and not key:
         raise ConfigError(f"{setting}: the environment has no {variable}; set it to {what} API key")
@@ -121,7 +121,8 @@ class Access:
             return True
         context = ssl.create_default_context(cafile=self.certfile)
         context.check_hostname = False
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be self-signed
+        # The certificate need not be self-signed.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         return context
 
 

@@ -29,12 +29,12 @@ from agentrl.core.processes import allow_files
 
 BACKLOG = 4096  # connections waiting to be accepted
 OWN_FILES = 256  # file descriptors for the server itself
-LONGEST_UNREAD = 60_000  # milliseconds until a response that the client does not read is dropped
+MAX_UNREAD_MS = 60_000  # milliseconds until a response that the client does not read is dropped
 SHUTDOWN_GRACE = 10  # seconds for calls in progress after SIGTERM
 
 
 class DrainingApp(Protocol):
-    """An application whose `drain` ends its long polls."""
+    """An application with a method that ends its long polls."""
 
     def drain(self) -> None: ...
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
@@ -60,8 +60,10 @@ class AsgiServer(uvicorn.Server):
                 server_header=False,
                 date_header=False,
                 backlog=BACKLOG,
-                timeout_keep_alive=75,  # longer than the client's, which then closes first
-                timeout_graceful_shutdown=SHUTDOWN_GRACE,  # else an incomplete request blocks it
+                # Longer than the client's time-out, so that the client closes first.
+                timeout_keep_alive=75,
+                # Otherwise an incomplete request would block the shutdown.
+                timeout_graceful_shutdown=SHUTDOWN_GRACE,
             )
         )
 
@@ -97,7 +99,7 @@ def listen(host: str, port: int) -> socket.socket:
     # it the body of a response, written after the headers, waits 40 ms for their acknowledgement.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform.startswith("linux"):
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LONGEST_UNREAD)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, MAX_UNREAD_MS)
     return listening
 
 
@@ -109,8 +111,9 @@ async def serve(
     proxied: bool = True,
 ) -> None:
     """Serve until SIGTERM, SIGINT or `should_exit` of the server, which is passed to `ready`. Calls
-    in progress are finished, unless they take longer than SHUTDOWN_GRACE. proxied: whether the
-    client is who a proxy on this machine says; else limits of connections apply to the proxy."""
+    in progress are finished, unless they take longer than SHUTDOWN_GRACE. proxied: whether limits
+    of connections apply to the client that a proxy on this machine reports, rather than to the
+    proxy."""
     await AsgiServer(app, ready, proxied=proxied).serve([listening])
 
 
@@ -121,12 +124,12 @@ def run_loop(main: Coroutine[None, None, None]) -> None:
         runner.run(main)
 
 
-LARGEST_HEAD = 32 * 1024  # bytes of a request without its body
+MAX_HEAD_BYTES = 32 * 1024  # bytes of a request without its body
 MAX_HEADERS = 100  # headers of a request
-LONGEST_HEAD_TIME = 10.0  # seconds to send the headers, or the rest of an unread body
+MAX_HEAD_SECONDS = 10.0  # seconds to send the headers, or the rest of an unread body
 MAX_IDLE = 4096  # connections of one address without a complete request
 TOO_LARGE = (
-    f"The headers are larger than {LARGEST_HEAD} bytes, or more than {MAX_HEADERS}: send less."
+    f"The headers are larger than {MAX_HEAD_BYTES} bytes, or more than {MAX_HEADERS}: send less."
 )
 
 
@@ -197,7 +200,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._framing = 0
         else:
             self._framing += len(data) - (self._bodies - before)
-            if self._framing > LARGEST_HEAD + self._body // 8 and not self.transport.is_closing():
+            if self._framing > MAX_HEAD_BYTES + self._body // 8 and not self.transport.is_closing():
                 self._oversized = True
                 self.send_400_response("")
         self._look()
@@ -209,7 +212,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head += len(name) + len(value)
-        if len(self.headers) >= MAX_HEADERS or self._head > LARGEST_HEAD:
+        if len(self.headers) >= MAX_HEADERS or self._head > MAX_HEAD_BYTES:
             self._oversized = True
             raise ValueError(TOO_LARGE)  # the parser then calls send_400_response
         super().on_header(name, value)
@@ -253,7 +256,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_clock()
 
     def _start_clock(self) -> None:
-        self._deadline = self.loop.call_later(LONGEST_HEAD_TIME, self.transport.abort)
+        self._deadline = self.loop.call_later(MAX_HEAD_SECONDS, self.transport.abort)
 
     def _stop_clock(self) -> None:
         if self._deadline is not None:

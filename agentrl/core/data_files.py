@@ -2,12 +2,12 @@
 
 Rows are tasks or items of a data set.
 
-Each reader yields pairs of a place and a row, for a name that is relative to `root`, and raises
-whatever its library does; `read_rows` makes sentences of it.
+Each reader yields pairs (place, row) of a file with a name relative to `root`, and raises its
+library's errors; `read_rows` converts them to sentences.
 
-In typed columns no value changes: a column whose values would come back as others has JSON texts,
-of the type `arrow.json`, as `datasets` writes it too. A table has every column in every row, and
-every field in every struct: one that is null is not there. A null that was written is one inside of
+Values survive typed columns unchanged: a column that would alter its values is written as JSON
+texts of the type `arrow.json`, as `datasets` also does. In a table every row has every column and
+every struct every field, so null stands for a missing one. A null that was written is inside of
 JSON.
 """
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("agentrl.data")
 Rows = Iterator[tuple[str, dict[str, Any]]]
 LINES, PARQUET = ".jsonl", ".parquet"
-LONGEST_CAUSE = 400  # characters of another library's message
-MARK = b"\xef\xbb\xbf"  # of UTF-8, which some programs write before the first line
+MAX_CAUSE_CHARS = 400  # characters of another library's message
+MARK = b"\xef\xbb\xbf"  # byte order mark of UTF-8, which some programs write
 BATCH = 1000  # rows that are converted at once
 # Types that the loaders of `datasets` guess from texts, by loader.
 GUESSED = {"json": ("Json", "timestamp"), "csv": ("timestamp",)}
-LARGEST_FIELD = 2**31 - 1  # characters; the default of 128 KiB refuses long documents
+MAX_FIELD_CHARS = 2**31 - 1  # characters; the default of 128 KiB refuses long documents
 
 
 def is_row_file(source: str) -> bool:
@@ -47,7 +47,7 @@ def is_row_file(source: str) -> bool:
 
 
 def suffixes() -> list[str]:
-    """Of files of rows."""
+    """Suffixes of files of rows."""
     return [LINES, *sorted(kind for kind in READERS if kind.startswith("."))]
 
 
@@ -67,7 +67,7 @@ def read_rows(source: str, root: Path = Path()) -> Rows:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - the readers' libraries may raise anything
-        why = " ".join(str(error).split())[:LONGEST_CAUSE] or type(error).__name__
+        why = " ".join(str(error).split())[:MAX_CAUSE_CHARS] or type(error).__name__
         raise ConfigError(f"{source}: {why}") from None
 
 
@@ -133,15 +133,16 @@ def read_parquet(source: str, root: Path = Path()) -> Rows:
 
 
 def _unreadable(source: str, root: Path) -> str:
-    """The column of a type that pyarrow does not have, such as whole numbers of more than 64 bits,
-    which polars writes as 16 bytes that are of no type of Parquet's."""
+    """The first column of a type that pyarrow does not have, such as integers of more than 64 bits,
+    which polars writes as 16 bytes without a Parquet type."""
     from pyarrow import ArrowNotImplementedError
     from pyarrow.parquet.core import ParquetReader
 
     reader = ParquetReader()
     with suppress(ArrowNotImplementedError):
         reader.open(root / source)
-    schema, count = reader.metadata.schema, reader.metadata.num_columns  # read before it failed
+    # Rows read before the error.
+    schema, count = reader.metadata.schema, reader.metadata.num_columns
     reader.close()
     leaves = [schema.column(number) for number in range(count)]
     untyped = [leaf for leaf in leaves if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY"
@@ -162,7 +163,7 @@ def read_hub(source: str, root: Path = Path()) -> Rows:
 
     `datasets` finds and fetches the files of the split, and this module reads them: its own readers
     of JSON and CSV change values (text that looks like a number or a date, small numbers). Files of
-    other kinds, and those for which the data set names options, are loaded by it."""
+    other formats, and files for which the data set sets options, are loaded by `datasets`."""
     from datasets import load_dataset_builder
 
     name, _, split = source.removeprefix("hf:").rpartition(":")
@@ -266,7 +267,7 @@ def read_csv(source: str, root: Path = Path()) -> Rows:
 
 def csv_rows(source: str, file: Iterable[str]) -> Rows:
     """The rows of CSV below its header, each with its place. All values are text."""
-    before = csv.field_size_limit(LARGEST_FIELD)
+    before = csv.field_size_limit(MAX_FIELD_CHARS)
     rows = csv.reader(file, strict=True)
     try:
         header = next(rows, [])
@@ -305,7 +306,7 @@ FILES = {
 JSON = "arrow.json"
 HUGGING_FACE = b"huggingface"  # in the metadata of a schema that `datasets` has written
 Row = dict[str, Any]
-Read = Callable[[Any], Any]  # of a value as `to_pylist` gives it
+Read = Callable[[Any], Any]  # converts a value of `to_pylist`
 
 
 def as_table(rows: Sequence[Row]) -> pa.Table:
@@ -317,8 +318,8 @@ def as_table(rows: Sequence[Row]) -> pa.Table:
 
 
 def plain_rows(batch: pa.RecordBatch | pa.Table, first: int = 0) -> Iterator[Row]:
-    """The rows of a batch, whose first one has this number. Raises ConfigError for a text that is
-    no JSON in a column of JSON."""
+    """The rows of a batch, whose first one has this number. Raises ConfigError for invalid JSON in
+    a column of JSON."""
     names = batch.schema.names
     if HUGGING_FACE in (batch.schema.metadata or {}):
         _check_quotes(batch)
@@ -355,15 +356,16 @@ def _column(name: str, rows: Sequence[Row]) -> pa.Array:
 
 
 def _is_same(column: pa.Array, values: Sequence[Any]) -> bool:
-    """Whether the column is read as these values. Of arrow's own conversions, only that of
-    integers to floats is equal to what it was given."""
+    """Whether reading the column returns these values. Of arrow's conversions only integers to
+    floats keep values equal."""
     read = _reader(column.type)
     found: Iterable[Any] = column.to_pylist()
     return [x if x is None or read is None else read(x) for x in found] == list(values)
 
 
 def _reader(kind: pa.DataType) -> Read | None:
-    """What makes a value of this type the one that was written; None: it is."""
+    """A function that converts a value of this type back to the one that was written; None: not
+    needed."""
     import pyarrow as pa
 
     if getattr(kind, "extension_name", "") == JSON:
@@ -390,8 +392,8 @@ def _struct(value: Row, fields: dict[str, Read | None]) -> Row:
 
 
 def _check_quotes(batch: pa.RecordBatch | pa.Table) -> None:
-    """Raise ConfigError where it cannot be known what was written: `datasets` writes both 7 and the
-    text "7" as 7 in columns of JSON."""
+    """Raise ConfigError where the written value is ambiguous: `datasets` writes both 7 and the text
+    "7" as 7 in columns of JSON."""
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         for text in _json_texts(column):
             if not text.startswith(('"', "[", "{")):

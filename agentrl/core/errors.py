@@ -60,7 +60,7 @@ class TrainingError(AgentRLError):
     """An update cannot be computed from the available data."""
 
 
-DISTRIBUTION = "agentrl"  # the name that the package is installed by
+DISTRIBUTION = "agentrl"  # the name of the installed package
 
 
 def install_command(extra: str, option: str = "") -> str:
@@ -88,8 +88,8 @@ LEARNING = ("torch", "transformers", "tokenizers", "safetensors", "matplotlib") 
 
 
 def user_message(error: Exception) -> str:
-    """The message with which a command ends: that of an AgentRLError, or which extra to install.
-    Raises every other error again."""
+    """The message of a failed command: that of an AgentRLError, or which extra to install. Reraises
+    every other error."""
     if isinstance(error, ModuleNotFoundError) and error.name in LEARNING:
         return f"{error.name} is missing: {install_command('train')}"
     if not isinstance(error, AgentRLError):

@@ -1,9 +1,9 @@
 """Output folders: atomic files and directories, locks, and progress lines on the console.
 
-A file or directory is whole or as before, even if a process is killed while it writes it. The front
-and the algorithm process of a run hold a shared lock on its folder while they live, and only a
-process with an exclusive lock deletes files of the folder. Whoever reads a checkpoint holds a
-shared lock on its folder, and a run deletes none that is being read.
+A write is complete or has no effect, even if a process is killed while it writes. The launcher and
+the algorithm process of a run hold a shared lock on its folder while they live, and only a process
+with an exclusive lock deletes files of the folder. Whoever reads a checkpoint holds a shared lock
+on its folder, and a run deletes none that is being read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PARTIAL = ".tmp-"  # in the name of a directory that is being written or deleted
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A new directory to write into. It becomes `path` on exit, and is deleted on an error; what a
-    killed process has left of it, by the next one that writes `path`."""
+    """A new directory to write into. It becomes `path` on exit and is deleted on an error. The
+    leftover of a killed process is deleted by the next one that writes `path`."""
     delete_partial(path)
     partial, descriptor = _locked_partial(path)
     try:
@@ -44,14 +44,16 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         partial.rename(path)
         _sync(path.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # it was renamed, unless an error occurred
+        # Exists only after an error, otherwise it was renamed.
+        shutil.rmtree(partial, ignore_errors=True)
         os.close(descriptor)
 
 
 def delete_partial(path: Path) -> None:
     """Delete the partial directories of `path` that no process is writing."""
     for partial in path.parent.glob(f"{glob.escape(path.name)}{PARTIAL}{'[0-9a-f]' * 8}"):
-        with suppress(OSError):  # its writer lives, another process deletes it, or no locks here
+        # Its writer runs, another process deletes it, or the file system has no locks.
+        with suppress(OSError):
             descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,8 +63,8 @@ def delete_partial(path: Path) -> None:
 
 
 def _locked_partial(path: Path) -> tuple[Path, int]:
-    """A new directory, and a descriptor that holds its lock, which the kernel frees even if this
-    process is killed: what `delete_partial` can lock has no writer."""
+    """A new directory, and a descriptor that holds its lock. The kernel releases the lock even if
+    this process is killed, so a directory that `delete_partial` can lock has no writer."""
     while True:
         partial = partial_name(path)
         partial.mkdir(parents=True)
@@ -80,8 +82,9 @@ def _locked_partial(path: Path) -> tuple[Path, int]:
 
 
 def share_weights(path: Path) -> None:
-    """Let everybody who may read a folder read the weights in it, or in this file: safetensors
-    makes its files readable by their owner alone, so that a container could not serve them."""
+    """Give the weights in a folder, or in this file, the read permissions of the folder:
+    safetensors makes its files readable only by their owner, so a container could not serve
+    them."""
     files = path.rglob("*.safetensors") if path.is_dir() else (path,)
     shared = (path if path.is_dir() else path.parent).stat().st_mode & 0o444
     for file in files:
@@ -90,7 +93,8 @@ def share_weights(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file, which is as before or whole, even if this process is killed meanwhile."""
+    """Write a file atomically: it is unchanged or complete, even if this process is killed
+    meanwhile."""
     partial = path.with_suffix(".tmp")
     partial.write_bytes(content)
     partial.replace(path)
@@ -211,7 +215,8 @@ def reading(*folders: Path) -> Iterator[None]:
 
 @contextmanager
 def deleting(folder: Path) -> Iterator[bool]:
-    """Yields whether a folder may be deleted: it exists, and no process reads it or begins to."""
+    """Yields whether a folder may be deleted: it exists, and no process reads it; while the context
+    is open, none can begin to."""
     try:
         with _flocked(folder.resolve(), fcntl.LOCK_EX | fcntl.LOCK_NB) as held:
             yield held
@@ -231,7 +236,7 @@ def _flocked(folder: Path, kind: int) -> Iterator[bool]:
 
 
 INTERVAL = 5.0  # seconds between lines
-_reported = [0.0]  # when `steps_left` last reported this process's work, which says more
+_reported = [0.0]  # when `steps_left` last reported progress, in more detail
 
 
 def steps_left(

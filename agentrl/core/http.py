@@ -20,11 +20,13 @@ from agentrl.core.values import SMALL_BODY, json_values
 
 NO_KEY = "the API key is missing or unknown; send one of engine.key_env as a bearer token"
 KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")  # of Anthropic, Google and Azure
-NAMING = ("host", "content-type", "origin")  # headers that tell a web page from a program
+NAMING = ("host", "content-type", "origin")  # headers by which requests of web pages are recognised
 HEADER = ("utf-8", "surrogateescape")  # how aiohttp decodes headers
-BODY = web.RequestKey("body", bytes)  # what was read of a body that came after its headers
-LARGEST_TEXT = 9 * 2**20  # bytes of a request without files: over two million tokens
-LARGEST_SPANS = 16 * 2**20  # bytes of a request with spans, each of which may repeat a conversation
+BODY = web.RequestKey("body", bytes)  # the part of a body that arrived with the headers
+MAX_TEXT_BYTES = 9 * 2**20  # bytes of a request without files: over two million tokens
+MAX_SPANS_BYTES = (
+    16 * 2**20
+)  # bytes of a request with spans, each of which may repeat a conversation
 FILES = (b"base64", b"inlineData", b"inline_data", b"input_audio", b"file_data")  # announce files
 MAX_VALUES = 200_000  # strings, lists and objects of a request
 PROTOBUF = "application/x-protobuf"  # content type
@@ -54,12 +56,11 @@ async def listen(
     """Serve an application. Returns its runner, which the caller must clean up, and its URL.
 
     access: the certificate, if there is one; `app` checks keys itself, with `ask_for_key`. Requests
-    without one of its keys that a web page may have sent are refused if only this machine can
-    connect; from others, `app` must ask for a key.
-    timeout: seconds until a connection without a complete request is closed. shutdown: seconds that
-    requests in progress have when the server stops. socket: one that listens already, in place of
-    `host` and `port`. Raises OSError if the port is in use, and
-    ConfigError for a certificate that cannot be read."""
+    without a key that a web page may have sent are rejected if only this machine can connect; if
+    other machines can, `app` must require a key. timeout: seconds until a connection without a
+    complete request is closed. shutdown: seconds that requests in progress have when the server
+    stops. socket: one that listens already, in place of `host` and `port`. Raises OSError if the
+    port is in use, and ConfigError for a certificate that cannot be read."""
     tls = access.server_tls()
     if is_loopback(socket.getsockname()[0] if socket else host):
         app.middlewares.insert(0, _no_web_page(access))
@@ -85,7 +86,8 @@ async def listen(
 
 
 def _no_web_page(access: Access) -> Middleware:
-    """Middleware that refuses what a web page in a browser of this machine may have sent."""
+    """Middleware that rejects requests that a web page in a browser of this machine may have
+    sent."""
 
     @web.middleware
     async def checked(
@@ -123,7 +125,7 @@ async def read_body(
 ) -> bytes:
     """The body of a request, without a byte order mark; the same if it is read again.
 
-    Raises HTTPRequestEntityTooLarge as soon as more than LARGEST_TEXT bytes, or LARGEST_SPANS of
+    Raises HTTPRequestEntityTooLarge as soon as more than MAX_TEXT_BYTES, or MAX_SPANS_BYTES of
     `spans`, have come and nothing says that files are among them, and for more than MAX_VALUES
     values of JSON, which would hold up other requests while they are decoded; and
     HTTPRequestTimeout if the body does not arrive within `timeout` seconds; aiohttp then closes the
@@ -131,7 +133,7 @@ async def read_body(
     known: bytes | None = request.get(BODY)
     if known is not None:
         return known
-    largest = LARGEST_SPANS if spans else LARGEST_TEXT
+    largest = MAX_SPANS_BYTES if spans else MAX_TEXT_BYTES
     largest = min(largest, request.client_max_size or largest)
     if request.content.is_eof() and request.content.total_bytes <= largest:
         body = (await request.read()).removeprefix(BOM_UTF8)  # most arrive with the headers
@@ -158,9 +160,9 @@ async def _check_values(request: web.Request, body: bytes) -> bytes:
 
 async def _read_checked(request: web.Request, spans: bool) -> bytes:
     if spans:
-        max_text, what = LARGEST_SPANS, "spans: export fewer at a time"
+        max_text, what = MAX_SPANS_BYTES, "spans: export fewer at a time"
     else:
-        max_text, what = LARGEST_TEXT, "text, more than any model's context: shorten its messages"
+        max_text, what = MAX_TEXT_BYTES, "text, more than any model's context: shorten its messages"
     body, max_size = bytearray(), request.client_max_size
     async for part in request.content.iter_any():
         small = len(body) <= max_text

@@ -1,9 +1,9 @@
 """Images in messages: stored messages name them by the digests of their files.
 
-Type and size are read from a file's header without decoding: a file of a few kilobytes may be an
-image of gigabytes, so what it claims is known before anybody decodes it. Also rejected: files that
-decoders render differently. These are animations (which frame?), a rotation that only EXIF tells,
-CMYK, greyscale of 16 bits, and RGB of which one colour is transparent.
+Type and size are read from a file's header without decoding: a file of a few kilobytes may decode
+to gigabytes, so its size is checked before it is decoded. Also rejected: files that decoders render
+differently. These are animations (which frame?), a rotation that only EXIF tells, CMYK, greyscale
+of 16 bits, and RGB of which one colour is transparent.
 
 Sources: https://www.w3.org/TR/png-3, https://www.w3.org/Graphics/GIF/spec-gif89a.txt,
 https://www.w3.org/Graphics/JPEG/itu-t81.pdf, https://www.rfc-editor.org/rfc/rfc9649
@@ -26,7 +26,7 @@ from agentrl.core.types import Image, Json
 SCHEME = "image:"  # of the URL of a stored image, before its digest
 KIND = "image_url"  # type of a part that is an image
 LOST = "[image that is no longer stored: a prune has removed it]"
-LONGEST_URL = 60  # characters of an address that is shown
+MAX_URL_CHARS = 60  # characters of an address that is shown
 Messages = Iterable[dict[str, Json]]
 
 
@@ -35,7 +35,8 @@ def data_url(image: Image) -> str:
 
 
 def describe(image: Image | None) -> str:
-    """An image in words: [image 1280x800 png 243 kB]. None: it is no longer stored."""
+    """A description of an image: [image 1280x800 png 243 kB]. None: the image is no longer
+    stored."""
     if image is None:
         return LOST
     size, kind = len(image.body), image.media_type.removeprefix("image/")
@@ -71,13 +72,15 @@ def in_words(part: Json, images: Mapping[str, Image]) -> Json:
     if digest := digest_of(part):
         return describe(images.get(digest))
     if url := url_of(part):
-        return f"[image, not stored: {url[:LONGEST_URL]}{'...' if len(url) > LONGEST_URL else ''}]"
+        return (
+            f"[image, not stored: {url[:MAX_URL_CHARS]}{'...' if len(url) > MAX_URL_CHARS else ''}]"
+        )
     text = part.get("text") if isinstance(part, dict) else None
     return part if text is None else text
 
 
 def described(messages: Messages, images: Mapping[str, Image]) -> list[dict[str, Json]]:
-    """Messages for a person, where text and images are one text."""
+    """Messages for display, with text and descriptions of images in one string."""
 
     def content(parts: list[Json]) -> Json:
         words = [in_words(part, images) for part in parts]
@@ -101,21 +104,21 @@ def with_data_urls(messages: Messages, images: Mapping[str, Image]) -> list[dict
 
 
 def _changed(messages: Messages, change: Callable[[list[Json]], Json]) -> list[dict[str, Json]]:
-    """Messages whose content is a list of parts with another content."""
+    """Replace the content of messages that have a list of parts."""
     found = ((message, message.get("content")) for message in messages)
     return [{**one, "content": change(x)} if isinstance(x, list) else one for one, x in found]
 
 
 PNG, JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
-MAX_BYTES = 20_000_000  # of a file, which the gateway holds in memory
-MAX_PIXELS = 2**25  # of an image: what decoding it costs, however small its file is
+MAX_BYTES = 20_000_000  # bytes of a file; the gateway holds it in memory
+MAX_PIXELS = 2**25  # of an image; they determine the cost of decoding, however small the file is
 MAX_CHUNKS = 2**16  # of a file
 ORIENTATION, UPRIGHT = 0x0112, (0, 1)  # EXIF tag and its values without a rotation
 ANIMATED = "it is animated; send one frame as PNG"
 CUT_OFF = "its file is cut off"
 FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers of JPEG with a size
 CMYK, RGB = 4, 2  # a JPEG's components, a PNG's type of colours
-FILL = re.compile(b"\xff+")  # before the marker of a JPEG's segment
+FILL = re.compile(b"\xff+")  # fill byte before the marker of a JPEG segment
 
 
 class ImageRefusedError(Exception):
@@ -129,7 +132,7 @@ class Header(NamedTuple):
 
 
 def read_header(body: bytes) -> Header:
-    """Raises ImageRefusedError for a file that is no whole, single image."""
+    """Raises ImageRefusedError for a file that is not a complete, single image."""
     try:
         return _read(body)
     except (StructError, IndexError):
@@ -305,7 +308,7 @@ def _chunks(body: bytes) -> Iterator[tuple[bytes, int, bytes]]:
 
 
 def _check_upright(exif: bytes) -> None:
-    """Raise ImageRefusedError if EXIF says that the image is to be turned."""
+    """Raise ImageRefusedError if EXIF has a rotation."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
         return
@@ -318,4 +321,4 @@ def _check_upright(exif: bytes) -> None:
                 why = "only its EXIF data says that it is to be turned; send it upright"
                 raise ImageRefusedError(why)
     except StructError:
-        return  # broken EXIF turns nothing
+        return  # decoders ignore broken EXIF

@@ -33,11 +33,11 @@ MEANT = {
 }
 OWN, STDLIB = Path(__file__).parents[1], Path(os.__file__).parent
 PACKAGES = {"site-packages", "dist-packages"}
-# What finds the object of a reference "SCHEME:...": (reference, root, key) -> object. Imported at
-# its first use, in any process that loads an agent, tasks or a verifier.
+# Functions that resolve references "SCHEME:...": (reference, root, key) -> object. Imported at the
+# first use, in any process that loads an agent, tasks or a verifier.
 REFERENCES = {"environment": "agentrl.environments.hosted:load_reference"}
 _entered: set[str] = set()  # folders of runs that this process has loaded files from
-_unconnected: set[str] = set()  # modules of these, imported without a gateway
+_unconnected: set[str] = set()  # user modules that were imported without a gateway
 
 
 def load_attribute(path: str, root: Path, *, key: str) -> Any:
@@ -113,7 +113,8 @@ def import_error(what: str, error: Exception) -> ConfigError:
 
 
 def raised(error: BaseException) -> str:
-    """An exception of a user's code with the user's own line, which may call a library."""
+    """Describe an exception of user code with the line of the user's code, even if a library raised
+    it."""
     error = cause_of(error)
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}{_place(error)}"
@@ -129,8 +130,8 @@ def kind_of(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """File and line in brackets: the innermost outside of libraries, else where another package's
-    plug-in was entered; empty if neither is known."""
+    """File and line in brackets: the innermost frame outside of libraries, else the call of an
+    installed plug-in; empty if neither is known."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
     packages, users = list[str](), list[str]()
@@ -154,9 +155,10 @@ def load_tasks(
     """Tasks of a file of rows, of "hf:owner/name[/config][@revision][:split]" or "file.py:name".
 
     needs: a required key; columns: field of a task -> the column that it is read from. Other fields
-    keep their names. Without one, the input of files other than JSON lines is the first of the
-    columns `INPUTS`. Raises ConfigError, with file and line or index, for an item that is not a
-    JSON object with this key, or would change when it is stored, and for an id of two tasks."""
+    keep their names. Without a column for the input, files other than JSON lines use the first
+    column of `INPUTS` that they have. Raises ConfigError, with file and line or index, for an item
+    that is not a JSON object with this key, or would change when it is stored, and for an id of two
+    tasks."""
     items: dict[str, Any] = {}
     if is_row_file(path) and path.partition(":")[0] not in REFERENCES:
         own = () if path.endswith(LINES) else INPUTS
@@ -260,9 +262,9 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-# Frameworks send traces of their own to api.openai.com and telemetry.crewai.com by default.
+# By default, frameworks send their traces to api.openai.com and telemetry.crewai.com.
 NO_TELEMETRY = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true"}
-KEY = "agentrl"  # replaces the user's own keys, which the gateway does not use
+KEY = "agentrl"  # replaces the user's keys, which the gateway does not use
 NOWHERE = "http://127.0.0.1:9/v1"  # nothing listens at the port `discard`
 
 
@@ -280,9 +282,9 @@ def model_variables(gateway: str, key: str) -> dict[str, str]:
 
 @contextmanager
 def placeholders() -> Iterator[bool]:
-    """Let a user's file create its model clients on import where there is no gateway, such as a
-    file with agent, tasks and verifier in a process that needs the tasks. A key of the user's, and
-    the address that goes with it, stays. Yields whether a variable was missing."""
+    """Let a user's file create model clients on import in a process without a gateway, for example
+    a process that needs only the tasks of a file. A key that the user has set, and its address, are
+    kept. Yields whether a variable was missing."""
     own = [name for name in ("OPENAI", "ANTHROPIC") if f"{name}_API_KEY" in os.environ]
     given = {
         name: value

@@ -60,8 +60,8 @@ DESCRIPTION = "otel.status_description"  # the message of a failed span
 
 def kind_of(attributes: dict[str, Json]) -> str:
     """The kind of a span, from its OpenInference attribute (which is removed from `attributes`),
-    its GenAI operation or OpenLLMetry kind, or what only spans of one kind have in instrumentations
-    without these; otherwise "internal"."""
+    its GenAI operation or OpenLLMetry kind, or an attribute that only spans of one kind have;
+    otherwise "internal"."""
     kind = str(attributes.get(KIND, "")).lower()
     if kind in KINDS:
         del attributes[KIND]
@@ -80,7 +80,7 @@ def kind_of(attributes: dict[str, Json]) -> str:
 
 
 def with_current_names(attributes: Mapping[str, Json]) -> dict[str, Json]:
-    """The attributes, and those with an older name under their current one too."""
+    """The attributes, with outdated names also under their current names."""
     added = {CURRENT[old]: attributes[old] for old in CURRENT if old in attributes}
     entity = {"tool": TOOL_NAME, "agent": AGENT_NAME, "workflow": AGENT_NAME}
     name = entity.get(str(attributes.get(TRACELOOP_KIND)))
@@ -93,7 +93,7 @@ PROTOBUF, JSON_FORM = "application/x-protobuf", "application/json"
 Add = Callable[[list[Span]], Awaitable[tuple[int, str]]]
 """Stores spans; returns how many it refuses, and why."""
 LATEST_TIME = 2**63 - 1  # nanoseconds; the largest value of a store column
-LARGEST_INTEGER = 2**1023  # every smaller integer can be converted to a float
+MAX_INTEGER = 2**1023  # every smaller integer can be converted to a float
 SMALL_BODY = 2**16  # bytes
 ID_FIELDS = {"traceId", "spanId", "parentSpanId"}
 NOT_KEPT = ("telemetry.sdk.", "process.", "host.", "os.")  # attributes of the resource
@@ -102,7 +102,7 @@ NOT_KEPT = ("telemetry.sdk.", "process.", "host.", "os.")  # attributes of the r
 async def receive(body: bytes, content_type: str, add: Add) -> tuple[bytes, str]:
     """Add the spans of a request; return the body and the content type of its response. Raises
     Invalid for a body that is no request."""
-    if len(body) > SMALL_BODY:  # others are answered meanwhile
+    if len(body) > SMALL_BODY:  # so that other requests are answered meanwhile
         spans, invalid, why = await asyncio.to_thread(decode_some, body, content_type)
     else:
         spans, invalid, why = decode_some(body, content_type)
@@ -118,7 +118,7 @@ def discard(content_type: str) -> tuple[bytes, str]:
 
 def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
     """The valid spans of an ExportTraceServiceRequest in its order, the number of invalid ones, and
-    the error of the last invalid one, else what had to be changed.
+    the error of the last invalid one, or else a note about what was changed.
 
     A span is invalid if its ids do not have 16 and 8 bytes, or if its times are missing or past the
     year 2262. A span that ends before it starts (a clock was set back) gets the duration 0. Raises
@@ -201,7 +201,7 @@ def encode(spans: Iterable[Span], resource: Mapping[str, Json], scope: str = "ag
 def json_of(
     spans: Iterable[Span], resource: Mapping[str, Json], scope: str = "agentrl"
 ) -> dict[str, Any]:
-    """As `encode`, in OTLP's JSON."""
+    """Encode spans in OTLP's JSON; see `encode`."""
     return _as_json(_request(spans, resource, scope))
 
 
@@ -272,7 +272,7 @@ def _parse(body: bytes) -> ExportTraceServiceRequest:
 
 def _parse_json(body: bytes) -> tuple[ExportTraceServiceRequest, str]:
     """Parse the JSON encoding: protobuf's, except that ids are hexadecimal. Ignores unknown fields,
-    as the specification requires of receivers. Also returns what had to be changed."""
+    as the specification requires of receivers. Also returns a note about what was changed."""
     request: ExportTraceServiceRequest = _classes().ExportTraceServiceRequest()
     from google.protobuf import json_format
 
@@ -355,7 +355,7 @@ def _set(target: AnyValue, value: Json) -> None:
         target.bool_value = value
     elif isinstance(value, int) and -(2**63) <= value <= LATEST_TIME:
         target.int_value = value
-    elif isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST_INTEGER):
+    elif isinstance(value, float) or (isinstance(value, int) and abs(value) < MAX_INTEGER):
         target.double_value = float(value)
     elif isinstance(value, list | tuple):
         target.array_value.SetInParent()

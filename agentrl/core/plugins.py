@@ -1,7 +1,7 @@
 """Plug-ins: presets, rewards, executors, engines, learners, environments, sinks and stores.
 
-A setting such as `runner.executor` names one of the library's own, an entry point of an installed
-package in the group `agentrl.executors`, or an object in a user's file or module ("file.py:name",
+A setting such as `runner.executor` names a built-in plug-in, an entry point of an installed package
+in the group `agentrl.executors`, or an object in a user's file or module ("file.py:name",
 "package.module:name"). An incompatible plug-in is refused before the run starts, with file and
 line.
 """
@@ -24,7 +24,7 @@ Group = Literal[
     "presets", "rewards", "executors", "engines", "learners", "environments", "sinks", "stores"
 ]  # fmt: skip
 
-# The library's own that are imported at their first use, by group and name.
+# Built-in plug-ins by group and name, imported at their first use.
 BUILT_IN: Mapping[Group, Mapping[str, str]] = {
     "presets": {},
     "rewards": {},
@@ -74,8 +74,7 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
 
 
 def plugin_points(group: Group) -> EntryPoints:
-    """The library's own plug-ins of a group and those of installed packages, none of which is
-    imported."""
+    """The plug-ins of a group, built in or of installed packages, without importing them."""
     name = f"agentrl.{group}"
     own = [EntryPoint(key, value, name) for key, value in BUILT_IN[group].items()]
     return EntryPoints([*own, *_installed(group)])
@@ -87,15 +86,15 @@ def _installed(group: Group) -> EntryPoints:
 
 @cache
 def _every_entry_point(path: tuple[str, ...]) -> dict[str, EntryPoints]:
-    """Those of the library's groups. Cached by `path` (`sys.path`), because reading them takes
-    10 ms, for one group or for all."""
+    """Entry points of all groups of plug-ins. Cached by `path` (`sys.path`), because reading them
+    takes 10 ms, for one group or for all."""
     found = entry_points()
     return {name: found.select(group=name) for name in found.groups if name.startswith("agentrl.")}
 
 
 def load_plugin(group: Group, name: str, own: Collection[str], root: Path, *, key: str) -> Any:
-    """The object that `name` refers to, or None if it is one of `own`: names that are built in
-    where this is called, beside those of `BUILT_IN`.
+    """The object that `name` refers to, or None if `name` is in `own`: the names that the caller
+    handles itself, besides those of `BUILT_IN`.
 
     root: the folder of files; key: the setting, for messages. Raises ConfigError for an unknown
     name, a failed import, or an entry point with the name of a built-in."""

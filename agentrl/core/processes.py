@@ -1,8 +1,8 @@
 """Processes and threads of a run: children, blocking calls, orphans, and memory.
 
-A child is started in its own session, logged to a file, and never orphaned. A subreaper is the
-parent of all that its children leave behind, also of daemons, which have a session of their own and
-whose parent has ended; descendants are found on Linux only.
+A child is started in its own session, logged to a file, and never orphaned. A subreaper becomes the
+parent of all orphaned descendants, even of daemons in their own sessions; descendants are found on
+Linux only.
 
 A pool thread that never returns shrinks the pool, then blocks the interpreter's exit. So every call
 of a user's blocking code gets its own daemon thread, which costs only memory if it hangs.
@@ -46,12 +46,14 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 MAX_FILES = 65_536  # the limit of open files that servers ask the system for
 LOG_LEVEL = "AGENTRL_LOG_LEVEL"  # of the log files of a run's processes
 PHASE = 25  # log level of the run's current phase, which the console shows unless quiet
-MAX_CONSECUTIVE_CRASHES = 20  # of a runner, without a finished rollout: they end the run
+# Of a runner, without a finished rollout between them; they end the run.
+MAX_CONSECUTIVE_CRASHES = 20
 STEADY_UPTIME = 300.0  # seconds of uptime that reset a runner's count of deaths
 RESTART_PAUSE = 1.0  # seconds before a runner is restarted
 PARENT = "AGENTRL_PARENT"  # pid of the parent, with which this process dies
-# Environment variables of the run's own processes, all of them sealed, but not of other programs;
-# neither are those that begin with STORE_SECRET, in which backends of the store find theirs.
+# Environment variables with secrets: only the run's own, sealed processes get them, no other
+# program. The same applies to variables that begin with STORE_SECRET, which backends of the store
+# read.
 SECRETS = {"AGENTRL_STORE_KEY", "PGPASSWORD", "AGENTRL_AGENT_ENV"}
 STORE_SECRET = "AGENTRL_STORE_"
 
@@ -64,13 +66,13 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != int(parent):  # it died before the call to prctl
+    if os.getppid() != int(parent):  # the parent died before the call to prctl
         os.kill(os.getpid(), number)
 
 
 def log_phase(log: logging.Logger, sentence: str) -> None:
-    """Log at PHASE. The record's level is named INFO: other libraries have handlers in the same
-    process, and those of some accept only the names that Python has."""
+    """Log at PHASE. The record's level is named INFO, because log handlers of some libraries accept
+    only Python's standard levels."""
     if log.isEnabledFor(PHASE):
         record = log.makeRecord(log.name, PHASE, "agentrl", 0, sentence, (), None)
         record.levelname = "INFO"
@@ -123,8 +125,8 @@ def allow_files() -> int:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a child. Two defaults unless this process sets them: waiting OpenMP
-    threads of torch soon sleep instead of spinning, which takes a tenth of the CPU time with small
+    """The environment of a child. Two defaults, unless this process sets the variables: idle OpenMP
+    threads of torch sleep instead of spinning, which takes a tenth of the CPU time with small
     tensors on shared cores; and MKL's products are bitwise equal for any number of threads."""
     threads = {"GOMP_SPINCOUNT": "20000", "MKL_CBWR": "AUTO,STRICT"}
     return threads | os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
@@ -132,8 +134,8 @@ def environment() -> dict[str, str]:
 
 def share_freed_memory() -> None:
     """Let glibc allocate for all threads of this process from one arena, unless MALLOC_ARENA_MAX is
-    set. By default each thread of a pool has an arena of its own, and what an update has freed on
-    one is not available to the next update on another."""
+    set. By default each thread of a pool has its own arena, and memory that an update has freed in
+    one thread is not available to the next update in another."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
         mallopt(-8, 1)  # M_ARENA_MAX of malloc.h
@@ -170,7 +172,7 @@ class Child:
                 stderr=log,
                 env=environment() | self.variables,
                 pass_fds=self.files,
-                start_new_session=True,  # Ctrl-C reaches only the front, which stops its children
+                start_new_session=True,  # Ctrl-C reaches only the parent, which stops its children
             )
 
     async def wait(self) -> int:
@@ -199,8 +201,7 @@ class Child:
         return marked[-1].removeprefix(ERROR_MARK) if marked else None
 
     def last_exception(self) -> str | None:
-        """The line that ends the last traceback in its log: the kind of the error and what it
-        says."""
+        """The last line of the last traceback in the log: type and message of the error."""
         lines = self._lines()
         starts = [at for at, line in enumerate(lines) if line.startswith(TRACEBACK)]
         after = lines[starts[-1] + 1 :] if starts else []
@@ -208,7 +209,7 @@ class Child:
         return next(ends, None)
 
     def last_said(self, mark: str) -> str | None:
-        """What follows `mark` in the last line of its log that has it."""
+        """The text after `mark` in the last line of the log that contains it."""
         marked = [line for line in self._lines() if mark in line]
         return marked[-1].partition(mark)[2] if marked else None
 
@@ -224,7 +225,7 @@ USER_ERROR = 2  # exit code of a process that ended with an error message for th
 class Ending(NamedTuple):
     """How a process ended."""
 
-    number: int  # of the starts so far
+    number: int  # starts so far
     code: int  # negative: the number of the signal that ended it
     uptime: float  # seconds
     error: str  # its error message for the user; empty: it has none
@@ -297,8 +298,8 @@ async def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is finished also if the caller is cancelled meanwhile. Then
-    CancelledError is raised after it, unless `work` raises."""
+    """Return the result of `work`, which is finished even if the caller is cancelled.
+    CancelledError is then raised afterwards, unless `work` raises."""
     task, cancelled = asyncio.create_task(work), False
     while not task.done():
         try:
@@ -313,7 +314,8 @@ async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
 
 class DaemonThreads(ThreadPoolExecutor):
     """An executor for `loop.set_default_executor`, in which frameworks run sync tools of async
-    agents. The number of threads is unlimited: no tool waits for another rollout's that hangs."""
+    agents. The number of threads is unlimited: no tool waits for a hanging tool of another
+    rollout."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return _start(partial(fn, *args, **kwargs))
@@ -342,7 +344,7 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine and return its result, also in a notebook, whose event loop is running."""
     if not _in_event_loop():  # outside of an `except`, which would be the context of its errors
         return asyncio.run(work)
-    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-front") as executor:
+    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-launcher") as executor:
         loop = asyncio.new_event_loop()
         task = loop.create_task(work)
         running = executor.submit(loop.run_until_complete, task)
@@ -363,13 +365,13 @@ def _in_event_loop() -> bool:
 
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-END_TIMEOUT, END_POLL = 5.0, 0.02  # seconds for processes to end, and between two looks
+END_TIMEOUT, END_POLL = 5.0, 0.02  # seconds for processes to end, and between two checks
 
 
 @contextlib.contextmanager
 def ending_descendants() -> Iterator[list[int]]:
-    """At the end, kill what was started meanwhile and still runs; yields a list that then has the
-    ids of these processes. Only for a process that ends afterwards."""
+    """On exit, kill processes that were started inside the context and still run; yields a list
+    that then has their ids. Only for a process that ends afterwards."""
     before, ended = set(_children()), list[int]()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -411,7 +413,8 @@ PROC = Path("/proc")
 # Files of a control group, in version 2 and 1 of the kernel's interface.
 LIMITS = ("memory.max", "memory.limit_in_bytes")
 EVENTS = ("memory.events", "memory.oom_control")
-OCCUPIED = ("anon", "total_rss")  # keys of memory.stat: what cannot be dropped like a file's cache
+# Keys of memory.stat: memory that cannot be reclaimed, unlike file cache.
+OCCUPIED = ("anon", "total_rss")
 
 
 LEARNER_MEMORY_HINT = (
@@ -431,7 +434,7 @@ def total_memory() -> int:
 
 
 def free_memory() -> int:
-    """Bytes that can be had without taking them from another process."""
+    """Bytes that are available without reclaiming memory of other processes."""
     found = [total_memory()]
     if (machine := _numbers(PROC / "meminfo").get("MemAvailable:")) is not None:
         found.append(1024 * machine)

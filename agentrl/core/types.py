@@ -2,8 +2,8 @@
 
 task -> group -> rollout -> attempt -> call. Records are frozen; only the store keeps them.
 
-`TrainingResult` is what a training returns. Scores in words are percentages where they lie in 0 to
-1, decided once for a run, else numbers; failed rollouts are summarised in one sentence.
+`TrainingResult` is the result of a training run. Scores in texts are percentages if all scores of
+the run are from 0 to 1, else numbers; failed rollouts are summarised in one sentence.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ EMPTY = "rollouts/empty"  # metric: number of rollouts of a step in which none w
 ENDED = "run/ended"  # metric of a run's last step: 1 once no more rollouts will be queued
 SESSION = -1  # step of rollouts that are sessions of a deployed agent; never trained
 FEEDBACK, CORRECTION = "feedback", "correction"  # rewards; a correction's text is in its note
-SIGNAL = "signal"  # reward of a call: what the message or tool result after it says about it
+SIGNAL = "signal"  # reward of a call, derived from the message or tool result after it
 HINDSIGHT = "hindsight"  # reward of a call: its log-prob once the outcome is known
-TURN = "turn"  # reward of a call: what is said about its turn
-TOLD = "told"  # reward of a call: how much more likely it is once its prompt tells more
+TURN = "turn"  # reward of a call, derived from comments on its turn
+TOLD = "told"  # reward of a call: its log-prob given additional context, minus that without
 
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class ErrorKind(StrEnum):
 
 
 class Scope(StrEnum):
-    """What a reward refers to."""
+    """The object of a reward."""
 
     TRANSITION = "transition"
     ROLE = "role"
@@ -173,14 +173,15 @@ class PromptText(Record, frozen=True):
 
 class Attempt(Record, frozen=True):
     """One try at a rollout: a lease. `id` is the 32-hex-digit OpenTelemetry trace id. Each claim
-    makes a new one with the next fence, so in a write of calls or spans the id stands for it."""
+    creates a new attempt with the next fence, so the id implies the fence in writes of calls or
+    spans."""
 
     id: str
     rollout: NewRollout
     fence: int  # 1 for the first attempt of a rollout; only the highest fence may write
     lease_until: float  # unix seconds
-    ran: Json = None  # `Outcome.ran` of an earlier attempt whose trace is to be scored only
-    prompts: list[PromptText] = []  # of the rollout's candidate
+    ran: Json = None  # `Outcome.ran` of an earlier attempt: only score its trace
+    prompts: list[PromptText] = []  # texts of the rollout's candidate
 
 
 class Transition(Record, frozen=True):
@@ -192,9 +193,9 @@ class Transition(Record, frozen=True):
     received, and `ignored` has the options of the request that had no effect. A call that
     `repeats` another was answered from the store, not by the policy: it is context only.
 
-    `version` is the policy version of the first sampled token. `spans` are of tokens: (index of its
-    first token, version) for each version, such as `[(0, 7), (12, 8)]`; empty if there is only one.
-    `span` is of OpenTelemetry: the id of the `Span` in which the agent made the call.
+    `version` is the policy version of the first sampled token. `spans` are ranges of tokens: (index
+    of the first token, version) for each version, such as `[(0, 7), (12, 8)]`; empty if there is
+    only one. `span` is the id of the OpenTelemetry `Span` in which the agent made the call.
     """
 
     id: str
@@ -218,7 +219,7 @@ class Transition(Record, frozen=True):
     repeats: str | None = None  # id of the call of another rollout that it replays
     ignored: list[str] = field(default_factory=list, name="left_out")  # fields and hosted tools
     spans: list[tuple[int, int]] = []  # in ascending order of versions
-    processors: dict[str, str] = {}  # options that bend the policy's distribution -> their JSON
+    processors: dict[str, str] = {}  # options that alter the policy's distribution -> their JSON
     images: tuple[str, ...] = ()  # digests of the prompt's images, in order; see `Image`
 
     @property
@@ -479,14 +480,15 @@ def decisive(names: Iterable[str]) -> list[str]:
 
 
 def missing_text(missing: float) -> str:
-    """What follows a score that rollouts are not part of, since they have none; else empty."""
+    """A note after a score: how many rollouts have no outcome and are not included; empty if
+    none."""
     return f", {missing:.0f} rollout{'s' * (missing != 1)} without a score" if missing else ""
 
 
 def are_shares(rows: Iterable[Mapping[str, float]], outcomes: Iterable[float] = ()) -> bool:
-    """Whether outcomes may be shown as percentages. `rows`: the metrics of steps. All scores,
-    bounds and known outcomes are from 0 to 1, and no training reward has a larger deviation than
-    such numbers can have, as returns of -1 and 1 do."""
+    """Whether outcomes may be shown as percentages. `rows`: the metrics of steps. True if all
+    scores, bounds and known outcomes are from 0 to 1, and no standard deviation of training rewards
+    is larger than such numbers allow (returns of -1 and 1 exceed it)."""
     known = list(filter(isfinite, outcomes))
     spread = []  # (mean, variance)
     for row in rows:
@@ -500,11 +502,12 @@ def are_shares(rows: Iterable[Mapping[str, float]], outcomes: Iterable[float] = 
 
 
 def score_text(value: float, share: bool, form: str = ".3f") -> str:
-    """A score of a run whose scores are shares, or not (then in this form); a dash if missing."""
+    """A score as text: a percentage if the run's scores are shares, else in the format `form`; a
+    dash if missing."""
     if isnan(value):
         return "-"
     if share and 0.0 < abs(value) < SMALL:
-        return f"{100 * value:.1g}%"  # not 0.0%, as if nothing had been reached
+        return f"{100 * value:.1g}%"  # instead of 0.0%
     return format(value, ".1%" if share else form)
 
 
@@ -513,15 +516,16 @@ def gain_text(value: float, share: bool) -> str:
     return f"{value * 100:+.1f} points" if share else f"{value:+.3f}"
 
 
-LONGEST_MESSAGE = 400  # characters of a message
-# What the embedded server, vLLM, SGLang, OpenAI and Anthropic say of a prompt that is too long.
+MAX_MESSAGE_CHARS = 400  # characters of a message
+# Messages of the embedded server, vLLM, SGLang, OpenAI and Anthropic about a prompt that is too
+# long.
 TOO_LONG = re.compile(r"context[ _-](length|window|size)|model's context|prompt is too long", re.I)
-LOOPS = (  # what the calls of an agent do that asks until it gets a form that it never gets
+LOOPS = (  # of an agent that repeats its call until an answer has the expected format
     "added nothing to the policy's last answer, such as a tool's result: the agent asks again until"
     " it gets a tool call or a structured answer, and gets words"
 )
 VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\S*\d\S*")
-FIX_HINTS = {  # of rollouts that all fail in the same way
+FIX_HINTS = {  # for rollouts that all fail in the same way
     ErrorKind.AGENT: "Correct the agent (agent.path, agent.command or agent.harness)",
     ErrorKind.NO_CALL: "Let the agent call the policy",
     ErrorKind.TIMEOUT: "Raise agent.timeout, or make the agent faster",
@@ -535,8 +539,8 @@ FIX_HINTS = {  # of rollouts that all fail in the same way
 
 
 def same_cause(failure: Failure) -> tuple[ErrorKind, str]:
-    """What failures of one cause have in common: the kind, and the message without what differs
-    between rollouts, such as numbers, ids and quoted values."""
+    """A key that is equal for failures with the same cause: the kind, and the message without
+    numbers, ids and quoted values."""
     line = next(iter(failure.message.strip().splitlines()), "")
     return failure.kind, VARIES.sub("#", line)
 
@@ -546,7 +550,7 @@ def how_many(failed: int) -> str:
 
 
 def fix_hint(kind: ErrorKind, message: str) -> str:
-    """What to do about rollouts that all fail in this way."""
+    """A fix for rollouts that all fail in this way."""
     if TOO_LONG.search(message):
         return "Raise engine.max_context, or let the agent and its environment send less"
     return FIX_HINTS[kind]
@@ -559,6 +563,6 @@ def commonest_message(failures: Sequence[Failure]) -> str:
 
 
 def one_line(message: str) -> str:
-    """A message on one line, shortened to LONGEST_MESSAGE characters."""
+    """A message on one line, shortened to MAX_MESSAGE_CHARS characters."""
     line = " ".join(message.split())
-    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} ..."
+    return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]} ..."

@@ -1,8 +1,8 @@
-"""Calls of user code, whose every exception becomes an ordinary one.
+"""Calls to user code that turn every exception into an `Exception`.
 
-`pytest.fail`, `sys.exit`, `GeneratorExit` and a cancellation that was not requested are no
-`Exception`: they would end the event loop or the process, and with it the work of other rollouts
-there. Only two pass: the cancellation of the caller, and Ctrl-C at the terminal.
+`pytest.fail`, `sys.exit`, `GeneratorExit` and a cancellation that was not requested do not raise an
+`Exception`: they would end the event loop or the process, and with it other rollouts. Only two pass
+unchanged: the cancellation of the caller, and Ctrl-C at the terminal.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ log = logging.getLogger(__name__)
 
 
 class UserCodeError(Exception):
-    """Raised in place of what user code raised and is no `Exception`; that is its `__cause__`."""
+    """Replaces an exception of user code that is not an `Exception`; the original is the
+    `__cause__`."""
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What user code raised: the error itself, or what a `UserCodeError` stands for."""
+    """The exception that user code raised: the error itself, or the one that a `UserCodeError`
+    replaces."""
     cause = error.__cause__ if isinstance(error, UserCodeError) else None
     return error if cause is None else cause
 
 
 def text_of(error: BaseException) -> str:
-    """The type and message of what user code raised, whose own `__str__` may raise, too."""
+    """The type and message of an exception of user code; its `__str__` may raise, too."""
     error = cause_of(error)
     try:
         message = str(error)
@@ -45,7 +47,8 @@ def text_of(error: BaseException) -> str:
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Around a call that awaits nothing. Raises UserCodeError for what is no `Exception`."""
+    """Context for a synchronous call. Raises UserCodeError in place of what is not an
+    `Exception`."""
     try:
         yield
     except BaseException as error:
@@ -55,8 +58,8 @@ def contained() -> Iterator[None]:
 
 
 async def awaited(work: Awaitable[T]) -> T:
-    """Await user code. Raises UserCodeError for what is no `Exception`, but CancelledError if the
-    caller is cancelled meanwhile."""
+    """Await user code. Raises UserCodeError in place of what is not an `Exception`, but
+    CancelledError if the caller is cancelled meanwhile."""
     before = _cancelling()
     try:
         return await work
@@ -72,8 +75,9 @@ async def awaited(work: Awaitable[T]) -> T:
 
 
 async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a user's function: an async one in a task of its own, because a future that fails with
-    GeneratorExit closes the whole task that awaits it, others in a thread. Raises as `awaited`."""
+    """Call a user's function: a synchronous one in a thread, an async one in its own task, because
+    a future that fails with GeneratorExit closes the whole task that awaits it. Raises as
+    `awaited`."""
     if inspect.iscoroutinefunction(function):
         return await _in_task(function, *args, **kwargs)
     returned = await in_thread(function, *args, **kwargs)
@@ -81,7 +85,7 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """`threads.call` for a user's function. Raises as `contained`."""
+    """`processes.call` for a user's function. Raises as `contained`."""
     return await processes.call(_contained, function, *args, **kwargs)
 
 
@@ -115,7 +119,8 @@ def _cancelling() -> int:
 
 
 def _has_task() -> bool:
-    """Whether a task runs; none does while a loop that has ended closes its coroutines."""
+    """Whether code runs in a task; it does not while a loop that has ended closes its
+    coroutines."""
     try:
         return asyncio.current_task() is not None
     except RuntimeError:
@@ -123,8 +128,8 @@ def _has_task() -> bool:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Whether Python raised KeyboardInterrupt for Ctrl-C: in the main thread, while no handler of
-    the process's own takes the signal."""
+    """Whether Python raised KeyboardInterrupt for Ctrl-C: in the main thread, if the process has
+    not installed a handler for the signal."""
     if not isinstance(error, KeyboardInterrupt):
         return False
     if threading.current_thread() is not threading.main_thread():

@@ -39,7 +39,7 @@ from agentrl.core.types import Json
 from agentrl.core.user_code import contained, text_of
 
 # What msgpack, hence the store's HTTP API, can represent.
-SMALLEST_INTEGER, LARGEST_INTEGER = -(2**63), 2**64 - 1
+MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
 
 
 class NotJsonError(ValueError):
@@ -167,7 +167,7 @@ def _text(text: str) -> str:
 
 
 def _fitting(number: int) -> int:
-    if not SMALLEST_INTEGER <= number <= LARGEST_INTEGER:
+    if not MIN_INTEGER <= number <= MAX_INTEGER:
         raise NotJsonError("is an integer of more than 64 bits: give it as text or as a float")
     return number
 
@@ -195,7 +195,8 @@ def _converted(value: Any) -> Json:
 
 
 def _parts(value: Any) -> Any:
-    """Return what an object is made of, nearer to JSON than itself, or the object itself."""
+    """Return the parts of an object, one step closer to JSON, or the object itself if it has
+    none."""
     if isinstance(value, enum.Enum):
         return value.value
     if not isinstance(value, type):
@@ -236,10 +237,10 @@ def _sorted(values: Set[Any]) -> list[Any]:
         return list(values)
 
 
-SMALL_BODY = 2**20  # bytes, of which a decoder makes all in a moment
+SMALL_BODY = 2**20  # bytes; a decoder is done with them in a moment
 NUMBERS = 8
 SLICE = 2**18  # bytes of JSON that are looked at in one go
-_OTHER = bytes(set(range(256)) - set(b'",[{'))  # what neither separates nor encloses values
+_OTHER = bytes(set(range(256)) - set(b'",[{'))  # bytes that neither separate nor enclose values
 # MessagePack, by first byte. Bytes of a number; bytes of the length of a text or the like, and
 # bytes of a type after it; bytes of the number of items of a list or map.
 _NUMBERS = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4}
@@ -290,8 +291,7 @@ def msgpack_values(body: bytes, most: int) -> int:
 
 
 def question_of(given: Json) -> str:
-    """The question of a task's input: the text, or that of the last message of a user, without its
-    images."""
+    """The question in a task's input: the text itself, or the text of the last user message."""
     if isinstance(given, str):
         return given
     messages = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
@@ -306,8 +306,8 @@ def _content(content: Json) -> str:
 
 
 def normal_text(text: str) -> str:
-    """A text without what two spellings of one answer may differ in: case, spaces, separators of
-    thousands, quotation marks and markup; a number by its value."""
+    """Normalise a text, so that different spellings of an answer are equal: without case, spaces,
+    thousands separators, quotation marks and markup; a number by its value."""
     kept = re.sub(r"[\s,$*`\"'_]", "", text).casefold().strip(".")
     try:
         return repr(float(kept))
@@ -316,7 +316,7 @@ def normal_text(text: str) -> str:
 
 
 MARKED = (
-    # One that is never closed ends with the text, so many of them are read once.
+    # An unclosed tag extends to the end of the text, so that many of them take linear time.
     re.compile(r"<answer>(.*?)(?:</answer>|(?P<unclosed>\Z))", re.DOTALL | re.IGNORECASE),
     re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"),
     re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE),

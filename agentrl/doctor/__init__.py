@@ -28,7 +28,7 @@ PATIENCE = 15.0  # seconds after which a check says that it is still running
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Context that says on standard error what is waited for, if that takes long."""
+    """Context that prints to standard error what it waits for, if that takes long."""
     done = threading.Event()
 
     def watch() -> None:
@@ -48,7 +48,7 @@ def waiting(what: str) -> Iterator[None]:
 
 def run_check(check: Callable[..., Any], *given: object) -> Iterator[Finding]:
     """Yield the finding of a check, if any, under the name of its function, which may be async. A
-    check returns a status and "sentence; cure", or None if it does not apply; an AgentRLError is a
+    check returns a status and "sentence; fix", or None if it does not apply; an AgentRLError is a
     failure."""
     about = (check.__doc__ or "").partition("\n")[0].partition(". ")[0].rstrip(".")
     try:

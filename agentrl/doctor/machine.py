@@ -33,15 +33,15 @@ from agentrl.store.urls import split_secret
 
 DRIVER = Path("/proc/driver/nvidia")
 TRIED = Path(__file__).with_name("tried.json")  # `make constraints` writes it
-SHOWN = {"torch", "transformers", "peft", "bitsandbytes"}  # and those of learners and engines
+SHOWN = {"torch", "transformers", "peft", "bitsandbytes"}  # plus packages of learners and engines
 GPU_PATHS = (
     "weight sync by ipc and nccl, vLLM's sleep, learner.offload, updates with policy.quantize, "
     "8-bit optimizers, learners other than torch with all of their settings"
 )
 GIB = 2**30
-LARGEST_HEADER = 100 * 2**20  # bytes of a safetensors file, by its format
+MAX_HEADER_BYTES = 100 * 2**20  # limit of the safetensors format
 STORE_TIMEOUT = 15.0  # seconds for a store to answer
-LARGEST_CLOCK_SKEW = 5.0  # largest difference of two clocks in seconds
+MAX_CLOCK_SKEW = 5.0  # seconds between two clocks
 
 
 def packages(config: RunConfig) -> tuple[Status, str]:
@@ -98,7 +98,7 @@ def gpu(config: RunConfig) -> tuple[Status, str]:
 
 
 async def store(config: RunConfig) -> tuple[Status, str] | None:
-    """Whether the store answers. Raises StoreError for one of another version."""
+    """Whether the store answers. Raises StoreError if another version of agentrl wrote it."""
     if not config.store:
         return None
     try:
@@ -121,7 +121,7 @@ def clock(config: RunConfig) -> tuple[Status, str] | None:
     with suppress(httpx.HTTPError, KeyError):
         answer = httpx.head(split_secret(config.store)[0], trust_env=False, timeout=STORE_TIMEOUT)
         ahead = time.time() - parsedate_to_datetime(answer.headers["date"]).timestamp()
-        if abs(ahead) > LARGEST_CLOCK_SKEW:
+        if abs(ahead) > MAX_CLOCK_SKEW:
             return "warn", f"{ahead:+.0f} s from the store's; synchronise both by NTP"
     return None
 
@@ -146,7 +146,7 @@ def _weights(file: Path) -> int:
     """The number of weights in a safetensors file, by its header."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
-        tensors = msgspec.json.decode(opened.read(min(size, LARGEST_HEADER)))
+        tensors = msgspec.json.decode(opened.read(min(size, MAX_HEADER_BYTES)))
     return sum(prod(each["shape"]) for name, each in tensors.items() if name != "__metadata__")
 
 
@@ -187,7 +187,8 @@ def keys(config: RunConfig) -> tuple[Status, str] | None:
 
 
 def proxies(config: RunConfig) -> tuple[Status, str] | None:
-    """Upstreams that a proxy would serve: agentrl calls them directly, unlike agents' clients."""
+    """Upstreams for which the environment names a proxy: agentrl ignores it, agents' clients do
+    not."""
     hosts = {urlsplit(each.base_url).netloc for each in config.upstreams.values()} - {""}
     outside = ", ".join(sorted(host for host in hosts if not proxy_bypass(host)))
     if not outside or not getproxies().keys() - {"no"}:

@@ -1,8 +1,7 @@
-"""Checks of a policy's chat template with conversations of agents.
+"""Checks of a run's policy: its chat template, its model, and whether the run works on this
+hardware.
 
-Checks of a run's model.
-
-Proofs that a run works on this hardware: they compute, serve and play for some seconds.
+The checks of the last kind compute, serve and play for some seconds.
 """
 
 from __future__ import annotations
@@ -189,8 +188,8 @@ def _client(config: RunConfig) -> httpx.AsyncClient:
 
 
 def _gap(model: LoadedModel, messages: Sequence[dict[str, Json]], answer: Any) -> float:
-    """The largest difference of the sampled tokens' log-probs from the learner's; in bfloat16 their
-    root mean square: the largest of a real model is that of rounding, and above 0.1."""
+    """The largest difference of the sampled tokens' log-probs from the learner's; in bfloat16 the
+    root mean square of all differences, because rounding alone makes the largest one exceed 0.1."""
     (choice,), prompt = answer["choices"], answer["prompt_token_ids"]
     if inputs := inputs_of(model.model):
         prompt = inputs.read(prompt, messages)

@@ -1,4 +1,4 @@
-"""What a plug-in writes: an `Environment`, and an `Episode` if it is played in turns.
+"""Base classes of plug-ins: `Environment`, and `Episode` for environments that are played in turns.
 
 An environment has `tasks` and exactly one of
   - `run(input, endpoint)`: it calls the model itself, and returns scores; async, or a plain
@@ -7,7 +7,8 @@ An environment has `tasks` and exactly one of
   - `verify(task, result)`: a data set and its scorer; the run file's agent plays, by default one
     model call with the task's input
 
-Scores are what a verifier may return: a number, {name: number}, or a list of `agentrl.Reward`.
+Scores have the types that verifiers may return: a number, {name: number}, or a list of
+`agentrl.Reward`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from agentrl.core.types import ErrorKind, Json, Reward
 Message = dict[str, Any]
 
 
-Observation = str | list[Message]  # of the next model: a user's message, or messages
+Observation = str | list[Message]  # the next model's input: a user message, or a list of messages
 
 
 Scores = float | dict[str, float] | list[Reward]
@@ -43,25 +44,26 @@ class Environment:
     """Base class of plug-ins. `what` and `options` come from the run file:
     `environment = "PLUGIN:WHAT"` and `[environment_options]`."""
 
-    # What `agentrl env install PLUGIN` installs, pinned. A plug-in imports it inside of functions,
-    # so that its module can be read without it.
+    # Pinned requirements that `agentrl env install PLUGIN` installs. A plug-in imports them inside
+    # functions, so that its module can be imported without them.
     requires: ClassVar[tuple[str, ...]] = ()
-    # process: one rollout at a time in a process, for what is global or breaks in threads
+    # process: one rollout at a time per process, for global state or code that is not thread-safe
     isolation: ClassVar[Literal["none", "process"]] = "none"
-    # Roles that it asks besides the one that plays: users, judges, opponents. The run file must say
-    # who answers them, so that the policy does not do it in silence.
+    # Roles that the environment calls besides the player: users, judges, opponents. The run file
+    # must map them to models, so that the policy does not silently answer them.
     roles: tuple[str, ...] = ()
-    role_rules: Sequence[RoleRule] = ()  # of calls that its program makes for itself
-    limit: int = 50  # most turns of an episode
-    root: Path = Path()  # the run file's folder, for paths; known in `__init__`
+    role_rules: Sequence[RoleRule] = ()  # rules for the roles of auxiliary calls of its program
+    limit: int = 50  # maximum turns of an episode
+    root: Path = Path()  # the run file's folder, for paths; set before `__init__`
 
     def __init__(self, what: str, **options: Any) -> None: ...
 
     def tasks(self, split: str) -> Iterable[dict[str, Json]]:
         """The tasks of "train" or "heldout": {"id": ..., "input": ..., more}. Ids are the same in
-        every process and unique over both; values are JSON. Held-out tasks that ask what a training
-        task asks are left out: by "question", which may be a digest, or else by the input. An
-        "answer" is the right one, which `agentrl doctor --environment` looks at."""
+        every process and unique over both; values are JSON. Held-out tasks with the question of a
+        training task are left out; questions are compared by "question", which may be a digest, or
+        else by the input. "answer" is the right answer, which `agentrl doctor --environment`
+        checks."""
         raise NotImplementedError
 
     def solution(self, input: Any) -> Any:
@@ -74,19 +76,19 @@ class Episode:
     """One episode of a turn-based environment. Its methods run in threads."""
 
     tools: list[dict[str, Any]] | None = None  # in OpenAI's schema
-    role: str = "agent"  # who moves next; may change between steps
-    keep: bool = True  # each role's conversation grows; False: each move is one of its own
+    role: str = "agent"  # the role that moves next; may change between steps
+    # Whether each role has one growing conversation; False: each move is a separate conversation.
+    keep: bool = True
 
     def reset(self) -> Observation:
-        """Begin; return what the first to move is told."""
+        """Begin; return the first observation."""
         raise NotImplementedError
 
     def step(self, reply: Message) -> tuple[Observation, float | dict[str, float] | None, bool]:
-        """Act on a reply, an assistant's message; return what is said next, the reward of this
-        reply or None, and whether the episode has ended.
-
-        The reward may be several, by role, each for the role's latest reply: of a move by which
-        others lose, or of moves that are made at the same time."""
+        """Act on a reply, an assistant message; return the next observation, the reward of this
+        reply or None, and whether the episode has ended. The reward may be a dict by role, each
+        value for the role's latest reply, for example if others lose by a move, or if moves are
+        simultaneous."""
         raise NotImplementedError
 
     def rewards(self) -> Scores | None:
@@ -94,5 +96,5 @@ class Episode:
         return None
 
     def close(self) -> None:
-        """Release what the episode holds; called at the end, also after an error, and once more if
-        a method outlasts its rollout, for what it has opened meanwhile."""
+        """Release resources. Called at the end, also after an error, and once more if a method
+        outlasts its rollout, for resources that it has opened meanwhile."""

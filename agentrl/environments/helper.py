@@ -28,7 +28,7 @@ from agentrl.runners.tracing import core as tracing
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the environment prints is no answer
+    os.dup2(2, 1)  # the environment's output must not mix with answers
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
     while True:

@@ -1,9 +1,10 @@
-"""Environments where they can live: made from a reference, and asked for tasks and rewards.
+"""Creates environments from references, in the process that fits them, and gets their tasks and
+rewards.
 
 A reference (`agentrl.core.config.derived`) stands for an environment's agent, tasks and verifier.
-An environment with its own interpreter, or which needs a process for each rollout, is made in
-processes of the pool, which play its rollouts (`runner`), and in a `helper`, which answers all
-else; any other is made in this process.
+An environment with its own interpreter, or with a process for each rollout, is created in processes
+of the pool, which play its rollouts (`runner`), and in a `helper`, which answers everything else;
+any other is created in this process.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from agentrl.environments.base import KINDS, Environment
 from agentrl.environments.playing import called, endpoint, play_task, scores_of, with_outcome
 from agentrl.runners.tracing import attempt_log
 
-MAX_TASKS = 1_000_000  # of a split; all are held in memory
+MAX_TASKS = 1_000_000  # tasks of a split; all are held in memory
 
 
 _making = threading.RLock()
 
 
 def parse(reference: str, root: Path) -> tuple[str, Named]:
-    """What it contributes, and the environment."""
+    """Split a reference into the part (agent, tasks or verifier) and the environment."""
     _, which, name = reference.split(":", 2)
     name, brace, options = name.partition(" {")
     given = msgspec.json.decode(f"{{{options}", type=dict[str, Any]) if brace else {}
@@ -57,7 +58,7 @@ def load_reference(reference: str, root: Path, key: str) -> Any:
     """The agent, tasks or verifier that a reference names. Raises ConfigError."""
     which, named = parse(reference, root)
     if which == "agent":
-        return lambda: agent(named)  # made by each process of its own
+        return lambda: agent(named)  # created by each process itself
     if which == "verifier":
         return verifier(named)
     return tasks(named, which)
@@ -99,14 +100,14 @@ def _made(named: Named) -> Environment:
 
 
 def made(named: Named) -> Environment:
-    """This process's own environment of this name. Raises ConfigError."""
+    """The instance of this environment in this process. Raises ConfigError."""
     with _making:
         return _made(named)
 
 
 @contextmanager
 def explained(named: Named, what: str) -> Iterator[None]:
-    """Turns what a plug-in raises into a ConfigError with the environment's name and a fix."""
+    """Converts exceptions of a plug-in to a ConfigError with the environment's name and a fix."""
     known = f"environment = {named.name!r}"
     try:
         with contained():
@@ -166,21 +167,22 @@ def check_unique(named: Named, splits: Iterable[list[dict[str, Json]]]) -> None:
 PROGRAM = ("-P", "-m", "agentrl.environments.helper")
 
 
-LARGEST_ANSWER = 2**28  # bytes
+MAX_ANSWER_BYTES = 2**28  # bytes
 
 
-# Of environments' processes: what draws from a set of texts draws the same in all of them.
+# Hash seed of environments' processes: sampling from a set of strings gives the same result in all
+# of them.
 SAME = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
 
 
 class About(msgspec.Struct, frozen=True):
-    """What the rest of a run must know of an environment."""
+    """Properties of an environment that the rest of the run needs."""
 
     kind: str  # run, open or verify
     roles: tuple[str, ...] = ()
     limit: int = 50
-    alone: bool = False  # one rollout at a time in a process
-    version: str = ""  # of agentrl in its interpreter
+    alone: bool = False  # whether a process plays one rollout at a time
+    version: str = ""  # version of agentrl in the environment's interpreter
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -190,7 +192,7 @@ class Request(msgspec.Struct, frozen=True):
     named: Named
     given: Json = None
     result: Json = None
-    attempt: str = ""  # in whose trace a verifier runs, if it scores a rollout
+    attempt: str = ""  # if a rollout is scored: the attempt whose trace the verifier extends
 
 
 class HelperAnswer(msgspec.Struct, frozen=True):
@@ -201,7 +203,7 @@ class HelperAnswer(msgspec.Struct, frozen=True):
 
 
 def is_hosted(named: Named) -> bool:
-    """Whether it runs in processes of its own. Raises ConfigError."""
+    """Whether the environment runs in separate processes. Raises ConfigError."""
     return bool(named.python) or load_class(named).isolation == "process"
 
 
@@ -220,7 +222,8 @@ def describe(named: Named) -> About:
 
 
 def tasks(named: Named, split: str) -> list[dict[str, Json]]:
-    """The tasks of a split; of those held out what training does not ask. Raises ConfigError."""
+    """The tasks of a split; held-out tasks without those whose question is in a training task.
+    Raises ConfigError."""
     rows = every_task(named, split)
     if split != "heldout" or not (asked := trained_questions(named)):
         return rows
@@ -229,11 +232,11 @@ def tasks(named: Named, split: str) -> list[dict[str, Json]]:
 
 @cache
 def trained_questions(named: Named) -> frozenset[str]:
-    """The ids of held-out tasks that ask what a training task asks; none where all tasks ask the
-    same, as those of a game, or if there are no training tasks."""
+    """The ids of held-out tasks with the question of a training task; none if all tasks have the
+    same question, as in a game, or if there are no training tasks."""
     try:
         known = {_question(row) for row in every_task(named, "train")}
-    except ConfigError:  # a run file with training tasks of its own may have none
+    except ConfigError:  # there may be none if the run file has its own training tasks
         return frozenset()
     rows = every_task(named, "heldout")
     if len(known | {*map(_question, rows)}) < 2:
@@ -258,7 +261,7 @@ def _question(row: dict[str, Json]) -> str:
 
 @cache
 def every_task(named: Named, split: str) -> list[dict[str, Json]]:
-    """The tasks of a split as the plug-in has them. Raises ConfigError."""
+    """The unfiltered tasks of a split. Raises ConfigError."""
     if not is_hosted(named):
         return checked_tasks(named, split)
     found: list[dict[str, Json]] = ask(Request("tasks", named, split))
@@ -275,7 +278,7 @@ def solution(named: Named, given: Json) -> Any:
 
 
 def agent(named: Named) -> Callable[[Json], Awaitable[Any]]:
-    """What plays the environment's rollouts in this process. Raises ConfigError."""
+    """The agent that plays the environment's rollouts in this process. Raises ConfigError."""
     environment = made(named)
 
     async def play(given: Json) -> Any:
@@ -285,12 +288,13 @@ def agent(named: Named) -> Callable[[Json], Awaitable[Any]]:
 
 
 def verifier(named: Named) -> Callable[..., Awaitable[list[Reward]]]:
-    """What scores the environment's rollouts."""
+    """The verifier of the environment's rollouts."""
     helper, scores_itself = Helper(named), describe(named).kind != "verify"
 
     async def verify(task: dict[str, Json], result: Json, trace: Trace) -> list[Reward]:
         if scores_itself and isinstance(result, dict) and result.get("environment") == named.name:
-            rows = msgspec.convert(result["rewards"], list[Reward])  # it has scored itself
+            # The environment has scored the rollout.
+            rows = msgspec.convert(result["rewards"], list[Reward])
             return with_outcome(rows, trace.transitions)
         if is_hosted(named):
             log = attempt_log.current()
@@ -312,14 +316,14 @@ def about(named: Named) -> About:
 
 
 async def verified(named: Named, task: dict[str, Json], result: Json) -> list[Reward]:
-    """The scores that the environment, made in this process, gives to an agent's result."""
+    """Score an agent's result with the environment in this process."""
     environment: Any = made(named)
     returned = await called(named.name, "verify", environment.verify, task, result)
     return scores_of(returned, named.name)
 
 
 def ask(request: Request) -> Any:
-    """The answer of a helper that is started for it. Raises ConfigError."""
+    """Start a helper for one request and return its answer. Raises ConfigError."""
     python = request.named.python or sys.executable
     with tempfile.TemporaryFile() as printed:
         try:
@@ -360,8 +364,8 @@ def _value(named: Named, python: str, line: bytes, printed: str = "") -> Any:
 
 
 class Helper:
-    """A helper that answers one request after the other, started at the first. It ends with this
-    process, and with a request that is cancelled."""
+    """A helper process that answers requests one after another, started at the first request. It
+    ends with this process, and if a request is cancelled."""
 
     def __init__(self, named: Named) -> None:
         self.named, self._python = named, named.python or sys.executable
@@ -387,7 +391,7 @@ class Helper:
     async def _start(self) -> asyncio.subprocess.Process:
         piped: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         return await asyncio.create_subprocess_exec(
-            self._python, *PROGRAM, **piped, env=os.environ | SAME, limit=LARGEST_ANSWER
+            self._python, *PROGRAM, **piped, env=os.environ | SAME, limit=MAX_ANSWER_BYTES
         )
 
     def _end(self) -> None:
@@ -404,7 +408,7 @@ def named_in(config: RunConfig) -> Named | None:
 
 
 def check(config: RunConfig) -> None:
-    """Look at the environment before anything else is built. Raises ConfigError."""
+    """Check the environment before anything else is built. Raises ConfigError."""
     if (named := named_in(config)) is None:
         return
     if named.python and "python" not in config.environment_options:

@@ -36,8 +36,8 @@ from agentrl.environments.plugins.verdicts import question_in
 from agentrl.environments.runner import Played, stage
 from agentrl.environments.toolbox import NUMBER
 
-APART = "--no-deps "  # begins a line of `requires` whose own requirements are not installed
-CPU = "https://download.pytorch.org/whl/cpu"  # torch without 3 GB of CUDA
+APART = "--no-deps "  # prefix of requirements that are installed without their dependencies
+CPU = "https://download.pytorch.org/whl/cpu"  # package index of torch without CUDA, 3 GB smaller
 
 
 def install(plugin: str, into: Path | None, python: str, say: Callable[[str], None]) -> Path:
@@ -65,8 +65,7 @@ def install(plugin: str, into: Path | None, python: str, say: Callable[[str], No
 
 
 def own_requirement() -> list[str]:
-    """Arguments of pip that install agentrl as it is installed here: the same checkout, file or
-    version."""
+    """Arguments of pip to install agentrl from the same checkout, file or version as here."""
     installed = distribution("agentrl")
     origin: dict[str, Any] = msgspec.json.decode(installed.read_text("direct_url.json") or "{}")
     url = urlsplit(origin.get("url", ""))
@@ -91,7 +90,7 @@ def torch_first(pip: Sequence[str], wanted: Sequence[str], say: Callable[[str], 
         return []
     pin = f"torch=={torch_version()}" if torch_version() else "torch"
     say(f"installing {pin} without CUDA")
-    # Whoever has set an index of their own knows where torch comes from.
+    # A user who has set another index decides where torch comes from.
     given = _run([*pip[:3], "config", "list"], "pip has no configuration")
     index = (
         {}
@@ -111,7 +110,7 @@ def torch_version() -> str:
 
 
 def _run(command: Sequence[str], problem: str, **variables: str) -> str:
-    """What a program prints. Raises ConfigError with the last line of its errors."""
+    """Return the output of a program. Raises ConfigError with the last line of its errors."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=os.environ | variables, check=False
@@ -126,12 +125,12 @@ def _run(command: Sequence[str], problem: str, **variables: str) -> str:
 
 
 SHOWN = 5  # tasks
-LONGEST = 300  # characters of an input
+MAX_INPUT_CHARS = 300  # characters of an input
 BY_HAND = 24 * 3600.0  # seconds of a rollout
 
 
 def print_tasks(named: Named, id: str | None) -> dict[str, Json]:
-    """Print what the environment has; return the task to play. Raises ConfigError."""
+    """Print the environment's tasks; return the task to play. Raises ConfigError."""
     about = hosted.describe(named)
     where = f"in processes of {named.python}" if named.python else "in this interpreter"
     roles = f", asks {', '.join(about.roles)}" if about.roles else ""
@@ -176,8 +175,8 @@ def _print_ending(played: Played) -> None:
 
 
 def _hand(left: asyncio.Event) -> Reply:
-    """Asks the terminal, and prints what was said since the role's last answer. Sets `left` at the
-    end of the input."""
+    """Print the messages since the role's last answer and read a reply from the terminal. Sets
+    `left` at the end of the input."""
     seen: dict[str, int] = {}
     turn = asyncio.Lock()
 
@@ -240,7 +239,7 @@ def _short(given: Json) -> str:
     text = " ".join(
         (given if isinstance(given, str) else msgspec.json.encode(given).decode()).split()
     )
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+    return text if len(text) <= MAX_INPUT_CHARS else f"{text[:MAX_INPUT_CHARS]} ..."
 
 
 IGNORANT = "I do not know."
@@ -250,14 +249,14 @@ Rows = dict[str, list[dict[str, Json]]]
 
 
 class CheckReport(msgspec.Struct):
-    """What was found."""
+    """The result of the checks."""
 
     environment: str
     ok: bool = True
     tasks: dict[str, int] = {}
     ground_truth: float | None = None  # mean outcome of the plug-in's solutions; none: unknown
     solved: int = 0  # tasks whose solution was played
-    rollouts_per_s: float | None = None  # of these, one after the other
+    rollouts_per_s: float | None = None  # sequential rollouts per second
     lines: list[str] = []
 
 
@@ -294,7 +293,7 @@ async def examine(named: Named, count: int, say: Say) -> CheckReport:
 
 
 def _repeated(named: Named, rows: Rows) -> tuple[str, str]:
-    """Whether another process makes the same tasks."""
+    """Whether another process generates the same tasks."""
     for split, ours in rows.items():
         theirs = hosted.ask(Request("tasks", named, split))
         if theirs != ours:
@@ -310,12 +309,12 @@ def _repeated(named: Named, rows: Rows) -> tuple[str, str]:
 
 EXPRESSION = re.compile(r"(?<![\w.^=(-])(?:-?\(\s*)*-?\d[\d.\s()+*/-]*\d(?:\s*\))*(?![\w(^]|\.\d)")
 EQUAL = 1e-6  # relative
-MIN_WRONG = 0.05  # share of answers; fewer may be rounded
+MIN_WRONG = 0.05  # share of answers; a smaller share may be rounding
 
 
 def contradictions(rows: Sequence[dict[str, Json]]) -> Iterator[str]:
-    """How answers contradict each other, or arithmetic: of questions with one expression, where
-    some answers are its value and others are not."""
+    """A sentence if answers contradict each other, or arithmetic: for questions with one
+    expression, some answers equal its value and others do not."""
     by_question: dict[str, set[str]] = defaultdict(set)
     wrong, right = list[str](), 0
     known = (row for row in rows if isinstance(row.get("answer"), str | int | float))
@@ -388,7 +387,7 @@ async def _play(named: Named, rows: Rows, count: int, report: CheckReport, found
 
 
 def _best(played: Played) -> float | None:
-    """The outcome: of several roles that of the best, as not all can win a game."""
+    """The outcome; with several roles the best role's, because not all can win a game."""
     return max(played.by_role.values(), default=played.outcome)
 
 
@@ -402,7 +401,7 @@ def _scores(played: Played) -> str:
 
 
 class SolutionScript:
-    """Answers with the replies of a solution; other roles know nothing."""
+    """Answers with the replies of a solution; other roles get an empty script."""
 
     def __init__(self, solution: Iterable[str | Message] | dict[str, Any]) -> None:
         by_role = solution if isinstance(solution, dict) else {"agent": solution}
@@ -417,7 +416,7 @@ class SolutionScript:
         return _message(replies.pop(0) if replies else IGNORANT)
 
     def problem(self, played: Played) -> str:
-        """How its replies do not fit what was asked; empty if they do."""
+        """Why the replies do not match the requests; empty if they do."""
         for role, asked in self._asked.items():
             if asked > (known := self._known[role]):
                 return f"{asked} replies of {role!r} were asked for, and solution has {known}"

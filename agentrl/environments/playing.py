@@ -1,8 +1,6 @@
-"""How environments are played, and their answers checked.
-
-Whatever is wrong with what a plug-in returns is one sentence with the environment's name, and the
-rollout has failed. `endpoint()` is the model API of the rollout in which code runs, for clients
-that cannot find it themselves.
+"""Plays environments and checks their results. An invalid result of a plug-in fails the rollout,
+with a one-sentence message that names the environment. `endpoint()` is the model API of the rollout
+in which code runs, for clients that cannot find it themselves.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from agentrl.runners.scoring import PENDING, SOURCE, VerifierError, as_number, a
 from agentrl.runners.tracing import attempt_log
 from agentrl.store.rows import check_reward
 
-TRACE = re.compile("00-([0-9a-f]{32})-")  # of an agent's own process, in TRACEPARENT
+TRACE = re.compile("00-([0-9a-f]{32})-")  # format of TRACEPARENT in an agent's own process
 
 
 OUTSIDE = (
@@ -62,7 +60,7 @@ class Endpoint:
     url: str  # ends in /v1
     key: str
     model: str = "policy"
-    others: tuple[str, ...] | None = None  # the only roles besides the policy's; None: any
+    others: tuple[str, ...] | None = None  # allowed roles besides the policy's; None: any
 
     def role(self, name: str) -> Endpoint:
         """The endpoint whose calls have the role `name`, such as "user" or "judge"."""
@@ -119,7 +117,8 @@ def endpoint() -> Endpoint:
 
 
 def _own_process(gateway: str) -> str:
-    """The attempt of an `agent.command`, all of whose variables are of one gateway."""
+    """The attempt in whose process an `agent.command` runs; all of its variables must belong to one
+    gateway."""
     trace = TRACE.match(os.environ.get("TRACEPARENT", ""))
     ours = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") == gateway
     return trace[1] if trace and ours else ""
@@ -149,7 +148,7 @@ def _read(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _words(answer: httpx.Response) -> str:
-    """What an error says: its message, if it is one of OpenAI's API."""
+    """The text of an error: its message field, if it has the format of OpenAI's API."""
     try:
         return str(msgspec.json.decode(answer.content)["error"]["message"])
     except (msgspec.DecodeError, LookupError, TypeError):
@@ -211,11 +210,10 @@ def result(name: str, rows: list[Reward]) -> dict[str, Json]:
 async def play(
     episode: Episode, endpoint: Endpoint, limit: int = 50, name: str = "environment"
 ) -> list[Reward]:
-    """Play an episode to its end and return its scores, of roles only if none is the agent. The
-    reward of each step is recorded for the call that it is about.
-
-    Raises EpisodeError for whatever the environment does wrong, an episode of more than `limit`
-    turns too, and PolicyError if a model call fails."""
+    """Play an episode to its end and return its scores; scores only of roles if no role is the
+    agent. The reward of each step is recorded for its call. Raises EpisodeError for any error of
+    the environment, including an episode of more than `limit` turns, and PolicyError if a model
+    call fails."""
     if not callable(getattr(episode, "step", None)):
         raise EpisodeError(f"{name}: open returned {episode!r:.80}, which is no Episode")
     turns = Turns(name)
@@ -272,19 +270,20 @@ async def _turn(
 
 @dataclass
 class Turns:
-    """What has happened in an episode."""
+    """The record of an episode."""
 
     name: str
     talks: dict[str, list[Message]] = field(default_factory=lambda: defaultdict(list))  # by role
-    calls: dict[str, str] = field(default_factory=dict)  # latest one by role: ids at this tracer
+    calls: dict[str, str] = field(default_factory=dict)  # role -> id of its latest call
     totals: dict[str, float] = field(default_factory=dict)  # of the steps' rewards, by role
     count: int = 0
     done: bool = False
     over: threading.Event = field(default_factory=threading.Event)  # no method is awaited any more
 
     def closing_late(self, episode: Episode, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of an episode that closes the episode again if it ends after the rollout, whose
-        end has closed only what was open by then: a thread cannot be cancelled."""
+        """Wrap a method of an episode: if it ends after its rollout, the episode is closed again,
+        to release resources that were opened after the first `close`. A thread cannot be
+        cancelled."""
         if inspect.iscoroutinefunction(method):
             return method
 
@@ -331,8 +330,9 @@ class Turns:
 
 
 def with_outcome(rows: list[Reward], calls: Iterable[Transition]) -> list[Reward]:
-    """Scores of roles only, and with them the rollout's: the mean of the roles in which a policy
-    learns, or of all. Endpoints do not learn, nor earlier versions, whose names have an "@"."""
+    """Add the rollout's outcome to scores of roles: the mean over the roles that a trained policy
+    plays, or over all roles. Upstreams are not trained, nor are earlier versions (names with
+    "@")."""
     outcomes = [row for row in rows if row.name == OUTCOME and row.scope is not Scope.TRANSITION]
     found = {row.target: row.value for row in outcomes if row.scope is Scope.ROLE}
     if len(found) < len(outcomes):
@@ -343,7 +343,7 @@ def with_outcome(rows: list[Reward], calls: Iterable[Transition]) -> list[Reward
 
 
 def scores_of(returned: Scores | None, name: str) -> list[Reward]:
-    """What an environment returned as rows. Raises EpisodeError for anything but rewards."""
+    """Convert an environment's scores to reward rows. Raises EpisodeError for anything else."""
     try:
         if returned is None:
             raise VerifierError("the verifier returned no reward; return a number, or a mapping")
@@ -362,7 +362,7 @@ def scores_of(returned: Scores | None, name: str) -> list[Reward]:
 
 
 async def called(name: str, what: str, function: Callable[..., Any], *given: Any) -> Any:
-    """Call what a plug-in has written: in a thread, unless it is async."""
+    """Call a function of a plug-in: in a thread, unless it is async."""
     try:
         if inspect.iscoroutinefunction(function):
             return await user_code.awaited(function(*given))

@@ -1,4 +1,4 @@
-"""Plays environments in a runner, and for tests with a scripted policy in place of a model."""
+"""Plays environments in a runner; in tests with a scripted policy instead of a model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from agentrl.runners.main import PlayedEnvironment, Worker, attempt_runner
 from agentrl.store import open_store
 from agentrl.store.base import Store
 
-MIN_PROCESSES = 8  # of one rollout each, even on a machine with fewer cores: they wait for calls
+# One rollout each, even on a machine with fewer cores, because they mostly wait for calls.
+MIN_PROCESSES = 8
 
 
 def played_environment(config: RunConfig, root: Path) -> PlayedEnvironment | None:
@@ -112,7 +113,7 @@ class Script(Feature):
 
 
 class Stage:
-    """Plays rollouts, one after the other."""
+    """Plays rollouts, one after another."""
 
     def __init__(self, store: Store, named: Named, script: Script, timeout: float) -> None:
         self._store, self._named, self._script = store, named, script

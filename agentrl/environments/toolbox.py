@@ -1,7 +1,7 @@
 """Building blocks of plug-ins.
 
-Observations as text, the action that a reply names, tools, tasks of seeds and of names, and the
-search for replies that solve a task.
+They render observations as text, parse actions from replies, convert tools, make tasks from seeds
+or names, and search for replies that solve a task.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from agentrl.runners.scoring import as_number
 
 COLORED = re.compile(r"\x1b\[([34])\d(;1)?m([^\x1b]*)\x1b\[0m")
 COLOR = re.compile(r"\x1b\[[\d;]*m")
-LAST_MOVE = re.compile(r"(?m)^  \(\w+\)$")  # in Gymnasium's pictures
+LAST_MOVE = re.compile(r"(?m)^  \(\w+\)$")  # highlighted text in Gymnasium's renderings
 DIGITS = re.compile(r"(\.\d{3})\d+")
 PYTHON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
-SEARCH = 20.0  # seconds for the search for a solution
-MAX_NUMBERS = 400  # of an observation; more are an image
+SEARCH = 20.0  # maximum seconds of a search for a solution
+MAX_NUMBERS = 400  # numbers in an observation; an image has more
 
 
 def shown(value: Any) -> str:
@@ -62,8 +62,8 @@ def content(reply: Message) -> str:
 
 
 def number(value: Any) -> float:
-    """A reward as a package gives it. Raises ValueError for a text, even one of digits, and for
-    whatever else is not a number."""
+    """A reward as a package gives it. Raises ValueError for anything but a number, even for a
+    string of digits."""
     try:
         return as_number(value)
     except ValueError:
@@ -79,8 +79,8 @@ def named(reply: Message, actions: Iterable[str]) -> str | None:
 
 
 def chosen(reply: Message, names: Sequence[str], space: Any) -> Any:
-    """The action of Gymnasium's space that a reply names, or None: the last of `names`, which are
-    those of a discrete space, else its last numbers."""
+    """The action of Gymnasium's space that a reply names, or None. In a discrete space it is the
+    last of `names` in the reply, in other spaces the reply's last numbers."""
     if names:
         name = named(reply, names)
         return None if name is None else space.start + list(names).index(name)
@@ -143,7 +143,7 @@ def _by_role(roles: list[str], way: list[str]) -> list[str] | dict[str, list[str
 
 
 class Seeded(Environment):
-    """An environment whose tasks are seeds: `episodes` for training, as many others held out."""
+    """An environment with seeds as tasks: `episodes` for training, and as many held out."""
 
     episodes = 64
 
@@ -154,8 +154,8 @@ class Seeded(Environment):
 
 
 def as_python(call: Mapping[str, Any], known: Container[str]) -> str:
-    """A tool call's function as a Python call with literals, or "None" for what is none of the
-    known ones, so that nothing else of a model's text is ever evaluated."""
+    """A tool call's function as a Python call with literals, or "None" for an unknown function, so
+    that no other text of a model is ever evaluated."""
     try:
         given = json.loads(call["arguments"] or "{}").items()
     except (ValueError, AttributeError, RecursionError):
@@ -165,8 +165,8 @@ def as_python(call: Mapping[str, Any], known: Container[str]) -> str:
 
 
 def as_tool_calls(lines: Iterable[str], docs: Mapping[str, Any]) -> Message | None:
-    """An assistant's message with these Python calls, whose arguments are literals, or None if
-    there are none; `docs`, by name, has the parameters that a call gives by position."""
+    """An assistant message with these Python calls (arguments must be literals), or None if there
+    are none. `docs`: function name -> its parameters, for positional arguments."""
     calls = list[dict[str, Any]]()
     for line in lines:
         call: Any = ast.parse(line, mode="eval").body
@@ -188,7 +188,7 @@ def as_tool(doc: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fifths(names: Iterable[str], split: str) -> list[dict[str, Any]]:
-    """Tasks that are names, every fifth held out; fewer than five are in both splits."""
+    """A task for each name, every fifth held out. Fewer than five tasks are in both splits."""
     known = list(names)
     kept = [name for i, name in enumerate(known) if (i % 5 == 4) == (split == "heldout")]
     chosen = kept if len(known) >= 5 else known
@@ -196,7 +196,7 @@ def fifths(names: Iterable[str], split: str) -> list[dict[str, Any]]:
 
 
 def as_fields(text: str, needed: Sequence[str]) -> dict[str, Any]:
-    """The JSON object in a reply, or its whole text as the only field that is needed. Raises
+    """The JSON object in a reply, or the whole text as the value of the only required field. Raises
     ValueError."""
     if len(needed) == 1 and "{" not in text:
         return {needed[0]: text}
@@ -217,7 +217,7 @@ BOARD = "x yours, o theirs, a number: the free cell of this action, . another fr
 
 def board(observation: Any, actions: int) -> tuple[str, list[str]]:
     """The observation of PettingZoo's current player as text, and its legal actions. Two planes,
-    its pieces and the opponent's, become one board, which BOARD explains."""
+    one per player, are merged into one board, which BOARD explains."""
     masked = isinstance(observation, dict)
     mask = observation["action_mask"] if masked else [1] * actions
     legal = [str(action) for action, allowed in enumerate(mask) if allowed]

@@ -1,4 +1,4 @@
-"""The process that asks users' functions about replies: verifiers and judges of next messages."""
+"""The process that runs users' functions on replies: verifiers and judges of next messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _decode = partial(msgspec.msgpack.decode, dec_hook=array_from_bytes)
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What the process loads, relative to `root`."""
+    """The functions that the process loads, relative to `root`."""
 
     root: str
     verifier: str = ""
@@ -55,8 +55,8 @@ class SignalRequest(msgspec.Struct, frozen=True):
 
 
 class SignalResponse(msgspec.Struct, frozen=True):
-    """Values in 0..1: `signals` of the verifier by name, or one for each reply (None: nothing).
-    Or the `problem`, a sentence without its subject, and without words of the session."""
+    """Values in 0..1: `signals` of the verifier by name, or one value per reply (None: no signal).
+    Or a `problem`: the predicate of a sentence, without text of the session."""
 
     signals: dict[str, float] = {}
     judged: list[float | None] = []
@@ -68,7 +68,7 @@ def pack(message: msgspec.Struct) -> bytes:
 
 
 async def read(stream: asyncio.StreamReader, kind: type[T]) -> T:
-    """As `child.read`, of messages that have arrays."""
+    """Like `child.read`, for messages with arrays."""
     return await child.read(stream, kind, decode=_decode)
 
 
@@ -92,7 +92,7 @@ class Answerer:
             return SignalResponse(judged=[await self._judged(reply) for reply in question.replies])
         except Nonsense as error:
             return SignalResponse(problem=str(error))
-        except scoring.VerifierError:  # whose message has what was returned
+        except scoring.VerifierError:  # its message contains the returned value
             return SignalResponse(problem="returned no reward that can be stored")
         except Exception as error:  # noqa: BLE001 - user's code
             return SignalResponse(problem=f"raised {kind_of(error)}")
@@ -113,7 +113,7 @@ class Answerer:
 
 
 class Nonsense(Exception):
-    """A value that is no signal."""
+    """A value that is not a valid signal."""
 
 
 def _in_range(value: Any) -> float:

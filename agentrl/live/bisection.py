@@ -1,11 +1,10 @@
-"""The search for the session that makes a step of a live run raise.
-
-A step that raised is repeated with half of its sessions, until one raises alone. That session waits
-until others were trained, is tried alone once more, and is discarded if it raises again. Owns: the
-file `failed.json` of the run's folder. Invariant: a session is discarded only if it raised twice
-with a trained step in between; kills, memory that ran out, and services that cannot be reached
-count against none. If several sessions in a row raise alone, they are not the cause: learning is
-paused until the file is deleted, and serving continues.
+"""Bisection: finds the session that makes a step of a live run raise. A step that raised is
+repeated with half of its sessions, until a single session raises. That session waits until others
+were trained, is tried once more, and is discarded if it raises again. Owns: the file `failed.json`
+of the run's folder. Invariant: a session is discarded only if it raised twice with a trained step
+in between; kills, lack of memory, and unreachable services do not count. If several sessions in a
+row raise, they are not the cause: learning is paused until the file is deleted, and serving
+continues.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ from agentrl.core.types import Record, Rollout
 log = logging.getLogger("agentrl.algorithm")
 MAX_LONE_FAILURES = 3  # sessions that raised alone and wait for others to be trained
 SERVICES = (StoreError, OSError, aiohttp.ClientError, httpx.HTTPError)
-SETTINGS = (AgentRLError, AgentError, ConfigError)  # not the subclasses, which are about data
+# Not the subclasses, which report errors in the data.
+SETTINGS = (AgentRLError, AgentError, ConfigError)
 
 
 class Attempted(Record, frozen=True):
@@ -39,10 +39,11 @@ class Attempted(Record, frozen=True):
     step: int
     groups: list[str]
     once: list[str] = field(default_factory=list)  # groups that raised alone
-    twice: list[str] = field(default_factory=list)  # and again after others were trained
+    # Groups that raised alone again after others were trained.
+    twice: list[str] = field(default_factory=list)
 
     def judged(self) -> Attempted:
-        """What follows if the step raised."""
+        """The next action after the step raised."""
         if len(self.groups) != 1:
             return self
         only = self.groups[0]
@@ -54,10 +55,10 @@ class Attempted(Record, frozen=True):
 
 @dataclass(slots=True)
 class StepBisection:
-    """What the last process failed with. folder: of the run."""
+    """The state of the search in the run's folder."""
 
     folder: Path
-    trying: Attempted | None = None  # by this process; None: no session
+    trying: Attempted | None = None  # the sessions that this process trains; None: none
 
     @property
     def file(self) -> Path:
@@ -71,8 +72,8 @@ class StepBisection:
             return Attempted(step=-1, groups=[])
 
     def hold_reason(self, waiting: Collection[str]) -> str:
-        """Why nothing may be learned, a sentence; empty if something may be. waiting: groups that
-        are neither trained nor discarded."""
+        """A sentence: why learning is paused; empty if it is not. waiting: groups that are neither
+        trained nor discarded."""
         found = sum(group in waiting for group in self.failed().once)
         if found <= MAX_LONE_FAILURES:
             return ""
@@ -82,12 +83,11 @@ class StepBisection:
         )
 
     def bisect(self, step: int, chosen: Sequence[Rollout]) -> list[Rollout]:
-        """The sessions that a step tries, of those whose turn it is. Call it in the task that
-        trains them."""
+        """Select the sessions that a step tries. Call it in the task that trains them."""
         last, kept = self.failed(), [*chosen]
         again = [row for row in kept if row.group in last.groups] if last.step == step else []
         if last.step == step and last.once and last.groups == last.once[-1:]:
-            kept = kept[len(kept) // 2 :]  # those beside it may raise as well
+            kept = kept[len(kept) // 2 :]  # the others may raise as well
         elif again:
             kept = again[: max(1, len(again) // 2)]
         if len(kept) < len(chosen):
@@ -114,7 +114,7 @@ def _may_be_theirs(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and what was being handled when it was raised."""
+    """An error, and the errors that were being handled when it was raised."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

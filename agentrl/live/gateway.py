@@ -5,11 +5,11 @@ training rollout, alone in its group; it is answered by a version of the run's l
 it until that version is retired. A session that continues after its end is another one: its group
 has the suffix -2, then -3.
 
-All of a session is in the store, so the next process continues the sessions of a killed one. It
-finds the session to which a request belongs, and if the answer to a call may not have been
-delivered, it sends the same answer once more. The store has calls as they were translated for the
-policy, and redacted; a request is as the agent's API writes it. Invariant: both are equal in the
-texts of instructions, users and answers without white space, which is what is compared.
+A session is stored completely, so the next process continues the sessions of a killed one. It finds
+the session to which a request belongs, and if the answer to a call may not have been delivered, it
+sends the same answer again. Stored calls are translated for the policy and redacted, requests have
+the format of the agent's API, so sessions are found by what does not differ. Invariant: the texts
+of system, user and assistant messages are equal in both, apart from white space.
 
 The process serves with the listening socket of its supervisor.
 """
@@ -98,10 +98,10 @@ from agentrl.store.base import Store, keep_reading
 
 END = "x-agentrl-end"  # request header of a session's last call
 SESSION_TOKEN = web.RequestKey(records.TOKEN, str)  # the token of the request's session
-MAX_SESSION_CALLS = 200  # after which a session continues as another one, so that it is trained
-MAX_FEEDBACK = 1000  # rewards of a session, beyond which no feedback is taken
+MAX_SESSION_CALLS = 200  # a longer session continues as another one, so that it is trained
+MAX_FEEDBACK = 1000  # rewards of a session; further feedback is refused
 LANES_POLL_INTERVAL = 0.2  # seconds
-# Seconds: a client that leaves a failed call earlier did not wait for its retries, so the call does
+# Seconds. A client that disconnects earlier did not wait for the call's retries, so the call does
 # not count as failed.
 MIN_CLIENT_WAIT = 10.0
 
@@ -124,7 +124,7 @@ class LiveSessions(Sessions):
         self._documents = Documents(store, config.name)
         self._lanes_known = asyncio.Event()  # set once there are lanes
         self._secret = b""  # set with the first lanes, as it is kept with the run
-        self._resumed: dict[Exchange, OpenSession] = {}  # of a killed process
+        self._resumed: dict[Exchange, OpenSession] = {}  # sessions of a killed process
         self._opted_out: set[str] = set()  # open sessions whose user has opted out
         self._to_delete: set[str] = set()  # names of sessions
         read_key(self._people.secret_env, "live.people.secret_env", "the run's")
@@ -225,8 +225,8 @@ class LiveSessions(Sessions):
     def _continued(
         self, body: Mapping[str, Any], known: OpenSession | None, request: web.Request
     ) -> OpenSession | None:
-        """None for a session of another user with the same messages: the answer would carry that
-        session's token."""
+        """Return the open session that a request continues, but never one of another user, even
+        with the same messages: the answer would carry that session's token."""
         found = super()._continued(body, known, request)
         if found is None and self._resumed:
             exchanges = reversed(exchanges_of(body, self._patterns))
@@ -236,7 +236,8 @@ class LiveSessions(Sessions):
         return found if same else None
 
     async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
-        """Store the feedback of a client that has the session's token, also after its end."""
+        """Store the feedback of a client that has the session's token, even after the session has
+        ended."""
         await self._lanes_known.wait()
         feedback = msgspec.json.decode(await read_body(request), type=Feedback)
         token, name = request.headers.get(records.TOKEN, ""), feedback.session
@@ -246,7 +247,7 @@ class LiveSessions(Sessions):
             )
         if self._people.token and not records.is_token(self._secret, name, token):
             return refusal(403, f"the {records.TOKEN} is not that of session {name!r:.80}")
-        if why := signals.unfit(feedback):
+        if why := signals.invalid_reason(feedback):
             return refusal(400, why)
         rows = await self._store.rollouts(self._run, group=await self._group_of(name), limit=1)
         if rows and len(rows[0].rewards) >= MAX_FEEDBACK:
@@ -260,7 +261,7 @@ class LiveSessions(Sessions):
 
     async def _begin(self, name: str, start: str, request: web.Request) -> OpenSession:
         taken_over = self._open.get(session_group(self._run, name))
-        if taken_over is not None and name:  # its name was not known
+        if taken_over is not None and name:  # it was opened before its name was known
             self._check_owner(name, taken_over.active.attempt.rollout, request)
             del self._open[taken_over.name]
             taken_over.name = name
@@ -310,7 +311,7 @@ class LiveSessions(Sessions):
 
     def _is_full(self, session: OpenSession) -> bool:
         """Whether the session ends here and continues as another one: a session that never ends
-        would never be trained. Not while calls are in flight, which would be cut."""
+        would never be trained. False while calls are in flight, because they would be cut off."""
         active = session.active
         return active.recorded and active.calls >= MAX_SESSION_CALLS and not active.tasks
 
@@ -320,8 +321,8 @@ class LiveSessions(Sessions):
             await self._end([session])
 
     async def _count_failed(self, session: OpenSession) -> None:
-        """Write how many calls got no answer, for the guard. A call whose client left counts only
-        if the client had waited for MIN_CLIENT_WAIT."""
+        """Store how many calls failed, for the guard. If the client disconnected, the call counts
+        only if the client had waited for MIN_CLIENT_WAIT."""
         active = session.active
         left = {number for number, waited in active.abandoned.items() if waited < MIN_CLIENT_WAIT}
         done = {number for numbers in active.ended.values() for number in numbers}
@@ -372,8 +373,8 @@ class LiveSessions(Sessions):
     # -- sessions of a killed process --------------------------------------------------------------
 
     async def take_over(self) -> None:
-        """Continue the open sessions of a killed process. Those whose lease has ended are ended
-        by `keep`."""
+        """Continue the open sessions of a killed process. `keep` ends sessions with an expired
+        lease."""
         rows = await self._store.rollouts(self._run, step=SESSION, state=RolloutState.RUNNING)
         held = {row.attempt: row for row in rows if row.attempt and row.purpose is Purpose.TRAIN}
         if not held:
@@ -464,10 +465,10 @@ async def serve(
 SYSTEM = ("system", "instructions", "systemInstruction", "system_instruction")  # of a request
 MESSAGES = ("messages", "input", "contents")
 SPEAKING_ROLES = (*ANSWERS, "user", None)  # roles; Gemini's users need none
-RESULTS = ("tool_result", "functionResponse")  # parts of a user's message that a tool wrote
+RESULTS = ("tool_result", "functionResponse")  # parts of user messages with tool results
 
 
-Undelivered = dict[bytes, list[Sequence[Transition]]]  # answers by their question
+Undelivered = dict[bytes, list[Sequence[Transition]]]  # question -> its answers, oldest first
 
 
 def exchange_of(call: Transition) -> Exchange:
@@ -477,7 +478,7 @@ def exchange_of(call: Transition) -> Exchange:
 
 
 def exchanges_of(body: Mapping[str, Any], patterns: Sequence[re.Pattern[str]]) -> list[Exchange]:
-    """The exchange of each answer in a request, redacted as the stored ones are."""
+    """The exchange of each assistant message in a request, redacted like stored calls."""
     kept = redact({name: body[name] for name in (*SYSTEM, *MESSAGES) if name in body}, patterns)
     heads = [_message("system", kept[name]) for name in SYSTEM if name in kept]
     found: Json = next((kept[name] for name in MESSAGES if name in kept), [])
@@ -516,20 +517,20 @@ def _is_result(part: Json) -> bool:
 
 
 def undelivered_of(calls: Sequence[Transition]) -> Undelivered:
-    """The answers that a killed process may not have delivered, by their questions: those that no
-    later call of the session contains."""
+    """The answers that a killed process may not have delivered: no later call of the session
+    contains them."""
     undelivered: Undelivered = {}
     for _, rows in groupby(calls, key=lambda call: call.started):
         choices = list(rows)
         first = choices[0]
         key = question(first.role, first.messages, first.tools, None)
         redacted = REDACTED.encode() in msgspec.json.encode(first.answer)
-        if not (redacted or any(read(call, first) for call in calls)):
+        if not (redacted or any(continues(call, first) for call in calls)):
             undelivered.setdefault(key, []).append(choices)
     return undelivered
 
 
-def read(call: Transition, earlier: Transition) -> bool:
+def continues(call: Transition, earlier: Transition) -> bool:
     """Whether a call continues from the answer of an earlier one."""
     at = len(earlier.messages)
     then = call.messages[at] if len(call.messages) > at else {}
@@ -537,6 +538,7 @@ def read(call: Transition, earlier: Transition) -> bool:
 
 
 async def answer_again(undelivered: Undelivered, call: ReceivedCall) -> Sequence[Transition]:
-    """Answer a call that a killed process has answered already, once."""
+    """Return the stored answer of a call that a killed process has answered already; each answer is
+    returned only once."""
     kept = undelivered.get(question_of(call.request, call.role), [])
     return kept.pop(0) if kept else ()

@@ -1,8 +1,7 @@
-"""How the listening socket of a live run outlives the processes that hold it.
-
-The supervisor owns it and its gateways inherit it, so a restarted gateway finds the connections
-that came meanwhile. If the supervisor is killed, its gateway continues for a while, and hands the
-socket to the next supervisor, which asks for it at a Unix socket in the run's folder.
+"""Hands over the listening socket of a live run, which outlives its processes. The supervisor owns
+it and gateways inherit it, so a restarted gateway accepts the connections that arrived meanwhile.
+If the supervisor is killed, its gateway continues for a while and passes the socket to the next
+supervisor, which requests it over a Unix socket in the run's folder.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def inherited() -> socket.socket:
 def offer(
     output: Path, held: socket.socket, orphaned: threading.Event, given: Callable[[], object]
 ) -> None:
-    """Answer supervisors, in a thread of its own; calls `given` once one has the socket."""
+    """Offer the socket to supervisors, in a separate thread; calls `given` once one has it."""
     server = socket.socket(socket.AF_UNIX)
     with suppress(FileNotFoundError):
         (output / FILE).unlink()
@@ -87,7 +86,7 @@ def _answer(
     with server:
         while True:
             asking, _ = server.accept()
-            with asking, suppress(OSError):  # who asked may have ended
+            with asking, suppress(OSError):  # the supervisor may have ended
                 if orphaned.is_set():
                     socket.send_fds(asking, [ORPHANED], [held.fileno()])
                     given()
@@ -119,20 +118,20 @@ def _receive(connection: socket.socket) -> socket.socket | None:
         return None
     found = socket.socket(fileno=files[0])
     try:
-        connection.recv(1)  # nothing, at its end
+        connection.recv(1)  # empty once the gateway has ended
     except TimeoutError:
         found.close()
         raise ConfigError(
             f"{_other_end(connection)}, the gateway of an earlier agentrl live, does not end: "
             "kill it, and rerun the command"
         ) from None
-    except OSError:  # it was killed
+    except OSError:  # the gateway was killed
         pass
     return found
 
 
 def _other_end(connection: socket.socket) -> str:
-    """The process to which a Unix socket is connected, in words."""
+    """A description of the process to which a Unix socket is connected."""
     if not hasattr(socket, "SO_PEERCRED"):
         return "another process"
     pid, _, _ = struct.unpack(
@@ -142,11 +141,11 @@ def _other_end(connection: socket.socket) -> str:
 
 
 def _as_asked(found: socket.socket, config: RunConfig) -> socket.socket:
-    """The socket of the run, or a new one if the settings name another port or host now. Then
-    connections that were not yet accepted are lost."""
+    """The socket of the run, or a new one if the settings now have another port or host. In that
+    case connections that were not yet accepted are lost."""
     host, port = found.getsockname()[:2]
     wanted = config.runner.host, config.runner.port or port
-    with suppress(OSError):  # a host without address: `_listen` says so
+    with suppress(OSError):  # a host without an address: `_listen` reports it
         if _address(*wanted)[1][:2] == (host, port):
             return found
     log.warning("the gateway listens at %s:%d now, no longer at %s:%d", *wanted, host, port)
@@ -174,7 +173,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """A name of a file that a Unix socket may have, which has at most 107 bytes."""
+    """A short path for a Unix socket: at most 107 bytes are allowed."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         short = Path(f"/proc/self/fd/{folder}", path.name)

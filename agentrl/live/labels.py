@@ -1,15 +1,14 @@
-"""Labels of ended sessions: their signals, and the outcome computed from them.
+"""Labels ended sessions: their signals, and the outcome computed from them.
 
 Invariant: a label is computed from the stored session, and written at once with its mark; so a
 killed watch loses nothing and repeats at most one question. Feedback that arrives before a session
 is trained rewrites its label; later it is still stored, and the label stays. A session that cannot
-be labelled is held: it is never trained, and no other waits for it.
+be labelled is held back: it is never trained, and no other session waits for it.
 
-The verifier and the judge of next messages are the user's code. They run in a process that answers
-one question after the other. The watch owns these processes and the judge's connections. Invariant:
-an answer that takes longer than `live.signals.timeout` ends its process, whatever the code does
-then; whatever goes wrong, the session stays without this signal, and each kind of problem is
-reported once.
+The verifier and the judge of next messages are the user's code. They run in processes that answer
+one question after another. The watch owns these processes and the judge's connections. Invariant:
+if an answer takes longer than `live.signals.timeout`, its process is killed. After any problem the
+session stays without this signal, and each kind of problem is reported once.
 """
 
 from __future__ import annotations
@@ -74,17 +73,18 @@ from agentrl.store.base import Store, keep_reading
 HELD = "it cannot be labelled: {}"
 
 
-AT_ONCE = 16  # sessions that are asked about at the same time
+AT_ONCE = 16  # sessions that are labelled concurrently
 
 
-PAUSE = 0.2  # seconds between two looks, however much is written
+PAUSE = 0.2  # minimum seconds between two reads of the store
 
 
-POLL = 60.0  # seconds after which the store is looked at again
+POLL = 60.0  # maximum seconds between two reads of the store
 
 
 class Labeller:
-    """Labels the sessions of a run. Call `start` once, then `look` whenever the store changed."""
+    """Labels the sessions of a run. Call `start` once, then `look` after every change of the
+    store."""
 
     def __init__(
         self, store: Store, config: RunConfig, asker: Asker, clock: Callable[[], float] = time.time
@@ -93,21 +93,22 @@ class Labeller:
         self._settings = config.live
         self._weights = self._settings.signals.weight
         self._ledger = signals.Ledger(self._settings.people.per_user, self._weights)
-        self._asking: dict[str, asyncio.Task[None]] = {}  # by rollout
+        self._asking: dict[str, asyncio.Task[None]] = {}  # rollout -> its labelling
         self._admitting = asyncio.Lock()
         self._slots = asyncio.Semaphore(AT_ONCE)
-        self._said, self._said_unweighed = set[str](), False  # outliers; names may be users' words
-        self._given_up = set[str]()  # sessions of which not even that can be written
+        # Already reported; names may be text of users.
+        self._said, self._said_unweighed = set[str](), False
+        self._given_up = set[str]()  # sessions that could not even be marked as held back
 
     async def start(self) -> None:
-        """Read what is known of the sessions so far."""
+        """Read the existing labels of the sessions."""
         async for row in records.all_sessions(self._store, self._run):
             if mark := mark_of(row):
                 self._ledger.learn(row.id, user_of(row), mark)
         self._ledger.tidy()
 
     async def look(self) -> None:
-        """Begin to label what has ended, and rewrite what got feedback."""
+        """Begin to label sessions that have ended, and relabel those with new feedback."""
         sessions = await ended(self._store, self._run)
         marks = {row.id: mark_of(row) for row in sessions}
         known = [(row, mark) for row in sessions if (mark := marks[row.id]) and is_counted(mark)]
@@ -121,17 +122,18 @@ class Labeller:
                 self._asking[row.id] = asyncio.create_task(self._label(row))
 
     async def settle(self) -> None:
-        """Wait until all that `look` has begun is written. Raises the first error."""
+        """Wait for all labels that `look` has begun. Raises the first error."""
         tasks = [*self._asking.values()]
         self._asking.clear()
         await asyncio.gather(*tasks)
 
     def failed(self) -> None:
-        """Forget what has been written; raises the first error."""
+        """Drop finished tasks; raises the first error."""
         for id, task in [*self._asking.items()]:
             if task.done():
                 del self._asking[id]
-                if not task.cancelled():  # with another that asked the same: it is asked again
+                # Cancelled together with an equal question, which will be asked again.
+                if not task.cancelled():
                     task.result()
 
     async def _learn(self, row: Rollout, mark: Mark) -> None:
@@ -145,8 +147,8 @@ class Labeller:
             await self._safely(row, self._labelled(row))
 
     async def _safely(self, row: Rollout, work: Coroutine[Any, Any, None]) -> None:
-        """Do what is about one session, which is held if that cannot be done: others must not wait
-        for it. Raises StoreError for what can be tried again."""
+        """Process one session; hold it back if that fails, because others must not wait for it.
+        Raises StoreError if it can be tried again."""
         try:
             await work
         except Invalid as error:
@@ -157,7 +159,7 @@ class Labeller:
             await self._hold(row, error)
 
     async def _labelled(self, row: Rollout) -> None:
-        async with self._admitting:  # in the order in which they ended
+        async with self._admitting:  # in the order of their ends
             trace = await self._store.trace(row.id)
             if trace is None:  # deleted since
                 return
@@ -170,7 +172,8 @@ class Labeller:
         await self._write(trace.rollout, self._weighed(row, mark), judged)
 
     async def _hold(self, row: Rollout, error: Exception) -> None:
-        """Write that a session cannot be labelled; else forget it until the watch starts again."""
+        """Mark a session as impossible to label; if that fails, too, ignore it until the watch
+        restarts."""
         why = HELD.format(kind_of(error))
         log.warning("session %s is held: %s", row.group, why)
         now = self._clock()
@@ -180,15 +183,16 @@ class Labeller:
             self._given_up.add(row.id)
 
     def _admitted(self, trace: Trace) -> Mark:
-        """A mark that says whether the session counts."""
+        """A mark with the decision whether the session counts."""
         row = trace.rollout
-        ended = ended_of(row) or self._clock()  # it failed before its end was written
+        # The labelling failed before the session's end was written.
+        ended = ended_of(row) or self._clock()
         digest = digest_of_session(trace.transitions)
         mark = Mark(ended=ended, day=_day_of(ended), digest=digest)
         return replace(mark, held=self._ledger.admit(row.id, user_of(row), mark))
 
     async def _asked(self, mark: Mark, trace: Trace) -> tuple[Mark, dict[str, float]]:
-        """The mark with the verifier's and the judge's signals, and those of calls."""
+        """Add the signals of the verifier, the judge and of calls to the mark."""
         after = replies(trace.transitions)
         signals, judged = await asyncio.gather(
             self._asker.verify(trace), self._asker.judge(after, trace.rollout.id)
@@ -213,7 +217,7 @@ class Labeller:
         return dict.fromkeys(signals, late) | mark.delays
 
     def _weighed(self, row: Rollout, mark: Mark) -> Mark:
-        """The mark with why the session, or what was posted, does not count."""
+        """Add to the mark the reason why the session, or its posted feedback, does not count."""
         user, (contrary, unlike) = user_of(row), self._outliers()
         held = mark.held if not is_counted(mark) else ""
         if not held and user in unlike and self._ledger.is_beyond(row.id, user, mark):
@@ -233,7 +237,7 @@ class Labeller:
         """Write a label unless it is written already."""
         outcome = signals.weighted(mark.signals, self._weights)
         if math.isnan(outcome) and mark.ignored and _had_outcome(row):
-            mark = replace(mark, held=mark.ignored)  # its reward cannot be taken away
+            mark = replace(mark, held=mark.ignored)  # the mark's reward cannot be removed
         known = math.isnan(outcome) or outcome == outcome_of(row)
         if mark == mark_of(row) and (mark.held or known):
             return
@@ -283,13 +287,13 @@ log = logging.getLogger("agentrl.live")
 CHILD = ("-m", "agentrl.live.answering")
 
 
-PROCESSES = 2  # questions that are answered at the same time
+PROCESSES = 2  # questions that are answered concurrently
 
 
 LOADING = 120.0  # seconds for a user's file to be imported
 
 
-LARGEST_PRINT = 2**16  # bytes that the user's functions may print about one session
+MAX_PRINTED_BYTES = 2**16  # bytes that the user's functions may print about one session
 
 
 ANSWERED = re.compile(r"( answered \d+): .*", re.DOTALL)
@@ -353,7 +357,7 @@ class Asker:
         return answer.signals
 
     async def judge(self, replies: Sequence[Reply], subject: str) -> dict[str, float]:
-        """Judgements of what followed the answers of a session's calls, by call. subject: its
+        """Judgements of the messages that followed the answers of a session, by call. subject: its
         rollout."""
         if not replies or not self._signals.next_message:
             return {}
@@ -398,10 +402,11 @@ class Asker:
             why = f"took longer than live.signals.timeout = {self._signals.timeout:g} s"
             self._say(NEXT_MESSAGE, "took too long", why)
         except (AgentRLError, KeyError) as error:
-            why = ANSWERED.sub(r"\1", str(error))  # without the server's words about a user's
+            # Without the server's message, which may quote users.
+            why = ANSWERED.sub(r"\1", str(error))
             self._say(NEXT_MESSAGE, "failed", f"gave no answer: {why}")
         finally:
-            judge.forget_asked()  # the store has the answers
+            judge.forget_pending()  # the store has the answers
         return []
 
     def _say(self, what: str, kind: str, problem: str) -> None:
@@ -420,7 +425,7 @@ async def _started(launcher: ProcessLauncher, settings: Settings) -> Channel:
     """A process that has loaded the user's functions. Raises ConfigError."""
     argv = [sys.executable, *CHILD, msgspec.json.encode(settings).decode(), "3"]
     spec = ProcessSpec(argv=argv, env=environment_without_secrets(), folder=settings.root)
-    process = await launcher.talk(spec, LARGEST_PRINT)
+    process = await launcher.talk(spec, MAX_PRINTED_BYTES)
     try:
         async with asyncio.timeout(LOADING):
             problem = (await read(process.reader, SignalResponse)).problem

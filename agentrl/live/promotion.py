@@ -1,19 +1,19 @@
 """Promotion: decides which version answers sessions, by comparison, by the guard, and by hand.
 
-Everything is read from the store, and a decision is a document, so it holds whatever the algorithm
-process is doing. `records` says what happens if several decide.
+Everything is read from the store and a decision is a document in it, so decisions do not depend on
+the algorithm process. `records` describes concurrent decisions.
 
 The guard rolls a version back because of its sessions, while they are in progress. A version is
-compared with the one that it replaces, from which it may differ by the limits of [live.guard]. That
-it differs more is shown by the bets of `served`, at any time with a probability of at most `ALARM`
-of a false alarm per limit; so a version that fails every call is rolled back after its third, and
-one that fails a little more often than allowed after many.
+compared with the one that it replaces and may differ by the limits of [live.guard]. The betting
+test of `served` shows larger differences, with a probability of at most `ALARM` per limit of ever
+raising a false alarm; so a version that fails every call is rolled back after its third, and one
+that fails slightly more often than allowed after many.
 
-Each version that answers sessions is scored once on held-out tasks, by a run of its own without
-steps, in a process of its own and in the folder `<output>/heldout/<version>-<digest>`, which exists
-until the score is a document. So a watch that was killed continues the evaluation, and neither
-engine nor learner of the live run takes part. Invariant: only scores of the same tasks, agent and
-verifier are compared.
+Each version that answers sessions is scored once on held-out tasks, by a separate run without
+steps, in a separate process and in the folder `<output>/heldout/<version>-<digest>`, which exists
+until the score is stored. So a watch that was killed continues the evaluation, and neither engine
+nor learner of the live run takes part. Invariant: only scores of the same tasks, agent and verifier
+are compared.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from agentrl.live.records import (
 )
 from agentrl.live.served import (
     EARLY,
-    NEWEST,
+    MAX_SESSIONS_READ,
     WATCHED,
     Difference,
     ServedSession,
@@ -78,12 +78,13 @@ from agentrl.live.signals import text_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
 
-DECISION_INTERVAL, DECISION_PAUSE = 5.0, 0.2  # seconds between two looks, at most and at least
+DECISION_INTERVAL, DECISION_PAUSE = 5.0, 0.2  # maximum and minimum seconds between two checks
 SHOWN = 2.0  # seconds between two documents of a comparison
 
 
 async def decide_promotions(store: Store, config: RunConfig) -> None:
-    """Write what is decided, and why, until cancelled. Raises StoreError; call it again then."""
+    """Make decisions and store them with their reasons, until cancelled. Raises StoreError; then
+    call it again."""
     decider = Decider(store, config)
     while True:
         cursor, began = await store.cursor(), time.monotonic()
@@ -98,7 +99,7 @@ async def decide_promotions(store: Store, config: RunConfig) -> None:
 
 
 class Decider:
-    """Looks at the sessions of one run."""
+    """Makes decisions about the versions of one run."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         self._store, self._run, self._live = store, config.name, config.live
@@ -109,8 +110,8 @@ class Decider:
         self._shown = -math.inf  # when a comparison was last written
 
     async def look(self, now: float) -> Event | None:
-        """Decide one thing, or nothing. now: unix seconds. Raises Conflict if another process
-        decided meanwhile."""
+        """Make at most one decision. now: unix seconds. Raises Conflict if another process decided
+        meanwhile."""
         known = await self._documents.state()
         await self._served.read(now, known)
         if known.lanes is not None:
@@ -134,7 +135,7 @@ class Decider:
             return None
         by_hand = new.kind == "offered by hand"
         if lanes.candidate is not None and (not by_hand or lanes.candidate >= records.GIVEN):
-            return None  # of what users offer, one is compared after the other
+            return None  # offered weights are compared one after another
         why = f"made by {new.step} steps" if not by_hand else f"offered by hand: {new.given}"
         if lanes.candidate is not None:
             why += f"; version {lanes.candidate} is not compared any more"
@@ -142,7 +143,7 @@ class Decider:
         return Event(time=now, kind="candidate", version=new.version, lanes=lanes, why=why)
 
     async def _alarm(self, known: LiveState, now: float) -> Event | None:
-        """What the guard rolls back."""
+        """The rollback that the guard demands, if any."""
         if (lanes := known.lanes) is None:
             return None
         if (version := lanes.candidate) is not None:
@@ -166,7 +167,7 @@ class Decider:
         )  # fmt: skip
 
     async def _compared(self, known: LiveState, now: float) -> Event | None:
-        """What the comparison of the two lanes, and their held-out scores, say."""
+        """The decision from the comparison of the two lanes and their held-out scores."""
         lanes = known.lanes
         if lanes is None or lanes.candidate is None:
             return None
@@ -189,11 +190,11 @@ class Decider:
 
 
 ALARM = 0.01  # probability of a false alarm, for each limit and version
-MIN_CALLS = 20  # calls or outcomes of the other version below which it is unknown what is usual
-Z_SCORE = 2.0  # standard errors that are added to what is usual with the other version
+MIN_CALLS = 20  # calls of the other version; with fewer its rates are unknown
+Z_SCORE = 2.0  # standard errors that are added to the other version's rates
 REFUSED_SHARE = 0.2  # how many more answers may refuse, in English
 LONG_ANSWER = 3.0  # times the mean tokens, from which on an answer is long
-LONG_SHARE = 0.2  # how many more answers may be long
+LONG_SHARE = 0.2  # allowed increase of the share of long answers
 REFUSAL = re.compile(
     r"^\W*(i'?m |i am )?(very |really )?(sorry|unable to)\b.{0,40}\b(but|can'?t|cannot|unable|help)"
     r"|^\W*(i |we )(can'?t|cannot|can not|won'?t|will not) (help|assist|comply|answer|provide)",
@@ -208,13 +209,13 @@ class Alarm(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A limit of a version's mean, with what it is about."""
+    """A limit for a mean of a version."""
 
-    name: str  # of the setting
-    text: str  # what it is a share of
+    name: str  # the setting
+    text: str  # description of the mean
     values: Sequence[float]  # 0 to 1, in their order
     usual: float  # mean of the other version
-    of: int  # values that it is the mean of
+    of: int  # number of values
     more: float
 
     @property
@@ -225,14 +226,14 @@ class Limit(NamedTuple):
 
 @dataclass(slots=True)
 class SeenCalls:
-    """What the calls of a version show, in their order."""
+    """Statistics of the calls of a version, in their order."""
 
-    policy: str  # by which the version is served
+    policy: str  # the served name of the version
     failed: list[float] = field(default_factory=list)
     refused: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     _read: dict[str, int] = field(default_factory=dict)  # rollout -> number of its calls
-    _lost: dict[str, int] = field(default_factory=dict)  # and of those that got no answer
+    _lost: dict[str, int] = field(default_factory=dict)  # the same for calls without an answer
     _over: set[str] = field(default_factory=set)
 
     async def read(self, store: Store, rows: Iterable[Rollout], most: int) -> None:
@@ -270,14 +271,15 @@ class Guard:
     async def alarm(
         self, served: ServedSessions, version: int, other: int, lane: str
     ) -> Alarm | None:
-        """Why a version has to be rolled back that began in a lane in place of another version."""
+        """Why a version that replaced another one in a lane must be rolled back; empty: it need
+        not."""
         rows = [row for row in served.recent.values() if is_of(row, version, lane)]
         calls = self._calls.setdefault((version, lane), self._new(version))
         await calls.read(self._store, rows, WATCHED)
         known = other in self._usual
         found = await self._judged(served, version, other, lane)
         if found and known and found.evidence["limit"] != "drop":
-            # Perhaps it is the same with both by now.
+            # The other version may have changed in the same way.
             del self._usual[other]
             found = await self._judged(served, version, other, lane)
         return found
@@ -294,19 +296,20 @@ class Guard:
         return broken(limits, other)
 
     def forget(self, kept: set[int]) -> None:
-        """Forget all other versions."""
+        """Drop the statistics of all other versions."""
         self._calls = {key: one for key, one in self._calls.items() if key[0] in kept}
         self._usual = {key: one for key, one in self._usual.items() if key in kept}
 
     async def _usual_calls(self, served: ServedSessions, version: int) -> SeenCalls:
-        """Of its newest sessions; read once there are enough calls."""
+        """The calls of the version's newest sessions; read only once if there are enough."""
         calls = self._usual.get(version)
         if calls is None or len(calls.failed) < MIN_CALLS:
             calls = self._usual[version] = self._new(version)
             rows = {row.id: row for row in served.newest[version]}
             rows |= {id: row for id, row in served.recent.items() if is_of(row, version, "")}
-            newest = sorted(rows.values(), key=lambda row: began_of(row, math.inf))[-NEWEST:]
-            await calls.read(self._store, newest, NEWEST)
+            by_start = sorted(rows.values(), key=lambda row: began_of(row, math.inf))
+            newest = by_start[-MAX_SESSIONS_READ:]
+            await calls.read(self._store, newest, MAX_SESSIONS_READ)
         return calls
 
     def _new(self, version: int) -> SeenCalls:
@@ -318,7 +321,8 @@ def call_limits(settings: GuardConfig, calls: SeenCalls, usual: SeenCalls) -> li
     if (more := settings.failures) is not None:
         found.append(Limit("failures", "calls failed", calls.failed, _mean(base), len(base), more))
     base = usual.refused
-    # Policies fail rarely, but what refuses is a matter of the agent: it takes a comparison.
+    # Failed calls are rare for any policy, but refusals depend on the agent: they need a
+    # comparison.
     if len(base) >= MIN_CALLS:
         mean = _mean(base)
         limit = Limit("refusals", "answers refuse", calls.refused, mean, len(base), REFUSED_SHARE)
@@ -334,7 +338,7 @@ def call_limits(settings: GuardConfig, calls: SeenCalls, usual: SeenCalls) -> li
 def outcome_limits(
     settings: GuardConfig, outcomes: Sequence[float], usual: Sequence[float], *, early: bool = False
 ) -> list[Limit]:
-    """Of what is missing to an outcome of 1. early: to what is known of it at once."""
+    """Limits for 1 minus the outcome. early: for 1 minus the early outcome."""
     base = [1 - one for one in usual[-WATCHED:]]
     if settings.drop is None or len(base) < MIN_CALLS:
         return []
@@ -362,14 +366,14 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-Scored = HeldOutScore | None  # None: not known
+Scored = HeldOutScore | None  # None: unknown
 
 
 def verdict(
     settings: PromotionConfig, found: Difference, scores: tuple[Scored, Scored] | None = None
 ) -> tuple[EventKind, bool, str] | None:
-    """What happens to a candidate, whether because it is worse, and why; None: nothing yet.
-    scores: of candidate and serving version; None if there are no held-out tasks."""
+    """The decision on a candidate, whether it was found worse, and the reason; None: no decision
+    yet. scores: of candidate and serving version; None if there are no held-out tasks."""
     ours = found.sessions[0]
     margin = settings.margin if settings.rule == "not_worse" else 0.0
     scored = scores is None or all(one is not None and one.score is not None for one in scores)
@@ -419,7 +423,7 @@ def compared(
     scores: tuple[Scored, Scored],
     now: float,
 ) -> Compared:
-    """What users see of a comparison. scores: of candidate and serving version."""
+    """The displayed summary of a comparison. scores: of candidate and serving version."""
     assert lanes.candidate is not None
     ours = [one for one in sessions if one.version == lanes.candidate]
     theirs = [one for one in sessions if one.version == lanes.serving]
@@ -453,22 +457,20 @@ def _score(found: Scored) -> float | None:
 
 log = logging.getLogger("agentrl.live")
 FOLDER, RUN_FILE, TASKS = "heldout", "score.json", "eval/tasks"
-HELDOUT_INTERVAL, HELDOUT_PAUSE = 60.0, 1.0  # seconds between two looks at the lanes
-LANES_PAUSE = 5.0  # the same while tasks are played
-NICENESS = 10  # of the processes of an evaluation
+HELDOUT_INTERVAL, HELDOUT_PAUSE = 60.0, 1.0  # seconds between two reads of the lanes
+LANES_PAUSE = 5.0  # seconds, while tasks are played
+NICENESS = 10  # `nice` value of an evaluation's processes
 T = TypeVar("T")
 
 
 async def evaluate_heldout(store: Store, config: RunConfig) -> None:
     """Score versions once they are in a lane, until cancelled. Returns if there are no held-out
-    tasks. Raises AgentRLError if an evaluation fails; call it again then."""
+    tasks. Raises AgentRLError if an evaluation fails; then call it again."""
     known, cursor, digest = Documents(store, config.name), 0, ""
     seated: list[int] = []
     while config.tasks.heldout:
         now = await known.state()
-        if (
-            lanes := _to_score(now)
-        ) != seated:  # a comparison continues with the tasks it began with
+        if (lanes := _to_score(now)) != seated:  # a comparison keeps the tasks of its start
             seated, digest = lanes, digest_of(config)
         if (version := unscored(now, digest)) is None:
             cursor = await store.wait(cursor, timeout=HELDOUT_INTERVAL)
@@ -501,11 +503,11 @@ async def evaluate_heldout(store: Store, config: RunConfig) -> None:
 async def _while_in_a_lane(
     known: Documents, version: int, work: Coroutine[Any, Any, T]
 ) -> T | None:
-    """What `work` returns; None if it is cancelled, because the version was decided against."""
+    """The result of `work`; None if it is cancelled because the version has left its lane."""
     playing = asyncio.create_task(work)
     try:
         while not (await asyncio.wait([playing], timeout=LANES_PAUSE))[0]:
-            with suppress(StoreError):  # it is played on meanwhile
+            with suppress(StoreError):  # the evaluation continues meanwhile
                 if version not in _to_score(await known.state()):
                     return None
         return playing.result()
@@ -521,22 +523,22 @@ def _to_score(known: LiveState) -> list[int]:
 
 
 def unscored(known: LiveState, digest: str) -> Version | None:
-    """The version to score next. digest: of what is played now."""
+    """The version to score next. digest: of the current tasks and settings."""
     done = {one.version for one in known.scores.values() if one.digest == digest and not one.failed}
     left = [one for one in _to_score(known) if one not in done]
     return next((known.versions[one] for one in left if one in known.versions), None)
 
 
 def comparable(known: LiveState, ours: int, theirs: int) -> tuple[Scored, Scored]:
-    """The scores of two versions; none if they are not of the same tasks, played in the same way:
-    they will be soon."""
+    """The scores of two versions; None if they are not comparable because tasks or settings differ:
+    new scores will follow."""
     one, other = known.scores.get(ours), known.scores.get(theirs)
     return (None, None) if one and other and one.digest != other.digest else (one, other)
 
 
 def digest_of(config: RunConfig) -> str:
-    """A hash of what a score depends on beside the version: the settings of tasks, agent, verifier,
-    sampling and evaluations, and the files that they name."""
+    """A hash of everything but the version that a score depends on: the settings of tasks, agent,
+    verifier, sampling and evaluations, and the files that they name."""
     tables = [config.tasks, config.agent, config.verifier, config.sampling, config.eval]
     settings = [msgspec.to_builtins(table) for table in tables]
     named = {Path(config.root, part) for text in _texts(settings) for part in _parts(text)}
@@ -545,7 +547,7 @@ def digest_of(config: RunConfig) -> str:
 
 
 def _texts(value: Json) -> Iterator[str]:
-    """All texts in a value."""
+    """All strings in a value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
@@ -554,7 +556,7 @@ def _texts(value: Json) -> Iterator[str]:
 
 
 def _parts(text: str) -> tuple[str, ...]:
-    """What may be the name of a file: `file.py:name` is a function in it."""
+    """Parts of a string that may be file names: `file.py:name` is a function in a file."""
     return tuple(part for part in (text, text.rpartition(":")[0]) if part and len(part) < 256)
 
 
@@ -568,7 +570,7 @@ async def scored(config: RunConfig, version: Version, digest: str) -> HeldOutSco
     settings = evaluation_of(config, version, folder_of(config, version.version, digest))
     folder, logs = make_folder(Path(settings.output)), make_folder(Path(config.output, "logs"))
     for other in folder.parent.iterdir():
-        if other != folder:  # of a version that is in no lane now, or of other tasks
+        if other != folder:  # folder of a version without a lane, or of outdated tasks
             delete_directory(other)
     file = trainer.write_settings(folder / RUN_FILE, settings)
     playing = Child("heldout", ["process", "heldout", str(file)], logs / "heldout.log")
@@ -580,7 +582,7 @@ async def scored(config: RunConfig, version: Version, digest: str) -> HeldOutSco
             raise AgentRLError("tasks, agent or verifier were changed while they were played")
         return await _read(settings, version.version, digest)
     except AgentRLError:
-        delete_directory(folder)  # what it has played is played again
+        delete_directory(folder)  # the folder's rollouts are played again
         raise
     finally:
         await playing.stop()
@@ -602,8 +604,9 @@ async def _read(settings: RunConfig, version: int, digest: str) -> HeldOutScore:
 
 
 def score_of(version: int, outcomes: Sequence[tuple[int, float]], digest: str) -> HeldOutScore:
-    """outcomes: of each rollout, with the number of its task; NaN: none. A missing one may be worth
-    anything that outcomes are, which widens the interval. Raises AgentRLError if all are."""
+    """outcomes: (task number, outcome) of each rollout; NaN: missing. A missing outcome may have
+    any value in the range of outcomes, which widens the interval. Raises AgentRLError if all are
+    missing."""
     known = [value for _, value in outcomes if not math.isnan(value)]
     if not known:
         raise AgentRLError("no held-out task has a reward; see logs/heldout.log")
@@ -628,7 +631,7 @@ def evaluation_of(config: RunConfig, version: Version, output: Path) -> RunConfi
     folder = Path(config.output, version.path).resolve()
     made = evaluation_run(config.for_evaluation(), name, folder)
     own: dict[str, Any] = {"output": str(output), "store": store_in(output)}
-    for key in ("runner", "engine"):  # the ports of the live run are taken
+    for key in ("runner", "engine"):  # the ports of the live run are in use
         if hasattr(table := getattr(made, key), "port"):
             own[key] = replace(table, port=0)
     return replace(made, **own)
@@ -637,4 +640,4 @@ def evaluation_of(config: RunConfig, version: Version, output: Path) -> RunConfi
 def play(config: RunConfig) -> None:
     """Play the held-out tasks, in this process and those that it starts."""
     os.nice(NICENESS)
-    run_blocking(trainer.front(config))
+    run_blocking(trainer.launch(config))

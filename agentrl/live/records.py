@@ -1,6 +1,6 @@
 """Records of a live run: sessions, the documents of its processes, labels, and people's data.
 
-A session that continues after its end is another one, in a group of its own. Invariant: the groups
+A session that continues after its end becomes a new session in a new group. Invariant: the groups
 of a name are numbered from 1 without a gap, and stay when their rollouts are deleted.
 
 | kind | key | content | writer |
@@ -8,21 +8,21 @@ of a name are numbered from 1 without a gap, and stay when their rollouts are de
 | `live-events` | place | `Event`: what was decided, why, and the lanes | all but the gateway |
 | `live-versions` | number | `Version`: a trained version that is served, or was | algorithm |
 | `live-wishes` | place | `Wish`: weights that a user offers | commands |
-| `live-given` | number | `Version`: GIVEN + n, made of the wish in place n | algorithm |
-| `live-scores` | place | `HeldOutScore`: what a version reaches on held-out tasks | watch |
+| `live-given` | number | `Version`: GIVEN + n, made from the wish in place n | algorithm |
+| `live-scores` | place | `HeldOutScore`: the score of a version on held-out tasks | watch |
 | `live` | `compared` | `Compared`: how the candidate is doing | watch |
 
 Invariant: all documents but the last are only ever added, with growing keys, so a process reads
-each once (`Documents`). Event n follows from the events before it: a writer who has not seen the
-last one cannot write the next, so several may decide, and one that was suspended overwrites
-nothing. A wish is carried out once it has a version or an event, under a number that follows from
-its place; so it is carried out once whichever process is killed, and none overwrites another.
+each once (`Documents`). Event n depends on all events before it: a writer that has not seen the
+last event cannot write the next one, so several processes may decide, and one that was suspended
+overwrites nothing. A wish is carried out when it has a version or an event, with a number that is
+determined by its place; so it is carried out exactly once even if a process is killed.
 
-Every labelled session has one reward MARK, whose note is a `Mark`; one named `outcome` only if its
-outcome is known: a missing value is missing. Both have the source SOURCE.
+Every labelled session has one reward MARK with a `Mark` as its note, and a reward `outcome` only if
+its outcome is known. Both have the source SOURCE.
 
-The data of people are the secret of a run, hashes of users, tokens of sessions, and what is
-deleted.
+This module also handles people's data: the secret of a run, hashes of users, tokens of sessions,
+and deletion.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def group_base(run: str, group: str) -> str:
 
 
 def chosen(lanes: Lanes, group: str) -> int:
-    """The version that answers a new session. Each candidate gets other sessions."""
+    """The version that answers a new session. Each candidate gets a different sample of
+    sessions."""
     if lanes.candidate is None:
         return lanes.serving
     drawn = blake2b(f"{lanes.candidate}/{group}".encode(), digest_size=4).digest()
@@ -81,8 +82,8 @@ def chosen(lanes: Lanes, group: str) -> int:
 
 
 async def count_of(store: Store, run: str, name: str) -> int:
-    """How many sessions of a name there have been, also deleted ones. Reads twice the logarithm of
-    their number, because one name may be used for years."""
+    """The number of sessions that a name has had, including deleted ones. Reads a logarithmic
+    number of rows, because a name may be used for years."""
 
     async def is_known(number: int) -> bool:
         try:
@@ -110,7 +111,8 @@ async def delete(store: Store, run: str, name: str) -> bool:
     return not left
 
 
-PAUSE_SHARE = 4.0  # pause per time of a look, so that many open sessions take a fifth of a core
+# Ratio of pauses to the time of reads, so that many open sessions take a fifth of a core.
+PAUSE_SHARE = 4.0
 KIND, COMPARED = "live", "compared"
 EVENTS, VERSIONS, GIVENS = "live-events", "live-versions", "live-given"
 WISHES, SCORES = "live-wishes", "live-scores"
@@ -121,12 +123,14 @@ EventKind = Literal["first", "candidate", "promoted", "dropped", "rolled back", 
 
 
 class Lanes(Record, frozen=True):
-    """The versions that answer sessions. New sessions go to the candidate with probability `share`
-    and stay there; those of a version that is none of the three continue with the serving one."""
+    """The versions that answer sessions. A new session is assigned to the candidate with
+    probability `share` and stays there; sessions of a version without a lane continue with the
+    serving version."""
 
     serving: int
     candidate: int | None = None
-    previous: int | None = None  # served before the last promotion, and continues its sessions
+    # Version served before the last promotion; it continues to serve its sessions.
+    previous: int | None = None
     share: float = 0.1
 
     def promoted(self) -> Lanes:
@@ -136,7 +140,8 @@ class Lanes(Record, frozen=True):
         return replace(self, **given)
 
     def returned(self) -> Lanes:
-        """The version before serves again; a candidate goes, too: it was made from what goes."""
+        """The lanes after a rollback to the previous version. The candidate is removed, too,
+        because it was trained from the removed version."""
         assert self.previous is not None
         return replace(self, serving=self.previous, candidate=None, previous=None)
 
@@ -163,7 +168,7 @@ class Version(Record, frozen=True):
     offered: float  # unix seconds
     source: int | None = field(default=None, name="from")  # the version that served at that time
     kind: VersionKind = "trained"
-    given: str = ""  # the folder of which it is a copy, if a user offered it
+    given: str = ""  # the folder it was copied from, if a user offered it
 
 
 class Event(Record, frozen=True):
@@ -171,7 +176,7 @@ class Event(Record, frozen=True):
 
     time: float  # unix seconds
     kind: EventKind
-    version: int  # what it is about
+    version: int  # the version of the decision
     lanes: Lanes  # since then
     why: str  # a sentence
     worse: bool = False  # whether the version was found to be worse
@@ -183,8 +188,8 @@ class Event(Record, frozen=True):
 
 
 class Compared(Record, frozen=True):
-    """How a candidate is doing. The difference is candidate minus serving, its ends are those of
-    `served.Difference`; None: not known."""
+    """The comparison of a candidate. The difference is candidate minus serving, with the interval
+    of `served.Difference`; None: unknown."""
 
     version: int
     serving: int
@@ -194,22 +199,24 @@ class Compared(Record, frozen=True):
     high: float
     means: tuple[float | None, float | None]
     clipped: int = 0
-    signals: dict[str, tuple[float | None, float | None]] = {}  # name -> means of the two
+    signals: dict[str, tuple[float | None, float | None]] = {}  # name -> means of the two versions
     held_out: tuple[float | None, float | None] = (None, None)
-    missing: tuple[int, int] = (0, 0)  # held-out rollouts without an outcome, which it leaves out
+    missing: tuple[int, int] = (0, 0)  # held-out rollouts without an outcome, which are left out
 
 
 class HeldOutScore(Record, frozen=True):
-    """What a version reaches on the held-out tasks of the run."""
+    """The score of a version on the held-out tasks of the run."""
 
     version: int
-    score: float | None = None  # mean outcome of those that have one; None: it failed
-    low: float | None = None  # 95 % interval, whatever the missing are worth; None: of one task
+    score: float | None = None  # mean of the known outcomes; None: the evaluation failed
+    # 95 % interval for any values of missing outcomes; None: a single task.
+    low: float | None = None
     high: float | None = None
     tasks: int = 0
     missing: int = 0  # rollouts without an outcome
-    digest: str = ""  # of what was played, see `heldout.digest_of`; others are not comparable
-    failed: str = ""  # why there is no score, a sentence; it is tried again
+    # Of tasks and settings, see `promotion.digest_of`; only equal digests are comparable.
+    digest: str = ""
+    failed: str = ""  # a sentence: why there is no score; the evaluation is retried
 
 
 class Wish(Record, frozen=True):
@@ -231,7 +238,7 @@ class LiveState(Record, frozen=True):
 
     @property
     def lanes(self) -> Lanes | None:
-        """Those after the last event; None: no version is served yet."""
+        """The lanes after the last event; None: no version is served yet."""
         return self.events[-1].lanes if self.events else None
 
 
@@ -242,8 +249,8 @@ def served(lanes: Lanes) -> set[int]:
 
 
 def next_offer(known: LiveState) -> Version | None:
-    """The version that becomes the candidate next: of those that nothing has been decided about,
-    the first that a user offered, else the newest."""
+    """The next candidate: among undecided versions the first that a user offered, else the
+    newest."""
     decided = {event.version for event in known.events}
     offers = [one for one in known.versions.values() if one.version not in decided]
     return max(offers, key=_precedence, default=None)
@@ -268,21 +275,21 @@ def points(difference: float) -> str:
 
 
 def resets(event: Event) -> bool:
-    """Whether the policy must be learned further from the version that serves since then: what it
-    learned after that was found to be worse, and it would be offered again."""
+    """Whether the learner must continue from the serving version, because a version that it trained
+    later was found to be worse and would otherwise be offered again."""
     return event.worse or event.kind == "rolled back"
 
 
 class Documents:
-    """The documents of a run, for who looks at them again and again."""
+    """The documents of a run, for repeated reads."""
 
     def __init__(self, store: Store, run: str) -> None:
         self._store, self._run = store, run
         self._known: dict[str, dict[str, Any]] = {kind: {} for kind in (*KINDS, GIVENS)}
 
     async def state(self) -> LiveState:
-        """What is known now, without comparisons; reads what is new since the last call. Raises
-        Invalid for a damaged document, which is read again at the next call."""
+        """The current documents, without comparisons; reads only documents that are new since the
+        last call. Raises Invalid for a damaged document, which is read again at the next call."""
         await asyncio.gather(*(self._read(kind) for kind in self._known))
         versions = [*self._known[VERSIONS].values(), *self._known[GIVENS].values()]
         return LiveState(
@@ -317,12 +324,13 @@ async def put_version(store: Store, run: str, version: Version) -> None:
 
 
 async def put_compared(store: Store, run: str, compared: Compared) -> None:
-    """In place of the one before; what decided about a candidate is in the event."""
+    """Store the comparison, in place of the previous one; the one that led to a decision is kept in
+    the event."""
     await _put(store, run, KIND, COMPARED, compared, replace=True)
 
 
 async def decide(store: Store, run: str, known: LiveState, event: Event) -> None:
-    """Write the event that follows those that are known. Raises Conflict if there is another."""
+    """Write the next event. Raises Conflict if another process has written it."""
     first = await _append(store, run, EVENTS, len(known.events), event)
     if first != msgspec.json.decode(msgspec.json.encode(event), type=Event):
         raise Conflict(f"version {event.version}: {first.kind} meanwhile ({first.why})")
@@ -340,11 +348,11 @@ async def put_score(store: Store, run: str, score: HeldOutScore) -> None:
 async def _add(store: Store, run: str, kind: str, value: Record) -> None:
     place = len(await store.documents(run, kind))
     while await _append(store, run, kind, place, value) != value:
-        place += 1  # another process has added one meanwhile
+        place += 1  # another process has added a wish meanwhile
 
 
 async def _append(store: Store, run: str, kind: str, place: int, value: R) -> R:
-    """Write in this place, unless there is something; returns what is there."""
+    """Write a document with this key unless it exists; returns the stored document."""
     before, key = f"{place - 1:07d}" if place else "", f"{place:07d}"
     await _put(store, run, kind, key, value, replace=False)
     found: R = _convert(key, (await store.documents(run, kind, after=before))[key], type(value))
@@ -373,18 +381,18 @@ MARK, OUTCOME = "labelled", "outcome"  # names of rewards
 
 
 class Mark(Record, frozen=True):
-    """What is known of a session, and why. All values are in 0..1."""
+    """The label of a session, and its reasons. All values are in 0..1."""
 
     ended: float  # unix seconds of the store's clock
     day: str  # UTC date of its end, by which the cap of a user counts
-    digest: str = ""  # of its version and what its user said
+    digest: str = ""  # digest of the version and of the user's messages
     # signals of the verifier, by name, and of the next messages
     asked: dict[str, float] = field(default_factory=dict)
     posted: dict[str, float] = field(default_factory=dict)  # signals of feedback, by its name
-    explicit: bool = False  # whether a posted one has a weight
+    explicit: bool = False  # whether a posted signal has a weight
     # signal -> seconds from the session's end until it was seen
     delays: dict[str, float] = field(default_factory=dict)
-    ignored: str = ""  # why what its user posted is not in the outcome; empty: it is
+    ignored: str = ""  # why posted feedback is not in the outcome; empty: it is
     held: str = ""  # why the session does not count; empty: it counts
 
     @property
@@ -394,7 +402,7 @@ class Mark(Record, frozen=True):
 
     @property
     def signals(self) -> dict[str, float]:
-        """Those that are in the outcome, as far as they have a weight."""
+        """The signals that are part of the outcome, if they have a weight."""
         return self.asked if self.ignored else self.all
 
 
@@ -412,7 +420,7 @@ def known_end(session: Rollout) -> float:
 
 
 def user_of(session: Rollout) -> str:
-    """The hash of its user; empty if it is not known."""
+    """The hash of the session's user; empty if unknown."""
     return str(session.task.get("user") or "")
 
 
@@ -423,7 +431,8 @@ def failed_calls(session: Rollout) -> int:
 
 
 def mark_of(session: Rollout) -> Mark | None:
-    """The mark of a session; None: it is not labelled yet. One that cannot be read holds it."""
+    """The mark of a session; None: it is not labelled yet. A session with an unreadable mark is
+    held back."""
     rows = (row for row in session.rewards if row.name == MARK and row.source == SOURCE)
     return next((_read_mark(row.note) for row in rows), None)
 
@@ -431,20 +440,21 @@ def mark_of(session: Rollout) -> Mark | None:
 def _read_mark(note: str) -> Mark:
     try:
         return msgspec.json.decode(note, type=Mark)
-    except msgspec.DecodeError:  # it was changed by hand, or another version of agentrl wrote it
+    except msgspec.DecodeError:  # changed by hand, or written by another version of agentrl
         return Mark(ended=0.0, day="", held=DAMAGED)
 
 
 def outcome_of(session: Rollout) -> float:
-    """The outcome of a session that counts; NaN if it is not known, or the session is held."""
+    """The outcome of a session that counts; NaN if it is unknown or the session is held back."""
     mark = mark_of(session)
     rows = (row for row in session.rewards if row.source == SOURCE and row.name == OUTCOME)
     return math.nan if mark is None or mark.held else next((r.value for r in rows), math.nan)
 
 
 def believed(session: Rollout, names: Collection[str]) -> Rollout:
-    """The session without what its user posted under other names, which the algorithm might take
-    for its own; without all of it, corrections too, if that is held back."""
+    """The session without feedback that its user posted under other names, because the algorithm
+    could mistake it for its own rewards. If the user's feedback is held back, all of it is removed,
+    including corrections."""
     mark = mark_of(session)
     kept = () if mark is not None and mark.ignored else names
     rewards = [row for row in session.rewards if row.source != FEEDBACK or row.name in kept]
@@ -452,8 +462,8 @@ def believed(session: Rollout, names: Collection[str]) -> Rollout:
 
 
 def is_ready(session: Rollout, now: float, wait: float) -> bool:
-    """Whether a session can be trained: its outcome is known, and its user gave feedback or had
-    `wait` seconds for it. A clock that jumps back only lengthens the wait."""
+    """Whether a session can be trained: its outcome is known, and its user has given feedback or
+    had `wait` seconds to do so. A clock that jumps back only lengthens the wait."""
     mark = mark_of(session)
     known = mark is not None and not math.isnan(outcome_of(session))
     return known and mark is not None and (mark.explicit or now - mark.ended >= wait)
@@ -471,20 +481,20 @@ def is_lost(session: Rollout, now: float, wait: float) -> bool:
 log = logging.getLogger("agentrl.live")
 SECRETS, KEY = "live-secret", "secret"  # kind and key of the document
 TOKEN = "x-agentrl-feedback-token"  # header of responses, and of feedback
-PAGE, AT_ONCE = 1000, 100  # sessions that are read, or deleted, at once
+PAGE, AT_ONCE = 1000, 100  # sessions per read or deletion
 PATIENCE = 60.0  # seconds for a step to release sessions that are deleted
-NOTICED = RENEWAL_INTERVAL + 5.0  # seconds until a gateway knows that a session was cancelled
-MIN_PAUSE, LONGEST_PAUSE = 1.0, 3600.0  # seconds between two looks for old sessions
+NOTICED = RENEWAL_INTERVAL + 5.0  # seconds until a gateway notices that a session was cancelled
+MIN_PAUSE, MAX_PAUSE = 1.0, 3600.0  # seconds between two searches for old sessions
 
 
 async def secret_of(store: Store, config: RunConfig) -> bytes:
-    """The secret in the variable `live.people.secret_env`, else the store's, made at the first
-    call. Raises ConfigError if the variable is not set, NotFound for an unknown run."""
+    """The secret in the variable `live.people.secret_env`, or else a stored one, generated at the
+    first call. Raises ConfigError if the variable is not set, NotFound for an unknown run."""
     variable = config.live.people.secret_env
     if given := read_key(variable, "live.people.secret_env", "the run's"):
         return given.encode()
     if KEY not in await store.documents(config.name, SECRETS):
-        # Of two processes that make one, the first counts.
+        # If two processes generate one, the first is used.
         await store.put_documents(config.name, SECRETS, {KEY: secrets.token_hex(32)})
     return str((await store.documents(config.name, SECRETS))[KEY]).encode()
 
@@ -508,7 +518,8 @@ def _digest(secret: bytes, purpose: str, text: str) -> str:
     """Raises ValueError for an empty secret, by which everybody could make tokens."""
     if not secret:
         raise ValueError("the secret of the run is not known yet")
-    said = f"{purpose}:{text}".encode(errors="surrogatepass")  # else two names could be the same
+    # Otherwise two names could give the same text.
+    said = f"{purpose}:{text}".encode(errors="surrogatepass")
     return hmac.new(secret, said, sha256).hexdigest()
 
 
@@ -530,8 +541,8 @@ async def sessions_of_user(store: Store, config: RunConfig, user: str) -> list[R
 
 
 async def export(store: Store, config: RunConfig, user: str) -> AsyncIterator[dict[str, Any]]:
-    """All that is known of a user: each session with calls and rewards, then the data sets that
-    have items of them."""
+    """All data of a user: each session with calls and rewards, then the data sets with items of the
+    sessions."""
     rows = await sessions_of_user(store, config, user)
     for row in rows:
         calls = (await store.calls([row.id])).get(row.id, [])
@@ -549,8 +560,9 @@ async def export(store: Store, config: RunConfig, user: str) -> AsyncIterator[di
 async def forget_user(
     store: Store, config: RunConfig, user: str, say: Callable[[str], None]
 ) -> Forgotten:
-    """Delete a user's sessions with what was mined from them. Sessions in progress are ended; those
-    that a step is training on are waited for, and are `left` if it takes too long."""
+    """Delete a user's sessions and the items that were mined from them. Sessions in progress are
+    ended. Sessions in training are deleted after the step; if that takes too long, they are
+    `left`."""
     rows = await sessions_of_user(store, config, user)
     running = [row.id for row in rows if not row.state.terminal]
     if running and await store.cancel(running):
@@ -578,7 +590,7 @@ def _parts(ids: Sequence[str]) -> Iterator[Sequence[str]]:
 
 async def learned_from(store: Store, run: str, sessions: Iterable[Rollout]) -> list[int]:
     """The versions that were offered after a step that trained one of the sessions: they have
-    learned from it, or may continue from a version that has."""
+    learned from it, or may be trained from a version that has."""
     steps = [row.trained for row in sessions if row.trained is not None]
     versions = (await live_state(store, run)).versions.values()
     return sorted(one.version for one in versions if steps and one.step > min(steps))
@@ -588,8 +600,9 @@ async def learned_from(store: Store, run: str, sessions: Iterable[Rollout]) -> l
 
 
 async def expire(store: Store, config: RunConfig, now: float) -> int:
-    """Delete sessions that ended more than `live.people.retention` seconds ago, also with what was
-    mined from them; returns their number. What a step is training on stays until the next time."""
+    """Delete sessions that ended more than `live.people.retention` seconds ago, and the items that
+    were mined from them; returns the number of sessions. Sessions in training stay until the next
+    call."""
     limit = config.live.people.retention
     if limit is None:
         return 0
@@ -610,4 +623,4 @@ async def keep(store: Store, config: RunConfig) -> None:
                 log.info("%d sessions are older than live.people.retention: deleted", gone)
         except StoreError as error:
             log.warning("no old session was deleted: %s; tried again", error)
-        await asyncio.sleep(min(max(MIN_PAUSE, limit / 10), LONGEST_PAUSE))
+        await asyncio.sleep(min(max(MIN_PAUSE, limit / 10), MAX_PAUSE))

@@ -1,4 +1,5 @@
-"""Served sessions of each version, and whether a candidate's go better, valid at any time.
+"""Served sessions of each version, and an anytime-valid comparison of candidate and serving
+version.
 
 Every session is drawn for the candidate with a known probability p, so
 
@@ -6,30 +7,30 @@ Every session is drawn for the candidate with a known probability p, so
 
 with any centre m that follows from earlier sessions has the mean d = E[y | candidate] - E[y |
 serving], given all that happened before (inverse propensity weights; m only lowers the variance).
-Somebody who bets a fraction of a capital of 1 on "the difference is larger than d0",
+A gambler who bets a fraction of a capital of 1 on "the difference is larger than d0",
 
     capital_t = prod_s (1 + lambda_s (x_s - d0)),   lambda_s >= 0 known before session s,
 
 cannot expect to gain if d <= d0: the capital is a supermartingale, and the probability that it
 *ever* reaches 1 / a is at most a (Ville). The values d0 against which it was not reached are the
-interval. So one may look after every session, stop at any time, and continue; the base rate may
-drift, and sessions may depend on earlier ones.
+interval. So the test may be read after every session, stopped at any time, and continued; the base
+rate may drift, and sessions may depend on earlier ones.
 
 Waudby-Smith and Ramdas, arXiv 2010.09686 (betting; predictable bets); Waudby-Smith, Wu, Ramdas,
 Karampatziakis and Mineiro, arXiv 2210.10768 (propensity weights). Bets are those that grow fastest
 for a few sizes of the difference, averaged with fixed weights (`EFFECTS`).
 
-Sessions are in the order in which they began. What is known early differs from what is known late:
-a user who complains does so at once, a session that goes wrong may end sooner. So a session counts
-with what is known when its wait has passed, however late the rest arrives, and only once all that
-began before it count too, except for those that take longer than `HELD` times `sessions.idle`. Then
-each look sees all sessions up to some time, however they ended, and a young version is compared
-like an old one. Complaints also count by themselves, those of the first seconds: there too all
-versions have had the same time.
+Sessions are ordered by their start. Outcomes that are known early are biased: users complain
+immediately, and failing sessions may end sooner. So a session is settled when its waiting time has
+passed, with the outcome that is known then, and counts only after all sessions that began before
+it, except those that take longer than `HELD` times `sessions.idle`. Then each read sees all
+sessions up to some time, however they ended, and a new version is compared like an old one.
+Complaints within the first seconds are also counted separately: for them, too, all versions have
+had the same time.
 
-A session is read while it is in progress, once it has ended, and in the step that trained it; at
-the first look also one that was discarded, as all of a candidate are that was offered by hand. Kept
-are those of the versions that serve, as far as something is still decided by them.
+A session is read while it is in progress, after its end, and in the step that trained it; the first
+read includes discarded sessions, such as those of a candidate that was offered by hand. Only
+sessions that can still affect a decision are kept.
 """
 
 from __future__ import annotations
@@ -49,14 +50,15 @@ from agentrl.live.records import Lanes, LiveState, known_end, mark_of, outcome_o
 from agentrl.store.base import Store
 
 Array = np.ndarray[Any, np.dtype[Any]]
-EFFECTS = np.array([[0.05], [0.1], [0.2], [0.4]])  # differences that are bet on
-WEIGHTS = np.log([[0.2], [0.5], [0.2], [0.1]])  # of the capital; most on ten points
-BOLDEST = 0.5  # largest part of the capital that one session can lose
+EFFECTS = np.array([[0.05], [0.1], [0.2], [0.4]])  # differences of means on which the test bets
+# Fractions of the capital to bet; the largest is for ten percentage points.
+WEIGHTS = np.log([[0.2], [0.5], [0.2], [0.1]])
+BOLDEST = 0.5  # maximum fraction of the capital that one session can lose
 VARIANCE, COUNTED = (
     0.25,
     5.0,
 )  # an outcome's variance before it is known, and its weight in sessions
-HALVINGS = 12  # of the range in which an end of the interval lies, to 0.0005
+HALVINGS = 12  # bisection steps for an end of the interval, to 0.0005
 FRACTIONS = np.array([[0.05], [0.15], [0.4], [0.8]])  # of the capital, bet on a rate above a limit
 
 
@@ -64,18 +66,18 @@ class Counted(NamedTuple):
     """A session that counts."""
 
     candidate: bool  # whether the candidate served it
-    outcome: float  # 0 to 1; others are clipped, a missing one (NaN) does not count
-    share: float  # the probability with which it was drawn for the candidate, in (0, 1)
+    outcome: float  # clipped to 0..1; NaN: missing, does not count
+    share: float  # probability with which the session was assigned to the candidate, in (0, 1)
 
 
 class Difference(NamedTuple):
     """Candidate minus serving. NaN: not known."""
 
-    low: float  # with probability 1 - alpha it lies between the two at all times at once
+    low: float  # with probability 1 - alpha, low <= difference <= high at all times simultaneously
     high: float
     candidate: float  # mean outcomes
     serving: float
-    sessions: tuple[int, int]  # of candidate and serving with a known outcome
+    sessions: tuple[int, int]  # numbers with a known outcome: candidate, serving
     clipped: int  # outcomes outside of 0 to 1
 
 
@@ -86,8 +88,8 @@ class _Bets(NamedTuple):
 
 
 def difference(sessions: Sequence[Counted], alpha: float) -> Difference:
-    """Compare the sessions in the order in which they became known. Each end is wrong, ever, with
-    a probability of at most alpha / 2. Raises ValueError for a share of 0 or 1."""
+    """Compare the sessions in the order in which they became known. The probability that an end is
+    ever wrong is at most alpha / 2. Raises ValueError for a share of 0 or 1."""
     known = [one for one in sessions if not math.isnan(one.outcome)]
     if not known:
         return Difference(-1.0, 1.0, math.nan, math.nan, (0, 0), 0)
@@ -108,9 +110,9 @@ def difference(sessions: Sequence[Counted], alpha: float) -> Difference:
 
 
 def exceeds(values: Sequence[float], limit: float, alpha: float) -> int | None:
-    """The number of values, in order, after which their mean is shown to be above the limit; None:
-    it is not. `values`: 0 to 1. For a mean of at most `limit`, given earlier ones, it is ever
-    shown with a probability of at most alpha."""
+    """The number of values after which the test rejects "the mean is at most `limit`"; None: it
+    does not. `values`: 0 to 1, in order. The probability of ever rejecting it falsely is at most
+    alpha."""
     if not len(values) or limit >= 1:
         return None
     bet = FRACTIONS / max(limit, 1e-3)
@@ -121,15 +123,15 @@ def exceeds(values: Sequence[float], limit: float, alpha: float) -> int | None:
 
 
 def refuted(sessions: tuple[Array, Array, Array], null: float, alpha: float) -> int | None:
-    """The number of sessions after which "the difference is at most `null`" is refuted, if ever.
-    sessions: the columns of `Counted`, [n] each, without missing outcomes."""
+    """The number of sessions after which "the difference is at most `null`" is rejected; None:
+    never. sessions: the columns of `Counted`, [n] each, without missing outcomes."""
     up, _ = _bets(*sessions)
     reached = np.flatnonzero(_capital(up, null) >= math.log(1 / alpha))
     return int(reached[0]) + 1 if reached.size else None
 
 
 def _bets(candidate: Array, outcome: Array, share: Array) -> tuple[_Bets, _Bets]:
-    """The bets on a difference above, and on one below."""
+    """The bets on a difference above `null`, and on one below."""
     ours, theirs = (_so_far(outcome, lane, 0.5, 1.0) for lane in (candidate, ~candidate))
     centre = (1 - share) * ours + share * theirs
     x = np.where(candidate, 1 / share, -1 / (1 - share)) * (outcome - centre)
@@ -142,7 +144,8 @@ def _bets(candidate: Array, outcome: Array, share: Array) -> tuple[_Bets, _Bets]
 
 
 def _so_far(values: Array, counted: Array, first: float, weight: float) -> Array:
-    """[n] -> [n] means of the counted ones of the earlier values, with `first` as `weight` more."""
+    """[n] -> [n] running means of the earlier, counted values, with `first` as a prior of weight
+    `weight`."""
     total, number = np.cumsum(np.where(counted, values, 0.0)), np.cumsum(counted)
     before = [np.concatenate(([0.0], row[:-1])) for row in (total, number)]
     result: Array = (first * weight + before[0]) / (weight + before[1])
@@ -150,7 +153,8 @@ def _so_far(values: Array, counted: Array, first: float, weight: float) -> Array
 
 
 def _capital(bets: _Bets, null: float) -> Array:
-    """[n] log of the capital after each session of those who bet against `null`, -1 to 1."""
+    """[n] log of the capital after each session, for bets against the difference `null` (-1 to
+    1)."""
     size = np.minimum(EFFECTS / bets.variance, BOLDEST / (bets.loss + 1))
     capital: Array = np.logaddexp.reduce(
         WEIGHTS + np.cumsum(np.log1p(size * (bets.x - null)), axis=1), axis=0
@@ -159,8 +163,7 @@ def _capital(bets: _Bets, null: float) -> Array:
 
 
 def _highest_refuted(bets: _Bets, line: float) -> float:
-    """The largest difference that is refuted: against which the capital ever reached the line; -1:
-    none. Zero is one of those that are tried."""
+    """The largest rejected difference; -1: none. Zero is always one of the tested values."""
     low, high = -1.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -173,50 +176,51 @@ def _mean(values: Array) -> float:
     return float(values.mean()) if values.size else math.nan
 
 
-WATCHED = 200  # sessions of a version that the guard looks at, as candidate and afterwards
-HELD = 5  # times of `sessions.idle` for which a session that is not settled holds back later ones
-EARLY = 30.0  # seconds after the end of a session until which its user may complain at once
-NEWEST = 50  # ended sessions of a version whose calls are looked at
+WATCHED = 200  # sessions of a version that the guard reads, as candidate and afterwards
+HELD = 5  # multiple of `sessions.idle` for which an unsettled session holds back later ones
+EARLY = 30.0  # seconds after the end of a session within which a complaint is an early one
+MAX_SESSIONS_READ = 50  # ended sessions of a version whose calls are read
 BEGAN = "began"  # key of a task
 
 
 @dataclass(frozen=True, slots=True)
 class ServedSession:
-    """A session whose outcome is settled. What is said of it later changes no comparison."""
+    """A session with a settled outcome. Later feedback does not change comparisons."""
 
     rollout: str
     version: int
-    lane: str  # in which it began: serving or candidate
-    rival: int | None  # the candidate at that time
-    share: float  # the probability with which it was drawn for that
+    lane: str  # lane at its start: serving or candidate
+    rival: int | None  # the candidate at its start
+    share: float  # probability of the assignment to the candidate
     began: float  # unix seconds
-    outcome: float  # NaN: nothing was known
+    outcome: float  # NaN: unknown
     early: float  # see `early_of`
     signals: dict[str, float]
 
 
 @dataclass(slots=True)
 class ServedSessions:
-    """Those of one run."""
+    """The served sessions of one run."""
 
     store: Store
     run: str
     live: LiveConfig
     idle: float = IDLE  # seconds without a call after which a session ends
     known: dict[int, list[ServedSession]] = field(default_factory=lambda: defaultdict(list))
-    newest: dict[int, deque[Rollout]] = field(  # ended ones, also without an outcome
-        default_factory=lambda: defaultdict(partial(deque, maxlen=NEWEST))
+    newest: dict[int, deque[Rollout]] = field(  # ended sessions, also without an outcome
+        default_factory=lambda: defaultdict(partial(deque, maxlen=MAX_SESSIONS_READ))
     )
-    recent: dict[str, Rollout] = field(default_factory=dict)  # in progress, or ended since
+    recent: dict[str, Rollout] = field(default_factory=dict)  # in progress or recently ended
     _open: dict[str, Rollout] = field(default_factory=dict)  # not settled
-    _seen: dict[str, int] = field(default_factory=dict)  # settled -> the last look that found it
-    _step: int = 0  # sessions that earlier steps trained are known
+    # Settled session -> the last read that returned it.
+    _seen: dict[str, int] = field(default_factory=dict)
+    _step: int = 0  # sessions of earlier steps have been read
     _looks: int = 0
     _now: float = 0.0
 
     async def read(self, now: float, known: LiveState) -> None:
-        """Find what is new. now: unix seconds. The queries are in the order in which a session goes
-        through them, so that none is missed."""
+        """Read new sessions. now: unix seconds. The queries are in the order of a session's states,
+        so that none is missed."""
         if (lanes := known.lanes) is None:
             return
         first = not self._looks
@@ -238,14 +242,14 @@ class ServedSessions:
             self._step = step + 1
 
     def see(self, rows: Iterable[Rollout], now: float, lanes: Lanes) -> None:
-        """Take into account what was found: `rows` are all that no step has trained."""
+        """Update from all sessions (`rows`) that no step has trained."""
         self._now, self._looks = now, self._looks + 1
         sessions = [row for row in rows if row.step == SESSION and row.purpose is Purpose.TRAIN]
         self.recent = {row.id: row for row in sessions}
         before, self._open = self._open, {}
         self._take((before | self.recent).values(), lanes)
         found = dict.fromkeys(self._seen.keys() & self.recent.keys(), self._looks)
-        self._seen |= found  # a row may be missed by one look, while its group is released
+        self._seen |= found  # one read may miss a row while its group is being released
         self._seen = {id: look for id, look in self._seen.items() if look >= self._looks - 1}
 
     def _take(self, rows: Iterable[Rollout], lanes: Lanes) -> None:
@@ -280,8 +284,8 @@ class ServedSessions:
         self.known[session.version].append(session)
 
     def _trim(self, lanes: Lanes) -> None:
-        """Keep what is still decided on: sessions of a comparison, and those that the guard takes,
-        the first ones of a version and the newest ones."""
+        """Keep only sessions that can affect a decision: those of a comparison, and the first and
+        newest ones of a version, which the guard reads."""
         for version in {*self.known, *self.newest} - served(lanes):
             self.known.pop(version, None)
             self.newest.pop(version, None)
@@ -295,7 +299,8 @@ class ServedSessions:
             self.known[version] = [one for one in sessions if one.rollout in kept]
 
     def compared(self, candidate: int, serving: int) -> list[ServedSession]:
-        """The sessions with a known outcome that were drawn for one of two lanes, as they began."""
+        """The sessions with a known outcome that were assigned to one of two lanes, in order of
+        their start."""
         ours = [one for one in self.known[candidate] if one.lane == "candidate"]
         theirs = [one for one in self.known[serving] if one.lane == "serving"]
         drawn = [one for one in ours + theirs if one.rival == candidate and 0 < one.share < 1]
@@ -305,8 +310,8 @@ class ServedSessions:
         return sorted((one for one in drawn if one.began < end), key=lambda one: one.began)
 
     def outcomes(self, version: int, *, lane: str = "", early: bool = False) -> list[float]:
-        """Known outcomes of a version, oldest first. early: what `early_of` says of its sessions,
-        also of those of which more may become known."""
+        """Known outcomes of a version, oldest first. early: the early outcomes (`early_of`), also
+        of sessions that are not settled."""
         sessions = [one for one in self.known[version] if not lane or one.lane == lane]
         found = [(one.began, one.early if early else one.outcome) for one in sessions]
         left = [row for row in self._open.values() if is_of(row, version, lane)]
@@ -321,7 +326,7 @@ class ServedSessions:
         return known_end(row) + seconds <= self._now
 
     def _end(self, left: Iterable[Rollout], wait: float) -> float:
-        """When the first session began of those that are not settled, and hold back later ones."""
+        """The start of the first unsettled session, which holds back later ones."""
         oldest = self._now - wait - HELD * self.idle
         begun = [began_of(row, self._now) for row in left]
         return min((began for began in begun if began >= oldest), default=math.inf)
@@ -341,8 +346,8 @@ def began_of(row: Rollout, now: float) -> float:
 
 
 def early_of(row: Rollout) -> float:
-    """The outcome of a session whose user said something within `EARLY` seconds of its end, else 1:
-    no user has complained."""
+    """The outcome of a session if its user gave feedback within `EARLY` seconds of its end, else 1:
+    no complaint."""
     mark, outcome = mark_of(row), outcome_of(row)
     if mark is None or not mark.explicit or math.isnan(outcome):
         return 1.0

@@ -1,15 +1,14 @@
-"""Signals of a session, and how much a session, a signal and a user count.
+"""Signals of a session, and the weights of sessions, signals and users. Signals come from the
+messages after each answer, from the user's text, and from posted feedback. Messages are read in the
+shapes of OpenAI (`content`, `tool_calls`, role `tool`), Anthropic (blocks in `content`) and Gemini
+(`parts`, role `model`).
 
-The signals are what came after each answer, what the user wrote, and the feedback that was posted.
-Messages are read in the shapes of OpenAI (`content`, `tool_calls`, role `tool`), Anthropic (blocks
-in `content`) and Gemini (`parts`, role `model`).
-
-Invariant: what counts follows from the marks of the sessions before it, in whichever order they are
-read; so a restart decides the same. At most `per_user` sessions of a user and day count, and equal
-sessions of a user once. Votes of a user that contradict what else is known of its sessions are held
-back. A user whose outcomes are unlike all others' counts for less than the median user. Both are
-shown by `agentrl live users`. Kept are the sessions of the newest `DAYS` days, and the last
-sessions of a user before that if it had one in `STANDING`.
+Invariant: whether a session counts depends only on the marks of earlier sessions, not on the order
+in which they are read; so a restart makes the same decisions. At most `per_user` sessions of a user
+per day count, and equal sessions of a user once. A user's votes that contradict the other signals
+of the sessions are held back. A user with outlying outcomes has less weight than the median user.
+`agentrl live users` shows both. Sessions of the newest `DAYS` days are kept in memory, and a user's
+last sessions before that if one was within `STANDING`.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ from agentrl.runners.feedback import Feedback
 Message = dict[str, Json]
 VERIFIER, NEXT_MESSAGE = "verifier", "next_message"  # signals that cannot be posted
 ASKED = (VERIFIER, NEXT_MESSAGE)
-LONGEST_NAME, LONGEST_TEXT = 100, 2**18  # characters of feedback
+MAX_NAME_CHARS, MAX_TEXT_CHARS = 100, 2**18  # characters of feedback
 ANSWERS = ("assistant", "model")  # roles
 
 
 class Reply(Record, frozen=True):
-    """What followed the answer of one call: the user's next message, results of tools, or both."""
+    """The reaction to the answer of one call: the user's next message, tool results, or both."""
 
     call: str  # id
     messages: list[Message]  # of the call's request
@@ -61,7 +60,7 @@ class Reply(Record, frozen=True):
 
 
 def replies(calls: Sequence[Transition]) -> list[Reply]:
-    """What came next, for each call whose conversation a later one continues."""
+    """The reply to each call that a later call continues."""
     said = [[m for m in call.messages if m.get("role") not in INSTRUCTION_ROLES] for call in calls]
     keys = [[_key(message) for message in messages] for messages in said]
     found = []
@@ -125,16 +124,16 @@ def _is_answer(message: Message) -> bool:
 
 
 def _key(message: Message) -> bytes:
-    """What two requests say alike if one continues the other: roles and texts. Agents set marks
-    of caches elsewhere at each request, and rewrite arguments of tools."""
+    """The parts of messages that are equal if one request continues another: roles and texts.
+    Agents move cache marks at each request, and rewrite arguments of tools."""
     role = "assistant" if _is_answer(message) else message.get("role")
     return msgspec.json.encode((role, " ".join(text_of(message).split())))
 
 
 def digest_of_session(calls: Sequence[Transition]) -> str:
-    """A digest of what its user and tools said, not of the answers: equal for a session that is
-    repeated, whichever version answers. Otherwise it would count in each lane, and more in one with
-    little traffic."""
+    """A digest of the messages of users and tools, but not of the answers: equal for a repeated
+    session, whichever version answers. Otherwise a repetition would count in each lane, and more in
+    one with little traffic."""
     state = blake2b(digest_size=16)
     others = (*ANSWERS, *INSTRUCTION_ROLES)
     said = {_key(m): None for call in calls for m in call.messages if m.get("role") not in others}
@@ -145,7 +144,7 @@ def digest_of_session(calls: Sequence[Transition]) -> str:
 
 def posted(rewards: Iterable[Reward]) -> dict[str, float]:
     """Values in 0..1 that were posted as feedback, by name: that of the session, else the mean of
-    its calls'. A correction has the value 0: the answer should have been another."""
+    its calls'. A correction has the value 0: the answer was wrong."""
     whole, of_calls = dict[str, float](), dict[str, list[float]]()
     for row in rewards:
         if row.source != FEEDBACK or row.name in ASKED or not 0 <= row.value <= 1:
@@ -157,7 +156,7 @@ def posted(rewards: Iterable[Reward]) -> dict[str, float]:
     return {name: fmean(values) for name, values in of_calls.items()} | whole
 
 
-def unfit(said: Feedback) -> str:
+def invalid_reason(said: Feedback) -> str:
     """Why feedback cannot be a signal; empty if it can."""
     name, value = said.name, said.value
     if name == CORRECTION:
@@ -166,32 +165,35 @@ def unfit(said: Feedback) -> str:
         return f"{name!r} is the name of a signal that is not posted; choose another"
     if value is not None and not 0 <= value <= 1:
         return f"the value {value:g} of {name!r:.80} is not between 0 and 1; scale it"
-    if len(name) > LONGEST_NAME or len(said.note) + len(said.correction or "") > LONGEST_TEXT:
-        return f"a name has at most {LONGEST_NAME} characters, note and correction {LONGEST_TEXT:,}"
+    if len(name) > MAX_NAME_CHARS or len(said.note) + len(said.correction or "") > MAX_TEXT_CHARS:
+        return (
+            f"a name has at most {MAX_NAME_CHARS} characters, note and correction "
+            f"{MAX_TEXT_CHARS:,}"
+        )
     return ""
 
 
 def reserved() -> set[str]:
-    """Rewards that a run makes itself. Clients cannot post them: they would decide what is
-    learned."""
+    """Names of rewards that a run computes itself. Clients cannot post them, because they would
+    control the training."""
     return {*ASKED, SIGNAL, MARK, OUTCOME, FAILED, HINDSIGHT, TOLD, TURN}
 
 
 def task_of(calls: Sequence[Transition]) -> Message:
-    """The task that a verifier sees: the first thing that the user said."""
+    """The task for a verifier: the first user message."""
     users = (m for call in calls for m in call.messages if m.get("role") == "user")
     return {"input": next((text for m in users if (text := text_of(m))), "")}
 
 
 def result_of(calls: Sequence[Transition]) -> str:
-    """The result that a verifier sees: the text of the last answer that has one."""
+    """The result for a verifier: the text of the last answer with text."""
     answers = (text_of(call.answer or {}) for call in reversed(calls))
     return next((text for text in answers if text), "")
 
 
-VOTES = (FEEDBACK, CORRECTION)  # signals of what the user thinks
-MEMORY = 200  # newest sessions of a user that are looked at
-DAYS = 3  # in which sessions may end and are not labelled yet
+VOTES = (FEEDBACK, CORRECTION)  # signals of the user's opinion
+MEMORY = 200  # newest sessions of a user that are used
+DAYS = 3  # within which ended sessions may still be unlabelled
 STANDING = 30 * 86_400.0  # seconds after which a user is forgotten
 FRESH, MANY = (
     5.0,
@@ -202,7 +204,7 @@ MIN_VOTERS = 3  # users with votes, from which on a user's votes can be compared
 # How much farther than the median user's an outlier's votes are from other signals.
 OUTLIER_MARGIN = 0.25
 DEVIATIONS = 3.0  # standard deviations between an outlier and the median user
-VARIANCE, MIN_VARIANCE = 0.25, 0.05  # of an outcome, at most; of a distance, at least
+VARIANCE, MIN_VARIANCE = 0.25, 0.05  # maximum for outcomes; minimum for distances
 NORMAL = 1.4826  # standard deviation of a normal variable by its median absolute deviation
 REPEATED = "it repeats another session of its user"
 CAPPED = "its user has {} others of that day (live.people.per_user)"
@@ -223,16 +225,16 @@ Outliers = tuple[dict[str, str], dict[str, str]]  # users -> why, by `contrary` 
 
 
 class UserSession(NamedTuple):
-    """What a session says about its user; None: nothing."""
+    """What a session contributes to the statistics of its user; None: nothing."""
 
     ended: float  # unix seconds
     outcome: float | None
     vote: float | None  # mean vote
-    distance: float | None  # of vote and other signals
+    distance: float | None  # between vote and other signals
 
 
 class Mean(NamedTuple):
-    """Of values that may be missing; NaN if there are none."""
+    """Running mean of values that may be missing; NaN if there are none."""
 
     value: float
     of: int
@@ -243,10 +245,10 @@ class User:
     """The last MEMORY sessions of a user, by session."""
 
     seen: dict[str, UserSession] = field(default_factory=dict)
-    _means: dict[str, Mean] = field(default_factory=dict)  # by field of those, once asked for
+    _means: dict[str, Mean] = field(default_factory=dict)  # by field, computed on demand
 
     def add(self, session: str, seen: UserSession) -> bool:
-        """Take a session into account, in place of what was known of it; whether that is new."""
+        """Add or replace a session; return whether something changed."""
         if self.seen.get(session) == seen:
             return False
         self.seen[session] = seen
@@ -260,7 +262,7 @@ class User:
         return max(one.ended for one in self.seen.values())
 
     def mean(self, name: str) -> Mean:
-        """Of a field of its sessions."""
+        """The mean of a field over the user's sessions."""
         if name not in self._means:
             known = [x for one in self.seen.values() if (x := getattr(one, name)) is not None]
             self._means[name] = Mean(mean(known), len(known))
@@ -295,28 +297,30 @@ def mean(values: Iterable[float]) -> float:
 
 
 def is_counted(mark: Mark) -> bool:
-    """Whether a session counts, as far as its mark says; what is held because of its user may."""
+    """Whether a session counts according to its mark; sessions that are held back because of their
+    user may count."""
     return mark.held in ("", UNLIKE, CONTRARY)
 
 
 class Ledger:
-    """What counts, by user. Sessions without user have neither cap nor standing."""
+    """The counted sessions by user. Sessions without a user have no cap and no weight."""
 
     def __init__(self, per_user: int, weights: Mapping[str, float]) -> None:
         self.users: defaultdict[str, User] = defaultdict(User)
         self.days: dict[str, Day] = {}
         self._per_user, self._weights = per_user, weights  # 0: no limit
         self._found: Outliers = {}, {}
-        self._found_at, self._known, self._new = -math.inf, 0, 0  # when; sessions then, and since
+        # Time of the last search; sessions then, and since.
+        self._found_at, self._known, self._new = -math.inf, 0, 0
 
     def admit(self, session: str, user: str, mark: Mark) -> str:
-        """Why a session that has just ended does not count, whatever is known of it; empty if it
+        """Why a session that has just ended does not count, independent of its signals; empty if it
         may."""
         if not user:
             return ""
         if (day := self._day(mark)) is None:
             return LATE
-        if day.has(session, user, mark):  # its label could not be written
+        if day.has(session, user, mark):  # the session's label could not be written
             return ""
         if day.first.get((user, mark.digest), session) != session:
             return REPEATED
@@ -338,7 +342,7 @@ class Ledger:
         self._new += self.users[user].add(session, UserSession(mark.ended, *known))
 
     def _day(self, mark: Mark) -> Day | None:
-        """The day of a session; None for one that is before those that are kept."""
+        """The day of a session; None if it is older than the kept days."""
         if mark.day in self.days:
             return self.days[mark.day]
         if len(self.days) >= DAYS and mark.day < min(self.days):
@@ -350,8 +354,8 @@ class Ledger:
         return day
 
     def tidy(self) -> None:
-        """Forget users who have not been seen for long. A clock that jumps makes one day at most,
-        so the oldest of several is a real one."""
+        """Drop users without recent sessions. A jump of the clock creates at most one wrong day, so
+        the oldest of several days is real."""
         since = min((day.began for day in self.days.values()), default=0.0) - STANDING
         for name in [name for name, one in self.users.items() if one.ended() < since]:
             del self.users[name]
@@ -366,7 +370,7 @@ class Ledger:
         return self._found
 
     def contrary(self) -> dict[str, str]:
-        """Users whose votes are held back -> what they are like."""
+        """Users whose votes are held back -> their statistics."""
         found = {name: one.mean("distance") for name, one in self.users.items()}
         known = {name: distance.value for name, distance in found.items() if distance.of}
         if len(known) < MIN_VOTERS:
@@ -383,8 +387,8 @@ class Ledger:
         }
 
     def unlike(self) -> dict[str, str]:
-        """Users who count for less than the median user -> what they are like. The deviation of
-        others' means beyond chance is allowed for: some users ask harder questions."""
+        """Users with less weight than the median user -> their statistics. The variation between
+        other users beyond chance is allowed, because some users ask harder questions."""
         found = {name: one.mean("outcome") for name, one in self.users.items()}
         means = {
             name: outcome.value for name, outcome in found.items() if outcome.of >= MIN_SESSIONS
@@ -407,7 +411,7 @@ class Ledger:
         return max(1, int(median(counts)) // 2) if counts else 1
 
     def is_beyond(self, session: str, user: str, mark: Mark) -> bool:
-        """Whether a session is not among the `few` of its user's day; of an older day, as it was
+        """Whether a session exceeds the `few` sessions of its user and day; for an older day as
         decided then."""
         if (day := self.days.get(mark.day)) is None:
             return mark.held == UNLIKE

@@ -1,9 +1,8 @@
-"""The source of a live run's groups: labelled sessions, each a group of its own.
-
-Invariant: a step claims sessions that are ready, oldest end first, and a session is trained or
-discarded by one commit only; calls count as those of the trained policy, as many updates old as
-there are from the version that answered to the learner's weights. Sessions that will never be
-trained do not pile up: without a step that trains, an empty one discards them.
+"""The source of a live run's groups: each labelled session is a group. Invariant: a step claims
+sessions that are ready, in order of their ends, and exactly one commit trains or discards a
+session. Calls count as calls of the trained policy; their age is the number of updates from the
+answering version to the learner's weights. Sessions that will never be trained do not accumulate:
+if no step trains, an empty step discards them.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from agentrl.live.versions import Lineage, Versions
 
 log = logging.getLogger("agentrl.algorithm")
 ROOM = 16 * 2**20  # bytes of a step besides its weights
-LOOK_PAUSE = 1.0  # seconds between two looks at the sessions
+CHECK_PAUSE = 1.0  # seconds between two checks of the sessions
 MAX_LEFT_OUT = 1000  # sessions that wait for a step to discard them
 MAX_UNLABELLED_SECONDS = 86_400.0  # seconds for which this process waits for a session's label
 CLAIMED_AT_ONCE = 64  # sessions to discard; a claim reads their calls
@@ -57,9 +56,9 @@ class SessionSource:
     vocabulary: Vocabulary
     serves: bool  # whether its policy is an adapter, which is served by the base's server
     versions: Versions | None = None
-    since: float = dataclasses.field(default_factory=time.monotonic)  # the last step
+    since: float = dataclasses.field(default_factory=time.monotonic)  # time of the last step
     discarded: float = dataclasses.field(default_factory=time.monotonic)  # when sessions last were
-    held: str = ""  # why nothing may be learned
+    held: str = ""  # why learning is paused
     no_room: str = ""  # why a step cannot be written
     unlabelled: dict[str, float] = dataclasses.field(
         default_factory=dict
@@ -84,8 +83,8 @@ class SessionSource:
             if self._is_late(len(left_out)):
                 ready = again = []
                 break
-            cursor = await store.wait(cursor, timeout=10 * LOOK_PAUSE)
-            await asyncio.sleep(LOOK_PAUSE)
+            cursor = await store.wait(cursor, timeout=10 * CHECK_PAUSE)
+            await asyncio.sleep(CHECK_PAUSE)
         self.discarded = time.monotonic()
         self.since = self.discarded if ready and not again else self.since
         chosen = again[:1] or oldest_first(ready)[: live.sessions]
@@ -93,11 +92,11 @@ class SessionSource:
         return await self._claim(step, chosen, left_out)
 
     def _held(self, step: int, sessions: Sequence[Rollout]) -> str:
-        """Why nothing is learned now, which the console says once; empty if something may be."""
+        """Why learning is paused, which is printed once; empty if it is not."""
         assert self.versions is not None
         why = self.versions.blocked or self.versions.too_far_ahead(step)
         why = why or self.bisection.hold_reason({row.group for row in sessions})
-        if why and why != self.held and not self.versions.blocked:  # which is said already
+        if why and why != self.held and not self.versions.blocked:  # not reported yet
             log_phase(log, f"learning is paused, serving continues: {why}")
         self.held = why
         return why
@@ -108,7 +107,7 @@ class SessionSource:
         return ready >= live.sessions or (late and ready >= live.least)
 
     def _is_late(self, left_out: int) -> bool:
-        """Whether sessions are to be discarded, also if nothing can be trained."""
+        """Whether sessions must be discarded even if nothing can be trained."""
         late = time.monotonic() - self.discarded >= self.run.config.live.every
         return left_out >= MAX_LEFT_OUT or (late and left_out > 0)
 
@@ -126,7 +125,7 @@ class SessionSource:
         self, sessions: Sequence[Rollout], step: int
     ) -> tuple[list[Rollout], list[Rollout], list[Rollout]]:
         """The sessions that may be trained, those that never will be, and those that raised alone
-        and are tried once more, as others were trained since."""
+        and are retried because others were trained since."""
         wait, now, seen = self.run.config.live.wait, time.time(), time.monotonic()
         waiting = [row.group for row in sessions if mark_of(row) is None]
         self.unlabelled = {group: self.unlabelled.get(group, seen) for group in waiting}
@@ -154,19 +153,20 @@ class SessionSource:
         return now - self.unlabelled.get(session.group, now) >= MAX_UNLABELLED_SECONDS
 
     def _age(self, session: Rollout, step: int) -> float:
-        """Updates since the version that began the session; later ones may have gone on with it."""
+        """Updates since the version that began the session; later versions may have continued
+        it."""
         version, now = session.task.get("version"), self.run.policies.versions(step)[POLICY]
         return self.lineage.lag(version, now) if isinstance(version, int) else inf
 
     async def _claim(
         self, step: int, chosen: Sequence[Rollout], left_out: Sequence[Rollout]
     ) -> Collected:
-        """Claim sessions, and those to discard."""
+        """Claim the sessions to train and those to discard."""
         claimed = await self._claimed(chosen)
         groups = [self.as_own(group, step) for group in claimed]
         groups, unreadable = split_unreadable(groups, self.vocabulary)
         void: list[Group] = []
-        for first in range(0, len(left_out), CLAIMED_AT_ONCE):  # they may be thousands
+        for first in range(0, len(left_out), CLAIMED_AT_ONCE):  # there may be thousands
             found = await self._claimed(left_out[first : first + CLAIMED_AT_ONCE])
             void += [replace(group, rollouts=[]) for group in found]
         metrics = {"live/sessions": len(groups), "live/discarded": len(void) + len(unreadable)}
@@ -215,7 +215,7 @@ def no_room(folder: Path, size: int) -> str:
     return ""
 
 
-NICENESS = 10  # by which the learner yields to the engine on shared cores
+NICENESS = 10  # `nice` increment with which the learner yields to the engine on shared cores
 
 
 class Live(Feature):
@@ -240,7 +240,7 @@ class Live(Feature):
         await versions.start()
 
     async def before_step(self, step: int) -> None:
-        self.steps = step + 1  # once it is committed
+        self.steps = step + 1  # once the step is committed
 
     async def published(self) -> None:
         assert self.sessions is not None
@@ -250,7 +250,7 @@ class Live(Feature):
 
 def yield_to_answers() -> None:
     """Lower the priority of this thread, and of those that it starts, below that of the threads
-    that answer calls. A no-op on other kernels than Linux, where a thread has none of its own."""
+    that answer calls. A no-op outside of Linux, where threads have no priority of their own."""
     if sys.platform.startswith("linux"):
         thread = threading.get_native_id()
         now = os.getpriority(os.PRIO_PROCESS, thread)

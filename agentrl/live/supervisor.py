@@ -41,16 +41,17 @@ from agentrl.telemetry.console import LogFollower
 Half = Literal["gateway", "training"]
 
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0  # seconds before a restart; doubles at every early death
+FIRST_PAUSE, MAX_PAUSE = 0.2, 30.0  # seconds before a restart; doubles at every early death
 
 
-STEADY_UPTIME = 60.0  # seconds of uptime after which a death is no early one
+STEADY_UPTIME = 60.0  # seconds of uptime after which a crash no longer counts as an early one
 
 
 def run_live(
     config: RunConfig, only: Half | None = None, *, take_over: bool = False, level: int = PHASE
 ) -> None:
-    """Serve and train until Ctrl-C or SIGTERM. Raises AgentRLError for what a user must fix."""
+    """Serve and train until Ctrl-C or SIGTERM. Raises AgentRLError for errors that the user must
+    fix."""
     config = trainer.hide_secrets(config)
     trainer.check(config)
     asyncio.run(_until_terminated(supervise(config, only, take_over=take_over, level=level)))
@@ -142,13 +143,13 @@ async def keep_serving(
         reason = ending.reason
         say(f"{child.name} ended ({reason}); nothing is lost, it is started again", highlight=False)
         early = 1 if steady else early + 1
-        return backoff(FIRST_PAUSE, LONGEST_PAUSE, early)
+        return backoff(FIRST_PAUSE, MAX_PAUSE, early)
 
     await keep_running(child, after)
 
 
 def how_to_call(config: RunConfig, port: int) -> str:
-    """What to set in an agent's environment."""
+    """The variables to set in an agent's environment."""
     host = config.runner.host if config.runner.host not in ("", "0.0.0.0", "::") else "127.0.0.1"
     root = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     return (
@@ -160,10 +161,10 @@ def how_to_call(config: RunConfig, port: int) -> str:
 log = logging.getLogger("agentrl.live")
 
 
-FIRST_RETRY, LONGEST_RETRY = 0.2, 60.0  # seconds before work is begun again; doubles every time
+FIRST_RETRY, MAX_RETRY = 0.2, 60.0  # seconds before work is restarted; doubles every time
 
 
-STEADY = 120.0  # seconds of work after which its next error is a first one
+STEADY = 120.0  # seconds of work after which the pause is reset
 
 
 WORK = {
@@ -180,7 +181,7 @@ def main(config: RunConfig) -> None:
 
 
 async def watch(config: RunConfig) -> None:
-    """Run until cancelled. Raises ConfigError for what a user must fix."""
+    """Run until cancelled. Raises ConfigError for errors that the user must fix."""
     try:
         async with open_store(config.store) as store, asyncio.TaskGroup() as parts:
             for missed, work in WORK.items():
@@ -190,8 +191,8 @@ async def watch(config: RunConfig) -> None:
 
 
 async def keep_working(missed: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Begin work again after each error, until it returns. missed: what does not happen until then,
-    for the console."""
+    """Restart work after each error, until it returns. missed: what does not happen meanwhile, for
+    the console."""
     pause = FIRST_RETRY
     while True:
         began = time.monotonic()
@@ -200,10 +201,10 @@ async def keep_working(missed: str, work: Callable[[], Coroutine[Any, Any, None]
             return
         except ConfigError:
             raise
-        except Exception as error:  # the others continue
+        except Exception as error:  # other work continues
             why = f"{type(error).__name__}: {one_line(str(error))}"
             trace = None if isinstance(error, AgentRLError) else error
             log.warning("%s now (%s); tried again", missed, why, exc_info=trace)
         pause = FIRST_RETRY if time.monotonic() - began > STEADY else pause
         await asyncio.sleep(pause)
-        pause = min(2 * pause, LONGEST_RETRY)
+        pause = min(2 * pause, MAX_RETRY)

@@ -1,9 +1,8 @@
-"""The versions of a live run: made, served and dropped by the algorithm process.
-
-Owns: the folders `<output>/versions/<policy>-<version>`, each a checkpoint without the run's state,
-and what is served of them. Invariant: a folder is complete once it exists, and a version is
-announced in the store once it is served; the learner continues from the serving version after a
-decision against one of its own, and learns nothing until it does. What a user offers is copied, so
+"""The versions of a live run, which the algorithm process creates, serves and removes. Owns: the
+folders `<output>/versions/<policy>-<version>`, each a checkpoint without the run's state, and which
+of them are served. Invariant: a folder is complete once it exists, and a version is announced in
+the store once it is served; after a decision against a version that it trained, the learner
+continues from the serving version, and learns nothing until it does. Offered weights are copied, so
 nothing outside of the run's folder is needed later.
 """
 
@@ -46,11 +45,13 @@ log = logging.getLogger("agentrl.algorithm")
 FOLDER = "versions"
 GRACE = 3.0  # seconds for which a version that has left all lanes is served to calls on their way
 KEPT_VERSIONS = 5  # folders of versions that served, which a user can offer again
-UNUSABLE = (PolicyError, ConfigError, OSError)  # of a folder whose weights cannot be loaded
+# In the event about a folder with unreadable weights.
+UNUSABLE = (PolicyError, ConfigError, OSError)
 
 
 class Reset(msgspec.Struct, frozen=True, array_like=True):
-    """When its policy had `at` updates, the learner continued from the weights of a version."""
+    """A reset: after `at` updates of its policy, the learner continued from the weights of a
+    version."""
 
     at: int
     version: int
@@ -58,11 +59,12 @@ class Reset(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class Lineage:
-    """From which versions the learner's weights come; a part of the run's state."""
+    """The versions from which the learner's weights come; a part of the run's state."""
 
     resets: list[Reset] = field(default_factory=list)
     decided: int = 0  # number of events that have taken effect
-    # Steps that trained nothing, and so made no update; the store has them, not the run's state.
+    # Steps without an update, because they trained nothing; read from the store, not part of the
+    # run's state.
     empty: list[int] = field(default_factory=list)
     read: int = 0  # number of steps that `empty` covers
 
@@ -85,7 +87,7 @@ class Lineage:
         return now - since - (bisect_left(self.empty, now) - bisect_left(self.empty, since))
 
     async def read_empty(self, store: Store, run: str, steps: int) -> None:
-        """Find out which of the first `steps` steps trained nothing."""
+        """Read which of the first `steps` steps trained nothing."""
         rows = await store.steps(run, after=self.read - 1) if steps > self.read else []
         self.empty += [row.step for row in rows if row.step < steps and EMPTY in row.metrics]
         self.read = max(self.read, steps)
@@ -105,18 +107,19 @@ class Versions:
 
     run: ServedRun
     lineage: Lineage
-    unwanted: dict[int, float] = field(default_factory=dict)  # since when, of those still served
+    # Version -> since when it is unwanted but still served.
+    unwanted: dict[int, float] = field(default_factory=dict)
     served: set[int] = field(default_factory=set)
     lanes: Lanes | None = None  # at the last `tend`
-    blocked: str = ""  # why the learner cannot continue from the serving version, as it has to
+    blocked: str = ""  # why a required reset to the serving version is impossible
     documents: Documents = field(init=False)
 
     def __post_init__(self) -> None:
         self.documents = Documents(self.run.store, self.run.config.name)
 
     async def start(self) -> None:
-        """Serve the versions of the lanes, or the first one. Raises PolicyError if the weights of
-        the serving one cannot be loaded."""
+        """Serve the versions of the lanes, or the first version. Raises PolicyError if the weights
+        of the serving version cannot be loaded."""
         known = await self.documents.state()
         await self._reserve()
         if not known.versions:
@@ -126,8 +129,8 @@ class Versions:
             await self._announce()
 
     async def tend(self, step: int) -> None:
-        """Do what was decided since the last call: serve what the lanes say, continue from the
-        serving version, or offer the newest one. step: the number of steps that are committed."""
+        """Carry out the decisions since the last call: serve the versions of the lanes, continue
+        from the serving version, or offer the newest one. step: the number of committed steps."""
         known = await self.documents.state()
         self.lanes = known.lanes
         if known.lanes is None:
@@ -206,7 +209,7 @@ class Versions:
         self.served.add(version)
 
     async def _serve(self, known: LiveState) -> None:
-        """Serve exactly the versions of the lanes, and one that is offered."""
+        """Serve exactly the versions of the lanes, and the offered one."""
         wanted = wanted_of(known)
         for version in sorted(wanted - self.served):
             self.unwanted.pop(version, None)
@@ -244,7 +247,7 @@ class Versions:
         log.warning("version %d: dropped: %s", version, why)
         lanes = known.lanes.without(version)
         event = Event(time=time.time(), kind="dropped", version=version, lanes=lanes, why=why)
-        with suppress(Conflict):  # then `tend` sees what was decided, and tries again
+        with suppress(Conflict):  # `tend` will read the other decision and try again
             await records.decide(self.run.store, self.run.config.name, known, event)
 
     def _delete_old(self, known: LiveState, wanted: set[int]) -> None:
@@ -294,8 +297,8 @@ class Versions:
         self.blocked = why
 
     def _why_from_serving(self, known: LiveState, now: int, new: Sequence[Event]) -> str:
-        """Why the learner has to continue from the serving version, not from its own
-        weights; empty if it has not. new: what was decided since the last call."""
+        """Why the learner has to continue from the serving version, not from its own weights; empty
+        if it need not. new: the decisions since the last call."""
         assert known.lanes is not None
         serving = known.lanes.serving
         lag = self.lineage.lag(serving, now)
@@ -320,7 +323,7 @@ class Versions:
             await asyncio.to_thread(self._copy, Path(wish.path), self.folder(version))
             await self._add(version, self.folder(version), "offered by hand", step, wish.path)
         except UNUSABLE as error:
-            if version in self.served:  # it is the store that failed, so it is announced later
+            if version in self.served:  # the store failed, so the version is announced later
                 raise
             await self._drop(known, version, f"{wish.path} cannot be offered: {error}")
 
@@ -343,7 +346,7 @@ def _link_or_copy(file: Path, target: Path) -> None:
 
 
 def pending(known: LiveState) -> set[int]:
-    """The version that is offered next, if nothing is decided about it."""
+    """The version that is offered next, if it is undecided."""
     following = records.next_offer(known)
     return set() if following is None else {following.version}
 

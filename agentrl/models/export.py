@@ -1,8 +1,8 @@
 """`agentrl export model`: a trained model as a Hugging Face folder, and its upload.
 
 The checkpoint is the best of a run by its held-out score, the last one, or one by name or number of
-steps; an adapter can be merged into its base. The model card (README.md) says what the model was
-trained on, how well it does, and how to load it.
+steps; an adapter can be merged into its base. The model card (README.md) describes the training
+data, the scores, and how to load the model.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ BEST, LAST = "best", "last"
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A checkpoint of a run, with what the run measured."""
+    """A checkpoint of a run, with the run's metrics."""
 
     saved: SavedCheckpoint
-    why: str  # it was chosen, for a message
-    config: RunConfig  # the run's
+    why: str  # reason of the choice, for a message
+    config: RunConfig
     steps: Sequence[StepRow]
 
     @property
@@ -162,7 +162,7 @@ async def choose(store_url: str, run: str, which: str = BEST) -> Chosen:
 
 
 def of_its_run(checkpoint: Path) -> Chosen | None:
-    """A checkpoint with what its run measured, if that is in the store next to the checkpoints."""
+    """A checkpoint with its run's metrics, if the store is next to the checkpoints."""
     output = checkpoint.parent.parent
 
     async def read() -> Chosen:
@@ -216,9 +216,9 @@ def _named(
 
 LICENCE = re.compile(r"^license:\s*(\S+)", re.M)
 UNKNOWN = "unknown; that of the base model applies"
-MADE = "made by "  # before the name of a run's own function, instead of a base model
+MADE = "made by "  # prefix of the function that built the model, in place of a base model's name
 ROWS = 12  # evaluations in the table
-PROCESSOR = "preprocessor_config.json"  # of a model that reads images
+PROCESSOR = "preprocessor_config.json"  # files of an image-text model's processor
 
 
 def card(directory: Path, chosen: Chosen | None, policy: str | None) -> str:
@@ -242,7 +242,7 @@ def card(directory: Path, chosen: Chosen | None, policy: str | None) -> str:
 
 
 def base_name(directory: Path, chosen: Chosen | None, policy: str | None) -> str:
-    """The model that training began with, as far as it is known."""
+    """The model with which training began, if known."""
     adapter = directory / "adapter_config.json"
     if adapter.is_file():
         return str(json.loads(adapter.read_text("utf-8")).get("base_model_name_or_path") or "")
@@ -253,7 +253,7 @@ def base_name(directory: Path, chosen: Chosen | None, policy: str | None) -> str
 
 
 def licence_of(base: str) -> str:
-    """What the card of a model in a folder, or in the cache of the hub, says; empty: nothing."""
+    """The licence in a model card, in a folder or in the hub's cache; empty: none."""
     folder = Path(base)
     if base and not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -304,7 +304,7 @@ def _curve(chosen: Chosen) -> Iterator[str]:
 
 
 def _thinned(rows: Sequence[StepRow], steps: int) -> list[StepRow]:
-    """At most about `ROWS`, with the first, the last and that of this model."""
+    """Thin out rows to about `ROWS`, with the first, the last and that of this model."""
     every = -(-len(rows) // ROWS)
     last = len(rows) - 1
     return [row for i, row in enumerate(rows) if i % every == 0 or i == last or row.step == steps]
@@ -315,7 +315,7 @@ def _loading(directory: Path, kind: str, base: str) -> Iterator[str]:
     auto = "AutoModelForImageTextToText" if looks else "AutoModelForCausalLM"
     yield "\n## Load it\n\n```python"
     yield f"from transformers import {auto}, AutoTokenizer" + "\n" * (not looks)
-    if looks:  # from its module, because transformers has it only with torchvision
+    if looks:  # from its module, because transformers exports it only with torchvision
         yield "from transformers.models.auto.image_processing_auto import AutoImageProcessor\n"
     if kind == "peft":
         yield "from peft import PeftModel\n"
@@ -334,7 +334,7 @@ def _loading(directory: Path, kind: str, base: str) -> Iterator[str]:
 
 def tool_flags(directory: Path) -> str:
     """vLLM's options for tool calls, with the parser of the format in which the model writes them;
-    none if that is a user's own."""
+    none for a user-defined format."""
     file = directory / "tokenizer_config.json"
     settings = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     parser = settings.get(TOOL_FORMAT, "hermes")
@@ -357,7 +357,7 @@ def export_merged(adapter: Path, directory: Path, *, base: str = "") -> None:
         adapters.merge("merged", partial)
         if inputs := inputs_of(model):
             inputs.save(partial)
-        own = adapter / "tokenizer_config.json"  # a run may have given it another chat template
+        own = adapter / "tokenizer_config.json"  # a run may have changed its chat template
         (AutoTokenizer.from_pretrained(adapter) if own.is_file() else tokenizer).save_pretrained(
             partial
         )

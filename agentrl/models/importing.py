@@ -1,9 +1,8 @@
-"""`agentrl model import`: a Hugging Face folder that can be trained, made of a GGUF file.
-
-The file is given as such, or by a folder or a package with one. It has metadata, the shapes of its
-tensors, and the tokenizer with the special tokens that it names. transformers reads these files
-too, but takes the first token of a conversation for the end of a turn, forgets added tokens that
-are not special, and splits every byte-level vocabulary in one way.
+"""`agentrl model import`: converts a GGUF file to a Hugging Face folder that can be trained. The
+file is given by its path, or by a folder or a package that contains it. It has metadata, tensors,
+and a tokenizer with special tokens. transformers reads these files, too, but mistakes the first
+token of a conversation for the end of a turn, drops added tokens that are not special, and splits
+all byte-level vocabularies in the same way.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ TEXTS = (
 )
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
 DEFAULTS = RunConfig()
-RARE = 0.01  # a probability of the end of a turn that no model has which was trained with it
+RARE = 0.01  # no model trained with this end of turn gives it so small a probability
 
 
 class Imported(NamedTuple):
-    """end: the token that ends a turn; probability: of it after a whole answer."""
+    """end: the token that ends a turn; probability: of that token after a complete answer."""
 
     end: str
     probability: float
@@ -56,10 +55,10 @@ class Imported(NamedTuple):
 def import_gguf(
     file: GgufFile, target: Path, *, dtype: str = "bfloat16", config: RunConfig = DEFAULTS
 ) -> Imported:
-    """Write model, tokenizer and chat template into `target`, which appears when all is checked.
-
-    config: whose policy's settings the tokenizer gets. Raises ConfigError if `target` has something
-    or no room for it, PolicyError if the file cannot be read, or what was made of it is no model.
+    """Write model, tokenizer and chat template into `target`, which is created after all checks
+    have passed. config: its policy settings apply to the tokenizer. Raises ConfigError if `target`
+    is not empty or its disk has no space, PolicyError if the file cannot be read or the result is
+    not a valid model.
     """
     _check_target(file, target, DTYPES[dtype].itemsize)
     tokenizer, warnings = tokenizer_of(file, config)
@@ -83,7 +82,7 @@ def import_gguf(
 def _check_target(file: GgufFile, target: Path, size: int) -> None:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target} is there already: give another folder, or delete it")
-    delete_partial(target)  # of a killed import, before the room is measured
+    delete_partial(target)  # left by a killed import; before the free space is measured
     near = next(path for path in target.absolute().parents if path.is_dir())
     needed, free = file.parameters * size * 1.05, shutil.disk_usage(near).free
     if needed > free:
@@ -134,8 +133,8 @@ def _write(file: GgufFile, tokenizer: Tokenizer, folder: Path, dtype: torch.dtyp
 
 
 def _unpacked() -> dict[str, Any]:
-    """Weights instead of the file's blocks, which newer versions of transformers keep where the
-    machine has a kernel for them: these can neither be saved nor trained."""
+    """Dequantise the weights: newer versions of transformers keep the file's blocks if the machine
+    has a kernel for them, and blocks can neither be saved nor trained."""
     settings = getattr(quantization_config, "GgufConfig", None)
     return {} if settings is None else {"quantization_config": settings(dequantize=True)}
 
@@ -168,8 +167,8 @@ def _not_converted(file: GgufFile, what: str) -> PolicyError:
 
 
 def _ends_a_turn(model: Model, tokenizer: Tokenizer) -> float:
-    """The probability with which the model ends a turn after a whole answer. Raises PolicyError if
-    what it computes is not finite."""
+    """The probability with which the model ends a turn after a complete answer. Raises PolicyError
+    if it is not finite."""
     talk = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     text: str = tokenizer.apply_chat_template(talk, tokenize=False)
     before = text[: text.rindex(ANSWER) + len(ANSWER)]
@@ -249,7 +248,7 @@ class GgufFile:
         return default if field is None else field.contents()
 
     def token(self, role: str) -> int | None:
-        """The id of the token of a role, such as "eos"."""
+        """The id of a special token by its role, such as "eos"."""
         number = self.value(f"tokenizer.ggml.{role}_token_id")
         return None if number is None or number >= len(self.tokens) else int(number)
 
@@ -286,8 +285,8 @@ GPT2 = rf"{ENDINGS}| ?\p{{L}}+| ?\p{{N}}+|{MARKS}|{SPACES}"
 LLAMA3 = rf"(?i:{ENDINGS})|{WORD}|\p{{N}}{{1,3}}|{LINES}"
 QWEN2 = rf"(?i:{ENDINGS})|{WORD}|\p{{N}}|{LINES}"
 TEKKEN = rf"{CASED}|\p{{N}}|{MARKS}[\r\n/]*|\s*[\r\n]+|{SPACES}"
-# How a vocabulary of bytes splits text into words: by `tokenizer.ggml.pre`, one pattern after the
-# other. The names are those of llama.cpp.
+# `tokenizer.ggml.pre` -> patterns with which a byte-level vocabulary splits text into words,
+# applied in order. The names are those of llama.cpp.
 WORDS = {
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "gigachat"), (GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", GPT2)),
@@ -295,15 +294,16 @@ WORDS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (QWEN2,)),
     "tekken": (TEKKEN,),
 }
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # known ones are not merged
+# Words of the vocabulary are not split.
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 # Names of tokens here, and in the file.
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 COMPOSED = ("qwen2", "deepseek-r1-qwen")  # texts are normalised to NFC
 
 
 def tokenizer_of(file: GgufFile, config: RunConfig) -> tuple[Tokenizer, list[str]]:
-    """The tokenizer with its chat template, and warnings. config: whose policy's settings it gets.
-    Raises PolicyError if it cannot be made, has no template, or one with an error."""
+    """The tokenizer with its chat template, and warnings. config: its policy settings apply to the
+    tokenizer. Raises PolicyError if it cannot be created, or has no valid template."""
     warnings: list[str] = []
     made = _byte_level(file, warnings) if file.value("tokenizer.ggml.model") == "gpt2" else None
     tokenizer = made or _read_by_transformers(file)
@@ -336,14 +336,15 @@ def _check_template(file: GgufFile, tokenizer: Tokenizer) -> None:
 
 
 def ends_of(tokenizer: Tokenizer, file: GgufFile) -> list[int]:
-    """Ids of the tokens that end a completion: what ends a turn first, then the file's own."""
+    """Ids of the tokens that end a completion: first the end of a turn, then the file's end
+    token."""
     named = [tokenizer.eos_token_id, file.token("eos"), file.token("eot")]
     return list(dict.fromkeys(number for number in named if number is not None))
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The special token that the chat template writes after what the assistant said, if any.
-    Raises PolicyError if it cannot render a conversation."""
+    """The special token that the chat template writes after an assistant message, if any. Raises
+    PolicyError if it cannot render a conversation."""
     said = uuid4().hex
     talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": said}]
     try:
@@ -359,7 +360,7 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
 
 
 def _byte_level(file: GgufFile, warnings: list[str]) -> Tokenizer:
-    """A byte-pair encoding of bytes, as GPT-2's, which splits words as its kind does."""
+    """A byte-level byte-pair encoding like GPT-2's, with the word patterns of its kind."""
     kind = str(file.value("tokenizer.ggml.pre", "unnamed"))
     if kind not in WORDS:
         warnings.append(
@@ -370,7 +371,7 @@ def _byte_level(file: GgufFile, warnings: list[str]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges", [])]
     try:
         backend = FastTokenizer(BPE(vocabulary, merges, ignore_merges=kind in WHOLE_WORDS))
-    except Exception as error:  # tokenizers raises nothing more special
+    except Exception as error:  # tokenizers raises no specific class
         reason = one_line(str(error))
         raise PolicyError(f"{file.path}: its tokenizer is damaged: {reason}") from error
     words = [pre_tokenizers.Split(Regex(one), "isolated") for one in WORDS.get(kind, (GPT2,))]
@@ -400,7 +401,7 @@ def _read_by_transformers(file: GgufFile) -> Tokenizer:
 
 
 def _add_marks(tokenizer: Tokenizer, file: GgufFile) -> None:
-    """Tokens that are never split: those that control the model, and tags such as <tool_call>."""
+    """Add tokens that are never split: control tokens, and tags such as <tool_call>."""
     known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     for kind in (CONTROL, USER_DEFINED):
         marks = [

@@ -21,15 +21,15 @@ from agentrl.core.config import LoraConfig, RunConfig
 from agentrl.core.errors import PolicyError
 from agentrl.measured import timeout
 
-RANK, LEARNING_RATE = 16, 2e-4  # of an adapter
-MAX_TOKENS = 128  # of one completion
+RANK, LEARNING_RATE = 16, 2e-4  # rank and learning rate of an adapter
+MAX_TOKENS = 128  # tokens of one completion
 MAX_CONTEXT, MIN_CONTEXT = 4096, 512  # tokens: bounds of the search for a context that fits
-CONCURRENCY = 32  # rollouts whose calls are decoded together
+CONCURRENCY = 32  # rollouts with concurrently decoded calls
 MEASUREMENTS = 3
 
 
 def settings(model: str) -> dict[str, Any]:
-    """Measured settings for a model: dtype, threads, context, time-out and what goes with them.
+    """Measured settings for a model: dtype, threads, context, time-out and dependent settings.
 
     Raises PolicyError for a model that cannot be loaded or does not fit into memory."""
     folder = Path(model).expanduser()
@@ -96,7 +96,7 @@ def _fastest(work: Callable[[], object]) -> float:
     return min(seconds[1:])
 
 
-if __name__ == "__main__":  # a process of its own for `Trainer`, which never loads torch
+if __name__ == "__main__":  # run as a separate process by `Trainer`, which never loads torch
     try:
         print(json.dumps(settings(sys.argv[1])))
     except PolicyError as error:

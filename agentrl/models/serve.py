@@ -1,8 +1,7 @@
-"""A run's policies behind the gateway's APIs, and nothing recorded.
-
-The gateway of training answers, so calls are read, translated and adapted to the chat template as
-they were when the policy learned. Each is a call of its own: it has no rollout, and nothing of it
-is stored. The policy server behind it listens on this machine only, with a key of its own.
+"""`agentrl serve`: a run's policies behind the gateway's APIs, without recording. The gateway of
+training answers, so calls are translated and adapted to the chat template as during training. A
+call belongs to no rollout, and nothing of it is stored. The policy server behind the gateway
+listens on this machine only, with a random key.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served, where and for whom."""
+    """The served checkpoint, with address and access."""
 
     chosen: Chosen
     host: str
@@ -89,7 +88,7 @@ class OpenCalls(Feature):
             self.attempts.unregister(active.id)
 
     def _call(self) -> ActiveAttempt:
-        """An attempt of one call, which is not recorded."""
+        """An unrecorded attempt for one call."""
         assert self.attempts is not None
         id = uuid.uuid4().hex
         rollout = NewRollout(
@@ -98,7 +97,7 @@ class OpenCalls(Feature):
         )  # fmt: skip
         attempt = Attempt(id=id, rollout=rollout, fence=0, lease_until=time.time() + CALL_TIMEOUT)
         active = self.attempts.register(attempt, scoring=True)
-        for feature in self.attempts.features:  # it is seen and changed as those of training
+        for feature in self.attempts.features:  # calls are processed as in training
             feature.join(active)
         return active
 
@@ -110,7 +109,7 @@ async def _healthy(request: web.Request) -> web.Response:
 def settings_of(served: Served, output: Path) -> RunConfig:
     """The settings of the run with the chosen weights. Raises ConfigError for wrong overrides."""
     own = served.chosen.config
-    # It plays no rollouts, and may say how answers are sampled also if it learned from a data set.
+    # The run plays no rollouts here, so [sampling] is allowed even if it learned from a data set.
     own = replace(own, data=DataConfig(), live=LiveConfig())
     data = msgspec.to_builtins(evaluation_run(own, own.name, served.chosen.saved.path))
     for override in served.overrides:
@@ -119,7 +118,7 @@ def settings_of(served: Served, output: Path) -> RunConfig:
     for override in served.overrides:
         apply_override(data, override)
     data |= {"output": str(output), "store": store_in(output), "root": own.root}
-    # Its own server is for this process alone.
+    # Only this process uses the policy server.
     hidden = {"host": "127.0.0.1", "port": 0, "advertise": "", "key_env": ENGINE_KEY}
     data["engine"] |= hidden | {"ssl_certfile": "", "ssl_keyfile": ""}
     os.environ[ENGINE_KEY] = secrets.token_urlsafe(24)
@@ -129,13 +128,13 @@ def settings_of(served: Served, output: Path) -> RunConfig:
 async def serve_policies(
     served: Served, *, started: Callable[[str], None], stop: asyncio.Event
 ) -> None:
-    """Serve until `stop` is set; calls `started` with what to tell users."""
+    """Serve until `stop` is set; calls `started` with a message for users."""
     if not (is_loopback(served.host) or served.access.keys):
         raise ConfigError(f"--host {served.host}: anybody could call; give --key-env VARIABLE")
     if served.access.keyfile and not served.access.certfile:
         raise ConfigError("--keyfile needs --certfile")
     with in_words_of_the_command():
-        served.access.server_tls()  # before models are loaded
+        served.access.server_tls()  # raises errors before models are loaded
     async with AsyncExitStack() as stack:
         output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-serve-")))
         config = settings_of(served, output)
@@ -168,7 +167,7 @@ async def serve_policies(
 
 @contextmanager
 def in_words_of_the_command() -> Iterator[None]:
-    """Errors about settings of a run file name the options that stand for them here."""
+    """Replace names of settings in errors by the command-line options that set them here."""
     try:
         yield
     except ConfigError as error:
@@ -190,7 +189,7 @@ def _routes(serving: PolicyServers, key: str) -> dict[str, Route]:
 
 
 def measured(chosen: Chosen, own: Sampling) -> str:
-    """The temperature of answers, and the score that they had at theirs."""
+    """The temperature of the evaluation, and its score."""
     at = chosen.config.eval.temperature
     given = "whatever they ask for" if own.override_agent else "unless they set one"
     said = f"temperature of calls: {own.temperature:g}, {given}"
@@ -207,7 +206,7 @@ def measured(chosen: Chosen, own: Sampling) -> str:
 def announcement(
     served: Served, config: RunConfig, base_url: str, routes: Mapping[str, Route]
 ) -> str:
-    """What to set in an agent's environment. config: with which it is served."""
+    """The message with variables for an agent's environment. config: of the server."""
     chosen, root = served.chosen, base_url.removesuffix("/v1")
     names = ", ".join(map(repr, routes))
     which = "any model name means it" if len(routes) == 1 else "the model's name says which"

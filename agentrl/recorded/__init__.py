@@ -1,1 +1,1 @@
-"""Traces that other tools have recorded: to read, look at, redact, train on and write."""
+"""Traces that other tools have recorded: read, show, redact, train on and write them."""

@@ -1,7 +1,7 @@
-"""Traces of a store in the forms that other tools read: `agentrl export traces`.
+"""`agentrl export traces`: traces of a store in the formats of other tools.
 
-Of any run, not only of imported traces. Each form is a file of JSON lines that the tool's own
-parser accepts, and that `agentrl traces import` reads back.
+It exports any run, not only imported traces. Each format is a file of JSON lines that the tool's
+own parser accepts, and that `agentrl traces import` reads back.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def _calls(trace: Trace, spans: list[Span]) -> dict[str, Transition]:
 
 
 def _values(span: Span, trace: Trace, call: Transition | None) -> tuple[Object, Object]:
-    """What a step was given and what it returned, as objects."""
+    """The input and the output of a span, as objects."""
     if call:
         choice = {"index": 0, "message": call.answer, "finish_reason": call.finish or None}
         inputs: Object = {"messages": call.messages}
@@ -308,7 +308,7 @@ def _values(span: Span, trace: Trace, call: Transition | None) -> tuple[Object, 
 
 
 def _object(value: Any, name: str) -> Object:
-    """A value as an object; one that is none as its field of this name."""
+    """A value as an object: unchanged if it is one, else in a field of this name."""
     if isinstance(value, str) and value[:1] == "{":
         value = parsed(value)
     if isinstance(value, dict):
@@ -325,7 +325,7 @@ def _error(span: Span) -> str:
 
 
 def _feedback(trace: Trace, spans: list[Span]) -> Iterator[tuple[Reward, str]]:
-    """The rewards, each with the id of the span that it is about."""
+    """The rewards, each with the id of the span that was rewarded."""
     by_call = {span.attributes.get("agentrl.transition"): span.id for span in spans}
     by_role = {str(span.attributes.get(AGENT_NAME)): span.id for span in reversed(spans)}
     for reward in trace.rollout.rewards:
@@ -335,7 +335,7 @@ def _feedback(trace: Trace, spans: list[Span]) -> Iterator[tuple[Reward, str]]:
 
 
 def _from_root(spans: list[Span]) -> list[Span]:
-    """Spans in an order in which each follows its parent."""
+    """Spans in an order in which each comes after its parent."""
     below: dict[str | None, list[Span]] = {}
     for span in spans:
         below.setdefault(span.parent, []).append(span)

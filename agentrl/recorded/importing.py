@@ -1,9 +1,9 @@
 """The import of recorded traces into a store, as the rollouts of one run.
 
-A trace is a rollout of the run `recorded`, with its calls, spans and, as rewards, its feedback, so
-that all that reads stores reads it too: view, show, `data mine`. Its id is a digest of its content
-and start: importing again adds nothing but new feedback. Traces whose first inputs are the same are
-a group. No call is exact: a recording does not tell the tokens that were sampled.
+A trace becomes a rollout of the run `recorded`, with its calls and spans, and its feedback as
+rewards, so all commands that read stores can read it: view, show, `data mine`. Its id is a digest
+of its content and start: importing again adds nothing but new feedback. Traces with the same first
+input form a group. No call is exact, because a recording does not contain the sampled tokens.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from agentrl.recorded.sources import MALFORMED, files_of, traces_of
 from agentrl.recorded.tree import Tree, tree_of
 from agentrl.store import Store, open_store
 
-RUN = "recorded"  # the run that the traces are in
-LEASE = 600.0  # seconds; a batch is written in less than one
+RUN = "recorded"  # the run of imported traces
+LEASE = 600.0  # seconds; writing a batch takes less
 BATCH = 100  # traces that are written together
-BATCH_NODES = 2000  # of these at most about so many spans
+BATCH_NODES = 2000  # approximate maximum of spans in a batch
 LATEST = 2**33 * 10**9  # nanoseconds, see `agentrl.store.rows`
-LARGEST_COUNT = 2**31  # tokens
-LONGEST_NAME = 200  # characters of a role, a model, a step
+MAX_TOKEN_COUNT = 2**31  # tokens
+MAX_NAME_CHARS = 200  # characters of a role, a model, a step
 UNKNOWN = "unknown"  # model
 TOOL_SCHEMA = "gen_ai.tool.definition"  # attribute of a span
 NO_TOKENS, NO_LOGPROBS = int32(), float32()
@@ -59,7 +59,7 @@ Item = TypeVar("Item")
 
 
 class Recorded(NamedTuple):
-    """A trace as the store has it. Calls and spans name its attempt once it is known."""
+    """A trace in the store's records. Calls and spans get their attempt's id when it is known."""
 
     rollout: NewRollout
     calls: list[Transition]
@@ -72,10 +72,10 @@ class Recorded(NamedTuple):
 
 @dataclass(slots=True)
 class Imported:
-    """What an import has done."""
+    """The result of an import."""
 
-    traces: int = 0  # that were added
-    known: int = 0  # that were there already
+    traces: int = 0  # added traces
+    known: int = 0  # traces that existed already
     calls: int = 0
     spans: int = 0
     rewards: int = 0
@@ -87,10 +87,10 @@ async def import_traces(
     source: Path, out: str, change: Callable[[Recorded], Recorded] | None = None
 ) -> Imported:
     """Add the traces of a file or folder to a store, which is created if there is none. change:
-    what is done to each before it is stored, such as `Redactor.applied`. Raises ConfigError if
-    there is nothing that could be read, Conflict while another import runs."""
+    applied to each trace before it is stored, such as `Redactor.applied`. Raises ConfigError if
+    nothing can be read, Conflict while another import runs."""
     done = Imported()
-    files_of(source)  # nothing to read leaves no store behind
+    files_of(source)  # fails before the store is created
     async with open_store(out) as store, holding(store):
         found = traces_of(source, done.issues, done.rows)
         made = (one for items in found if (one := _made(items, done.issues)))
@@ -104,7 +104,7 @@ async def import_traces(
 
 @asynccontextmanager
 async def holding(store: Store) -> AsyncIterator[None]:
-    """A block in which no other process writes traces. Raises Conflict if one does."""
+    """Context in which no other process writes traces. Raises Conflict if one does."""
     await store.open_run(RUN, {"name": RUN}, owner=_owner(), lease=LEASE)
     await _remove_unfinished(store)
     try:
@@ -114,7 +114,7 @@ async def holding(store: Store) -> AsyncIterator[None]:
 
 
 def _made(items: Iterable[Node | Note], issues: Issues) -> Recorded | None:
-    """A trace as the store has it; None if it has no nodes, or cannot be stored."""
+    """Convert a trace to the store's records; None if it has no nodes, or cannot be stored."""
     try:
         items = list(items)
         tree = tree_of(items, issues)
@@ -139,7 +139,7 @@ def _owner() -> str:
 
 
 async def _remove_unfinished(store: Store) -> None:
-    """What an import that was killed has left."""
+    """Remove the leftovers of a killed import."""
     for state in (RolloutState.QUEUED, RolloutState.RUNNING, RolloutState.CANCELLED):
         if left := [row.id for row in await store.rollouts(RUN, state=state)]:
             await store.cancel(left)
@@ -147,8 +147,8 @@ async def _remove_unfinished(store: Store) -> None:
 
 
 async def add_traces(store: Store, batch: Sequence[Recorded], done: Imported) -> None:
-    """Write traces; of those that are there, only feedback that is new: what was redacted stays
-    so."""
+    """Write traces. For existing traces only new feedback is added, so redacted traces stay
+    redacted."""
     by_id = {one.rollout.id: one for one in batch}
     new = await _enqueue(store, [one.rollout for one in by_id.values()])
     done.traces, done.known = done.traces + new, done.known + len(batch) - new
@@ -166,7 +166,8 @@ async def add_traces(store: Store, batch: Sequence[Recorded], done: Imported) ->
         done.calls += len(calls)
         done.spans += sum(len(one.spans) for one in own.values())
         done.rewards += sum(len(one.rewards) for one in own.values())
-    # Added apart, not with the outcomes: only these replace those of an earlier import.
+    # Feedback is added separately: only rewards that come with an outcome would replace those of an
+    # earlier import.
     stored = {id: set[tuple[Any, ...]]() for id in by_id}
     for id in (id for id, one in left.items() if one.rewards):
         if known := await store.trace(id, limit=1):
@@ -184,7 +185,7 @@ async def add_traces(store: Store, batch: Sequence[Recorded], done: Imported) ->
 async def _enqueue(store: Store, rollouts: list[NewRollout]) -> int:
     try:
         return await store.enqueue(rollouts)
-    except Conflict:  # some are there, of another group since their inputs were redacted
+    except Conflict:  # some rows exist in another group, because their inputs were redacted since
         new = [row for row in rollouts if not await store.trace(row.id, limit=1)]
         return await store.enqueue(new)
 
@@ -194,7 +195,7 @@ def _reward_key(row: Reward) -> tuple[Any, ...]:
 
 
 def _chunks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Neighbours of together at most about BATCH_NODES, for bounded memory."""
+    """Consecutive traces in chunks of about BATCH_NODES nodes, for bounded memory."""
     chunk, total = list[Item](), 0
     for one in items:
         chunk.append(one)
@@ -254,8 +255,8 @@ def recorded_of(tree: Tree, issues: Issues) -> Recorded:
 
 
 def first_input(tree: Tree) -> Any:
-    """What the trace was started with: its root's input, or else the first call's last message. Of
-    a trace that is one call of one message of a user, this message."""
+    """The first input of a trace: its root's input, or else the first call's last message. For a
+    trace with a single call on a single user message, this message."""
     users = [m for m in tree.root.call.messages if m["role"] == "user"] if tree.root.call else []
     if len(users) == 1:
         return users[0]["content"]
@@ -286,13 +287,14 @@ def group_of(value: Any) -> str:
 
 
 def normalised(value: Any) -> str:
-    """A first input by which the same tasks are known: without case, spaces and order of fields."""
+    """A first input normalised to recognise equal tasks: without case, spaces and order of
+    fields."""
     text = value if isinstance(value, str) else msgspec.json.encode(value, order="sorted").decode()
     return " ".join(text.lower().split())
 
 
 def _content_digest(tree: Tree) -> str:
-    found, known = sha256(), dict[int, str]()  # digests of messages, which many calls share
+    found, known = sha256(), dict[int, str]()  # caches digests of messages, which many calls share
 
     def digest(message: Object) -> str:
         if id(message) not in known:
@@ -305,7 +307,7 @@ def _content_digest(tree: Tree) -> str:
 
 
 def _content(node: Node, digest: Callable[[Object], str]) -> Any:
-    """What makes a node this one, without ids and times."""
+    """The content of a node, without ids and times."""
     call = node.call and [
         [*map(digest, node.call.messages)],
         node.call.answer,
@@ -336,13 +338,13 @@ Clean = Callable[[Object], Object]
 
 
 def _cleaner(images: list[Image], issues: Issues, where: str) -> Clean:
-    """Makes a message storable, once for all the calls that have the same one."""
+    """A function that makes messages storable, once for all calls that share one."""
     known: dict[int, tuple[Object, Object]] = {}
 
     def clean(message: Object) -> Object:
         if id(message) not in known:
             made = shortened(storable(_with_digests(message, images, issues)), issues, where)
-            known[id(message)] = message, made  # which keeps its id
+            known[id(message)] = message, made  # the cache keeps it alive, so its id stays unique
         return known[id(message)][1]
 
     return clean
@@ -355,7 +357,7 @@ def _call(node: Node, id: str, index: int, clean: Clean) -> Transition:
     sampling = Sampling(
         temperature=float(given.get("temperature", 1.0)),
         top_p=float(given.get("top_p", 1.0)),
-        max_tokens=int(most) if most and 0 < most < LARGEST_COUNT else None,
+        max_tokens=int(most) if most and 0 < most < MAX_TOKEN_COUNT else None,
     )
     seen = [clean(message) for message in call.messages]
     return Transition(
@@ -365,8 +367,8 @@ def _call(node: Node, id: str, index: int, clean: Clean) -> Transition:
         prompt=NO_TOKENS,
         completion=NO_TOKENS,
         logprobs=NO_LOGPROBS,
-        role=node.role[:LONGEST_NAME] or "agent",
-        policy=call.model[:LONGEST_NAME] or UNKNOWN,
+        role=node.role[:MAX_NAME_CHARS] or "agent",
+        policy=call.model[:MAX_NAME_CHARS] or UNKNOWN,
         sampling=sampling,
         finish=call.finish,
         exact=False,
@@ -432,7 +434,7 @@ def _span(node: Node, issues: Issues) -> Span:
         id=span_id(node.id),
         attempt="",
         parent=span_id(node.parent) if node.parent else None,
-        name=node.name[:LONGEST_NAME],
+        name=node.name[:MAX_NAME_CHARS],
         kind=node.kind,
         start=start,
         end=end,
@@ -444,7 +446,7 @@ def _span(node: Node, issues: Issues) -> Span:
 def _rewards(
     tree: Tree, spans: list[Span], calls: dict[str, str], issues: Issues
 ) -> Iterator[Reward]:
-    """The feedback: numbers as rewards, all else in attributes of the spans it is about."""
+    """Convert feedback: numbers to rewards, anything else to attributes of its spans."""
     by_id = {node.id: (node, span) for node, span in zip(tree.nodes, spans, strict=True)}
     taken: Counter[tuple[str, str, str]] = Counter()
     direct = {(note.name, note.node or tree.root.id) for note in tree.notes if not note.derived}
@@ -455,7 +457,7 @@ def _rewards(
             issues.add("feedback is about a step that was not recorded and is left out", note.name)
             continue
         node, span = by_id[note.node or tree.root.id]
-        name = note.name[:LONGEST_NAME] or "feedback"
+        name = note.name[:MAX_NAME_CHARS] or "feedback"
         if note.text and note.value is None:
             span.attributes[f"feedback.{name}"] = storable(note.text)
         if note.correction is not None:
@@ -467,7 +469,7 @@ def _rewards(
         if node.id in calls:
             scope, target = Scope.TRANSITION, calls[node.id]
         elif node.id != tree.root.id and node.role:
-            scope, target = Scope.ROLE, node.role[:LONGEST_NAME]
+            scope, target = Scope.ROLE, node.role[:MAX_NAME_CHARS]
         elif node.id != tree.root.id:
             span.attributes[f"feedback.{name}"] = note.value
             issues.add(
@@ -476,7 +478,8 @@ def _rewards(
             continue
         taken[key := (name, target, note.source)] += 1
         number = f"-{taken[key]}" if taken[key] > 1 else ""
-        # By its own id, so that another person's feedback of a later import does not replace it.
+        # The source includes the feedback's id, so that another person's feedback in a later import
+        # does not replace it.
         source = f"{note.source}-{_digest(note.key)[:8]}" if note.key else note.source + number
         yield Reward(
             value=note.value,

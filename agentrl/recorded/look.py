@@ -1,4 +1,4 @@
-"""A look at recorded traces: what is there, what would be trained, what is left out and why."""
+"""A summary of recorded traces: contents, what would be trained, what is left out and why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RoleLook:
     answers: list[int] = field(default_factory=list)
     tool_calls: int = 0
     failed: int = 0
-    tokens: float = 0.0  # written, where they are recorded
+    tokens: float = 0.0  # completion tokens, where recorded
 
 
 @dataclass(slots=True)
@@ -40,12 +40,12 @@ class ToolLook:
 
 @dataclass(slots=True)
 class Look:
-    """What is in a store of traces."""
+    """The summary of a store of traces."""
 
     traces: int = 0
     failed: int = 0
     tasks: int = 0  # different first inputs
-    duplicates: int = 0  # traces with the content of another one
+    duplicates: int = 0  # traces with the same content as another one
     first: float = 0.0  # unix seconds, 0: unknown
     last: float = 0.0
     cost: float = 0.0
@@ -109,7 +109,7 @@ def _count(found: Look, trace: Trace) -> None:
 
 
 def lines_of(found: Look) -> Iterator[str]:
-    """The look, for a console."""
+    """The summary for the console."""
     when = f", {_day(found.first)} to {_day(found.last)}" if found.first else ", without times"
     cost = f", which cost {found.cost:.2f}" if found.cost else ""
     yield (
@@ -152,7 +152,7 @@ def _day(time: float) -> str:
 
 
 def as_json(found: Look) -> dict[str, Any]:
-    """The look, for programs."""
+    """The summary as JSON."""
     made = found.training
     return {
         "traces": found.traces,

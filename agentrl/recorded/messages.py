@@ -1,9 +1,9 @@
-"""Messages and tools of any tool's traces as those of chat completions.
+"""Converts messages and tools of traces of any tool to the format of chat completions.
 
-Read are chat completions themselves, LangChain's serialisations (constructors, dictionaries of
+It reads chat completions themselves, LangChain's serialisations (constructors, dictionaries of
 `type` and `data`, plain fields), Anthropic's blocks, items of the Responses API and the parts of
-OpenTelemetry's semantic conventions. Text of the arguments of a tool call stays as it is; arguments
-that a format has as an object become JSON with Python's spaces, as most models write it.
+OpenTelemetry's semantic conventions. If the arguments of a tool call are text, they stay unchanged;
+if they are an object, they become JSON with Python's spaces, as most models write it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def merge(last: Object, message: Object) -> None:
 
 
 def expanded(given: Any) -> list[Object]:
-    """The messages that one entry stands for: results of tools in a user's message are several."""
+    """The messages of one entry: each tool result in a user message becomes a separate message."""
     entry = obj(given)
     if not entry:
         return [{"role": "user", "content": given}] if isinstance(given, str) and given else []
@@ -133,7 +133,7 @@ def _item(item: Object) -> Object:
 
 
 def message_of(given: Any, role: str = "") -> Object:
-    """One message. role: if it does not name its own."""
+    """One message. role: used if the message has none."""
     given = parsed(given)
     if not isinstance(given, dict):
         return {"role": role or "user", "content": text_of(given)}
@@ -175,7 +175,8 @@ def message_of(given: Any, role: str = "") -> Object:
 
 
 def _unique(calls: list[Object]) -> list[Object]:
-    """Calls of a message, which some formats have twice: as parts and as a field."""
+    """The calls of a message without repetitions: some formats have each call twice, as a part and
+    in a field."""
     found: dict[str, Object] = {}
     for number, call in enumerate(calls):
         found.setdefault(call["id"] or str(number), call)
@@ -183,7 +184,7 @@ def _unique(calls: list[Object]) -> list[Object]:
 
 
 def _content(content: Any) -> tuple[Any, str, list[Object]]:
-    """The text of a message (or its parts, if it has others), its thought, its tool calls."""
+    """The text of a message (or its parts, if not all are text), its reasoning, its tool calls."""
     if not isinstance(content, list):
         return ("" if content is None else text_of(content)), "", []
     kept: list[Any] = []
@@ -216,7 +217,7 @@ def _content(content: Any) -> tuple[Any, str, list[Object]]:
 
 
 def image_of(part: Object) -> Object:
-    """A part that is an image as chat completions have it; others as they are."""
+    """Convert an image part to the format of chat completions; return other parts unchanged."""
     source = obj(part.get("source"))
     if part.get("type") == "image" and source.get("data"):
         url = f"data:{source.get('media_type') or 'image/png'};base64,{source['data']}"
@@ -230,7 +231,7 @@ def image_of(part: Object) -> Object:
 
 
 def content_text(content: Any) -> str:
-    """What a tool has answered, as a text."""
+    """The result of a tool as text."""
     if isinstance(content, dict) and isinstance(content.get("kwargs"), dict):  # a ToolMessage
         content = content["kwargs"].get("content")
     if isinstance(content, dict) and content.get("type") == "tool":
@@ -264,14 +265,14 @@ def tool_call(id: Any, name: Any, arguments: Any) -> Object:
 
 
 def tools_of(given: Any) -> list[Object]:
-    """Tools as chat completions have them."""
+    """Tools in the format of chat completions."""
     if isinstance(given := parsed(given), dict):
         given = [{"name": name, **obj(about)} for name, about in given.items()]
     return [tool for tool in map(tool_of, rows(given)) if tool]
 
 
 def tool_of(given: Any) -> Object:
-    """A tool as chat completions have it; an empty object for what has no name."""
+    """A tool in the format of chat completions; an empty object if it has no name."""
     tool = obj(given)
     tool = (
         obj(tool.get("tool.json_schema")) or obj(obj(tool.get("tool")).get("json_schema")) or tool
@@ -291,7 +292,7 @@ def tool_of(given: Any) -> Object:
 
 
 def finish_of(body: Object) -> str:
-    """Why an answer of a model API ended, in its words; "": it is not told."""
+    """The finish reason in an answer of a model API, unchanged; "": missing."""
     choice = obj((rows(body.get("choices")) or [{}])[0])
     details = obj(body.get("incomplete_details"))
     found = first(choice, "finish_reason") or first(body, "stop_reason") or details.get("reason")
@@ -299,7 +300,7 @@ def finish_of(body: Object) -> str:
 
 
 def answer_of(given: Any) -> Object | None:
-    """The message of the assistant in what a call returned; None if there is none."""
+    """The assistant message in the output of a call; None if there is none."""
     given = parsed(given)
     if isinstance(given, list):
         inner = [one for one in given if one]

@@ -1,7 +1,6 @@
-"""What every format is read into: the nodes of a trace, and what people said about them.
-
-A node is a span with what it was for: a model call, a use of a tool, or a step that has others
-below it. What a format does not tell is missing: an empty text, None, or the time 0.
+"""The common form of all formats: the nodes of a trace, and people's feedback on them. A node is a
+span with its content: a model call, a use of a tool, or a step with child nodes. Missing
+information is an empty text, None, or the time 0.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import msgspec
 from agentrl.core.types import Json
 
 Object = dict[str, Any]
-LONGEST_FIELD = 200_000  # characters of one text that are kept; no context of a model has more
-LARGEST_NUMBER = 1e300  # of feedback, costs, options
-LONGEST_LITERAL = 100_000  # characters of an object in Python that is read
-EXAMPLES = 3  # sentences of one kind that are printed whole
+MAX_FIELD_CHARS = 200_000  # characters of a text that are kept, more than any model's context
+MAX_NUMBER = 1e300  # for feedback, costs, options
+MAX_LITERAL_CHARS = 100_000  # characters of a Python literal that is parsed
+EXAMPLES = 3  # details that are printed per kind
 
 
 class Call(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A model call, with messages and tools as chat completions have them."""
+    """A model call, with messages and tools in the format of chat completions."""
 
     messages: list[Object]
     answer: Object | None  # None: the trace does not have it
@@ -35,12 +34,12 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolUse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tool that was run. arguments: an object, or text that is none."""
+    """A tool that was run. arguments: an object, or text if it cannot be parsed."""
 
     name: str
     arguments: Json = None
     result: Json = None
-    schema: Object = {}  # the tool as chat completions have it; {}: unknown
+    schema: Object = {}  # the tool in the format of chat completions; {}: unknown
 
 
 class Node(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
@@ -54,7 +53,7 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     start: int = 0
     end: int = 0
     error: str = ""  # why it failed; "": it did not
-    role: str = ""  # of the node of a graph, or the agent, that it is or is part of
+    role: str = ""  # graph node or agent that the span is, or is part of
     input: Json = None
     output: Json = None
     call: Call | None = None
@@ -63,35 +62,36 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
-    """Feedback about a trace, or a node of it. value: None if it is no number."""
+    """Feedback on a trace or a node. value: None if it is not a number."""
 
-    trace: str  # "": that of the node
+    trace: str  # "": the trace of the node
     node: str
     name: str
     value: float | None = None
     text: str = ""
-    correction: Json = None  # what should have been answered
+    correction: Json = None  # the right answer
     source: str = "feedback"
-    key: str = ""  # its id, of formats that have one
-    derived: bool = False  # from other feedback, which counts instead where it is there, too
+    key: str = ""  # id of the feedback, if the format has one
+    derived: bool = False  # computed from other feedback, which is used instead if present
 
 
 class Issues:
-    """Sentences about what is not read as it is, counted by kind."""
+    """Messages about changed or skipped data, counted by kind."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, list[str]] = {}
 
     def add(self, kind: str, detail: str = "") -> None:
-        """kind: the sentence, the same for all of its kind; detail: where, and what."""
+        """kind: a message that is the same for all issues of its kind; detail: the place and the
+        value."""
         self.counts[kind] += 1
         shown = self.examples.setdefault(kind, [])
         if detail and len(shown) < EXAMPLES:
             shown.append(detail[:300])
 
     def lines(self) -> list[str]:
-        """A sentence for each kind, with how often, and where at first."""
+        """A line for each kind, with its count and the first places."""
         found = []
         for kind, count in self.counts.most_common():
             shown = self.examples[kind]
@@ -132,7 +132,7 @@ def _of_datetime(value: datetime) -> int:
 
 
 def parsed(value: Any) -> Any:
-    """What a text of JSON says; anything else as it is."""
+    """The value of a JSON text; anything else unchanged."""
     if isinstance(value, str) and value[:1].strip() in ("{", "[", '"'):
         try:
             return msgspec.json.decode(value)
@@ -144,7 +144,7 @@ def parsed(value: Any) -> Any:
 def python_object(text: str) -> Any:
     """The object of a text, in JSON or, as LangChain writes the inputs of tools, in Python."""
     found = parsed(text)
-    if isinstance(found, str) and len(text) < LONGEST_LITERAL:
+    if isinstance(found, str) and len(text) < MAX_LITERAL_CHARS:
         try:
             return ast.literal_eval(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -153,30 +153,30 @@ def python_object(text: str) -> Any:
 
 
 def json_text(value: Any) -> str:
-    """A value as models write it: a text as it is, others as JSON with spaces."""
+    """A value as models write it: text unchanged, anything else as JSON with spaces."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def text_of(value: Any) -> str:
-    """A value as a text; nothing for None."""
+    """A value as text; empty for None."""
     return "" if value is None else json_text(value)
 
 
 def obj(value: Any) -> Object:
-    """The value if it is an object, an object in a text too; else an empty one."""
+    """The value if it is an object or a JSON text of one; else an empty object."""
     value = parsed(value)
     return value if isinstance(value, dict) else {}
 
 
 def rows(value: Any) -> list[Any]:
-    """The value if it is a list, a list in a text too; else an empty one."""
+    """The value if it is a list or a JSON text of one; else an empty list."""
     value = parsed(value)
     return value if isinstance(value, list) else []
 
 
 def number(value: Any) -> float | None:
     """A finite number, true and false as 1 and 0; else None."""
-    if isinstance(value, bool | int | float) and abs(value) < LARGEST_NUMBER:
+    if isinstance(value, bool | int | float) and abs(value) < MAX_NUMBER:
         return float(value)
     return None
 
@@ -193,7 +193,7 @@ def usage(given: Any, cost: Any = None) -> Object:
 
 
 def first(given: Object, *names: str) -> Any:
-    """The first of the fields that is there and not null."""
+    """The value of the first field that is present and not null."""
     return next((given[name] for name in names if given.get(name) is not None), None)
 
 
@@ -201,7 +201,7 @@ SAMPLING = ("temperature", "top_p", "max_tokens")
 
 
 def sampling(*given: Any) -> Object:
-    """The options of sampling in the first of the objects that has each."""
+    """The sampling options, each from the first object that has it."""
     found: Object = {}
     for one in map(obj, given):
         more = one | {
@@ -214,16 +214,16 @@ def sampling(*given: Any) -> Object:
 
 
 def shortened(value: Any, issues: Issues, where: str) -> Any:
-    """The value with texts that no model could have read cut off."""
+    """The value, with texts cut off after MAX_FIELD_CHARS."""
     if isinstance(value, str):
-        if len(value) <= LONGEST_FIELD:
+        if len(value) <= MAX_FIELD_CHARS:
             return value
         issues.add(
-            f"a text of more than {LONGEST_FIELD} characters was cut off, and its call is no"
+            f"a text of more than {MAX_FIELD_CHARS} characters was cut off, and its call is no"
             " demonstration",
             f"{where}: {len(value)} characters",
         )
-        return value[:LONGEST_FIELD] + CUT
+        return value[:MAX_FIELD_CHARS] + CUT
     if isinstance(value, list):
         return [shortened(one, issues, where) for one in value]
     if isinstance(value, dict):
@@ -232,7 +232,7 @@ def shortened(value: Any, issues: Issues, where: str) -> Any:
 
 
 def storable(value: Any) -> Any:
-    """A value without what no store can have: integers of more than 64 bits, and NaN, as texts."""
+    """A value that the store accepts: integers of more than 64 bits and NaN become texts."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value if -(2**63) <= value < 2**63 else str(value)
     if isinstance(value, float):

@@ -1,8 +1,7 @@
-"""`agentrl init FOLDER --from-traces OUT`: a run that imitates recorded traces, and goes on live.
-
-Writes the run file, the agent's file with its place marked, tasks and held-out tasks,
-demonstrations, pairs, what tools answered, and a verifier's skeleton. Each role of the traces is a
-policy with an adapter of its own.
+"""`agentrl init FOLDER --from-traces OUT`: a run that imitates recorded traces and can continue
+live. Writes the run file, an agent file to complete, tasks and held-out tasks, demonstrations,
+pairs, answers of tools, and a skeleton of a verifier. Each role of the traces becomes a policy with
+its own adapter.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ FILES = (
     "pairs.jsonl",
     "tools.jsonl",
 )
-EPOCHS = 2  # times that each conversation is imitated, at most
-MIN_STEPS, MAX_STEPS = 30, 400  # of the warm-up
+EPOCHS = 2  # maximum passes over each conversation
+MIN_STEPS, MAX_STEPS = 30, 400  # steps of the warm-up
 STEPS_PER_EPOCH = 40
 MIN_BATCH, MAX_BATCH = 8, 32  # conversations per step of the warm-up
 ADAPTER_LR = 5  # learning rate of the warm-up, in learning rates of reinforcement learning
@@ -37,8 +36,9 @@ ADAPTER_LR = 5  # learning rate of the warm-up, in learning rates of reinforceme
 def write_project(
     folder: Path, made: Training, where: Where, model: str, measure: Callable[[str], dict[str, Any]]
 ) -> list[str]:
-    """Write the files of a run; returns their names. measure: of the model's settings on this
-    machine. Raises ConfigError if there is nothing to imitate, and for files that are there."""
+    """Write the files of a run; returns their names. measure: whether to measure the model's
+    settings on this machine. Raises ConfigError if there is nothing to imitate, and for existing
+    files."""
     if present := [name for name in FILES if (folder / name).exists()]:
         raise ConfigError(f"{folder} has {', '.join(present)} already; name another folder")
     if not made.demonstrations:
@@ -146,8 +146,9 @@ concurrency = {settings["concurrency"]}
 
 
 def warmup_size(count: int) -> tuple[int, int]:
-    """Batch and steps of a warm-up on so many conversations of a role: small batches first, since
-    the number of updates is what teaches; larger ones where there is enough for 40 updates."""
+    """Batch and steps of a warm-up for this number of conversations of a role: small batches first,
+    because the number of updates matters most; larger ones if there is enough data for 40
+    updates."""
     batch = min(MAX_BATCH, max(MIN_BATCH, count // STEPS_PER_EPOCH))
     return batch, min(MAX_STEPS, max(MIN_STEPS, -(-count * EPOCHS // batch)))
 
@@ -171,8 +172,8 @@ def policy_names(roles: list[str]) -> dict[str, str]:
 
 
 def agent_file(made: Training) -> str:
-    """The agent's file: of traces of one role an agent with the recorded tools, that can be run; of
-    several roles the place of the user's own."""
+    """The agent file: for traces of one role a runnable agent with the recorded tools; for several
+    roles a placeholder for the user's agent."""
     roles = made.roles
     if len(roles) > 1:
         return SEVERAL.replace("ROLES", ", ".join(map(_in_line, roles)))

@@ -1,9 +1,8 @@
-"""Personal data in recorded traces, taken out by patterns and by names of fields, and counted.
-
-What is redacted is a text in brackets that names the rule, so that a model still sees that
-something was there. All texts and numbers are read, also inside of texts of JSON, and the keys of
-objects. Names of fields are those of data: the parts of a message, names of tools and their schemas
-stay. Images are not read.
+"""Redaction of personal data in recorded traces, by patterns and by names of fields, with counts.
+Redacted values become the name of the rule in brackets, so that a model still sees that something
+was there. All texts and numbers are searched, also inside of JSON texts, and the keys of objects.
+Rules for fields apply to data only: parts of a message, names of tools and their schemas stay.
+Images are not searched.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ PATTERNS = {
 
 
 class Rule(NamedTuple):
-    """A pattern of personal data. name: as the user gives it. holds: whether a match is what it
-    looks like."""
+    """A pattern of personal data. name: as given by the user. holds: whether a match is valid, such
+    as by a checksum."""
 
     name: str
     pattern: re.Pattern[str]
@@ -55,13 +54,13 @@ class Rule(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What a match becomes."""
+        """The replacement of a match."""
         return f"[{self.name if self.name in PATTERNS else 'redacted'}]"
 
 
 class Redactor:
     """rules: names of PATTERNS, `/REGULAR EXPRESSION/`, or else names of fields, whose values are
-    redacted wherever they are. Raises ConfigError for an expression that is none."""
+    redacted wherever they are. Raises ConfigError for an invalid expression."""
 
     def __init__(self, rules: Sequence[str]) -> None:
         self.counts: Counter[str] = Counter()
@@ -82,12 +81,12 @@ class Redactor:
                 self._fields[rule.lower()] = rule
 
     def applied(self, one: Recorded) -> Recorded:
-        """The trace without what the rules name."""
+        """The trace with all rules applied."""
         task = obj(one.rollout.task)
         about = obj(task.get("recorded"))  # the trace's identity
         about = about | {"trace": self._text(str(about.get("trace") or ""))}
         made = {"input": self._field("input", task.get("input")), "recorded": about}
-        # Of inputs that are the same now none may be held out and another one trained.
+        # Inputs that are equal after redaction must not be split into held-out and trained ones.
         rollout = replace(one.rollout, task=made, group=group_of(made["input"]))
         calls = [
             replace(
@@ -133,7 +132,8 @@ class Redactor:
         return f"[{rule}]"
 
     def _structure(self, value: Any) -> Any:
-        """A message or the definition of a tool: its fields are no data."""
+        """Redact a message or the definition of a tool; the names of its own fields are not
+        data."""
         if isinstance(value, dict):
             return {key: self._structure(one) for key, one in value.items()}
         if isinstance(value, list):
@@ -160,8 +160,8 @@ class Redactor:
         return value if changed == text else changed
 
     def _in_json(self, text: str) -> str:
-        """A text; one that is JSON, or an object as Python prints it, such as arguments, is
-        redacted inside: there its letters may be escaped."""
+        """Redact a text. JSON, or an object in Python's notation, such as arguments, is parsed and
+        redacted inside, because its letters may be escaped."""
         inner = text.strip()
         if inner[:1] in ("{", "["):
             value = python_object(inner)
@@ -182,8 +182,8 @@ class Redactor:
 
 
 async def redact_store(store: Store, redactor: Redactor) -> Counter[str]:
-    """Redact the traces that are in a store. Each is deleted and written again under its id, so an
-    import of the same files does not bring it back. Raises Conflict while an import runs."""
+    """Redact stored traces. Each is deleted and written again under its id, so an import of the
+    same files does not bring it back. Raises Conflict while an import runs."""
     async with holding(store):
         ids = [row.id async for row in rollouts(store)]
         for begin in range(0, len(ids), BATCH):
@@ -213,7 +213,7 @@ def _recorded(trace: Trace) -> Recorded:
 
 
 def _is_card(text: str) -> bool:
-    """Luhn's check, which most other long numbers fail."""
+    """Luhn's checksum, which most other long numbers fail."""
     digits = [int(letter) for letter in text if letter.isdigit()]
     doubled = [d if n % 2 == 0 else d * 2 - 9 * (d > 4) for n, d in enumerate(reversed(digits))]
     return sum(doubled) % 10 == 0 and len(set(digits)) > 1

@@ -1,8 +1,7 @@
-"""The files of recorded traces: what each has, row by row, and the nodes of the traces in them.
-
-Nothing that a file has stops the import: what cannot be read is a sentence, and the rest is read.
-Memory does not grow with the files: spans, which come in any order and are spread over files, wait
-in a temporary database until all are there.
+"""Reads files of recorded traces row by row, and yields the nodes of their traces. No content of a
+file stops the import: unreadable parts are reported, and the rest is read. Memory does not grow
+with the files: spans, which come in any order and are spread over files, are collected in a
+temporary database.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from agentrl.recorded.nodes import Issues, Node, Note, storable
 
 PROTOBUF = (".pb", ".binpb")
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", *PROTOBUF, ".db")
-PEEKED = 20  # rows of a file in which its format is looked for
-CHUNK = 2**20  # characters that are read at once
-LARGEST_VALUE = 2**28  # characters of one value of a file
-LONGEST_LITERAL = 16  # characters of an escape, a word such as -Infinity
-WAITING = 2000  # nodes that are written to the temporary database at once
+PEEKED = 20  # rows of a file that are read to recognise its format
+CHUNK = 2**20  # characters per read
+MAX_VALUE_CHARS = 2**28  # characters of one value of a file
+MAX_LITERAL_CHARS = 16  # characters of an escape, a word such as -Infinity
+WAITING = 2000  # nodes per write to the temporary database
 Trace = list[Node | Note]
 
 
@@ -48,8 +47,8 @@ def files_of(source: Path) -> list[Path]:
 
 
 def _may_have(path: Path) -> bool:
-    """Whether a file of a folder may have traces. Of databases only OpenCode's: the store of an
-    earlier import may be beside its sources."""
+    """Whether a file of a folder may have traces. The only database format is OpenCode's: the store
+    of an earlier import may be beside its sources."""
     kind = kind_of(path)
     return kind in SUFFIXES and (kind != ".db" or path.name.startswith("opencode"))
 
@@ -62,13 +61,13 @@ def _left_out(source: Path) -> Iterator[Path]:
 
 
 def kind_of(path: Path) -> str:
-    """The suffix of a file in lower case, without that of compression."""
+    """The suffix of a file in lower case, without a suffix of compression."""
     return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
 def traces_of(source: Path, issues: Issues, counts: dict[str, int]) -> Iterator[Trace]:
     """The traces of a file or folder, each with all its nodes and notes. counts: rows by format,
-    which it adds to. Notes about traces that are in other files come as traces of notes only."""
+    updated in place. Notes on traces of other files are yielded as traces with only notes."""
     for path in _left_out(source):
         issues.add("a file of a kind that is not read is left out", path.name)
     with tempfile.TemporaryDirectory() as folder, Waiting(Path(folder, "spans.db")) as waiting:
@@ -102,7 +101,7 @@ def _traces_in(
         issues.add("a file cannot be read", f"{path.name}: {error}")
 
 
-# What a reader raises for a value of another type than its format has.
+# Exceptions that a reader raises for a value of an unexpected type.
 MALFORMED = (TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError)
 
 
@@ -192,8 +191,8 @@ def _loads(text: str) -> Any:
 
 
 def _values(path: Path, file: IO[str], issues: Issues) -> Iterator[Any]:
-    """The values of a JSON file, one after the other; the elements of an array at its start one by
-    one, so that it need not fit into memory."""
+    """The values of a JSON file, one after another. The elements of a top-level array are yielded
+    singly, so that it need not fit into memory."""
     decoder = json.JSONDecoder(parse_constant=lambda _: None)
     text, at, ended, step, inside = "", 0, False, CHUNK, False
     while True:
@@ -214,7 +213,7 @@ def _values(path: Path, file: IO[str], issues: Issues) -> Iterator[Any]:
                     at, step = end, CHUNK
                     continue
             except (ValueError, RecursionError) as error:
-                if ended or len(text) - at > LARGEST_VALUE or not _is_cut_off(error, text):
+                if ended or len(text) - at > MAX_VALUE_CHARS or not _is_cut_off(error, text):
                     issues.add(
                         "a file is cut off or no JSON from some place on; what comes before"
                         " is read",
@@ -236,7 +235,7 @@ def _is_cut_off(error: Exception, text: str) -> bool:
     """Whether more text may complete a value that could not be read."""
     if not isinstance(error, json.JSONDecodeError):
         return False
-    return error.msg.startswith("Unterminated") or error.pos > len(text) - LONGEST_LITERAL
+    return error.msg.startswith("Unterminated") or error.pos > len(text) - MAX_LITERAL_CHARS
 
 
 class Waiting:

@@ -1,8 +1,9 @@
 """Tools that answer as they did in recorded traces, for agents whose real tools cannot be run.
 
-A call that was recorded gets the recorded answer, the most frequent of several. Another one gets
-that of the nearest recorded call, below a line that says so, and a warning; a tool of which nothing
-was recorded says that. So a policy never learns from an answer that looks recorded and is not.
+A call that was recorded gets the recorded answer, the most frequent of several. Any other call gets
+the answer of the nearest recorded call, after a line that says so, and a warning is logged; a tool
+without recordings answers that there are none. So a policy never learns from an answer that looks
+recorded but is not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 from agentrl.core.data_files import read_rows
 
 log = logging.getLogger("agentrl.recorded")
-MAX_COMPARED = 2000  # recorded calls that an unrecorded one is compared with
+MAX_COMPARED = 2000  # recorded calls that are compared with an unrecorded one
 
 
 class RecordedTools:
@@ -28,7 +29,7 @@ class RecordedTools:
     {"function": ...} are `definitions`. Raises ConfigError for a file that cannot be read."""
 
     def __init__(self, path: str | Path) -> None:
-        self.definitions: list[dict[str, Any]] = []  # as chat completions have tools
+        self.definitions: list[dict[str, Any]] = []  # in the format of chat completions
         self._answers: dict[str, dict[str, Counter[str]]] = defaultdict(
             lambda: defaultdict(Counter)
         )
@@ -71,7 +72,7 @@ class RecordedTools:
 
 
 def _nearest(texts: list[str], text: str) -> str:
-    """The most similar text. Bounds that are fast spare most comparisons."""
+    """The most similar text. Fast bounds avoid most comparisons."""
     matcher, found, best = SequenceMatcher(None, "", text), texts[0], 0.0
     for one in texts:
         matcher.set_seq1(one)

@@ -1,8 +1,7 @@
-"""What trains, from recorded traces: demonstrations by role, pairs, tasks, and what tools answered.
-
-Only traces that feedback calls good are imitated (`Where`). Tasks are first inputs, each once; the
-latest of them are held out, and with them all their traces, so nothing leaks into what is trained.
-Everything that is left out is counted, with the reason.
+"""Training data from recorded traces: demonstrations by role, pairs, tasks, and answers of tools.
+Only traces with good feedback are imitated (`Where`). Tasks are distinct first inputs; the latest
+of them are held out with all their traces, so nothing leaks into the training data. Everything that
+is left out is counted, with the reason.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ from agentrl.recorded.nodes import CUT, Object, obj, parsed
 from agentrl.store import Store
 
 PAGE = 256  # rollouts per read
-HELD_OUT = 0.2  # of the tasks, the latest
-MIN_HELD_OUT = 5  # tasks of which some are held out
-MIN_TEXT = 20  # characters of a text that is a task's alone, and no greeting
-# Words of names of feedback of which 1 is good, whatever the task is: of "toxic" it is not.
+HELD_OUT = 0.2  # share of the tasks, the latest ones
+MIN_HELD_OUT = 5  # tasks; with fewer none is held out
+MIN_TEXT = 20  # minimum characters of a text that identifies a task; greetings are shorter
+# Words in names of feedback for which 1 is good for every task; for "toxic", for example, it is
+# not.
 GOOD = re.compile(
     r"accepted|accuracy|correct(ness)?|feedback|good|helpful(ness)?|liked?|ok|outcome|pass(ed)?"
     r"|quality|rating|resolved|reward|score|solved|success(ful)?|thumbs|up"
@@ -47,14 +47,14 @@ CONDITION = re.compile(r"\s*(.+?)\s*(>=|<=|==|!=|>|<)\s*(-?\d+(?:\.\d+)?)\s*")
 
 
 class Condition(NamedTuple):
-    """What feedback of a name must be."""
+    """A condition on feedback of one name."""
 
     name: str
-    operator: str  # of OPERATORS
+    operator: str  # one of OPERATORS
     bound: float
 
     def holds(self, value: float) -> bool:
-        """Whether a value of the feedback meets it."""
+        """Whether a value of the feedback satisfies the condition."""
         return bool(OPERATORS[self.operator](value, self.bound))
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Where(NamedTuple):
 
     @classmethod
     def read(cls, given: Sequence[str]) -> Where:
-        """From texts such as `correct>=1`. Raises ConfigError for others."""
+        """Parse conditions such as `correct>=1`. Raises ConfigError."""
         found = []
         for text in given:
             match = CONDITION.fullmatch(text)
@@ -81,8 +81,9 @@ class Where(NamedTuple):
         return cls(tuple(found))
 
     def holds(self, rollout: Rollout) -> bool | None:
-        """Whether a trace is good; None if it lacks feedback that a condition is about. Feedback of
-        a role or call counts too; of several people's, all must agree."""
+        """Whether a trace is good; None if feedback for a condition is missing. Feedback on a role
+        or call counts, too; if several people gave feedback, all of it must satisfy the
+        condition."""
         known = True
         for condition in self.conditions:
             values = [row.value for row in rollout.rewards if row.name == condition.name]
@@ -97,8 +98,8 @@ class Where(NamedTuple):
 
 
 async def usual_where(store: Store) -> Where:
-    """The condition, if the traces have feedback of one name about them as a whole, of 0 and 1
-    only, which says that 1 is good. Raises ConfigError otherwise."""
+    """The default condition: the traces must have feedback of a single name on whole traces, with
+    values 0 and 1 only, and a name for which 1 is good. Raises ConfigError otherwise."""
     values: dict[str, set[float]] = defaultdict(set)
     async for row in rollouts(store):
         for reward in row.rewards:
@@ -143,7 +144,7 @@ def started(row: Rollout) -> float:
 class Split:
     """Groups of traces with the same first input: those to train on, and those held out."""
 
-    train: list[str] = field(default_factory=list)  # in the order of their first traces
+    train: list[str] = field(default_factory=list)  # in order of their first traces
     heldout: list[str] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)  # normalised, of the inputs of only the latter
 
@@ -175,7 +176,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _shows(trace: Trace, texts: set[str]) -> bool:
-    """Whether a user says one of the texts, such as in an earlier turn of a thread."""
+    """Whether a user message contains one of the texts, for example in an earlier turn of a
+    thread."""
     texts_of_users = (m.get("content") for call in trace.transitions for m in call.messages
             if m.get("role") == "user")  # fmt: skip
     return bool(texts) and any(
@@ -185,14 +187,14 @@ def _shows(trace: Trace, texts: set[str]) -> bool:
 
 @dataclass(slots=True)
 class Training:
-    """What trains. left_out: numbers of traces or calls by the reason."""
+    """The training data. left_out: reason -> number of traces or calls."""
 
     demonstrations: list[Object] = field(default_factory=list)
     pairs: list[Object] = field(default_factory=list)
     tasks: list[Object] = field(default_factory=list)
     heldout: list[Object] = field(default_factory=list)
     tools: list[Object] = field(default_factory=list)
-    definitions: dict[str, Object] = field(default_factory=dict)  # of tools, by name
+    definitions: dict[str, Object] = field(default_factory=dict)  # tool name -> definition
     left_out: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -205,7 +207,7 @@ class Training:
 
 
 async def training_of(store: Store, where: Where) -> Training:
-    """All that the traces of a store have to train on."""
+    """Collect the training data from the traces of a store."""
     made, split = Training(), await split_of(store)
     held, seen = {*split.heldout}, dict[bytes, Object]()
     tasks: dict[str, Object] = {}
@@ -265,7 +267,7 @@ async def training_of(store: Store, where: Where) -> Training:
 def _add_task(
     tasks: dict[str, Object], begun: dict[str, float], row: Rollout, good: bool | None
 ) -> None:
-    """A task's input is that of its first trace."""
+    """Add a task; its input is that of its first trace."""
     task = tasks.setdefault(row.group, {"id": row.group[:12]})
     if started(row) < begun.get(row.group, float("inf")):
         begun[row.group], task["input"] = started(row), obj(row.task).get("input")
@@ -274,8 +276,8 @@ def _add_task(
 
 
 def _demonstrations(trace: Trace, left_out: Counter[str]) -> Iterator[Object]:
-    """The conversations of each role. One with an answer that was cut off, or that failed, is left
-    out whole: its other answers led there."""
+    """The conversations of each role. A conversation with a truncated or failed answer is left out
+    completely, because its other answers led there."""
     failed = {span.id for span in trace.spans if not span.ok}
     by_role: dict[str, list[Transition]] = defaultdict(list)
     for call in trace.transitions:
@@ -328,13 +330,13 @@ def _as_row(answer: Object) -> Object:
 
 
 def _compared(prompts: dict[bytes, list[tuple[bool | None, Transition]]]) -> Iterator[Object]:
-    """Answers to the same prompt, one of a good trace and one of a bad one."""
+    """Pairs of answers to the same prompt, one from a good trace and one from a bad one."""
     for calls in prompts.values():
         good = [call for is_good, call in calls if is_good is True]
         bad = [call for is_good, call in calls if is_good is False]
         better = {_answer_key(call): call for call in good}
         worse = {_answer_key(call): call for call in bad if _answer_key(call) not in better}
-        if choices := [*better.values()]:  # all with all would be too many
+        if choices := [*better.values()]:  # all pairs would be too many
             for number, rejected in enumerate(worse.values()):
                 chosen = choices[number % len(choices)]
                 yield _row(chosen, obj(chosen.answer), obj(rejected.answer), "feedback")
@@ -345,7 +347,7 @@ def _answer_key(call: Transition) -> str:
 
 
 def _retries(trace: Trace) -> Iterator[Object]:
-    """Calls that were repeated with the same prompt after one that failed, and then did not."""
+    """Pairs of calls with the same prompt: the first failed, and its repetition succeeded."""
     failed = _failed_steps(trace.spans)
     earlier: dict[bytes, Transition] = {}
     for call in trace.transitions:
@@ -359,7 +361,7 @@ def _retries(trace: Trace) -> Iterator[Object]:
 
 
 def _failed_steps(spans: Sequence[Span]) -> set[str | None]:
-    """Model calls that failed, and those right before a tool, of the same parent, that failed."""
+    """Model calls that failed, and those directly before a failed tool of the same parent."""
     ordered = sorted(spans, key=lambda span: span.start)
     found: set[str | None] = {span.id for span in ordered if span.kind == "llm" and not span.ok}
     last: dict[str | None, str] = {}
@@ -372,8 +374,8 @@ def _failed_steps(spans: Sequence[Span]) -> set[str | None]:
 
 
 def _corrections(trace: Trace) -> Iterator[Object]:
-    """Answers that somebody has edited, and what they were edited to. The edit of a whole trace is
-    one of its last call if the trace ended with its answer."""
+    """Pairs of answers and their corrections by people. A correction of a whole trace applies to
+    its last call if the trace ended with that call's answer."""
     by_span = {call.span: call for call in trace.transitions}
     for span in trace.spans:
         for key, value in span.attributes.items():
@@ -405,7 +407,7 @@ def _final_call(trace: Trace) -> Transition | None:
 def _collect_tools(
     trace: Trace, answers: dict[bytes, Object], definitions: dict[str, Object]
 ) -> None:
-    """What tools answered, as the messages have it; of tools without messages as the spans do."""
+    """Answers of tools, from messages; for tools without messages from spans."""
     answered, counted = set[str](), set[tuple[str, int]]()
     for call in trace.transitions:
         for tool in call.tools:

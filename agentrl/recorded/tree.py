@@ -1,7 +1,7 @@
 """The tree of a recorded trace: one root, every node below it, and each call's role.
 
-What a recording lacks is completed in the smallest way, and counted: nodes whose parent is not
-there hang below the root, a cycle is cut at its earliest node, several roots get one above them.
+Incomplete recordings are repaired and the repairs are counted: nodes with a missing parent become
+children of the root, a cycle is cut at its earliest node, several roots get a common root.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tree(NamedTuple):
 
 
 def tree_of(items: Iterable[Node | Note], issues: Issues) -> Tree | None:
-    """The tree of what was read of one trace; None if that are notes only."""
+    """Build the tree of one trace; None if it has only notes."""
     items = list(items)
     found: dict[str, Node] = {}
     for node in items:
@@ -59,7 +59,8 @@ def tree_of(items: Iterable[Node | Note], issues: Issues) -> Tree | None:
 
 
 def _in_order(nodes: list[Node]) -> list[Node]:
-    """Nodes by their starts; one without a time stays behind the one that was read before it."""
+    """Nodes in the order of their starts; a node without a time follows the node that was read
+    before it."""
     last, keys = 0, list[int]()
     for node in nodes:
         last = node.start or last
@@ -68,7 +69,7 @@ def _in_order(nodes: list[Node]) -> list[Node]:
 
 
 def _fuller(known: Node | None, node: Node) -> Node:
-    """Of two records of a node the one that tells more: exports overlap."""
+    """The more complete of two records of a node: exports overlap."""
     if known is None:
         return node
     filled = [
@@ -98,7 +99,7 @@ def _parents(nodes: list[Node], trace: str, issues: Issues) -> tuple[Node, dict[
     roots = roots or tops
     root = roots[0]
     if len(roots) > 1:
-        issues.add("a trace has several roots; they hang below one", trace[:60])
+        issues.add("a trace has several roots; a common root was added", trace[:60])
         root = Node(
             trace=trace,
             id=f"{trace}-root",
@@ -112,7 +113,7 @@ def _parents(nodes: list[Node], trace: str, issues: Issues) -> tuple[Node, dict[
         parents |= {node.id: root.id for node in roots}
     if orphans:
         issues.add(
-            "a span's parent is not in the recording; it hangs below the root",
+            "a span's parent is not in the recording; the root is used instead",
             f"{orphans[0].name[:60]} of {trace[:40]}",
         )
         parents |= {node.id: root.id for node in orphans}
@@ -123,7 +124,7 @@ def _parents(nodes: list[Node], trace: str, issues: Issues) -> tuple[Node, dict[
     ]
     if late:
         issues.add(
-            "a span starts before the one that it is part of; times are as recorded",
+            "a span starts before its parent; times are as recorded",
             f"{late[0].name[:60]} of {trace[:40]}",
         )
     return root, parents
@@ -139,7 +140,7 @@ def _cut_cycles(nodes: list[Node], parents: dict[str, str], issues: Issues) -> N
             at = parents[at]
         if at in path:
             issues.add(
-                "spans are each other's parents; the earliest hangs below the root",
+                "spans are each other's parents; the earliest is moved below the root",
                 f"{node.name[:60]} of {node.trace[:40]}",
             )
             steps = [*path]
@@ -148,8 +149,8 @@ def _cut_cycles(nodes: list[Node], parents: dict[str, str], issues: Issues) -> N
 
 
 def _roles(own: dict[str, str], parents: dict[str, str]) -> dict[str, str]:
-    """By node: the innermost node of a graph or agent that it is, or is part of; "": none is
-    named. own: what each node itself is."""
+    """The role of each node: its own, or that of its nearest ancestor with one; "": none. own: the
+    role that each node names itself."""
     found: dict[str, str] = {}
     for start in own:
         at, path = start, [start]

@@ -1,4 +1,4 @@
-"""Tasks about files: read from folders of other projects' formats, or generated from bugs.
+"""Tasks with files: read from folders in formats of other projects, or generated from bugs.
 
 `bugs` generates repositories with one bug, without a network: a function is mutated in its module,
 and only bugs that a hidden test detects become tasks. `train` and `heldout` use the standard
@@ -21,10 +21,10 @@ from typing import Any
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Json
-from agentrl.tasks.harbor_format import HarborTask, UnfitTask, read_task, task_folders
+from agentrl.tasks.harbor_format import HarborTask, UnsupportedTask, read_task, task_folders
 
 NOT_FILES = ("Dockerfile", ".dockerignore")
-# What a Dockerfile may say if the files beside it are all that the task needs.
+# Instructions of a Dockerfile that allow a task to run with only the files beside it.
 HARMLESS = ("FROM", "WORKDIR", "COPY", "LABEL", "CMD", "ENTRYPOINT", "MAINTAINER", "EXPOSE")
 LOGS = re.compile(r"/logs/verifier\b")
 TESTS = re.compile(r"(?<![\w./}])/tests\b")
@@ -36,8 +36,8 @@ INSTALLS = re.compile(r"\b(apt-get|apt|apk|yum|dnf|pip3?|uvx?|npm|npx|curl|wget)
 def harbor(folder: str) -> list[dict[str, Json]]:
     """The Harbor tasks in a folder, to be run without containers: the files of the environment
     become the workspace, and paths /tests and /logs/verifier become relative. A task that needs
-    more, such as what its Dockerfile installs, has the reason as `unfit`, and its rollouts fail
-    with it. Raises ConfigError if there is no task, or one is not written correctly."""
+    more, such as packages that its Dockerfile installs, has the reason in `unfit`, and its rollouts
+    fail with this message. Raises ConfigError if there is no task, or an invalid one."""
     return [_harbor(path, id) for id, path in task_folders(Path(folder)).items()]
 
 
@@ -46,11 +46,13 @@ def _harbor(folder: Path, id: str) -> dict[str, Json]:
         task = read_task(folder, id)
         (step,) = task.steps if len(task.steps) == 1 else (None,)
         if step is None or step.name or step.judge:
-            raise UnfitTask(f"the Harbor task {id!r} has several steps, or a verifier's container")
+            raise UnsupportedTask(
+                f"the Harbor task {id!r} has several steps, or a verifier's container"
+            )
         files, tests = _texts(folder / "environment", id), _texts(folder / "tests", id)
         for why in _needs_container(files.get("Dockerfile", ""), task, tests):
-            raise UnfitTask(f"the Harbor task {id!r} {why}")
-    except UnfitTask as error:
+            raise UnsupportedTask(f"the Harbor task {id!r} {why}")
+    except UnsupportedTask as error:
         message = f"{error}; use environment = 'harbor:FOLDER', which runs it in its container"
         return {"id": id, "input": "", "files": {}, "unfit": message}
     moved = {k: LOGS.sub(".logs/verifier", TESTS.sub("tests", v)) for k, v in tests.items()}
@@ -66,7 +68,8 @@ def _harbor(folder: Path, id: str) -> dict[str, Json]:
 
 
 def _needs_container(dockerfile: str, task: HarborTask, tests: Mapping[str, str]) -> Iterator[str]:
-    """Why its workspace would not be what its container is; each continues "the task ..."."""
+    """Reasons why a workspace cannot replace the task's container; each continues "the task
+    ..."."""
     if task.image.name or task.about.environment.env or task.steps[0].verifier.env:
         yield "names an image or variables of its container"
     words = (line.split(maxsplit=1)[0].upper() for line in _lines(dockerfile))
@@ -79,7 +82,7 @@ def _needs_container(dockerfile: str, task: HarborTask, tests: Mapping[str, str]
 
 
 def _lines(text: str) -> list[str]:
-    """The lines with more than a comment, those continued on the next one as one."""
+    """The lines of a Dockerfile without comments, with continued lines joined."""
     joined = re.sub(r"\\\n", " ", text).splitlines()
     return [line for line in joined if line.strip() and not line.lstrip().startswith("#")]
 
@@ -90,7 +93,9 @@ def _texts(folder: Path, id: str) -> dict[str, str]:
         try:
             found[file.relative_to(folder).as_posix()] = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise UnfitTask(f"the Harbor task {id!r} has a file that is not text: {file}") from None
+            raise UnsupportedTask(
+                f"the Harbor task {id!r} has a file that is not text: {file}"
+            ) from None
     return found
 
 
@@ -124,7 +129,7 @@ def _listed(value: str | list[str] | None) -> list[str]:
     return json.loads(value) if isinstance(value, str) else value or []
 
 
-CALL_SECONDS = 0.2  # for all cases of one mutant; an endless loop counts as a detected bug
+CALL_SECONDS = 0.2  # seconds for all cases of one mutant; an endless loop counts as a detected bug
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.And: ast.Or, ast.Or: ast.And},
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
@@ -252,7 +257,7 @@ def _mutants(whole: str, name: str) -> Iterator[tuple[str, str]]:
     function = next((node for node in nodes if node.name == name), None)
     if function is None:
         raise TypeError("its module does not define it")
-    lines = list(StringIO(whole))  # the lines that `ast` counts; str.splitlines splits more often
+    lines = list(StringIO(whole))  # lines as `ast` counts them; str.splitlines splits more often
     first = min([function.lineno, *(node.lineno for node in function.decorator_list)]) - 1
     head, tail = lines[:first], lines[function.end_lineno :]
     for node in list(ast.walk(function)):

@@ -47,7 +47,7 @@ class Machine(msgspec.Struct, frozen=True):
     cpus: float | None = None
     memory_mb: int | None = None
     storage_mb: int | None = None
-    memory: str | int | None = None  # of older tasks: "2G"
+    memory: str | int | None = None  # in older tasks: "2G"
     storage: str | int | None = None
     os: str = "linux"
     gpus: int | None = None
@@ -55,7 +55,7 @@ class Machine(msgspec.Struct, frozen=True):
     healthcheck: Healthcheck | None = None
     build_timeout_sec: float = 600.0
     network_mode: Network | None = None
-    allow_internet: bool | None = None  # of older tasks
+    allow_internet: bool | None = None  # in older tasks
     mcp_servers: list[Any] = []
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Machine(msgspec.Struct, frozen=True):
 
     @property
     def limits(self) -> tuple[int, int]:
-        """Megabytes of memory and of disk; 0: it says nothing. Raises ValueError."""
+        """Megabytes of memory and of disk; 0: not set. Raises ValueError."""
         memory = _megabytes("memory", self.memory) if self.memory_mb is None else self.memory_mb
         disk = _megabytes("storage", self.storage) if self.storage_mb is None else self.storage_mb
         return memory, disk
@@ -83,7 +83,7 @@ def _megabytes(key: str, size: str | int | None) -> int:
 
 
 class Artifact(msgspec.Struct, frozen=True):
-    """What a separate verifier gets from the agent's container."""
+    """A path that is copied from the agent's container to a separate verifier."""
 
     source: str
     exclude: list[str] = []
@@ -120,7 +120,7 @@ class VerifierTable(msgspec.Struct, frozen=True):
 
 
 class StepTable(msgspec.Struct, frozen=True):
-    name: str = ""  # of its folder
+    name: str = ""  # name of the task's folder
     agent: AgentTable = AgentTable()
     verifier: VerifierTable = VerifierTable()
     min_reward: float | dict[str, float] | None = None
@@ -133,7 +133,7 @@ class SolutionTable(msgspec.Struct, frozen=True):
 
 
 class TaskFile(msgspec.Struct, frozen=True):
-    """All of it."""
+    """The whole of task.toml."""
 
     agent: AgentTable = AgentTable()
     verifier: VerifierTable = VerifierTable()
@@ -155,7 +155,7 @@ VERIFIER_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class ContainerImage:
-    """What a container is made of: an image's name, or a folder to build."""
+    """The source of a container: an image's name, or a folder to build."""
 
     name: str = ""
     folder: Path | None = None
@@ -169,13 +169,13 @@ class Judge:
     image: ContainerImage
     machine: Machine
     network: Network
-    has_tests: bool  # the image brings /tests
+    has_tests: bool  # whether the image contains /tests
 
 
 @dataclass(frozen=True)
 class HarborStep:
-    """What is asked of the agent, and how it is judged. A task without `[[steps]]` is one step
-    without a name."""
+    """An instruction to the agent, and its verifier. A task without `[[steps]]` is one step without
+    a name."""
 
     name: str
     instruction: str
@@ -185,7 +185,7 @@ class HarborStep:
     seconds: float | None  # for the agent
     user: User
     healthcheck: Healthcheck | None
-    min_reward: Mapping[str, float]  # without it, later steps are not begun
+    min_reward: Mapping[str, float]  # below it, later steps are skipped
     verifier: VerifierTable  # with the task's settings where the step has none
     judge: Judge | None  # None: the tests run in the agent's container
     artifacts: tuple[Artifact, ...]
@@ -201,15 +201,15 @@ class HarborTask:
     image: ContainerImage
     network: Network  # of the agent's container
     steps: tuple[HarborStep, ...]
-    variables: tuple[str, ...] = ()  # patterns of this machine's variables that it may have
+    variables: tuple[str, ...] = ()  # patterns of the environment variables that it may read
 
     @property
     def digest(self) -> str:
         return digest_of(self.folder)
 
 
-class UnfitTask(ConfigError):
-    """The task is written correctly, but cannot be run here."""
+class UnsupportedTask(ConfigError):
+    """The task is valid, but cannot be run here."""
 
 
 def task_folders(folder: Path) -> dict[str, Path]:
@@ -228,19 +228,21 @@ def task_folders(folder: Path) -> dict[str, Path]:
 
 
 def read_task(folder: Path, id: str, variables: Collection[str] = ()) -> HarborTask:
-    """`variables`: patterns of this machine's variables that the task may have. Raises ConfigError
-    for a task that is not written correctly, and its kind UnfitTask for one that is, but cannot be
+    """`variables`: patterns of this machine's environment variables that the task may read. Raises
+    ConfigError for an invalid task, and its subclass UnsupportedTask for a valid one that cannot be
     run here."""
     try:
         _check_links(folder)
         about = _table(folder)
         if about.environment.os.lower() != "linux":
-            raise UnfitTask(f"the Harbor task {id!r} is for {about.environment.os}, not for Linux")
+            raise UnsupportedTask(
+                f"the Harbor task {id!r} is for {about.environment.os}, not for Linux"
+            )
         tables = about.steps or [StepTable()]
         steps = tuple(_step(folder, about, table) for table in tables)
         network = next(iter(_networks(about, steps)))
-        for why in _unfit(folder, about, steps):
-            raise UnfitTask(f"the Harbor task {id!r} {why}")
+        for why in _unsupported(folder, about, steps):
+            raise UnsupportedTask(f"the Harbor task {id!r} {why}")
         image = _image(folder, about)
         return HarborTask(id, folder, about, image, network, steps, tuple(variables))
     except (OSError, ValueError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
@@ -282,7 +284,7 @@ def resolved(variables: Mapping[str, str], allowed: Collection[str]) -> dict[str
             may = any(fnmatchcase(name, pattern) for pattern in allowed)
             if default is None and not may:
                 raise ConfigError(
-                    f"the task asks for the variable {name} of this machine; if it may have it, set"
+                    f"the task asks for the variable {name} of this machine; to allow it, set"
                     f" environment_options.variables = [{json.dumps(name)}]"
                 )
             if default is None and name not in os.environ:
@@ -356,8 +358,8 @@ def _verifier(task: VerifierTable, step: VerifierTable) -> VerifierTable:
 def _judge(
     folder: Path, own: Path, about: TaskFile, step: StepTable, verifier: VerifierTable
 ) -> Judge | None:
-    """The verifier's own container: its image is that of the step or of the task's verifier, or one
-    built from their tests, or that of the agent."""
+    """The separate container of the verifier. Its image is that of the step's or the task's
+    verifier, or is built from their tests, or is that of the agent."""
     if verifier.environment_mode == "shared":
         return None
     machine = verifier.environment or about.environment
@@ -388,7 +390,8 @@ def _image(folder: Path, about: TaskFile) -> ContainerImage:
 
 
 def _networks(about: TaskFile, steps: tuple[HarborStep, ...]) -> set[Network]:
-    """Those that the agent's container would need in turn; a container has only one."""
+    """The networks that the agent's container would need one after another; a container has only
+    one."""
     base = about.agent.network_mode or about.environment.network
     wanted = {table.agent.network_mode or base for table in about.steps} or {base}
     for step in steps:
@@ -403,7 +406,7 @@ def _networks(about: TaskFile, steps: tuple[HarborStep, ...]) -> set[Network]:
     return wanted
 
 
-def _unfit(folder: Path, about: TaskFile, steps: tuple[HarborStep, ...]) -> Iterator[str]:
+def _unsupported(folder: Path, about: TaskFile, steps: tuple[HarborStep, ...]) -> Iterator[str]:
     """Why a task cannot be run here; each continues "the task ..."."""
     judges = [step.judge for step in steps if step.judge]
     folders = {folder / "environment", *(j.image.folder for j in judges if j.image.folder)}
@@ -422,7 +425,7 @@ def _unfit(folder: Path, about: TaskFile, steps: tuple[HarborStep, ...]) -> Iter
             yield "offers its agent MCP servers, which are not passed on to agents here"
     networks = _networks(about, steps)
     if "allowlist" in networks | {judge.network for judge in judges}:
-        yield "limits its network to some hosts; only 'public' and 'no-network' can be had here"
+        yield "limits its network to some hosts; only 'public' and 'no-network' are supported here"
     if len(networks) > 1:
         yield (
             "needs another network for its verifier or its setup than for its agent, in one"

@@ -21,7 +21,7 @@ from agentrl.runners.workspace import cleaner
 TEST_TIMEOUT = 60.0  # seconds, if a task has no `test_timeout`
 PATCH = ".agentrl-hidden.patch"
 SUMMARY = "short test summary info"
-# What a test runner would load from the repository in place of its own modules.
+# Names under which a repository could replace a test runner's modules.
 TEST_MODULES = ("unittest", "pytest", "_pytest", "sitecustomize", "usercustomize", "conftest")
 PYTEST = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S+)", re.MULTILINE)
 UNITTEST = re.compile(
@@ -42,7 +42,7 @@ async def run_tests(task: Task, workspace: Any) -> float | dict[str, float]:
     at most `test_timeout` seconds; `must_pass` names the tests that count (default: all); with
     `reward_file`, the command writes the reward itself, or several to the file of this name that
     ends in .json. Raises TestsError if the tests time out, change during their run, or do not
-    exist, or if the task is `unfit` to be run in a workspace."""
+    exist, or if the task is `unfit` for a workspace."""
     if unfit := task.get("unfit"):
         raise TestsError(str(unfit))
     tests = dict(task.get("tests", {}))
@@ -75,7 +75,7 @@ async def run_tests(task: Task, workspace: Any) -> float | dict[str, float]:
 
 
 def restore_runners(template: Path, repository: Path, tests: Container[str]) -> None:
-    """Undo what the agent has put in place of a test runner's modules, which could let every test
+    """Remove files of the agent that would replace a test runner's modules and could let every test
     pass."""
     for name in (f"{one}{end}" for one in TEST_MODULES for end in (".py", "")):
         file, first = repository / name, template / name
@@ -113,7 +113,7 @@ REWARD = "reward"  # the name of the outcome in Harbor's files
 
 
 class NoRewardError(ValueError):
-    """The text is no reward. The message continues "the tests wrote ..."."""
+    """The text is not a valid reward. The message continues "the tests wrote ..."."""
 
 
 def read_rewards(texts: Mapping[str, str]) -> dict[str, float]:
@@ -127,8 +127,8 @@ def read_rewards(texts: Mapping[str, str]) -> dict[str, float]:
 
 
 def with_outcome(rewards: Mapping[str, float], name: str = REWARD) -> dict[str, float]:
-    """The rewards with the one of this name, or the only one, as `outcome`. Raises NoRewardError
-    if it is not clear which one that is."""
+    """Add `outcome`: the reward of this name, or the only one. Raises NoRewardError if that is
+    ambiguous."""
     if name not in rewards and len(rewards) > 1:
         raise NoRewardError(
             f"several rewards to reward.json ({', '.join(rewards)}), and none is named {name!r};"

@@ -47,14 +47,16 @@ from agentrl.telemetry.report import (
     roles_without_calls,
 )
 
-WIDE = 0.35  # of an interval, which fewer than about 25 tasks have
+# Width of an interval above which it is printed, as for fewer than about 25 tasks.
+WIDE = 0.35
 BAR = 30  # columns
 REDRAW_INTERVAL = 0.5  # seconds between redraws
 PLAIN_LINES = 20  # step lines of a whole run without a terminal to redraw
 LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # the format of `log_to_stderr`
-IDS = re.compile(r"\S*\d\S*")  # what differs between messages of one kind
+IDS = re.compile(r"\S*\d\S*")  # the parts that differ between messages of one kind
 LOG_POLL = 0.5  # seconds between reads of log files
-LOG_DELAY = 1.0  # seconds that a logged line waits, so that steps that ended before come first
+# Seconds by which logged lines are delayed, so that earlier steps are printed first.
+LOG_DELAY = 1.0
 PREPARING = "preparing the policy and starting the agents ..."
 RESUMED = "{} of {} steps are done already; --fresh would start over"
 UNSEEN_TOOLS = (
@@ -84,7 +86,8 @@ async def show_progress(
     first: Callable[[float], object] = lambda at: None,
 ) -> None:
     """Show a run until cancelled: live on a terminal, else in lines; quiet: warnings only. first:
-    prints what processes had logged at a time, which comes before what the store has since then."""
+    prints the log lines of processes up to a time; called before newer rows of the store are
+    printed."""
     console = console or Console()
     progress, warnings = Progress(config), RunWarnings(config, console, first=first)
     if not quiet:
@@ -100,7 +103,7 @@ async def show_progress(
                 await _update(store, progress, warnings)
                 live.update(progress.table())
                 await _next_change(store)
-    finally:  # the last changes may explain why the run ended
+    finally:  # the last rows may explain why the run ended
         await _update(store, progress, warnings)
 
 
@@ -140,10 +143,10 @@ async def _print_lines(
             if preparing:
                 warnings.console.print(PREPARING, highlight=False)
             preparing = False
-            await warnings.print_new(store, progress.rows)  # after the steps that ended before
+            await warnings.print_new(store, progress.rows)  # after earlier steps
             await _next_change(store)
             await progress.update(store)
-    finally:  # the last steps since the last look
+    finally:  # steps since the last read
         await progress.update(store)
         print_new()
 
@@ -165,7 +168,7 @@ class Progress:
     rows: list[StepRow] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     ready: bool = False
-    fractions: bool = True  # whether all rewards so far are: then they are percentages
+    fractions: bool = True  # all rewards so far are from 0 to 1, so they are shown as percentages
 
     async def update(self, store: Store) -> None:
         """Read new steps only: a committed step changes only if it is rolled back."""
@@ -184,8 +187,8 @@ class Progress:
         return [row for row in self.rows if row.committed]
 
     def seconds_left(self) -> float | None:
-        """Estimated from the last ten steps and from all evaluations, without the first, which also
-        wait for the agents; None before the first step."""
+        """Estimated from the last ten steps and from all evaluations. The first of each is left
+        out, because it includes the start of the agents. None before the first step."""
         rows, steps, every = self.committed, self.config.steps, self.config.eval.every
         if not rows:
             return None
@@ -199,7 +202,7 @@ class Progress:
         return step * (steps - done) + due * fmean(seconds[1:] or seconds or [0.0])
 
     def table(self) -> Group:
-        """Rows of cells, each no wider than the terminal: what does not fit is cut, not wrapped."""
+        """Rows of cells, no wider than the terminal: long cells are cut, not wrapped."""
         done, left = len(self.committed), self.seconds_left()
         bar = ProgressBar(total=max(1, self.config.steps), completed=done, width=BAR)
         remaining = f"{lasting(left)} left" if left is not None else ""
@@ -236,7 +239,7 @@ class Progress:
             parts.append(f"nothing to learn from: {failures_of(metrics) or 'no rollout failed'}")
         else:
             parts += self._reward_and_rates(metrics)
-            if row.step == 0:  # corrects what was estimated before
+            if row.step == 0:  # corrects the estimate
                 parts.append(f"{_step_seconds([row]):.2g} s a step")
             parts += filter(None, [failures_of(metrics)])
             if row.step == self.committed[-1].step:
@@ -249,14 +252,14 @@ class Progress:
         parts = [f"held-out {self.number(score)}{self._of(row)}"] if score is not None else []
         functions = function_names([row]).items()
         parts += [f"{label} {row.metrics[name]:.3g}" for name, label in functions]
-        # A warm-up has trained it.
+        # After a warm-up the policy is no longer untrained.
         first = "before the first step" if self.config.warmup.data else "untrained"
         when = f"after step {row.step}" if row.step else first
         when = f"{when}:" if self.config.steps else ""  # `agentrl eval` scores any checkpoint
         return "  ".join(filter(None, [when, *parts])) if parts else ""
 
     def _of(self, row: StepRow) -> str:
-        """Of how many tasks a held-out score is, and its interval if they are few."""
+        """The number of tasks of a held-out score, and its interval if they are few."""
         count = row.metrics.get("eval/tasks")
         tasks = f" of {count:.0f} task{'s' * (count != 1)}" if count else ""
         tasks += missing_text(row.metrics.get("eval/score_missing", 0.0))
@@ -309,7 +312,7 @@ class RunWarnings:
     config: RunConfig
     console: Console
     earlier_failures: dict[ErrorKind, int] | None = None  # attempts by kind, before this start
-    first: Callable[[float], object] = lambda at: None  # as of `show_progress`
+    first: Callable[[float], object] = lambda at: None  # as in `show_progress`
     roles_checked: bool = False
     discarded: int = 0  # number of groups at the last warning
     printed: set[Hashable] = field(default_factory=set)
@@ -378,13 +381,15 @@ class LogFollower:
     level: int
     files: Sequence[Path]
     _read: dict[Path, int] = field(default_factory=dict)  # bytes read
-    _alike: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)  # and the last
+    # Count, last message.
+    _alike: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._read = {file: file.stat().st_size for file in self.files if file.is_file()}
 
     async def follow(self) -> None:
-        """Print new lines until cancelled, and then once more: the last lines matter most."""
+        """Print new log lines until cancelled, and then once more, because the last lines matter
+        most."""
         try:
             while True:
                 self.look(time.time() - LOG_DELAY)
@@ -392,11 +397,12 @@ class LogFollower:
         finally:
             self.look()
             for (level, _), (count, last) in self._alike.items():
-                if count > len(self.files) and level != "info":  # one of each process is no news
+                # Each process may log such a message at its start.
+                if count > len(self.files) and level != "info":
                     self._say(f"{level}: {count - 1} more like it, the last one: {last}")
 
     def look(self, until: float = math.inf) -> None:
-        """Print what was logged until then."""
+        """Print lines that were logged until that time."""
         for file in filter(Path.is_file, self.files):
             with file.open("rb") as log:
                 log.seek(self._read.setdefault(file, 0))
@@ -426,7 +432,8 @@ class LogFollower:
 
 
 def _logged_at(line: bytes) -> float:
-    """In unix seconds, the end of its millisecond; 0 for a line that continues another."""
+    """The time of a log line in unix seconds, at the end of its millisecond; 0 for the later lines
+    of a message."""
     try:
         return datetime.fromisoformat(line[:23].decode().replace(",", ".")).timestamp() + 1e-3
     except ValueError:

@@ -38,7 +38,8 @@ from agentrl.store import open_store
 from agentrl.store.base import Store
 
 PROVIDER = "agentrl"  # provider of the answers for the agent
-HTTP_ATTRIBUTES = {"url.full", "http.url", "http.method", "http.request.method"}  # of a client
+# Attributes of the span of an HTTP client.
+HTTP_ATTRIBUTES = {"url.full", "http.url", "http.method", "http.request.method"}
 FINISH = {"tool_calls": "tool_call", "function_call": "tool_call"}  # OpenAI's words -> GenAI's
 CLOCK_SLACK = 5_000_000  # ns of difference between the clocks of agent and gateway
 Spans = Mapping[str, Span]  # by id
@@ -101,7 +102,7 @@ def _llm_span(call: Transition, spans: Spans, llm_spans: Spans, about: dict[str,
     request, id, parent = spans.get(call.span or ""), _id(call.id), call.span
     if request is not None and _is_request(request):
         id, parent = request.id, request.parent
-    elif request is None and call.span:  # the client sent its spans to another receiver
+    elif request is None and call.span:  # the client exported its spans elsewhere
         id, parent = call.span, None
     start = int(call.started * 1e9)
     made = Span(
@@ -211,7 +212,7 @@ def call_attributes(call: Transition) -> dict[str, Json]:
         "agentrl.exact": call.exact,
     }
     attributes |= {f"gen_ai.request.{name}": value for name, value in given.items()}
-    if call.exact or read or written:  # otherwise their number is unknown
+    if call.exact or read or written:  # otherwise the numbers of tokens are unknown
         attributes |= {
             "gen_ai.usage.input_tokens": read,
             "gen_ai.usage.output_tokens": written,
@@ -263,7 +264,7 @@ def _message(message: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _part(part: Json) -> Json:
-    """A part of a message's content; parts without a form of their own stay as they are."""
+    """A part of a message's content; parts without a counterpart stay unchanged."""
     if not isinstance(part, Mapping):
         return {"type": "text", "content": part}
     kind = part.get("type")

@@ -122,7 +122,7 @@ def score_table(steps: list[StepRow], outcomes: Iterable[float] = ()) -> Table:
 
 
 def trained_reward(config: RunConfig, steps: Sequence[StepRow], metrics: dict[str, float]) -> str:
-    """The reward that is trained, if that is another than the outcome, such as a judge's."""
+    """The trained reward if it is not the outcome, for example a judge's."""
     name = derived.trained_reward(config)
     mean = metrics.get(f"reward/{name}/mean", nan)
     if name == "outcome" or isnan(mean):
@@ -276,7 +276,7 @@ def rate(metrics: dict[str, float], key: str) -> str:
 
 
 def times(config: RunConfig, steps: list[StepRow], seconds: float) -> str:
-    """Where the seconds of this start went."""
+    """The time of this start by activity."""
     steps = [row for row in steps if row.at > time.time() - seconds] or steps
 
     def total(name: str) -> float:
@@ -285,10 +285,10 @@ def times(config: RunConfig, steps: list[StepRow], seconds: float) -> str:
     names = {"build": "building the model", "rollouts": "rollouts", "update": "updates"}
     spent = {word: total(f"time/{name}") for name, word in names.items()}
     spent |= {"evaluation": total("time/eval"), "checkpoints": total("time/checkpoint")}
-    whole = {word: round(value) for word, value in spent.items()}  # they add up as they are shown
+    whole = {word: round(value) for word, value in spent.items()}  # the rounded parts add up
     whole = {"start-up": max(round(seconds) - sum(whole.values()), 0), **whole}
     parts = [f"{value} {word}" for word, value in whole.items() if value]
-    if config.algorithm.samples_during_update:  # else one always waits for the other
+    if config.algorithm.samples_during_update:  # otherwise sampling and learning alternate
         waited = (
             f"{side} idle {total(f'time/{side}_idle'):.0f}" for side in ("sampler", "learner")
         )

@@ -1,11 +1,11 @@
 """Metrics sinks and callbacks: the protocol, and the process that writes to the sinks.
 
-    front ── starts, restarts, stops ──► sinks process ── one thread per sink ──► backend
+    launcher ── starts, restarts, stops ──► sinks process ── one thread per sink ──► backend
 
 Each thread follows the store independently, so a backend that fails or hangs delays no other sink.
 The position up to which a sink has a run's steps is a small file in the run's output folder,
 written after the backend has a step. Only the sink's thread writes it, and continues from it after
-a failure. A sink killed between the two gets the step again; the class of each backend documents
+a failure. A sink killed between the two writes the step again; the class of each backend documents
 the effect. The process works until its standard input ends, and then for a limited time.
 
 A callback of a `Trainer` is an object of a script or a notebook with `on_step`, `on_evaluation` or
@@ -68,10 +68,11 @@ class Sink(Protocol):
 
 
 class SinkPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """All steps before `next` are written, and of step `next` the metrics `names`: those of the
-    evaluation after the last step. A longer run completes this step."""
+    """All steps before `next` are written. Of step `next`, the metrics `names` are written: those
+    of the evaluation after the last step. If the run is extended, the step's other metrics
+    follow."""
 
-    id: str  # of the run in the backend
+    id: str  # id of the run in the backend
     next: int = 0
     names: tuple[str, ...] = ()
 
@@ -164,15 +165,16 @@ METHODS = ("on_step", "on_evaluation")
 async def followed(
     store: Store, run: str, callbacks: Sequence[Any]
 ) -> AsyncIterator[Callable[[], Coroutine[Any, Any, None]]]:
-    """Yields what calls them until it is cancelled; afterwards they are called for the rest."""
+    """Yields a coroutine function that calls the callbacks until it is cancelled; at the end they
+    are called for the remaining steps."""
     new = Followers(store, run, check_callbacks(callbacks))
-    await new.call()  # notes what is there already
+    await new.call()  # skips the steps that exist already
     yield new.follow
     await new.call()
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> Sequence[Any]:
-    """The same. Raises AgentRLError for an object that nothing would call."""
+    """Return the callbacks. Raises AgentRLError for an object without a method of METHODS."""
     for one in callbacks:
         if not any(callable(getattr(one, name, None)) for name in METHODS):
             raise AgentRLError(f"callback {one!r}: it has neither {' nor '.join(METHODS)}")
@@ -180,14 +182,14 @@ def check_callbacks(callbacks: Sequence[Any]) -> Sequence[Any]:
 
 
 class Followers:
-    """Calls callbacks for the steps and evaluations of a run, each once, from now on."""
+    """Calls callbacks once for each new step and evaluation of a run."""
 
     def __init__(self, store: Store, run: str, callbacks: Sequence[Any]) -> None:
         self._store, self._run, self._callbacks = store, run, callbacks
         self._seen: dict[str, int] | None = None  # the last step of which each method was called
 
     async def follow(self) -> None:
-        """Never returns. Raises TrainingError for an error of a callback."""
+        """Call the callbacks until cancelled. Raises TrainingError for an error of a callback."""
         cursor = await self._store.cursor()
         while True:
             await self.call()
@@ -199,10 +201,10 @@ class Followers:
             "on_step": [row for row in rows if row.committed],
             "on_evaluation": [row for row in rows if SCORE in row.metrics],
         }
-        if self._seen is None:  # a resumed run: those before were called when they were new
+        if self._seen is None:  # earlier steps of a resumed run were reported before
             self._seen = {name: max((r.step for r in of), default=-1) for name, of in news.items()}
         found = [(row.step, name, row) for name, of in news.items() for row in of]
-        # The evaluation of a step number is before the step of this number.
+        # The evaluation with a step's number takes place before the step.
         for step, name, row in sorted(found, key=lambda each: (each[0], each[1] == "on_step")):
             if step > self._seen[name]:
                 self._seen[name] = step
@@ -217,15 +219,16 @@ class Followers:
             who, cause = f"{type(one).__name__}.{name}", user_code.cause_of(error)
             raise TrainingError(
                 f"the callback {who} raised {type(cause).__name__} at step {row.step}: "
-                f"{one_line(str(cause))}; training has stopped, and goes on after the last "
-                "checkpoint if it is started again"
+                f"{one_line(str(cause))}; training has stopped: start it again to continue from "
+                "the last "
+                "checkpoint"
             ) from error
 
 
 log = logging.getLogger(__name__)
 STORE_POLL = 1.0  # seconds between reads of the store
 # Seconds before a retry after a failure; doubles.
-FIRST_RETRY_PAUSE, LONGEST_RETRY_PAUSE = 10.0, 600.0
+FIRST_RETRY_PAUSE, MAX_RETRY_PAUSE = 10.0, 600.0
 DRAIN_TIMEOUT = 30.0  # seconds that sinks have for the remaining steps when a run ends
 EXIT_GRACE = 5.0  # further seconds until the process ends itself
 
@@ -280,10 +283,10 @@ class SinkThread(threading.Thread):
                 if last:
                     return
                 self.run_ended.wait(pause)
-                pause = min(2 * pause, LONGEST_RETRY_PAUSE)
+                pause = min(2 * pause, MAX_RETRY_PAUSE)
 
     def report(self, error: str) -> None:
-        """Log a failure once; the front prints the log on the console."""
+        """Log a failure once; the launcher prints the log on the console."""
         self.error = error
         if not self.reported:
             self.reported = True
@@ -297,7 +300,7 @@ class SinkThread(threading.Thread):
 async def write_steps(
     store: Store, config: RunConfig, name: str, run_ended: threading.Event
 ) -> None:
-    """Write steps to the sink as they are committed, and the rest after the run's end.
+    """Write steps to the sink as they are committed, and the remaining ones after the run's end.
 
     Raises SinkError if the backend fails."""
     file = position_file(config, name)
@@ -336,13 +339,14 @@ def _backend(name: str) -> Iterator[None]:
 def _sentence(sink: str, problem: str) -> str:
     first_line, _, _ = problem.strip().partition("\n")
     return (
-        f"metrics sink {sink}: {first_line}. Training goes on and the store keeps every step; the"
-        " sink is retried, also by the same command, and then gets the steps that it missed"
+        f"metrics sink {sink}: {first_line}. Training continues and the store keeps every step; the"
+        " sink is retried, also when the command is run again, and then gets the steps that it "
+        "missed"
     )
 
 
 def _locked(file: Path) -> IO[str]:
-    """The file, locked until it is closed, because an earlier front's process may still write."""
+    """The file, locked until it is closed: the process of an earlier launcher may still write."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = file.open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -351,7 +355,7 @@ def _locked(file: Path) -> IO[str]:
 
 @dataclass(slots=True)
 class SinksProcess:
-    """The front's handle on the process, which it restarts if a backend ends it."""
+    """The launcher's handle on the process, which it restarts if a backend ends it."""
 
     child: Child
     console: Console
@@ -362,7 +366,7 @@ class SinksProcess:
             if not ending.code:
                 return None
             self._report()
-            return backoff(FIRST_RETRY_PAUSE, LONGEST_RETRY_PAUSE, ending.number)
+            return backoff(FIRST_RETRY_PAUSE, MAX_RETRY_PAUSE, ending.number)
 
         await keep_running(self.child, after)
 

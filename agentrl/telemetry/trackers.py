@@ -11,17 +11,17 @@ from agentrl.core.config import RunConfig
 from agentrl.core.types import StepRow
 from agentrl.telemetry.sinks import SinkPosition, plain_name, public_settings
 
-ID = "agentrl.id"  # tag with which a run is found again
+ID = "agentrl.id"  # tag by which a run is found again
 PARAMETERS_PER_REQUEST = 100  # parameters per request
 
 
 class Mlflow:
     """MLflow: the server of `MLFLOW_TRACKING_URI`, or else files in `<output>/mlruns`.
 
-    A step written twice counts once on a server, whose database identifies a value by name, step
-    and time, and the time is that of the commit. Files keep both. In files no metric's name may be
-    a parent of another's, as `calls` of `calls/refused`, so their names have dots instead of
-    slashes."""
+    A step written twice counts once on a server: its database identifies a value by name, step and
+    time, and the time is that of the commit. Files keep both values. In files a metric's name must
+    not be a path prefix of another's, such as `calls` of `calls/refused`, so their names have dots
+    instead of slashes."""
 
     def __init__(self, config: RunConfig, position: SinkPosition) -> None:
         from mlflow import MlflowClient
@@ -37,7 +37,7 @@ class Mlflow:
         experiment = found.experiment_id if found else self.client.create_experiment(project)
         runs = self.client.search_runs([experiment], f"tags.`{ID}` = '{position.id}'")
         self.run = runs[0] if runs else self._create(experiment, config, position)
-        self.client.update_run(self.run.info.run_id, status="RUNNING")  # also if it had ended
+        self.client.update_run(self.run.info.run_id, status="RUNNING")  # even if it had ended
 
     def write(self, row: StepRow) -> None:
         from mlflow.entities import Metric
@@ -75,8 +75,8 @@ class TensorBoard:
         purge_step = position.next + bool(position.names)
         folder = Path(config.output, "tensorboard")
         opened = {int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")}
-        # Files are read in the order of their names, which have the second of their opening and
-        # then the process: within one second the order could be wrong.
+        # Files are read in the order of their names, which contain the second of their opening and
+        # then the process id, so within one second the order could be wrong.
         while int(time.time()) in opened:
             time.sleep(0.05)
         self.writer = EventFileWriter(str(folder))
@@ -128,9 +128,9 @@ class Trackio:
 class Wandb:
     """Weights & Biases; `WANDB_MODE`, `WANDB_ENTITY` and its other variables apply.
 
-    A step written twice counts once: the backend refuses steps that do not increase. Its own step
-    differs from ours, because the evaluation after the last step becomes the first part of a step
-    if the run is made longer; the x-axis of charts is `step`."""
+    A step written twice counts once: the backend refuses steps that do not increase. W&B's step
+    differs from the run's, because the evaluation after the last step becomes the first part of a
+    step if the run is extended; the x-axis of charts is `step`."""
 
     def __init__(self, config: RunConfig, position: SinkPosition) -> None:
         import wandb

@@ -91,9 +91,9 @@ def imitator(
     """Train a model to imitate the assistant of the conversations; write it, its tokenizer and its
     chat template into `directory`. Returns the final loss in nats per assistant token.
 
-    tokenizer: default: trained on the conversations rendered by `template`. tools: those that the
-    agent sends with each call, in the format of the OpenAI API. Deterministic for a seed. Raises
-    TrainingError if conversations call tools and none are given."""
+    tokenizer: by default trained on the conversations rendered by `template`. tools: the tools that
+    the agent sends with each call, in the format of the OpenAI API. Deterministic for a seed.
+    Raises TrainingError if conversations call tools and none are given."""
     if not tools and any(message.get("tool_calls") for each in conversations for message in each):
         raise TrainingError(
             "the conversations call tools: pass them to `imitator` as tools=[...], as the agent "
@@ -211,7 +211,7 @@ def make_tokenizer(texts: Iterable[str], template: str = TEMPLATE) -> PreTrained
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    marks = re.compile(r"<[^<>]+>")  # tokens of their own
+    marks = re.compile(r"<[^<>]+>")  # separate tokens
     tokenizer.train_from_iterator((part for text in texts for part in marks.split(text)), trainer)
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
     return PreTrainedTokenizerFast(
@@ -226,7 +226,7 @@ def word_tokenizer(
     words: Sequence[str], roles: Sequence[str] = ("user", "assistant"), **named: str
 ) -> PreTrainedTokenizerFast:
     """A tokenizer for a small vocabulary separated by spaces, one token per word; unknown words
-    become padding. roles: of the messages. named: special tokens by attribute."""
+    become padding. roles: of messages. named: special tokens by attribute."""
     marks = [f"<{role}>" for role in roles]
     vocabulary = {word: n for n, word in enumerate([*marks, "<end>", "<pad>", *words])}
     tokenizer = FastTokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -245,7 +245,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, heads: int = 4) -> LlamaForCa
     """A Llama of 0.1 M parameters, in which two heads share their keys. The wide initialisation
     halves the steps until it learns to copy.
 
-    Not a Qwen2: transformers would load its tokenizer with Qwen2's own way to split words."""
+    It is not a Qwen2, because transformers would load the tokenizer with Qwen2's rules for
+    splitting words."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,

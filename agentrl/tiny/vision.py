@@ -27,7 +27,7 @@ from agentrl.core.types import Json
 from agentrl.tiny import models as text
 
 TinyKind = Literal["llava", "qwen2_5_vl", "qwen3_vl"]
-SIDE = 28  # pixels of the images that LLaVA's copies see
+SIDE = 28  # side of images for LLaVA, in pixels
 IMAGE, VIDEO = "<image>", "<video>"  # placeholders
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -66,11 +66,10 @@ def make(
     patch: int = 0,
     most: int = SIDE * SIDE,
 ) -> tuple[Any, Any]:
-    """A model of 0.2 M parameters that can look, and its tokenizer with a token for each word.
-
-    trained: whether its tower learns. hidden: 64, or 128 for vLLM on a CPU. patch: pixels of a
-    patch's side, default 14 (LLaVA) or 7. most: pixels of an image that Qwen's copies
-    see; larger ones are made smaller. Raises PolicyError if transformers is too old."""
+    """An image-text model of 0.2 M parameters, and its tokenizer with one token per word. trained:
+    whether the vision tower is trainable. hidden: 64, or 128 for vLLM on a CPU. patch: side of a
+    patch in pixels, default 14 (LLaVA) or 7. most: maximum pixels of an image for models like
+    Qwen's; larger images are scaled down. Raises PolicyError if transformers is too old."""
     torch.manual_seed(seed)
     marks = _marks(kind)
     tokenizer = text.word_tokenizer([*words, *marks.values()], ROLES, **marks)
@@ -80,7 +79,7 @@ def make(
 
 
 def _marks(kind: TinyKind) -> dict[str, str]:
-    """The placeholders of a class, as its tokenizer calls them."""
+    """The placeholder tokens of a model class."""
     return {"image_token": IMAGE} | ({} if kind == "llava" else {"video_token": VIDEO})
 
 
@@ -93,10 +92,10 @@ def make_model(
     patch: int = 0,
     most: int = SIDE * SIDE,
 ) -> Any:
-    """A model as `make` makes it, for a tokenizer, which gets a token for images. Raises
+    """A model like that of `make` for a given tokenizer, which gets a token for images. Raises
     PolicyError if transformers is too old."""
     check_version(f"a tiny {kind}")
-    if IMAGE not in tokenizer.all_special_tokens:  # also where it touches other text
+    if IMAGE not in tokenizer.all_special_tokens:  # special tokens match without spaces around them
         tokenizer.add_special_tokens(
             {"additional_special_tokens": [IMAGE]}, replace_extra_special_tokens=False
         )
@@ -128,11 +127,10 @@ def imitator(
     steps: int = 300,
     lr: float = 1e-3,
 ) -> float:
-    """Train a model, its tower too, to imitate the assistant of conversations with images; write it
-    as `save` does. Returns the final loss in nats per assistant token.
-
-    conversations: as they are sent to the API, images as data URLs. tokens: texts that become one
-    token each. Others as in `agentrl.tiny.imitator`."""
+    """Train a model, including its tower, to imitate the assistant of conversations with images;
+    write it as `save` does. Returns the final loss in nats per assistant token. conversations: in
+    the format of the API, images as data URLs. tokens: texts that become one token each. Other
+    parameters as in `agentrl.tiny.imitator`."""
     torch.manual_seed(seed)
     plain = [[_plain(message) for message in each] for each in conversations]
     texts, _ = render_jinja_template(plain, tools=tools, chat_template=TOOLS_TEMPLATE)
@@ -153,7 +151,7 @@ def imitator(
 
 
 class _Encoded(Embeddings):
-    """Those that gradients go through: nothing is kept."""
+    """Image embeddings that gradients pass through: nothing is cached."""
 
     def of(self, encoder: ImageInputs, images: Sequence[CatalogueImage]) -> list[torch.Tensor]:
         return encoder.encode(images)
@@ -169,7 +167,7 @@ def _plain(message: dict[str, Json]) -> dict[str, Json]:
 
 
 def _with_images(row: TokenRow, messages: text.Conversation, encoder: ImageInputs) -> TokenRow:
-    """A row with the ids of the messages' images in place of one placeholder for each."""
+    """A row in which the placeholders of images are replaced by the images' tokens."""
     images = [encoder.catalogue.add(data_of(url)) for url in image_urls(messages)]
     own = row.tokens == encoder.model.config.image_token_id
     if not images:
@@ -212,7 +210,7 @@ def _llava(
 def _qwen(
     kind: str, shape: dict[str, Any], image: int, hidden: int, patch: int, most: int
 ) -> tuple[Any, Any]:
-    eighth = hidden // 64  # of half a head
+    eighth = hidden // 64  # an eighth of half the head dimension
     sections = [2 * eighth, 3 * eighth, 3 * eighth]
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
     shape |= {"rope_parameters": rope, "tie_word_embeddings": True}
@@ -227,7 +225,7 @@ def _qwen(
     if kind == "qwen3_vl":
         vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
         shape["head_dim"] = hidden // 4
-        rope["mrope_interleaved"] = True  # as the class does anyway, and vLLM does if told
+        rope["mrope_interleaved"] = True  # the class's default, but vLLM needs the setting
         config = hf.Qwen3VLConfig(text_config=shape, vision_config=vision, **common)
         return hf.Qwen3VLForConditionalGeneration(config), processor
     vision |= {"window_size": 4 * patch, "fullatt_block_indexes": [1]}

@@ -1,4 +1,4 @@
-"""A run as one HTML file that needs no network and can be shared, and runs and rollouts in Jupyter.
+"""Exports a run as one HTML file that needs no network, and shows runs and rollouts in Jupyter.
 
 The file contains the pages of the server, with the same style and script, as compressed chunks that
 the browser unpacks when a page is opened. Jupyter shows them with the same templates.
@@ -33,12 +33,13 @@ from agentrl.view.templates import EXPORTED, STATIC, environment, hiding, island
 
 PAGES_PER_CHUNK = 100  # pages per compressed chunk
 GROUPS_PER_READ = 200  # groups per read
-IMAGE_BYTES = 100_000_000  # of the images' files, which are a third larger in the exported file
+IMAGE_BYTES = 100_000_000  # of image files, which take a third more in the exported file
 REDACTED = "--redact cannot read images, so all are left out"
 HIDDEN = "█"
 BLOCK = re.compile(rf"({HIDDEN}\d*)")
-FREE = {"task", "result", "content", "arguments"}  # JSON of agents, with keys of their own
-# Keys of chat messages in it, by which pages read them.
+# Fields with JSON of agents, which may have any keys.
+FREE = {"task", "result", "content", "arguments"}
+# Keys of chat messages, which pages need to read them.
 PROTOCOL = {"role", "content", "type", "text", "image_url", "url", "tool_calls", "function"}
 PROTOCOL |= {"name", "arguments"}
 TEXTS = {"task", "result", "messages", "answer", "failure", "message", "traceback", "transitions"}
@@ -46,23 +47,23 @@ TEXTS |= {"rewards", "note", "texts", "text", "seed", "question"}
 BARE: dict[str, Any] = {"layout": "bare.html", "export": True}
 # Two parts of an address, its query, the page, values.
 Exported = tuple[tuple[str, str], str, Page, dict[str, Any]]
-RECORDS = {"failure", "transitions", "rewards"}  # of them: other records
+RECORDS = {"failure", "transitions", "rewards"}  # fields with other records
 READ = {"trace", "rollouts", "failures", "attempts", "sides", "calls"}
 
 
 class Redaction:
-    """Hides the matches of a pattern: each becomes a block and a number, equal for equal matches,
-    so that links still lead to their pages."""
+    """Hides the matches of a pattern: each is replaced by a block and a number, the same for equal
+    matches, so that links still work."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
         self._pattern = pattern
         self._numbers: dict[str, int] = {}
 
     def hide(self, value: Any, *, free: bool = True) -> Any:
-        """A text or value of JSON without matches; other objects are unchanged. `free`: the keys
-        of objects are hidden too, except in a message those of the protocol."""
+        """Hide matches in a text or JSON value; other objects are unchanged. `free`: whether keys
+        of objects are searched, too, except keys of the protocol in messages."""
         if isinstance(value, str):
-            parts = BLOCK.split(value)  # what is hidden already, and what is between
+            parts = BLOCK.split(value)  # hidden parts, and the text between them
             parts[::2] = [self._pattern.sub(self._block, one) for one in parts[::2]]
             return "".join(parts)
         if isinstance(value, dict):
@@ -108,7 +109,7 @@ class RedactedStore:
         return hidden if verb in READ else method
 
     async def _documents(self, run: str, kind: str, *, after: str = "") -> dict[str, Any]:
-        """Their ids and states stay, as in a record."""
+        """Redact documents; ids and states stay, as in records."""
         found = await self._store.documents(run, kind, after=after)
         return {key: self._hide_texts(one) for key, one in found.items()}
 
@@ -145,8 +146,8 @@ async def export(
     image_bytes: int = IMAGE_BYTES,
 ) -> str:
     """Write a run to `file`; returns a sentence about its content. `rollouts`: all, failures or
-    sample:N; `redact`: a regular expression whose matches are hidden in every text, without images
-    then; `image_bytes`: of all images' files, of which later ones are left out.
+    sample:N; `redact`: a regular expression; its matches are hidden in every text, and images are
+    left out; `image_bytes`: maximum of all image files together, later images are left out.
 
     Raises ConfigError for an invalid `rollouts` or `redact`, NotFound for an unknown run."""
     try:
@@ -213,7 +214,7 @@ async def _pages(
 ) -> AsyncIterator[Exported]:
     """Yield every page of the file."""
     front = await pages.run(run, {})
-    while front.values["reasons"] is None:  # of a long run
+    while front.values["reasons"] is None:  # not read yet, for a long run
         front = await pages.run(run, {})
     yield ("/run", run), "", front, {}
     for dataset in front.values["datasets"]:
@@ -246,7 +247,7 @@ async def _pages(
 async def _rollouts(
     pages: Pages, redaction: Redaction | None, ids: Sequence[str]
 ) -> AsyncIterator[Exported]:
-    """Yield the pages of rollouts that have begun."""
+    """Yield the pages of started rollouts."""
     for id in ids:
         try:
             loaded = await pages.load(id)
@@ -267,7 +268,8 @@ async def _rollouts(
 
 
 def _query(first: int) -> str:
-    """What a page's address ends with that begins with a call; `view.js` finds it by any call."""
+    """The query of a page that begins with this call; `view.js` finds the page by any of its
+    calls."""
     return f"?call={first}" if first else ""
 
 
@@ -305,7 +307,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
-LARGEST_IMAGES = 8_000_000  # bytes of all images of a page, which the notebook's file has inside
+MAX_IMAGE_BYTES = 8_000_000  # bytes of all images of a page, which the notebook's file has inside
 
 
 class Shown:
@@ -328,10 +330,9 @@ class Shown:
 def show(name: str, *, store: str | None = None, call: int = 0) -> Shown:
     """Show a rollout, by an id such as staff/train/g0000007/0003, or a run with its curves, by its
     name, in a notebook. `store`: URL; default: the one that has the run, below the working
-    directory. `call`: of a rollout with many calls, one of those on the page.
-
-    Raises StoreError if the store has neither."""
-    with ThreadPoolExecutor(1) as pool:  # a notebook's own event loop is running in this thread
+    directory. `call`: for a rollout with many calls, a call on the page to show. Raises StoreError
+    if the store has no such run or rollout."""
+    with ThreadPoolExecutor(1) as pool:  # a notebook's event loop runs in this thread
         url = store or pool.submit(store_with, name).result()
         page, values, images = pool.submit(asyncio.run, _read(url, name, call)).result()
     style = (STATIC / "view.css").read_text()
@@ -350,7 +351,7 @@ async def _read(url: str, name: str, call: int) -> tuple[Page, dict[str, Any], d
             page = await pages.rollout(name, {"call": str(call)})
             paging = page.values["paging"]
             values = await pages.tokens(name, range(paging.first, paging.end))
-        run, images, left = page.values["run"], dict[str, str](), LARGEST_IMAGES
+        run, images, left = page.values["run"], dict[str, str](), MAX_IMAGE_BYTES
         shown = EXPORTED.findall(render(page, layout="bare.html", export=True))
         async for image in pages.album.files(run, list(dict.fromkeys(shown))):
             if (left := left - len(image.body)) >= 0:

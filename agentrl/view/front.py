@@ -1,9 +1,7 @@
-"""The first screen of a run: what became better, why, and one success and one failure as text.
-
-Also on other pages: lists of groups with their tasks, and in games what a seat got; all settings as
-tables, the changed ones first in each; the output of `agentrl explain` as tables of rewards and of
-the way from them to each call's weight, where unknown lines are kept as notes, so that nothing is
-lost.
+"""The first screen of a run: the improvement, its reasons, and one success and one failure as text.
+Also values of other pages: lists of groups with tasks, and in games the outcome of a seat; all
+settings as tables, changed ones first; the output of `agentrl explain` as tables of rewards and of
+the steps from them to each call's weight (unknown lines are kept as notes).
 """
 
 from __future__ import annotations
@@ -40,13 +38,13 @@ from agentrl.transcript import best_title
 from agentrl.view import records
 from agentrl.view.records import Album, Paging, Picture
 
-READING_PATIENCE = 3.0  # seconds that a page waits for reasons; they are there at the next visit
+READING_PATIENCE = 3.0  # seconds that a page waits for reasons, else shown at the next visit
 REASONS_PAUSE = 30.0  # seconds between two readings of a running run, which cost it time
-EVALUATIONS = 12  # evaluations that are looked at
-RECENT_GROUPS = 24  # training groups that are looked at for an example
-MESSAGES, LONGEST = 6, 480  # of an example: messages, and characters of each
+EVALUATIONS = 12  # evaluations that are read
+RECENT_GROUPS = 24  # training groups that are searched for an example
+MESSAGES, MAX_EXAMPLE_CHARS = 6, 480  # of an example: messages, and characters of each
 TASKS_ON_FRONT = 8
-GROUPS_FOUND = 16  # groups whose tasks are read for a page of found rollouts
+GROUPS_FOUND = 16  # groups whose tasks are read for a page of search results
 COMPLETIONS = 64  # rollouts of a step whose completions are listed
 
 
@@ -89,8 +87,8 @@ class Reasons:
         self._known: dict[str, tuple[float, float, asyncio.Task[list[dict[str, Any]]]]] = {}
 
     async def of(self, state: RunState, at: float) -> list[dict[str, Any]] | None:
-        """For each policy its `name`, number of `steps`, whether it `improved`, what is `said` of
-        that, and `reasons` (text, change); None: they are still being read."""
+        """For each policy its `name`, number of `steps`, whether it `improved`, the verdict
+        (`said`), and `reasons` (text, change); None: still being read."""
         if not state.config:
             return []
         now = time.monotonic()
@@ -134,9 +132,10 @@ async def examples(
     game: bool,
     share: bool = False,
 ) -> list[ShownRollout]:
-    """A success and a failure: of the last evaluation, else on the same task in an earlier one,
-    else of the last training steps. Of a game, where both happen in each, two rollouts. share:
-    whether outcomes are from 0 to 1, where the best may be no success."""
+    """A success and a failure: of the last evaluation, else on the same task in an earlier
+    evaluation, else of the last training steps. For a game, in which each rollout has winners and
+    losers, two rollouts. share: whether outcomes are from 0 to 1, so that even the best may not be
+    a success."""
     trained = await store.groups(run, purpose=Purpose.TRAIN, limit=RECENT_GROUPS)
     groups = [*held_out, *trained]
     if game and (seats := await _games(store, album, run, groups)):
@@ -223,9 +222,11 @@ async def _example(
         if (one["text"] or one["tools"]) and one["role"] not in INSTRUCTION_ROLES
     ]
     for one in talk:
-        one["text"] = one["text"][:LONGEST]
-        one["parts"] = [x if isinstance(x, Picture) else x[:LONGEST] for x in one["parts"]]
-        one["tools"] = [(name, words[:LONGEST], cut) for name, words, cut in one["tools"]]
+        one["text"] = one["text"][:MAX_EXAMPLE_CHARS]
+        one["parts"] = [
+            x if isinstance(x, Picture) else x[:MAX_EXAMPLE_CHARS] for x in one["parts"]
+        ]
+        one["tools"] = [(name, words[:MAX_EXAMPLE_CHARS], cut) for name, words, cut in one["tools"]]
     outcome = row.outcomes[row.rollouts.index(id)] if outcome is None else outcome
     failure = trace.rollout.failure
     kind = "held-out" if row.purpose is Purpose.EVAL else "training"
@@ -238,7 +239,7 @@ async def _example(
         rollout=id,
         task=records.gist(trace.rollout.task),
         outcome=outcome,
-        failure=f"{failure.kind.value.replace('_', ' ')}: {failure.message[:LONGEST]}"
+        failure=f"{failure.kind.value.replace('_', ' ')}: {failure.message[:MAX_EXAMPLE_CHARS]}"
         if failure
         else "",
         talk=talk[: MESSAGES - 1] + talk[-1:] if len(talk) > MESSAGES else talk,
@@ -247,8 +248,8 @@ async def _example(
 
 
 async def _ends(store: Store, id: str) -> tuple[Trace, int] | None:
-    """The first and the last call of a rollout, with those between if there are few, and the number
-    of messages in calls that are left out."""
+    """The first and the last call of a rollout, all calls if there are few, and the number of
+    omitted messages."""
     trace = await store.trace(id, limit=records.CALLS_PER_PAGE)
     if trace is None or len(trace.transitions) < records.CALLS_PER_PAGE:
         return None if trace is None else (trace, 0)
@@ -258,7 +259,7 @@ async def _ends(store: Store, id: str) -> tuple[Trace, int] | None:
     if not last or len(outline) <= len(trace.transitions):
         return trace, 0
     (call,), row = last.transitions, outline[-1]
-    # What it says for the first time is shown, not all that was said before.
+    # Only new messages are shown, not the repeated history.
     new = replace(call, messages=call.messages[records.shown_before(call, row, outline) :])
     between = sum(row.messages - row.shared + 1 for row in left_out)
     return replace(trace, transitions=[*trace.transitions, new]), between
@@ -289,7 +290,7 @@ async def held_out_tasks(
 
 
 def training_tasks(found: Sequence[Listed]) -> tuple[list[int], list[TaskRow]]:
-    """The same of training groups, which are those of recent steps."""
+    """The same for training groups of recent steps."""
     steps = sorted({one.row.step for one in found})
     by_task: dict[str, dict[int, GroupRow]] = {}
     texts: dict[str, str] = {}
@@ -316,14 +317,14 @@ def _hardest(row: TaskRow) -> tuple[bool, float, float]:
 
 
 async def tasks_of(store: Store, run: str, rows: Sequence[RolloutRow]) -> dict[str, str]:
-    """The tasks of rollouts in a line each, by id; those of a few groups."""
+    """One line per task, by rollout id, for a few groups."""
     groups = list(dict.fromkeys(row.group for row in rows))[:GROUPS_FOUND]
     read = await asyncio.gather(*(store.rollouts(run, group=group) for group in groups))
     return {one.id: records.gist(one.task) for found in read for one in found}
 
 
 async def completions(store: Store, run: str, step: int) -> list[dict[str, Any]]:
-    """The rollouts that a step requested, each with its task and what was said last."""
+    """The rollouts that a step requested, each with its task and last message."""
     given: Any = {"step": step, "limit": COMPLETIONS}
     rows = await store.rollouts(run, purpose=Purpose.TRAIN, **given)
     rows = rows or await store.rollouts(run, **given)
@@ -340,7 +341,7 @@ async def completions(store: Store, run: str, step: int) -> list[dict[str, Any]]
 
 
 OUTCOME = "outcome"
-RECENT = 150  # training groups whose tasks are listed
+RECENT = 150  # training groups with listed tasks
 
 
 class Listed(NamedTuple):
@@ -348,8 +349,8 @@ class Listed(NamedTuple):
 
     row: GroupRow
     task: Mapping[str, Json]  # empty if the group is pruned
-    seat: str = ""  # whose outcomes these are; empty: those of the rollouts as a whole
-    share: bool = True  # whether what its seats got lies in 0 to 1
+    seat: str = ""  # the seat of these outcomes; empty: outcomes of rollouts
+    share: bool = True  # whether outcomes of seats are from 0 to 1
 
 
 async def recent(store: Store, run: str) -> list[Listed]:
@@ -378,15 +379,15 @@ async def _listed(store: Store, run: str, row: GroupRow) -> Listed:
 
 
 async def _asked(store: Store, session: Rollout) -> str:
-    """What a user said first: a session has no task."""
+    """The first user message: a session has no task."""
     calls = (await store.calls([session.id])).get(session.id) or []
     said = (one for call in calls[:1] for one in call.messages if one.get("role") == "user")
     return records.gist(next(said, {}).get("content"))
 
 
 def deciding_seat(rollouts: Sequence[Rollout]) -> str:
-    """The first seat of a game in which the outcome of the rollout, the mean of what all seats
-    got, is the same for any winner; empty if the outcome says more than that."""
+    """The first seat of a game in which the rollout's outcome, the mean over all seats, is the same
+    for any winner; empty if the outcome is informative."""
     games = [seats for one in rollouts if len(seats := _seats(one)) > 1]
     if not any(len({*seats.values()}) > 1 for seats in games):
         return ""
@@ -396,19 +397,19 @@ def deciding_seat(rollouts: Sequence[Rollout]) -> str:
 
 
 def seats(rollouts: Sequence[Rollout]) -> list[str]:
-    """The seats of a game whose outcomes tell more than that of the rollout; else none."""
+    """The seats of a game if their outcomes are more informative than the rollout's; else none."""
     found = {seat for one in rollouts for seat in _seats(one)}
     return sorted(found) if deciding_seat(rollouts) else []
 
 
 def _seats(rollout: Rollout) -> dict[str, float]:
-    """What each seat or role got."""
+    """The outcome of each seat or role."""
     rows = (row for row in rollout.rewards if row.scope is Scope.ROLE and row.name == OUTCOME)
     return {row.target: row.value for row in rows if row.target}
 
 
 def values(found: Sequence[Listed], *, percent: bool) -> dict[str, Any]:
-    """What templates list. `percent`: whether the scores of the run are percentages."""
+    """Values for lists in templates. `percent`: whether the scores of the run are percentages."""
     of = {one.row.id: one.seat for one in found if one.seat}
     tasks = [records.gist(one.task) if one.task else "" for one in found]
     percent = percent and all(one.share for one in found)
@@ -424,7 +425,7 @@ MISSING = re.compile(r"  (?P<depth> *)(?P<text>.+): (?P<numbers>(?:[a-z]+ (?:mis
 WEIGHT = re.compile(
     r"  weight in the loss \(psi\): (?P<psi>.+) per token \((?P<factors>advantage .+)\)"
 )
-WORDS = {  # of parts of a credit
+WORDS = {  # descriptions of parts of a credit
     "GroupRelative": "Compared with the group",
     "GrpoScale": "Divided by the group's spread",
     "PeerAdvantages": "Compared with rollouts that came to the same state",
@@ -434,8 +435,8 @@ WORDS = {  # of parts of a credit
 
 
 def read(text: str, calls: Sequence[CallRow] = (), at: int | None = None) -> dict[str, Any]:
-    """Values of the template: what is said first (`verdict`), `rewards`, a page of `calls` with
-    their steps and weight, `gates`, `notes`, `text`. at: a call on the page."""
+    """Values of the template: the summary (`verdict`), `rewards`, a page of `calls` with their
+    steps and weight, `gates`, `notes`, `text`. at: a call on the page."""
     rewards: list[dict[str, str]] = []
     found: list[dict[str, Any]] = []
     verdict: list[str] = []
@@ -460,7 +461,7 @@ def read(text: str, calls: Sequence[CallRow] = (), at: int | None = None) -> dic
             place.append(line.strip())
     paging = Paging.of(len(found), at)
     found = found[paging.first : paging.end]
-    for each in found:  # each step continues with what the one before it found
+    for each in found:  # each step continues from the result of the previous one
         depths = [step["depth"] for step in each["steps"]]
         each["chain"] = len({*depths}) == len(depths)
     shown = {"verdict": verdict, "rewards": rewards, "calls": found, "gates": gates}
@@ -491,9 +492,9 @@ def words(text: str) -> str:
     return factor + WORDS.get(kind, plain)
 
 
-# Values that may be secrets: the variables of the agent, and whatever is called so.
+# Values that may be secrets: the agent's variables, and settings with such names.
 SECRET = re.compile(r"agent\.env\.|(^|[._-])(api[_-]?key|secret|password|token)$", re.I)
-TOP = "run"  # the name of the table of settings without one
+TOP = "run"  # name of the table of top-level settings
 
 
 class Setting(NamedTuple):

@@ -52,7 +52,7 @@ class Page(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The stored records of a started rollout, and of its calls those of a page."""
+    """The stored records of a started rollout, with the calls of one page."""
 
     trace: Trace
     paging: records.Paging
@@ -202,7 +202,8 @@ class Pages:
         return Page("data.html", name, values | {"run": versions[version].spec.get("run")})
 
     async def _datasets(self, state: RunState | None = None) -> list[Dataset]:
-        """The newest version of each data set, or of those made from a run or learned by it."""
+        """The newest version of each data set, or of the data sets that were made from a run or
+        used by it."""
         try:
             found = {one.name: one for one in await self.store.datasets()}.values()
         except Forbidden:  # the key is for one run, and data sets belong to the whole store
@@ -212,11 +213,11 @@ class Pages:
         return [x for x, runs in made if not state or x.name == own or state.run in runs]
 
     async def versions(self, run: str) -> Page:
-        """The versions of a live run as lanes, and what was decided about them."""
+        """The versions of a live run as lanes, with the decisions about them."""
         return Page("versions.html", f"{run} versions", await versions.decided(self.store, run))
 
     async def audit(self, run: str) -> Page:
-        """What attacks on the run's verifier were paid, by its newest audit."""
+        """The attacks on the run's verifier that got a reward in the newest audit."""
         await self._state(run)
         found = (await self.store.documents(run, "audit")).get("report")
         return Page("audit.html", f"{run} audit", {"run": run, "report": found})
@@ -286,7 +287,7 @@ class Pages:
         return Page("find.html", f"{run} rollouts", values)
 
     async def rollout(self, id: str, query: Query = NO_QUERY) -> Page:
-        """A page of its calls: those around the call `call` of the query."""
+        """The page of calls with the call `call` of the query."""
         loaded = await self.load(id, records.read_number(query, "call"))
         row, calls = loaded.trace.rollout, loaded.trace.transitions
         values = {"run": row.run, "o": row, "spans": loaded.trace.spans}
@@ -376,7 +377,7 @@ class Pages:
         left, right = await self.load(a, at), await self.load(b, at)
         total = max(left.paging.total, right.paging.total)
         paging = records.Paging.of(total, at)
-        a_here, b_here = (  # the shorter one may have no call on this page
+        a_here, b_here = (  # the shorter rollout may have no call on this page
             one.trace if one.paging.first == paging.first else replace(one.trace, transitions=[])
             for one in (left, right)
         )
@@ -440,7 +441,7 @@ class Pages:
         known: list[str] | None = None,
     ) -> Values:
         """Metric -> curve; empty, without a query, if the run does not have the metric. `known`:
-        the names of the run's metrics; None: read them."""
+        names of the run's metrics; None: read them."""
         if known is None:
             known = await self.store.metric_names(run)
         wanted = [name for name in names if name in known]
@@ -451,8 +452,8 @@ class Pages:
 
 
 async def _seconds(store: Store, run: str, steps: int) -> float:
-    """The seconds that a run has worked, without pauses between its starts: exact for up to 400
-    steps, of more by the mean of those that the store samples."""
+    """The working time of a run in seconds, without pauses between its starts: exact for up to 400
+    steps, else extrapolated from a sample of the steps."""
     parts = ("build", "rollouts", "update", "eval", "checkpoint")
     curves = await store.series(run, [f"time/{part}" for part in parts])
     seen = {step for points in curves.values() for step, _ in points}

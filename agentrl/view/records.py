@@ -1,10 +1,10 @@
-"""Values for templates from stored records. A missing number is None.
+"""Converts stored records to values for the templates. A missing number is None.
 
-A page describes images, and a browser fetches their files by digest; an exported file has them
-inside. Only files that browsers decode and never run are given out.
+Pages refer to images by digest, and browsers fetch their files; an exported page contains them.
+Only files of types that browsers decode and never execute are served.
 
-Server-sent events make open pages reload their data after changes of the store. The commit of the
-folder of the run file is kept with a run.
+Server-sent events make open pages reload their data after changes of the store. A run is stored
+with the git commit of the run file's folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agentrl.store.rows import digest
 from agentrl.transcript import Spelling
 
 # Characters of a message, task or result on a page; another page has all of it.
-LONGEST_TEXT = 2000
+MAX_TEXT_CHARS = 2000
 COLUMNS = ("advantage", "psi", "weight", "gate")
 T = TypeVar("T", bound="HasId")
 Spell = Callable[[str], Spelling]
@@ -69,19 +69,19 @@ def text_of(value: Json) -> str:
 def message(
     row: dict[str, Json], index: int, pictures: Mapping[str, Picture] = {}
 ) -> dict[str, Any]:
-    """One chat message, cut at `LONGEST_TEXT` characters. `index`: position in its call, -1: the
+    """One chat message, cut at `MAX_TEXT_CHARS` characters. `index`: position in its call, -1: the
     answer. If it shows images, its `parts` are texts and pictures, in their order."""
     calls = []
     for call in row.get("tool_calls") or []:
         function = call.get("function") or {}
         arguments = text_of(function.get("arguments"))
         calls.append(
-            (function.get("name"), arguments[:LONGEST_TEXT], len(arguments) > LONGEST_TEXT)
+            (function.get("name"), arguments[:MAX_TEXT_CHARS], len(arguments) > MAX_TEXT_CHARS)
         )
     parts = list(_parts(row.get("content"), pictures))
     words = [one.label if isinstance(one, Picture) else one for one in parts]
     text = "\n".join(words) if parts else text_of(row.get("content"))
-    found = {"role": str(row.get("role", "?")), "text": text[:LONGEST_TEXT], "size": len(text)}
+    found = {"role": str(row.get("role", "?")), "text": text[:MAX_TEXT_CHARS], "size": len(text)}
     return found | {"tools": calls, "index": index, "parts": parts}
 
 
@@ -89,7 +89,7 @@ def _parts(content: Json, pictures: Mapping[str, Picture]) -> Iterable[str | Pic
     """The texts and pictures of a message's content; nothing if it has no image."""
     if not isinstance(content, list) or all(url_of(part) is None for part in content):
         return
-    left = LONGEST_TEXT
+    left = MAX_TEXT_CHARS
     for part in content:
         if digest := digest_of(part):
             yield pictures.get(digest, LOST)
@@ -132,9 +132,9 @@ class Paging(NamedTuple):
 
 
 class Conversations:
-    """Finds for each call of a list, in order, the conversation that it continues. The work is
-    proportional to the messages of the calls, of which a call that continues a call of its role
-    counts only the new ones."""
+    """Finds the conversation that each call of a list continues. The work is proportional to the
+    number of messages; a call that continues the previous call of its role costs only its new
+    messages."""
 
     def __init__(self) -> None:
         self.compared = 0  # messages that were looked at one by one
@@ -143,9 +143,9 @@ class Conversations:
         self._digests: dict[int, tuple[Any, bytes]] = {}  # id of a message -> it and its digest
 
     def add(self, at: int, call: Transition) -> tuple[int | None, int]:
-        """The earlier call whose conversation the call at position `at` continues (None: it starts
-        one), and the number of its messages that are shown there. The longest such conversation
-        counts; the agent may have changed the form of the answer."""
+        """The earlier call that the call at position `at` continues (None: it starts a
+        conversation), and the number of its messages that are shown there. The longest common
+        conversation counts, even if the agent has rewritten the answer in another form."""
         messages = call.messages
         before, known = self._last.get(call.role, ([], []))
         chain = [*known] if before and messages[: len(before)] == before else []
@@ -172,8 +172,8 @@ class Conversations:
 
 
 def shown_before(call: Transition, row: CallRow, outline: Sequence[CallRow]) -> int:
-    """The number of a call's first messages that the page of its parent shows; the agent may have
-    changed the form of the answer."""
+    """The number of a call's first messages that are shown with its parent, even if the agent has
+    rewritten the answer in another form."""
     if row.parent is None:
         return 0
     more = call.messages[row.shared : row.shared + 1]
@@ -232,7 +232,7 @@ def call_rows(
     pictures: Mapping[str, Picture] = {},
 ) -> list[dict[str, Any]]:
     """The calls of a trace in order, each with its new messages, text, rewards and credit. `first`:
-    the position of the first one in the rollout, of which `outline` has all."""
+    position of the first of them in the rollout; `outline`: all calls of the rollout."""
     by_call, depth = credit_by_call(outline, credits), depths(outline)
     rewards: dict[str | None, list[Reward]] = {}
     for one in trace.rollout.rewards:
@@ -250,7 +250,7 @@ def call_rows(
         row["answer"] = message({"role": "assistant"} | (call.answer or {}), -1)
         row["missing"] = spelling.missing
         text = spelling.text(call.completion) if row["exact"] else ""
-        row["text"], row["size"] = text[: 2 * LONGEST_TEXT], len(text)
+        row["text"], row["size"] = text[: 2 * MAX_TEXT_CHARS], len(text)
         advantages = set(map(number, credit.advantage)) if credit else set()
         row["varies"] = len(advantages) > 1
         row["advantage"] = advantages.pop() if len(advantages) == 1 else None
@@ -279,7 +279,7 @@ def nested(rows: Sequence[T], origin: Callable[[T], str]) -> list[tuple[int, T]]
 
 
 def first_difference(a: Sequence[CallRow], b: Sequence[CallRow]) -> int | None:
-    """The first call that two rollouts have not sampled alike; None: there is none."""
+    """The first call at which the sampled tokens of two rollouts differ; None: nowhere."""
     pairs = enumerate(zip_longest((one.sampled for one in a), (one.sampled for one in b)))
     return next((at for at, (x, y) in pairs if x != y), None)
 
@@ -367,11 +367,11 @@ def curve(
 
 
 TASK_KEYS = ("input", "question", "prompt", "instruction", "problem", "query", "text", "task", "id")
-LONGEST_GIST = 140  # characters
+MAX_GIST_CHARS = 140  # characters
 
 
 def gist(task: Json) -> str:
-    """A task or a result in a line, as a person would call it."""
+    """A one-line summary of a task or a result."""
     if isinstance(task, dict):
         found = next((task[key] for key in TASK_KEYS if task.get(key)), None)
         if found is None:
@@ -383,26 +383,26 @@ def gist(task: Json) -> str:
     if isinstance(task, dict):
         return gist(task)
     text = " ".join(str(task if task is not None else "").split())
-    return text if len(text) <= LONGEST_GIST else f"{text[: LONGEST_GIST - 1]}…"
+    return text if len(text) <= MAX_GIST_CHARS else f"{text[: MAX_GIST_CHARS - 1]}…"
 
 
 def placed(rollout: Rollout) -> str:
-    """Where a rollout is, in words instead of its id."""
+    """Split, step and index of a rollout, as text instead of its id."""
     if rollout.step < 0:
         return f"session {rollout.id.partition('/')[2]}"
     kind = "held-out tasks" if rollout.purpose is Purpose.EVAL else "training"
     return f"{kind}, step {rollout.step}, rollout {rollout.id.rpartition('/')[2] or rollout.id}"
 
 
-TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")  # that browsers only decode
+TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")  # which browsers only decode
 IMAGES_PER_READ = 16
-MAX_KNOWN = 10_000  # pictures whose description is kept
-WIDEST, HIGHEST = 320, 208  # pixels of a thumbnail
-SMALL, LARGEST_SCALE = 112, 8  # pixels to which small images are enlarged, in whole steps
+MAX_CACHED_PICTURES = 10_000  # pictures whose description is kept
+MAX_WIDTH, MAX_HEIGHT = 320, 208  # pixels of a thumbnail
+SMALL, MAX_SCALE = 112, 8  # pixels to which small images are enlarged, in whole steps
 
 
 class Picture(NamedTuple):
-    """An image as a page shows it; without an address in words only."""
+    """An image on a page; without an address only its label is shown."""
 
     label: str  # such as [image 1280x800 png 243 kB]
     digest: str = ""
@@ -413,15 +413,16 @@ class Picture(NamedTuple):
     @property
     def scale(self) -> float:
         """How much larger its thumbnail is than the image; small images are enlarged."""
-        fits = min(WIDEST / max(self.width, 1), HIGHEST / max(self.height, 1))
-        return min(fits, max(1, min(LARGEST_SCALE, SMALL // max(self.width, self.height, 1))))
+        fits = min(MAX_WIDTH / max(self.width, 1), MAX_HEIGHT / max(self.height, 1))
+        return min(fits, max(1, min(MAX_SCALE, SMALL // max(self.width, self.height, 1))))
 
 
 LOST = Picture(images.LOST)
 
 
 class Album:
-    """The images of a store. Keeps what the last ones are, which never changes, not their files."""
+    """The images of a store. Caches descriptions of the latest images, which never change, but not
+    their files."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -431,7 +432,7 @@ class Album:
         """The pictures of calls by digest, without those that are no longer stored."""
         wanted = sorted({digest for call in calls for digest in call.images})
         async for image in self.files(run, [d for d in wanted if d not in self._known]):
-            while len(self._known) >= MAX_KNOWN:
+            while len(self._known) >= MAX_CACHED_PICTURES:
                 del self._known[next(iter(self._known))]
             address = f"/image/{image.digest}?run={quote(run)}" if _is_shown(image) else ""
             self._known[image.digest] = Picture(
@@ -500,7 +501,7 @@ class ChangeFeed:
             await self._rest(EVENT_PAUSE if changed else 0)
 
     async def _changed(self, cursor: int) -> int:
-        """The newest cursor, after a change, after QUIET seconds, or at the end."""
+        """The newest cursor, after a change, after KEEPALIVE_INTERVAL, or at the end."""
         wait = asyncio.ensure_future(self._store.wait(cursor, timeout=KEEPALIVE_INTERVAL))
         end = asyncio.ensure_future(self._ending.wait())
         try:
@@ -515,7 +516,7 @@ class ChangeFeed:
             await asyncio.wait_for(self._ending.wait(), seconds)
 
 
-DOCUMENTS = "origin"  # the kind, with one for each commit
+DOCUMENTS = "origin"  # kind of the documents, one for each commit
 GIT_TIMEOUT = 5.0  # seconds
 
 
@@ -527,7 +528,8 @@ class RunOrigin(Feature):
 
 
 def origin(root: str) -> dict[str, Json]:
-    """The commit of a folder, with whether files were changed since; {} if git knows none."""
+    """The commit of a folder, and whether files were changed since; {} outside of a git
+    repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", root, *safe, *arguments]
@@ -536,7 +538,7 @@ def origin(root: str) -> dict[str, Json]:
         )
         return done.stdout.strip()
 
-    # No program is run that the settings of the repository name.
+    # Programs that the repository's settings name are not run.
     safe = ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"]
     try:
         commit = git("rev-parse", "HEAD")

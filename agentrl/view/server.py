@@ -61,8 +61,8 @@ from agentrl.view.summaries import (
 from agentrl.view.templates import STATIC, render
 
 KEY, COOKIE = "AGENTRL_VIEW_KEY", "agentrl-view"
-AT = "/at/"  # then the key of a store, before the addresses of its pages
-SHORTEST_KEY = 8  # characters
+AT = "/at/"  # prefix of pages of a store, followed by the store's key
+MIN_KEY_CHARS = 8  # characters
 EXPLAIN_TIMEOUT = 120.0  # timeout of a rollout's explanation in seconds
 MAX_EXPLAINED = 100  # explanations that are kept
 STATUS = {NotFound: 404, Invalid: 400, KeyError: 400, Forbidden: 403, Unavailable: 503}
@@ -75,7 +75,7 @@ SECURITY = {
 }
 IMAGE = {
     "cache-control": "private, max-age=3600, immutable",
-    # Of an address that is opened by itself: browsers add a style to the image.
+    # Headers of an image that is opened by its own address: browsers add a style to it.
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox",
 }
 
@@ -118,12 +118,13 @@ PATHS: dict[str, Shown] = {
 
 class ViewApp:
     """Pages, their data as JSON, and the stream of changes. Invariants: it answers only GET and
-    HEAD, without a key only requests to this machine's name, and writes nothing."""
+    HEAD; without a key, only requests with this machine's name as host; and it writes nothing."""
 
     def __init__(self, home: Home, access: Access) -> None:
         self._access, self._home = access, home
         self._feed, self._explaining = ChangeFeed(home), asyncio.Semaphore(1)
-        self._explained: dict[tuple[str, str], str] = {}  # of trained rollouts, which do not change
+        # Cache for trained rollouts, which do not change.
+        self._explained: dict[tuple[str, str], str] = {}
         routes: list[Any] = [
             Route("/", self._list),
             Route("/runs", self._compare),
@@ -155,7 +156,7 @@ class ViewApp:
         await (refused or self._app)(scope, receive, secured)
 
     def _refused(self, request: Request) -> responses.Response | None:
-        """The response to a request that is refused; None for a permitted one."""
+        """The response to a rejected request; None for a permitted one."""
         if request.method not in ("GET", "HEAD"):
             return _sentence("Only GET is answered here: nothing can be written.", 405)
         if not self._access.keys:
@@ -176,7 +177,7 @@ class ViewApp:
     def _answer(self, shown: Shown) -> Callable[[Request], Awaitable[responses.Response]]:
         async def answer(request: Request) -> responses.Response:
             key, id = request.scope["place"], request.path_params.get("id", "")
-            if not key and not self._home.single:  # such as /run/NAME, whatever its store
+            if not key and not self._home.single:  # such as /run/NAME, in any store
                 if shown is PATHS["/run/{id:path}"]:
                     return responses.RedirectResponse(await self._home.run_anywhere(id))
                 raise NotFound("This page belongs to one of several stores: choose a run.")
@@ -249,9 +250,10 @@ async def _refusal(_: Request, error: Exception) -> responses.Response:
 
 
 def _access(key: str) -> Access:
-    """Who may look; without a key everybody on this machine. Raises ConfigError for a weak key."""
-    if key and not (len(key) >= SHORTEST_KEY and key.isascii() and key.isprintable()):
-        raise ConfigError(f"{KEY}: give a key of at least {SHORTEST_KEY} ASCII characters")
+    """The required key; without one everybody on this machine has access. Raises ConfigError for a
+    weak key."""
+    if key and not (len(key) >= MIN_KEY_CHARS and key.isascii() and key.isprintable()):
+        raise ConfigError(f"{KEY}: give a key of at least {MIN_KEY_CHARS} ASCII characters")
     return Access(keys=(key,) if key else ())
 
 
@@ -295,20 +297,20 @@ def run(
 
 
 SEARCH_PAUSE = 5.0  # seconds between two searches for stores
-LOOK_PAUSE = 0.5  # seconds between two looks at the files
-ASK_PAUSE = 3.0  # seconds between two questions to stores that are no files
-AT_ONCE = 4  # stores that are read at the same time
+CHECK_PAUSE = 0.5  # seconds between two checks of files
+ASK_PAUSE = 3.0  # seconds between two requests to stores that are not files
+AT_ONCE = 4  # stores that are read concurrently
 RUNS_PER_PAGE = 100
 MAX_COMPARED = 4
 TITLES = {SCORE: "Held-out", REWARD: "Training reward", **summaries.TRAINING}
-SETTINGS_SHOWN = 4  # in a line, of those that set a run apart
+SETTINGS_SHOWN = 4  # distinguishing settings of a run in its line
 
 
 class Line(NamedTuple):
     """A run of the list."""
 
     place: Place
-    base: str  # where the addresses of its store begin
+    base: str  # prefix of links to pages of the store
     row: Summary
     condition: str
 
@@ -318,24 +320,24 @@ class Line(NamedTuple):
 
     @property
     def value(self) -> str:
-        """Of its tick box."""
+        """The value of the run's checkbox."""
         return f"{self.place.key}/{self.row.run}" if self.base else self.row.run
 
 
 @dataclass(slots=True)
 class Known:
-    """What was read of a store."""
+    """The cached contents of a store."""
 
     stamp: object = None
     rows: dict[str, Summary] = field(default_factory=dict)
     datasets: list[Any] = field(default_factory=list)
-    trouble: str = ""  # why it cannot be read
+    trouble: str = ""  # why the store cannot be read
     reading: asyncio.Task[None] | None = None
 
 
 class Home:
-    """All stores of a server. `given`: URLs, files and folders; none: all that are found here.
-    A single file or URL has its pages at the root, every other below /at/KEY."""
+    """All stores of a server. `given`: URLs, files and folders; none: all stores below the working
+    directory. A single file or URL has its pages at the root, any other store below /at/KEY."""
 
     def __init__(self, given: Sequence[str] = ()) -> None:
         self.given = list(given)
@@ -348,7 +350,7 @@ class Home:
         self._opening = asyncio.Lock()
 
     async def search(self) -> None:
-        """Look for stores again, if the last look was some seconds ago."""
+        """Search for stores again, if the last search was some seconds ago."""
         if time.monotonic() - self._searched > SEARCH_PAUSE or not self.places:
             found = await asyncio.to_thread(places, self.given)
             self.places = {place.key: place for place in found}
@@ -420,7 +422,7 @@ class Home:
         while (  # noqa: ASYNC110 - files do not tell that they change
             newest := await self.cursor()
         ) <= cursor and time.monotonic() < end:
-            await asyncio.sleep(LOOK_PAUSE)
+            await asyncio.sleep(CHECK_PAUSE)
         return newest
 
     async def lines(self) -> list[Line]:
@@ -436,7 +438,8 @@ class Home:
         return sorted(found, key=lambda line: (line.condition == "running", line.row.at))[::-1]
 
     async def _read(self, place: Place) -> None:
-        """Read a store that has changed; one that does not answer is left to a later visit."""
+        """Read a store that has changed; a store that does not answer is read at a later
+        request."""
         known = self._known.setdefault(place.key, Known())
         stamp = place.stamp()
         if known.reading is None and (stamp is None or stamp != known.stamp):
@@ -514,7 +517,7 @@ class Home:
         names = [name for name in SHOWN if any(one[name] for one in curves)]
         series = {name: [records.finite(one[name]) for one in curves] for name in names}
         labels = [row.run for row in rows]
-        if len(set(labels)) < len(labels):  # of the same name, in several stores
+        if len(set(labels)) < len(labels):  # runs of the same name in several stores
             labels = list(chosen)
         values = {"rows": list(zip(bases, rows, labels, strict=True)), "names": names}
         values |= {
@@ -537,7 +540,7 @@ class Home:
 
 
 def _identity(place: Place) -> object:
-    """Of the file, whose replacement is another one."""
+    """Identity of a store: for a file it changes if the file is replaced."""
     if not place.url.startswith("sqlite:///"):
         return None
     try:
@@ -552,7 +555,7 @@ def _apart(lines: Sequence[Line]) -> list[Mapping[str, Json]]:
 
 
 def _text(line: Line, apart: Mapping[str, Json]) -> str:
-    """What the filter of the list looks at."""
+    """The text that the filter of the list searches."""
     words: Iterable[object] = (
         line.row.run, line.place.label, line.condition, *line.row.facts.values(),
         *(f"{key}={value}" for key, value in apart.items()),
@@ -574,7 +577,7 @@ ORDERS: dict[str, Callable[[Line], Any]] = {
 
 
 def _sorted(lines: Sequence[Line], rows: Sequence[Any], key: str, *, down: bool) -> list[Any]:
-    """Rows by a column; those without a value last."""
+    """Rows sorted by a column; rows without a value come last."""
     value = ORDERS[key]
     known = [(value(line), row) for line, row in zip(lines, rows, strict=True)]
     missing = [row for x, row in known if x is None]

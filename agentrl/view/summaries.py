@@ -29,10 +29,10 @@ from agentrl.view import records
 
 SCORE, REWARD, FUNCTIONS = "eval/score", "reward/mean", "eval/function/"
 SAMPLED = "eval/sampled"
-POINTS, EVERY = 60, 10**6  # of a curve in a list; all of them
-PLAIN_NAMES = {"model", "policy", "checkpoint", "best", "final"}  # of folders, which say little
+POINTS, EVERY = 60, 10**6  # points of a curve in a list; all points
+PLAIN_NAMES = {"model", "policy", "checkpoint", "best", "final"}  # uninformative names of folders
 BY_STATE = "credit/by_state"  # how far the preset `auto` trusts values of states
-# Settings that differ without making a run another one: where it is, and how it is watched.
+# Settings that do not distinguish runs: locations and monitoring.
 PLACES = {
     "name", "root", "output", "store", "file", "seed", "keep_checkpoints", "metrics", "runner",
 }  # fmt: skip
@@ -49,19 +49,19 @@ class Score:
     value: float
     low: float | None = None
     high: float | None = None
-    missing: float = 0.0  # rollouts without a score, which it does not count
+    missing: float = 0.0  # rollouts without a score, which are left out
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How the most telling metric of a run changed. None: it has none."""
+    """The change of a run's most informative metric. None: there is none."""
 
     metric: str
     first: Score | None = None
     last: Score | None = None
-    percent: bool = False  # whether it lies in 0 to 1
+    percent: bool = False  # whether it is between 0 and 1
     less: bool = False  # whether less is better
-    change: Change | None = None  # of a held-out score, with what chance does
+    change: Change | None = None  # change of a held-out score compared with chance
 
     @property
     def name(self) -> str:
@@ -70,15 +70,15 @@ class Verdict:
 
     @property
     def gain(self) -> float:
-        """What was gained, above 0 if it became better; 0 if that is not known."""
+        """The gain: above 0 for an improvement; 0 if unknown."""
         if self.first is None or self.last is None:
             return 0.0
         return (self.first.value - self.last.value) * (1 if self.less else -1)
 
     @property
     def outcome(self) -> str:
-        """better or worse, if it is more than chance does, else same: as `agentrl why` says of a
-        held-out score, and of other measures if their intervals are apart."""
+        """Whether the score became better or worse by more than chance, else same: for held-out
+        scores by the rule of `agentrl why`, for other metrics if their intervals do not overlap."""
         if self.change is not None and math.isfinite(self.change.noise):
             return "better" if self.change.risen else "worse" if self.change.fallen else "same"
         if self.first is None or self.last is None or self.first.step == self.last.step:
@@ -86,15 +86,15 @@ class Verdict:
         below, above = (self.first, self.last) if self.gain > 0 else (self.last, self.first)
         if self.less:
             below, above = above, below
-        known = below.high is not None and above.low is not None  # not of a single task
+        known = below.high is not None and above.low is not None  # a single task has no interval
         apart = (below.high or 0.0) < (above.low or 0.0) if known else not self.percent
         word = "better" if self.gain > 0 else "worse"
         return word if apart and abs(self.gain) > ROUNDING and self.metric != REWARD else "same"
 
 
 def offset(metric: str) -> int:
-    """Steps from the number of a metric's row to the place where a curve has it: what the first
-    step measured, in row 0, is at 1, and the score of the untrained policy at 0."""
+    """Difference between a metric's position on a curve and its stored step: metrics of the first
+    step, stored as step 0, are at 1; the score of the untrained policy is at 0."""
     return 0 if AFTERWARDS.match(metric) else 1
 
 
@@ -120,7 +120,8 @@ async def read_shares(store: Store, run: str, outcomes: Iterable[float] = ()) ->
 
 
 def verdict(curves: Mapping[str, Points]) -> Verdict:
-    """Of held-out scores if there are two, else of the user's own functions, else of the reward."""
+    """The verdict on held-out scores if there are two, else on the user's evaluation functions,
+    else on the reward."""
     own = sorted(
         (name for name in curves if name.startswith(FUNCTIONS)),
         key=lambda name: "exploitability" not in name,
@@ -133,7 +134,7 @@ def verdict(curves: Mapping[str, Points]) -> Verdict:
 
 
 def verdict_on(metric: str, curves: Mapping[str, Points]) -> Verdict:
-    """How one metric changed."""
+    """The verdict on one metric."""
     points = _finite(curves.get(metric, ()))
     if not points:
         return Verdict(metric)
@@ -155,7 +156,7 @@ def verdict_on(metric: str, curves: Mapping[str, Points]) -> Verdict:
 
 
 async def with_changes(store: Store, run: str, *verdicts: Verdict) -> list[Verdict]:
-    """The same with how held-out scores changed, each task compared with itself."""
+    """Add the paired change of held-out scores to verdicts: each task is compared with itself."""
     keys = {SCORE: HELD_OUT, SAMPLED: SAMPLED_HELD_OUT}
     if not any(one.metric in keys and one.last for one in verdicts):
         return [*verdicts]
@@ -191,11 +192,11 @@ class Summary:
     run: str
     state: RunState
     verdict: Verdict
-    sampled: Verdict  # of the answers at temperature 1, if there are any
+    sampled: Verdict  # on scores at temperature 1, if there are any
     curve: Points
     percent: bool  # whether its scores are percentages
     ended: bool
-    at: float  # of its last step, in unix seconds
+    at: float  # time of the last step, in unix seconds
     facts: Mapping[str, str]
     settings: Mapping[str, Json] = field(default_factory=dict)
 
@@ -235,7 +236,8 @@ def whole_settings(row: Summary) -> Mapping[str, Json]:
 
 
 def facts(config: Mapping[str, Any], by_state: float | None = None) -> dict[str, str]:
-    """What people call a run by: its model, preset and learning rate. Of any version's settings."""
+    """The main settings of a run: model, preset and learning rate. Works for stored settings of any
+    version."""
 
     def read(*path: str) -> Any:
         value: Any = config
@@ -254,13 +256,14 @@ def facts(config: Mapping[str, Any], by_state: float | None = None) -> dict[str,
         "tasks": f"{read('tasks', 'train')}" + (f", held-out {heldout}" if heldout else ""),
         "planned steps": str(steps) if steps != UNBOUNDED else "",
     }
-    if not steps:  # nothing is trained, as by `agentrl eval`
+    if not steps:  # without training, as with `agentrl eval`
         found |= {"preset": "", "learning rate": "", "planned steps": ""}
     return {key: text for key, text in found.items() if text}
 
 
 def _called(model: str, root: str) -> str:
-    """A model as people call it: its name, or that of its folder, which may be called `model`."""
+    """A short name of a model: its hub name, or that of its folder (or the parent, if the folder is
+    called `model`)."""
     folder = Path(root, model)
     if not (model.startswith((".", "/")) or (model and folder.is_dir())):
         return model
@@ -271,7 +274,7 @@ def _called(model: str, root: str) -> str:
 
 
 def preset_in_words(preset: str, by_state: float | None = None) -> str:
-    """A preset with what `auto` amounts to: the share of credit by state, if it was measured."""
+    """The preset; for `auto` with the measured share of credit by state."""
     auto, plus, rest = preset.partition("+")
     if auto != "auto":
         return preset
@@ -280,8 +283,8 @@ def preset_in_words(preset: str, by_state: float | None = None) -> str:
 
 
 def differing(rows: Sequence[Summary]) -> list[dict[str, Json]]:
-    """For each run what sets it apart from the others of the same agent: settings and values that
-    most of them do not have."""
+    """The distinguishing settings of each run among those of the same agent: values that most of
+    the others do not have."""
     kin: dict[Any, list[int]] = defaultdict(list)
     for at, row in enumerate(rows):
         own = row.settings
@@ -301,7 +304,7 @@ def differing(rows: Sequence[Summary]) -> list[dict[str, Json]]:
 
 
 def matrix(rows: Sequence[Mapping[str, Json]]) -> dict[str, list[Json]]:
-    """Setting -> its value in each run, for those that are not the same in all."""
+    """Setting -> its value in each run, for settings that differ."""
     keys = sorted({key for row in rows for key in row})
     return {
         key: [row.get(key) for row in rows]
@@ -326,12 +329,12 @@ ELO, WIN_RATE = "selfplay/elo", "selfplay/win_rate"
 GAMES = {ELO: "Elo", WIN_RATE: "Win rate against snapshots"}
 OF_A_ROLE = re.compile(r"role/(.+)/reward")
 REWARDS = re.compile(r"reward/([^/]+)(?:/(.+))?/mean")
-TINY = 1e-6  # a curve below it everywhere is rounding
+TINY = 1e-6  # a curve that is smaller everywhere is rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    name: str  # of its first metric, by which the page finds it
+    name: str  # name of the first metric, as the key of the chart
     title: str
     lines: tuple[tuple[str, str], ...]  # (label, metric)
 
@@ -352,7 +355,7 @@ def main(names: Sequence[str]) -> Chart | None:
 
 
 def games(names: Sequence[str]) -> list[Chart]:
-    """Of the user's own functions, such as exploitability, and of self-play."""
+    """Charts of the user's evaluation functions, such as exploitability, and of self-play."""
     own = sorted(
         (name for name in names if name.startswith(FUNCTIONS)),
         key=lambda name: "exploitability" not in name,
@@ -372,7 +375,7 @@ def rewards(names: Sequence[str]) -> list[Chart]:
     by_reward: dict[str, list[tuple[str, str]]] = {}
     for name in names:
         match = REWARDS.fullmatch(name)
-        if match and not (roles and match[1] == "role:outcome"):  # the rewards of the roles
+        if match and not (roles and match[1] == "role:outcome"):  # rewards of roles
             by_reward.setdefault(match[1], []).append((match[2] or "all", name))
     for reward, lines in sorted(by_reward.items()):
         by_role = [line for line in lines if line[0] != "all"] or lines
@@ -394,8 +397,8 @@ def training(names: Sequence[str], policies: Sequence[str]) -> list[Chart]:
 def drawn(
     chart: Chart, series: Mapping[str, Points], *, percent: bool = True
 ) -> dict[str, Any] | None:
-    """What the template and the script need to draw a chart; None without a value. `percent`:
-    whether the scores of the run are percentages."""
+    """The values for drawing a chart; None without a value. `percent`: whether the scores of the
+    run are percentages."""
     lines = [
         (label, metric, [(step + offset(metric), y) for step, y in series.get(metric) or []])
         for label, metric in chart.lines
@@ -403,7 +406,7 @@ def drawn(
     known: list[tuple[str, str, Points]] = []
     for label, metric, points in lines:
         same = next((at for at, one in enumerate(known) if one[2] == points), None)
-        if same is not None:  # roles that share a reward have one line
+        if same is not None:  # one line for roles with the same rewards
             known[same] = f"{known[same][0]}, {label}", *known[same][1:]
         elif any(math.isfinite(y) for _, y in points):
             known.append((label, metric, points))
@@ -449,8 +452,8 @@ def _says_nothing(lines: Sequence[Points]) -> bool:
 async def page(
     store: Store, state: RunState, names: Sequence[str], wanted: str | None
 ) -> dict[str, Any]:
-    """The verdict and the charts of a run's page, with their points. `names`: of the metrics that
-    it has; `wanted`: one that the reader chose."""
+    """The verdict and the charts of a run's page, with their points. `names`: the run's metrics;
+    `wanted`: a metric that the user chose."""
     policies: Any = state.config.get("policies") or {}
     top, chosen = main(names), [single(wanted)] if wanted in names and wanted else []
     played, paid, trained = games(names), rewards(names), training(names, list(policies))
@@ -460,7 +463,7 @@ async def page(
     found = await store.series(state.run, sorted(asked), points=CHART_POINTS)
     percent = shares(found)
     first = drawn(top, found, percent=percent) if top else None
-    if top and first and first["quiet"] and played:  # a game: one seat's win is another's loss
+    if top and first and first["quiet"] and played:  # a zero-sum game
         first, played = None, [*played, top]
     values: dict[str, Any] = {"quiet": []}
     for name, group in {"played": played, "paid": paid, "trained": [*chosen, *trained]}.items():

@@ -18,15 +18,15 @@ from msgspec.json import encode
 
 from agentrl.core.types import missing_text
 from agentrl.view.pages import Page
-from agentrl.view.records import LONGEST_TEXT, gist, placed, text_of
+from agentrl.view.records import MAX_TEXT_CHARS, gist, placed, text_of
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
-LONGEST_LINE = 400  # characters
-# An address of the store; not of the list of runs (`/`, `/runs`) or of styles. Texts of agents have
-# no quotation mark here, because all are escaped.
+MAX_LINE_CHARS = 400
+# A link to a page of the store, but not to the list of runs (`/`, `/runs`) or to styles. Agents'
+# texts cannot match, because their quotation marks are escaped.
 OWN_ADDRESS = re.compile(r'\b(href|action|src)="/(?=[a-z])(?!static/|at/|runs[?"])')
-# Digests of the images of a page that is rendered for export; agents' texts have no quotation mark.
+# Digests of the images of an exported page. Agents' texts cannot match, as above.
 EXPORTED = re.compile(r'<img data-image="([0-9a-f]{64})"')
 
 
@@ -36,7 +36,7 @@ def shown(value: float | None, form: str = ".4g") -> str:
 
 
 def score(value: float | None, percent: bool = True) -> str:
-    """A score as text: a percentage if its kind lies in 0 to 1."""
+    """A score as text. percent: for scores from 0 to 1."""
     if value is None or math.isnan(value):
         return shown(value)
     if not percent:
@@ -55,7 +55,7 @@ def duration(seconds: float) -> str:
 
 
 def island(value: Any) -> str:
-    """JSON that is safe inside a script element, whatever its texts contain."""
+    """JSON that is safe inside a script element, for any texts."""
     return encode(value).decode().replace("<", "\\u003c")
 
 
@@ -66,7 +66,7 @@ def quoted(text: str) -> str:
 
 def clipped(text: str) -> str:
     """A text of any length in a line or two."""
-    return text if len(text) <= LONGEST_LINE else f"{text[: LONGEST_LINE - 1]}…"
+    return text if len(text) <= MAX_LINE_CHARS else f"{text[: MAX_LINE_CHARS - 1]}…"
 
 
 def heat(logp: float | None) -> str:
@@ -94,19 +94,19 @@ def environment() -> Environment:
     found.filters["missing"] = missing_text
     found.filters |= {"duration": duration, "gist": gist, "placed": placed}
     found.filters |= {"island": island, "quoted": quoted, "clipped": clipped}
-    found.globals["cap"] = LONGEST_TEXT
+    found.globals["cap"] = MAX_TEXT_CHARS
     return found
 
 
 class Hidden(str):
-    """A text in which nothing is left to hide; a template still escapes it."""
+    """A text that was redacted already; a template still escapes it."""
 
     __slots__ = ()
 
 
 def hiding(hide: Callable[[Any], Any]) -> Environment:
-    """An environment whose every output goes through `hide`, which gets texts and values of JSON:
-    before they are cut, encoded or escaped. What the templates themselves say stays."""
+    """An environment that passes every output through `hide`, as text or JSON value, before it is
+    cut, encoded or escaped. Text of the templates themselves is unchanged."""
     done = (Markup, Hidden)
     found = environment().overlay(finalize=lambda one: one if isinstance(one, done) else hide(one))
 
@@ -129,8 +129,8 @@ def render(
     using: Environment | None = None,
     **more: Any,
 ) -> str:
-    """A page as HTML. `layout`: base.html, or bare.html for the content only; `base`: where the
-    addresses of its store begin, which templates write without it; `using`: other filters."""
+    """A page as HTML. `layout`: base.html, or bare.html for the content only; `base`: prefix of
+    links to pages of the store, which templates omit; `using`: other filters."""
     values: dict[str, Any] = {"title": page.title, "run": None, "layout": layout, "base": base}
     values |= {"export": False, "tokens_of": None, "values_of": None, "image_urls": None}
     text = (using or environment()).get_template(page.template).render(values | page.values | more)

@@ -1,7 +1,7 @@
 """The pages of versions: of a live run, and of a search for prompts.
 
-A live run's versions are lanes with what was decided about them; a search has candidates, and a
-page for the texts of one.
+Versions of a live run are shown as lanes with their decisions; a search has a list of candidates,
+and a page for each candidate's texts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentrl.store.base import Store
 from agentrl.store.records import GroupRow
 from agentrl.view.records import changes, nested
 
-SHOWN_GROUPS = 500  # last groups of searches whose scores are shown
+SHOWN_GROUPS = 500  # newest groups of a search with shown scores
 Values = dict[str, Any]
 
 
@@ -63,8 +63,8 @@ async def _found(store: Store, state: RunState) -> Values:
     return {"found": found}
 
 
-VERSIONS, EVENTS = 24, 60  # newest ones that are shown
-NARROWEST = 0.4  # percent of the width that a phase has at least
+VERSIONS, EVENTS = 24, 60  # newest versions and events that are shown
+MIN_WIDTH_PERCENT = 0.4  # minimum width of a phase
 
 
 class Phase(NamedTuple):
@@ -78,7 +78,7 @@ class Phase(NamedTuple):
 class VersionRow(NamedTuple):
     version: int
     made: Version | None
-    state: str  # serving, candidate, before, or what was decided last
+    state: str  # serving, candidate, before, or the last decision
     share: float  # of new sessions
     phases: list[Phase]
     last: Event | None  # the last decision about it
@@ -133,12 +133,12 @@ def phases(events: Sequence[Event], now: float) -> dict[int, list[Phase]]:
             lanes[event.lanes.candidate] = "candidate"
         for version, lane in lanes.items():
             left, width = (100 * span / whole for span in (start - times[0], end - start))
-            _add(found.setdefault(version, []), Phase(lane, left, max(width, NARROWEST)))
+            _add(found.setdefault(version, []), Phase(lane, left, max(width, MIN_WIDTH_PERCENT)))
     return found
 
 
 def bar_of(found: Compared | None) -> dict[str, float | str] | None:
-    """The interval of the difference on an axis of 300 units around zero, and what it shows."""
+    """The interval of the difference on an axis of 300 units around zero, and its conclusion."""
     if found is None or found.high - found.low >= 2:
         return None
     most = max(abs(found.low), abs(found.high), 0.1)
@@ -148,7 +148,7 @@ def bar_of(found: Compared | None) -> dict[str, float | str] | None:
 
 
 def _add(own: list[Phase], new: Phase) -> None:
-    """Join phases in the same lane that follow each other."""
+    """Add a phase; adjacent phases in the same lane are joined."""
     if own and own[-1].lane == new.lane and own[-1].start + own[-1].width >= new.start - 1e-9:
         first = own.pop()
         new = Phase(new.lane, first.start, new.start + new.width - first.start)
@@ -156,7 +156,7 @@ def _add(own: list[Phase], new: Phase) -> None:
 
 
 def _state(known: LiveState, version: int, last: Event | None) -> tuple[str, float]:
-    """What a version is now, and its share of new sessions."""
+    """The current state of a version, and its share of new sessions."""
     lanes = known.lanes
     if lanes is not None and version == lanes.serving:
         return "serving", 1.0 if lanes.candidate is None else 1 - lanes.share

@@ -131,7 +131,7 @@ class Ema(RunningMean):
 
     def names(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[str]:
         keys = [_field(rollout, self.key) if self.key else "" for rollout in rollouts]
-        pairs = zip(keys, rollouts, strict=True)  # an agent with other prompts has its own means
+        pairs = zip(keys, rollouts, strict=True)  # each prompt candidate has its own means
         keys = [f"{row.candidate}/{key}" if row.candidate else key for key, row in pairs]
         owners = rollout_of(batch, self.level).tolist()
         roles = [""] * len(owners)
@@ -315,7 +315,8 @@ class TurnDiscount:
 
 @dataclass(frozen=True, slots=True)
 class GatedByOutcome:
-    """A credit where the outcome's advantage agrees, else 0, [N]; missing where the outcome's is.
+    """A credit, set to 0 where it disagrees with the outcome's advantage, [N]; missing where that
+    is missing.
 
     how: "agree": both must have the same sign; "positive": a positive advantage counts only if the
     outcome's is positive; "negative": a negative one counts only if the outcome's is negative."""

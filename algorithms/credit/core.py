@@ -376,7 +376,7 @@ class TokenKLPenalty:
                 f"step {batch.step}: the algorithm needs the log-probs of a reference model for "
                 f"{batch.n_tokens} tokens, and there are none; set its coefficient to 0"
             )
-        return self.beta * (batch.behaviour.double() - batch.reference.double())
+        return self.beta * (batch.sampler_logprobs.double() - batch.reference.double())
 
 
 def nested_records(part: object) -> Iterator[object]:

@@ -4,8 +4,8 @@ steps, in files.
 A file is safetensors with the tensors of the batch and its terms and the policy's log-probs; other
 values are JSON in its metadata. `load_dump` reads it without the model or the store.
 
-Recorded gates are those of a token's first optimizer step; in later ones the policy differs from
-the sampler on purpose. Values are float32; one that is equal for all tokens of a call is stored
+Recorded gates are those of a token's first optimizer step; in later steps the policy differs from
+the sampler by design. Values are float32; one that is equal for all tokens of a call is stored
 once.
 """
 
@@ -42,7 +42,7 @@ from agentrl.core.errors import TrainingError
 from agentrl.core.files import share_weights
 from agentrl.core.types import POLICY, Credit
 
-OLD_NAMES = {  # of log-probs, in files of earlier versions
+OLD_NAMES = {  # names of log-probs in files of earlier versions
     "o": "old", "b": "sampler", "q": "reference", "t": "teacher", "o_K": "old_candidates",
     "t_K": "teacher_candidates", "share": "weight_of_current",
     "current_in_old": "weight_of_current",
@@ -137,11 +137,11 @@ class CreditRecorder:
         self.credits = {}
 
     def record(self, algo: Algo, part: Batch, terms: Terms, logprobs: Tensor) -> None:
-        """Record an optimizer step on the batch or a part of it. logprobs: of the policy before the
-        step, [N], or of the symbols, [N, K]."""
+        """Record an optimizer step on the batch or a part of it. logprobs: log-probs of the policy
+        before the step: of the sampled tokens [N], or of `Batch.topk_tokens` [N, K]."""
         calls = call_ids(part)
         if all(call in self.credits for call in calls):
-            return  # not the first epoch
+            return  # only the first epoch is recorded
         psi = objective.loss_coefficients(
             algo, terms, logprobs.double(), torch.arange(part.n_tokens)
         )
@@ -149,7 +149,7 @@ class CreditRecorder:
             torch.where(terms.weight > 0, terms.advantage, torch.nan),
             gate_product(algo, terms, logprobs),
             terms.weight,
-            psi if psi.dim() == 1 else psi[:, 0],  # of the sampled token
+            psi if psi.dim() == 1 else psi[:, 0],  # for the sampled token
         )
         numbers = zip(calls, *(call_values(part, [x]) for x in columns), strict=True)
         for call, advantage, gate, weight, psi_values in numbers:
@@ -184,8 +184,8 @@ def call_ids(batch: Batch) -> list[str]:
 
 
 def with_baseline(algo: Algo) -> list[object]:
-    """The parts of a credit that have a baseline, are one, or are a KL penalty; the critic once,
-    however many parts read it."""
+    """The parts of a credit that have a baseline, are a baseline, or are a KL penalty; the critic
+    is listed once."""
     found = list[object]()
     for part in nested_records(algo.credit):
         compared = isinstance(part, GroupRelative) and part.base != "none"
@@ -266,12 +266,12 @@ def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
     """The batch with the `remembered`, `values` and `reference` of the step, NaN at units without
     tokens. If the step stored nothing, the reference is the sampler."""
     remembered: dict[str, Tensor] = {}
-    values, reference = batch.values, batch.behaviour.double()
+    values, reference = batch.values, batch.sampler_logprobs.double()
     for part, x in zip(with_baseline(algo), stored.compared, strict=True):
         if isinstance(part, CriticValues):
             values = x
         elif isinstance(part, TokenKLPenalty) and stored.known.any():
-            reference = batch.behaviour.double() - x / part.beta
+            reference = batch.sampler_logprobs.double() - x / part.beta
         elif isinstance(part, RememberedColumn):
             at = owner(batch, part.level)
             size = units(batch, part.level, "all").numel()

@@ -3,9 +3,9 @@ batch shows it to be safe (see "Peers" in CREDIT.md); and the scale of GRPO, rem
 batches.
 
 Calls without a later known reward are left out. Tensors are float64 [S] over the calls that remain.
-Means are over other rollouts than the call's own, so that they do not depend on the call. What one
-batch shows of states is little, so a run remembers what earlier batches showed; a batch without
-memory is judged by itself.
+Means are over other rollouts than the call's own, so that they do not depend on the call. One batch
+contains little evidence about states, so a run remembers the evidence of earlier batches; a batch
+without memory is judged by itself.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from agentrl.algorithms.data.ids import Level, key, next_same, reduce_by, scan, 
 from agentrl.algorithms.data.state import RememberedColumn, StatePart
 from agentrl.core.types import Json, Rollout
 
-SCALE_DECAY = 0.9  # weight of a batch in what is remembered, relative to the next one
+SCALE_DECAY = 0.9  # weight of a batch in the memory, relative to the next batch
 
 
 class JudgedColumn(RememberedColumn):
-    """A column that remembers earlier batches, but can do without: a batch on its own, or of which
-    nothing was stored, is judged by itself."""
+    """A column with an optional memory of earlier batches: a batch without stored memory is judged
+    by itself."""
 
     __slots__ = ()
 
@@ -60,10 +60,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class ReturnScale(JudgedColumn):
-    """Standard deviation of the returns of each rollout's group, [U], of which each rollout weighs
-    as much as every other, however many calls it has: that of the group as in GRPO, with those of
-    earlier batches as more degrees of freedom. A group's own depends on what was done, so that a
-    division by it alone weighs groups by their luck."""
+    """Standard deviation of the returns of each rollout's group, [U], with equal weight for each
+    rollout regardless of its number of calls: the group's deviation as in GRPO, shrunk towards that
+    of earlier batches as additional degrees of freedom. The group's deviation alone depends on its
+    samples, so dividing by it would weight groups by luck."""
 
     stored_as: ClassVar[str] = "return-scale"
     reward: str | Column = "outcome"
@@ -120,16 +120,17 @@ class Calls(NamedTuple):
     """The calls of a batch that have a return."""
 
     returns: Tensor  # discounted sum of the call's and later rewards
-    received: Tensor  # the call's own reward
+    received: Tensor  # the call's reward
     gamma: float
     rollout: Tensor  # int64, also of the following
     group: Tensor
     turn: Tensor  # number of earlier calls
     following: Tensor  # index of the rollout's next call; -1: none
     state: Tensor  # id of (group, role, state)
-    action: Tensor  # id of what was said or called
-    contexts: tuple[Tensor, ...]  # ids of what the policy may have acted on: state, whole prompt
-    chance: Tensor  # probability of what the call said
+    action: Tensor  # id of the answer's text or tool calls
+    # Ids of the contexts in which the policy acted: state, whole prompt.
+    contexts: tuple[Tensor, ...]
+    chance: Tensor  # probability of the sampled answer
     weight: Tensor  # squared norm of the gradient of its log-prob by the logits, about
     unit: float  # standard deviation of returns within groups; 0: they are equal
 
@@ -137,16 +138,17 @@ class Calls(NamedTuple):
 def calls_of(
     batch: Batch, reward: str | Column, gamma: float, total: Tensor
 ) -> tuple[Calls, Tensor]:
-    """The calls that have a return and can be compared, as another rollout of the group has one
-    too, and their indices in the batch, int64 [K]. total: undiscounted return of each call, [S]."""
+    """The calls with a return that can be compared (another rollout of the group has a return,
+    too), and their indices in the batch, int64 [K]. total: undiscounted return of each call,
+    [S]."""
     group = units(batch, "transition", "group")
     known = ~total.isnan()
     compared = reduce_by(known & (batch.transition_turn == 0), group)[group] > 1
     index = (known & compared).nonzero().squeeze(1)
-    behaviour, call = batch.behaviour.double(), batch.token_transition
+    sampled, call = batch.sampler_logprobs.double(), batch.token_transition
     logprob, norm = (torch.zeros(len(group), dtype=torch.float64) for _ in range(2))
-    logprob.index_add_(0, call, behaviour)
-    norm.index_add_(0, call, (1 - behaviour.exp()).square())
+    logprob.index_add_(0, call, sampled)
+    norm.index_add_(0, call, (1 - sampled.exp()).square())
     rollout = batch.transition_rollout[index]
     returns = total if gamma == 1.0 else Returns(reward, gamma)(batch)
     calls = Calls(
@@ -180,8 +182,8 @@ def deviation(calls: Calls) -> float:
 
 
 def from_lowest(calls: Calls) -> Calls:
-    """Outcomes less the lowest of the group, so that equal ones are exactly 0: differences that
-    `core.standardise` takes for rounding errors are 0. Rewards of calls are left as they are."""
+    """Outcomes minus the lowest of the group, so that equal outcomes are exactly 0: differences
+    that `core.standardise` treats as rounding errors become 0. Rewards of calls are unchanged."""
     if calls.received[calls.following >= 0].any():
         return calls
     lowest = reduce_by(calls.returns, calls.group, how="amin")[calls.group]
@@ -197,9 +199,10 @@ def of_others(calls: Calls, x: Tensor, same: Tensor) -> Tensor:
 
 
 def state_values(calls: Calls, x: Tensor, past: Tensor | None = None) -> Tensor:
-    """Mean x of other rollouts in each call's state, NaN if there are none, and the effect of time,
-    as a state that comes back later may leave less of it: one slope of the differences from the
-    means of states, by turn, less what noise explains of it. past: `time_terms` of earlier batches.
+    """Mean x of other rollouts in each call's state (NaN if there are none) plus the effect of
+    time, because a state that recurs later may be worth less: the slope over turns of the
+    differences from the states' means, shrunk by the part that noise explains. past: `time_terms`
+    of earlier batches.
     """
     mean, count = mean_by(x, calls.state, calls.rollout)
     turn, everywhere = calls.turn.double(), torch.zeros_like(calls.rollout)
@@ -216,8 +219,8 @@ def state_values(calls: Calls, x: Tensor, past: Tensor | None = None) -> Tensor:
 
 
 def time_terms(calls: Calls, x: Tensor) -> Tensor:
-    """What slopes are fitted to, of each call, [4, S]: squared distance of its turn from the mean
-    of its state, product with that of x, squared distance of x, and whether there is one."""
+    """The terms to fit slopes, for each call, [4, S]: squared distance of its turn from the mean of
+    its state, product with that of x, squared distance of x, and whether there is one."""
     turn = calls.turn.double()
     late = turn - mean_by(turn, calls.state)[0]
     off = x - mean_by(x, calls.state)[0]
@@ -225,12 +228,12 @@ def time_terms(calls: Calls, x: Tensor) -> Tensor:
 
 
 def surplus(signal: Tensor, noise: Tensor) -> Tensor:
-    """1 - noise / signal, at least 0: the share of a square that noise does not explain."""
+    """max(0, 1 - noise / signal): the share of a square that noise does not explain."""
     return torch.where(signal > noise, 1 - noise / signal, 0.0)
 
 
 def lambda_returns(calls: Calls, value: Tensor, lam: float) -> Tensor:
-    """Lambda-return of each call by the values of states; those without one are passed over."""
+    """Lambda-return of each call by the values of states; calls without a value are skipped."""
     after = torch.where(calls.following >= 0, value[calls.following], torch.nan)
     valued = ~after.isnan()
     step = calls.received + torch.where(valued, calls.gamma * (1 - lam) * after, 0.0)
@@ -243,8 +246,8 @@ def missed_by_values(calls: Calls, lam: float, past: Tensor | None = None) -> Te
 
 
 def plain_baselines(calls: Calls) -> Tensor:
-    """Mean return of the group's other rollouts at the same turn, or at their last call. Of an
-    outcome this is the mean of the others' (RLOO, arXiv 2402.14740)."""
+    """Mean return of the group's other rollouts at the same turn, or at their last call. For an
+    outcome reward this is RLOO's baseline, arXiv 2402.14740."""
     last = (calls.following < 0).double()
     at = key(calls.group, calls.turn)  # in a group each turn follows the one before
     now, ended = reduce_by(calls.returns, at), reduce_by(calls.returns * last, at)
@@ -256,8 +259,9 @@ def plain_baselines(calls: Calls) -> Tensor:
 
 
 def baselines(calls: Calls, x: Tensor, past: Tensor | None = None) -> Tensor:
-    """`plain_baselines`, moved towards the value of the state by how much less x then varies: least
-    squares over the calls of other rollouts, weighted as in the gradient, less what noise explains.
+    """`plain_baselines`, shifted towards the value of the state by the amount that reduces the
+    variance of x most: least squares over the calls of other rollouts, weighted as in the gradient,
+    shrunk by the part that noise explains.
     """
     base = plain_baselines(calls)
     moved = (state_values(calls, x, past) - base).nan_to_num(nan=0.0)
@@ -273,7 +277,7 @@ def baselines(calls: Calls, x: Tensor, past: Tensor | None = None) -> Tensor:
 
 def mean_by(x: Tensor, ids: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Mean and count of the x with the same id, [U] each; 0 if there are none. without: ids; units
-    that share one with x, itself included, are excluded from its mean."""
+    with the same id as x, including x, are excluded from its mean."""
     own = None if without is None else key(ids, without)
 
     def total(y: Tensor) -> Tensor:
@@ -286,18 +290,20 @@ def mean_by(x: Tensor, ids: Tensor, without: Tensor | None = None) -> tuple[Tens
 
 # Share of the outcome that is visible before the end: no trust, full trust.
 VISIBLE_OUTCOME = (0.15, 0.5)
-MISSED_EFFECT = (1.25, 2.5)  # squared effect that values miss, over its noise: full trust, no trust
-EFFECT_AT = (1.5, 3.0)  # the same at some turns, where it is noisier
-LAMBDA = 0.5  # of the lambda-returns, by default
-# Weight of an earlier batch, where it takes many to separate the gradient from noise.
+# Squared effect missed by values, relative to its noise: limits of full trust and of no trust.
+MISSED_EFFECT = (1.25, 2.5)
+EFFECT_AT = (1.5, 3.0)  # the same at single turns, which are noisier
+LAMBDA = 0.5  # default of the lambda-returns
+# Weight of an earlier batch where many batches are needed to separate the gradient from noise.
 NOISY_DECAY = 0.97
-# Of the noise of a batch's gradient: what one batch leaves unknown of the gradient.
+# Share of the noise of a batch's gradient: the uncertainty about the gradient after one batch.
 GRADIENT_ERROR = 0.3
 
 
 def end_sums(calls: Calls, chosen: Tensor) -> Tensor:
-    """Of the chosen calls' returns, [6]: squared deviations within groups and degrees of freedom,
-    the same within pairs of state and action, calls that are not alone in theirs, and all calls."""
+    """Sums over the returns of the chosen calls, [6]: squared deviations within groups and degrees
+    of freedom, the same within pairs of state and action, the number of calls that share their
+    pair, and of all calls."""
     x, group = calls.returns[chosen] / (calls.unit or 1.0), calls.group[chosen]
     cell = key(calls.state[chosen], calls.action[chosen])
 
@@ -312,9 +318,9 @@ def end_sums(calls: Calls, chosen: Tensor) -> Tensor:
 
 
 def explained(sums: Tensor) -> float:
-    """Share of the variance of returns, within groups, that states and actions explain (adjusted R
-    squared, with one more degree of freedom that explains nothing), times the share of calls that
-    are not alone with theirs. sums: see `end_sums`."""
+    """Share of the variance of returns within groups that states and actions explain (adjusted R
+    squared, with one additional degree of freedom that explains nothing), times the share of calls
+    that share their pair. sums: see `end_sums`."""
     total, freedom, within, inner, met, calls = sums.tolist()
     if total <= core.ROUNDING_SPREAD**2 * calls or freedom < 0.5:
         return 0.0
@@ -335,11 +341,10 @@ def stages(calls: Calls) -> Tensor:
 
 
 def effect_sums(calls: Calls, missed: Tensor) -> Tensor:
-    """How much the actions explain of what values miss, [contexts, 2, stages].
-
-    The sum of `missed` times the score of each call, under a policy with a logit for each action in
-    each context, is the gradient that values lose. Its square, and the square that it would have by
-    chance, as the rollouts of a group differ: by stages, with states and with whole prompts as
+    """How much the actions explain of the part that values miss, [contexts, 2, stages]. The sum of
+    `missed` times the score of each call, under a policy with one logit per action and context, is
+    the gradient that values lose. Returned are its square, and the square expected by chance from
+    the differences between rollouts of a group: by stage, with states and with whole prompts as
     contexts."""
     stage, missed = stages(calls), missed / (calls.unit or 1.0)
     size = reduce_by(calls.following < 0, calls.group)[calls.group]
@@ -357,8 +362,8 @@ def effect_sums(calls: Calls, missed: Tensor) -> Tensor:
 
 
 def missed_effects(effects: Tensor) -> Tensor:
-    """Trust in values at each stage by how little the actions explain of what values miss, in all
-    and at this stage. effects: see `effect_sums`."""
+    """Trust in values at each stage: high if actions explain little of the part that values miss,
+    in total and at this stage. effects: see `effect_sums`."""
     trust = torch.ones(effects.shape[-1], dtype=torch.float64)
     for found, noise in effects:
         trust = trust.minimum(fading(found, noise, EFFECT_AT))
@@ -375,9 +380,10 @@ def fading(found: Tensor, noise: Tensor, bounds: tuple[float, float]) -> Tensor:
 
 def squared_scores(calls: Calls, unit: Tensor, context: Tensor, *sums: Tensor) -> list[Tensor]:
     """For each x of `sums`, the squared norm of the sum of x times score over the calls of each
-    pair of unit and context, at one call of the pair, 0 at its others. A score is 1 at the call's
-    action minus the policy, whose probabilities are known for what was said; the sum of their
-    squares is their mean. A call that was certain, or has no tokens, has none."""
+    pair of unit and context, at one call of the pair, 0 at its others. A score is the indicator of
+    the call's action minus the policy's probabilities, which are known for sampled answers; the sum
+    of their squares is estimated by their mean. A call with probability 1, or without tokens, has
+    no score."""
     scored = (calls.weight > MIN_SCORE_NORM).double()
     chance = calls.chance * scored
     pair = key(unit, context)
@@ -398,7 +404,8 @@ def squared_scores(calls: Calls, unit: Tensor, context: Tensor, *sums: Tensor) -
 
 @dataclass(slots=True)
 class Evidence:
-    """What batches showed of values. One weighs `SCALE_DECAY` or `NOISY_DECAY` of the next."""
+    """The evidence of batches about values. A batch has `SCALE_DECAY` or `NOISY_DECAY` times the
+    weight of the next."""
 
     time: Tensor  # [4], see `time_terms`
     ends: Tensor  # [2, 6], `end_sums` of last calls and those before
@@ -408,7 +415,7 @@ class Evidence:
     trusted: float = 0.0  # mean `trust` in the last batch, which is not saved
 
     def then(self, now: Evidence) -> Evidence:
-        """Of this and the next batch."""
+        """The combined evidence of this and the next batch."""
         longest = max(self.effects.shape[-1], now.effects.shape[-1])
         before, after = (pad(x.effects, (0, longest - x.effects.shape[-1])) for x in (self, now))
         return Evidence(
@@ -444,7 +451,7 @@ def no_evidence() -> Evidence:
 
 
 def evidence(calls: Calls, lam: float, past: Tensor | None = None) -> tuple[Tensor, Evidence]:
-    """What values miss (`missed_by_values`), and what a batch shows of values."""
+    """The part that values miss (`missed_by_values`), and a batch's evidence about values."""
     last = calls.following < 0
     before = ~last & last[calls.following]
     missed = missed_by_values(calls, lam, past)
@@ -464,9 +471,9 @@ def centred(calls: Calls, missed: Tensor) -> Tensor:
 
 
 def gain_sums(calls: Calls, missed: Tensor, lam: float, past: Tensor | None) -> Tensor:
-    """Of the gradients of what values miss, of returns and of both, [contexts, 3, 2]: the square,
-    and its part that is not noise, from the product of the gradients of two halves of the rollouts
-    that know nothing of each other."""
+    """For the gradients of the part that values miss, of returns and of their product, [contexts,
+    3, 2]: the square, and an estimate of it without noise, from the product of the gradients of two
+    independent halves of the rollouts."""
     half, everywhere = calls.rollout % 2, torch.zeros_like(calls.rollout)
     apart = calls._replace(group=key(calls.group, half), state=key(calls.state, half))
     found = []
@@ -489,8 +496,9 @@ def gain_sums(calls: Calls, missed: Tensor, lam: float, past: Tensor | None) -> 
 
 
 def earned(past: Evidence) -> float:
-    """How much of what values miss to take out of returns, from 0 to 1, so that the gradient has
-    the least error at its full length, by what earlier batches showed: see "Peers" in CREDIT.md."""
+    """The share, from 0 to 1, of the part that values miss to subtract from returns, such that the
+    gradient at its full length has the smallest error, by the evidence of earlier batches: see
+    "Peers" in CREDIT.md."""
     if not past.batches:
         return 0.0
     found = 1.0
@@ -507,17 +515,18 @@ def earned(past: Evidence) -> float:
 
 
 def trust(calls: Calls, judged: Evidence, past: Evidence | None = None) -> Tensor:
-    """How far values of states replace returns, from 0 to 1, [S]. judged: all evidence; past: that
-    of earlier batches."""
+    """The weight with which values of states replace returns, from 0 to 1, [S]. judged: all
+    evidence; past: that of earlier batches."""
     shown = max(shown_before_the_end(judged.ends), earned(past) if past else 0.0)
     return shown * missed_effects(judged.effects)[stages(calls)]
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAdvantages(JudgedColumn):
-    """The return of each call, without what later calls did to it as far as values of states can be
-    trusted (`lambda_returns`), minus `baselines`, [S]; 0 without others to compare with. A constant
-    that is added to all outcomes changes nothing; a factor is one of the advantages."""
+    """The return of each call minus `baselines`, [S]. As far as values of states can be trusted,
+    they replace the effect of later calls on the return (`lambda_returns`). 0 without other calls
+    to compare with. Adding a constant to all outcomes changes nothing; scaling them scales the
+    advantages."""
 
     stored_as: ClassVar[str] = "peers"
     reward: str | Column = "outcome"

@@ -1,8 +1,9 @@
-"""Credit by how a text in the prompt that only training knows changes the policy's log-probs.
+"""Credit by the effect of a privileged text in the prompt, which only training has, on the policy's
+log-probs.
 
-The gap of a call is the reward `told`: the log-prob of its sampled tokens where the prompt has the
-text less that where it has not, in nats; `Batch.told` is that of each token. A missing gap means
-that the call was told nothing.
+The gap of a call is the reward `told`: the log-prob of its sampled tokens given the text minus that
+without it, in nats; `Batch.told` is the gap of each token. A missing gap means that the call has no
+text.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ from agentrl.core.types import Json, Rollout
 
 log = logging.getLogger("agentrl.algorithm")
 TOLD = f"transition:{types.TOLD}"
-STYLE = f"transition:{types.TOLD}_style"  # as `told`, of a few calls, told about another task
-EMA_WEIGHT = 0.3  # of the latest step in the average of the divergence
-MIN_DECREASE = 0.02  # a lower average is lower by this share
-DECAY = 0.95  # of evidence, from call to call
+STYLE = f"transition:{types.TOLD}_style"  # as `told`, for a few calls with the text of another task
+EMA_WEIGHT = 0.3  # weight of the latest step in the average of the divergence
+MIN_DECREASE = 0.02  # an average counts as lower if it falls by this share
+DECAY = 0.95  # decay of evidence, per call
 MIN_PRIOR = 0.01  # the smallest prior of success and of failure, which the paper leaves open
 
 
 @dataclass(slots=True)
 class GapState:
-    """The divergence of the policy from itself once told, in nats per token. average: exponentially
-    weighted over steps; lowest: of this average; since: steps without a lower one."""
+    """The divergence of the policy from itself given the text, in nats per token. average:
+    exponentially weighted over steps; lowest: minimum of this average; since: steps since that
+    minimum."""
 
     patience: int = 0
     average: float | None = None
@@ -54,7 +56,7 @@ class GapState:
     last: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
 
     def after(self, divergence: float | None, metrics: dict[str, float]) -> GapState:
-        """After a step with this divergence; None: nothing was told in it."""
+        """The state after a step with this divergence; None: no call had a text."""
         if divergence is None or self.retired:
             return replace(self, last={"told/retired": float(self.retired), "told/calls": 0.0})
         earlier = divergence if self.average is None else self.average
@@ -84,16 +86,16 @@ class GapState:
 
 @dataclass(frozen=True, slots=True)
 class StyleReward:
-    """Names a second reward that `ToldGap` reads: a record names one."""
+    """Declares a second reward that `ToldGap` reads, because a record can name only one."""
 
     reward: str = STYLE
 
 
 @dataclass(frozen=True, slots=True)
 class ToldGap(RememberedColumn):
-    """Whether the policy is told, 1 or 0 for each rollout: until the divergence from the policy
-    that is told has not fallen for `patience` steps (0: always). RetireOPD, arXiv 2609.20784, which
-    also waits for a share of the teacher's success rate; a teacher that never acts has none."""
+    """Whether the text is still used, 1 or 0 for each rollout: until the divergence has not fallen
+    for `patience` steps (0: always). RetireOPD, arXiv 2609.20784, also waits for a share of the
+    teacher's success rate; here the teacher never acts and has none."""
 
     patience: int = 0
     reward: str = TOLD
@@ -124,8 +126,8 @@ class ToldGap(RememberedColumn):
 
 @dataclass(frozen=True, slots=True)
 class ToldCredit:
-    """The reward `told` of each token's call, within +- limit, [N]: its gradient is minus that of
-    KL(policy || policy that is told), estimated from the sampled calls."""
+    """The reward `told` of each token's call, clamped to +- limit, [N]: its gradient is minus that
+    of KL(policy || policy given the text), estimated from the sampled calls."""
 
     limit: float
     reward: str = TOLD
@@ -136,8 +138,8 @@ class ToldCredit:
 
 @dataclass(frozen=True, slots=True)
 class ToldShare:
-    """The weight of the host's credit, [N]: `share` for tokens of calls that are told something, 1
-    for others."""
+    """The weight of the host's credit, [N]: `share` for tokens of calls with a text, 1 for
+    others."""
 
     share: float
     reward: str = TOLD
@@ -149,8 +151,8 @@ class ToldShare:
 
 @dataclass(frozen=True, slots=True)
 class ToldScale:
-    """A credit A (blend + (1 - blend) w), with w = exp(sign(A) gap) within 1 +- band: the gap is
-    that of each token, or the mean per token of its call. It never changes the sign. RLSD, arXiv
+    """A credit A (blend + (1 - blend) w), with w = exp(sign(A) gap) clamped to 1 +- band. The gap
+    is that of the token, or the mean per token of its call. It never changes the sign. RLSD, arXiv
     2604.03128; by call as TurnSight, 2608.04007, here without its views of several horizons."""
 
     credit: Credit
@@ -175,8 +177,8 @@ class ToldScale:
 @dataclass(frozen=True, slots=True)
 class ToldBelief:
     """A credit A (blend + (1 - blend) w) with one w per call. A belief in success begins with the
-    group's rate of success; each call adds its reward `told` to the log-odds, and what was added
-    decays. The change of the belief, signed as A, standardised within the rollout's calls of one
+    group's success rate; each call adds its reward `told` to the log-odds, and earlier additions
+    decay. The change of the belief, signed as A, standardised within the rollout's calls of one
     role, is z, and w = 1 + band z within 1 +- band. AgentOPSD, arXiv 2608.05987."""
 
     credit: Credit

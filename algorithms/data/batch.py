@@ -49,7 +49,7 @@ class Batch:
     rows: list[TokenRow]
     token_row: Tensor  # int64 [N]
     token_transition: Tensor  # int64 [N]
-    behaviour: Tensor  # float32 [N], log-probs of the sampler
+    sampler_logprobs: Tensor  # float32 [N], log-probs of the sampler
     transition_rollout: Tensor  # int64 [S]
     transition_role: Tensor  # int64 [S], index into `roles`
     row_rollout: Tensor  # int64 [R]
@@ -79,7 +79,7 @@ class Batch:
     # NaN: told nothing.
     told: Tensor = field(default_factory=_unknown)
     # int64 [N, K], tokens whose log-probs psi reads, the sampled one first.
-    symbols: Tensor = field(default_factory=_unknown)
+    topk_tokens: Tensor = field(default_factory=_unknown)
     # int64 [R], ids: psi needs the log-probs of all rows of one id at once. Empty: rows are
     # independent.
     row_unit: Tensor = field(default_factory=_unknown)
@@ -125,13 +125,13 @@ class Batch:
         tokens in this batch. The levels above rows keep all their units."""
         tokens = torch.isin(self.token_row, rows).nonzero().flatten()
         columns = (
-            "behaviour",
+            "sampler_logprobs",
             "token_transition",
             "token_version",
             "values",
             "reference",
             "told",
-            "symbols",
+            "topk_tokens",
         )
         known = {name: x for name in columns if len(x := getattr(self, name))}
         seen = torch.isin(self.observation_row, rows)

@@ -1,4 +1,4 @@
-"""The batch of stored groups: calls are merged to rows of tokens, and what else is known of them
+"""Builds the batch from stored groups: calls are merged to rows of tokens, and their other data
 becomes columns of ids and of rewards.
 
 One row per branch of an attempt's token tree: a call extends a row whose tokens are an exact prefix
@@ -70,8 +70,8 @@ def valid_for_any(
     *,
     retokenized: bool = False,
 ) -> bool:
-    """Whether any of the policies may learn from a rollout. retokenized: count inexact calls too,
-    which get token ids before training (`algorithm.missing_token_ids`)."""
+    """Whether any of the policies may learn from a rollout. retokenized: whether inexact calls
+    count, because they get token ids before training (`algorithm.missing_token_ids`)."""
     return (
         rollout.purpose is Purpose.TRAIN
         and not counterfactual(rollout)
@@ -85,8 +85,8 @@ def valid_for_any(
 
 
 def own_calls(groups: Iterable[Group], policy: str = POLICY) -> list[Transition]:
-    """Calls that `policy` sampled, without those that a branch replays, which count where they were
-    sampled, and those of counterfactual rollouts."""
+    """Calls that `policy` sampled, without calls that a branch replays (they count in the rollout
+    that sampled them) and calls of counterfactual rollouts."""
     rows = [row for group in groups for row in group.rollouts if not counterfactual(row)]
     calls = [call for row in rows for call in row.transitions]
     return [call for call in calls if call.policy == policy and call.repeats is None]
@@ -154,9 +154,9 @@ def build_batch(
     """The batch of one training step of `policy`.
 
     reward_names: reward references; empty: rollouts need no reward. state: returns the state of a
-    call; calls with equal states are comparable. observations: default: there are none. Leaves out
-    failed rollouts without a reward, inexact calls, calls of other policies, and groups with fewer
-    than `min_group` scored rollouts. Keeps rollouts with a missing reward (NaN), and rollouts
+    call; calls with equal states are comparable. observations: by default there are none. Leaves
+    out failed rollouts without a reward, inexact calls, calls of other policies, and groups with
+    fewer than `min_group` scored rollouts. Keeps rollouts with a missing reward (NaN), and rollouts
     without sampled tokens (no rows), because their reward counts."""
     step, names, rollouts, rollout_group = 0, list[str](), list[Rollout](), list[int]()
     for group in groups:
@@ -180,7 +180,7 @@ def build_batch(
         rows=rows,
         token_row=_ids(range(len(rows))).repeat_interleave(_ids(len(r.actions) for r in rows)),
         token_transition=_cat([row.transition for row in rows], torch.int64),
-        behaviour=_cat([row.logprobs for row in rows], torch.float32),
+        sampler_logprobs=_cat([row.logprobs for row in rows], torch.float32),
         transition_rollout=_ids(number for number, some in enumerate(own) for _ in some),
         transition_role=_ids(roles.index(call.role) for call in calls),
         row_rollout=_ids(row_rollout),
@@ -218,7 +218,7 @@ def merge(calls: Sequence[Transition], observed: Observed = MappingProxyType({})
     Each call, shortest prompt first, continues the longest row that is a prefix of it. This
     forwards the fewest tokens: the rows that a call can continue are prefixes of one another, so
     every call that could have continued one of the others still can. A call without sampled tokens
-    is in no row, nor is one that repeats another rollout's call, which is trained there."""
+    is in no row, nor is a call that repeats another rollout's, because it is trained there."""
     branches: list[_Branch] = []
     by_length = sorted(range(len(calls)), key=lambda i: (len(calls[i].prompt), i))
     for index in by_length:
@@ -237,9 +237,9 @@ def merge(calls: Sequence[Transition], observed: Observed = MappingProxyType({})
 
 
 def _observed(calls: Sequence[Transition], observations: Observations) -> Observed:
-    """The observations in the prompts of calls, by the call's index: what follows the longest
-    earlier call that is a prefix. A branch does not count again what it shares with another, nor
-    what follows a call that repeats another rollout's, which is counted there."""
+    """The observations in the prompts of calls, by the call's index: tokens after the longest
+    earlier call that is a prefix. Observations that branches share are counted once, and those
+    after a repeated call of another rollout only there."""
     found: dict[int, list[tuple[int, str]]] = {}
     acted = {c.prompt.tobytes() + c.completion.tobytes(): c for c in calls if len(c.completion)}
     known: dict[bytes, list[Sequence[int]]] = {}
@@ -353,7 +353,8 @@ def reward_column(
 ) -> Tensor:
     """The values of a reward, float64: per rollout [U], role [U * K] (roles of one rollout are
     contiguous) or call [S]. The first of several rows for one target counts. A role's reward is
-    missing if another policy played the role: an opponent's return is no baseline."""
+    missing if another policy played the role, because an opponent's return is not a valid
+    baseline."""
     rows = [_by_target(rollout, name) for rollout in rollouts]
     scope, _ = split_reference(name)
     values: Iterable[float]
@@ -392,8 +393,8 @@ def check_rewards(
     groups: Sequence[Group], references: Iterable[str], step: int | None = None
 ) -> None:
     """Raise TrainingError for a reward that no rollout has although some succeeded, and for rows
-    with an unknown role or call as target. A reward that only some rollouts have is no error. step:
-    counted from 1, to be named."""
+    with an unknown role or call as target. A reward that only some rollouts have is not an error.
+    step: counted from 1, for messages."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     done = sum(rollout.state is RolloutState.SUCCEEDED for rollout in rollouts)
     where = f"of the {len(rollouts)} rollouts{'' if step is None else f' of step {step}'}"

@@ -1,10 +1,10 @@
-"""Where in a prompt the texts are that tools and the environment answered to the policy.
+"""Finds the tokens of tool results and other answers of the environment in a prompt.
 
-A chat template writes a message's text between marks of its own, so the tokens of the text are
-found by their bytes, between the end of the policy's earlier action and the end of the prompt. A
-text that occurs there more than once, such as one that is the name of a role, is told apart by a
-rendering with another text in its place. Invariant: a token that is only partly of the text, or of
-anything else (marks, other messages, the next header), is not an observation.
+A chat template writes a message's text between special marks, so the tokens of the text are found
+by their bytes, between the end of the policy's earlier action and the end of the prompt. If a text
+occurs there more than once, such as the name of a role, it is located by rendering the prompt with
+another text in its place. Invariant: a token that contains anything but the text (a mark, another
+message, the next header) is not an observation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentrl.algorithms.objective.core import Echo
 from agentrl.core.types import Json, Transition
 
 log = logging.getLogger("agentrl.algorithm")
-PROBE = "observation probe 8f31"  # a text that no tool answers
+PROBE = "observation probe 8f31"  # a text that no tool returns
 Message = dict[str, Json]
 
 
@@ -28,9 +28,8 @@ Message = dict[str, Json]
 class AnswerTexts:
     """Finds the observations that `echo` names; see `merge.Observations`.
 
-    Called with a call and the earlier call whose tokens its prompt continues: yields the index in
-    the prompt, and the tool's name or else the role, of each token of what answered the earlier
-    one."""
+    Called with a call and the earlier call that its prompt continues: yields for each token of the
+    answers to the earlier call its index in the prompt, and the tool's name, or else the role."""
 
     echo: Echo
     tokenizer: Tokenizer
@@ -64,8 +63,8 @@ class AnswerTexts:
                         yield start + at, source
 
     def answers(self, call: Transition, earlier: Transition) -> list[tuple[int, Message]]:
-        """The messages that answer the earlier call's action, up to the next one of an assistant,
-        with their numbers in the request."""
+        """The messages that answer the earlier call's action, up to the next assistant message,
+        with their indices in the request."""
         first = len(earlier.messages) + 1
         new = enumerate(call.messages[first:], first)
         found = takewhile(lambda each: each[1].get("role") != "assistant", new)
@@ -74,8 +73,8 @@ class AnswerTexts:
     def span(
         self, text: bytes, cursor: int, call: Transition, number: int
     ) -> tuple[int, int] | None:
-        """Where the text of message `number` is in the bytes of the gap, which end as the prompt
-        does; None: not found."""
+        """Start and end of the text of message `number` in `text`, the last bytes of the prompt;
+        None: not found."""
         content = _text(call.messages[number])
         for wanted in (content.encode(), content.strip().encode()):  # many templates strip
             at = text.find(wanted, cursor)
@@ -105,7 +104,8 @@ class AnswerTexts:
         self.empty += 1
         if self.empty == 1:
             log.warning(
-                "+echo: step %d has no answer to learn from: no message of role %s%s follows an "
+                "+echo: step %d has no observation to learn from: no message of role %s%s follows "
+                "an "
                 "action in a prompt that continues its tokens",
                 batch.step, " or ".join(self.echo.roles),
                 f" and tool {' or '.join(self.echo.tools)}" if self.echo.tools else "",

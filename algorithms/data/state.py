@@ -43,7 +43,7 @@ class Measured(Protocol):
 class RememberedColumn:
     """A column of a credit whose values come from earlier steps: a frozen dataclass.
 
-    stored_as: the word for its state in checkpoints, which is not changed when the class is
+    stored_as: the name of its state in checkpoints, which stays the same if the class is
     renamed."""
 
     __slots__ = ()
@@ -52,7 +52,7 @@ class RememberedColumn:
     @property
     def name(self) -> str:
         """Name of its state part, such as "running-mean('outcome',0.9)"; equal columns share one.
-        It has the column's settings, because other settings would make other numbers."""
+        It contains the column's settings, because other settings would give other numbers."""
         return self.stored_as + settings(self)
 
     @property

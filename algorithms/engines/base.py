@@ -36,14 +36,15 @@ class PolicyServer(Protocol):
 
     base_url: str  # ends in /v1
     model: str  # the policy that answers requests without a model name
-    # If the server has a true attribute `in_flight`, `publish`, `add` and `remove` need no
-    # `updating`: calls continue, those of a whole model with the new weights.
+    # If the server has a true attribute `in_flight`, `publish`, `add` and `remove` may be called
+    # outside of `updating`: running calls continue; calls of a whole model continue with the new
+    # weights.
 
     async def start(self) -> None:
         """Listen. Raises PolicyError when the port is taken."""
 
     def updating(self) -> AbstractAsyncContextManager[None]:
-        """Context in which weights may change: no call is in flight, new ones wait."""
+        """Context in which weights may change: no call is in flight, new calls wait."""
 
     async def publish(self, version: int, policy: str | None = None) -> None:
         """Serve the current weights of a policy, default `model`, as `version`; other policies keep
@@ -70,7 +71,8 @@ class RequestHold:
     event loop."""
 
     def __init__(self) -> None:
-        self.versions: dict[str, int] = {}  # by policy; the empty name stands for all other names
+        # By policy; the empty name is the default for all other names.
+        self.versions: dict[str, int] = {}
         self.in_flight = 0
         self.running: Counter[str] = Counter()  # calls inside `call`, by its `name`
         self._released, self._drained = asyncio.Event(), asyncio.Event()
@@ -118,7 +120,7 @@ class RequestHold:
 
 
 class LoopThread:
-    """An event loop in a thread of its own, on which a server answers while the learner computes.
+    """An event loop in a separate thread, so that a server answers while the learner computes.
 
     Runs from `start` until `stop`; the other methods may be awaited from any loop."""
 
@@ -137,12 +139,12 @@ class LoopThread:
         return self._thread is not None
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the thread's loop; returns or raises what it does."""
+        """Run a coroutine on the thread's loop; returns its result or raises its error."""
         assert self._loop is not None, "start() comes first"
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a plain function on the thread's loop; returns or raises what it does."""
+        """Call a plain function on the thread's loop; returns its result or raises its error."""
 
         async def work() -> T:
             return function(*arguments)
@@ -155,7 +157,7 @@ class LoopThread:
         self._loop.call_soon_threadsafe(function, *arguments)
 
     async def stop(self) -> None:
-        """Stop the loop and everything that it still runs. May be called again."""
+        """Stop the loop and cancel its tasks. May be called again."""
         if self._loop is None or self._thread is None:
             return
         loop, thread = self._loop, self._thread

@@ -1,1 +1,1 @@
-"""Learners, which own the weights and the optimizer."""
+"""Learners: they own the weights and the optimizer."""

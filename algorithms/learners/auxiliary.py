@@ -31,8 +31,9 @@ from agentrl.algorithms.model.scaled import inputs_of
 from agentrl.algorithms.objective.values import ValueTerms, value_loss
 from agentrl.core.errors import PolicyError
 
-CRITIC = Path("critic", "critic.safetensors")  # in a checkpoint, next to the critic's optimizer
-REFERENCE = "reference.safetensors"  # in a checkpoint
+# File in a checkpoint, next to the critic's optimizer.
+CRITIC = Path("critic", "critic.safetensors")
+REFERENCE = "reference.safetensors"  # file in a checkpoint
 
 
 class ValueGradient(NamedTuple):
@@ -41,7 +42,7 @@ class ValueGradient(NamedTuple):
     values: Tensor  # [n], differentiable
     gradient: Tensor  # [n], d loss / d values, times the coefficient
     loss: float  # before the coefficient
-    clipped: int  # tokens whose value is clipped
+    clipped: int  # number of clipped values
 
 
 class ValueModel:
@@ -132,7 +133,7 @@ class Reference:
             save_weights(self.model, directory / REFERENCE)
 
     def read(self, directory: Path) -> Callable[[], None]:
-        """As `ValueModel.read`."""
+        """See `ValueModel.read`."""
         if not self.every:
             return lambda: None
         return partial(copy_weights, self.model, read_weights(self.model, directory / REFERENCE))

@@ -35,8 +35,8 @@ LossCoefficients = Callable[[Tensor, Tensor], Tensor]
 """(current log-probs [n], token indices int64 [n]) -> psi [n], the coefficients of log-probs.
 
 Called once per micro-batch of whole rows and whole units of `Batch.row_unit`, detached. Indices
-point into the batch's token level. If the batch has `symbols`, the log-probs are those of the
-symbols, [n, K], the sampled token first; psi is [n] for the sampled tokens, or [n, K]."""
+point into the batch's token level. If the batch has `topk_tokens`, the log-probs are those of
+these tokens, [n, K], the sampled one first; psi is [n] for the sampled tokens, or [n, K]."""
 
 Frozen = Literal["reference", "teacher"]
 Scored = Literal["current"] | Frozen
@@ -54,17 +54,17 @@ class StepReport(msgspec.Struct, kw_only=True):
     entropy: Tensor | None = None  # float32 [N], nats, before each token, if it is computed
     # float32 [O]: log-probs of the observations before the update; empty: not computed.
     observations: Tensor = msgspec.field(default_factory=lambda: torch.empty(0))
-    symbols: Tensor | None = None  # float32 [N, K]: log-probs of the batch's symbols, if any
+    topk_logprobs: Tensor | None = None  # float32 [N, K]: log-probs of `Batch.topk_tokens`
     metrics: dict[str, float] = {}  # the learner's other metrics, by full name
 
     @property
     def current(self) -> Tensor:
         """The log-probs that psi was called with, [N] or [N, K]."""
-        return self.logprobs if self.symbols is None else self.symbols
+        return self.logprobs if self.topk_logprobs is None else self.topk_logprobs
 
 
 class SavedPart(Protocol):
-    """What is in the checkpoints of a learner besides its policy."""
+    """A part of a learner's checkpoints besides its policy."""
 
     def save(self, directory: Path) -> None: ...
 
@@ -84,7 +84,7 @@ class Learner(Protocol):
 
     @property
     def frozen(self) -> Mapping[Frozen, FrozenModel]:
-        """The frozen models that it holds."""
+        """The frozen models of the learner."""
 
     def logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
@@ -96,8 +96,8 @@ class Learner(Protocol):
         """Every action token and the k - 1 most probable alternatives, int64 [N, K], and their
         log-probs at its temperature, float32 [N, K], no graph. K: k, or the vocabulary's size."""
 
-    def symbol_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
-        """Log-probs of the batch's symbols, float32 [N, K], no graph."""
+    def topk_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
+        """Log-probs of `Batch.topk_tokens`, float32 [N, K], no graph."""
 
     def step(
         self,
@@ -110,8 +110,8 @@ class Learner(Protocol):
         observation_weights: Tensor | None = None,
     ) -> StepReport:
         """Forward, backward and update of the policy, and of the critic if there are terms.
-        entropy_weights: [N]. observation_weights: [O], only given to a learner that supplies
-        "observations". A log-prob, value, loss or gradient that is not finite: no update.
+        entropy_weights: [N]. observation_weights: [O], only passed to a learner that supplies
+        "observations". If a log-prob, value, loss or gradient is not finite, nothing is updated.
 
         metrics: memory/*peak_mb (see `memory.peak`) and those of `critic_metrics`."""
 
@@ -127,14 +127,14 @@ class Learner(Protocol):
         """Keep the trained weights of the policy as they are, for `shrink`."""
 
     def shrink(self, share: float) -> None:
-        """Leave the policy this share of its way from where it was marked; 0: exactly there. The
-        optimizer's first moments shrink by the square of it, the second ones stay."""
+        """Scale the policy's change since `mark` by this share; 0: restore the marked weights
+        exactly. The optimizer's first moments are scaled by its square, the second moments stay."""
 
     def rest(self) -> None:
-        """Called after the updates of a training step: gives memory to other processes."""
+        """Called after the updates of a training step: releases memory for other processes."""
 
     def close(self) -> None:
-        """Stop what the learner has started. May be called again."""
+        """Stop processes and threads of the learner. May be called again."""
 
 
 ReferenceElsewhere = Callable[[Batch], Tensor]
@@ -145,11 +145,11 @@ class Teacher(Protocol):
     """A teacher outside the learner."""
 
     def top(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """As `Learner.top`, for as many tokens as the algorithm reads."""
+        """See `Learner.top`, for as many tokens as the algorithm reads."""
 
 
 class LearnerDefaults:
-    """The members of a learner that has nothing to undo, to free and to stop."""
+    """Default methods of a learner without anything to undo, to free or to stop."""
 
     undoable: bool = False
     frozen: Mapping[Frozen, FrozenModel] = MappingProxyType({})
@@ -177,7 +177,7 @@ class PolicyWeights(LearnerDefaults):
         supplies: Iterable[LearnerOutput],
     ) -> None:
         """policy: the name of the adapter. supplies: what the learner can compute besides the
-        policy's log-probs, and the reference's, which every adapter has in its base."""
+        log-probs of the policy and of the reference, which every adapter has in its base."""
         self.model = model.eval()
         self.adapters, self.policy = adapters, policy
         own_base: Iterable[LearnerOutput] = () if adapters is None else ("reference",)
@@ -213,7 +213,7 @@ class PolicyWeights(LearnerDefaults):
 
     @torch.no_grad()
     def restore_policy(self, weights: Mapping[str, Tensor]) -> None:
-        """Set the weights to those of `read_policy`."""
+        """Restore the weights that `read_policy` returned."""
         if self.adapters is not None:
             self.adapters.restore(self.policy, weights)
             return

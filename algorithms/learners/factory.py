@@ -38,7 +38,7 @@ from agentrl.core.types import POLICY
 KEY = "learner.liger_kernel"
 
 
-SHARED_COEFFICIENT = 0.5  # of the value loss in the loss of a policy that shares its layers
+SHARED_COEFFICIENT = 0.5  # coefficient of the value loss, if the critic shares the policy's layers
 HEAD_STEP = 0.05  # a shared head's learning rate times its width: how far AdamW moves a value
 
 
@@ -73,8 +73,8 @@ def torch_learner(
     adapters: Adapters | None,
     name: str,
 ) -> TorchLearner:
-    """The library's own factory of a learner. Raises PolicyError for models that cannot be loaded
-    or trained."""
+    """The built-in factory of a learner. Raises PolicyError for models that cannot be loaded or
+    trained."""
     own, start = config.learner, model.name_or_path
     assert isinstance(own, TorchLearnerConfig)
     if own.liger_kernel:
@@ -100,15 +100,15 @@ def torch_learner(
     )
 
 
-def available_streams(config: RunConfig) -> frozenset[LearnerOutput]:
-    """The streams that a run can provide to its algorithm. A reference is always among them: the
+def available_outputs(config: RunConfig) -> frozenset[LearnerOutput]:
+    """The outputs that a run can provide to its algorithm. A reference is always among them: the
     initial policy."""
-    streams: set[LearnerOutput] = {"old", "sampler", "reference", *config.learner.computes}
+    outputs: set[LearnerOutput] = {"old", "sampler", "reference", *config.learner.computes}
     if config.critic.model:
-        streams.add("values")
+        outputs.add("values")
     if config.teacher.model or config.teacher.upstream:
-        streams.add("teacher")
-    return frozenset(streams)
+        outputs.add("teacher")
+    return frozenset(outputs)
 
 
 def refuse_unused_settings(config: RunConfig, algo: Algo) -> None:
@@ -143,7 +143,8 @@ def make_critic(
 
 def caches_reference(config: RunConfig, algo: Algo) -> bool:
     """Whether the reference's log-probs come from the store instead of a model in memory."""
-    told = algo.telling is not None and algo.telling.teacher == "reference"  # with other prompts
+    # Prompts with the privileged text.
+    told = algo.telling is not None and algo.telling.teacher == "reference"
     cached = "reference" in algo.needs and not config.reference.every and not told
     return not config.plays_rollouts and cached
 
@@ -215,7 +216,7 @@ def _check_fit(config: RunConfig, algo: Algo, learner: Learner) -> None:
     """Raise ConfigError if the algorithm reads a stream that the learner does not supply and that
     does not come with the groups, or if the run would undo its steps and cannot."""
     kind = f"learner.kind = {config.learner.kind!r}"
-    optional = {"values": algo.reads_critic, "top_tokens": algo.symbols, "entropy": algo.entropy,
+    optional = {"values": algo.reads_critic, "top_tokens": algo.topk, "entropy": algo.entropy,
                 "observations": algo.echo}  # fmt: skip
     given = {"teacher": config.teacher.upstream, "reference": caches_reference(config, algo)}
     needed = algo.needs | {stream for stream, is_read in optional.items() if is_read}

@@ -34,8 +34,8 @@ def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
 def recomputing(layers: list[GradientCheckpointingLayer]) -> Iterator[None]:
     """Context in which forward passes keep only each layer's input; backward recomputes the rest.
 
-    Transformers' own switch works in training mode only, which would turn dropout on, and would
-    take the cache from a policy server that shares the model."""
+    Transformers' own switch works only in training mode, which would turn dropout on, and it would
+    disable the cache of a policy server that shares the model."""
     for layer in layers:
         # Eval mode uses no random numbers, so there is no random state to restore.
         layer.forward = partial(
@@ -55,16 +55,16 @@ def start_measuring(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> dict[str, float]:
-    """memory/peak_mb: most that torch allocated on the CUDA device since `start_measuring`;
-    elsewhere memory/process_peak_mb: largest resident set of this process since its start."""
+    """memory/peak_mb: maximum that torch allocated on the CUDA device since `start_measuring`;
+    elsewhere memory/process_peak_mb: maximum resident set of this process since its start."""
     if device.type == "cuda":
         return {"memory/peak_mb": torch.cuda.max_memory_allocated(device) / MB}
     return {"memory/process_peak_mb": process_peak() / MB}
 
 
 def process_peak() -> int:
-    """Largest resident set of this program, bytes. On Linux from /proc: `getrusage` also counts
-    what the process was before it started the program, a copy of its parent."""
+    """Maximum resident set of this program in bytes. On Linux from /proc, because `getrusage`
+    includes the time before `exec`, when the process was a copy of its parent."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:

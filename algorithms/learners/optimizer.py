@@ -31,7 +31,8 @@ UNUSED = "without_moments"  # metadata of FILE: a JSON list of the parameters wi
 OptimizerKind = Literal["adamw", "adamw8bit", "paged_adamw8bit"]
 BETAS = (0.9, 0.95)
 NARROW = (torch.bfloat16, torch.float16)
-SHAPED = ("exp_avg", "exp_avg_sq", "state1", "state2", MASTER)  # one element for each weight
+# Moments with one element per weight.
+SHAPED = ("exp_avg", "exp_avg_sq", "state1", "state2", MASTER)
 _EIGHT_BIT = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit"}
 
 
@@ -77,7 +78,8 @@ class Optimizer:
         self._round()
 
     def shrunk(self, share: float) -> None:
-        """After the master weights were set back, to this share of their way: see `Learner`."""
+        """Called after the master weights were set back to this share of the last update: shrinks
+        the momentum to match. See `Learner`."""
         shrink_momentum(self.inner, share)
         self._round()
 
@@ -89,7 +91,7 @@ class Optimizer:
                 moved = Parameter(master.detach().to(target))
                 torch.utils.swap_tensors(master, moved)  # type: ignore[no-untyped-call]
             state = self.inner.state.get(master, {})
-            # Step counts stay: ints in bitsandbytes, and fused AdamW needs its tensor on the GPU.
+            # Step counts stay: bitsandbytes has ints, and fused AdamW needs its tensor on the GPU.
             large = {key: x for key, x in state.items() if isinstance(x, Tensor) and x.ndim}
             state |= {key: value.to(target) for key, value in large.items()}
 
@@ -144,7 +146,7 @@ class Optimizer:
 def shrink_momentum(optimizer: torch.optim.Optimizer, share: float) -> None:
     """Scale the first moments by share^2: they would continue to push where a step was undone."""
     for state in optimizer.state.values():
-        # Of bitsandbytes' 8 bits, those of large weights have a scale for each block.
+        # bitsandbytes' 8-bit moments of large weights have a scale per block.
         first = next(key for key in ("exp_avg", "absmax1", "state1") if key in state)
         state[first].mul_(share**2)
 
@@ -205,8 +207,8 @@ def _check(
     parameters: Mapping[str, Tensor],
     unused: Sequence[str],
 ) -> None:
-    """Raise PolicyError unless all parameters but the `unused` ones of the file have moments
-    (before the first step: none has), all narrow ones master weights, and the shapes fit."""
+    """Raise PolicyError unless all parameters except the file's `unused` ones have moments (before
+    the first step none has), all 16-bit parameters have master weights, and the shapes fit."""
     moments = {key.rpartition("/")[0] for key in saved if not key.endswith(f"/{MASTER}")}
     masters = {key.rpartition("/")[0] for key in saved if key.endswith(f"/{MASTER}")}
     expected = [(moments | set(unused), set(parameters) if moments or unused else set())]

@@ -61,8 +61,8 @@ class WeightCopy:
 
     @torch.no_grad()
     def take(self, now: Sequence[Tensor]) -> None:
-        """Copy these weights over what was kept."""
-        if not self.kept:  # pinned, so that the device continues while they are copied
+        """Replace the kept weights by a copy of these."""
+        if not self.kept:  # pinned memory, so that the device continues during the copy
             self.kept = [
                 torch.empty(w.shape, dtype=w.dtype, pin_memory=w.device.type == "cuda") for w in now
             ]
@@ -103,7 +103,7 @@ class TorchLearner(PolicyWeights):
         offload: bool = False,
         release: bool = False,
     ) -> None:
-        """packing: see `model.packing`. token_budget: tokens of one micro-batch; halved for good
+        """packing: see `model.packing`. token_budget: tokens of one micro-batch; halved permanently
         when memory runs out. gradient_checkpointing: see `memory.recomputing`. fp32_head: see
         `model.lm_head`. adapters: train only the adapter `policy`; other learners may train the
         others. threads: CPU threads of a call, default: those of its thread. frozen: the reference,
@@ -148,10 +148,10 @@ class TorchLearner(PolicyWeights):
             head, actions = model.get_output_embeddings(), pack.actions.to(hidden.device)
             return top_tokens(head, hidden, actions, k, fp32=self.fp32_head)
 
-        return self._symbols(batch, of, tokens)
+        return self._topk(batch, of, tokens)
 
-    def symbol_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
-        return self._symbols(batch, of, lambda model, pack, hidden: batch.symbols[pack.index])[1]
+    def topk_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
+        return self._topk(batch, of, lambda model, pack, hidden: batch.topk_tokens[pack.index])[1]
 
     def step(
         self,
@@ -162,9 +162,10 @@ class TorchLearner(PolicyWeights):
         critic: ValueTerms | None = None,
         entropy_weights: Tensor | None = None,
         observation_weights: Tensor | None = None,
-        eta: Tensor | None = None,  # its earlier name, for subclasses until the next version
+        # Earlier name of the attribute, for subclasses until the next version.
+        eta: Tensor | None = None,
     ) -> StepReport:
-        """As `Learner.step`; metric memory/retries is 1 if memory ran out once. Raises
+        """See `Learner.step`; metric memory/retries is 1 if memory ran out once. Raises
         TrainingError when memory runs out twice."""
         entropy_weights = eta if entropy_weights is None else entropy_weights
         learning = None if critic is None else self._critic()
@@ -222,7 +223,7 @@ class TorchLearner(PolicyWeights):
             restore()
 
     def keep(self, *parts: SavedPart) -> None:
-        """Save and read these with the policy."""
+        """Register parts that are saved and read with the policy."""
         self.more += parts
 
     def _saved_parts(self) -> list[SavedPart]:
@@ -247,7 +248,7 @@ class TorchLearner(PolicyWeights):
 
         return self._without_graph(of, compute)
 
-    def _symbols(
+    def _topk(
         self, batch: Batch, of: Scored, tokens: Callable[[PreTrainedModel, Pack, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """`tokens` [N, K] at every action and their log-probs, in token order, no graph."""
@@ -289,10 +290,13 @@ class TorchLearner(PolicyWeights):
         bonus: Tensor | None,
         observed: Tensor | None,
     ) -> StepReport:
-        """Accumulate the gradient. Stops at a log-prob that is not finite; the rest stays NaN."""
+        """Accumulate the gradient. Stops at a log-prob that is not finite; the remaining ones stay
+        NaN."""
         logprobs_N, entropy_N = torch.full((2, batch.n_tokens), math.nan)
-        symbols = torch.full(batch.symbols.shape, math.nan) if batch.symbols.numel() else None
-        report = StepReport(logprobs=logprobs_N, entropy=entropy_N, symbols=symbols)
+        topk_logprobs = None
+        if batch.topk_tokens.numel():
+            topk_logprobs = torch.full(batch.topk_tokens.shape, math.nan)
+        report = StepReport(logprobs=logprobs_N, entropy=entropy_N, topk_logprobs=topk_logprobs)
         if observed is not None:
             report.observations = torch.full(observed.shape, math.nan)
         value_loss, clipped = 0.0, 0
@@ -314,11 +318,11 @@ class TorchLearner(PolicyWeights):
                 report.loss = math.nan
                 break
             read, root = current, p
-            if symbols is not None:
-                inputs = self.model, pack, hidden, p, batch.symbols[pack.index]
-                with torch.no_grad():  # its graph is large, and rarely needed
+            if topk_logprobs is not None:
+                inputs = self.model, pack, hidden, p, batch.topk_tokens[pack.index]
+                with torch.no_grad():  # the graph is large, and rarely needed
                     read = self._others(*inputs).cpu()
-                symbols[pack.index] = read.float()
+                topk_logprobs[pack.index] = read.float()
             coefficients_n = given(read, pack.index)
             if coefficients_n.dim() == 2:
                 current, root = read, self._others(*inputs)
@@ -353,7 +357,8 @@ class TorchLearner(PolicyWeights):
         return report
 
     def _computed(self, packs: list[Pack], given: LossCoefficients, n: int) -> LossCoefficients:
-        """psi of the current log-probs, from a forward pass of its own: packs may split units."""
+        """psi of the current log-probs, from a separate forward pass, because packs may split
+        units."""
         p_N = torch.empty(n, dtype=torch.float64)
         with torch.no_grad():
             for pack in packs:
@@ -393,7 +398,8 @@ class TorchLearner(PolicyWeights):
         except RuntimeError as error:
             if not memory.is_out_of_memory(error):
                 raise
-        # Outside the handler, whose traceback would keep the tensors of the failed try alive.
+        # Outside of the handler, because its traceback would keep the tensors of the failed attempt
+        # alive.
         self._zero_grad()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()

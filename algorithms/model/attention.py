@@ -32,17 +32,17 @@ from agentrl.core.errors import PolicyError
 
 NAME = "agentrl"
 UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # passed as mask, so that none is computed
-# Arguments of attention functions by which layers change scores, which no plan computes.
+# Arguments of attention functions with which layers change scores; no plan supports them.
 CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "alibi")
 
 KEY_BLOCK = 256  # keys that the policy server attends to in one product
 NARROW_BLOCK = 64  # likewise in 16 bits, whose products read whole blocks
 
-# Adjacent branches of at most this many tokens are one product with a mask, which computes some
-# masked pairs but needs fewer products. Also the side of tiles with a sliding window.
+# Tokens. Adjacent short branches are computed in one product with a mask of at most this size:
+# fewer products, at the price of some masked pairs. Also the size of tiles with a sliding window.
 FLEX_BLOCK = 128
-# Of the forward kernel for heads of 64 in 16 bits on an H100 or H200, where torch 2.11's own choice
-# takes twice as long.
+# Options of the forward kernel for heads of size 64 in 16 bits on an H100 or H200. torch 2.11's
+# default options take twice as long.
 HOPPER_64 = {
     "fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3,
 }  # fmt: skip
@@ -77,16 +77,16 @@ def incompatibility(model: torch.nn.Module) -> str | None:
     if not (network._supports_attention_backend and network._supports_sdpa):
         return "has an attention of its own"
     for each in _ropes(config):
-        # the rotation of every call would depend on the longest one
+        # the rotary frequencies of every call would depend on the longest call
         if each.get("rope_type") in ("dynamic", "longrope"):
             return f"has {each['rope_type']!r} rotary positions"
     return None
 
 
 def context_length(model: torch.nn.Module) -> int | None:
-    """The largest number of positions of a model, or None if its configuration has none. Positions
-    that are extended by a factor count with it, where the configuration names the original ones:
-    many leave `max_position_embeddings` at these."""
+    """The context length of a model, or None if its configuration has none. If the configuration
+    names the original length of an extended context, its factor is applied, because many
+    configurations leave `max_position_embeddings` at the original length."""
     network: Any = model
     config = network.config.get_text_config()
     most: int | None = getattr(config, "max_position_embeddings", None)
@@ -101,9 +101,9 @@ def context_length(model: torch.nn.Module) -> int | None:
     return most
 
 
-def regime_end(model: torch.nn.Module) -> int | None:
-    """The number of tokens of a sequence above which a model rotates all of its positions otherwise
-    (longrope), or None."""
+def longrope_threshold(model: torch.nn.Module) -> int | None:
+    """The sequence length above which a longrope model uses other rotary frequencies for all
+    positions, or None for other models."""
     network: Any = model
     config = network.config.get_text_config()
     ropes = _ropes(config)
@@ -115,14 +115,14 @@ def regime_end(model: torch.nn.Module) -> int | None:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """The parameters of rotary positions, of which layers may have several."""
+    """The parameters of rotary positions; layers may have different ones."""
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in rope.values() if isinstance(each, dict)]
     return [rope, *nested]
 
 
 def whole_blocks(context: int, dtype: torch.dtype) -> int:
-    """Keys of this many tokens in whole blocks."""
+    """Round a context length up to whole blocks of keys."""
     block = NARROW_BLOCK if dtype.itemsize == 2 else KEY_BLOCK
     return -(-context // block) * block
 
@@ -148,8 +148,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The function for transformers: [B, heads, N, dim] queries -> [B, N, heads, value dim].
 
-    A plan has no other pattern than branches and a layer's window: a layer that asks for more by an
-    argument raises PolicyError, and `forward.prove` finds one that does so in its mask."""
+    A plan supports branches and sliding windows only. A layer that asks for another pattern by an
+    argument raises PolicyError; `forward.prove` detects layers that do so in their masks."""
     if plan is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -232,9 +232,10 @@ class TreePlan:
 
 
 def kernel_options(query: Tensor) -> dict[str, Any]:
-    """What torch does not know of [1, heads, T, dim] queries, or chooses badly. Not
-    ROWS_GUARANTEED_SAFE: a query sees itself, but not always a key of the first block it reads."""
-    # For lengths that differ torch compiles a kernel that compares each index with the length.
+    """Options of the FlexAttention kernel for [1, heads, T, dim] queries that torch does not infer,
+    or chooses badly. ROWS_GUARANTEED_SAFE is not one of them: a query sees itself, but not always a
+    key of the first block it reads."""
+    # For varying lengths torch compiles a kernel that compares each index with the length.
     known: dict[str, Any] = {"IS_DIVISIBLE": True} if query.shape[2] % FLEX_BLOCK == 0 else {}
     hopper = query.is_cuda and torch.cuda.get_device_capability(query.device) == (9, 0)
     if hopper and query.shape[3] == 64 and query.dtype.itemsize == 2:
@@ -248,7 +249,7 @@ def _compiled_flex() -> Any:
 
 
 def tiles(end: Tensor, depth: Tensor, window: int | None, dtype: torch.dtype) -> list[Tile]:
-    """Tiles that contain every pair of a node and one that it attends to once, with masks of
+    """Tiles that contain each pair (query, key) of nodes that attend exactly once, with masks of
     `dtype`. The diagonal blocks come first and contain every query."""
 
     def mask(queries: slice, keys: slice) -> Tensor:
@@ -274,8 +275,8 @@ def tiles(end: Tensor, depth: Tensor, window: int | None, dtype: torch.dtype) ->
 
 
 def _blocks(end: Tensor, window: int | None) -> list[tuple[int, int]]:
-    """Ranges of nodes that end at the end of a branch and are one branch or at most BLOCK nodes.
-    With a window, branches are also cut after BLOCK nodes."""
+    """Ranges of nodes that end at the end of a branch and are one branch or at most FLEX_BLOCK
+    nodes. With a window, branches are also cut after FLEX_BLOCK nodes."""
     leaves = end == torch.arange(1, len(end) + 1)
     blocks: list[tuple[int, int]] = []
     start = previous = 0
@@ -295,7 +296,8 @@ def _blocks(end: Tensor, window: int | None) -> list[tuple[int, int]]:
 
 
 def _open(end: Tensor, start: int, stop: int) -> Iterator[tuple[slice, int]]:
-    """Yield runs of a block's nodes with the same later descendants, and the end of these."""
+    """Yield runs of a block's nodes with the same descendants after the block, and where these
+    descendants end."""
     values, counts = torch.unique_consecutive(end[start:stop], return_counts=True)
     for last, size in zip(values.tolist(), counts.tolist(), strict=True):
         if last > stop:

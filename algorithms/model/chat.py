@@ -26,18 +26,19 @@ from agentrl.core.types import Json
 T = TypeVar("T")
 Tokenizer = Any  # transformers' tokenizers share no typed base class
 CACHED_PIECES = 2**26  # bytes of cached encodings of texts between special tokens
-TOKEN_BYTES = 36  # of a token id in a sequence of Python
-LARGE = 2**16  # characters whose encoding takes long, so that other threads run meanwhile
-LARGEST_SPLIT = 2**20  # characters of a text that is encoded in pieces
-SPREAD = 1024  # bytes that a token is thought to stand for at most, if it may stand for any number
+TOKEN_BYTES = 36  # memory of a token id in a Python sequence
+LARGE = 2**16  # characters from which a text is encoded aside, so that other threads can run
+MAX_SPLIT_CHARS = 2**20  # characters of a text that is encoded in pieces
+SPREAD = 1024  # assumed maximum bytes per token, if a token may stand for any number of bytes
 KEPT = {"ByteLevel", "Split", "Digits", "Metaspace", "Sequence", "Punctuation", "UnicodeScripts"}
 KEPT |= {"NFC", "Prepend"}
 """Steps of tokenizers that drop no character, unless they remove what they split at."""
-COMPOSED = 3  # characters of Hangul that NFC makes one of the same size, the most of all scripts
+COMPOSED = 3  # Hangul characters that NFC composes to one, the maximum of all scripts
 _SPACE = "\u2581"  # SentencePiece's
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's token of one byte
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2 spells as Latin-1
-_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]  # and those from U+0100 on
+# Bytes that byte-level vocabularies write as characters from U+0100 on.
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
 _BYTES = dict(
     zip(map(chr, (*_SHOWN, *range(256, 256 + len(_HIDDEN)))), _SHOWN + _HIDDEN, strict=True)
 )
@@ -45,7 +46,7 @@ _PROBE = " a\n b "
 
 
 class TooLongError(ValueError):
-    """A text has more tokens than fit. what: how long it is, for a sentence."""
+    """A text has too many tokens. what: its length, as part of a sentence."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what} do not fit")
@@ -83,13 +84,14 @@ class ByteCache(Generic[T]):
 class Codec:
     """A tokenizer with caches. Invariant: `encode` equals encoding the whole text at once.
 
-    limit: tokens that are too many. A text that certainly has as many is refused before it is
-    encoded wholly, and no text with as many is cached."""
+    limit: number of tokens that is too many. A text that certainly has this many is rejected before
+    it is completely encoded, and such a text is never cached."""
 
     def __init__(self, tokenizer: Tokenizer, limit: int | None = None) -> None:
         self._tokenizer, self.parser = tokenizer, parser_of(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:  # its file may have limits, which transformers removes late
+        # Tokenizer.json may set truncation, which transformers removes late.
+        if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._hidden = frozenset(
@@ -108,7 +110,7 @@ class Codec:
 
         Raises TooLongError for a text that certainly has `limit` tokens or more."""
         self.check(text)
-        if self._special_tokens is None or len(text) > LARGEST_SPLIT:
+        if self._special_tokens is None or len(text) > MAX_SPLIT_CHARS:
             return self._encode(text)
         # Texts between special tokens repeat in a conversation, and encoding is the largest cost
         # of a request besides the model.
@@ -142,18 +144,18 @@ class Codec:
         return str((self._backend or self._tokenizer).decode(visible, skip_special_tokens=False))
 
     def _token(self, token: int) -> tuple[str, list[int]]:
-        """The text of one token, and its bytes: those of all tokens together are UTF-8."""
+        """The text of one token, and its bytes; the concatenated bytes of all tokens are UTF-8."""
         text, piece = str(self._tokenizer.decode([token])), self._piece_of(token)
         if (byte := _BYTE.fullmatch(piece)) and "\ufffd" in text:
             return text, [int(byte[1], 16)]
         if "\ufffd" in text and all(character in _BYTES for character in piece):
             return text, [_BYTES[character] for character in piece]
         if piece.startswith(_SPACE) and not text.startswith(" "):
-            text = f" {text}"  # the decoder drops it from the start of a text
+            text = f" {text}"  # the decoder drops a space from the start of a text
         return text, list(text.encode())
 
     def _piece_of(self, token: int) -> str:
-        """The token as its vocabulary spells it."""
+        """The token as written in the vocabulary."""
         return str(self._tokenizer.convert_ids_to_tokens(token) or "")
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -168,8 +170,9 @@ class Codec:
         return ids
 
     def _encode_large(self, text: str, special: bool) -> list[int]:
-        """The start of a text shows that it is too long, whatever follows: an end changes only the
-        tokens next to it. All of a text takes over a hundred times its memory."""
+        """Encode the start of a text first, which can show that it is too long: the rest changes
+        only the tokens next to the cut. Encoding a whole text takes over a hundred times its
+        memory."""
         size = len(text) if math.isinf(self.limit) else max(LARGE, 16 * int(self.limit))
         while size < len(text):
             if (count := len(self._encode_aside(text[:size], special))) > 2 * self.limit:
@@ -178,7 +181,7 @@ class Codec:
         return self._encode_aside(text, special)
 
     def _encode_aside(self, text: str, special: bool) -> list[int]:
-        """As `backend.encode`, which keeps other threads of Python from running."""
+        """`backend.encode` in pieces, because it blocks other Python threads."""
         assert self._backend is not None
         (found,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
         ids: list[int] = found.ids
@@ -197,15 +200,15 @@ class Codec:
 
 
 def bytes_per_token(tokenizer: Tokenizer) -> int:
-    """Most bytes of text for which one token stands. Where a token may stand for any number, such
-    as that of unknown words, SPREAD at least, for more of which on average no model is of use."""
+    """Maximum bytes of text per token. If a token may stand for any number of bytes, such as that
+    of unknown words, at least SPREAD: a model with more on average would be useless."""
     vocabulary = tokenizer.get_vocab()
     longest = max((len(text.encode()) for text in vocabulary), default=1)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return max(longest, SPREAD)
     steps = [_state(backend.normalizer), _state(backend.pre_tokenizer)]
-    for step in steps:  # what a step consists of follows it
+    for step in steps:  # the parts of a step follow it
         steps += step.get("normalizers", []) + step.get("pretokenizers", [])
     kinds = {str(step["type"]) for step in steps if step and step != SPACES}
     removes = any(step.get("behavior") == "Removed" for step in steps)
@@ -213,7 +216,7 @@ def bytes_per_token(tokenizer: Tokenizer) -> int:
     strips = any(token.lstrip or token.rstrip for token in added)
     spelled = "ByteLevel" in kinds and vocabulary.keys() >= _BYTES.keys()
     if not (spelled or getattr(backend.model, "byte_fallback", False)):
-        strips = True  # as one token may stand for many unknown characters
+        strips = True  # one token may stand for many unknown characters
     longest *= COMPOSED if "NFC" in kinds else 1
     return max(longest, SPREAD) if removes or strips or not kinds <= KEPT else longest
 
@@ -226,14 +229,14 @@ def _state(part: Any) -> dict[str, Any]:
 
 
 class TextStream:
-    """Streams the text of one completion in whole characters, up to a stop string."""
+    """Streams the text of one completion in complete characters, up to a stop string."""
 
     def __init__(self, codec: Codec, stop: Sequence[str] = ()) -> None:
         self._codec, self._stop = codec, stop
         self._keep = max(map(len, stop), default=1) - 1  # withheld: may start a stop string
         self._tokens: list[int] = []
         self._read = 0  # number of decoded tokens
-        self._shown = 0  # of these, the number not decoded again as context of the next ones
+        self._shown = 0  # number of these that are no longer needed as context
         self._text = ""  # decoded, not yet returned
         self.stopped = False
 
@@ -270,8 +273,9 @@ def text_before_stop(text: str, stop: Sequence[str]) -> str:
 
 
 log = logging.getLogger("agentrl.algorithm")
-FIELDS = (TypeError, ValueError, LookupError, AttributeError)  # of a template, on odd messages
-BLIND = "tools_not_rendered"  # the code of an error: the model would not see the tools
+# Errors of a template on unexpected messages.
+FIELDS = (TypeError, ValueError, LookupError, AttributeError)
+BLIND = "tools_not_rendered"  # error code: the model would not see the tools
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message, the first wins
 CACHED_PROMPTS = 2**27  # bytes of cached prompts: rollouts of a group start with the same request
 
@@ -316,8 +320,10 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, codec: Codec) -> None:
         self._tokenizer, self._codec = tokenizer, codec
         self._prompts = ByteCache[tuple[int, ...]](CACHED_PROMPTS)
-        self.blind: Future[str] = Future()  # a sentence, once a request had tools in vain
-        self._shown: set[bytes] = set()  # tool definitions that the template is known to render
+        # A sentence, once the template dropped a request's tools.
+        self.blind: Future[str] = Future()
+        # Digests of tool definitions that the template has rendered.
+        self._shown: set[bytes] = set()
 
     def encode(
         self, messages: list[dict[str, Json]], tools: Json = None, **options: Json
@@ -335,7 +341,7 @@ class Chat:
         found = self._prompts.get(key)
         if found is None:
             found = self._prompt(*key)
-            if len(found) < self._codec.limit:  # else it is refused
+            if len(found) < self._codec.limit:  # otherwise it is rejected
                 self._prompts.put(key, found, sum(map(len, key)) + TOKEN_BYTES * len(found))
         return found
 
@@ -359,7 +365,8 @@ class Chat:
         return self.tokens(text, messages)
 
     async def fetch(self, messages: bytes) -> None:
-        """Called before a request's JSON `messages` are rendered, for what they name."""
+        """Called before a request's JSON `messages` are rendered, to load the images that they
+        name."""
 
     def message(self, message: dict[str, Json], index: int) -> dict[str, Json]:
         """A message for the template."""
@@ -370,8 +377,9 @@ class Chat:
         return tuple(self._codec.encode(text))
 
     def _check_described(self, tools: list[dict[str, Json]], text: str) -> None:
-        """For tools that the template drops: an agent may describe them in a message instead, and
-        then the text has their descriptions. Raises RequestError unless it has those of all."""
+        """Check tools that the template drops: an agent may describe them in a message instead, so
+        that the text contains their descriptions. Raises RequestError unless it contains all of
+        them."""
         fix = template_fix(self._tokenizer)
         hidden = [tool for tool in tools if not is_described(tool, text)]
         if not hidden:
@@ -392,12 +400,11 @@ class Chat:
     def _as_written(
         self, text: str, messages: list[dict[str, Any]], tools: Json, settings: dict[str, Json]
     ) -> str:
-        """The rendered `text` with the arguments of tool calls as they were written. Templates
-        serialise them again, with other white space, escapes or numbers than the model's own, and
-        then the prompt would not continue the tokens of the model's answer.
-
-        Marks in place of the arguments show where the template has put them. A template that
-        serialises them in another way than as JSON keeps its own. Changes `messages`."""
+        """The rendered `text` with the arguments of tool calls as the model wrote them. Templates
+        serialise them again, with other white space, escapes or numbers, so the prompt would not
+        continue the tokens of the model's answer. The messages are rendered with marks in place of
+        the arguments to find their positions. Arguments that a template does not serialise as JSON
+        stay unchanged. Changes `messages`."""
         found: list[tuple[str, str, str]] = []  # mark, as serialised, as written
         calls = (call for message in messages for call in message.get("tool_calls") or ())
         for function in (call["function"] for call in calls):
@@ -491,8 +498,9 @@ def template_message(
 
 
 def _edited(message: dict[str, Json]) -> dict[str, Json]:
-    """What transformers makes of a message since 5.21.1 before a template sees it, so that older
-    ones render the same prompt: no keys of null, and reasoning by the names that templates read."""
+    """Edit a message like transformers since 5.21.1 does before rendering, so that older releases
+    render the same prompt: keys with null are removed, and reasoning gets the names that templates
+    read."""
     message = {key: value for key, value in message.items() if value is not None}
     if reasoning := [message[name] for name in REASONING if name in message]:
         message = {"thinking": reasoning[0], **message, "reasoning_content": reasoning[0]}

@@ -17,7 +17,7 @@ from agentrl.core.errors import DamagedError
 
 FILE = "SHA256SUMS"
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")
-THREADS = min(8, os.cpu_count() or 1)  # hashing releases the GIL
+THREADS = min(8, os.cpu_count() or 1)  # threads help, because hashing releases the GIL
 
 
 def write(directory: Path) -> None:
@@ -31,7 +31,8 @@ def write(directory: Path) -> None:
 
 
 def check(directory: Path) -> None:
-    """Raises DamagedError if a file below a directory is missing or not as it was written.
+    """Raises DamagedError if a file below a directory is missing or has changed since it was
+    written.
 
     `directory` may also be a part of the directory that has the digests. Directories without
     digests, from other programs or earlier versions, pass."""

@@ -1,7 +1,7 @@
 """Forward passes over packs of rows: log-probs of action tokens only, differentiable.
 
-There are three ways to compute a pack, from the fastest to the slowest. All give a model's own
-log-probs where they are right, and `prove` finds out which are, before anything is trained:
+There are three ways to compute a pack, from the fastest to the slowest. A way is correct for a
+model if it gives the model's own log-probs; `prove` tests that before anything is trained:
 
 - `packed`: the pack is one sequence, linear layers see every token once, and attention follows the
   branches (see `attention`); it replaces the model's own.
@@ -49,24 +49,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("agentrl.algorithm")
 
 Way = Literal["packed", "padded", "plain"]
-# Largest difference from a model's own forward pass: of log-probs in nats, and of gradients
-# relative to the largest one. Sums in another order move them by less than a hundredth of it.
+# Allowed difference from a model's own forward pass: of log-probs in nats, and of gradients
+# relative to the largest one. Another order of sums changes them by less than a hundredth of it.
 TOLERANCE = 5e-4
-ROUNDING = 1e-5  # likewise, of gradients in padded batches, where rows can be computed alone
-SHORT_FLOATS = 0.25  # of log-probs, in nats, where a model without a copy is of 16-bit numbers
-# Of modules of transformers with Mamba-2 layers: a kernel that only GPUs have. In place of it,
-# some read tokens after a chunk before this version.
+ROUNDING = 1e-5  # the same for gradients in padded batches, if rows can be computed alone
+SHORT_FLOATS = 0.25  # nats: allowed difference of log-probs of a 16-bit model without a small copy
+# Modules of transformers with Mamba-2 layers have a kernel for GPUs only. The fallback of some
+# modules reads tokens after a chunk in releases before this version.
 KERNEL, COMPUTES_CHUNKS = "mamba_chunk_scan_combined", "5.24"
-ATTRIBUTE = "agentrl_proof"  # of a model: its `Proof`
+ATTRIBUTE = "agentrl_proof"  # attribute of a model with its `Proof`
 
 
 def hidden_states(model: PreTrainedModel, pack: Pack, way: Way | None = None) -> Tensor:
     """The last hidden state before each action, [n, H], on the model's device and differentiable in
     its weights.
 
-    way: default, the fastest one that `prove` finds right. `packed` installs the attention function
-    of `attention`, which without a pack is SDPA. Raises PolicyError for a row that is longer than
-    the model's context, and for a model that cannot be computed."""
+    way: default: the fastest correct one, see `prove`. `packed` installs the attention function of
+    `attention`, which without a pack is SDPA. Raises PolicyError for a row that is longer than the
+    model's context, and for a model that cannot be computed."""
     limit, longest = attention.context_length(model), int(pack.positions.max()) + 1
     if limit and longest > limit:
         raise PolicyError(
@@ -90,7 +90,7 @@ def hidden_states(model: PreTrainedModel, pack: Pack, way: Way | None = None) ->
 
 
 def whole_blocks(pack: Pack) -> Pack:
-    """The pack with branches of one unused token each, up to whole blocks of a GPU's kernel: see
+    """Pad the pack with branches of one unused token each to whole blocks of a GPU's kernel: see
     `attention.kernel_options`."""
     size, block = len(pack.end), attention.FLEX_BLOCK
     new = torch.arange(size, -(-size // block) * block)
@@ -117,7 +117,8 @@ def _inputs(model: PreTrainedModel, pack: Pack) -> tuple[Module, dict[str, Any]]
 
 
 def decoder_of(model: PreTrainedModel) -> Module:
-    """What computes hidden states: the base model, which a few classes do not name rightly."""
+    """The module that computes hidden states: the base model, which a few classes do not declare
+    correctly."""
     has_head = model.get_output_embeddings() is not None
     base: Module = model.base_model
     if base is not model or not has_head:
@@ -149,8 +150,8 @@ def incompatibility(model: PreTrainedModel) -> str | None:
 
 def _hidden_by_branch(model: PreTrainedModel, pack: Pack, *, alone: bool) -> Tensor:
     """`hidden_states` of branches by the model's own forward pass, alone or in right-padded
-    batches. Padding follows all real tokens and the model is causal, so it has no effect, for
-    recurrent decoders either."""
+    batches. Padding follows all real tokens and the model is causal, so it has no effect, even for
+    recurrent decoders."""
     if inputs_of(model):
         raise PolicyError(
             f"model type {model.config.model_type!r} {prove(model).reason}, and its calls with "
@@ -163,7 +164,7 @@ def _hidden_by_branch(model: PreTrainedModel, pack: Pack, *, alone: bool) -> Ten
     lengths = (pack.positions[leaves] + 1).tolist()
     budget = 0 if alone else len(pack.tokens)
     parts, order = [], []
-    for micro in _micro_batches(lengths, budget, attention.regime_end(model)):
+    for micro in _micro_batches(lengths, budget, attention.longrope_threshold(model)):
         ends = leaves[micro][:, None]
         paths = [pack.tokens[path] for path in (number <= ends) & (pack.end > ends)]
         tokens_BL = pad_sequence(paths, batch_first=True).to(model.device)
@@ -177,15 +178,19 @@ def _hidden_by_branch(model: PreTrainedModel, pack: Pack, *, alone: bool) -> Ten
 
 
 def _micro_batches(
-    lengths: Sequence[int], token_budget: int, regime_end: int | None = None
+    lengths: Sequence[int], token_budget: int, longrope_threshold: int | None = None
 ) -> Iterator[list[int]]:
     """Yield lists of indices of sequences of similar length. Each list, padded to its longest, has
     at most `token_budget` tokens, or a single sequence; none has sequences on both sides of
-    `regime_end`."""
+    `longrope_threshold`."""
     micro: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         size = lengths[index]
-        crosses = regime_end is not None and micro and lengths[micro[0]] <= regime_end < size
+        crosses = (
+            longrope_threshold is not None
+            and micro
+            and lengths[micro[0]] <= longrope_threshold < size
+        )
         if micro and (crosses or (len(micro) + 1) * size > token_budget):
             yield micro
             micro = []
@@ -204,7 +209,7 @@ def check_model(model: PreTrainedModel) -> None:
             logits = model(input_ids=tokens, use_cache=False).logits
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a model that is no decoder fails in its own way
+        except Exception as error:  # a model that is not a decoder may raise anything
             raise PolicyError(
                 f"{type(model).__name__}: it cannot be computed from token ids alone "
                 f"({_one_line(error)}); choose a decoder that reads text"
@@ -222,8 +227,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def _is_causal(model: PreTrainedModel, rows: Sequence[Tensor]) -> bool:
-    """Whether the model's own forward pass gives the tokens of rows the log-probs that they have
-    without those that follow."""
+    """Whether log-probs of the model's own forward pass do not depend on later tokens."""
 
     def logprobs(tokens: Tensor) -> Tensor:
         found: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
@@ -280,12 +284,12 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The fastest way to compute a model that gives its own log-probs and gradients."""
+    """The fastest correct way to compute a model: with its own log-probs and gradients."""
 
     way: Way
     packing: Packing
-    reason: str = ""  # why no faster way is right, as the predicate of a sentence about the model
-    gap: Gap | None = None  # of this way
+    reason: str = ""  # why no faster way is correct, as the predicate of a sentence about the model
+    gap: Gap | None = None  # difference from the model's own computation
 
     def __str__(self) -> str:
         return f"a small copy differs from its own forward pass in {self.gap}"
@@ -303,7 +307,7 @@ def prove(model: PreTrainedModel) -> Proof:
         return known  # type: ignore[no-any-return]
     key = (copy_key(model), incompatibility(model))
     if key not in _proofs:
-        # Gradients are compared, too, and who asks may have switched them off.
+        # Gradients are compared, too, and the caller may have switched them off.
         with computing_with(1), torch.inference_mode(False), torch.enable_grad():
             _proofs[key] = _proof(model)
     found = _proofs[key]
@@ -314,7 +318,7 @@ def prove(model: PreTrainedModel) -> Proof:
 
 
 def _proof(model: PreTrainedModel) -> Proof | PolicyError:
-    rows = proof_rows(attention.regime_end(model) is not None)
+    rows = proof_rows(attention.longrope_threshold(model) is not None)
     try:
         copy = scaled_copy(model)
         exact = attempt(lambda: own_results(copy, rows))
@@ -348,11 +352,12 @@ def _proof(model: PreTrainedModel) -> Proof | PolicyError:
 
 
 def _proof_of_itself(model: PreTrainedModel, reason: str) -> Proof | PolicyError:
-    """Of a model without a copy: that its own forward pass over a row can be computed with
-    gradients, gives the same twice, and is causal."""
-    if model.get_output_embeddings() is None:  # a critic's: what it predicts is compared elsewhere
+    """Test a model without a small copy: its own forward pass over a row must be differentiable,
+    reproducible and causal."""
+    # A critic's decoder: its values are compared elsewhere.
+    if model.get_output_embeddings() is None:
         return Proof("plain", "rows", reason)
-    size = model.get_input_embeddings().num_embeddings  # the rows are of the copies' vocabulary
+    size = model.get_input_embeddings().num_embeddings  # the rows use the vocabulary of the copies
     tokens = proof_rows()[-1].tokens.remainder(size).to(model.device)
 
     def logits() -> Tensor:
@@ -392,8 +397,9 @@ def _not_causal(model: PreTrainedModel) -> PolicyError:
 
 
 def _rounds_little(model: PreTrainedModel, rows: Sequence[TokenRow]) -> bool:
-    """Whether padding moves gradients by rounding alone as little as the order of sums does, on
-    copies with other weights. Some recurrent layers amplify it a thousand times."""
+    """Whether padding changes gradients only by rounding errors as small as those of the order of
+    sums, tested on copies with other weights. Some recurrent layers amplify rounding a thousand
+    times."""
     for seed in (1, 2, 7):
         copy = scaled_copy(model, seed)
         gap = _gap(copy, rows, own_results(copy, rows), "rows", "padded")
@@ -403,8 +409,8 @@ def _rounds_little(model: PreTrainedModel, rows: Sequence[TokenRow]) -> bool:
 
 
 def proof_rows(both_regimes: bool = False) -> list[TokenRow]:
-    """Rows beyond every window of a copy, which share prefixes of several lengths, and short ones.
-    both_regimes: shorter than the original context, too, which only a copy that has one shows."""
+    """Rows longer than every window of a copy, with shared prefixes of several lengths, and short
+    rows. both_regimes: also rows shorter than the original context of a longrope model."""
     draw = torch.Generator().manual_seed(1)
 
     def some(n: int) -> list[int]:
@@ -429,10 +435,10 @@ Results = tuple[Tensor, list[Tensor | None]]
 
 
 def own_results(model: PreTrainedModel, rows: Sequence[TokenRow]) -> Results:
-    """By the model's own forward pass, one row at a time."""
+    """Results of the model's own forward pass, one row at a time."""
     parts = []
     for row in rows:
-        # `int(row.actions[-1])`: what the last action predicts is not read
+        # `int(row.actions[-1])`: the prediction after the last action is not needed
         logits = model(input_ids=row.tokens[None, : int(row.actions[-1])], use_cache=False).logits
         parts.append(
             logits[0, row.actions - 1].log_softmax(-1).gather(1, row.tokens[row.actions, None])
@@ -443,7 +449,7 @@ def own_results(model: PreTrainedModel, rows: Sequence[TokenRow]) -> Results:
 def results(
     model: PreTrainedModel, rows: Sequence[TokenRow], packing: Packing, way: Way
 ) -> Results:
-    """As the learner computes them."""
+    """Results as the learner computes them."""
     logprobs = torch.zeros(sum(len(row.actions) for row in rows))
     found = [
         (pack.index, forward_logprobs(model, pack, way)) for pack in pack_rows(rows, packing, 10**6)

@@ -8,10 +8,10 @@ one kernel.
 
 `ThreadTuner` selects the number of torch threads for small models: one or all, whichever is
 measured to be faster. Threads synchronise after every operation. On cores shared with other
-programs one of them is often not running, and a step of a small model takes several times as long
-with all threads as with one; on idle cores all are faster. Invariant: the number is one or a power
-of two, which give bitwise equal results with `MKL_CBWR=AUTO,STRICT`; without that setting it is the
-caller's.
+programs one thread is often not running, so a step of a small model takes several times as long
+with all threads as with one; on idle cores all threads are faster. Invariant: the number is one or
+a power of two, which give bitwise equal results with `MKL_CBWR=AUTO,STRICT`; without that setting
+it is the caller's.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ log = logging.getLogger("agentrl.algorithm")
 
 
 MIN_LOGPROB = -100.0  # nats, the smallest log-prob that `other_logprobs` returns
-# Elements of one chunk of logits, 32 MiB in float32: a CPU takes longer for larger ones, which miss
-# its cache, and for smaller ones, whose products are narrow. A GPU has GPU_CHUNKS times as many.
+# Elements of one chunk of logits, 32 MiB in float32. On a CPU larger chunks are slower because they
+# miss the cache, and smaller ones because their products are narrow. On a GPU a chunk has
+# GPU_CHUNKS times as many.
 MAX_LOGITS = 2**23
 GPU_CHUNKS = 8
-ALIGNED = 128  # columns of a block are a multiple of it; a GPU has slower kernels for odd widths
+# Blocks have a multiple of so many columns, because GPU kernels for odd widths are slower.
+ALIGNED = 128
 
 
 def action_logprobs(
@@ -95,11 +97,12 @@ def other_logprobs(
     *,
     fp32: bool = False,
 ) -> Tensor:
-    """Log-probs [N, K] of the tokens `ids_NK`, given that of the first one; at least MIN_LOGPROB.
+    """Log-probs [N, K] of the tokens `ids_NK`, computed from that of the first one; at least
+    MIN_LOGPROB.
 
     They follow from differences of logits, so a plain head computes only these K logits. With
     gradients the graph keeps K rows of the head's weight per position."""
-    plain = type(head) is Linear  # not something that wraps one
+    plain = type(head) is Linear  # not a wrapper of a linear layer
     width = ids_NK.shape[1] * hidden_NH.shape[1] if plain else _vocabulary(head)
     logits = []
     for hidden_CH, ids_CK in _chunks(max(1, MAX_LOGITS // width), hidden_NH, ids_NK):
@@ -176,8 +179,8 @@ class _Head(torch.autograd.Function):
         grad_bias = torch.empty_like(bias_V) if wants_bias else None
         narrow_NH = hidden_NH.to(weight.dtype)
         gradient = _fused(_gradient) if weight.is_cuda else _gradient
-        # Summed over blocks of the vocabulary: the weight's gradient needs no sum, which would have
-        # to be as large as the weight and wider.
+        # Hidden states' gradients are summed over blocks of the vocabulary. The weight's gradient
+        # needs no sum, which would be as large as the weight, in a wider dtype.
         grad_hidden = torch.zeros_like(hidden_NH, dtype=normaliser_N.dtype)
         width = max(1, ctx.most // max(len(tokens_N), 1))
         width -= width % ALIGNED if width > ALIGNED else 0
@@ -198,7 +201,7 @@ class _Head(torch.autograd.Function):
 
 @cache
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as few kernels, which read and write each logit once or twice."""
+    """The function compiled to few kernels, which read and write each logit once or twice."""
     return torch.compile(function, dynamic=True)
 
 
@@ -217,8 +220,8 @@ def _gradient(
     scale_N1: Tensor,
     pull_N1: Tensor | None,
 ) -> Tensor:
-    """Gradient of a block of logits, in their dtype. at_N: columns of the tokens, of which some
-    are not in the block."""
+    """Gradient of a block of logits, in their dtype. at_N: columns of the tokens; some are outside
+    of the block."""
     logp_NC = _divided(logits_NC, temperature_N).sub_(normaliser_N[:, None])
     grad_NC = _pulled(logp_NC, scale_N1, pull_N1, entropy_N[:, None])
     add = add_at_columns if grad_NC.is_cuda else scatter_columns
@@ -226,14 +229,14 @@ def _gradient(
 
 
 def add_at_columns(grad_NC: Tensor, at_N1: Tensor, scale_N1: Tensor) -> Tensor:
-    """Add each row's scale at its column, if there is one: part of the kernel of what precedes and
-    follows, which a scatter cannot be."""
+    """Add each row's scale at its column, if that is in the block. Unlike a scatter, it can be
+    fused with the operations around it."""
     columns_C = torch.arange(grad_NC.shape[1], device=grad_NC.device)
     return grad_NC + scale_N1 * (columns_C == at_N1)
 
 
 def scatter_columns(grad_NC: Tensor, at_N1: Tensor, scale_N1: Tensor) -> Tensor:
-    """`add_at_columns` in place, in no time on a CPU."""
+    """`add_at_columns` in place, which takes negligible time on a CPU."""
     inside = at_N1.clamp(0, grad_NC.shape[1] - 1)
     return grad_NC.scatter_add_(1, inside, scale_N1 * (inside == at_N1))
 
@@ -241,7 +244,7 @@ def scatter_columns(grad_NC: Tensor, at_N1: Tensor, scale_N1: Tensor) -> Tensor:
 def _pulled(
     logp_NC: Tensor, scale_N1: Tensor, pull_N1: Tensor | None, entropy_N1: Tensor
 ) -> Tensor:
-    """Gradient of logits, but for the one-hot part of the log-probs'; in place."""
+    """Gradient of the logits, without the one-hot part of the log-probs' gradient; in place."""
     # d log softmax(z)[token] / d z = one-hot(token) - softmax(z)
     if pull_N1 is None:
         return logp_NC.exp_().mul_(-scale_N1)
@@ -310,7 +313,7 @@ def _vocabulary(head: Module) -> int:
 
 
 SMALL_MODEL = 5_000_000  # parameters; synchronisation is negligible in larger models
-MAX_SAMPLING = 8  # threads that a decoding step, whose products are small, can use
+MAX_SAMPLING = 8  # threads that a decoding step can use, because its products are small
 CALLS_BETWEEN_TRIALS = 150  # calls between trials
 PAIRS_PER_TRIAL = 3  # pairs of calls per trial: one thread, all threads
 MUCH_SLOWER = 2.0  # time ratio all / one above which a trial ends after its first pair
@@ -320,7 +323,7 @@ WORTHWHILE_RATIO = 0.9  # time ratio below which all threads are used: other pro
 @dataclass(slots=True)
 class ThreadTuner:
     """Chooses the number of threads for repeated work. count: the current choice. most: the number
-    compared with one thread; 1 for no trials. name: the work, for the log."""
+    of threads that is compared with one; 1: no trials. name: the work, for the log."""
 
     count: int
     most: int = 1

@@ -72,10 +72,10 @@ class Adapters(Protocol):
         """Add a copy of the adapter `original` of `source`."""
 
     def keep_reference(self, name: str) -> None:
-        """Keep the adapter as it is now, as the reference of the policy that it is."""
+        """Keep a copy of the adapter as it is now: the reference of its policy."""
 
     def reference(self, name: str) -> str | None:
-        """The adapter that was kept as its reference; None: the base alone is."""
+        """The adapter that was kept as the reference of adapter `name`; None: the base alone."""
 
     def close(self, name: str) -> None:
         """Remove an adapter. Raises PolicyError for the first one."""
@@ -84,7 +84,8 @@ class Adapters(Protocol):
         """The parameters of one adapter, by names without the adapter's name."""
 
     def coverage(self, name: str) -> str:
-        """What an adapter is on, its share of the weights, and what is without it; a sentence."""
+        """A sentence: the layers with the adapter, their share of the weights, and the layers
+        without it."""
 
     def rank(self, name: str) -> int: ...
 
@@ -122,7 +123,7 @@ class Adapters(Protocol):
 Model = torch.nn.Module
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-LARGEST_PADDING = 1024  # most rows of an embedding without a token, which pad its size
+MAX_PADDING_ROWS = 1024  # rows of an embedding without a token, which pad its size
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -140,8 +141,9 @@ def load_model(
 
     device: see `device_of`. template, head: require a chat template, and weights
     of the language-model head. quantized: arguments of `from_pretrained` with which it quantises
-    the weights, on their device. config: a policy's view of the run, whose settings the tokenizer
-    gets. Raises PolicyError if the directory, a weight or a required part is missing or unreadable.
+    the weights, on their device. config: a policy's view of the run, with settings for the
+    tokenizer. Raises PolicyError if the directory, a weight or a required part is missing or
+    unreadable.
     """
     name = str(path_or_name)
     check_directory(name)
@@ -173,7 +175,7 @@ def load_model(
 
 
 def _load(name: str, config: RunConfig | None, options: dict[str, Any]) -> tuple[Any, Any]:
-    """The model and what was loaded of it: with its vision tower if it is trained with one."""
+    """The model, with its vision tower if the run uses it, and transformers' loading info."""
     from agentrl.algorithms.vision.loading import load as load_with_tower
 
     shape = AutoConfig.from_pretrained(name)
@@ -182,7 +184,8 @@ def _load(name: str, config: RunConfig | None, options: dict[str, Any]) -> tuple
     model, loading = AutoModelForCausalLM.from_pretrained(name, **options)
     if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise PolicyError(
-            f"model {name!r}: {type(model).__name__} is a part of it, and transformers could not "
+            f"model {name!r}: {type(model).__name__} is only a part of the model, and "
+            "transformers could not "
             f"load what would be saved, of type {model.config.model_type!r}; choose a model whose "
             "decoder is a model of its own"
         )
@@ -207,8 +210,8 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def checkpoint_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert `weights`, a state of the model, to the names and shapes that `save_pretrained`
-    writes. Shared weights are included once."""
+    """Convert a state dict of the model to the names and shapes that `save_pretrained` writes. Tied
+    weights are included once."""
     own = {name: weights[name] for name in weights if name not in model.all_tied_weights_keys}
     written: Mapping[str, Tensor] = revert_weight_conversion(model, own)
     return {name: tensor.detach() for name, tensor in written.items()}
@@ -292,7 +295,7 @@ def vocabulary_size(model: Model) -> int:
 def vocabulary_gap(model: Model, tokenizer: Tokenizer) -> str:
     """A sentence if the vocabularies of model and tokenizer do not belong together; else ""."""
     rows, tokens = vocabulary_size(model), len(tokenizer)
-    if 0 <= rows - tokens <= LARGEST_PADDING:
+    if 0 <= rows - tokens <= MAX_PADDING_ROWS:
         return ""
     return (
         f"its tokenizer has {tokens} tokens, and the model embeddings for {rows}; put the tokenizer"

@@ -59,19 +59,19 @@ from agentrl.core.errors import DamagedError, PolicyError, install_command, near
 from agentrl.core.types import one_line
 
 WEIGHTS = "adapter_model.safetensors"  # next to `CONFIG`
-PREFIX = "base_model.model."  # of every name in WEIGHTS
-# Of peft's configuration: what is read here, or has no effect on what the adapter computes.
-UNREAD = {
+PREFIX = "base_model.model."  # prefix of every name in WEIGHTS
+# Keys of peft's configuration that are read here, or do not change what the adapter computes.
+HANDLED_KEYS = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path",
     "inference_mode", "runtime_config", "r", "lora_alpha", "fan_in_fan_out",
     # Which layers have an adapter; their names are in the file of the weights.
     "target_modules", "target_parameters", "exclude_modules", "layers_to_transform",
     "layers_pattern",
-    # Of training, or of how it began.
+    # Options of training or initialisation.
     "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     "megatron_config", "megatron_core", "qalora_group_size",
 }  # fmt: skip
-# Initialisations that leave the base as it is.
+# Initialisations that do not change the base.
 PLAIN_VALUES = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
     "revision": ("main",),
@@ -115,7 +115,7 @@ class LoraAdapters(Adapters):
     def _inject(
         self, name: str, rank: int, alpha: float, paths: Sequence[str], seed: int = 0
     ) -> None:
-        """Let peft make the adapter on these layers and parameters."""
+        """Let peft create the adapter on these layers and parameters."""
         by_weight = _renamed_by_peft(self.model)
         modules = [p for p in paths if p in self.targets.layers and not by_weight(p)]
         parameters = [f"{p}.weight" for p in paths if p in self.targets.layers and by_weight(p)]
@@ -132,7 +132,7 @@ class LoraAdapters(Adapters):
         )
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is as asked for
+            warnings.simplefilter("ignore")  # about settings that are intended
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             try:
                 if self._peft is None:
@@ -158,7 +158,7 @@ class LoraAdapters(Adapters):
         self.model.eval()
 
     def _check_made(self, name: str, paths: Sequence[str]) -> None:
-        """Raise PolicyError unless peft has adapted these, and nothing else."""
+        """Raise PolicyError unless peft has adapted exactly these layers and parameters."""
         made = self._paths(name)
         if wrong := sorted(made ^ set(paths)):
             raise PolicyError(
@@ -200,10 +200,10 @@ class LoraAdapters(Adapters):
         others = len(self.targets.layers) + len(self.targets.experts) - len(paths)
         parts = [f"{others} that policy.lora.targets does not name"] if others else []
         parts += [self.targets.without()] if self.targets.left_out else []
-        rest = f"; without it are {', '.join(parts)}" if parts else ""
+        rest = f"; not adapted: {', '.join(parts)}" if parts else ""
         share = self.targets.share(paths)
         return (
-            f"the adapter {name!r} of rank {self.rank(name)} is on {' and '.join(on)}, which have "
+            f"the adapter {name!r} of rank {self.rank(name)} adapts {' and '.join(on)}, which have "
             f"{share:.0%} of the model's weights{rest}"
         )
 
@@ -424,8 +424,8 @@ class LoraAdapters(Adapters):
         return output
 
     def _layers(self) -> dict[str, Any]:
-        """The layers that have adapters, by their name in the base: of two parameters of one
-        module the second is that of `module.base_layer`, as in peft's files."""
+        """The layers with adapters, by their names in the base. If two parameters of one module are
+        adapted, the second has the name of `module.base_layer`, as in peft's files."""
         if self._peft is None:
             return {}
         named = self.model.named_modules()
@@ -487,8 +487,8 @@ def _settings(directory: Path) -> Any:
 
 
 def _check_plain(directory: Path, settings: Any) -> None:
-    """Raise PolicyError for whatever in peft's configuration changes what is computed, but for what
-    is computed here; also for what only a newer version of peft knows."""
+    """Raise PolicyError if a setting in peft's configuration changes the computation and is not
+    supported here, or is unknown to the installed version of peft."""
     if not str(settings.peft_type).endswith("LORA"):
         raise PolicyError(
             f"adapter {directory}: it is of type {settings.peft_type}, and only LoRA is supported"
@@ -499,7 +499,7 @@ def _check_plain(directory: Path, settings: Any) -> None:
     for key, default in plain.items():
         value = getattr(settings, key)
         same = value == default or (not value and not default)
-        if not same and key not in UNREAD and value not in PLAIN_VALUES.get(key, ()):
+        if not same and key not in HANDLED_KEYS and value not in PLAIN_VALUES.get(key, ()):
             unsupported.append(key)
     if unsupported:
         key = min(unsupported)
@@ -545,7 +545,8 @@ def _nested(layer: Any) -> Iterator[Any]:
 
 
 def _peft_internal(name: str) -> Any:
-    """What converts names of earlier versions of transformers; None: this peft has none."""
+    """A function or table of peft for names of earlier versions of transformers; None: this version
+    of peft does not have it."""
     try:
         return getattr(import_module("peft.utils.transformers_weight_conversion"), name, None)
     except ImportError:
@@ -553,9 +554,9 @@ def _peft_internal(name: str) -> Any:
 
 
 def _renamed_by_peft(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Whether peft takes the name of a layer for that of an expert, or of a router, of an earlier
-    version of transformers; then it is adapted by the name of its weight."""
-    # Of other versions of peft there may be neither; `_check_made` follows.
+    """Whether peft would mistake the name of a layer for that of an expert or router of an earlier
+    version of transformers. Such a layer is adapted by the name of its weight."""
+    # Other versions of peft may have neither; `_check_made` finds the consequences.
     patterns = _peft_internal("_MODEL_TO_CONVERSION_PATTERN") or {}
     renamed = _peft_internal("_MOE_TARGET_MODULE_MAPPING") or {}
     kind = getattr(model.config, "model_type", "")
@@ -580,8 +581,8 @@ def add_adapter(
 ) -> Tensor:
     """output + scale * x down^T up^T, [..., out], in the memory of `output`.
 
-    Autograd alone would write the layer's output and the adapter's part apart, and the gradients of
-    the input by each, to read and add them afterwards.
+    Autograd alone would write the layer's output and the adapter's part to separate memory, and
+    likewise both gradients of the input, and then read and add them.
 
     x: [..., in]. output: x weight^T and a bias, if any; nothing else may need it. weight: frozen.
     All are of one dtype."""

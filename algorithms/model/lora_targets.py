@@ -1,13 +1,13 @@
 """Targets of adapters: linear layers of a model and the stacked weights of its experts; and frozen
 bases with 4-bit or 8-bit weights.
 
-Never a router: an adapter there changes which experts a token visits. Only what a forward pass
-calls: some models read the weights of a layer without calling it, so that an adapter on it would be
-trained, saved and merged without ever having had an effect.
+Routers are excluded, because an adapter there changes which experts a token visits. Only layers
+that a forward pass calls are targets: some models read the weights of a layer without calling it,
+so that an adapter on it would be trained, saved and merged without any effect.
 
 Quantized bases are bitsandbytes' through transformers. Adapters on them are trained in the policy's
 dtype (QLoRA, arXiv 2305.14314). Other servers, merges and exports get these weights dequantised,
-not the original ones, so that the policy is the same.
+not the original ones, so that the policy does not change.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from agentrl.core.types import one_line
 def load_quantized(
     source: str, bits: str, dtype: str, device: str, config: RunConfig | None = None
 ) -> tuple[Model, Tokenizer]:
-    """As `load_model`, in "4bit" or "8bit"."""
+    """Like `load_model`, with weights in "4bit" or "8bit"."""
     quantized = {
         "quantization_config": quantization(bits, DTYPES[dtype]),
         "device_map": {"": device_of(device)},
@@ -64,8 +64,8 @@ def quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def keep_gradients(model: Any) -> None:
-    """Before the first pass: one without gradients repacks 4-bit weights for some CPUs, and the
-    kernel for these, which later passes use as well, passes no gradient on."""
+    """Call before the first pass: a pass without gradients repacks 4-bit weights for some CPUs, and
+    the kernel for repacked weights, which later passes also use, does not propagate gradients."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -77,7 +77,8 @@ def is_quantized(model: Any) -> bool:
 
 def dense_state(model: Any) -> dict[str, Tensor]:
     """The model's state with weights dequantised to the dtype of its embeddings, without scales."""
-    state: dict[str, Tensor] = model.state_dict()  # also unpacks weights packed for CPU kernels
+    # Reading it also unpacks weights packed for CPU kernels.
+    state: dict[str, Tensor] = model.state_dict()
     if not is_quantized(model):
         return state
     from peft.utils.integrations import dequantize_bnb_weight
@@ -104,7 +105,7 @@ def save_dense(model: Any, directory: Path, weights: dict[str, Tensor]) -> None:
         model.generation_config.save_pretrained(directory)
 
 
-# Of linear layers that choose experts: the layer's own name, or that of a module around it.
+# Names of routers: of the linear layer itself, or of a module around it.
 ROUTER = re.compile(r"(^|\.)(\w*router|gate|wg)(\.|$)")
 # Arguments of experts that are called with tokens, and the experts of each.
 ROUTED = (
@@ -127,7 +128,8 @@ UNSERVED = (
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What adapters can be on, by path in the model without them, with numbers of weights."""
+    """The possible targets of adapters, by path in the model without adapters, with numbers of
+    weights."""
 
     layers: dict[str, int]
     experts: dict[str, int]  # parameters, [experts, in, out] or [experts, out, in]
@@ -167,19 +169,19 @@ class Targets:
         )
 
     def share(self, paths: Iterable[str]) -> float:
-        """Of the weights of the model, those of these layers and parameters."""
+        """The share of the model's weights that belong to these layers and parameters."""
         sizes = self.layers | self.experts
         return sum(sizes[path] for path in paths) / max(1, self.total)
 
     def without(self) -> str:
-        """What no adapter can be on, with numbers: "2 routers"."""
+        """The layers that cannot have an adapter, with numbers: "2 routers"."""
         counts = Counter(self.left_out.values())
         return ", ".join(f"{number} {kind}" for kind, number in counts.items())
 
 
 def find_targets(model: PreTrainedModel, *, experts: bool) -> Targets:
     """The targets in the text decoder of a model that has no adapters. experts: whether engine and
-    learner can adapt those."""
+    learner can adapt experts."""
     text = set(map(id, (model.get_decoder() or model.base_model).modules()))
     head = model.get_output_embeddings()
     named = [(path, m) for path, m in model.named_modules() if id(m) in text and m is not head]
@@ -203,7 +205,7 @@ def find_targets(model: PreTrainedModel, *, experts: bool) -> Targets:
 
 
 def size_of(module: Module) -> int:
-    """The number of a module's own weights, also of a quantised layer."""
+    """The number of weights of a module itself, also of a quantised layer."""
     own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     if isinstance(module, Linear) and not module.weight.is_floating_point():
         return module.in_features * module.out_features
@@ -227,7 +229,7 @@ def _owners(model: PreTrainedModel) -> Iterator[Module]:
 
 
 def _stacked(module: Module) -> list[tuple[str, Tensor]]:
-    """The matrices of a module that are stacked in one parameter each."""
+    """The parameters of a module that are stacks of matrices."""
     if type(module).__module__.startswith("torch."):  # convolutions
         return []
     own = module.named_parameters(recurse=False)
@@ -250,7 +252,7 @@ def _is_linear(layer: Linear | Conv1D) -> bool:
         wanted = linear(x, layer.weight, layer.bias)
         try:
             return torch.allclose(layer(x), wanted, rtol=1e-2, atol=1e-2)
-        except (RuntimeError, ValueError, TypeError):  # of another shape of input
+        except (RuntimeError, ValueError, TypeError):  # the layer expects another input shape
             return False
 
 

@@ -1,5 +1,5 @@
-"""Packs of a forward pass: rows as forests of tokens, under a token budget. `forward` computes
-them.
+"""Packing: rows of one forward pass as a forest of tokens, under a token budget. `forward` computes
+the packs.
 
 A pack is a forest of rows as one sequence without padding. With `rows` nothing is shared between
 rows; with `trie` a common prefix is one path, computed once, forward and backward. Rows are never

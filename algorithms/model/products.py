@@ -1,9 +1,9 @@
 """Matrix products in bfloat16 on a CPU.
 
-A CPU with kernels for them (AVX-512) reads weights in a layout of its own. A plain product lays its
-weight out again at every call, which for a few rows takes as long as the multiplication, so the
-policy server keeps linear layers in that layout. It gives the same bits, and takes as much memory
-again as the layer.
+A CPU with kernels for them (AVX-512) reads weights in a layout of its own. A plain product converts
+the layout of its weight at every call, which for a few rows takes as long as the multiplication, so
+the policy server keeps weights of linear layers in that layout. The results are bitwise equal, and
+the copy takes as much memory as the layer.
 
 On a CPU without such kernels torch computes these products seven times more slowly than in float32,
 and those of a backward pass thirty times. There they are computed in float32 here, from weights
@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Linear, Module
 from torch.nn.functional import linear as plain_linear
 
-BLOCK = 2**20  # elements of a weight that are converted at once: 4 MiB, which stay in a cache
-ROWS = 64  # for which weights are laid out; other numbers of rows read the same layout
+BLOCK = 2**20  # elements of a weight per conversion: 4 MiB, which fit into a cache
+ROWS = 64  # rows for which weights are packed; other numbers of rows use the same layout
 _operations: Any = torch.ops.mkldnn
 
 
@@ -53,7 +53,7 @@ def add_mm(output: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As that of torch."""
+    """Like torch's `linear`."""
     if not in_float32(x):
         return plain_linear(x, weight, bias)
     product: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
@@ -95,11 +95,10 @@ class _Linear(Function):
 
 
 class NarrowLinear:
-    """Called in place of a layer's own forward. Where there are kernels, it multiplies with the
-    packed weight in inference mode, which only the engine uses.
-
-    Invariant: the packed weight is the layer's. A write in place counts up its version, but for a
-    fused optimizer's, after which the engine calls `forget`."""
+    """Replaces the forward method of a layer. If the CPU has the kernels, it multiplies with the
+    packed weight in inference mode, which only the engine uses. Invariant: the packed weight equals
+    the layer's. An in-place write increments the weight's version, except by a fused optimizer;
+    after that the engine calls `forget`."""
 
     def __init__(self, layer: Linear) -> None:
         self.layer = layer
@@ -119,7 +118,7 @@ class NarrowLinear:
         return product
 
     def __reduce__(self) -> tuple[type[NarrowLinear], tuple[Linear]]:
-        return NarrowLinear, (self.layer,)  # of a copied layer, without the packed weight
+        return NarrowLinear, (self.layer,)  # a copied layer has no packed weight
 
 
 def install(model: Module) -> None:
@@ -132,7 +131,7 @@ def install(model: Module) -> None:
 
 
 def forget(model: Module) -> None:
-    """Called when the weights have changed."""
+    """Drop the packed weight; called when the weights have changed."""
     for layer in model.modules():
         if isinstance(own := vars(layer).get("forward"), NarrowLinear):
             own.packed = None

@@ -1,13 +1,13 @@
-"""Small random copies of models: the same class and layers, and numbers that fit in a test; and the
-protocol of what a model reads besides text, such as images.
+"""Small random copies of models, with the same class and kinds of layers, and small sizes; and the
+protocol for inputs besides text, such as images. The computation of a model depends on its class
+and on the numbers in its configuration: windows, chunks, the keys that an index keeps, the context
+before positions were extended. A copy has all of these, scaled down so that a row of some tens of
+tokens exceeds them, and takes milliseconds for a model of any size. `forward.prove` compares ways
+to compute a model on its copy.
 
-What a model computes depends on its class and on the numbers in its configuration: windows, chunks,
-the keys that an index keeps, the context before positions were extended. A copy has the same ones
-at a size at which a row of some tens of tokens is beyond all of them, and costs milliseconds
-whatever the model's size. `forward.prove` compares ways to compute a model on its copy.
-
-In a batch and in the rows of the embedded engine, token ids below 0 stand for what is not text.
-Only the `Inputs` that put them there know what each is; other code just compares and counts ids.
+In a batch and in the rows of the embedded engine, token ids below 0 stand for inputs that are not
+text. Only the `Inputs` that created them know their meaning; other code only compares and counts
+ids.
 """
 
 from __future__ import annotations
@@ -38,18 +38,17 @@ ATTRIBUTE = "agentrl_inputs"
 
 
 class ReadPrompt(tuple[int, ...]):
-    """The token ids of a prompt, and those that the engine reads in their place."""
+    """The token ids of a prompt, and the ids that the engine reads instead."""
 
-    read: NDArray[np.int32]  # of the same length
+    read: NDArray[np.int32]  # ids that the engine reads, of the same length
     rotary: NDArray[np.int64] | None = None  # [axes, P]; None: each token's place
 
 
 class Inputs(Protocol):
-    """Reads a model's ids below 0. One per model; the learner and the engine may call it at the
-    same time."""
+    """Resolves ids below 0. One per model; the learner and the engine may call it concurrently."""
 
     def of_pack(self, pack: Pack) -> tuple[Module, dict[str, Any]]:
-        """The decoder, and what it is called with: embeddings [1, T, H] and positions of a pack,
+        """The decoder, and its inputs: embeddings [1, T, H] and positions of a pack,
         differentiable."""
         ...
 
@@ -62,7 +61,7 @@ class Inputs(Protocol):
         ...
 
     def save(self, directory: Path) -> None:
-        """Write the files of a checkpoint that it needs besides those of model and tokenizer."""
+        """Write files that a checkpoint needs besides those of model and tokenizer."""
         ...
 
     def chat(self, tokenizer: Any, codec: Codec) -> Chat:
@@ -70,26 +69,26 @@ class Inputs(Protocol):
         ...
 
     async def fetch(self, store: Store, run: str, calls: Iterable[Transition]) -> None:
-        """Read from the store what calls name, and keep it until the next time."""
+        """Read the images that calls name from the store, and keep them until the next call."""
         ...
 
     def check(self, other: Module) -> str:
-        """Why another model does not read the same ids; empty if it does."""
+        """Why another model does not support the same ids; empty if it does."""
         ...
 
     def probe(self) -> list[dict[str, Json]]:
-        """Messages with what it reads, to compare a policy server's log-probs with the learner's;
-        empty: only text is trained."""
+        """Messages with images, to compare a policy server's log-probs with the learner's; empty:
+        only text is trained."""
         ...
 
     def prompt(self, tokenizer: Any) -> list[int]:
-        """What the learner reads for `probe`, as the chat template renders it. Raises PolicyError
-        if it cannot."""
+        """The learner's ids for `probe`, rendered by the chat template. Raises PolicyError if that
+        fails."""
         ...
 
     def read(self, prompt: Sequence[int], messages: Sequence[dict[str, Json]]) -> list[int]:
-        """What the learner reads for a prompt that a server has rendered from messages. Raises
-        PolicyError for a prompt that is not that of the messages."""
+        """The learner's ids for a prompt that a server has rendered from messages. Raises
+        PolicyError if the prompt does not match the messages."""
         ...
 
 
@@ -126,13 +125,14 @@ T = TypeVar("T")
 
 HIDDEN, HEADS, HEAD = 64, 4, 16
 VOCABULARY = 64
-SPREAD = 2.0  # of logits
-LAYERS = 8  # at most, unless more are needed to include each kind of layer
+SPREAD = 2.0  # standard deviation of the logits
+LAYERS = 8  # layers of a copy; more if needed to include each kind of layer
 WINDOW, ORIGINAL, CONTEXT = 8, 16, 256
-THRESHOLD = 32  # a larger number that is no size of a weight is assumed to be a window
+THRESHOLD = 32  # a larger number that is not the size of a weight is assumed to be a window
 
-# Sizes of weights by the names that configurations give them, and what a copy has at most. Products
-# must fit: heads times their size is the hidden size, as are a state-space layer's, times two.
+# Sizes of weights by their names in configurations, and their maximum in a copy. Products must
+# match: heads times their size is the hidden size, and twice the hidden size for a state-space
+# layer.
 SIZES: dict[str, int] = {
     r"hidden_size|n_embd|d_model|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim": HIDDEN,
     r"input_embedding_size|output_embedding_size|lru_width|n_embed|backbone_hidden_size": HIDDEN,
@@ -173,7 +173,7 @@ KEY_HEADS = (
 INTERVALS = r"\w*(interval|period|pattern|every_n\w*|_step)"
 FIRST_LAYERS = r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|\w*offset"
 TOKENS = r"\w*_token(_id|_index|_idx|)s?|\w+_index|image_token_id"
-UNSET = ("_name_or_path", "output_attentions")  # which not every class of configurations takes
+UNSET = ("_name_or_path", "output_attentions")  # not accepted by every class of configurations
 
 
 class ScalingError(Exception):
@@ -181,8 +181,8 @@ class ScalingError(Exception):
 
 
 class DecoderWithHead(torch.nn.Module):
-    """A decoder without a language-model head, with a random one: a model of text as the learner
-    and the engine call it."""
+    """Adds a random head to a decoder without a language-model head, so that the learner and the
+    engine can call it."""
 
     def __init__(self, decoder: PreTrainedModel) -> None:
         super().__init__()
@@ -224,8 +224,8 @@ def scaled_copy(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
 
 
 def attempt(make: Callable[[], T]) -> T:
-    """What `make` returns. Raises ScalingError for any error: configurations and models check
-    themselves in ways of their own."""
+    """Call `make`. Raises ScalingError for any error, because configurations and models may raise
+    anything."""
     try:
         return make()
     except ScalingError:
@@ -267,9 +267,9 @@ def randomise(model: torch.nn.Module) -> None:
 @torch.no_grad()
 def soften(model: PreTrainedModel) -> None:
     """Scale the head until its logits are a few nats apart: if one token had a probability near 1,
-    errors in all others would be too small to see."""
+    errors of all others would be too small to detect."""
     tokens = torch.arange(VOCABULARY)[None, 4:24]
-    for _ in range(3):  # a head may be the embeddings, too
+    for _ in range(3):  # the head may be tied to the embeddings
         spread = float(model(input_ids=tokens, use_cache=False).logits.std())
         if spread > SPREAD:
             model.get_output_embeddings().weight.mul_(SPREAD / spread)
@@ -303,7 +303,7 @@ def _scaled(values: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, An
 
 
 def _layers(values: Mapping[str, Any]) -> tuple[int, int]:
-    """The number of layers, and that of a copy, in which each kind of them is present."""
+    """The numbers of layers of the model and of a copy that has each kind of layer."""
     numbers = {name: value for name, value in values.items() if isinstance(value, int)}
     total = max((n for name, n in numbers.items() if re.fullmatch(LAYER_COUNTS, name)), default=0)
     interval, first = (
@@ -341,7 +341,7 @@ def _number(name: str, value: int, layers: int, whole: Mapping[str, Any]) -> int
     if "original" in name:
         return min(value, ORIGINAL)
     if name == "num_heads" and "state_size" in whole:
-        return min(value, 2 * HEADS)  # of a state-space layer
+        return min(value, 2 * HEADS)  # heads of a state-space layer
     if re.fullmatch("mamba_n_heads|mamba_num_heads", name):
         heads = [v for k, v in whole.items() if re.fullmatch("mamba_d_head|mamba_head_?dim", k)]
         return min(value, 2 * HIDDEN // min(*heads, HEAD) if heads else 2 * HEADS)
@@ -352,7 +352,7 @@ def _number(name: str, value: int, layers: int, whole: Mapping[str, Any]) -> int
 
 
 def _are_indices(value: list[Any]) -> bool:
-    """Whether these are the numbers of some layers."""
+    """Whether the values are indices of layers."""
     whole = all(isinstance(each, int) and not isinstance(each, bool) for each in value)
     return whole and len(value) > 1 and value == sorted(set(value))
 

@@ -1,5 +1,5 @@
-"""Chat templates with tools, by name, and the choice of one, with its tool format, for a tokenizer.
-They are saved with it.
+"""Built-in chat templates with tools, and the choice of a template and its tool format for a
+tokenizer, which saves them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).with_name("chat_templates")
 KEYS = ("chat_template", "tool_format")
 SYSTEM_LINE = (
-    "{%- set default_system = '' %}"  # the line of chatml.jinja with the usual system message
+    "{%- set default_system = '' %}"  # the line of chatml.jinja with the default system message
 )
 
 
@@ -41,11 +41,12 @@ SYSTEM_LINE = (
 class ChatTemplate:
     """A chat template that renders tools, their calls and results."""
 
-    text: str  # Jinja, in which `{% generation %}` encloses what the model writes
-    tool_format: str  # in which it writes calls: a parser's name
+    text: str  # Jinja; `{% generation %}` encloses text that the model writes
+    tool_format: str  # name of the parser of its tool calls
     end: str  # the token that ends the model's turns
-    tokens: tuple[str, ...]  # which it writes besides: a model that has them is of its family
-    sign: str = ""  # a text in the published template of the one model that it is for
+    # Special tokens of this format; a model that has them belongs to this family.
+    tokens: tuple[str, ...]
+    sign: str = ""  # a text that identifies the published template of the only matching model
 
 
 @cache
@@ -77,7 +78,8 @@ USUAL = {
     "qwen": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
     "chatml": "",
 }
-LISTED = "{%- set listed = false %}"  # the line of mistral.jinja for older models' lists of calls
+# The line of mistral.jinja for lists of calls, which older models write.
+LISTED = "{%- set listed = false %}"
 MISTRAL = _read("mistral", "mistral", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]")
 OWN = {
     "qwen3_coder": _read(
@@ -136,7 +138,7 @@ def check(config: RunConfig) -> None:
 
 def read_template(name: str, root: Path) -> tuple[str, ChatTemplate | None]:
     """The text of a built-in template or of a file, and the template if it is built in. Raises
-    ConfigError for one that does not exist."""
+    ConfigError if it does not exist."""
     if built_in := templates().get(name):
         return built_in.text, built_in
     path = root / name
@@ -163,15 +165,16 @@ CALL: Json = {"id": "call00000", "type": "function", "function": FUNCTION}
 CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 SCHEMA: Json = {"type": "object", "properties": {"who": {"type": "string"}}}
 TOOL: Json = {"type": "function", "function": {"name": "find_person", "parameters": SCHEMA}}
-ON_MESSAGES = (TypeError, ValueError, LookupError, AttributeError)  # of a template
+# Errors of a template on messages.
+ON_MESSAGES = (TypeError, ValueError, LookupError, AttributeError)
 
 
 def choose(tokenizer: Tokenizer, config: RunConfig) -> None:
     """Apply `policy.chat_template` and `policy.tool_format`, and check the template that a policy
     has then. config: the policy's view of the run.
 
-    Raises PolicyError for a template that does not suit the model or has an error, and a format
-    that it does not write; ConfigError for one that does not exist."""
+    Raises PolicyError for a template that does not match the model or has an error, and for a
+    format that it does not write; ConfigError for an unknown name."""
     name, own = config.policy.chat_template, f"model {tokenizer.name_or_path!r}"
     template = _use(name, tokenizer, config) if name else None
     where = f"policy.chat_template = {name!r}" if name else own
@@ -190,7 +193,7 @@ def choose(tokenizer: Tokenizer, config: RunConfig) -> None:
             " policy.chat_template for it"
         )
     if chosen := requested or (template.tool_format if template else found if name else ""):
-        own_file = ".py:" in chosen  # found from everywhere, also when a checkpoint is loaded
+        own_file = ".py:" in chosen  # absolute, because checkpoints are loaded from other folders
         tokenizer.init_kwargs[TOOL_FORMAT] = str(config.path(chosen)) if own_file else chosen
     elif found and not _reads(parser_of(tokenizer), shown):
         log.warning(
@@ -218,7 +221,7 @@ def _use(name: str, tokenizer: Tokenizer, config: RunConfig) -> ChatTemplate | N
 
 
 def template_fix(tokenizer: Tokenizer) -> str:
-    """What to do if a tokenizer's chat template has no tools."""
+    """A fix for a tokenizer with a chat template without tools."""
     name = proposed(tokenizer)
     if name is None or templates()[name].text == tokenizer.chat_template:
         return "name a file with a template that does in policy.chat_template"
@@ -230,8 +233,8 @@ def template_fix(tokenizer: Tokenizer) -> str:
 
 
 def _check_template(tokenizer: Tokenizer, where: str) -> None:
-    """Raise PolicyError for a template that cannot render a question, also after a system message,
-    which some ask for."""
+    """Raise PolicyError for a template that cannot render a question, with or without a system
+    message (some require one)."""
     for messages in ([QUESTION], [SYSTEM, QUESTION]):
         try:
             tokenizer.apply_chat_template(messages, tokenize=False)
@@ -246,12 +249,13 @@ def _check_template(tokenizer: Tokenizer, where: str) -> None:
 
 
 def _shown_call(tokenizer: Tokenizer) -> str:
-    """A call as the template shows it, with what is around it; empty if it shows none."""
+    """The text of a tool call as the template renders it, with its marks; empty if it renders
+    none."""
     try:
         before = _render(tokenizer, [QUESTION], add_generation_prompt=True)
         after = _render(tokenizer, [QUESTION, CALLED])
     except (jinja2.TemplateError, RecursionError, *ON_MESSAGES):
-        return ""  # it takes no calls, or only together with their results
+        return ""  # the template renders no calls, or only together with results
     shown = after[len(before) :] if after.startswith(before) else after.rpartition("Ada?")[2]
     return shown if "find_person" in shown else ""
 
@@ -262,9 +266,9 @@ def _render(tokenizer: Tokenizer, messages: list[Message], **options: bool) -> s
 
 
 def format_of(shown: str) -> str:
-    """The name of the format of a call; empty if it is none that is known."""
+    """The name of the format of a call; empty if unknown."""
     first, *others = TOOL_FORMATS
-    # Those without a mark of their own would find their calls inside those of others.
+    # Formats without a distinctive mark would also find calls inside those of other formats.
     others.sort(key=lambda name: bool({"{", "["} & set(TOOL_FORMATS[name].opens)))
     return next((name for name in (first, *others) if _reads(TOOL_FORMATS[name], shown)), "")
 

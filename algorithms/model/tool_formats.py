@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TOOL_FORMAT = "tool_format"  # the key of a format's name in `tokenizer_config.json`
 SHORT_CALL = 1024  # characters within which most calls end
-MAX_LONG_FAILURES = 64  # openings of an answer with no end within so many, and no call
+MAX_LONG_FAILURES = 64  # long openings in an answer that turned out to be no call
 THINK, THOUGHT = "<think>", "</think>"
 # A JSON string; group 1 is its closing quote, empty if more text could still close it.
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*+("|\\?\Z)')
@@ -47,9 +47,9 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 class ToolParser:
     """Splits streamed text into content and tool calls.
 
-    A malformed call is content, including its tags, and so is everything in the reasoning that an
-    answer begins with: a model may draft calls there. White space around calls is dropped, but for
-    what parts content before them from content after them.
+    A malformed call is content, including its tags. Everything in the reasoning at the start of an
+    answer is content, too, because a model may draft calls there. White space around calls is
+    dropped, except between content before and after them.
 
     This class reads the format of the Hermes and Qwen models; another format is a subclass with its
     own `opens`, `marks`, `between` and `read`.
@@ -59,16 +59,17 @@ class ToolParser:
     </tool_call>
     """
 
-    opens: ClassVar[tuple[str, ...]] = (OPEN,)  # what a call begins with
-    # Of a call, which stay part of the text even if a tokenizer calls them special.
+    opens: ClassVar[tuple[str, ...]] = (OPEN,)  # openings of a call
+    # Marks of a call; they stay in the text even if they are special tokens.
     marks: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
     between: ClassVar[str] = ""  # characters that separate calls, besides white space
 
     def __init__(self, *, thinking: bool = False, tools: bytes = b"null") -> None:
-        """thinking: the prompt has opened the reasoning. tools: those of the request, as JSON."""
+        """thinking: whether the prompt has opened the reasoning. tools: the tools of the request,
+        as JSON."""
         self.tools = tools
         self._text = ""  # not yet classified
-        self._new: list[str] = []  # what came since, of `_held` characters
+        self._new: list[str] = []  # new text since then, of `_held` characters
         self._held = self._long_failures = 0
         tags = sorted(self.opens, key=len, reverse=True)
         self._opening = re.compile("|".join(map(re.escape, tags)))
@@ -96,9 +97,9 @@ class ToolParser:
         return content, [part for part in found if isinstance(part, ToolCall)]
 
     def read(self, text: str, *, last: bool) -> tuple[int, Sequence[Function]] | None:
-        """Read the calls at the start of a text, which begins with one of `opens`; returns the size
-        of what was read and its calls, or None if more text decides. Without a call it is content,
-        at least the opening. last: there is no more text."""
+        """Read the calls at the start of a text, which begins with one of `opens`; returns the
+        number of characters read and the calls, or None if more text is needed. Without calls these
+        characters are content, at least the opening. last: whether the text is complete."""
         inner = text[len(OPEN) :]
         if not inner.lstrip().startswith("{"):
             return (0, ()) if last or inner.strip() else None
@@ -145,9 +146,9 @@ class ToolParser:
         return found + self._content(self._cut(0 if self._separates(text[:end]) else end))
 
     def _read(self, text: str, start: int, *, last: bool) -> tuple[int, Sequence[Function]] | None:
-        """`read` from a place where a call may begin, in time linear in the whole answer: of as
-        much text as it takes. Each opening without an end would read all that follows, so after
-        `MAX_LONG_FAILURES` only short calls are looked for."""
+        """Call `read` at a possible start of a call with a growing part of the text, in time linear
+        in the whole answer. Each opening without an end would read all text after it, so after
+        `MAX_LONG_FAILURES` failures only short calls are parsed."""
         size = SHORT_CALL
         while start + size < len(text):
             found = self.read(text[start : start + size], last=False)
@@ -204,8 +205,8 @@ def tag_start(text: str, tag: str) -> int:
 
 
 def find_tag(text: str, tag: str, *, last: bool) -> int | None:
-    """The first place of a tag that is in no JSON string, or the end of the text, which may have
-    cut it; 0 for what is not JSON; None if more text decides."""
+    """The first position of a tag outside of JSON strings, or the end of a complete text, which may
+    have cut the tag; 0 for invalid JSON; None if more text is needed."""
     at = 0
     while (end := text.find(tag, at)) >= 0:
         quote = text.find('"', at, end)
@@ -221,8 +222,8 @@ def find_tag(text: str, tag: str, *, last: bool) -> int | None:
 
 
 def decode_call(written: str, keys: Sequence[str] = ("arguments",)) -> Function | None:
-    """A call from a JSON object with its name and, under the first of these keys that it has, its
-    arguments; None if it is none."""
+    """A call from a JSON object with its name, and its arguments under the first existing key of
+    `keys`; None if it is not a call."""
     try:
         call = msgspec.json.decode(written.strip(), type=dict[str, msgspec.Raw])
         name = msgspec.json.decode(call["name"], type=str)
@@ -232,11 +233,11 @@ def decode_call(written: str, keys: Sequence[str] = ("arguments",)) -> Function 
     return Function(name, arguments) if arguments.startswith("{") else None
 
 
-Read = tuple[int, Sequence[Function]]  # as `ToolParser.read` returns it
+Read = tuple[int, Sequence[Function]]  # the return type of `ToolParser.read`
 PAIRS = {")": "(", "]": "[", "}": "{"}
 ARGUMENTS = ("arguments", "parameters")
-# Brackets and strings. Of a string, the group is its closing quote, or empty if more text could
-# still close it; a quote that begins no string has no group.
+# Brackets and strings. The group of a string is its closing quote, or empty if more text could
+# still close it; a quote that does not begin a string has no group.
 JSON = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*+("|\\?\Z)|["\[\]{}]')
 PYTHON = re.compile(
     r"'(?:[^'\\\n]|\\.)*+('|\\?\Z)|\"(?:[^\"\\\n]|\\.)*+(\"|\\?\Z)|['\"()\[\]{}]", re.DOTALL
@@ -244,8 +245,8 @@ PYTHON = re.compile(
 
 
 def value_end(text: str, start: int, tokens: re.Pattern[str] = JSON) -> int | None:
-    """The end of a value that begins with the bracket at `start`; 0 if it cannot be one, None if
-    more text decides."""
+    """The end of a value that begins with the bracket at `start`; 0 if it is invalid, None if more
+    text is needed."""
     open_brackets: list[str] = []
     for token in tokens.finditer(text, start):
         mark = token[0][0]
@@ -273,7 +274,8 @@ def is_object(text: str) -> bool:
 
 
 def json_value(text: str) -> Json:
-    """Raises ValueError or RecursionError for what is not JSON, also for NaN and infinities."""
+    """Parse JSON. Raises ValueError or RecursionError for invalid JSON, also for NaN and
+    infinities."""
 
     def refuse(name: str) -> Json:
         raise ValueError(f"{name} is not JSON")
@@ -299,7 +301,7 @@ def read_list(text: str, start: int, *, last: bool) -> Read | None:
 
 
 def mark(words: str) -> str:
-    """One of DeepSeek's tokens, with its characters that look like others."""
+    """One of DeepSeek's special tokens, with its lookalike characters."""
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -308,8 +310,8 @@ DEEPSEEK_CALL, END, SEPARATOR = mark("tool call begin"), mark("tool call end"), 
 
 
 class DeepSeekV3(ToolParser):
-    """Tool calls of DeepSeek V3 and R1: with a kind, and the arguments in a block of code. A block
-    with anything but calls in it is content.
+    """Tool calls of DeepSeek V3 and R1: with a kind, and the arguments in a code block. A block
+    that contains anything but calls is content.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>query
     ```json
@@ -339,7 +341,8 @@ class DeepSeekV3(ToolParser):
         return (end + len(DEEPSEEK_CLOSE), calls) if calls else (0, ())
 
     def _calls(self, text: str, *, cut: bool) -> list[Function]:
-        """The calls of a block; none if it has anything else. cut: its last tag may lack."""
+        """The calls of a block; none if it contains anything else. cut: its last tag may be
+        missing."""
         found, at = list[Function](), 0
         while head := self.head.match(text, at):
             end = value_end(text, head.end())
@@ -355,7 +358,7 @@ class DeepSeekV3(ToolParser):
 
 
 class DeepSeekV31(DeepSeekV3):
-    """Tool calls of DeepSeek V3.1: the same without kind and code.
+    """Tool calls of DeepSeek V3.1: the same without kind and code block.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tables<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
     """
@@ -410,8 +413,8 @@ NAMED_START = re.compile(r"\[TOOL_CALLS\]\s*[\w.-]+(?:\[[A-Z_]*\]?\w*){0,2}")
 
 
 class Mistral(ToolParser):
-    """Tool calls of Mistral: after a token, a list in JSON or, of newer models, names and
-    arguments. A list with anything else in it is content.
+    """Tool calls of Mistral: after a token, a JSON list or, for newer models, names and arguments.
+    A list that contains anything else is content.
 
     [TOOL_CALLS][{"name": "query", "arguments": {"sql": "SELECT 1"}}]
     [TOOL_CALLS]query[ARGS]{"sql": "SELECT 1"}[TOOL_CALLS]tables[ARGS]{}
@@ -437,8 +440,8 @@ WORD, PHI_OPEN, PHI_CLOSE = "functools", "<|tool_call|>", "<|/tool_call|>"
 
 
 class Phi4MiniJson(ToolParser):
-    """Tool calls of Phi-4-mini: a list in JSON after a word or in tags. A list with anything else
-    in it is content.
+    """Tool calls of Phi-4-mini: a JSON list after a word or in tags. A list that contains anything
+    else is content.
 
     functools[{"name": "query", "arguments": {"sql": "SELECT 1"}}]
     <|tool_call|>[{"name": "query", "arguments": {"sql": "SELECT 1"}}]<|/tool_call|>
@@ -456,7 +459,7 @@ class Phi4MiniJson(ToolParser):
         rest = text[end:].lstrip()
         if rest.startswith(PHI_CLOSE):
             return text.index(PHI_CLOSE, end) + len(PHI_CLOSE), calls
-        if PHI_CLOSE.startswith(rest):  # the tag may follow, or the end has cut it
+        if PHI_CLOSE.startswith(rest):  # the tag may follow, or the end of the text has cut it
             return (len(text), calls) if last else None
         return found
 
@@ -464,14 +467,14 @@ class Phi4MiniJson(ToolParser):
 PYTHONIC_START = re.compile(r"\[\s*[^\W\d][\w.-]*\s*\(")
 MAYBE_START = re.compile(r"\[\s*(?:[^\W\d][\w.-]*\s*)?")
 PYTHONIC_CALL = re.compile(r"\s*([^\W\d][\w.-]*)\s*(?=\()")
-# Python's own words may name an argument here, such as "from".
+# Arguments may be named by Python's keywords here, such as "from".
 ARGUMENT = re.compile(r"\s*([^\W\d][\w-]*)\s*=(?!=)(.*)", re.DOTALL)
 NEXT = re.compile(r"\s*(,\s*|\Z)")
 
 
 class Pythonic(ToolParser):
     """Tool calls as a list of calls in Python, of Llama 3.2 and 4, Gemma and others. Arguments are
-    literals with names; a list with anything else in it is content.
+    literals with names; a list that contains anything else is content.
 
     [query(sql="SELECT 1"), tables()]
     """
@@ -492,7 +495,7 @@ class Pythonic(ToolParser):
 
 
 def _calls(text: str) -> list[Function]:
-    """Raises ValueError, or what literals raise, for anything but calls."""
+    """Raises ValueError, or an error of `ast.literal_eval`, for anything but calls."""
     found, at = list[Function](), 0
     while at < len(text):
         call = PYTHONIC_CALL.match(text, at)
@@ -502,7 +505,7 @@ def _calls(text: str) -> list[Function]:
         arguments = json.dumps(
             _arguments(text[call.end() + 1 : end - 1]), ensure_ascii=False, allow_nan=False
         )
-        arguments.encode()  # half of a surrogate pair is no text
+        arguments.encode()  # rejects unpaired surrogates
         found.append(Function(call[1], arguments))
         at = following.end()
     return found
@@ -535,7 +538,7 @@ def _split(text: str) -> list[str]:
 def _literal(text: str) -> Json:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # escapes that Python does not know
+            warnings.simplefilter("ignore")  # about unknown escapes
             value: Json = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return json_value(text)  # true, false and null, or values with them
@@ -544,7 +547,8 @@ def _literal(text: str) -> Json:
 
 FUNCTION = "<function="
 HEAD = re.compile(rf"(?:{OPEN}\s*)?{FUNCTION}([^>\n]+)>\s*")
-# A value on lines of its own ends on one, so it may have the tag in a line.
+# A value on separate lines ends with a closing tag on a separate line, so it may contain the tag
+# inside a line.
 PARAMETER = re.compile(
     r"<parameter=([^>\n]+)>(?:\n(?:(.*?)\n)??|([^\n].*?)??)</parameter>(?:[^\S\n]*+\n\s*+)?"
     r"(?=<parameter=|</function>)",
@@ -554,8 +558,8 @@ TAIL = "</function>"
 
 
 class Qwen3Coder(ToolParser):
-    """Tool calls of Qwen3-Coder: XML with the values as plain text, whose types the tools define.
-    The outer tags may be missing.
+    """Tool calls of Qwen3-Coder: XML with values as plain text; the tools define their types. The
+    outer tags may be missing.
 
     <tool_call>
     <function=query>
@@ -591,7 +595,7 @@ class Qwen3Coder(ToolParser):
 
     @staticmethod
     def _end(text: str, end: int, *, last: bool) -> int | None:
-        """The end of a call whose function ends at `end`; None if more text decides."""
+        """The end of a call, given the end of its function; None if more text is needed."""
         rest = text[end:].lstrip()
         if rest.startswith(CLOSE):
             return text.index(CLOSE, end) + len(CLOSE)
@@ -623,8 +627,8 @@ def _named(schema: Any) -> Iterator[str]:
 
 
 def typed(text: str, types: frozenset[str] | None) -> Json:
-    """The value of a parameter: text if it may be text and is no value of its other types. types:
-    None for a parameter that no tool defines."""
+    """The value of a parameter: text if it may be text and is not a value of another allowed type.
+    types: None for a parameter that no tool defines."""
     if types is None or types == {"string"}:
         return text
     word = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
@@ -663,7 +667,6 @@ def load_format(name: str, root: Path) -> type[ToolParser]:
 
 
 def parser_of(tokenizer: Tokenizer) -> type[ToolParser]:
-    """The parser of the format in which a model writes calls, by the name in its tokenizer's files,
-    or "package.module:name"; that of Hermes without a name. Raises ConfigError for an unknown
-    name."""
+    """The parser of a model's tool calls, by the name in its tokenizer's files, or
+    "package.module:name"; Hermes' format by default. Raises ConfigError for an unknown name."""
     return load_format(tokenizer.init_kwargs.get(TOOL_FORMAT, "hermes"), Path())

@@ -6,10 +6,10 @@
 
 H is the entropy of the current policy's distribution at token t, with its exact gradient. `ratios`
 names the models whose log-probs are compared, and k' is the derivative of a penalty (see
-`kl_gradient`). A loss of whole rollouts, such as one of pairs (`AddedLoss`), adds its own psi, and
-`Echo` the cross-entropy of observations, which nothing else here reads.
-`Terms` holds the constants of one optimizer step, normalised over the whole step, so the gradient
-does not depend on how the step is cut into micro-batches.
+`kl_gradient`). A loss of whole rollouts, such as a loss of pairs (`AddedLoss`), adds its own psi,
+and `Echo` adds the cross-entropy of observations. `Terms` holds the constants of one optimizer
+step, normalised over the whole step, so the gradient does not depend on the split into
+micro-batches.
 
 A token's lag is the number of policy updates since it was sampled; 0 if its version is unknown.
 Filters (`RecentTokens`), weights and metrics of tokens that older versions sampled depend on it.
@@ -103,9 +103,8 @@ ROW_SUMS = Average(("row",), "sum")
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The cross-entropy of what tools and the environment answered to the policy's actions, mean
-    over the observations of an optimizer step, times `weight`. roles: of the messages; tools: their
-    names, empty: all."""
+    """The cross-entropy of answers of tools and the environment, mean over the observations of an
+    optimizer step, times `weight`. roles: of messages; tools: names, empty: all."""
 
     weight: float = 0.1
     roles: tuple[str, ...] = ("tool",)
@@ -119,10 +118,10 @@ class Algo:
     gates: factors of the advantage. penalties: subtracted from it. agg: how the loss is averaged
     over tokens. keep: bool [N], the tokens in the loss; default all. rewards: references of the
     rewards that it reads; a batch may lack the `optional` ones. resample: replace groups in
-    which all values of this reward are equal. side: an additional loss of whole rollouts or
-    pairs. distill: imitation of a teacher over several tokens per position. echo: imitation of
-    observations. telling: prompts that tell what only training knows. prepare: changes of the
-    claimed groups before credit, in this order."""
+    which all values of this reward are equal. side: an additional loss of whole rollouts or pairs.
+    distill: imitation of a teacher over several tokens per position. echo: imitation of
+    observations. telling: prompts with privileged text, which only training has. prepare: changes
+    of the claimed groups before credit, in this order."""
 
     credit: Credit
     gates: tuple[Gate, ...] = ()
@@ -143,7 +142,7 @@ class Algo:
 
     @cached_property
     def needs(self) -> frozenset[Model]:
-        """The models whose log-probs it reads, without the current policy."""
+        """The models whose log-probs the algorithm reads, except the current policy."""
         read: set[Model] = {s for gate in self.gates for s in (gate.num, gate.den)}
         read |= {reg.den for reg in self.penalties}
         if any(isinstance(part, TokenKLPenalty) for part in nested_records(self.credit)):
@@ -157,9 +156,10 @@ class Algo:
         return frozenset(read) - {"current"}
 
     @cached_property
-    def symbols(self) -> int:
-        """Number of tokens whose log-probs it reads per position; 0: only the sampled one."""
-        of_gates = max((getattr(gate.fn, "symbols", 0) for gate in self.gates), default=0)
+    def topk(self) -> int:
+        """Number of tokens per position whose log-probs the algorithm reads; 0: only the sampled
+        one."""
+        of_gates = max((getattr(gate.fn, "topk", 0) for gate in self.gates), default=0)
         return of_gates if self.distill is None else self.distill.k
 
     @cached_property
@@ -211,19 +211,17 @@ def loss_terms(
     fresh: bool = False,
     advantage: Tensor | None = None,
 ) -> Terms:
-    """Terms of one optimizer step on the whole of `batch`.
-
-    given: for an algorithm with `symbols` also those of the batch's symbols: before the first
-    update, or of the teacher, without which `distill` has no effect. fresh: the old policy's are
-    not needed, because this is the only step on the batch or because they are interpolated.
-    advantage [N]: from `compute_advantages` of a larger batch that contains this one; default:
-    computed here.
+    """Terms of one optimizer step on the whole of `batch`. given: log-probs; for an algorithm with
+    `topk` also those of `Batch.topk_tokens`, before the first update or by the teacher; without
+    them `distill` has no effect. fresh: whether log-probs of the old policy are not needed, because
+    this is the only step on the batch or because they are interpolated. advantage [N]: from
+    `compute_advantages` of a larger batch that contains this one; default: computed here.
 
     Raises TrainingError for missing or non-finite log-probs, or infinite credit."""
-    given, sampler = given.exact(), batch.behaviour.detach().double().cpu()
+    given, sampler = given.exact(), batch.sampler_logprobs.detach().double().cpu()
     who = f"algorithm {algo.name!r}, step {batch.step},"
     columns, read = {"sampler": sampler, **given.computed()}, set[str](algo.needs)
-    if algo.symbols and not algo.distill:
+    if algo.topk and not algo.distill:
         read.add("old_candidates")
     for name in sorted(read - ({"old", "old_candidates"} if fresh else set())):
         known = len(columns.get(name, ()))
@@ -276,8 +274,8 @@ def compute_advantages(algo: Algo, batch: Batch) -> Tensor:
 def loss_coefficients(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     """psi of a micro-batch of whole rows, detached, with the dtype and device of p.
 
-    p: current log-probs of the tokens `index` [n], or [n, K] of their symbols. Returns [n], or
-    [n, K] for a `distill` on symbols. Raises TrainingError if p is not finite."""
+    p: current log-probs of the tokens `index` [n], or [n, K] of their top-k tokens. Returns [n], or
+    [n, K] for a `distill` over several tokens. Raises TrainingError if p is not finite."""
     now, index = p.detach().double().cpu(), index.cpu()
     _check_finite(now, "current", f"algorithm {algo.name!r}")
     logprobs = logprobs_at(terms, now, index)
@@ -296,7 +294,7 @@ def loss_coefficients(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Ten
     now_K, teacher_K = logprobs.candidates.current, logprobs.candidates.teacher
     if algo.distill is None or now_K is None or teacher_K is None:
         return total.to(p)
-    known = ~teacher_K.isnan().any(-1)  # a call that was told nothing has no teacher
+    known = ~teacher_K.isnan().any(-1)  # a call without privileged text has no teacher
     pull_K = torch.zeros_like(now_K)
     pull_K[known] = algo.distill.pull(now_K[known], teacher_K[known])
     pull_K = terms.weight[index, None] * pull_K
@@ -332,7 +330,7 @@ def weights(
     """u float64 [N] = mask / live units / live parts of the unit / (tokens of the part | 1 |
     const).
 
-    A unit or part is live if the mask keeps one of its tokens; the others are in no denominator.
+    A unit or part is live if the mask keeps one of its tokens; others are not in any denominator.
     part: ids of the parts of the units; default: each unit is one part."""
     kept = torch.ones_like(unit, dtype=torch.bool) if mask is None else mask
     part = unit if part is None else part
@@ -357,11 +355,12 @@ def kl_value(d: Tensor, kind: KLEstimator) -> Tensor:
 
 
 def logprobs_at(terms: Terms, now: Tensor, index: Tensor) -> LogProbs:
-    """The log-probs of the tokens `index` [n]. now: the current ones [n], or those of their symbols
-    [n, K]."""
+    """The log-probs of the tokens `index` [n]. now: the current log-probs [n], or those of the
+    top-k tokens [n, K]."""
     if terms.given.old_candidates is not None and now.dim() == 1:
         raise TrainingError(
-            "the learner returned the current log-probs of the sampled tokens, not of the symbols"
+            "the learner returned the current log-probs of the sampled tokens, not of the top-k "
+            "tokens"
         )
     return terms.given.at(index).during(now, terms.sampler[index])
 
@@ -383,13 +382,13 @@ def gate_factors(
 
 
 def _of_whole_step(fn: GateFn | None) -> bool:
-    """Whether it compares the tokens of an optimizer step with one another."""
+    """Whether the gate compares the tokens of an optimizer step with one another."""
     return getattr(fn, "whole_step", False)
 
 
 def _factors(fn: GateFn, lr: Tensor, terms: Terms, logprobs: LogProbs, index: Tensor) -> Tensor:
     """Factors [n]. A function of the whole step gets the tokens in the loss, in their order,
-    however rows are packed; the others have factor 1."""
+    independent of the packing; other tokens have factor 1."""
     advantage = terms.advantage[index]
     if not _of_whole_step(fn):
         return fn(lr, advantage, logprobs)
@@ -430,7 +429,7 @@ def _skip(
 
 
 def _is_taught(algo: Algo, given: GivenLogProbs) -> bool:
-    """Whether a distillation has a teacher: a policy that is told nothing has none."""
+    """Whether a distillation has a teacher: the policy without privileged text has none."""
     if algo.distill is None or not algo.distill.told:
         return algo.distill is not None
     teacher_K = given.teacher_candidates
@@ -472,19 +471,20 @@ class ReferenceControl:
 
 def kl_to_reference(batch: Batch) -> float:
     """Mean of sampler - reference over the tokens of a nonempty batch, in nats."""
-    return float((batch.behaviour.double() - batch.reference.double()).mean())
+    return float((batch.sampler_logprobs.double() - batch.reference.double()).mean())
 
 
 class PrivilegedPrompts(Protocol):
-    """Prompts with what the policy does not see when it acts, with which its calls are scored."""
+    """Prompts with privileged text, which the policy does not see when it acts; its calls are
+    scored with them."""
 
     @property
     def teacher(self) -> Literal["current", "reference"]:
-        """Whose log-probs are those of the told calls."""
+        """The stream with log-probs given the privileged text."""
 
     @property
     def by_token(self) -> bool:
-        """Whether credit reads `Batch.told`."""
+        """Whether credit reads `Batch.told`, the gap of each token."""
 
     def token_gap(self, batch: Batch, groups: list[Group], policy: TrainedPolicy) -> Tensor:
         """`Batch.told`."""
@@ -492,7 +492,8 @@ class PrivilegedPrompts(Protocol):
     def told(
         self, batch: Batch, groups: list[Group], policy: TrainedPolicy
     ) -> tuple[Batch, Tensor, Tensor]:
-        """The batch of the told calls, and the same tokens in `batch` and in it, int64 [n] each."""
+        """The batch of calls with privileged text, and the indices of the same tokens in `batch`
+        and in it, int64 [n] each."""
 
 
 class AddedTerms(Protocol):
@@ -569,7 +570,7 @@ def staleness_metrics(
 ) -> dict[str, float]:
     """Age of the data of step `step`. staleness/steps_mean, steps_max: steps from the one that a
     group was planned for to this one; below 0 if it is trained earlier, which only
-    `algorithm.group_order = "ready"` allows. staleness/version_mean, version_p95, version_max:
+    `algorithm.group_order = "completed"` allows. staleness/version_mean, version_p95, version_max:
     updates of the policy since a token was sampled, over tokens with a known version.
     staleness/mixed: number of calls during which weights changed. version: the policy's current
     version, default `step`."""
@@ -592,10 +593,11 @@ MIN_REST = 1e-6  # probability of all other tokens; smaller values are rounding 
 
 @dataclass(frozen=True, slots=True)
 class TopKDistillation:
-    """beta times the KL divergence between teacher and policy over k tokens and one symbol for the
-    rest, without which leaving the k tokens would cost nothing. The k tokens are the sampled one
-    and the most probable ones of the teacher (of = "teacher": KL(teacher || policy)) or of the
-    policy before the first update (of = "policy": KL(policy || teacher)). GKD, arXiv 2306.13649."""
+    """beta times the KL divergence between teacher and policy over k tokens and one symbol for all
+    others; without that symbol, probability outside of the k tokens would cost nothing. The k
+    tokens are the sampled one and the most probable ones of the teacher (of = "teacher": KL(teacher
+    || policy)) or of the policy before the first update (of = "policy": KL(policy || teacher)).
+    GKD, arXiv 2306.13649."""
 
     k: int
     beta: float

@@ -17,10 +17,10 @@ from agentrl.core.types import POLICY, Group, Reward, Rollout
 
 @dataclass(frozen=True)
 class TrainedPolicy:
-    """The policy that a step trains, before its update. context: most tokens that a call may
-    have, prompt and completion; None: any number. state: of the algorithm, by name."""
+    """The policy that a step trains, before its update. context: maximum tokens of a call, prompt
+    and completion; None: unlimited. state: parts of the algorithm's state, by name."""
 
-    # Of every action token, float32 [N]; with a second argument, those of another model.
+    # Log-probs of every action token, float32 [N]; with a second argument, those of another model.
     logprobs: Callable[..., Tensor]
     tokenizer: Tokenizer | None = None
     context: int | None = None
@@ -48,7 +48,7 @@ KEEPS_PROMPTS: set[Prepare] = set()
 def with_call_rewards(
     groups: list[Group], reference: str, values: Mapping[str, float]
 ) -> list[Group]:
-    """The groups with a reward for each call whose id has a value. reference: "transition:NAME"."""
+    """The groups with a reward for each call that has a value. reference: "transition:NAME"."""
     scope, name = split_reference(reference)
 
     def rewarded(rollout: Rollout) -> Rollout:

@@ -1,5 +1,5 @@
-"""Log-probs by the model that they are of, and gate functions of their ratios: importance weights,
-clips and masks as a factor >= 0 of the advantage.
+"""Log-probs by model, and gate functions of their ratios: importance weights, clips and masks as a
+factor >= 0 of the advantage.
 
 A gate function takes lr [n] (a pooled log-ratio of two models, r = e^lr), the advantages [n] and
 the log-probs of n tokens, and returns detached factors [n], which are 1 at r = 1. The loss
@@ -25,7 +25,7 @@ Model = Literal["current", "old", "sampler", "reference", "teacher"]
 """Whose log-probs: the current policy's, its before the first update of the batch, those that the
 tokens were sampled with, and two frozen models'. Papers write p or pi, o, b or mu, q and t."""
 LearnerOutput = Model | Literal["values", "top_tokens", "entropy", "observations"]
-ALL_STREAMS: tuple[LearnerOutput, ...] = (
+ALL_OUTPUTS: tuple[LearnerOutput, ...] = (
     "old", "sampler", "reference", "teacher", "values", "top_tokens", "entropy", "observations",
 )  # fmt: skip
 """All that a learner may supply to an algorithm, besides the current log-probs."""
@@ -46,14 +46,14 @@ class LogProbs:
     """The log-probs of n tokens, float64 [n], during an optimizer step."""
 
     current: Tensor
-    old: Tensor  # the current ones, in the first step on a batch
+    old: Tensor  # the current log-probs, in the first step on a batch
     sampler: Tensor
     reference: Tensor | None = None  # None: not computed, as for the teacher
     teacher: Tensor | None = None
     candidates: Candidates = Candidates()
 
     def at(self, index: Tensor) -> LogProbs:
-        """Those of some tokens."""
+        """The same for the tokens with these indices."""
         own = {
             each.name: column[index]
             for each in fields(self)
@@ -65,7 +65,7 @@ class LogProbs:
         return replace(self, **own, candidates=candidates)
 
     def of(self, model: Model) -> Tensor:
-        """Those of one model. Raises TrainingError if they are not computed."""
+        """The log-probs of one model. Raises TrainingError if they are not computed."""
         found: Tensor | None = getattr(self, model)
         if found is None:
             raise TrainingError(f"the log-probs of the {model} are not computed; see `Algo.needs`")
@@ -87,7 +87,7 @@ class GivenLogProbs:
     teacher_candidates: Tensor | None = None  # [N, K]
 
     def at(self, index: Tensor) -> GivenLogProbs:
-        """Those of some tokens."""
+        """The same for the tokens with these indices."""
         return replace(self, **{name: column[index] for name, column in self.computed().items()})
 
     def exact(self) -> GivenLogProbs:
@@ -96,7 +96,7 @@ class GivenLogProbs:
         return replace(self, **columns)
 
     def computed(self) -> dict[str, Tensor]:
-        """What there is, by field."""
+        """The computed log-probs, by field."""
         every = ((each.name, getattr(self, each.name)) for each in fields(self))
         return {name: column for name, column in every if column is not None}
 

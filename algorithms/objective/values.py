@@ -103,7 +103,7 @@ def value_metrics(terms: ValueTerms) -> dict[str, float]:
         return {}
     target, old = terms.returns[live], terms.old[live]
     spread = target.var(correction=0)
-    noise = 1e-12 * target.square().mean()  # of rounding
+    noise = 1e-12 * target.square().mean()  # rounding error
     left = (target - old).var(correction=0)
     return {
         "critic/value_mean": float(old.mean()),

@@ -55,7 +55,7 @@ from agentrl.store.base import Store
 from agentrl.store.records import Item
 
 LABEL = "label"  # the reward of a completion: 1 or 0 in a pair, else the label of the item
-ITEMS_PER_READ = 64  # items that are read at once
+ITEMS_PER_READ = 64  # items per read
 log = logging.getLogger("agentrl.algorithm")
 
 
@@ -86,7 +86,7 @@ class StoredReference:
     """The reference's log-probs of the items that were collected, or evaluated, last: as
     `Updater.reference`, float64 [N]."""
 
-    logprobs: Mapping[str, Float32] = field(default_factory=dict)  # by rollout
+    logprobs: Mapping[str, Float32] = field(default_factory=dict)  # by rollout id
 
     def __call__(self, batch: Batch) -> Tensor:
         every = [torch.tensor(self.logprobs[id], dtype=torch.float64) for id in batch.rollouts]
@@ -94,8 +94,8 @@ class StoredReference:
 
 
 def from_dataset(updater: Updater) -> Updater:
-    """The updater for items, whose groups are as large as they have completions, and which are in
-    no store. The reference's log-probs are read from the store, if they can be."""
+    """The updater for items: groups have one rollout per completion and are not in the store. The
+    reference's log-probs are read from the store, if possible."""
     config, algo, side = updater.config, updater.algo, loss_of(updater.algo)
     sides = 2 if side is not None and side.paired else 1
     settings = replace(config.algorithm, min_group=sides)
@@ -124,9 +124,9 @@ class DatasetCollector:
     updater: Updater
     loaded: LoadedModel
     reference: str = ""  # digest of its weights
-    items: dict[str, list[Item]] = field(default_factory=dict)  # usable ones, by split
+    items: dict[str, list[Item]] = field(default_factory=dict)  # split -> usable items
     tokenizer: Retokenizer = field(init=False)
-    inputs: Inputs | None = field(init=False)  # what the model reads besides text
+    inputs: Inputs | None = field(init=False)  # reader of images, for an image-text model
     serves: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -212,7 +212,7 @@ class DatasetCollector:
         return partial(scorer.logprobs, of=of)
 
     async def _read_reference(self, groups: Sequence[Group]) -> None:
-        """Read the reference's log-probs of these sides."""
+        """Read the reference's log-probs of these completions."""
         if isinstance(known := self.updater.reference, StoredReference):
             names = [rollout.id for group in groups for rollout in group.rollouts]
             known.logprobs = await self.store.logprobs(self.reference, names)
@@ -234,7 +234,7 @@ class DatasetCollector:
 
     async def _readable(self, items: Sequence[Item], lost: Counter[str]) -> list[Item]:
         """The items whose completions can all be trained; completions are never truncated. lost:
-        counts of the reasons for dropped items, which are added to."""
+        counts of dropped items by reason, updated in place."""
         sides = await self._sides(items)
         wrong = {name: self._defect(name, calls) for name, calls in sides.items()}
         for name in await self._unseen({name: sides[name] for name in sides if not wrong[name]}):
@@ -264,7 +264,7 @@ class DatasetCollector:
         return "with tokens of another tokenizer" if unreadable_reason(group, sizes) else ""
 
     async def _seen(self, groups: list[Group]) -> list[Group]:
-        """The groups with what the model reads of the images that their calls name."""
+        """The groups with the image tokens of their calls."""
         calls = [call for group in groups for one in group.rollouts for call in one.transitions]
         if not any(call.images for call in calls):
             return groups

@@ -55,7 +55,7 @@ class CompletionLoss:
     [U]. reference: whether it reads log-probs of the reference. whole: whether it needs all
     completions of the step at once. nll: weight of the mean negative log-prob of the better ones'
     tokens. share: weight of the loss in psi. how, least, per_group: see `choose_pairs`. threshold:
-    least reward of a desirable completion, if not paired."""
+    minimum reward of a desirable completion, if not paired."""
 
     fn: Callable[..., Tensor]
     options: Mapping[str, float]
@@ -78,7 +78,7 @@ class CompletionLoss:
         return completion_terms(self, batch, reference)
 
     def row_unit(self, batch: Batch) -> Tensor:
-        """Pairs, which are in one group, stay together."""
+        """One unit per group, because both completions of a pair must be in one micro-batch."""
         group = batch.rollout_group[batch.row_rollout]
         return torch.zeros_like(group) if self.whole else group
 
@@ -91,13 +91,13 @@ class CompletionTerms:
     """The constants of the U completions and P pairs of one optimizer step."""
 
     loss: CompletionLoss
-    completion: Tensor  # int64 [N], that of each token
+    completion: Tensor  # int64 [N], completion of each token
     reference: Tensor  # float64 [U], sums of log-probs
     tokens: Tensor  # float64 [U], their numbers
     better: Tensor  # int64 [P]
     worse: Tensor  # int64 [P]
     label: Tensor  # float64 [U], 1 or 0; NaN: unknown
-    weight: Tensor  # float64 [U]; a pair has the weight of its better one
+    weight: Tensor  # float64 [U]; the weight of a pair is that of its better completion
     mismatched: Tensor  # bool [U]
     ties: int  # groups without a pair
 
@@ -153,7 +153,8 @@ def loss_value(
 ) -> Tensor:
     """The scalar contribution to the loss of the completions with sums [U] that are `present` [U].
 
-    Raises TrainingError if one of a pair is absent, or any of a `whole` loss."""
+    Raises TrainingError if one completion of a pair is absent, or any completion of a `whole`
+    loss."""
     a, b = terms.better, terms.worse
     if (present[a] != present[b]).any() or (loss.whole and not present.all()):
         raise TrainingError(
@@ -197,8 +198,8 @@ def completion_metrics(loss: CompletionLoss, terms: CompletionTerms, p: Tensor) 
 
 
 def with_mismatched(groups: list[Group], _: TrainedPolicy | None = None) -> list[Group]:
-    """Add to each group, for every rollout, one with the completions of the previous rollout, from
-    which the KL divergence is estimated; unchanged if there are some already."""
+    """Add to each group, for every rollout, a mismatched one with the completions of the previous
+    rollout, to estimate the KL divergence; unchanged if they exist already."""
     rows = [row for group in groups for row in group.rollouts if row.transitions]
     if any(reward.name == MISMATCHED for row in rows for reward in row.rewards):
         return groups

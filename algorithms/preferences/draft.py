@@ -1,4 +1,4 @@
-"""A version of a data set in the making, without duplicate and contradictory items.
+"""Drafts a version of a data set, without duplicate and contradictory items.
 
 Pairs of rollouts are chosen in a group, for stored groups and for those of a training step. A run's
 version of its data set is pinned from its first start to its end.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from agentrl.core.config import RunConfig, from_store  # before the table, which its schema imports
+# Imported first, because the schema imports the table.
+from agentrl.core.config import RunConfig, from_store
 
 # isort: split
 import random
@@ -27,9 +28,8 @@ from agentrl.store.records import Dataset, Item, Kind, Side, digest_of
 
 
 async def pin_dataset(store: Store, config: RunConfig) -> RunConfig:
-    """The settings with a fixed version of the data set: that of a started run, or the newest.
-
-    Raises ConfigError for a data set or version that the store does not have."""
+    """Settings with a fixed version of the data set: the version of a started run, or the newest.
+    Raises ConfigError for an unknown data set or version."""
     data = config.data
     if not data.name:
         return config
@@ -58,7 +58,8 @@ def choose_pairs(
     """Indices (better, worse) of pairs whose values differ by at least `least`, and by more than 0.
 
     extremes: the best and the worst. all: all pairs, the largest gap first. best-of: the best and a
-    random other, drawn with `seed`. per_group: most pairs; 0: all. NaN values are in no pair."""
+    random other one, drawn with `seed`. per_group: maximum number of pairs; 0: all. NaN values are
+    excluded."""
     known = [i for i, value in enumerate(values) if not isnan(value)]
     order = sorted(known, key=lambda i: -values[i])  # ties in order of index
     if len(order) < 2:
@@ -73,7 +74,7 @@ def choose_pairs(
 
 
 ROWS_PER_CALL = 500  # completions or items per call to the store
-IMAGE_BYTES = 2**24  # of images that are sent to the store at once, except for one that is larger
+IMAGE_BYTES = 2**24  # bytes of images per write to the store, unless a single image is larger
 Conflicts = Literal["drop", "keep"]
 
 
@@ -84,7 +85,7 @@ class Draft:
     store: Store
     name: str
     version: int
-    test: float  # fraction of prompts whose items are held out
+    test: float  # held-out fraction of the prompts
     conflicts: Conflicts = "drop"
     counts: Counter[str] = field(default_factory=Counter)
     items: dict[str, Item] = field(default_factory=dict)  # by id
@@ -127,7 +128,7 @@ class Draft:
         return sum(len(image.body) for image in self.images.values()) >= IMAGE_BYTES
 
     async def commit(self) -> Dataset:
-        """Store the items, without contradictory ones, and complete the version."""
+        """Store the items, except contradictory ones, and complete the version."""
         pairs = {(item.chosen, item.rejected) for item in self.items.values()}
         kept = list(self.items.values())
         if self.conflicts == "drop":

@@ -5,8 +5,8 @@ format's is an error that names the column. Numbers and truth values may be text
 be ShareGPT's. Imported items have no tokens: a run renders them with its policy's chat template and
 learns from the tokens that the template adds for each answer.
 
-Images of imported rows are files in data URLs of messages, or in a column `images`, for which parts
-of type "image" stand, as in TRL. Stored messages name them by their digests.
+Images of imported rows are data URLs in messages, or files in a column `images` with parts of type
+"image" as placeholders, as in TRL. Stored messages name them by their digests.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ async def export_rows(
 Row = dict[str, Any]
 COLUMNS = ("images", "image")
 PROMPT_COLUMNS = ("prompt", "context", "messages", "conversations")  # columns with the first images
-ANSWER_COLUMNS = ("chosen", "rejected", "completion")  # each continues after those
+ANSWER_COLUMNS = ("chosen", "rejected", "completion")  # each continues the prompt columns
 
 
 def with_digests(row: Row) -> tuple[Row, list[Image]]:
@@ -88,7 +88,7 @@ def with_digests(row: Row) -> tuple[Row, list[Image]]:
     if files and not any(_is_gap(part) for talk in talks.values() for part in _parts(talk)):
         talks = _shown_first(row, len(files))
     found: dict[str, Image] = {}
-    used = start = 0  # images used by the column, and by those before the answers
+    used = start = 0  # images of this column, and of the columns before the answers
     for key in (key for key in (*PROMPT_COLUMNS, *ANSWER_COLUMNS) if key in talks):
         at = start if key in ANSWER_COLUMNS else used
         talks[key], at = _named(talks[key], key, files, at, found)
@@ -138,7 +138,7 @@ def _named(
 
 
 def _is_gap(part: Any) -> bool:
-    """Whether a part stands for the next image of the row."""
+    """Whether a part is the placeholder of the row's next image."""
     return isinstance(part, dict) and part.get("type") == "image"
 
 
@@ -173,7 +173,7 @@ def _shown_first(row: Row, count: int) -> dict[str, Any]:
 
 
 def _files(row: Row) -> list[str]:
-    """The images of a row's own column, as data URLs."""
+    """The images of the column `images`, as data URLs."""
     own = next((row[key] for key in COLUMNS if row.get(key) is not None), None)
     given: list[Any] = own if isinstance(own, list) else [] if own is None else [own]
     return [_url(one) for one in given]
@@ -186,7 +186,8 @@ def _url(given: Any) -> str:
         body.save(file, "PNG")
         body = file.getvalue()
     if isinstance(body, bytes):
-        return f"data:image/png;base64,{b64encode(body).decode()}"  # the type is read from the file
+        # The type is detected from the file.
+        return f"data:image/png;base64,{b64encode(body).decode()}"
     if isinstance(body, str) and body.startswith("data:"):
         return body
     raise ConfigError(
@@ -355,7 +356,7 @@ def _prompt(row: Row) -> list[Message]:
 
 
 def _with_system(row: Row, said: list[Message]) -> list[Message]:
-    """The messages after those of ShareGPT's column `system`."""
+    """The messages, preceded by ShareGPT's column `system`."""
     system = _messages(row, "system", "system") if "system" in row else []
     return [*system, *said]
 
@@ -435,7 +436,7 @@ def _labelled_steps(row: Row) -> tuple[list[Message], list[str], list[float | No
         tried = [(step.completions or [], step.chosen_completion or 0) for step in found]
         if lost := [i for i, (said, n) in enumerate(tried) if n >= len(said) > 0]:
             raise ConfigError(f"label: step {lost[0]} has no completion of its chosen number")
-        # A step without completions was written by a labeller, and ends what was sampled.
+        # A step without completions was written by a labeller; sampled text ends there.
         whole = next((i for i, (said, _) in enumerate(tried) if not said), len(tried))
         steps = [said[n] for said, n in tried[:whole]]
         right = [float((step.rating or 0) > 0) for step in steps]
@@ -462,7 +463,8 @@ def _text(said: Any) -> str:
 
 
 def _common(one: Sequence[Message], other: Sequence[Message]) -> int:
-    """The number of leading messages that two conversations share, without their last ones."""
+    """The number of leading messages that two conversations share, not counting their last
+    messages."""
     size = min(len(one), len(other)) - 1
     return next((i for i in range(size) if one[i] != other[i]), max(size, 0))
 

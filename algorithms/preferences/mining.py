@@ -40,8 +40,8 @@ class MineSpec(Record, frozen=True):
     which branches of a rollout diverge. turn: pairs of calls of a group with the same prompt.
     label: a label for every rollout, and for every call with a reward of that name: 1 if the reward
     is at least `threshold`. mc: step labels, the mean reward of the rollouts that share each call,
-    arXiv 2312.08935. correction: pairs of a person's correction and the call. reasked: pairs, at
-    the prompt of a call, of the answer once the user had asked again, and the call.
+    arXiv 2312.08935. correction: pairs of a person's correction and the call. reasked: pairs at the
+    prompt of a call: the answer after the user had asked again, and the call's answer.
     demonstration: rollouts with a reward of at least `threshold`."""
 
     run: str
@@ -52,8 +52,8 @@ class MineSpec(Record, frozen=True):
         ]
     ) = "extremes"
     reward: str = "outcome"
-    least: float = 0.0  # smallest difference of rewards in a pair
-    per_group: int = 0  # most pairs per group; 0: all
+    least: float = 0.0  # minimum difference of rewards in a pair
+    per_group: int = 0  # maximum pairs per group; 0: all
     steps: tuple[int, int] | None = None  # first and last step that requested the rollouts
     expert: str = ""
     threshold: float = 0.5
@@ -122,14 +122,14 @@ async def _groups(
 def _judged(
     draft: Draft, spec: MineSpec, rollout: Rollout, calls: Sequence[Transition]
 ) -> Found | None:
-    """None, and counted, for a rollout that has not ended or without the reward, for one with older
-    calls than asked for, and for one of which not all tokens are known."""
+    """None for a rollout that has not ended, lacks the reward, has calls older than requested, or
+    has unknown tokens; the reason is counted."""
     value = rollout.reward(spec.reward)
     if spec.steps is not None and not spec.steps[0] <= rollout.step <= spec.steps[1]:
         return None
     own = [call for call in calls if _is_of(call, spec.policy)]
     ended = rollout.state in (RolloutState.SUCCEEDED, RolloutState.FAILED)
-    ended &= not (rollout.branch and rollout.branch.without)  # it repeats another one
+    ended &= not (rollout.branch and rollout.branch.without)  # repeats another rollout
     defects = {
         "rollouts that have not ended": not ended,
         "rollouts without the reward": isnan(value) and not _judged_calls(spec, rollout, own),
@@ -146,12 +146,12 @@ def _judged(
 
 
 def _is_of(call: Transition, policy: str) -> bool:
-    """Whether it is a call of the policy, or of a version of it that `agentrl live` served."""
+    """Whether a call belongs to the policy, or to a version of it that `agentrl live` served."""
     return call.policy in (policy, f"{policy}@{call.version}")
 
 
 def _judged_calls(spec: MineSpec, rollout: Rollout, calls: list[Transition]) -> bool:
-    """Whether it has calls that the spec uses whatever the rollout's reward."""
+    """Whether the rollout has calls that the spec uses independently of the rollout's reward."""
     if spec.how == "reasked":
         return bool(reasked(calls, rollout.rewards))
     return bool(_rewarded(spec, rollout, calls))
@@ -191,7 +191,7 @@ def _reasked(draft: Draft, group: Sequence[Found]) -> None:
 def _rewarded(
     spec: MineSpec, rollout: Rollout, calls: Sequence[Transition]
 ) -> list[tuple[int, Reward]]:
-    """(index, reward) of the calls with a reward of their own that the spec uses."""
+    """(index, reward) of the calls with a call-level reward that the spec uses."""
     name = {"label": spec.reward, "correction": CORRECTION}.get(spec.how)
     indices = {call.id: index for index, call in enumerate(calls)}
     found = [r for r in rollout.rewards if r.name == name and r.scope is Scope.TRANSITION]
@@ -216,7 +216,7 @@ def _prompt(call: Transition) -> bytes:
 
 
 def _key(call: Transition) -> tuple[bytes, bytes]:
-    """Equal for calls with the same prompt and completion."""
+    """A key that is equal for calls with the same prompt and completion."""
     said = call.completion.tobytes() if call.exact else msgspec.json.encode(call.answer)
     return _prompt(call), said
 

@@ -1,4 +1,4 @@
-"""Losses of pairs and of labels, each a function of the completions: see `completions`.
+"""Losses on pairs and on labels, as functions of the completions: see `completions`.
 
 a: the better completions, b: the worse: see `LogProbSums`.
 """

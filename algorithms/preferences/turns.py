@@ -1,6 +1,6 @@
 """The turns of a conversation with a user: calls between two of the user's messages.
 
-Invariant: a turn is known from the stored requests alone, so it is the same for training and for
+Invariant: turns are derived only from stored requests, so they are the same for training and
 mining.
 """
 
@@ -16,7 +16,8 @@ import msgspec
 from agentrl.core.types import CORRECTION, FEEDBACK, SIGNAL, Json, Reward, Scope, Transition
 
 MIN_GOOD = 0.5  # value from which a turn went well
-RESULTS = ("tool_result", "functionResponse")  # in a message of the user, by Anthropic and Gemini
+# Tool results in user messages of Anthropic and Gemini.
+RESULTS = ("tool_result", "functionResponse")
 
 
 def said(call: Transition) -> list[dict[str, Json]]:
@@ -25,7 +26,7 @@ def said(call: Transition) -> list[dict[str, Json]]:
 
 
 def last_user_text(call: Transition) -> str:
-    """The text of the user's last message in the request of a call; "" if it is no text."""
+    """The text of the user's last message in the request of a call; "" if it is not text."""
     content = said(call)[-1].get("content") if said(call) else ""
     return content if isinstance(content, str) else ""
 
@@ -83,7 +84,7 @@ def corrections(
 
 
 def written(correction: str) -> dict[str, Json]:
-    """The message of the assistant that a correction stands for."""
+    """The assistant message of a correction."""
     with suppress(msgspec.DecodeError):
         found: Json = msgspec.json.decode(correction)
         whole = isinstance(found, dict) and found.get("role") == "assistant"
@@ -93,6 +94,7 @@ def written(correction: str) -> dict[str, Json]:
 
 
 def _key(call: Transition, earlier: int = 0) -> bytes:
-    """Equal for calls of one turn. earlier: the key of the turn that many user messages before."""
+    """A key that is equal for calls of one turn. earlier: the key of the turn that many user
+    messages before."""
     messages = said(call)
     return msgspec.json.encode((call.role, messages[: len(messages) - earlier]))

@@ -66,7 +66,7 @@ def with_teacher(
     """Adds the KL to a teacher on the tokens of the host's policy gradient: see `distill`."""
     if not top:
         return replace(algo, penalties=(*algo.penalties, KLPenalty("k2", beta, "teacher")))
-    if algo.symbols or algo.side is not None:
+    if algo.topk or algo.side is not None:
         raise ConfigError(
             f"top = {top} imitates several tokens at every position, which cannot be combined with "
             f"the preference loss or the top-k gate of {algo.name!r}; set top = 0"

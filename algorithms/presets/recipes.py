@@ -17,9 +17,9 @@ from agentrl.algorithms.presets.declare import AlgoModifier, AlgoPreset, options
 
 
 class Recipe(NamedTuple):
-    """of: a preset, maybe with modifiers. A recipe for a modifier, "+mis", is of a modifier, or of
-    a preset whose credit takes the place of the host's; its options begin with its own name, or
-    with `prefix`."""
+    """of: a preset, maybe with modifiers. A recipe of a modifier, such as "+mis", is based on a
+    modifier, or on a preset that replaces the host's credit by its own; its options begin with its
+    name, or with `prefix`."""
 
     name: str
     of: str
@@ -216,7 +216,7 @@ def _check_options(row: Recipe, options: Collection[str]) -> None:
 
 
 def register() -> None:
-    """Adds them to the presets and modifiers, which must all be there."""
+    """Add the recipes to the presets and modifiers, which must be registered before."""
     for row in RECIPES:
         if row.name.startswith("+"):
             declare.add_modifier(modifier_of(row))

@@ -66,14 +66,14 @@ def make(
     name: str,
     options: Mapping[str, Any],
     *,
-    streams: Collection[LearnerOutput] = ("old", "sampler"),
+    supplies: Collection[LearnerOutput] = ("old", "sampler"),
     root: Path = Path(),
 ) -> Algo:
     """The algorithm of `algorithm.preset` and `algorithm.options` in a run file.
 
     name: a preset of the library, of an installed package (entry points of the group
     agentrl.presets), or of the user's file or module ("mine.py:lenient"), optionally with modifiers
-    ("grpo+tis"). streams: what the learner supplies besides the log-probs of the current policy:
+    ("grpo+tis"). supplies: what the learner computes besides the log-probs of the current policy:
     other log-probs, critic "values", the "top_tokens" at every position, the gradient of the
     "entropy". root: the folder of the user's files.
 
@@ -96,7 +96,7 @@ def make(
     if not read or not is_dataclass(algo.credit):
         read = tuple(dict.fromkeys(algo.rewards + read))
     prepare = (*algo.prepare, *_adding(read))
-    return _checked(replace(algo, rewards=read, prepare=prepare, name=name), streams)
+    return _checked(replace(algo, rewards=read, prepare=prepare, name=name), supplies)
 
 
 def parts_of_name(name: str, root: Path) -> tuple[AlgoPreset, list[AlgoModifier]]:
@@ -178,7 +178,7 @@ def check_supplies(algo: Algo, supplies: Collection[str]) -> None:
             f"algorithm.preset = {algo.name!r} learns from what tools answered, which the learner "
             "of this run does not compute; leave +echo out, or set learner.kind = 'torch'"
         )
-    if algo.symbols and "top_tokens" not in supplies:
+    if algo.topk and "top_tokens" not in supplies:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the most probable tokens at every position, "
             "which the learner of this run does not compute; choose dppo-tv or dppo-kl, or "
@@ -221,15 +221,15 @@ def check_staleness(config: AlgorithmConfig, algo: Algo) -> None:
         )
 
 
-def _checked(algo: Algo, streams: Collection[str]) -> Algo:
-    if algo.reads_critic and "values" not in streams:
+def _checked(algo: Algo, supplies: Collection[str]) -> Algo:
+    if algo.reads_critic and "values" not in supplies:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the values of a critic, which this "
             "run does not have; set critic.model, choose another preset, or name rewards that hold "
             "them in the preset's options, if it has such options"
         )
-    check_supplies(algo, streams)
-    for stream in sorted(algo.needs - set(streams)):
+    check_supplies(algo, supplies)
+    for stream in sorted(algo.needs - set(supplies)):
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the log-probs of a {IN_WORDS[stream]}, "
             "which this run does not have; set its coefficient to 0 or choose another preset"

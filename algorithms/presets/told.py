@@ -580,7 +580,7 @@ def _check(
         )
     if by == "token" and use != "scale":
         raise ConfigError(f"{key}_by = 'token': only told_use = 'scale' reads it; leave it out")
-    if top and (algo.symbols or algo.side is not None):
+    if top and (algo.topk or algo.side is not None):
         raise ConfigError(
             f"{key}_top = {top} imitates several tokens at every position, which cannot be "
             f"combined with {algo.name!r}; set told_top = 0"

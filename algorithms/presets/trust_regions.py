@@ -156,7 +156,7 @@ class TopKDivergenceGate(DivergenceGate):
     k: int = 20
 
     @property
-    def symbols(self) -> int:
+    def topk(self) -> int:
         return self.k
 
     def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
@@ -244,7 +244,7 @@ def behaviour(algo: Algo, *, quantile: Discount = 1.0) -> Algo:
     """Takes ratios against the sampler instead of the old policy, so that clips are relative to the
     policy that sampled the tokens, however old it is (verl's bypass mode). quantile: PPO's bound
     shrinks for tokens whose |log-ratio| is above this one of the step; 1: for none."""
-    if any(getattr(gate.fn, "symbols", 0) for gate in algo.gates):
+    if any(getattr(gate.fn, "topk", 0) for gate in algo.gates):
         raise ConfigError(
             "algorithm.preset: this preset compares the most probable tokens, of which +behaviour "
             "needs the sampler's log-probs, and the store has only that of the sampled token; "

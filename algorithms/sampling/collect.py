@@ -4,9 +4,9 @@ signal, and cancels the slowest rollouts of groups and those that have become to
 Invariant: requests are a function of seed, step and round, so a restarted process requests the
 same rollouts, and the store ignores duplicates. Groups that were claimed and not committed are
 claimed again. So a step trains the same groups however often it is started, unless
-`algorithm.group_order = "ready"` lets it take groups of later steps that ended first. A cancelled
-rollout has no reward (missing, never 0). Cancellations depend on the store alone, so a restarted
-process makes the same ones.
+`algorithm.group_order = "completed"` lets it take groups of later steps that ended first. A
+cancelled rollout has no reward (missing, never 0). Cancellations depend on the store alone, so a
+restarted process makes the same ones.
 
 The store's counts limit the number of requested groups (see `free_groups`): at most
 (max_staleness + 1) x groups of them are neither trained nor discarded, even if a process was
@@ -34,11 +34,11 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.types import Counts, Group, NewRollout, Purpose, Rollout, RolloutState, Transition
 from agentrl.store.base import Store
 from agentrl.store.records import GroupRow
-from agentrl.store.rows import LARGEST_LOGPROB, LARGEST_REWARD
+from agentrl.store.rows import MAX_LOGPROB, MAX_REWARD
 
 T = TypeVar("T")
 CHECK_PAUSE = 0.5  # seconds between checks of the open groups
-MAX_OPEN_GROUPS = 100_000  # of one query; there are never as many
+MAX_OPEN_GROUPS = 100_000  # limit of a query; there are always fewer
 
 
 async def close_groups_during(work: Coroutine[Any, Any, T], store: Store, config: RunConfig) -> T:
@@ -128,7 +128,7 @@ def is_replaced(config: RunConfig, group: Group, step: int) -> bool:
 
 def cancelled_metrics(config: RunConfig, groups: Sequence[Group], step: int) -> dict[str, float]:
     """rollouts/cancelled; groups/closed_early: groups with cancelled rollouts; tokens/wasted:
-    sampled by cancelled rollouts or stale groups. Empty if nothing was cancelled."""
+    tokens of cancelled rollouts or stale groups. Empty if nothing was cancelled."""
     cancelled, closed, wasted = 0, 0, 0
     for group in groups:
         ended = [row for row in group.rollouts if row.state is RolloutState.CANCELLED]
@@ -149,7 +149,7 @@ async def _open_groups(store: Store, config: RunConfig) -> list[GroupRow]:
 
 
 log = logging.getLogger(__name__)
-MAX_ROUNDS = 10  # of replacements; verl's max_num_gen_batches
+MAX_ROUNDS = 10  # rounds of replacements; verl's max_num_gen_batches
 Vocabulary = Mapping[str, int]  # vocabulary size by policy
 
 
@@ -157,7 +157,7 @@ Vocabulary = Mapping[str, int]  # vocabulary size by policy
 class Collected:
     """The groups of one step."""
 
-    groups: list[Group]  # to train
+    groups: list[Group]  # groups to train
     discarded: list[Group]  # not trained; the step's commit removes them from the queue
     metrics: dict[str, float]
     stored: bool = True  # whether they are in the store, so that the step's commit names them
@@ -165,14 +165,14 @@ class Collected:
 
 
 class GroupSource(Protocol):
-    """Where the groups of a step come from."""
+    """The source of a step's groups."""
 
     @property
     def serves(self) -> bool:
         """Whether policy servers must run while groups are collected."""
 
     async def collect(self, step: int) -> Collected:
-        """The groups of a step; the same ones if the step is repeated."""
+        """The groups of a step; the same groups if the step is repeated."""
 
 
 Observer = Callable[[Sequence[Group]], Mapping[str, float]]
@@ -183,7 +183,7 @@ Requested = Callable[[Sequence[NewRollout]], Awaitable[None]]
 
 
 async def nothing_more(rollouts: Sequence[NewRollout]) -> None:
-    """As `Requested`: no rollouts join the groups."""
+    """For `Requested`: no rollouts join the groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class Collector:
 
     @property
     def replaces(self) -> bool:
-        """Whether groups may be replaced."""
+        """Whether the run may replace groups."""
         return self.resample is not None or self.config.algorithm.stale_tokens == "cancel"
 
     def is_kept(self, group: Group, step: int) -> bool:
@@ -236,7 +236,7 @@ class Collector:
     async def claim(self, n: int) -> list[Group]:
         """Claim `n` groups, in the order of requests or of their ends; includes groups that this
         step has claimed before."""
-        ordered = self.config.algorithm.group_order == "asked"
+        ordered = self.config.algorithm.group_order == "requested"
         return await self.store.claim_groups(self.config.name, self.epoch, n, ordered=ordered)
 
     async def claim_rounds(self, step: int) -> tuple[list[Group], int]:
@@ -276,9 +276,9 @@ class Collector:
         await self.requested(own)
 
     async def missing(self, own: Sequence[NewRollout], first: int) -> list[NewRollout]:
-        """Those of a step's rollouts whose groups were requested, as their numbers are below
-        `first`, but are no longer in the store: a rewind deletes groups that had been pruned.
-        Unless they are requested again, the step trains groups of later steps instead."""
+        """The rollouts of a step whose groups were requested (their numbers are below `first`) but
+        are no longer in the store: a rewind deletes groups that had been pruned. They must be
+        requested again; otherwise the step would train groups of later steps."""
         if group_number(own[0].group) >= first:
             return []
         rows = await self.store.groups(
@@ -364,7 +364,7 @@ def resampling_metrics(
 def split_unreadable(
     groups: Sequence[Group], vocabulary: Vocabulary
 ) -> tuple[list[Group], list[Group]]:
-    """The valid groups, and the invalid ones, whose defect is logged. They are discarded, because
+    """The valid groups, and the invalid ones; their defects are logged. They are discarded, because
     one invalid row would make every attempt at the step fail. The store cannot check token ids
     against the vocabulary, and older stores did not check rewards and log-probs."""
     reasons = {group.id: unreadable_reason(group, vocabulary) for group in groups}
@@ -379,7 +379,7 @@ def unreadable_reason(group: Group, vocabulary: Vocabulary) -> str | None:
     """The first defect of a group; None if there is none."""
     for rollout in group.rollouts:
         for reward in rollout.rewards:
-            if not abs(reward.value) <= LARGEST_REWARD:  # also true for NaN
+            if not abs(reward.value) <= MAX_REWARD:  # also true for NaN
                 return f"reward {reward.name!r} of rollout {rollout.id} is {reward.value:g}"
         for call in rollout.transitions:
             if defect := call.exact and _call_defect(call, vocabulary.get(call.policy)):
@@ -395,6 +395,6 @@ def _call_defect(call: Transition, size: int | None) -> str | None:
                 f"the token id {worst}, but policy {call.policy!r} has only ids below {size}: the "
                 "server that answered it has another tokenizer"
             )
-    if not (isfinite(sum(call.logprobs)) and max(call.logprobs, default=0.0) <= LARGEST_LOGPROB):
+    if not (isfinite(sum(call.logprobs)) and max(call.logprobs, default=0.0) <= MAX_LOGPROB):
         return "log-probs that are above 0 or not finite"
     return None

@@ -39,7 +39,7 @@ class TaskDifficulty:
         seed: str,
         candidate: str | None,
     ) -> list[dict[str, Json]]:
-        """As `Order`: draws tasks, or replaces the solved ones among `usual` by unsolved ones."""
+        """See `Order`: draws tasks, or replaces the solved ones among `usual` by unsolved ones."""
         if self.solved is None:
             return self.draw(tasks, seed, len(usual), candidate)
         left = [task for task in tasks if self.mean(task, candidate) < self.solved]

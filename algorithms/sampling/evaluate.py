@@ -1,6 +1,6 @@
 """Evaluations: held-out tasks played by the current policy, through the same queue as training;
-their scores, with confidence intervals, pass@k and the best of a run; and functions of the run file
-that measure checkpoints (`eval.functions`).
+scores with confidence intervals, pass@k and the best step; and functions of the run file that
+measure checkpoints (`eval.functions`).
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def spread_metrics(
 
 
 def pass_at(k: int, n: int, c: int) -> float:
-    """pass@k for c right ones of n samples: the unbiased estimator 1 - C(n - c, k) / C(n, k),
-    arXiv 2107.03374."""
+    """pass@k for c successes in n samples: the unbiased estimator 1 - C(n - c, k) / C(n, k), arXiv
+    2107.03374."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -139,8 +139,8 @@ async def heldout_scores(store: Store, run: str) -> dict[int, float]:
 
 
 def best_step(scores: Mapping[int, float]) -> int:
-    """The step with the best score, of equal ones the last: where the greedy policy always succeeds
-    the sampled one still becomes more certain. 0 without scores."""
+    """The step with the best score; the last of equal ones, because the sampled policy may still
+    improve when the greedy one always succeeds. 0 without scores."""
     return max(scores, key=lambda step: (scores[step], step), default=0)
 
 
@@ -154,14 +154,15 @@ def has_stalled(scores: Mapping[int, float], patience: int) -> bool:
     return stalled
 
 
-NO_NUMBER = "VerifierError: the verifier returned"  # start of the message of such a failure
-MIN_ALIKE_FAILURES = 4  # rollouts that fail alike by more than chance
+# Start of the message of a failure without a number.
+NO_NUMBER = "VerifierError: the verifier returned"
+MIN_ALIKE_FAILURES = 4  # rollouts with the same failure, from which it is not chance
 MAX_TRIALS = 1000  # groups of evaluations before the first step
 
 
 def temperatures(config: RunConfig, step: int) -> dict[str, float]:
-    """The temperatures of an evaluation, by metric name. Before and after training there is also
-    one at temperature 1, but not for upstreams, which have sampling settings of their own."""
+    """The temperatures of an evaluation, by metric name. Before and after training also temperature
+    1, but not for upstreams, which have their own sampling settings."""
     also = config.eval.sampled and step in (0, config.steps) and not has_no_own_policy(config)
     return {"score": config.eval.temperature} | ({"sampled": 1.0} if also else {})
 
@@ -178,8 +179,8 @@ async def evaluate_heldout(
     """Log the scores on `tasks` after `step` steps, as `eval/<name>` for each of `temperatures`,
     unless the store has them already. Each task is rolled out once; before and after training
     `eval.samples` times at the last temperature. seats: role or policy -> policy that plays it.
-    Raises TrainingError, before the first step, if all rollouts fail for one cause; they are played
-    again by the next start, before which the cause may be fixed."""
+    Before the first step it raises TrainingError if all rollouts fail for one cause; the next start
+    plays them again, so that the cause can be fixed."""
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return
@@ -213,9 +214,9 @@ async def evaluate_heldout(
 def check_first(
     config: RunConfig, rollouts: Sequence[Rollout], *, unchanged_only: bool = False
 ) -> None:
-    """Raise TrainingError if all of a run's first rollouts failed for one cause, and without a
-    reward to learn from. unchanged_only: only if the verifier returned no number, which no
-    repetition changes."""
+    """Raise TrainingError if all of a run's first rollouts failed for one cause and have no reward
+    to learn from. unchanged_only: only if the verifier returned no number, which a repetition
+    cannot change."""
     failures = [row.failure for row in rollouts if row.failure and math.isnan(row.reward())]
     if not failures or len(failures) < len(rollouts):
         return

@@ -8,12 +8,12 @@ role to its team. The other roles' calls are replayed while their prompts are th
 by the current policy after that. The outcomes are the values of coalitions, from which the formulas
 of `rewards.teams` compute role rewards; the verifier needs no change.
 
-Invariant: both join the group of their source before it is claimed; requests are deterministic,
-ids included, because they depend only on ended rollouts that are no branches themselves, so a run
-that was killed between requesting and claiming requests nothing twice; no policy trains on
-counterfactual rollouts. The members of a team are the roles that made a call. The outcome without a
-role does not depend on the role's samples, so the difference reward has the same policy gradient as
-the outcome. Shapley values do not.
+Invariant: both join the group of their source before it is claimed; requests including ids are
+deterministic, because they depend only on ended rollouts that are not branches, so a run that was
+killed between requesting and claiming requests nothing twice; no policy trains on counterfactual
+rollouts. The members of a team are the roles that made a call. The outcome without a role does not
+depend on the role's samples, so the difference reward has the same policy gradient as the outcome.
+Shapley values do not.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
 
 
 def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
-    """The branches to request for one group. rollouts: those of the group that are no branches."""
+    """The branches to request for one group. rollouts: the group's rollouts that are not
+    branches."""
     settings = config.algorithm.branching
     policies = trained_policies(config)
     points = [list(branch_points(rollout, policies)) for rollout in rollouts]
@@ -119,14 +120,14 @@ def branch_points(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> It
         trained = call.policy in policies and trainable(call, call.policy)
         if number and trained and call.completion and call.sampling.temperature > 0:
             yield BranchPoint(rollout.id, number, -fmean(call.logprobs))
-        if call.finish == "cut":  # its end is unknown, so later calls cannot be replayed
+        if call.finish == "cut":  # the call's end is unknown, so later calls cannot be replayed
             return
 
 
 def choose_branch_points(
     settings: BranchingConfig, points: Sequence[Sequence[BranchPoint]]
 ) -> list[BranchPoint]:
-    """Where to branch, in order of rollout and call. points: by rollout."""
+    """The calls at which to branch, in order of rollout and call. points: candidates by rollout."""
     together = [point for each in points for point in each]
     chosen = {
         point
@@ -204,8 +205,8 @@ def joining_rollout(
 
 
 def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
-    """The counterfactual rollouts to request for one group: of each rollout that has an outcome and
-    can be trained. rollouts: those of the group that are not counterfactual."""
+    """The counterfactual rollouts to request for one group: for each trainable rollout with an
+    outcome. rollouts: the group's rollouts that are not counterfactual."""
     formula, players = coalition_formula(config), substitutes(config)
     policies, requested = trained_policies(config), list[NewRollout]()
     for rollout in rollouts:
@@ -276,7 +277,7 @@ class RoleRewards:
         if counterfactual(rollout):
             return rollout
         members = self.formula.members(rollout)
-        outcomes: dict[Coalition, list[float]] = defaultdict(list)  # by replaced roles
+        outcomes: dict[Coalition, list[float]] = defaultdict(list)  # replaced roles -> outcomes
         for row in group.rollouts:
             if counterfactual(row) and row.branch and row.branch.rollout == rollout.id:
                 outcomes[frozenset(row.branch.without)].append(row.reward())
@@ -356,7 +357,7 @@ class Replays(Feature):
     """Rollouts that join groups (`algorithm.branching` and `algorithm.counterfactual`)."""
 
     async def start(self, run: ServedRun) -> None:
-        """Serve the untrained versions of policies that stand in, if the run trains anything."""
+        """Serve the untrained versions of substituted policies, if the run trains anything."""
         config = run.config
         named = config.algorithm.counterfactual.substitutes if config.steps else {}
         roles = [role for role, player in named.items() if player == INITIAL]
@@ -370,8 +371,8 @@ class Replays(Feature):
 
 
 def replay_metrics(groups: Sequence[Group]) -> Metrics:
-    """branches, branches/diverged: rollouts that branch from another, and those whose agent asked
-    something else before the fork, so not all earlier calls were replayed. replays,
+    """branches, branches/diverged: rollouts that branch from another one, and those with a
+    different request before the fork, so that not all earlier calls were replayed. replays,
     replays/missing: counterfactual rollouts, and those without an outcome. calls/repeated: calls
     answered from the record. Empty without branches and counterfactual rollouts."""
     rows = [row for group in groups for row in group.rollouts if row.branch is not None]

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from agentrl.core.config import RunConfig
 from agentrl.core.types import Json, NewRollout, Purpose, Sampling, Task
 
-STEADY = "one_step_off"  # the overlap whose tokens depend on no timing
+STEADY = "one_step_off"  # the value of `async_sampling` with which tokens do not depend on timing
 URGENT = 1  # priority of rollouts that the loop waits for, above that of prefetched ones
 
 
@@ -66,7 +66,8 @@ def new_rollout(
     ):
         seed = config.seed
     if seed is not None:
-        place = id.removeprefix(f"{config.name}/")  # the same in a run of another name
+        # Independent of the run's name: runs that differ only in their names sample the same.
+        place = id.removeprefix(f"{config.name}/")
         drawn = blake2b(f"{seed}/{place}".encode(), digest_size=6).digest()
         sampling = replace(sampling, seed=int.from_bytes(drawn))
     return NewRollout(
@@ -83,7 +84,7 @@ def new_rollout(
 
 
 def group_number(id: str) -> int:
-    """The number in a group's id; for a replacement that of its step's last group."""
+    """The number in a group's id; for a replacement the number of its step's last group."""
     return int(id.rpartition("/")[2].removeprefix("g").partition(".")[0])
 
 
@@ -91,12 +92,12 @@ Order = Callable[
     [Sequence[dict[str, Json]], Sequence[dict[str, Json]], range, str, str | None],
     list[dict[str, Json]],
 ]
-"""(tasks, usual ones, their numbers, seed, candidate of the agent's prompts) -> a task for each of
-the usual ones. The choice is a function of these and of what is in checkpoints, and for more of
-them begins the same."""
+"""(all tasks, usual tasks, their numbers, seed, candidate of the agent's prompts) -> a task in
+place of each usual task. The choice depends only on these arguments and on checkpointed state. With
+more usual tasks the first choices stay the same."""
 
 Seats = Callable[[str, int], Mapping[str, str]]
-"""(group, index of the rollout) -> the policy in each role that is not its own policy's."""
+"""(group, index of the rollout) -> role -> policy, for roles that another policy plays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class TaskSampler:
         return rollouts[first % size * each :][: n * each]
 
     def replacements(self, step: int, round: int, n: int) -> list[NewRollout]:
-        """The first `n` replacement groups in a round of a step, with a task order of their own. By
+        """The first `n` replacement groups in a round of a step, with a separate task order. By
         name they sort between the groups of this step and the next."""
         last = (step + 1) * self.config.algorithm.groups - 1
         seed = f"{self.config.seed}/{step}/{round}"
@@ -153,7 +154,7 @@ class TaskSampler:
     def _chosen(
         self, seed: str, numbers: range, usual: Iterable[dict[str, Json]]
     ) -> list[dict[str, Json]]:
-        """The `usual` task of each number, or the order's."""
+        """The tasks that `order` chooses; without it the usual ones."""
         if self.order is None:
             return list(usual)
         return self.order(self.tasks, list(usual), numbers, seed, self.prompts.id)

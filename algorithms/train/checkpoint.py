@@ -3,8 +3,8 @@
 A checkpoint has the learner's files (a Hugging Face directory plus optimizer state), `state.json`,
 the state of the algorithm and the random number generators, and `SHA256SUMS`, the digests of all,
 which detect damage. It is written to a partial directory, synced and renamed, before the store
-commit that names it. Its name contains the epoch of its writer and its state the run, so a fenced
-process that is still alive changes no checkpoint of another.
+commit that names it. Its name contains the writer's epoch and its state the run's identity, so a
+fenced process that is still alive cannot change another process's checkpoint.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def begin_checkpoint(
 
 @contextmanager
 def _new_directory(directory: Path) -> Iterator[Path]:
-    """A partial folder that becomes `directory`, with digests of its files, as a whole or not at
-    all. Raises AgentRLError, with nothing left behind, if it cannot be written."""
+    """A partial folder that atomically becomes `directory`, with digests of its files. Raises
+    AgentRLError, with nothing left behind, if it cannot be written."""
     try:
         with atomic_directory(directory) as partial:
             yield partial
@@ -139,7 +139,7 @@ def save_policy(directory: Path, learner: Saveable) -> None:
 
 def export_checkpoint(source: Path, target: Path) -> None:
     """Copy the policy of a checkpoint, without the files that only a resumed run needs, into a new
-    Hugging Face directory, for an adapter peft's.
+    Hugging Face directory, or for an adapter a peft directory.
 
     Raises PolicyError, with nothing written, if `target` exists or `source` is incomplete."""
     if target.exists():
@@ -175,7 +175,7 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     current = parse_name(last)
     assert current is not None
     own = [(path, steps) for path, (steps, epoch) in _own(folder, run) if epoch <= current[1]]
-    # Of two with the same number of steps, the later owner's is valid: it rewound the other.
+    # If two have the same number of steps, the later owner's is valid, because it rewound the run.
     newest = {steps: path for path, steps in reversed(own)}
     rewound = [path for path, steps in own if steps > current[0]]
     retrained = [path for path, steps in own if steps <= current[0] and path != newest[steps]]

@@ -1,10 +1,10 @@
 """The stages of a run, and the protocol of its optional features.
 
-A run is built in stages. Each is a record of what lives from then on: `OpenRun` has the store,
-`LoadedRun` also the policies, `ServedRun` also their servers. A feature, such as self-play or
-judges, takes part by the methods of `Feature`; the record that one gets has what exists when it is
-called. Invariant: methods are called in the order of their definition here, and each of all
-features in the order of the run's list (`main.features_of`).
+A run is built in stages. Each is a record of the objects that exist from then on: `OpenRun` has the
+store, `LoadedRun` also the policies, `ServedRun` also their servers. A feature, such as self-play
+or judges, takes part by the methods of `Feature`; the record that a method gets contains what
+exists when it is called. Invariant: methods are called in the order of their definition here, and
+each of all features in the order of the run's list (`main.features_of`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.algorithms.sampling.tasks import CandidateInUse
 
-if TYPE_CHECKING:  # a feature names what it uses, and nothing is built here
+if TYPE_CHECKING:  # only for annotations: nothing is built here
     from agentrl.algorithms.sampling.collect import GroupSource
     from agentrl.algorithms.train.metrics import Metrics
     from agentrl.algorithms.train.policies import LoadedModel, PolicySet
@@ -35,13 +35,14 @@ class OpenRun:
     store: Store
     state: RunState  # after the last checkpoint
     lock: FolderLock
-    closing: AsyncExitStack  # what it closes lives as long as the run's process
-    candidate: CandidateInUse = field(default_factory=CandidateInUse)  # of new rollouts
+    closing: AsyncExitStack  # its contexts are closed at the end of the run's process
+    candidate: CandidateInUse = field(default_factory=CandidateInUse)  # candidate of new rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRun(OpenRun):
-    """With the policies in memory: the initial ones, from `Feature.start` on those of `state`."""
+    """The stage with policies in memory: at first the initial policies, from `Feature.start` on
+    those of `state`."""
 
     models: Sequence[LoadedModel]
     policies: PolicySet
@@ -49,23 +50,22 @@ class LoadedRun(OpenRun):
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRun(LoadedRun):
-    """With policy servers, which run. A run without rollouts of its own has none."""
+    """The stage with running policy servers; none for a run without rollouts."""
 
     serving: PolicyServers
 
 
 class Feature:
-    """Something optional in a run. It overrides the methods that it needs.
-
-    source: where groups come from, if not from rollouts that the run requests; set by `prepare`. At
-    most one feature has such a source, which decides whether policies are served."""
+    """An optional feature of a run, which overrides the methods that it needs. source: the source
+    of groups, if not rollouts that the run requests; set by `prepare`. At most one feature has a
+    source, which also decides whether policies are served."""
 
     source: GroupSource | None = None
 
     async def prepare(self, run: LoadedRun) -> None:
-        """Called while the policies are the initial ones, before the checkpoint is loaded. What a
-        feature keeps in checkpoints it adds to `run.policies.state.parts`, and what it adds to the
-        step of a policy it puts into `run.policies.updaters`."""
+        """Called while the policies are the initial ones, before the checkpoint is loaded. A
+        feature adds its state in checkpoints to `run.policies.state.parts`, and its part of a
+        policy's step to `run.policies.updaters`."""
 
     async def start(self, run: ServedRun) -> None:
         """Called once the checkpoint is loaded and the servers run, before the first step."""
@@ -74,12 +74,12 @@ class Feature:
         """Called before the groups of a step are requested."""
 
     def claimed(self, groups: Sequence[Group]) -> Metrics:
-        """Learn from all readable groups that a step has claimed, also those that it replaces.
-        What changes in the state of the run is rolled back if the step turns out to be empty."""
+        """Learn from all readable groups that a step has claimed, including those that it replaces.
+        Changes of the run's state are rolled back if the step turns out to be empty."""
         return {}
 
     async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
-        """The groups that a step trains, with rewards that it takes to wait for."""
+        """The groups that a step trains, with additional rewards, such as those of judges."""
         return groups, {}
 
     async def before_commit(self, steps: int) -> list[StepReward]:
@@ -92,4 +92,5 @@ class Feature:
         other policies may be served or dropped."""
 
     async def evaluate(self, step: int, limit: int) -> None:
-        """Measure more at an evaluation after `step` steps. limit: most tasks; 0: all."""
+        """Additional measurements of an evaluation after `step` steps. limit: maximum tasks; 0:
+        all."""

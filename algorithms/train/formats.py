@@ -17,15 +17,16 @@ from agentrl.core.types import Group, Json, Transition
 
 log = logging.getLogger("agentrl.algorithm")
 THOUGHT = "</think>"
-MIN_BREAK_SHARE = 0.1  # of calls; fewer are the model's own, by a token that is no text, say
+# Of calls; smaller shares are caused by the model, for example by a token that is not text.
+MIN_BREAK_SHARE = 0.1
 
 
 class Break(NamedTuple):
-    """A call that continues an earlier one, but not with its tokens."""
+    """A call that continues an earlier call's messages, but not its tokens."""
 
     earlier: Transition
     call: Transition
-    tokens: int  # of the earlier call that are computed again
+    tokens: int  # tokens of the earlier call that must be computed again
 
     @property
     def reason(self) -> str:
@@ -36,12 +37,12 @@ class Break(NamedTuple):
 
 
 class TemplateChecks(Feature):
-    """Ends a run whose template shows the model no tools, on any engine, and warns once what a
-    template costs that does not repeat what the model wrote."""
+    """Ends a run if its chat template drops tools, on any engine, and warns once about the cost of
+    a template that does not repeat the model's tokens."""
 
     def __init__(self) -> None:
-        self.tokenizers: dict[str, Tokenizer] = {}  # by policy
-        self.checked: set[str] = set()  # policies with a call whose tools were shown
+        self.tokenizers: dict[str, Tokenizer] = {}  # policy -> tokenizer
+        self.checked: set[str] = set()  # policies with a call whose prompt contained the tools
         self.warned: set[str] = set()
 
     async def start(self, run: ServedRun) -> None:
@@ -73,7 +74,7 @@ def check_tools(tokenizer: Tokenizer, call: Transition) -> None:
 
 
 def continued(calls: Iterable[Transition]) -> Iterator[tuple[Transition, Transition]]:
-    """The calls whose messages continue those of an earlier call and its answer, after that."""
+    """Pairs of calls: the messages of the second continue those of the first and its answer."""
     attempts: dict[tuple[str, str], list[Transition]] = {}
     for call in sorted((call for call in calls if call.exact), key=lambda call: call.index):
         earlier = attempts.setdefault((call.attempt, call.role), [])
@@ -83,7 +84,7 @@ def continued(calls: Iterable[Transition]) -> Iterator[tuple[Transition, Transit
 
 
 def breaks(pairs: Iterable[tuple[Transition, Transition]]) -> Iterator[Break]:
-    """Those of `continued` calls whose tokens do not continue."""
+    """The `continued` calls with tokens that do not continue."""
     for before, call in pairs:
         tokens = np.concatenate([before.prompt, before.completion])
         size = min(len(tokens), len(call.prompt))
@@ -94,7 +95,8 @@ def breaks(pairs: Iterable[tuple[Transition, Transition]]) -> Iterator[Break]:
 
 
 def _continues(earlier: Transition, call: Transition) -> bool:
-    """Whether a call's messages are an earlier call's, its answer as it was given, and others."""
+    """Whether a call's messages are an earlier call's messages, its unchanged answer, and further
+    messages."""
     size = len(earlier.messages)
     if len(call.messages) <= size or call.messages[:size] != earlier.messages:
         return False
@@ -109,7 +111,7 @@ def _content(message: dict[str, Json]) -> tuple[str, list[Json]]:
 
 
 def sentence(found: Sequence[Break], calls: int, tokenizer: Tokenizer) -> str:
-    """Where and how often prefixes break, and what it costs."""
+    """A sentence: where and how often prefixes break, and the cost."""
     reasons = " and ".join(sorted({each.reason for each in found}))
     tokens, name = sum(each.tokens for each in found), proposed(tokenizer)
     other = name is not None and templates()[name].text != tokenizer.chat_template

@@ -76,7 +76,7 @@ class AdaptiveControl(ReferenceControl):
         return self.kl.tuned(algo)
 
     def observe(self, batch: Batch | None, rollouts: int) -> dict[str, float]:
-        """Also adapts the coefficient; reference/beta is that before."""
+        """Also adapts the coefficient; the metric reference/beta is its value before."""
         metrics = ReferenceControl.observe(self, batch, rollouts) | {"reference/beta": self.kl.beta}
         if "reference/drift" in metrics:
             self.kl.observe(metrics["reference/drift"], rollouts)

@@ -54,7 +54,7 @@ def load_policies(config: RunConfig) -> list[LoadedModel]:
 
 def policy_directory(config: RunConfig) -> tuple[str, bool]:
     """The initial model, a local directory or a hub name, and whether `policy.build` has just built
-    it, because there was none."""
+    it."""
     settings = config.policy
     directory = config.path(settings.model) if settings.model else Path(config.output, "policy")
     if not settings.build or directory.is_dir():
@@ -74,11 +74,12 @@ def policy_directory(config: RunConfig) -> tuple[str, bool]:
 
 
 def evaluated_steps(config: RunConfig) -> int:
-    """The steps of the checkpoint that a run without steps of its own scores; 0: it scores none."""
+    """The step count of the checkpoint that an evaluation run scores; 0: it scores no
+    checkpoint."""
     for name in [] if config.steps else trained_policies(config):
         policy = view(config, name).policy
         path = Path(policy.lora.adapter or policy.model)
-        for folder in (path, path.parent):  # one of several policies has a folder in it
+        for folder in (path, path.parent):  # each of several policies has a subfolder
             found = parse_name(folder)
             if found and (folder / "state.json").is_file():
                 return found[0]

@@ -5,9 +5,9 @@ start continues after that checkpoint (`saving.py`). It does not know which algo
 which features the run has: it calls each of them by the methods of `features.py`.
 
 A step is empty, without a usable rollout, if all its rollouts failed, or none has a call that can
-be trained. It commits its failure counts and nothing else. The run ends after too many, and after a
-step of which too many rollouts failed for one cause. The store counts empty steps in a row, so the
-count survives a restart.
+be trained. It commits its failure counts and nothing else. The run ends after too many empty steps,
+and after a step in which too many rollouts failed for one cause. The store counts empty steps in a
+row, so the count survives a restart.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ from agentrl.core.types import (
 )
 from agentrl.store.base import Store
 
-MAX_EMPTY_STEPS = 3  # in a row: one may be bad luck, and each costs as much as a good one
+# Consecutive; a single one may be chance, but each costs as much as a useful one.
+MAX_EMPTY_STEPS = 3
 # Metrics that an empty step commits, in addition to rollouts/failed/* and judges/*.
 FAILURES = ("rollouts", "rollouts/failed", "calls/refused", "calls/inexact", "calls/too_long")
 
-# Failures that the run file requests, or that are no evidence about the rest of the step.
+# Failures that the run file causes, or that are not evidence about other rollouts.
 EXPECTED = {ErrorKind.LIMIT, ErrorKind.CANCELLED}
 
 
 def is_empty(policies: PolicySet, step: int, metrics: Metrics, collected: Collected) -> bool:
     """Whether no policy can train on any rollout of a step. metrics: of the policies that learn in
-    it; discarded groups, and rollouts that the other policies could train on, count too."""
+    the step; discarded groups, and rollouts that other policies could train on, count, too."""
     if metrics["rollouts/usable"]:
         return False
 
@@ -99,8 +100,8 @@ def empty_commit(
 
 
 def check_failed(config: RunConfig, collected: Collected) -> None:
-    """Raise TrainingError if more than `max_failed` of a step's rollouts failed for one cause, and
-    without a reward: what is left of the step is no fair sample of the tasks."""
+    """Raise TrainingError if more than `max_failed` of a step's rollouts failed for one cause and
+    have no reward, because the rest of the step is a biased sample of the tasks."""
     groups = [*collected.groups, *collected.discarded]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     failed = [row for row in rollouts if row.failure and isnan(row.reward())]
@@ -142,7 +143,7 @@ async def check_empty_steps(store: Store, config: RunConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TrainingLoop:
-    """Trains a run whose servers run."""
+    """Trains a run with running servers."""
 
     live: ServedRun
     source: GroupSource
@@ -150,7 +151,7 @@ class TrainingLoop:
     features: Sequence[Feature]
 
     async def run(self) -> None:
-        """Train from the last checkpoint to the last one of the run file."""
+        """Train from the last checkpoint to the run file's last step."""
         live, first = self.live, self.live.state.step
         await live.serving.announce(live.store, live.config.name, live.state.epoch)
         stalled = await self.evaluate(first)
@@ -181,7 +182,7 @@ class TrainingLoop:
                 metrics |= {"time/rollouts": claimed - started, "time/update": updated - claimed}
                 metrics |= throughput(metrics) | {"groups/ready": float(collected.ready)}
                 if empty := is_empty(live.policies, step, metrics, collected):
-                    # What no checkpoint has, a restarted process would not know.
+                    # State that is not in the checkpoint would be lost by a restart.
                     live.policies.restore(json.loads(before))
                     commit = empty_commit(live.state, live.policies, step, collected, metrics)
                     saved, _ = await checkpoints.before_commit(step + 1, trained=False)

@@ -95,7 +95,7 @@ async def run(
 
 
 def features_of(config: RunConfig, added: Sequence[Feature] = ()) -> list[Feature]:
-    """The features of a run, in the order in which their methods are called. added: those of
+    """The features of a run, in the order in which their methods are called. added: features of
     packages that import this one, such as `agentrl.live`."""
     features: list[Feature] = []
     if config.tasks.order != "shuffle":
@@ -115,7 +115,8 @@ def features_of(config: RunConfig, added: Sequence[Feature] = ()) -> list[Featur
         features.append(Replays())
     if config.selfplay.seats and config.steps:
         features.append(SelfPlay(config))
-    if config.data.name:  # last: it reads items with what the others add to the updater
+    # Last, because it reads items with the updater's additions of other features.
+    if config.data.name:
         features.append(DataSet())
     return features
 
@@ -137,7 +138,7 @@ def task_sampler(
 
 
 def joining_rollouts(run: LoadedRun) -> Requested:
-    """What requests the branches and counterfactuals that join a step's groups."""
+    """The function that requests branches and counterfactual rollouts to join a step's groups."""
     if not run.config.algorithm.joins:
         return nothing_more
     return partial(request_branches, run.store, run.config)

@@ -1,5 +1,5 @@
 """The metrics of a training step: pure functions of its groups, batch, terms and reports; and
-failed optimizer steps, which end the run after too many, and what is kept of steps.
+records of failed optimizer steps (too many end the run) and of credit.
 
 Invariant: an unknown metric is absent, never NaN or 0. Standard deviations are those of the
 population. `docs/reference/metrics.md` has the table of names.
@@ -389,7 +389,8 @@ def _mean(x: Tensor) -> float:
     return float(x.double().mean())
 
 
-MAX_BAD_STEPS = 3  # in a row: one may be due to its batch, three mean that the policy has diverged
+# Consecutive; one may be caused by its batch, three mean that the policy has diverged.
+MAX_BAD_STEPS = 3
 
 
 class StepRecorder(Protocol):
@@ -400,7 +401,7 @@ class StepRecorder(Protocol):
 
     def record(self, algo: Algo, part: Batch, terms: Terms, logprobs: Tensor) -> None:
         """Record an optimizer step on the batch or a part of it. logprobs: of the policy before the
-        step, [N], or of the symbols, [N, K]."""
+        step, [N], or of the top-k tokens, [N, K]."""
 
     def stored(self) -> list[Credit]:
         """The recorded credit, for the commit of the step."""
@@ -422,7 +423,7 @@ class BadSteps:
     """Counts consecutive optimizer steps that changed no weight; a restart begins at 0."""
 
     limit: int
-    keep: Callable[[str, Dump], str] | None = None  # (its name, step) -> where its batch is
+    keep: Callable[[str, Dump], str] | None = None  # (name, batch) -> where it was stored
     streak: int = 0
 
     def bad(self, step: int, number: int, dump: Dump) -> None:

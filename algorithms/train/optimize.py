@@ -8,14 +8,14 @@ forward pass, so of a large batch only a part is measured: neighbouring rows, wh
 are computed once. Invariant: the measured rows are a function of seed and step, and no call is
 sampled from weights that are undone, because weights are published later.
 
-Many steps of the largest KL that is allowed ruin a policy as one that is too large does. So the
+Many steps with the maximum allowed KL damage a policy like a single step that is too large. So the
 learning rate is lowered while recent steps are large, and rises slowly; checkpoints store it.
 
-AdamW's step is proportional to the learning rate, so an undone step is repeated at half the rate
-without another gradient: its weights are half way. The first moments are multiplied by the square
-of that factor. Kept whole, they would push the next steps too far as well; at 0, many small steps
-would learn too slowly. Second moments are kept, because without them the next step would be the
-largest that AdamW makes.
+AdamW's step is proportional to the learning rate, so repeating a step at half the rate needs no
+other gradient: its weights are the midpoint. The first moments are multiplied by the square of that
+factor. Unscaled, they would also make the next steps too large; at 0, many small steps would learn
+too slowly. Second moments are kept, because without them the next step would be the largest that
+AdamW makes.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from agentrl.core.types import POLICY, Group, Json
 
 log = logging.getLogger("agentrl.algorithm")
 T = TypeVar("T")
-MAX_KL = 0.05  # for each optimizer step, by default: tens of times what that of a healthy run moves
-MAX_HALVINGS = 10  # after which nothing of a step is kept
-# Of the weights that correct for tokens of another policy, such as an older version.
-LARGEST_CORRECTION = 2.0
-STEP_SIZE = "step_size"  # name of what is remembered, in the algorithm's state
+MAX_KL = 0.05  # default limit per optimizer step: tens of times the KL of a healthy run
+MAX_HALVINGS = 10  # then the step is undone completely
+# Maximum of weights that correct for tokens of another policy, such as an older version.
+MAX_CORRECTION = 2.0
+STEP_SIZE = "step_size"  # name of the part of the algorithm's state
 # Of the limit: the mean KL of recent training steps above which the rate is lowered.
 LOWERED_FROM = 0.1
 LATEST_WEIGHT = 0.25  # weight of the latest training step in that mean
 LOWER, HIGHER = 0.5, 2 ** (1 / 16)  # factors of the rate after a training step
-# The measured share of a batch's tokens, with context; the least number.
+# The measured share of a batch's tokens, with context; the minimum number.
 MEASURED_SHARE, MIN_MEASURED = 1 / 8, 2048
 
 
@@ -66,27 +66,27 @@ class TrainingStep:
     number: int  # from 0
     version: int  # number of earlier steps in which the policy learned
     algo: Algo
-    groups: list[Group]  # of the batch
+    groups: list[Group]  # groups of the batch
     batch: Batch
-    given: GivenLogProbs  # of the N tokens of the batch
+    given: GivenLogProbs  # log-probs of the N tokens of the batch
     values: ValueTerms | None  # targets of the critic, if there is one
     advantage: Tensor  # float64 [N]
-    batch_of: Callable[[list[Group]], Batch]  # of some of the groups
+    batch_of: Callable[[list[Group]], Batch]  # builds the batch of some of the groups
 
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """What one optimizer step trains on."""
+    """The data of one optimizer step."""
 
     batch: Batch
     terms: Terms
     values: ValueTerms | None
-    only: bool = False  # whether it is the only one on the step's batch
+    only: bool = False  # whether this is the only optimizer step on the batch
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSteps:
-    """Makes the optimizer steps of one policy. unchanged: counts training steps without one."""
+    """Runs the optimizer steps of one policy. unchanged: number of training steps without one."""
 
     config: RunConfig
     learner: Learner
@@ -124,7 +124,7 @@ class OptimizerSteps:
             if early_stop:
                 break
         if self.recorder is not None and not measured:
-            self.recorder.open(step.algo, step.batch)  # what it has is of an earlier step
+            self.recorder.open(step.algo, step.batch)  # discards the records of an earlier step
         if moved is not None and moved.kl is not None:
             moved.owner.end(moved.kl)
         reasons = [terms.skip for terms in planned if terms.skip]
@@ -181,7 +181,8 @@ class OptimizerSteps:
         return learning_rate(self.config.algorithm, step.version, self.config.steps)
 
     def movement(self, step: TrainingStep) -> Movement | None:
-        """Measures how far the step moves the policy; None if there is no limit or no token."""
+        """A measurement of how far the step moves the policy; None if there is no limit or no
+        token."""
         batch = step.batch
         if not batch.n_tokens or self.limit is None:
             return None
@@ -207,7 +208,7 @@ def iterate_minibatches(
     """Yield the minibatch of each optimizer step with its loss terms: whole groups, reshuffled
     in every epoch. Credit and the critic's targets are those of the whole batch.
 
-    If there are several, the old policy's log-probs are computed when the first is asked for."""
+    If there are several, the old policy's log-probs are computed at the first."""
     settings, algo, batch, values = config.algorithm, step.algo, step.batch, step.values
     advantage, given = step.advantage, step.given
     count = min(settings.minibatches, len(step.groups))
@@ -215,9 +216,9 @@ def iterate_minibatches(
         terms = objective.loss_terms(algo, batch, given, fresh=True, advantage=advantage)
         yield Minibatch(batch, terms, values, only=True)
         return
-    symbols = None if given.teacher_candidates is None else batch.symbols
-    if algo.symbols and symbols is None:
-        symbols, old_NK = learner.top(batch, algo.symbols)
+    topk_tokens = None if given.teacher_candidates is None else batch.topk_tokens
+    if algo.topk and topk_tokens is None:
+        topk_tokens, old_NK = learner.top(batch, algo.topk)
         old_N = old_NK[:, 0] if given.old is None else given.old
         given = replace(given, old=old_N, old_candidates=old_NK)
     elif given.old is None and given.weight_of_current is None:
@@ -231,8 +232,8 @@ def iterate_minibatches(
             part = replace(step.batch_of(groups), step=batch.step)
             # Within a group, part and whole batch have the same order of tokens.
             tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
-            if symbols is not None:
-                part = replace(part, symbols=symbols[tokens])
+            if topk_tokens is not None:
+                part = replace(part, topk_tokens=topk_tokens[tokens])
             interpolated = given.weight_of_current is not None
             terms = objective.loss_terms(
                 algo, part, given.at(tokens), fresh=interpolated, advantage=advantage[tokens]
@@ -251,7 +252,7 @@ def learning_rate(config: AlgorithmConfig, step: int, steps: int) -> float:
 
 
 def minibatches(items: Sequence[T], count: int, seed: str) -> list[list[T]]:
-    """Split the items into `count` minibatches, whose sizes differ by one at most, in a random
+    """Split the items into `count` minibatches, with sizes that differ by at most one, in a random
     order by seed; a single minibatch keeps their order."""
     order = list(items)
     if count > 1:
@@ -262,15 +263,15 @@ def minibatches(items: Sequence[T], count: int, seed: str) -> list[list[T]]:
 
 @dataclass(slots=True)
 class KlLimit:
-    """The limits of one policy's training steps. limit: largest KL; 0: no step is undone."""
+    """The limits of one policy's training steps. limit: maximum KL; 0: no step is undone."""
 
     learner: Learner
     limit: float = MAX_KL
     seed: int = 0
     policy: str = POLICY
-    notified: bool = False  # whether the console knows that steps are undone
+    notified: bool = False  # whether the console has reported undone steps
     recent: float = 0.0  # mean KL of recent training steps
-    rate: float = 1.0  # of the learning rate, with which a training step begins
+    rate: float = 1.0  # factor of the learning rate at the start of a training step
 
     def __post_init__(self) -> None:
         if not self.learner.undoable:
@@ -284,8 +285,8 @@ class KlLimit:
         return Movement(self, step, part, tokens, weight[tokens].double(), share=self.rate)
 
     def end(self, kl: float) -> None:
-        """After a training step: lower the rate if recent ones went far, else raise it again. The
-        KL is about quadratic in the rate."""
+        """After a training step: lower the rate if recent steps had a large KL, else raise it
+        again. The KL is about quadratic in the rate."""
         self.recent += LATEST_WEIGHT * (kl - self.recent)
         far = min(kl, self.recent) / (LOWERED_FROM * self.limit) if self.limit else 0.0
         self.rate = min(1.0, self.rate * (max(LOWER, far**-0.5) if far > 1 else HIGHER))
@@ -318,16 +319,16 @@ class Movement:
 
     owner: KlLimit
     step: int  # from 0
-    batch: Batch  # what is measured
+    batch: Batch  # the measured tokens
     tokens: Tensor  # int64 [n], its tokens in the batch of the step
     weight: Tensor  # [n]
     before: Tensor | None = None  # log-probs [n] before the first optimizer step
-    kl: float | None = None  # after the last one; None: there was none
-    share: float = 1.0  # of the learning rate, for this and the next optimizer steps
+    kl: float | None = None  # after the last optimizer step; None: there was none
+    share: float = 1.0  # factor of the learning rate, for this and the next optimizer steps
     undone: int = 0  # halvings
 
     def start(self, *, only: bool) -> None:
-        """Before an optimizer step. only: it is the only one on the batch."""
+        """Before an optimizer step. only: whether it is the only one on the batch."""
         if self.before is None and not only:
             self.before = self.owner.learner.logprobs(self.batch)
         if self.owner.limit:
@@ -355,8 +356,8 @@ class Movement:
     def measure(self) -> float:
         """The KL so far."""
         assert self.before is not None
-        sampled = ratio(self.before.double().cpu() - self.batch.behaviour.double())
-        weight = self.weight * sampled.clamp(max=LARGEST_CORRECTION)
+        sampled = ratio(self.before.double().cpu() - self.batch.sampler_logprobs.double())
+        weight = self.weight * sampled.clamp(max=MAX_CORRECTION)
         now = self.owner.learner.logprobs(self.batch)
         return mean_kl(self.before, now, weight, self.weight.sum())
 

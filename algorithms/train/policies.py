@@ -1,5 +1,5 @@
 """The trained policies of a run, one or several, each with its own updater, on the same groups; and
-models in memory, each of which is a policy, or shared by policies that are adapters of it.
+models in memory: a model is a policy, or shared by several policies that are its adapters.
 
 Owns the state of each policy and of the run, which are the same object for a single policy.
 Invariant: which policies learn in a step is a function of the run file and the step; a policy
@@ -34,14 +34,14 @@ log = logging.getLogger("agentrl.algorithm")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory, with the policies that it is, or that are adapters of it."""
+    """A model in memory, with the names of its policies: the model itself, or its adapters."""
 
     source: str  # directory or hub name
     model: PreTrainedModel
     tokenizer: Tokenizer
     adapters: Adapters | None = None  # named by policy; None: the model is the policy
     policies: list[str] = field(default_factory=list)
-    built: bool = False  # whether policy.build or [warmup] has just made it
+    built: bool = False  # whether policy.build or [warmup] has just made the weights
 
 
 def load_base_model(
@@ -102,8 +102,8 @@ class PolicySet:
         return metrics.merge_policies(metrics.group_metrics(groups), measured)
 
     def update_references(self, since: int, steps: int) -> None:
-        """Called before the checkpoint after `steps` steps, of which all from `since` on but the
-        last were empty: a reference that was due in one of these follows its policy now."""
+        """Called before the checkpoint after `steps` steps; all steps from `since` on except the
+        last were empty. A reference whose update was due in one of these is updated now."""
         before, after = self.versions(since), self.versions(steps)
         for name, updater in self.updaters.items():
             for step in range(before[name], after[name]):
@@ -121,8 +121,8 @@ class PolicySet:
         return {name: steps_learned(self.config, name, steps) for name in self.updaters}
 
     def credits(self, step: int, groups: Sequence[Group]) -> list[Credit]:
-        """The credit of each call of a step's groups, for its commit; not that of calls which
-        preparation added, as they are in no store."""
+        """The credit of each call of a step's groups, for its commit; without calls that
+        preparation added, because they are not in the store."""
         own = {c.id for group in groups for row in group.rollouts for c in row.transitions}
         recorders = [updater.recorder for _, updater in self.learning(step)]
         found = (credit for recorder in recorders if recorder for credit in recorder.stored())

@@ -1,6 +1,6 @@
 """Prepares collected groups for credit: adds token ids and rewards that only the learning side can
-compute, drops calls longer than the model's context, and runs what the algorithm brings along. The
-batch that is made of them is scored by the critic and by other models."""
+compute, drops calls longer than the model's context, and runs the algorithm's own preparations. The
+critic and other models score the resulting batch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class PreparedGroups:
     """Groups ready for credit."""
 
     groups: list[Group]
-    complete: list[Group]  # those of which `Preprocessor.learn` learns: with the calls left out
+    # Groups for `Preprocessor.learn`, with calls that are left out of training.
+    complete: list[Group]
     metrics: Metrics
 
 
@@ -63,9 +64,10 @@ class Preprocessor:
     """Prepares collected groups for credit."""
 
     completers: tuple[Completer, ...] = ()  # in this order
-    trainers: tuple[GroupLearner, ...] = ()  # of what learns after the groups are complete
-    context: int | None = None  # most tokens that the model can read; longer calls are dropped
-    policy: str = POLICY  # whose calls are trained on
+    # Trainers of auxiliary models, which learn from complete groups.
+    trainers: tuple[GroupLearner, ...] = ()
+    context: int | None = None  # maximum tokens of the model; longer calls are dropped
+    policy: str = POLICY  # the policy whose calls are trained
     step_rewards: list[StepReward] = field(default_factory=list)  # added, to be committed
     tokenizer: Tokenizer | None = None  # None: unseen tools are not counted
 
@@ -105,7 +107,7 @@ class Preprocessor:
         return groups, metrics
 
     def learn(self, groups: list[Group]) -> Metrics:
-        """Let what is trained besides the policy learn from the complete groups of a step."""
+        """Train auxiliary models on the complete groups of a step."""
         return {name: x for each in self.trainers for name, x in each.learn(groups).items()}
 
 
@@ -177,9 +179,9 @@ def _scored(
     reward_names: Sequence[str],
     policy: str,
 ) -> list[Group]:
-    """The groups with `calls`, by id, in the place of their own, if they are trained. Their
-    log-probs are the learner's."""
-    # Without other calls, which may be longer than the model can read.
+    """The groups with calls replaced by `calls` (by id), if they are trained, with the learner's
+    log-probs."""
+    # Other calls are left out, because they may be longer than the model's context.
     batch = build_batch(
         map_calls(groups, lambda call: calls.get(call.id)), reward_names=reward_names, policy=policy
     )
@@ -207,7 +209,7 @@ class Retokenizer:
     context: int | None = None
     policy: str = POLICY
     reward_names: Sequence[str] = ("outcome",)
-    inputs: Inputs | None = None  # of a model that reads more than text
+    inputs: Inputs | None = None  # reader of images, for an image-text model
     _chat: Chat = field(init=False)
 
     def __post_init__(self) -> None:
@@ -230,7 +232,7 @@ class Retokenizer:
         return _scored(groups, tokenized, self.learner, self.reward_names, self.policy)
 
     def tokenized(self, call: Transition) -> Transition | None:
-        """The call with token ids and log-probs of 0; None if they cannot be found."""
+        """The call with token ids and log-probs of 0; None if the ids cannot be determined."""
         if call.answer is None or not call.messages:
             return None
         try:
@@ -240,7 +242,7 @@ class Retokenizer:
         except RequestError:
             return None
         completion, end = whole[len(prompt) :], self.tokenizer.eos_token_id
-        if end in completion:  # the policy sampled it, unless the call was cut short
+        if end in completion:  # the policy sampled the end token, unless the call was truncated
             ended = call.finish not in ("length", "cut")
             completion = completion[: completion.index(end) + ended]
         size = len(prompt) + len(completion)
@@ -259,8 +261,8 @@ class Retokenizer:
 
 
 class ScoredBatch(NamedTuple):
-    """A batch with `values`, `reference` and the `symbols` of a distillation over several tokens;
-    and the log-probs of other models, float64."""
+    """A batch with `values`, `reference` and the `topk_tokens` of a distillation over several
+    tokens; and the log-probs of other models, float64."""
 
     batch: Batch
     given: GivenLogProbs
@@ -268,7 +270,8 @@ class ScoredBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchScorer:
-    """Adds to a batch what credit and loss read of the critic and of other models."""
+    """Adds values of the critic and log-probs of other models, which credit and loss read, to a
+    batch."""
 
     learner: Learner
     trained: TrainedPolicy
@@ -283,8 +286,8 @@ class BatchScorer:
         groups: list[Group],
     ) -> ScoredBatch:
         """The critic's values and the log-probs of other models that the algorithm reads. version:
-        the policy's, if it is about to be trained. groups: of the batch, for an algorithm that
-        tells the policy what they know."""
+        the policy's, if it is about to be trained. groups: of the batch, for an algorithm that puts
+        privileged text of the groups into prompts."""
         learner, teacher, given = self.learner, self.teacher, GivenLogProbs()
         if "reference" in algo.needs:
             elsewhere = self.reference
@@ -296,11 +299,11 @@ class BatchScorer:
             gap = telling.token_gap(batch, groups, self.trained)
             batch = replace(batch, told=gap)
         if algo.distill is not None and algo.distill.told and telling is not None:
-            batch, told = self.told_symbols(algo.distill, telling, batch, groups)
+            batch, told = self.told_topk(algo.distill, telling, batch, groups)
             given = replace(given, teacher_candidates=told)
         elif algo.distill is not None and batch.n_tokens:
             taught = teacher.top(batch) if teacher else _taught(algo.distill, learner, batch)
-            batch = replace(batch, symbols=taught[0])
+            batch = replace(batch, topk_tokens=taught[0])
             first = taught[1][:, 0].double()
             given = replace(given, teacher=first, teacher_candidates=taught[1])
         elif "teacher" in algo.needs:
@@ -314,39 +317,40 @@ class BatchScorer:
             given = replace(given, weight_of_current=old_policy_share(batch.lag(version)))
         return ScoredBatch(batch, given)
 
-    def told_symbols(
+    def told_topk(
         self,
         distill: TopKDistillation,
         telling: PrivilegedPrompts,
         batch: Batch,
         groups: list[Group],
     ) -> tuple[Batch, Tensor]:
-        """The batch with `symbols`, and their log-probs [N, K] by the policy that is told; NaN
-        where it is told nothing."""
+        """The batch with `topk_tokens`, and their log-probs [N, K] by the policy given the
+        privileged text; NaN for tokens without it."""
         if not batch.n_tokens:
             return batch, torch.empty(0, distill.k)
         told, at, there = telling.told(batch, groups, self.trained)
         sampled = torch.cat([row.tokens[row.actions] for row in batch.rows])[:, None]
         if not told.n_tokens:
-            return replace(batch, symbols=sampled), torch.full(sampled.shape, torch.nan)
+            return replace(batch, topk_tokens=sampled), torch.full(sampled.shape, torch.nan)
         if distill.of == "teacher":
             ids, logprobs = self.learner.top(told, distill.k, telling.teacher)
-            symbols = sampled.repeat(1, ids.shape[1])  # where nothing is told, these have no weight
-            symbols[at] = ids[there]
+            # Without privileged text these have no weight.
+            topk_tokens = sampled.repeat(1, ids.shape[1])
+            topk_tokens[at] = ids[there]
         else:
-            symbols, _ = self.learner.top(batch, distill.k)
-            asked = torch.zeros((told.n_tokens, symbols.shape[1]), dtype=torch.int64)
-            asked[there] = symbols[at]
-            told = replace(told, symbols=asked)
-            logprobs = self.learner.symbol_logprobs(told, telling.teacher)
-        found = logprobs.new_full(symbols.shape, torch.nan)
+            topk_tokens, _ = self.learner.top(batch, distill.k)
+            asked = torch.zeros((told.n_tokens, topk_tokens.shape[1]), dtype=torch.int64)
+            asked[there] = topk_tokens[at]
+            told = replace(told, topk_tokens=asked)
+            logprobs = self.learner.topk_logprobs(told, telling.teacher)
+        found = logprobs.new_full(topk_tokens.shape, torch.nan)
         found[at] = logprobs[there]
-        return replace(batch, symbols=symbols), found
+        return replace(batch, topk_tokens=topk_tokens), found
 
 
 def _taught(distill: TopKDistillation, learner: Learner, batch: Batch) -> tuple[Tensor, Tensor]:
     """The tokens [N, K] on which teacher and policy are compared, and the teacher's log-probs."""
     if distill.of == "teacher":
         return learner.top(batch, distill.k, "teacher")
-    symbols, _ = learner.top(batch, distill.k)
-    return symbols, learner.symbol_logprobs(replace(batch, symbols=symbols), "teacher")
+    topk_tokens, _ = learner.top(batch, distill.k)
+    return topk_tokens, learner.topk_logprobs(replace(batch, topk_tokens=topk_tokens), "teacher")

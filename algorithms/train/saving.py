@@ -1,10 +1,11 @@
 """Checkpoints and held-out evaluations of a run: when they happen, and what training waits for.
 
-Owns the checkpoint that is being written, if there is one. Invariant: the store names only whole
-checkpoints; after the commit of a step the one of an earlier step is whole. So a killed run loses
-at most `checkpoint.every` committed steps, whose groups it trains again (`stages.resume_run`). The
-files of a large one are written while no call is in flight, as the weights must not change
-meanwhile. Their digests, and the wait for the disk, run during the rollouts of the next step.
+Owns the checkpoint that is being written, if there is one. Invariant: the store names only complete
+checkpoints; after the commit of a step, the checkpoint of an earlier step is complete. So a killed
+run loses at most `checkpoint.every` committed steps, whose groups it trains again
+(`stages.resume_run`). The files of a large checkpoint are written while no call is in flight,
+because the weights must not change meanwhile. Their digests, and the wait for the disk, run during
+the rollouts of the next step.
 
 The loop waits for an evaluation or, with `eval.concurrent`, continues. Owns
 `<output>/evaluation/<steps>`, the policies that are scored while training continues. Invariant:
@@ -41,7 +42,7 @@ from agentrl.store.base import Store
 
 # Bytes above which a checkpoint is not written at every step, and is completed in the background.
 LARGE = 32 * 2**20
-MAX_SHARE = 0.05  # of the time, for large ones if `checkpoint.every` is not set
+MAX_SHARE = 0.05  # of the time, for large checkpoints if `checkpoint.every` is not set
 
 
 @dataclass(slots=True)
@@ -49,14 +50,14 @@ class Checkpoints:
     """Writes the checkpoints of a run."""
 
     live: ServedRun
-    saved: int = 0  # steps of the last one
+    saved: int = 0  # steps at the last checkpoint
     trained: int = 0  # steps up to the last one that was not empty
-    size: int = 0  # bytes of the last one; 0: none is written yet
-    seconds: float = 0.0  # that the last one took, also during training
-    ended: float = 0.0  # clock when it was whole
+    size: int = 0  # bytes of the last checkpoint; 0: none is written yet
+    seconds: float = 0.0  # duration of the last checkpoint, including the part during training
+    ended: float = 0.0  # time at which it was complete
     waited: float = 0.0  # seconds in which training waited since the last commit
-    writing: tuple[Path, asyncio.Task[float]] | None = None  # whose result is when it was whole
-    named: Path | None = None  # what the commit in progress names
+    writing: tuple[Path, asyncio.Task[float]] | None = None  # its result is the time of completion
+    named: Path | None = None  # the checkpoint that the commit in progress names
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class Checkpoints:
         self.trained = steps if trained else self.trained
         if self._is_due(steps) and not (trained and self._may_wait(steps)):
             self.started, path = time.monotonic(), self._path()
-            # In a thread: calls may be in flight.
+            # In a thread, because calls may be in flight.
             await asyncio.to_thread(save_checkpoint, path, *self._content())
             self._is_whole(path, time.monotonic())
             self.waited += self.seconds
@@ -80,7 +81,7 @@ class Checkpoints:
         return (f"checkpoints/{self.named.name}" if self.named else None), waited
 
     async def after_commit(self, steps: int) -> None:
-        """Called after that commit. Deletes old checkpoints, and begins a large one that is due."""
+        """Called after the commit. Deletes old checkpoints, and begins a large one that is due."""
         config, identity = self.live.config, self.live.state.identity
         if self.named is not None:
             folder, keep = self.named.parent, config.keep_checkpoints
@@ -151,7 +152,7 @@ class HeldoutEvaluator:
     policies: PolicySet
     serving: PolicyServers
     tasks: list[dict[str, Json]]
-    candidate: CandidateInUse  # whose prompts the agent uses
+    candidate: CandidateInUse  # prompts that the agent uses
     running: tuple[asyncio.Task[None], Path, Mapping[str, str]] | None = None  # see `_begin`
 
     @property
@@ -163,7 +164,7 @@ class HeldoutEvaluator:
         for path in sorted(self.folder.glob("[0-9]*")):
             if PARTIAL not in path.name and int(path.name) <= steps:
                 await self._begin(path)
-            else:  # an incomplete copy, or of a rewound step
+            else:  # an incomplete copy, or a copy of a rewound step
                 delete_directory(path)
 
     async def score(self, step: int) -> bool:
@@ -172,7 +173,7 @@ class HeldoutEvaluator:
         settings, path = self.config.eval, self.folder / f"{step:06d}"
         if not self.tasks:
             return False
-        if not path.is_dir():  # a restarted process scores it already
+        if not path.is_dir():  # a restarted process already scores this checkpoint
             await self.finish()
             if step in (0, self.config.steps) or not settings.concurrent:
                 await self._score(step)

@@ -44,12 +44,12 @@ class PolicyServers:
                 f"make them adapters of one (policies.NAME.lora), or remove {engine.one_model}"
             )
         self._config = config
-        self._servers: dict[str, PolicyServer] = {}  # by policy
+        self._servers: dict[str, PolicyServer] = {}  # policy -> its server
         self._versions: dict[str, int] = {}
         self._bases = list(bases)
         self._idle = 0.0  # seconds
-        self._held_since: float | None = None  # since when no call is in flight
-        self._closing: list[PolicyServer] = []  # to close after their last call
+        self._held_since: float | None = None  # time since which no call is in flight
+        self._closing: list[PolicyServer] = []  # servers to close after their last call
         for number, base in enumerate(bases):
             server = _make_server(config, base, number)
             for name in base.policies:
@@ -86,7 +86,7 @@ class PolicyServers:
             self._idle, self._held_since = self._held(), None
             while self._closing:
                 server = self._closing.pop()
-                async with server.updating():  # waits for the end of its calls
+                async with server.updating():  # waits for the end of the server's calls
                     pass
                 await server.close()
 
@@ -223,8 +223,8 @@ class PolicyServers:
 
 
 def _make_server(config: RunConfig, base: LoadedModel, number: int) -> PolicyServer:
-    """Build the policy server of a model. Servers other than number 0 have a free port and a folder
-    of their own."""
+    """Build the policy server of a model. Servers other than number 0 get a free port and a
+    separate folder."""
     if number:
         output = str(Path(config.output, "servers", str(number)))
         config = replace(config, engine=replace(config.engine, port=0), output=output)

@@ -1,5 +1,5 @@
-"""Stages of a run: opened, with its policies in memory, with their servers (see `features.py`); and
-what it trains with: algorithm, updater and state of every trained policy.
+"""The stages of a run: opened, with policies in memory, with policy servers (see `features.py`);
+and algorithm, updater and state of every trained policy.
 """
 
 from __future__ import annotations
@@ -98,9 +98,11 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
 
 def load_algorithm(config: RunConfig) -> Algo:
     """Build the algorithm of the run file. Raises ConfigError for settings that do not fit it."""
-    streams = factory.available_streams(config)
+    supplies = factory.available_outputs(config)
     settings = config.algorithm
-    algo = registry.make(settings.preset, settings.options, streams=streams, root=Path(config.root))
+    algo = registry.make(
+        settings.preset, settings.options, supplies=supplies, root=Path(config.root)
+    )
     if config.judges:
         check_judges(config, algo)
     if config.data.name:
@@ -140,7 +142,8 @@ def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -
     learner = factory.make_learner(config, algo, model.model, tokenizer, model.adapters, name)
     context = context_length(model.model)
     completers: list[Completer] = [ProcessedScorer(learner, context, name, algo.rewards)]
-    if settings.missing_token_ids == "retokenize":  # before reward models, which need the token ids
+    # First, because reward models need the token ids.
+    if settings.missing_token_ids == "retokenize":
         completers.append(Retokenizer(tokenizer, learner, context, name, algo.rewards))
     return Updater(
         config,
@@ -158,8 +161,8 @@ def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -
 
 
 def extend_updater(updater: Updater, model: LoadedModel, dumps: Path) -> Updater:
-    """The updater with what the settings of its policy add to a step. dumps: the folder for the
-    batches of failed optimizer steps."""
+    """The updater with the additions of its policy's settings. dumps: the folder for the batches of
+    failed optimizer steps."""
     config = updater.config
     if updater.bad_steps is not None:
         updater.bad_steps.keep = partial(keep_in, dumps)
@@ -179,7 +182,8 @@ log = logging.getLogger("agentrl.algorithm")
 async def open_run(config: RunConfig, closing: AsyncExitStack) -> OpenRun:
     lock = closing.enter_context(files.shared(Path(config.output)))
     store = await closing.enter_async_context(open_store(config.store))
-    # Opened before the policies are built, so runners can load their agents meanwhile.
+    # The run is opened before the policies are built, so that runners can load their agents
+    # meanwhile.
     state = await run_folder.open_as_child(store, config)
     return OpenRun(config=config, store=store, state=state, lock=lock, closing=closing)
 
@@ -228,7 +232,7 @@ def check_vocabulary(loaded: LoadedModel) -> None:
 
 
 async def serve_run(loaded: LoadedRun, models: Sequence[LoadedModel]) -> ServedRun:
-    """With servers of these models, which serve the current versions."""
+    """Start servers of these models, with the current versions."""
     config, serving = loaded.config, PolicyServers(loaded.config, models)
     if models:
         log_phase(log, f"starting the policy server ({config.engine.kind})")
@@ -272,14 +276,14 @@ def _steps(path: Path | None) -> int:
 
 
 async def _lost(store: Store, state: RunState, steps: int) -> bool:
-    """Whether the run has learned in a step after the first `steps` ones; an empty step is whole
-    without a checkpoint."""
+    """Whether a step after the first `steps` steps has learned something; an empty step needs no
+    checkpoint."""
     rows = await store.steps(state.run, after=steps - 1)
     return any(row.committed and EMPTY not in row.metrics for row in rows)
 
 
 async def _train_again(store: Store, state: RunState, path: Path | None) -> RunState:
-    """Roll back the steps after a checkpoint (None: all), whose groups are then trained again."""
+    """Roll back the steps after a checkpoint (None: all); their groups are then trained again."""
     steps, name = _steps(path), f"checkpoints/{path.name}" if path else None
     lost, where = state.step - steps, path or "the untrained policy"
     log.warning("Going on from %s: %d steps are trained again.", where, lost)

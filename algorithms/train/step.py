@@ -1,7 +1,7 @@
 """One training step: groups are prepared and made a batch, the batch is scored, credit and loss
 terms are computed from it, optimizer steps change the policy, and metrics are returned.
 
-Each is a call of one function. What an algorithm needs beyond that, it declares in its `Algo`.
+Each is a call of one function. An algorithm declares additional needs in its `Algo`.
 """
 
 from __future__ import annotations
@@ -51,19 +51,18 @@ class Built:
     algo: Algo  # with a filter for tokens that are too old, if the batch has any
     batch: Batch
     recalled: Recalled  # the state between steps, before and after this one
-    withheld: int  # tokens that are too old
+    withheld: int  # number of tokens that are too old
 
 
 @dataclass(frozen=True)
 class Updater:
-    """Trains one policy, on its calls in the claimed groups. `stages.make_updater` makes that of a
-    run."""
+    """Trains one policy, on its calls in the claimed groups. `stages.make_updater` builds it."""
 
     config: RunConfig
     algo: Algo
     learner: Learner
     state: AlgorithmState = field(default_factory=AlgorithmState)  # kept between steps
-    preprocessor: Preprocessor = field(default_factory=Preprocessor)  # before credit
+    preprocessor: Preprocessor = field(default_factory=Preprocessor)  # runs before credit
     reference_control: ReferenceControl = field(default_factory=ReferenceControl)
     recorder: StepRecorder | None = None  # None: credit is not stored
     bad_steps: BadSteps | None = None  # None: failed steps are only counted
@@ -116,7 +115,7 @@ class Updater:
         algo = self.reference_control.tuned(self.algo)
         prepared = self.preprocessor.prepare(groups, algo, self.trained, step + 1)
         built = self.build(algo, prepared.groups, step, version)
-        # A step without a usable rollout has no checkpoint, so nothing may learn from it.
+        # A step without a usable rollout gets no checkpoint, so no state may change.
         learned = self.preprocessor.learn(prepared.complete) if built.batch.rollouts else {}
         scored = self.score(built.algo, built.batch, version, prepared.groups)
         clip = self.config.critic.clip
@@ -151,7 +150,7 @@ class Updater:
         }
 
     def build(self, algo: Algo, groups: list[Group], step: int, version: int) -> Built:
-        """The batch of prepared groups, with what the algorithm remembers of earlier steps."""
+        """The batch of prepared groups, with the algorithm's memory of earlier steps."""
         batch = replace(self.batch(groups), step=step + 1)
         if self.observations is not None:
             self.observations.check(batch)

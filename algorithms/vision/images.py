@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 Ids = NDArray[np.int64]
 Tokens = NDArray[np.int32]
-Pixels = Mapping[str, Tensor]  # what an image processor makes of one image
+Pixels = Mapping[str, Tensor]  # the output of an image processor for one image
 T = TypeVar("T")
 MAX_EMBEDDINGS = 2**31  # ids of tokens have 32 bits
-MAX_PIXELS = 64 * 2**20  # of an image; a larger one is not decoded
-PIXEL_BYTES = 512 * 2**20  # of pixel values that are kept; others are computed again
-FILE_BYTES = 2**30  # of files that are kept, besides those of the training step
+MAX_PIXELS = 64 * 2**20  # pixels of an image; larger images are not decoded
+PIXEL_BYTES = 512 * 2**20  # bytes of cached pixel values; others are recomputed
+FILE_BYTES = 2**30  # bytes of cached files, besides those of the training step
 
 
 class ImageError(RuntimeError):
@@ -46,13 +46,13 @@ class CatalogueImage:
     digest: str
     first: int  # index of its first visual embedding
     size: int  # visual embeddings, which are placeholders in a prompt
-    patches: int  # of the vision tower
+    patches: int  # patches of the vision tower's input
     places: Ids  # int64 [axes, size], rotary positions relative to the first one
-    extent: int  # rotary positions that it takes
+    extent: int  # number of rotary positions of the image
 
 
 class Recent(Generic[T]):
-    """Values by digest, and their bytes. Invariant: what was used last is at the end."""
+    """A cache of values by digest, with their sizes. Invariant: ordered by last use."""
 
     def __init__(self, size: Callable[[T], int]) -> None:
         self._values, self._size = OrderedDict[str, T](), size
@@ -74,7 +74,8 @@ class Recent(Generic[T]):
         self._bytes += self._size(value)
 
     def shrink(self, limit: int, keep: Collection[str]) -> None:
-        """Drop what was used first, without `keep`, until at most `limit` bytes are left."""
+        """Drop the least recently used values, except `keep`, until at most `limit` bytes are
+        left."""
         while self._bytes > limit:
             first = next((each for each in self._values if each not in keep), None)
             if first is None:
@@ -153,7 +154,8 @@ class Catalogue:
             return self._seen[digest]
 
     def pixels(self, digest: str) -> Pixels:
-        """Pixel values of an image whose file or pixels are kept. Raises ImageError otherwise."""
+        """Pixel values of an image with a cached file or cached pixels. Raises ImageError
+        otherwise."""
         with self._lock:
             if digest in self._pixels:
                 return self._pixels.use(digest)
@@ -162,7 +164,7 @@ class Catalogue:
             return self._read(digest, body)
 
     def of(self, indices: Ids) -> list[CatalogueImage]:
-        """The images that have these visual embeddings, in ascending order, each once."""
+        """The images with these visual embeddings, in ascending order, each once."""
         with self._lock:
             found = sorted({bisect_right(self._firsts, j) - 1 for j in np.unique(indices).tolist()})
             return [self._order[number] for number in found]
@@ -171,7 +173,7 @@ class Catalogue:
         image = decode(body)
         try:
             pixels = self._process(image)
-        except ValueError as error:  # of Qwen's: extreme proportions
+        except ValueError as error:  # raised by Qwen's processors for extreme aspect ratios
             raise ImageError(
                 f"the model's image processor cannot read an image of {image.width} x "
                 f"{image.height} pixels ({error}); send it in other proportions"
@@ -197,7 +199,7 @@ def decode(body: bytes) -> Image:
         if image.has_transparency_data:
             seen = image.convert("RGBA")
             image = Image.new("RGB", image.size, "white")
-            image.paste(seen, mask=seen.getchannel("A"))  # as vLLM does, to the last bit
+            image.paste(seen, mask=seen.getchannel("A"))  # bitwise equal to vLLM
         return image.convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
         raise ImageError(f"an image cannot be read ({error}); send a whole PNG or JPEG") from None
@@ -211,8 +213,8 @@ def ids_of(seen: CatalogueImage) -> Ids:
 
 
 def placed(prompt: Tokens, at: Ids, images: Sequence[CatalogueImage]) -> Tokens:
-    """The prompt with the ids of images in place of its placeholders `at`. Raises ImageError if
-    they are not those of the images, one after the other."""
+    """The prompt with the ids of images in place of its placeholders `at`. Raises ImageError if the
+    placeholders do not match the images in order."""
     sizes = [seen.size for seen in images]
     if len(at) != sum(sizes) or any(np.ptp(part) >= len(part) for part in _split(at, sizes)):
         raise ImageError(_mismatch([len(run) for run in _runs(at)], sizes))
@@ -232,7 +234,7 @@ def _runs(at: Ids) -> list[Ids]:
 
 
 def _mismatch(runs: Sequence[int], sizes: Sequence[int]) -> str:
-    """What is wrong with a prompt with these runs of placeholders for images of these sizes."""
+    """A sentence: why these runs of placeholders do not match images of these sizes."""
     found = f"its prompt has {_list(runs)} placeholders for {len(sizes)} images"
     if not runs:
         return (
@@ -257,8 +259,9 @@ def _list(numbers: Sequence[int]) -> str:
 
 
 def rotary_steps(ids: Ids, images: Sequence[CatalogueImage]) -> tuple[Ids, Ids]:
-    """For each id its place within its image [axes, N], and by how much the rotary position of what
-    follows grows [N]: 1 for text; an image grows it at its last embedding. images: `of` the ids."""
+    """For each id its position within its image [axes, N], and by how much it advances the rotary
+    position of the next id [N]: 1 for text; for an image at its last embedding. images: `of` the
+    ids."""
     axes = len(images[0].places) if images else 1
     places, steps = np.zeros((axes, len(ids)), np.int64), np.ones(len(ids), np.int64)
     at = np.flatnonzero(ids < 0)
@@ -277,7 +280,8 @@ def positions(ids: Ids, images: Sequence[CatalogueImage], end: Ids | None = None
     places, steps = rotary_steps(ids, images)
     if end is None:
         before = np.cumsum(steps) - steps
-    else:  # the sum over a node's ancestors: each is added at the node and taken away at its end
+    # The sum over a node's ancestors: each is added at its node and subtracted after its subtree.
+    else:
         change = np.append(steps, 0)
         np.subtract.at(change, end, steps)
         before = np.cumsum(change)[:-1] - steps

@@ -1,14 +1,12 @@
 """The inputs of image-text models: the classes that can be policies, by `model_type`; how a model
 reads the ids of images; and requests with images as prompts.
 
-`ImageInputs` owns the visual embeddings of a model. Invariant: an image is encoded once for a set
-of weights of the tower, as long as its embeddings are kept; those of a frozen tower are kept over
-steps, and shared by the learner and the engine. Embeddings go into the text decoder, so packing,
-the KV cache and the head are those of text.
-
-In a prompt the template writes a placeholder for each image, which becomes as many as the image has
-visual embeddings. A placeholder that stands in the text of a message, such as one that the policy
-sampled, is text: it is hidden from the search by a mark while the template renders.
+`ImageInputs` owns the visual embeddings of a model. Invariant: an image is encoded once per set of
+tower weights, as long as its embeddings are cached; embeddings of a frozen tower are cached over
+steps, and shared by the learner and the engine. Embeddings are inputs of the text decoder, so
+packing, the KV cache and the head are those of text. The template writes one placeholder per image,
+which is repeated once per visual embedding. A placeholder in the text of a message, such as one
+that the policy sampled, is text: it is replaced by a mark while the template renders.
 """
 
 from __future__ import annotations
@@ -74,20 +72,20 @@ if TYPE_CHECKING:
     from agentrl.store.base import Store
 
 
-# Older ones compute other embeddings or positions of images than Qwen's classes should.
-OLDEST = "5.10"  # transformers, as in the extra `vision`
+# Older releases compute wrong embeddings or positions of images in Qwen's classes.
+MIN_TRANSFORMERS = "5.10"  # transformers, as in the extra `vision`
 
 
 def check_version(what: str) -> None:
     """Raise PolicyError about `what` if transformers cannot compute image-text models."""
-    if Version(transformers.__version__) < Version(OLDEST):
+    if Version(transformers.__version__) < Version(MIN_TRANSFORMERS):
         raise PolicyError(
-            f"{what}: models that look need transformers {OLDEST} or newer, not "
+            f"{what}: models that look need transformers {MIN_TRANSFORMERS} or newer, not "
             f"{transformers.__version__}; {install_command('vision', ' -U')}"
         )
 
 
-@lru_cache(256)  # screenshots have one size, and a process sees millions
+@lru_cache(256)  # screenshots have the same size, and there may be millions
 def _places(*grid: int) -> Ids:
     """The places of a grid's cells, int64 [axes, cells]; cached, not to be changed."""
     places = np.indices(grid).reshape(len(grid), -1)
@@ -103,12 +101,12 @@ class Llava:
 
     @property
     def towers(self) -> tuple[Module, ...]:
-        """What computes visual embeddings, and nothing else."""
+        """The modules that only compute visual embeddings."""
         return self.network.model.vision_tower, self.network.model.multi_modal_projector
 
     @property
     def unused(self) -> tuple[Module, ...]:
-        """What visual embeddings do not depend on: it gets no gradient."""
+        """Modules that visual embeddings do not depend on, so they get no gradient."""
         clip, chosen = self.network.model.vision_tower, self.network.config.vision_feature_layer
         clip = getattr(clip, "vision_model", clip)
         size = len(clip.encoder.layers)
@@ -119,8 +117,8 @@ class Llava:
 
     @property
     def processor(self) -> dict[str, object]:
-        """The content of processor_config.json, without the image processor's own file: other
-        libraries expand placeholders by it."""
+        """The content of processor_config.json, without the image processor's file; other libraries
+        use it to expand placeholders."""
         config = self.network.config
         return {
             "processor_class": "LlavaProcessor",
@@ -131,7 +129,7 @@ class Llava:
 
     @property
     def counts(self) -> tuple[object, ...]:
-        """What `shape` depends on besides the pixels."""
+        """The key on which `shape` depends besides the pixels."""
         config = self.network.config
         return "llava", config.vision_config.patch_size, config.vision_feature_select_strategy
 
@@ -195,7 +193,7 @@ class Qwen:
         found = list(output.pooler_output)
         if deep := getattr(output, "deepstack_features", None):
             sizes = [len(each) for each in found]
-            # since transformers 5.18 they come by image, as the others do
+            # since transformers 5.18 they are a list by image, like the others
             split = (torch.split(x, sizes) if isinstance(x, Tensor) else x for x in deep)
             parts = zip(found, *split, strict=True)
             found = [torch.cat(each, -1) for each in parts]
@@ -208,7 +206,7 @@ CLASSES: dict[str, type[Llava] | type[Qwen]] = {
     "qwen2_5_vl": Qwen,
     "qwen3_vl": Qwen,
 }
-# Why others cannot be, as the end of a sentence about their type.
+# model_type -> why it is not supported, as the end of a sentence.
 REASONS = {
     "gemma3": "in which the tokens of an image attend to each other in both directions",
     "gemma3n": "in which the tokens of an image attend to each other in both directions",
@@ -222,7 +220,7 @@ REASONS = {
 
 NAMES = ("_processor_class", "processor_class", "image_processor_type", "_name_or_path")
 QUESTION, PROBE_SIZE = "What is this? ", (60, 44)
-EMBEDDING_BYTES = 2**30  # of visual embeddings that are kept
+EMBEDDING_BYTES = 2**30  # bytes of cached visual embeddings
 
 
 FileSource = Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]
@@ -245,7 +243,7 @@ class Embeddings:
     def of(self, encoder: ImageInputs, images: Sequence[CatalogueImage]) -> list[Tensor]:
         with self._lock:
             missing = [seen for seen in images if seen.digest not in self._found]
-            # Not in the engine's inference mode, whose tensors a graph may not use.
+            # Outside of the engine's inference mode, because autograd cannot use its tensors.
             with torch.inference_mode(False), torch.no_grad():
                 for some in chunks(missing, encoder.budget):
                     for seen, embeddings in zip(some, encoder.encode(some), strict=True):
@@ -280,10 +278,11 @@ class ImageInputs:
         self.model, self.kind, self.processor, self.trained = model, kind, processor, trained
         self.sees = sees
         self.catalogue = catalogue_of(processor, kind)
-        self.budget = 2**14  # patches that the tower encodes at once
-        self.learned = Embeddings(shared=not trained)  # of the learner's weights
-        self.served = Embeddings(shared=False) if trained else self.learned  # of the engine's
-        self.source: FileSource | None = None  # of images that requests name by digest
+        self.budget = 2**14  # patches per pass of the tower
+        self.learned = Embeddings(shared=not trained)  # embeddings by the learner's weights
+        # Embeddings by the engine's weights.
+        self.served = Embeddings(shared=False) if trained else self.learned
+        self.source: FileSource | None = None  # reads images that requests name by digest
         # During a training step of a trained tower: leaves whose gradients are propagated into it.
         self.leaves: dict[str, Tensor] = {}
         for part in kind.unused if trained else kind.towers:
@@ -345,7 +344,8 @@ class ImageInputs:
         self.catalogue.need(files)
         for digest, body in files.items():
             if self.catalogue.find(digest) is None:
-                with suppress(ImageError):  # what names it is not trained, with a reason
+                # Calls with this image are not trained, for a stated reason.
+                with suppress(ImageError):
                     await asyncio.to_thread(self.catalogue.add, body, digest)
 
     def check(self, other: Module) -> str:
@@ -413,13 +413,14 @@ async def files_of(store: Store, run: str, digests: Sequence[str]) -> dict[str, 
 
 
 def name_as_hub(model: Any) -> None:
-    """Let a model be saved with the names that checkpoints of the hub have, which vLLM reads: else
-    transformers leaves out the prefixes of towers that its own file did not have."""
-    from transformers.core_model_loading import PrefixChange  # older ones, refused, have none
+    """Save a model with the weight names of the hub's checkpoints, which vLLM reads; transformers
+    would leave out prefixes of towers that were missing in the loaded file."""
+    # Unsupported older releases do not have it.
+    from transformers.core_model_loading import PrefixChange
 
     every = get_model_conversion_mapping(model, add_legacy=False)
     own = getattr(model, "_weight_conversions", None)
-    if own is None:  # built here: as transformers would choose
+    if own is None:  # a model that was built here: use transformers' choice
         own = [each for each in every if not isinstance(each, PrefixChange)]
     of_towers = [each for each in every if isinstance(each, PrefixChange) and each.scope_prefix]
     known = {each.scope_prefix for each in own if isinstance(each, PrefixChange)}
@@ -445,8 +446,8 @@ _catalogues: dict[str, Catalogue] = {}
 
 
 def catalogue_of(processor: Any, kind: Llava | Qwen) -> Catalogue:
-    """The catalogue of all models of a process that see images in the same way, so that a reference
-    reads the ids of its policy."""
+    """The catalogue that all models of a process with the same image processing share, so that a
+    reference can read the ids of its policy."""
     written = json.loads(processor.to_json_string())
     settings = {key: x for key, x in written.items() if key not in NAMES and x is not None}
     name = type(processor).__name__
@@ -476,8 +477,8 @@ def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-DATA = "data:"  # how the URL of an image begins that is there itself
-MARK = "\ufdd0"  # no character of any text
+DATA = "data:"  # prefix of a URL that contains the image itself
+MARK = "\ufdd0"  # a character that occurs in no text
 OTHERS = ("input_audio", "audio_url", "video_url", "video", "file")
 
 
@@ -494,12 +495,13 @@ class ImageTextChat(Chat):
         self._parts = self._wants_parts()
 
     async def fetch(self, messages: bytes) -> None:
-        """Number the images of a request. Raises RequestError for one that cannot be seen."""
+        """Assign ids to the images of a request. Raises RequestError for an image that cannot be
+        read."""
         # Images may be large, so they are read outside the event loop.
         catalogue, urls = self._encoder.catalogue, await asyncio.to_thread(_urls_in, messages)
         named = [url.removeprefix(SCHEME) for url in urls if url.startswith(SCHEME)]
         missing = [digest for digest in named if catalogue.find(digest) is None]
-        # A known image may have to be encoded again, once its embeddings are dropped.
+        # A known image may have to be encoded again after its embeddings were dropped.
         gone = [d for d in named if d not in self._encoder.served and catalogue.file(d) is None]
         wanted = list(dict.fromkeys([*missing, *gone]))
         files = dict(await self._encoder.source(wanted)) if wanted and self._encoder.source else {}
@@ -529,7 +531,7 @@ class ImageTextChat(Chat):
                 "messages of users, or replace its chat_template.jinja",
                 param="messages",
             )
-        # In one piece, because what is next to a placeholder decides how a tokenizer splits it.
+        # In one piece, because the text next to a placeholder affects how a tokenizer splits it.
         tokens, own = self._marked(text)
         ids, read = list[int](), list[int]()
         left, placeholders = iter(images), iter(own)
@@ -561,7 +563,7 @@ class ImageTextChat(Chat):
         return ids, own
 
     def _content(self, content: Json, where: str) -> Json:
-        """Content for the template: text, or parts of which each is text or an image."""
+        """Content for the template: text, or a list of text and image parts."""
         if not isinstance(content, list):
             text: Json = self._hidden(text_content(content, where))
             return [{"type": "text", "text": text}] if self._parts else text
@@ -583,7 +585,7 @@ class ImageTextChat(Chat):
         return "".join(str(part["text"]) for part in parts)
 
     def _hidden(self, value: Json) -> Json:
-        """A value whose texts have a mark in place of each placeholder."""
+        """A value with a mark in place of each placeholder in its texts."""
         if isinstance(value, str):
             return value.replace(MARK, "").replace(self._placeholder, MARK)
         if isinstance(value, list):
@@ -616,7 +618,7 @@ class ImageTextChat(Chat):
 
 
 def image_urls(messages: Any) -> list[str]:
-    """The URLs of a request's images, in order. Raises RequestError for one of another kind."""
+    """The URLs of a request's images, in order. Raises RequestError for an unsupported kind."""
     found: list[str] = []
     for index, message in enumerate(messages if isinstance(messages, list) else []):
         content = message.get("content") if isinstance(message, dict) else None

@@ -1,4 +1,4 @@
-"""The learner of an image-text policy: what `TorchLearner` does, with each image encoded once.
+"""The learner of an image-text policy: `TorchLearner`, with each image encoded once.
 
 Packs read the embeddings of images as leaves. With a trained tower their gradients, summed over all
 packs of a step, are propagated into the tower in one backward pass, or one for each part of the
@@ -49,7 +49,8 @@ class ImageTextLearner(TorchLearner):
 
     def load(self, directory: Path) -> None:
         super().load(directory)
-        self.encoder.learned.forget()  # a frozen tower too: an earlier run may have trained it
+        # Even for a frozen tower, because an earlier run may have trained it.
+        self.encoder.learned.forget()
 
     def _changed(self) -> None:
         if self.encoder.trained:
@@ -62,7 +63,7 @@ class ImageTextLearner(TorchLearner):
         parts = list(chunks(self._images(batch), self.token_budget))
         graphs: list[list[Tensor]] = []
         try:
-            if len(parts) == 1:  # one part: its graph is kept, and it is encoded only once
+            if len(parts) == 1:  # with a single part the graph is kept, and it is encoded only once
                 with self._recomputing():
                     graphs.append(self.encoder.encode(parts[0]))
                 self.encoder.learned.encoded += len(parts[0])

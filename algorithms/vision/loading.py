@@ -24,9 +24,9 @@ MODALITIES = {"vision_config": "images", "audio_config": "audio"}
 def load(
     name: str, shape: Any, config: RunConfig | None, options: dict[str, Any]
 ) -> tuple[Any, Any] | None:
-    """The model and its loading info, or None for one without a tower, or that is trained as a
-    model of text alone. Raises PolicyError if it cannot be a policy, ConfigError for settings with
-    which it cannot read images."""
+    """The model and its loading info, or None for a model without a tower, or one that is trained
+    as a text model. Raises PolicyError if it cannot be a policy, ConfigError for settings that do
+    not allow images."""
     setting = config.policy.vision if config is not None else ""
     kind = CLASSES.get(shape.model_type)
     if kind is None:
@@ -97,7 +97,7 @@ def check(config: RunConfig, setting: str) -> None:
 
 
 def _left_out(shape: Any) -> str:
-    """A sentence about a model of another class that reads more than text; else ""."""
+    """A sentence about a multimodal model of an unsupported class; else ""."""
     modalities = [word for key, word in MODALITIES.items() if getattr(shape, key, None) is not None]
     if not modalities:
         return ""

@@ -1,8 +1,8 @@
 """Image-text policies in a training run: the images of calls are found in their prompts, and the
 ids of images take the place of placeholders.
 
-The images of a prompt are its runs of placeholders, in order, but for those that the policy has
-sampled itself, which are text. A call whose images cannot be found for certain is not trained.
+The images of a prompt are its runs of placeholders, in order, except placeholders that the policy
+has sampled, which are text. A call whose images cannot be found for certain is not trained.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ log = logging.getLogger("agentrl.algorithm")
 
 
 class Finder:
-    """A `Completer` of one policy's calls, which also reports what it could not find. encoder:
-    None for a policy that reads text alone, whose calls with images are not trained."""
+    """A `Completer` of one policy's calls, which also counts images that it could not find.
+    encoder: None for a text policy, so calls with images are not trained."""
 
     def __init__(self, encoder: ImageInputs | None, policy: str) -> None:
         self._encoder, self._policy = encoder, policy
@@ -54,7 +54,8 @@ class Finder:
         return found
 
     def learn(self, groups: Sequence[Group]) -> Metrics:
-        """images/distinct: of the calls that are trained; calls/images_unread: left out."""
+        """Metrics: images/distinct of trained calls; calls/images_unread: calls that are left
+        out."""
         lost = self._lost.total()
         if self._encoder is None and not lost:
             return {}
@@ -121,7 +122,7 @@ class ImageTextPolicies(Feature):
     """Brings the images of a step's calls from the store to the models that read them."""
 
     def __init__(self) -> None:
-        self._encoders: dict[str, ImageInputs] = {}  # by policy
+        self._encoders: dict[str, ImageInputs] = {}  # policy -> encoder
         self._run: LoadedRun | None = None
 
     def updater(self, updater: Updater, model: LoadedModel) -> Updater:
@@ -146,12 +147,12 @@ class ImageTextPolicies(Feature):
         self._run, updaters = run, run.policies.updaters
         for model in run.models:
             for name in model.policies:
-                if name in updaters:  # which a frozen policy is not
+                if name in updaters:  # frozen policies have no updater
                     updaters[name] = self.updater(updaters[name], model)
         loop = asyncio.get_running_loop()
 
         async def source(digests: Sequence[str]) -> Mapping[str, bytes]:
-            """Called on a policy server's loop; the store belongs to this one."""
+            """Called on a policy server's event loop, but the store belongs to this one."""
             found = files_of(run.store, run.config.name, digests)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(found, loop))
 

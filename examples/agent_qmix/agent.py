@@ -17,7 +17,7 @@ from world import RELATIONS, hops
 
 ROLES = list(RELATIONS)
 ROUNDS, BYTES, NAMES = 2, 32, 16
-MOST = 200  # normalises tokens per episode; 10 000 in the paper, whose models write essays
+MAX_TOKENS = 200  # normalises tokens per episode; 10 000 in the paper, whose models write essays
 OBSERVATION = BYTES + NAMES + 3 + len(ROLES)
 STATE = len(ROLES) * (OBSERVATION - len(ROLES)) + 3
 Seen = list[list[list[float]]]  # [t, n, o]
@@ -87,7 +87,7 @@ def observe(question: str, said: list[str], used: list[int], edges: Edges) -> li
     for agent in range(agents):
         name = [float(agent == index) for index in range(NAMES)]
         degree = sum(agent in edge for edge in edges)
-        own = [float(bool(said[agent])), degree / agents, used[agent] / MOST]
+        own = [float(bool(said[agent])), degree / agents, used[agent] / MAX_TOKENS]
         heard = [float((source, agent) in edges) for source in range(agents)]
         rows.append([*text, *name, *own, *heard])
     return rows

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent import MOST
+from agent import MAX_TOKENS
 
 PRICE = 0.1  # of so many tokens
 
 
 def verify(task: dict[str, Any], result: dict[str, Any]) -> dict[str, float]:
     right = float(result["answer"] == task["input"]["answer"])
-    return {"outcome": right, "return": right - PRICE * min(result["tokens"] / MOST, 1.0)}
+    return {"outcome": right, "return": right - PRICE * min(result["tokens"] / MAX_TOKENS, 1.0)}

@@ -25,7 +25,7 @@ PEOPLE = [
     "Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gail", "Hugo",
     "Ines", "Jon", "Kim", "Leo", "Mia", "Noel", "Olga", "Paul",
 ]  # fmt: skip
-LONGEST = 8
+MAX_LENGTH = 8
 NOISE = 0.3
 SEND = tool("send", "exit", EXITS)
 BEST = 1.0
@@ -34,7 +34,7 @@ BEST = 1.0
 def _map() -> list[dict[str, str]]:
     """Of each depot: colour -> exit. Every exit is right for one of them."""
     dice = random.Random("chain")
-    return [dict(zip(COLOURS, dice.sample(EXITS, 4), strict=True)) for _ in range(LONGEST)]
+    return [dict(zip(COLOURS, dice.sample(EXITS, 4), strict=True)) for _ in range(MAX_LENGTH)]
 
 
 RIGHT = _map()

@@ -1,9 +1,9 @@
 """Numbers to guess; every fifth is held out."""
 
-HIGHEST = 30
+MAX_NUMBER = 30
 GAMES = [
-    {"id": str(secret), "input": {"secret": secret, "highest": HIGHEST}}
-    for secret in range(1, HIGHEST + 1)
+    {"id": str(secret), "input": {"secret": secret, "highest": MAX_NUMBER}}
+    for secret in range(1, MAX_NUMBER + 1)
 ]
 train = [game for i, game in enumerate(GAMES) if i % 5]
 heldout = GAMES[::5]

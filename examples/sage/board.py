@@ -19,14 +19,14 @@ MOVES: dict[str, Callable[[int, int], Square]] = {
     "south": lambda x, y: (x, (y - 1) % SIZE),
 }
 HERE = "here"  # a square that is not named
-LONGEST = 5  # most moves of a walk
+MAX_MOVES = 5  # most moves of a walk
 
 
 def parse(question: str) -> Walk | None:
     """The moves and the start of a walk; None if the text is not a walk or is too long."""
     left, _, right = question.partition(" : ")
     moves, start = left.split(), square(right)
-    known = 1 <= len(moves) <= LONGEST and set(moves) <= MOVES.keys()
+    known = 1 <= len(moves) <= MAX_MOVES and set(moves) <= MOVES.keys()
     return (moves, start) if known and start is not None else None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 os.environ.setdefault("OPENAI_API_KEY", "unused")  # agent.py makes its client when imported
 
 from agent import PROMPTS
-from board import COLUMNS, HERE, LONGEST, MOVES, ROWS, Walk, answer, step, vague, written
+from board import COLUMNS, HERE, MAX_MOVES, MOVES, ROWS, Walk, answer, step, vague, written
 from tasks import anywhere, walks
 
 from agentrl.tiny import Conversation, imitator, word_tokenizer
@@ -30,7 +30,7 @@ def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
     rng = random.Random(seed)
     roles = (challenger, planner, solver, critic)
-    shown = walks(f"demonstrations/{seed}", DEMONSTRATIONS, range(1, LONGEST + 1))
+    shown = walks(f"demonstrations/{seed}", DEMONSTRATIONS, range(1, MAX_MOVES + 1))
     imitator(
         directory,
         [roles[number % 4](walk, rng) for number, walk in enumerate(shown)],
@@ -44,7 +44,7 @@ def build(directory: Path, seed: int) -> None:
 
 def challenger(seed: Walk, rng: random.Random) -> Conversation:
     """A walk from another square, up to two moves longer; sometimes with an invalid move."""
-    count = min(len(seed[0]) + rng.choice((0, 0, 0, 1, 1, 2)), LONGEST)
+    count = min(len(seed[0]) + rng.choice((0, 0, 0, 1, 1, 2)), MAX_MOVES)
     moves = rng.choices(list(MOVES), k=count)
     if rng.random() > VALID:
         moves[-1] = NO_MOVE

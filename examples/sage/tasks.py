@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from board import LONGEST, MOVES, SIZE, Square, Walk, written
+from board import MAX_MOVES, MOVES, SIZE, Square, Walk, written
 
 SEEDS, HELDOUT = 500, 200
 
@@ -27,6 +27,6 @@ train = [
 heldout = [
     {"id": question, "input": {"question": question}}
     for question in dict.fromkeys(
-        written(*walk) for walk in walks("heldout", HELDOUT, range(3, LONGEST + 1))
+        written(*walk) for walk in walks("heldout", HELDOUT, range(3, MAX_MOVES + 1))
     )
 ]

@@ -31,10 +31,11 @@ class Translation(Protocol):
 
     @property
     def begun(self) -> bool:
-        """Whether it has read a part of a response, so it cannot be used for another one."""
+        """Whether a part of a response was read, so that this object cannot be used for another
+        one."""
 
     def whole(self, completion: Body, prompt_tokens: int) -> bytes:
-        """Return the response for a complete one of the policy server."""
+        """Convert a complete response of the policy server."""
 
     def part(self, chunk: Body, prompt_tokens: int) -> bytes:
         """Return the server-sent events of a chunk, possibly none."""
@@ -45,7 +46,7 @@ class Translation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one call is read and answered, and how its errors are reported."""
+    """The format of one call: reading, answering and reporting errors."""
 
     api: str  # path at the policy server, below its base URL
     error: Callable[[int, str, str], Body]  # (HTTP status, code, message) -> body
@@ -64,7 +65,7 @@ def typed() -> Iterator[None]:
 
 
 def objects(value: Json, where: str) -> list[Body]:
-    """Return `value` if it is a list of objects, an empty list for None; refuse anything else."""
+    """Return `value` if it is a list of objects, an empty list for None; reject anything else."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):

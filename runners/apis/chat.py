@@ -1,8 +1,9 @@
-"""Chat completions as conversations: the tool calls of a stream, and what later calls refer to.
+"""Chat completions as conversations: tool calls of a stream, and the memory of earlier answers that
+later calls refer to.
 
 Servers number the tool calls of a streamed message from 0, from 1 or not at all, give every call
-the same index, alternate between calls, or send the name later than the id. They are assembled as
-clients do.
+the same index, alternate between calls, or send the name later than the id. They are assembled in
+the same way as by clients.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ConversationMemory:
     without the end, the hash of that, its number of messages, and its key."""
 
     def has_any(self, ids: Iterable[str]) -> bool:
-        """Whether any of the ids is one of what is kept."""
+        """Whether any of the ids is known."""
         return any(id in kept for id in ids for kept in self.kept.values())
 
     def remember(self, answer: Body, conversation: int | None) -> None:
@@ -51,26 +52,26 @@ class ConversationMemory:
         for call in _calls(answer):
             if isinstance(arguments := call["function"].get("arguments") or "", str):
                 self.arguments[str(call.get("id"))] = arguments
-        if conversation is not None:  # without the many fields that servers leave empty
+        if conversation is not None:  # without fields that servers leave empty
             said = {name: value for name, value in answer.items() if value or name == "content"}
             self.answers.setdefault(conversation, []).append(said)
             if self.walked is not None and conversation != self.walked[-1]:
-                self.walked = None  # this answer may be in the middle of it
+                # Invalid, because this answer may belong into the middle of the walk.
+                self.walked = None
 
     def recall(
         self, messages: list[Json], *, joined: bool, raw: bytes = b""
     ) -> tuple[list[Json], int]:
-        """Return the messages with each answer of this conversation as it was given, and the key of
-        the conversation; the same list if nothing changes.
-
-        Clients send arguments back as other JSON, put something in the place of malformed ones, add
-        a name, or split an answer into several messages. A chat template would render other tokens
-        than the sampled ones, and the call would not extend the previous one. An answer is known by
-        the conversation that it was given in and by its content, so an answer of another agent,
-        or one that this agent has changed, is left alone. `joined`: in this API neighbouring
-        messages of the assistant are one turn, also those that the gateway did not give. `raw`: the
-        JSON of the messages; if it begins with the latest conversation, only the rest is read."""
-        found: list[Json] | None = None  # none while nothing has changed
+        """Return the messages with each answer of this conversation as the policy gave it, and the
+        key of the conversation; the same list if nothing changes. Clients send arguments back as
+        different JSON, replace malformed ones, add a name, or split an answer into several
+        messages. Then a chat template would render other tokens than the sampled ones, and the call
+        would not extend the previous one. An answer is identified by its conversation and its
+        content, so answers of other agents, and answers that the agent has changed, are not
+        touched. `joined`: whether in this API neighbouring assistant messages are one turn, even if
+        the policy did not give them. `raw`: the JSON of the messages; if it begins with the latest
+        conversation, only the rest is read."""
+        found: list[Json] | None = None  # None while nothing has changed
         new_ids: dict[str, Json] = {}
         index, key = self._resumed(raw)
         while index < len(messages):
@@ -95,7 +96,7 @@ class ConversationMemory:
         return messages if found is None else found, key
 
     def _resumed(self, raw: bytes) -> tuple[int, int]:
-        """Return the number of messages that were read before, and the key of these."""
+        """Return the number of leading messages that are known, and their key."""
         if self.walked is None:
             return 0, 0
         length, digest, count, key = self.walked
@@ -105,19 +106,19 @@ class ConversationMemory:
     def _turn(
         self, messages: list[Json], start: int, key: int, *, joined: bool
     ) -> tuple[Body, int, Mapping[str, Json]]:
-        """Return the assistant's turn at `start`, the number of its messages, and new ids of its
-        tool calls by those that they have there. `key`: of the conversation before it."""
+        """Return the assistant's turn at `start`, the number of its messages, and a mapping from
+        the ids of its tool calls to the original ones. `key`: of the conversation before it."""
         answers, best = self.answers.get(key, ()), None
         turn: Body = messages[start]
         end = start + 1
         alone = end == len(messages) or not _is_assistant(messages[end])
         if alone and turn in answers:
-            return turn, 1, NOTHING  # as most clients send it
+            return turn, 1, NOTHING  # the common case
         if alone and not answers:
             return self._with_arguments(turn), 1, NOTHING
         while True:
             if given := _as_given(turn, answers):
-                best = (given, end - start, _renamed(turn, given))  # the longest is meant
+                best = (given, end - start, _renamed(turn, given))  # the longest match
             if not (answers or joined) or end == len(messages) or not _is_assistant(messages[end]):
                 break
             turn, end = _join(turn, messages[end]), end + 1
@@ -127,8 +128,8 @@ class ConversationMemory:
         return self._with_arguments(whole), count, NOTHING
 
     def _with_arguments(self, turn: Body) -> Body:
-        """Return a turn that is no answer to this conversation, such as one from before the agent
-        shortened it, with the arguments of its calls as the model wrote them."""
+        """Return a turn that is not an answer to this conversation, for example because the agent
+        has shortened the history, with the arguments of its calls as the model wrote them."""
         sent = _calls(turn) if self.arguments else []
         calls = [_with_text(call, self.arguments.get(str(call.get("id")))) for call in sent]
         return turn | {"tool_calls": calls} if calls else turn
@@ -171,9 +172,9 @@ def _thought(message: Body) -> str:
 
 
 def _next_key(key: int, message: Json) -> int:
-    """Return the key of a conversation with one more message: of what makes it this one. Left out
-    are its thought, which agents leave out later, ids, which they change, and whether its text is
-    in parts."""
+    """Return the key of a conversation with one more message. The key does not depend on the
+    reasoning, which agents may drop, on ids, which they may change, and on whether text is in
+    parts."""
     if not isinstance(message, dict):
         return hash((key, repr(message)))
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
@@ -187,7 +188,7 @@ def _next_key(key: int, message: Json) -> int:
 
 
 def _join(turn: Body, more: Body) -> Body:
-    """Return two neighbouring messages of the assistant as one."""
+    """Join two neighbouring assistant messages."""
     joined = turn | {name: value for name, value in more.items() if turn.get(name) is None}
     for name in ("content", *THOUGHTS, "tool_calls"):
         first, second = turn.get(name), more.get(name)
@@ -205,8 +206,8 @@ def _parts(content: Json) -> list[Json]:
 
 
 def _as_given(turn: Body, answers: Sequence[Body]) -> Body | None:
-    """Return a turn of the agent as that one of the answers was given which is the same; the
-    latest if there are several, unless one is equal to the turn or has the ids of its calls."""
+    """Replace a turn by the matching original answer; of several matches the latest, unless one is
+    equal to the turn or has the same call ids."""
     given = [same for answer in answers if (same := _same_answer(turn, answer)) is not None]
     ids = [call.get("id") for call in _calls(turn)]
     return max(
@@ -217,8 +218,8 @@ def _as_given(turn: Body, answers: Sequence[Body]) -> Body | None:
 
 
 def _same_answer(turn: Body, answer: Body) -> Body | None:
-    """Return the turn as the answer was given; None if it differs. Its thought is left
-    out if the agent leaves it out."""
+    """Return the turn with the original content of the answer; None if it differs. Reasoning is
+    left out if the agent has left it out."""
     same = turn.get("function_call") == answer.get("function_call")
     if not same or _answer_text(turn) != _answer_text(answer):
         return None
@@ -258,8 +259,8 @@ def _paired(turn: Body, answer: Body) -> list[tuple[Body, Body]] | None:
 
 
 def _with_text(call: Body, written: Json) -> Body:
-    """Return a call with the arguments that the model has `written`, if those that it has mean the
-    same."""
+    """Return a call with the arguments as `written` by the model, if its own arguments are
+    equivalent."""
     function = call["function"]
     if not isinstance(written, str) or not _means(function.get("arguments"), written):
         return call
@@ -267,8 +268,8 @@ def _with_text(call: Body, written: Json) -> Body:
 
 
 def _means(received: Json, written: Json) -> bool:
-    """Whether an agent that was given the arguments `written` sends `received` for them: equal
-    JSON, or, for those that are no JSON object, an empty object or one with their text."""
+    """Whether `received` are equivalent to the arguments `written` by the model: equal JSON or, if
+    they are not a JSON object, an empty object or one with their text."""
     if received == written or not (received or written):
         return True
     sent = _parsed(received) if isinstance(received, str | None) else received
@@ -302,7 +303,8 @@ def _equal(one: Json, other: Json) -> bool:
 
 
 def _renamed(turn: Body, given: Body) -> dict[str, Json]:
-    """Return the new ids of a turn's calls by their old ones, if these are not known."""
+    """Return a mapping from the ids of a turn's calls to the original ids, unless they are
+    known."""
     pairs = zip(_calls(turn), _calls(given), strict=True)
     new = {str(call.get("id")): other.get("id") for call, other in pairs}
     return {} if new.keys() == {str(id) for id in new.values()} else new
@@ -329,7 +331,8 @@ class ToolCalls:
         call |= first | ({"id": call["id"]} if call.get("id") else {})
         for key, more in function.items():
             known = call["function"].get(key, "")
-            if more and not (key == "name" and more == known):  # some repeat it in every part
+            # Some servers repeat the field in every part.
+            if more and not (key == "name" and more == known):
                 text = more if isinstance(more, str) else msgspec.json.encode(more).decode()
                 call["function"][key] = known + text
 

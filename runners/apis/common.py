@@ -1,6 +1,6 @@
 """The base of the translated APIs: answers while they are built, the agent's tools, refusals.
 
-Policy servers return exact token ids for chat completions and completions only, so every other API
+Policy servers return exact token ids only for chat completions and completions, so every other API
 is translated: the request into a chat completion, the response back into that API's objects and
 events. Each module lists two classes of fields that it does not translate. Fields that a chat
 completion cannot express are refused. Options of the API's own server, and hosted tools that this
@@ -35,9 +35,9 @@ from agentrl.runners.apis.chat import Body, ToolCalls, is_complete
 class Block:
     """Text of an answer that is yet to be written, or a tool call that may continue."""
 
-    key: str = ""  # of the text: reasoning_content, content or refusal
+    key: str = ""  # field of the text: reasoning_content, content or refusal
     text: str = ""
-    choice: Body = field(default_factory=dict)  # where the text came from, with its log-probs
+    choice: Body = field(default_factory=dict)  # the source of the text, with log-probs
     call: Body | None = None
 
 
@@ -52,26 +52,28 @@ class ChatTranslation(ABC):
         self.chat, self.answer = chat, answer
         if streamed:
             chat["stream_options"] = {"include_usage": True}
-        self.ignored: list[str] = []  # dropped options of the request
+        self.ignored: list[str] = []  # options of the request that are dropped
         self._events: list[bytes] = []
         self._started = False
-        self._index: Json | UnsetType = UNSET  # of the choice that the agent sees, of several
+        # Index of the choice that the agent gets, if there are several.
+        self._index: Json | UnsetType = UNSET
         self._calls = ToolCalls()
-        self._pending: list[Block] = []  # a call that may continue, and what follows it
+        self._pending: list[Block] = []  # a call that may continue, and the blocks after it
         self._open: object = None  # the block, part or tool call in progress
-        self._arguments = ""  # of the current tool call, so far
+        self._arguments = ""  # arguments of the current tool call, so far
         self._finish = "stop"
         self._stop_sequence: str | None = None
 
     @property
     def begun(self) -> bool:
-        """Whether it has read a part of a response, so it cannot be used for another one."""
+        """Whether a part of a response was read, so that this object cannot be used for another
+        one."""
         return self._started
 
     def whole(self, completion: Body, prompt_tokens: int) -> bytes:
         choice = completion["choices"][0]
         said = dict(choice["message"])
-        if calls := said.get("tool_calls"):  # each is complete, whatever its index
+        if calls := said.get("tool_calls"):  # each is a complete call, with any index
             said["tool_calls"] = [{**call, "index": i} for i, call in enumerate(calls)]
         chunk = {**completion, "choices": [choice | {"delta": said}]}
         self.part(chunk, prompt_tokens)
@@ -114,8 +116,8 @@ class ChatTranslation(ABC):
         return self._flush()
 
     def _advance(self, *, ended: bool = False) -> None:
-        """Write what is pending, in order. A call is written as it grows; what follows it waits
-        until nothing can be added to the call, as a server may alternate between calls."""
+        """Write pending blocks in order. A call is written as it grows; blocks after it wait until
+        the call is complete, because a server may alternate between calls."""
         while self._pending:
             block, over = self._pending[0], ended
             if block.call is None:
@@ -129,7 +131,8 @@ class ChatTranslation(ABC):
             del self._pending[0]
 
     def _write_call(self, block: Block, call: Body, *, over: bool) -> None:
-        """Write what is new of a call, once its name is known: it may come in several parts."""
+        """Write the new part of a call, once its name is known; the name may arrive in several
+        parts."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if not (over or (name and arguments)):
             return
@@ -208,12 +211,12 @@ def content(parts: list[Body]) -> Json:
 
 
 class Turns:
-    """The messages of a chat completion in the making. What the assistant writes and calls are
-    messages of their own: `ConversationMemory.recall` makes one turn of neighbouring ones."""
+    """Builds the messages of a chat completion. Text and calls of the assistant are separate
+    messages, which `ConversationMemory.recall` joins to a turn."""
 
     def __init__(self, earlier: Iterable[Body] = ()) -> None:
         self.messages = list(earlier)
-        self._run = 0  # of neighbouring messages of the assistant
+        self._run = 0  # neighbouring assistant messages
         self._calls: dict[str, tuple[str, int]] = {}  # id -> name and run
         self._answered: set[str] = set()
         for message in self.messages:
@@ -235,8 +238,8 @@ class Turns:
         self._calls[str(id)] = str(name), self._run
 
     def add_result(self, id: Json, output: Json, where: str, *, name: Json = None) -> None:
-        """Add what a call has returned; refuse a result without a call. `name`: of the call, where
-        the API allows results without an id."""
+        """Add the result of a call; reject a result without a call. `name`: of the call, in APIs
+        that allow results without an id."""
         if name is not None and str(id) not in self._calls:
             id = self._unanswered(name)
         if str(id) not in self._calls:
@@ -279,8 +282,8 @@ def padded(base64: str) -> str:
 
 
 def thought_of(shown: str, written: str) -> str:
-    """Return reasoning that the agent sent back as `shown`: as the model has `written` it, if that
-    is known, unless the agent changed more than the white space around it."""
+    """Return the reasoning that the agent sent back (`shown`), as `written` by the model if that is
+    known, unless the agent changed more than the surrounding white space."""
     return written if written and shown.strip() in ("", written.strip()) else shown
 
 
@@ -288,7 +291,7 @@ SEPARATOR = "__"
 HOSTED = {"code_interpreter", "file_search", "image_generation", "mcp", "programmatic_tool_calling"}
 HOSTED |= {"web_search", "web_search_2025_08_26", "web_search_preview"}
 HOSTED |= {"web_search_preview_2025_03_11"}
-# What is read of tools. Other fields are for OpenAI's server, and are listed.
+# Fields of tools that are used. Other fields are options of OpenAI's server, and are recorded.
 READ = {"namespace": {"type", "name", "tools"}}
 READ["function"] = {"type", "name", "description", "parameters", "strict"}
 READ["custom"] = {"type", "name", "description", "format"}
@@ -305,7 +308,7 @@ class Origin(NamedTuple):
 
 
 class ClientTools:
-    """The tools that a request offers; of two with the same name, the later one."""
+    """The tools of a request; if two have the same name, the later one."""
 
     def __init__(self) -> None:
         self.ignored: list[str] = []

@@ -20,7 +20,7 @@ from agentrl.runners.apis.chat import Body, ConversationMemory
 from agentrl.runners.apis.google_json import SAME
 from agentrl.runners.apis.messages import arguments_of, input_of
 
-Part = tuple[str, Body]  # with its path
+Part = tuple[str, Body]  # a part with its path in the request
 MODES = {"AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none"}
 REASONS = {"length": "MAX_TOKENS", "content_filter": "SAFETY"}
 STATUS = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED"}
@@ -38,7 +38,7 @@ def error(status: int, code: str, message: str) -> Body:
 
 
 def chat_request(body: Body, model: str) -> Body:
-    """Return the chat completion of a request as `google_json.read` returns it."""
+    """Translate a request to a chat completion. body: the result of `google_json.read`."""
     config = body.get("generationConfig") or {}
     chat: Body = {SAME[name]: value for name, value in config.items() if name in SAME}
     turns = common.Turns()
@@ -90,7 +90,7 @@ def _tools(tools: list[Body]) -> list[Body]:
 
 
 def _only(fields: Body, name: str, other: str, where: str) -> Json:
-    """Return the value of that one of two fields which is there."""
+    """Return the value of whichever of two fields is present."""
     if name in fields and other in fields:
         raise UntranslatableError(f"{where}.{name}", f"is there beside {other}; leave one out")
     return fields.get(name, fields.get(other))
@@ -109,7 +109,7 @@ def _tool_choice(calling: Body, offered: set[str]) -> Body:
 
 
 def _role(where: str, content: Body, *, alone: bool) -> str:
-    """Return the role of a content, which Google lets out only if there is no other content."""
+    """Return the role of a content; it may be missing only if there is a single content."""
     role = content.get("role") or ("user" if alone else None)
     if role not in ("user", "model", "function"):
         why = f"{role!r:.80} is not possible here; it is user or model"
@@ -128,7 +128,7 @@ def _parts(where: str, content: Body) -> list[Part]:
 
 
 def _add_answer(turns: common.Turns, parts: list[Part]) -> None:
-    """Append what the model has said. Its thought is in parts, in signatures or in both."""
+    """Append an answer of the model. Its reasoning is in parts, in signatures or in both."""
     thoughts = [(where, part.get("text")) for where, part in parts if part.get("thought")]
     shown = "".join(base.text(text or "", where) for where, text in thoughts)
     written = "".join(common.unseal(part.get("thoughtSignature")) for _, part in parts)
@@ -147,7 +147,7 @@ def _add_answer(turns: common.Turns, parts: list[Part]) -> None:
 
 
 def _add_input(turns: common.Turns, parts: list[Part], where: str) -> None:
-    """Append what functions have returned, and then what the user wrote."""
+    """Append results of functions, and then the user's text."""
     if not parts:
         raise UntranslatableError(f"{where}.parts", "must not be empty; leave the content out")
     said: list[Body] = []
@@ -167,7 +167,7 @@ def _add_input(turns: common.Turns, parts: list[Part], where: str) -> None:
 
 
 def _output(answer: Body, where: str) -> Json:
-    """Return what a function has returned, with its images."""
+    """Return the result of a function, with its images."""
     output, plain = answer.get("response"), False
     if isinstance(output, dict) and [*output] == ["output"]:
         output = output["output"]
@@ -183,7 +183,7 @@ def _output(answer: Body, where: str) -> Json:
 
 
 def _image(part: Body) -> Body | None:
-    """Return a part with an image's file as that of a chat message; None for any other."""
+    """Convert a part with an image file to a part of a chat message; None for other parts."""
     data = part.get("inlineData") or {}
     kind = str(data.get("mimeType"))
     if not kind.startswith("image/"):
@@ -204,8 +204,8 @@ def _impossible(part: Body, where: str) -> UntranslatableError:
 
 class GoogleTranslation(common.ChatTranslation):
     """Sends a function call once it is complete, as Google does. The signature of a call, or of the
-    last part, holds the thought before it, which the agent then sends back even if it does not show
-    it."""
+    last part, contains the reasoning before it, so that the agent sends the reasoning back even if
+    it does not show it."""
 
     def __init__(self, body: Body, memory: ConversationMemory, *, model: str, stream: bool) -> None:
         dropped: list[str] = []
@@ -261,9 +261,9 @@ class GoogleTranslation(common.ChatTranslation):
         self._send()
 
     def _show(self, part: Body) -> None:
-        """Send the parts before this one. The last are sent with the end of the answer: SDKs leave
-        an answer out of their conversation, and the question, if an event has no part. Calls in a
-        row are sent together: some clients take those of two events for one."""
+        """Send the parts before this one. The last parts are sent with the end of the answer,
+        because SDKs drop an answer and its question from the conversation if an event has no part.
+        Adjacent calls are sent together, because some clients merge calls of two events."""
         if self._held and not all("functionCall" in one for one in (*self._held, part)):
             self._send()
         self._held.append(part)

@@ -1,10 +1,9 @@
-"""Google's JSON in one form: each field in one spelling, schemas as JSON Schema.
+"""Normalises Google's JSON: one spelling for each field, schemas as JSON Schema.
 
 Google takes camelCase and snake_case, and its clients send a mixture. `REQUEST` lists the fields
-that exist. Invariant: a field of any other name is refused, and one that has no effect here is
-listed, but what is the agent's own is neither read nor changed: arguments and results of functions,
-names of properties, values of an enumeration.
-Source: https://ai.google.dev/api/generate-content
+that exist. Invariant: an unknown field is rejected, and a field without effect is recorded, but
+data of the agent is neither checked nor changed: arguments and results of functions, names of
+properties, values of an enumeration. Source: https://ai.google.dev/api/generate-content
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ TYPES = {"ARRAY", "BOOLEAN", "INTEGER", "NULL", "NUMBER", "OBJECT", "STRING"}
 
 def read(given: Json, fields: Fields, where: str, dropped: list[str]) -> Body:
     """Return an object at path `where` with its fields in camelCase; append those without effect to
-    `dropped`. Google reads null like a field that is missing."""
+    `dropped`. As at Google, null means a missing field."""
     result: Body = {}
     for name, value in _spelled(given, fields, where).items():
         here, what = f"{where}.{name}".lstrip("."), fields.get(name)
@@ -46,7 +45,7 @@ def read(given: Json, fields: Fields, where: str, dropped: list[str]) -> Body:
                 raise common.impossible(here, f"{value!r:.80}")
         elif isinstance(what, dict):
             result[name] = read(value, what, here, dropped)
-        elif isinstance(what, list):  # Google takes one element in the place of a list, too
+        elif isinstance(what, list):  # Google also accepts a single element in place of a list
             elements = [value] if isinstance(value, dict) else value
             if not isinstance(elements, list):
                 raise UntranslatableError(here, "is not a list of objects", code="invalid_type")
@@ -70,14 +69,14 @@ def one_of(*values: Json) -> Reader:
 
 
 def object_of_agent(value: Json, where: str) -> Json:
-    """Read what is the agent's own: arguments or results of a function."""
+    """Read data of the agent: arguments or results of a function."""
     if not isinstance(value, dict):
         raise UntranslatableError(where, "is not an object", code="invalid_type")
     return value
 
 
 def _spelled(given: Json, fields: Fields, where: str) -> Body:
-    """Return an object with the known ones of its fields in camelCase."""
+    """Return an object with its known fields in camelCase."""
     if not isinstance(given, dict):
         raise UntranslatableError(where or "request", "is not an object", code="invalid_type")
     result: Body = {}
@@ -187,10 +186,10 @@ CALL |= {"partialArgs": ([],), "willContinue": (False,)}
 RESULT: Fields = {"id": KEPT, "name": KEPT, "response": object_of_agent, "willContinue": (False,)}
 RESULT |= {"scheduling": DROPPED, "parts": [{"inlineData": BLOB, "fileData": KEPT} | ABOUT_MEDIA]}
 PART: Fields = {"text": KEPT, "inlineData": BLOB, "functionCall": CALL, "functionResponse": RESULT}
-# What is refused later, by what it is.
+# Types that are rejected later, with a description.
 PART |= dict.fromkeys(("fileData", "executableCode", "codeExecutionResult"), KEPT)
 PART |= dict.fromkeys(("toolCall", "toolResponse", "audioTranscription"), KEPT)
-CONTENT_FIELDS = frozenset(PART)  # of which a part has one
+CONTENT_FIELDS = frozenset(PART)  # a part has one of these fields
 PART |= {"thought": KEPT, "thoughtSignature": KEPT} | ABOUT_MEDIA
 PART |= dict.fromkeys(("partMetadata", "speechMetadata", "videoMetadata"), DROPPED)
 CONTENT: Fields = {"role": KEPT, "parts": [PART]}
@@ -225,7 +224,7 @@ COUNT: Fields = REQUEST | {"generateContentRequest": REQUEST}
 
 
 def listed(dropped: list[str]) -> list[str]:
-    """Return what has no effect, once each, without places in lists."""
+    """Return the fields without effect, each once, without indices of lists."""
     names: dict[str, None] = {}
     for path in dropped:
         name = re.sub(r"\[\d+\]", "", path).removeprefix("generationConfig.")

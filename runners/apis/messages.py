@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[Json, ...]] = {
 # results; here the policy reads all that the agent sends.
 IDLE = {"cache_control", "context_management", "diagnostics", "metadata", "user_profile_id"}
 IDLE |= {"billing_policy", "fallback_credit_token", "fallbacks", "workspace_id"}
-EDITS = {"clear_thinking_20251015", "clear_tool_uses_20250919"}  # of `context_management`
+EDITS = {"clear_thinking_20251015", "clear_tool_uses_20250919"}  # edits of `context_management`
 # Type prefixes of tools that run on Anthropic's servers, dropped.
 HOSTED = ("code_execution_", "web_fetch_", "web_search_")
 TRANSLATED = {"max_tokens", "messages", "output_config", "stop_sequences", "system", "thinking"}
@@ -44,7 +44,7 @@ TYPES |= {504: "timeout_error", 529: "overloaded_error"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 THREAD_LOST = "thread_not_found"  # after this error the SDK sends the whole conversation
-KEPT = ("system", "tools")  # what the continuation of a thread does not repeat
+KEPT = ("system", "tools")  # fields that a continued thread need not repeat
 # Fields that are read of tools, options, messages, and blocks by their type. Other fields have no
 # effect on the policy, and are listed as ignored; `cache_control` never changes an answer.
 READ = {"messages": {"role", "content"}, "output_config": {"effort", "format"}}
@@ -115,7 +115,7 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
 
 def _with_thread(body: Body, memory: ConversationMemory) -> Body:
     """Return the request with the earlier messages, system prompt and tools of the thread that it
-    continues; the SDK's tool runner sends only what is new."""
+    continues; the SDK's tool runner sends only new messages."""
     thread = body.get("thread") or {"type": "create"}
     if thread.get("type") == "create":
         return body
@@ -141,7 +141,8 @@ def prompt_of(body: Body, memory: ConversationMemory) -> Body:
 def ignored(body: Body) -> list[str]:
     """List the request's options that have no effect, and its hosted tools."""
     found = [name for name in sorted(IDLE & body.keys()) if body[name]]
-    thinking = body.get("thinking") or {}  # the policy decides when it thinks, and shows it
+    # The policy decides when to think, and its reasoning is shown.
+    thinking = body.get("thinking") or {}
     if thinking.get("type") == "disabled" or thinking.get("display") == "omitted":
         found.append("thinking")
     found += [f"thinking.{k}" for k in sorted(thinking.keys() - {"type", "display"}) if thinking[k]]
@@ -165,7 +166,7 @@ def _unread(body: Body) -> Iterator[str]:
 
 
 def _blocks(content: Json, where: str) -> Iterator[tuple[str, set[str], Body]]:
-    """Yield the blocks of a content and those inside of them, each with what is read of it."""
+    """Yield the blocks of a content and nested blocks, each with the fields that are used."""
     for block in content if isinstance(content, list) else ():
         kind = block["type"]
         yield f"{where}.{kind}", READ[kind], block
@@ -215,7 +216,7 @@ def _add(turns: common.Turns, message: Body, where: str) -> None:
 
 
 def _add_input(turns: common.Turns, blocks: list[Body], where: str) -> None:
-    """Append what a user wrote, and each tool result as a message of its own."""
+    """Append the user's text, and each tool result as a separate message."""
     said: list[Body] = []
     for index, block in enumerate(blocks):
         here = f"{where}[{index}]"
@@ -243,7 +244,7 @@ def _output(block: Body, where: str) -> Json:
 
 
 def _add_answer(turns: common.Turns, blocks: list[Body], where: str) -> None:
-    if not blocks:  # a policy may answer nothing
+    if not blocks:  # a policy may give an empty answer
         turns.add("assistant", "")
     for index, block in enumerate(blocks):
         here, kind = f"{where}[{index}]", block.get("type")

@@ -51,8 +51,8 @@ INCLUDED |= {"computer_call_output.output.image_url", *HOSTED_DATA}
 # answer, and the policy's chat template decides which turns keep their reasoning.
 REASONING: dict[str, tuple[Json, ...]] = {"mode": (None, "standard")}
 NO_SUMMARY = {"context", "generate_summary", "summary"}
-# What is read of items and of their parts, by type. Other fields have no effect on the policy, and
-# are listed; a mark for the cache of prompts changes no answer anywhere.
+# Fields of items and of their parts that are used, by type. Other fields have no effect on the
+# policy and are recorded; marks for prompt caching do not change answers.
 ITEM = {"type", "id", "status"}
 READ = {"message": ITEM | {"role", "content"}, "item_reference": ITEM}
 READ["function_call"] = ITEM | {"call_id", "name", "namespace", "arguments"}
@@ -71,8 +71,8 @@ READ["refusal"] = PART | {"refusal"}
 READ |= dict.fromkeys(("input_image", "computer_screenshot"), PART | {"image_url", "detail"})
 REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
-COMPUTER = "computer"  # the function of a computer's actions
-# The message in place of what was compacted: its prefix marks the compactions of this gateway.
+COMPUTER = "computer"  # function name of computer actions
+# Prefix of the message that replaces compacted items; it identifies compactions of this gateway.
 SUMMARY = "The conversation before this was replaced by your summary of it:\n\n"
 SCREENS = {"computer_screenshot", "input_image"}  # types of a computer's output
 
@@ -131,7 +131,7 @@ def ignored(body: Body) -> list[str]:
 
 
 def _unread(parts: list[Body], where: str) -> Iterator[str]:
-    """Yield fields inside of items, or of the parts of one, that have no effect."""
+    """Yield fields of items, or of parts of an item, that have no effect."""
     for part in parts:
         kind = part.get("type") or ("message" if "role" in part else "item_reference")
         if kind in READ:
@@ -192,14 +192,14 @@ def messages_of(items: list[Body], memory: ConversationMemory) -> list[Body]:
 
 
 def items_of(given: Json) -> list[Body]:
-    """Return the items of an `input`, of which a text is a message of the user."""
+    """Return the items of an `input`; a text is a user message."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     return [*base.objects(given, "input")]
 
 
 def history(id: str | None, memory: ConversationMemory) -> list[Body]:
-    """Return the items up to a stored response, with its own; none for no response."""
+    """Return the items up to a stored response, including its output; empty without a response."""
     if id is None or id not in memory.kept["responses"]:
         return []
     answer, before = memory.kept["responses"][id]
@@ -246,7 +246,7 @@ def _add(turns: common.Turns, item: Body, where: str, memory: ConversationMemory
         turns.add(role, _content(content, f"{where}.content", plain=role == "assistant"))
     elif kind in ("function_call", "custom_tool_call", "computer_call"):
         id, arguments = item.get("call_id"), item.get("arguments")
-        if kind == "computer_call":  # of a model that has the tool
+        if kind == "computer_call":  # written by a model with the built-in tool
             action = item.get("actions") or item.get("action")
             item, arguments = {"name": COMPUTER}, msgspec.json.encode(action).decode()
         if kind == "custom_tool_call":
@@ -275,7 +275,7 @@ def _add(turns: common.Turns, item: Body, where: str, memory: ConversationMemory
 
 
 def _summary(item: Body, where: str) -> str:
-    """Return the message in place of what a compaction has replaced."""
+    """Return the message that replaces compacted items."""
     text = common.unseal(item.get("encrypted_content"))
     if not text.startswith(SUMMARY):
         why = "this compaction is of another server, and only that can read it; send the items"
@@ -311,7 +311,7 @@ def _content(content: Json, where: str, *, plain: bool) -> Json:
 
 
 def _screenshot(output: Json, where: str) -> list[Body]:
-    """Return what a computer shows after an action."""
+    """Return the screenshot after a computer action."""
     found = output if isinstance(output, dict) else {}
     kind, url = found.get("type"), found.get("image_url")
     if kind not in SCREENS or not url:
@@ -410,7 +410,8 @@ class ResponsesTranslation(common.ChatTranslation):
             done = {k: v for k, v in part.items() if k not in ("type", "annotations")}
             self._event(f"response.{part['type']}.done", **done, **where)
             self._event("response.content_part.done", part=part, **where)
-            if item["type"] == "reasoning":  # also unasked: some clients send back nothing else
+            # Even if not requested, because some clients send back nothing else.
+            if item["type"] == "reasoning":
                 item["encrypted_content"] = common.seal(part["text"])
         self._memory.kept["items"][item["id"]] = item
         self._event("response.output_item.done", item=item, output_index=len(self._items) - 1)

@@ -11,7 +11,7 @@ from agentrl.core.types import ErrorKind, Failure, Json, Reward, Span
 if TYPE_CHECKING:  # a process of the pool runs agents and has no gateway
     from agentrl.runners.gateway.attribution import ActiveAttempt
 
-LARGEST_RESULT = 16 * 2**20  # bytes
+MAX_RESULT_BYTES = 16 * 2**20  # bytes
 
 
 class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +22,8 @@ class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
     rewards: list[Reward] = []  # from `agentrl.reward` in a Python agent
     spans: list[Span] = []
     needs_no_call: bool = False  # success without a model call is correct here
-    kept: bool = False  # the store has it: another attempt scores it, without a second run
+    # Whether the result is stored, so that another attempt can score it without running the agent.
+    kept: bool = False
 
 
 @runtime_checkable
@@ -44,9 +45,9 @@ class Executor(Protocol):
 
     async def run(self, active: ActiveAttempt) -> ExecutionResult:
         """Run one attempt until its deadline, in `active.left` seconds (see `out_of_time`), or
-        cancellation. Nothing that it started survives, except threads of the runner's own process.
-        An agent that fails is a `failure` of the result; an exception is the executor's own, and
-        counts as `lost_runner`."""
+        cancellation. No process of the attempt survives, except threads of the runner's process. A
+        failed agent is reported as `failure` in the result; an exception is a fault of the
+        executor, and counts as `lost_runner`."""
 
     async def close(self) -> None: ...
 
@@ -57,8 +58,9 @@ def input_of(active: ActiveAttempt) -> Json:
 
 
 def out_of_time(active: ActiveAttempt) -> Failure:
-    """The failure of an attempt that is not over at its deadline. What an environment does while it
-    waits for no model is not the policy's: no limit of agents applies to it."""
+    """The failure of an attempt that has not ended at its deadline. Time that an environment spends
+    without waiting for a model is not the policy's fault, so limits of agents do not apply to
+    it."""
     seconds = f"{active.attempt.rollout.timeout:g} s"
     if active.environment and not active.waiting:
         message = f"{active.environment}: the rollout ran longer than {seconds}, and its time ended"
@@ -79,4 +81,4 @@ def ended_its_process(active: ActiveAttempt, how: str) -> Failure:
 
 
 def too_large(where: str) -> str:
-    return f"the agent wrote more than {LARGEST_RESULT} bytes to {where}"
+    return f"the agent wrote more than {MAX_RESULT_BYTES} bytes to {where}"

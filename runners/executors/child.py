@@ -58,8 +58,8 @@ class RunResponse(msgspec.Struct, frozen=True):
 
     attempt: str
     ran: ExecutionResult
-    memory: int  # bytes of the process that its memory limit counts
-    changed: list[str] = []  # what later rollouts would find other than at the start
+    memory: int  # bytes of the process that count towards its memory limit
+    changed: list[str] = []  # names of state that the rollout changed for later ones
 
 
 def pack(
@@ -87,7 +87,8 @@ async def read(
 
 
 def main(settings: WorkerSettings, fd: int) -> int:
-    """Run the template with its control socket `fd`, or one process with its channel `fd`."""
+    """Run the template process with its control socket `fd`, or a worker process with its channel
+    `fd`."""
     if settings.start == "spawn":
         return _run_loop(serve(fd, lambda: as_agent(_load(settings))))
     problem, loaded = None, None
@@ -148,7 +149,8 @@ async def serve(fd: int, build: Callable[[], Agent]) -> int:
 
 
 def _surroundings() -> dict[str, str]:
-    """What a rollout can change for those after it: the variables and the working directory."""
+    """State that a rollout can change for later ones: environment variables and the working
+    directory."""
     try:
         folder = str(Path.cwd())
     except OSError:  # it was deleted
@@ -157,7 +159,8 @@ def _surroundings() -> dict[str, str]:
 
 
 def _changed(before: dict[str, str]) -> list[str]:
-    """Names of what differs. Libraries add variables; only an address or a key is then a change."""
+    """Names of changed state. Libraries add variables; an added variable counts only if it is an
+    address or a key."""
     after = _surroundings()
     added = (name for name in after.keys() - before.keys() if name.upper().endswith(ADDRESSES))
     return sorted({*added, *(name for name, value in before.items() if after.get(name) != value)})

@@ -4,7 +4,7 @@ A program finds in its environment `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROP
 `ANTHROPIC_API_KEY` (the attempt's own key, valid only for model calls of this attempt while it
 runs), `TRACEPARENT` (the attempt's trace), `OTEL_EXPORTER_OTLP_ENDPOINT` with its headers, and
 `AGENTRL_TASK`, the task's input as JSON. The same JSON is on stdin and, on a shared disk, in the
-file `AGENTRL_TASK_FILE`; an input larger than `LARGEST_VARIABLE` is only there. The program
+file `AGENTRL_TASK_FILE`; an input larger than `MAX_VARIABLE_BYTES` is only there. The program
 writes its result to stdout, or to the file `AGENTRL_RESULT_FILE` if that is set (not in a
 container): JSON if all of it parses and no integer has more than 64 bits, else text. Exit status 0
 is success. Agents in Python create their model clients from the same variables (`environment`).
@@ -52,7 +52,7 @@ from agentrl.runners import executors
 from agentrl.runners.executors import ExecutionResult, input_of, out_of_time, supervisor
 from agentrl.runners.executors.supervisor import HEADER, ProcessSpec
 from agentrl.runners.gateway.attribution import ActiveAttempt, AgentPlace
-from agentrl.runners.scoring import LONGEST_TRACEBACK
+from agentrl.runners.scoring import MAX_TRACEBACK_CHARS
 
 LOCAL = "127.0.0.1,localhost"
 VARIABLE = re.compile(r"""\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b|(?<=['"])[A-Z][A-Z0-9]+(?=['"])""")
@@ -66,7 +66,8 @@ KEYS = (
     *("PERPLEXITY_API_KEY", "PERPLEXITYAI_API_KEY", "CEREBRAS_API_KEY", "MOONSHOT_API_KEY"),
     *("DASHSCOPE_API_KEY", "NVIDIA_API_KEY", "AWS_BEARER_TOKEN_BEDROCK", "LITELLM_API_KEY"),
 )
-ACCOUNT = ("OPENAI_ORG_ID", "OPENAI_ORGANIZATION", "OPENAI_PROJECT_ID")  # sent along with a key
+# Names of variables that belong to an API key.
+ACCOUNT = ("OPENAI_ORG_ID", "OPENAI_ORGANIZATION", "OPENAI_PROJECT_ID")
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def environment(base_url: str, keep: Sequence[str] = ()) -> Iterator[None]:
     environment at the end.
 
     Clients read these variables when they are created, usually on import of the agent's module, so
-    enter the block before that. A client that calls another API finds no valid key."""
+    enter the block before that. A client of another API gets no valid key."""
     changed: dict[str, str | None] = {**model_variables(base_url, KEY)}
     given = os.environ.keys() - matching(os.environ, keep).keys()
     changed |= {name: KEY for name in KEYS if name in given}
@@ -102,8 +103,8 @@ def _set(values: Mapping[str, str | None]) -> None:
 
 
 def withheld(text: str, given: Mapping[str, str]) -> str:
-    """What to add to an error message of a process that has the variables `given`, if its text
-    names variables that only the runner has; else nothing."""
+    """A hint for an error message of a process with the variables `given`, if the message names
+    variables that only the runner has; else empty."""
     lost = {name for name in VARIABLE.findall(text) if name in os.environ and name not in given}
     names = sorted(name for name in lost if not name.startswith("AGENTRL_"))
     if not names:
@@ -115,7 +116,8 @@ def withheld(text: str, given: Mapping[str, str]) -> str:
 
 
 def explained(failure: Failure, given: Mapping[str, str]) -> Failure:
-    """The failure of an agent whose process has the variables `given`."""
+    """The failure of an agent, with a hint about missing variables; its process has the variables
+    `given`."""
     return replace(failure, message=failure.message + withheld(failure.message, given))
 
 
@@ -126,8 +128,8 @@ def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[st
 
 
 TASK, RESULT = "task.json", "result"  # files in the folder of one attempt
-LARGEST_VARIABLE = 100_000  # bytes; Linux refuses variables above 128 KiB
-LARGEST_PRINT = 2**20  # bytes printed by one rollout in the runner's log
+MAX_VARIABLE_BYTES = 100_000  # bytes; Linux refuses variables above 128 KiB
+MAX_PRINTED_BYTES = 2**20  # bytes printed by one rollout in the runner's log
 PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "*_PROXY")
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
 MODEL = (
@@ -152,7 +154,7 @@ def attempt_environment(
 
 
 def task_variable(task: bytes) -> dict[str, str]:
-    return {"AGENTRL_TASK": task.decode()} if len(task) <= LARGEST_VARIABLE else {}
+    return {"AGENTRL_TASK": task.decode()} if len(task) <= MAX_VARIABLE_BYTES else {}
 
 
 def passed_environment(patterns: Iterable[str]) -> dict[str, str]:
@@ -186,7 +188,7 @@ def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
 
 @contextmanager
 def task_folder(task: bytes, place: AgentPlace | None = None) -> Iterator[Path]:
-    """A private folder of one attempt with its task: the workspace's, or a temporary one."""
+    """A private folder of one attempt with its task file: in the workspace, or temporary."""
     if place is not None:
         try:
             Path(place.private, TASK).write_bytes(task)
@@ -210,7 +212,8 @@ class FailedAttemptError(Exception):
 
 
 class SandboxExecutor:
-    """Base class: runs agents outside this process, each with its attempt's own key."""
+    """Base class of executors that run agents outside of this process, each with its attempt's
+    key."""
 
     sealed = True
     limit: int | None = None
@@ -247,7 +250,7 @@ def check_exit(status: int, stderr: str) -> None:
     if status:
         how, last = describe_exit(status), stderr.strip().rpartition("\n")[2].strip()
         message = f"the agent {how}: {last}" if last else f"the agent {how}"
-        raise FailedAttemptError(ErrorKind.AGENT, message, stderr[-LONGEST_TRACEBACK:])
+        raise FailedAttemptError(ErrorKind.AGENT, message, stderr[-MAX_TRACEBACK_CHARS:])
 
 
 def describe_exit(status: int) -> str:
@@ -263,7 +266,8 @@ def too_large(where: str) -> FailedAttemptError:
     return FailedAttemptError(ErrorKind.AGENT, executors.too_large(where))
 
 
-SUPERVISOR = ("-I", "-S", supervisor.__file__)  # few imports: it is forked for every process
+# A process with few imports, because it is forked for every command.
+SUPERVISOR = ("-I", "-S", supervisor.__file__)
 
 
 class SupervisorLost(AgentRLError):
@@ -375,8 +379,8 @@ class ProcessLauncher:
     async def launch(self, spec: ProcessSpec, fds: Sequence[int]) -> SupervisedProcess:
         """Start a process with `fds` as its descriptors 0, 1, 2, ..., and close them here.
 
-        Raises SupervisorLost if the template has died, and its replacement too; OSError if this
-        process has too many open files."""
+        Raises SupervisorLost if the template and its replacement have died; OSError if this process
+        has too many open files."""
         try:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -393,8 +397,8 @@ class ProcessLauncher:
         return SupervisedProcess(reader, writer)
 
     async def talk(self, spec: ProcessSpec, printed: int) -> Channel:
-        """Start a process whose descriptor 3 is a socket to this one. printed: bytes of output that
-        are copied at once, see `LogPipe`. Raises as `launch` does."""
+        """Start a process whose descriptor 3 is a socket to this one. printed: maximum bytes of
+        output that are copied, see `LogPipe`. Raises as `launch` does."""
         ours, theirs = socket.socketpair()
         pipe = LogPipe(printed)
         out = await pipe.open()
@@ -549,21 +553,21 @@ class CommandExecutor(SandboxExecutor):
     def _command(
         self, active: ActiveAttempt, env: dict[str, str], home: Path, works_in: Path
     ) -> list[str]:
-        """Return the command line of an attempt, and add to its variables. `home`: its own HOME, if
-        it has one. `works_in`: its working directory."""
+        """Return the command line of an attempt, and add to its variables. `home`: a separate HOME,
+        if any. `works_in`: the working directory."""
         return self.argv
 
     async def _run_process(
         self, active: ActiveAttempt, spec: ProcessSpec, folder: Path, stdin: int | None = None
     ) -> tuple[int, str, str]:
         """Return exit status, stdout and the end of stderr. All descendants of the process are
-        killed, on cancellation too. If the runner is killed, `folder`, which holds the task, is
-        deleted along with the process. `stdin`: a file descriptor, if not the task.
+        killed at its end and on cancellation. If the runner is killed, `folder`, which contains the
+        task, is deleted, too. `stdin`: a file descriptor, if not the task.
 
         Raises FailedAttemptError if the process had to be killed."""
         spec["remove"] = str(folder)
-        stdout = OutputPipe(executors.LARGEST_RESULT)
-        stderr = OutputPipe(LONGEST_TRACEBACK, tail=True)
+        stdout = OutputPipe(executors.MAX_RESULT_BYTES)
+        stderr = OutputPipe(MAX_TRACEBACK_CHARS, tail=True)
         if stdin is None:
             # A harness has its prompt as an argument, and would append its stdin to it.
             given = os.devnull if self.agent.harness else folder / TASK
@@ -601,19 +605,19 @@ class CommandExecutor(SandboxExecutor):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             with open(folder / RESULT, errors="replace", opener=_open_no_link) as file:
                 size = os.fstat(file.fileno()).st_size
-                if size > executors.LARGEST_RESULT:
+                if size > executors.MAX_RESULT_BYTES:
                     raise too_large("its result file")
                 if size:
                     stdout = file.read()
         except FileNotFoundError:
             pass  # the result is on stdout
-        except OSError as error:  # the agent replaced its file or folder by something else
+        except OSError as error:  # the agent replaced its file or folder
             message = f"the agent's result file cannot be read: {error.strerror}"
             raise FailedAttemptError(ErrorKind.AGENT, message) from None
         return parse_result(stdout)
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    """Open without following links, which may lead to files that only the runner can read, such as
-    the expected answers, and without blocking on a named pipe."""
+    """Open a file without following links, which may point to files that only the runner can read,
+    such as expected answers, and without blocking on a named pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

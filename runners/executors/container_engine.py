@@ -1,7 +1,7 @@
 """The container engine: docker's command line, or a compatible one, which the keeper runs.
 
-Beside the client: the archives of `docker cp`, for files to and from a container, and a watch of
-disk use, which ends containers that write more than they may before the disk is full for others.
+Also: archives of `docker cp`, for files to and from a container, and a watch of disk use, which
+ends containers that exceed their limit before the disk is full for others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger("agentrl.runner")
 
 # Variables of docker's command line, and of podman's
 CLIENT = ("DOCKER_*", "CONTAINER_*", "CONTAINERS_*", "BUILDAH_*", "REGISTRY_*", "XDG_RUNTIME_DIR")
-HINTS = ("See '", "Run '", "Usage:")  # below an error
+HINTS = ("See '", "Run '", "Usage:")  # appended to errors
 PROGRAMS = ("docker", "podman")  # the first that works, if the run file names none
 MAX_PROCESSES = 512  # and threads in a container: more than agents need, too few for a fork bomb
 CLOSE_TIMEOUT = 60.0
@@ -53,11 +53,11 @@ class ContainerError(AgentRLError):
 
 
 class ContainerEnded(ContainerError):
-    """What runs in a container has ended it, or used more than it may."""
+    """A program in a container has ended it, or exceeded a limit."""
 
 
 class CliAnswer(NamedTuple):
-    """What a call of the command line said."""
+    """The result of a call of the command line."""
 
     status: int
     out: str
@@ -94,7 +94,7 @@ class Cli:
         await self._start_keeper()
 
     async def _start_keeper(self) -> None:
-        """The first one, or the next after one that was killed."""
+        """Start the first keeper, or a new one after the last was killed."""
         if self._keeper is not None and self._writer is not None:
             self._writer.close()
             await processes.call(self._keeper.wait)
@@ -107,7 +107,7 @@ class Cli:
                 [*program, str(theirs.fileno())], env=passed_environment(CLIENT), **how
             )
         self._owner = keeper.owner_of(self._keeper.pid)
-        limit = keeper.LARGEST_MESSAGE
+        limit = keeper.MAX_MESSAGE_BYTES
         reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=limit)
         self._reading = asyncio.create_task(self._read(reader))
 
@@ -118,7 +118,7 @@ class Cli:
 
     @property
     def alive(self) -> bool:
-        """Whether the keeper is alive. The doors of its containers end with it."""
+        """Whether the keeper is alive. The proxies of its containers end with it."""
         return self._reading is not None and not self._reading.done()
 
     async def ask(
@@ -133,19 +133,19 @@ class Cli:
     ) -> CliAnswer:
         """Call the command line. `env`: additional variables. `stdout`: file for the output, of
         at most `largest` bytes; 0: no limit.
-        `ends`: it ends by itself: it starts a container or builds an image, and is not interrupted
-        if the runner is killed, since only then is it known what to remove."""
+        `ends`: the call ends by itself (it starts a container or builds an image) and is not
+        interrupted if the runner is killed, so that the keeper knows what to remove."""
         how: dict[str, Any] = {"argv": [self.program, *arguments], "env": env, "timeout": timeout}
         how |= {"stdin": str(stdin)} if stdin else {}
         how |= {"stdout": str(stdout), "largest": largest} if stdout else {}
         return await self._send({"do": "call", "how": how, "ends": ends})
 
-    async def open_door(self, name: str, pid: int, host: str, port: int) -> CliAnswer:
+    async def open_proxy(self, name: str, pid: int, host: str, port: int) -> CliAnswer:
         how = {"name": name, "pid": pid, "host": host, "port": port}
-        return await self._send({"do": "door", "how": how})
+        return await self._send({"do": "proxy", "how": how})
 
     def remove(self, name: str, folder: Path | None = None) -> None:
-        """Remove a container in the background, whatever state it is in, then a folder."""
+        """Remove a container in any state in the background, then a folder."""
         if self.alive:  # else the next keeper does it
             self._write({"do": "remove", "name": name, "folder": str(folder or "")})
 
@@ -195,7 +195,8 @@ class Cli:
             try:
                 await processes.call(self._keeper.wait, CLOSE_TIMEOUT)
             except subprocess.TimeoutExpired:
-                self._keeper.returncode = 0  # it is never waited for, so keep Python from warning
+                # Nothing waits for the process; prevents Python's warning.
+                self._keeper.returncode = 0
         if self._reading is not None:
             await asyncio.wait({self._reading})
         if self.scratch.name:
@@ -245,8 +246,8 @@ def _problem(program: str) -> str:
 
 
 def check_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return those with several lines. Raises ContainerError for one that the command line itself
-    would obey: in its files of variables, a line holds one."""
+    """Return the variables with several lines, which a file of variables cannot contain. Raises
+    ContainerError for a variable that would change the behaviour of the command line itself."""
     several = {k: v for k, v in variables.items() if "\n" in v or "\r" in v}
     for name in matching(several, (*PASSED, *CLIENT)):
         raise ContainerError(f"{name} has several lines; containers take one line only")
@@ -254,10 +255,10 @@ def check_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_variables(variables: Mapping[str, str], file: Path) -> tuple[list[str], dict[str, str]]:
-    """Return options that give a program in a container variables, and the variables that the
-    command line itself needs for that. Values are never arguments, which every user of the machine
-    can read; most are in `file`, since in its own environment they could change the command line's
-    behaviour (PATH, HOME, DOCKER_HOST). Raises ContainerError."""
+    """Return options that set variables of a program in a container, and variables of the command
+    line's environment for them. Values are never arguments, which every user of the machine can
+    read. Most are written to `file`, because in the command line's environment they could change
+    its behaviour (PATH, HOME, DOCKER_HOST). Raises ContainerError."""
     several = check_variables(variables)
     lines = [f"{name}={value}\n" for name, value in variables.items() if name not in several]
     options: list[str] = []
@@ -272,9 +273,9 @@ def write_variables(variables: Mapping[str, str], file: Path) -> tuple[list[str]
 
 
 class Enclosure(NamedTuple):
-    """How a program runs in an environment like that of agents, which is not this machine's own."""
+    """How to run a program in the environment of agents, outside of this machine's own."""
 
-    prefix: list[str]  # of its command line
+    prefix: list[str]  # start of the command line
     pass_env: tuple[str, ...]  # patterns of the runner's variables that the prefix needs
     after: list[str]  # command that ends the program if it did not end by itself
 
@@ -298,17 +299,18 @@ def enclosure(
 
 
 def limits(memory_mb: int, cpus: float, pids: int) -> list[str]:
-    """Return the options of `docker run` for these; 0 is no limit."""
+    """Return the options of `docker run` for these limits; 0: no limit."""
     memory = [f"--memory={memory_mb}m", f"--memory-swap={memory_mb}m"] if memory_mb else []
     more = [f"--cpus={cpus:g}"] if cpus else []
     return [*memory, *more, *([f"--pids-limit={pids}"] if pids else [])]
 
 
 INTERVAL = 0.5  # seconds between measurements of the free space
-GROWTH = 64 * 2**20  # bytes that were written by anybody, after which containers are measured
+# Bytes written by all programs of the machine, after which containers are measured.
+GROWTH = 64 * 2**20
 MB = 2**20
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-LIMITS = {  # as a controller of cgroups, and in docker's `info`
+LIMITS = {  # controller of cgroups, and its name in docker's `info`
     "memory": ("memory", "MemoryLimit"),
     "cores": ("cpu", "CpuCfsQuota"),
     "processes": ("pids", "PidsLimit"),
@@ -322,9 +324,9 @@ class DiskWatch:
     limit them on few file systems only."""
 
     def __init__(self, cli: Cli, containers: Mapping[str, Container]) -> None:
-        """`containers`: by name, those that are in use."""
+        """`containers`: the containers in use, by name."""
         self._cli, self._containers = cli, containers
-        self._free: dict[Path, int] = {}  # when they were measured last
+        self._free: dict[Path, int] = {}  # free bytes at the last measurement
         self._folder: Path | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -351,7 +353,7 @@ class DiskWatch:
             await asyncio.sleep(INTERVAL)
             limited = [c for c in self._containers.values() if c.spec.disk_mb and not c.why]
             if limited and self._fuller(limited):
-                with suppress(ContainerError):  # the next keeper can be asked again
+                with suppress(ContainerError):  # retried with the next keeper
                     await self._measure(limited)
 
     def _fuller(self, limited: list[Container]) -> bool:
@@ -386,7 +388,7 @@ class DiskWatch:
                 container.why = (
                     f"the agent wrote more than {container.spec.disk_mb} MB to its container's disk"
                 )
-                self._cli.remove(container.name)  # what runs in it ends, with that cause
+                self._cli.remove(container.name)  # the container's programs end with this cause
 
     async def _volumes(self, limited: list[Container]) -> dict[str, list[str]]:
         """The folders on this machine that images want besides their containers, by container."""
@@ -424,8 +426,8 @@ def _size(folder: Path) -> int:
 
 
 def pack(source: Path, inside: str, archive: Path) -> None:
-    """Archive a file, or what is in a folder, for its place `inside` of a container. Root owns the
-    files there."""
+    """Archive a file, or the contents of a folder, for the path `inside` of a container. Root owns
+    the files there."""
     place = PurePosixPath(inside.lstrip("/"))
 
     def as_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -444,8 +446,8 @@ def pack(source: Path, inside: str, archive: Path) -> None:
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Extract the one file or folder of an archive as `target`. Only files and folders: an agent
-    may have made links that lead elsewhere."""
+    """Extract the one file or folder of an archive as `target`. Extracts only files and folders,
+    because an agent may have created links that lead elsewhere."""
     with tarfile.open(archive) as tar:
         for member in tar:
             _, *below = PurePosixPath(member.name.removeprefix("/")).parts or ("",)

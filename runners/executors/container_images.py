@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-REPOSITORY = "agentrl-build"  # of built images; the tag is a digest
+REPOSITORY = "agentrl-build"  # repository of built images; the tag is a digest
 PULL_TIMEOUT = 600.0  # seconds
 
 
@@ -156,37 +156,38 @@ def _digest(folder: Path, dockerfile: str, args: Mapping[str, str], options: Seq
 
 SHELL, ROOT = "/bin/sh", "0"
 KILL_ALL = "kill -9 -1"  # all processes of a container but the first
-# Podman loses output when its stdin ends early, or is not read to the end. So stdin stays open
-# until the program has ended, and the container reads as many bytes as announced, whatever the
-# program does: into a pipe, or into a file if a pipe cannot hold them.
+# Podman loses output if its stdin ends early, or is not read to the end. So stdin stays open until
+# the program has ended, and the container always reads the announced number of bytes: into a pipe,
+# or into a file if a pipe is too small.
 READ_STDIN = 'size=$0; PATH="$PATH:/bin:/usr/bin" head -c "$size" | "$@"'
 READ_LARGE_STDIN = """size=$0 file=/tmp/.agentrl-$$
 (PATH="$PATH:/bin:/usr/bin"; umask 077; head -c "$size" >"$file")
 exec 3<"$file"; (PATH="$PATH:/bin:/usr/bin"; rm "$file"); exec "$@" <&3 3<&-"""
-LARGEST_IN_PIPE = 2**16 - 2**12  # bytes
+MAX_PIPE_BYTES = 2**16 - 2**12  # bytes
 STATE = "{{.State.Status}} {{.State.ExitCode}} {{.State.OOMKilled}}"
 END_NOTICE_TIMEOUT = 5.0  # seconds that an engine may need to notice that a container has ended
 COPY_TIMEOUT = 120.0  # seconds
 KILL_TIMEOUT = 10
-LARGEST_OUTPUT = 2**20  # bytes kept of each output of a program
+MAX_OUTPUT_BYTES = 2**20  # bytes kept of each output of a program
 
 
 class ContainerSpec(NamedTuple):
     """A kind of container. Numbers: 0 is no limit."""
 
     image: str
-    network: str = "none"  # of `docker run`; none: only its own loopback address
+    network: str = "none"  # network of `docker run`; none: only the container's loopback address
     memory_mb: int = 0
     cpus: float = 0.0
     pids: int = MAX_PROCESSES
-    disk_mb: int = 0  # that it writes
+    disk_mb: int = 0  # that a container may write
     mounts: tuple[tuple[str, str, str], ...] = ()  # (path on the host, path inside, "ro" or "rw")
-    # A folder on the host in which each container gets one of its own, mounted at the second path.
+    # A folder on the host in which each container gets a subfolder, mounted at the second path.
     share: tuple[str, str] | None = None
     env: tuple[tuple[str, str], ...] = ()  # no secrets: others can read them
     folder: str = ""  # working directory; empty: the image's
     user: str = ""  # empty: the image's
-    entrypoint: bool = False  # run that of the image, which then has to run its arguments
+    # Whether to run the image's entrypoint, which must then run its arguments.
+    entrypoint: bool = False
     options: tuple[str, ...] = ()  # additional arguments of `docker run`
 
 
@@ -197,8 +198,8 @@ class Container:
     name: str
     spec: ContainerSpec
     pool: Containers
-    share: Path | None = None  # its own folder on the host, if the spec has one
-    pid: int = 0  # of its first process; 0: the engine is on another machine
+    share: Path | None = None  # its folder on the host, if the spec has one
+    pid: int = 0  # pid of the container's first process; 0: the engine is on another machine
     why: str = ""  # why this runner ended it
 
     async def run(
@@ -213,8 +214,8 @@ class Container:
     ) -> Finished:
         """Run a program. Raises TimeoutError after `timeout` seconds, when all processes of the
         container but the first are killed, and ContainerError if the container has ended."""
-        stdout = OutputPipe(LARGEST_OUTPUT, tail=True)
-        stderr = OutputPipe(LARGEST_OUTPUT, tail=True)
+        stdout = OutputPipe(MAX_OUTPUT_BYTES, tail=True)
+        stderr = OutputPipe(MAX_OUTPUT_BYTES, tail=True)
         spec = self.command(argv, env or {}, folder=folder, user=user, stdin=len(stdin))
         given, held = written(stdin)
         fds = [given, await stdout.open(), await stderr.open()]
@@ -248,15 +249,15 @@ class Container:
         options += ["--interactive"] if stdin else []
         options += ["--workdir", folder] if folder else []
         options += ["--user", user] if user else []
-        read = READ_STDIN if stdin <= LARGEST_IN_PIPE else READ_LARGE_STDIN
+        read = READ_STDIN if stdin <= MAX_PIPE_BYTES else READ_LARGE_STDIN
         program = [SHELL, "-c", read, str(stdin), *argv] if stdin else argv
         command = [self.pool.cli.program, "exec", *options, self.name, *program]
         env = own | passed_environment(CLIENT)
         return ProcessSpec(argv=command, env=env, folder=str(self.pool.cli.scratch))
 
     async def check(self) -> None:
-        """Raise ContainerError if the container has ended, or is not reachable; its kind
-        ContainerEnded if what ran in it is the cause."""
+        """Raise ContainerError if the container has ended, or is not reachable; the subclass
+        ContainerEnded if a program in it is the cause."""
         until = time.monotonic() + END_NOTICE_TIMEOUT
         while True:
             reply = await self._ask("inspect", "--format", STATE, self.name)
@@ -267,7 +268,7 @@ class Container:
             state, status, oom = reply.out.split()
             if state == "running" and (not self.pid or started(self.pid)):
                 return
-            # The engine hears of the first process's end after those of all others.
+            # The engine notices the end of the first process after those of all others.
             if state not in ("running", "stopped") or time.monotonic() > until:
                 break
             await asyncio.sleep(END_NOTICE_TIMEOUT / 50)
@@ -280,7 +281,7 @@ class Container:
         raise ContainerError(f"the container is gone: it was ended from outside and is {state}")
 
     async def copy_in(self, source: Path, inside: str) -> None:
-        """Copy a file, or what is in a folder, to a path in the container; root owns it there.
+        """Copy a file, or the contents of a folder, to a path in the container, owned by root.
         Raises ContainerError."""
         with self._archive() as archive:
             await processes.call(container_engine.pack, source, inside, archive)
@@ -291,8 +292,8 @@ class Container:
 
     async def copy_out(self, inside: str, target: Path) -> bool:
         """Copy a file or folder of the container to `target`, without links; return whether it
-        exists. Raises ContainerError if it cannot be copied, and its kind ContainerEnded if it is
-        larger than the container may be."""
+        exists. Raises ContainerError if it cannot be copied, and the subclass ContainerEnded if it
+        is larger than the container's limit."""
         with self._archive() as archive:
             most = self.spec.disk_mb * 2**20
             reply = await self._ask(
@@ -311,8 +312,8 @@ class Container:
         return True
 
     async def _kill_all(self) -> None:
-        """Kill all processes of the container but the first. If that fails, as when there are too
-        many processes for one more, end the container and raise ContainerEnded."""
+        """Kill all processes of the container except the first. If that fails, for example because
+        no further process can be started, end the container and raise ContainerEnded."""
         reply = await self._ask("exec", "--user", ROOT, self.name, SHELL, "-c", KILL_ALL)
         if reply.status:
             await self.check()
@@ -345,8 +346,8 @@ class Container:
 
 
 def written(data: bytes) -> tuple[int, int]:
-    """Return a pipe with `data` in it: the end to read, and that to write, which the caller closes
-    when the reader has ended."""
+    """Return a pipe with `data`: its read end, and its write end, which the caller closes when the
+    reader has ended."""
     reading, writing = os.pipe()
 
     def write() -> None:
@@ -359,9 +360,8 @@ def written(data: bytes) -> tuple[int, int]:
 
 
 def _kill(pid: int, name: str) -> bool:
-    """Kill a container's first process, and by that all others of it; return whether they have
-    ended. The engine may run on another machine, or as a user whose processes this one must not
-    kill."""
+    """Kill a container's first process and thereby all others; return whether they have ended. The
+    engine may run on another machine, or as a user whose processes this one must not kill."""
     if not pid:
         return False
     try:

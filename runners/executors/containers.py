@@ -1,13 +1,13 @@
 """The container executor: a container for each attempt, by docker or a compatible program.
 
 Containers are started before they are needed; the agent is a program that is run in one, in place
-of the image's own command. Without a network a container reaches only the gateway, by a door
+of the image's own command. Without a network a container reaches only the gateway, by a proxy
 (`keeper.py`).
 
-Owns: the containers of this runner, the warm ones of each `ContainerSpec` among them. A container
-is used once; its first process is a shell that waits, and programs run next to it.
-Invariant: a container is removed when it is discarded, when it could not be started, and by the
-keeper when the runner has ended.
+Owns: the containers of this runner, including the warm ones of each `ContainerSpec`. A container is
+used once; its first process is a shell that waits, and programs run next to it. Invariant: a
+container is removed when it is discarded, when it could not be started, and by the keeper when the
+runner has ended.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from agentrl.runners.gateway.attribution import ActiveAttempt, AgentPlace
 
 HOST = "host.docker.internal"  # the host's name inside a container
 KILLED = 128 + 9
-SHARES = "containers"  # in the folder of workspaces
+SHARES = "containers"  # subfolder of the workspaces' folder
 
 
 class ContainerExecutor(CommandExecutor):
@@ -67,18 +67,18 @@ class ContainerExecutor(CommandExecutor):
     ) -> None:
         super().__init__(agent, runner, root=root, gateway=gateway)
         self.config = own = runner.container
-        has_door = own.network != "host" and (own.network == "none" or is_loopback(runner.host))
-        self._by_network = not has_door and own.network != "host"
+        has_proxy = own.network != "host" and (own.network == "none" or is_loopback(runner.host))
+        self._by_network = not has_proxy and own.network != "host"
         if self._by_network:
             self.gateway = command.reachable_url(gateway, runner, HOST)
-        elif has_door:
+        elif has_proxy:
             self.gateway = f"http://127.0.0.1:{gateway.rpartition(':')[2]}"
         try:
             check_variables(self._user_variables())
         except ContainerError as error:
             raise ConfigError(f"agent.env: {error}") from None
         self._containers = Containers(
-            own.cli, gateway=gateway if has_door else "", warm=min(own.warm, runner.concurrency)
+            own.cli, gateway=gateway if has_proxy else "", warm=min(own.warm, runner.concurrency)
         )
         self._launcher = self._containers.launcher
 
@@ -105,7 +105,7 @@ class ContainerExecutor(CommandExecutor):
         if self._by_network and not self.runner.advertise:
             options = ("--add-host", f"{HOST}:host-gateway", *options)
         share = None
-        if place is not None:  # the path of a workspace is the same in the container
+        if place is not None:  # a workspace has the same path in the container
             shared = place.folder.parent.parent
             share = (str(shared / SHARES), str(shared))
         return ContainerSpec(
@@ -172,7 +172,7 @@ def _move(workspace: Path, container: Container) -> Path:
 
 
 async def _leave(container: Container, place: AgentPlace | None, moved: Path | None) -> None:
-    """End the container, and then take the workspace out of the reach of what ran in it."""
+    """End the container, then make the workspace inaccessible for its remaining processes."""
     try:
         if place is not None and moved is not None:
             await container.end()
@@ -199,9 +199,9 @@ class Containers:
         warm: int = 1,
         build_options: Sequence[str] = (),
     ) -> None:
-        """`cli`: program; empty: docker or podman, whichever works. `gateway`: its base URL on this
-        machine; in containers it is the same port of 127.0.0.1. Empty: they cannot reach it.
-        `warm`: how many are kept ready of each kind that was taken once."""
+        """`cli`: program; empty: docker or podman, whichever works. `gateway`: the gateway's base
+        URL on this machine; in containers it has the same port on 127.0.0.1. Empty: containers
+        cannot reach it. `warm`: number of containers to keep ready of each kind that was used."""
         self.cli = Cli(cli)
         self.images = Images(self.cli, build_options)
         self.build = self.images.build
@@ -237,16 +237,16 @@ class Containers:
         return config.entrypoint or [], config.command or []
 
     def expect(self, spec: ContainerSpec, count: int) -> None:
-        """Keep so many containers of a kind ready, from now on."""
+        """Set the number of containers of a kind to keep ready."""
         self._wanted[spec] = count
         self._fill(spec)
 
     async def ready(self, spec: ContainerSpec) -> None:
-        """Wait until the containers of a kind that are kept ready have started, or failed to."""
+        """Wait until the warm containers of a kind have started, or failed to."""
         await asyncio.gather(*self._ready.get(spec, ()), return_exceptions=True)
 
     async def take(self, spec: ContainerSpec, timeout: float = START_TIMEOUT) -> Container:
-        """Return a container that no attempt has used. Raises ContainerError, one sentence."""
+        """Return an unused container. Raises ContainerError, one sentence."""
         self._wanted.setdefault(spec, self._warm)
         until = asyncio.get_running_loop().time() + timeout
         while True:
@@ -273,8 +273,8 @@ class Containers:
             file.unlink(missing_ok=True)
 
     def _next(self, spec: ContainerSpec) -> asyncio.Task[Container]:
-        """Return one that is ready, else the one that is started first, else a new one. What failed
-        once may work now."""
+        """Return a ready container, else the one that is starting for the longest time, else a new
+        one. An earlier failure may not recur."""
         tasks = self._ready.get(spec, [])
         tasks[:] = [task for task in tasks if not (task.done() and task.exception())]
         if not tasks:
@@ -285,7 +285,7 @@ class Containers:
         return chosen
 
     def _fill(self, spec: ContainerSpec) -> None:
-        """Start what is missing of a kind; remove what is too much of all."""
+        """Start missing containers of a kind; remove surplus ones of all kinds."""
         tasks = self._ready.setdefault(spec, [])
         self._ready.move_to_end(spec)
         for _ in range(self._wanted[spec] - len(tasks)):
@@ -313,16 +313,17 @@ class Containers:
                     container.share = await processes.call(
                         _make_share, spec.share[0] or self.cli.scratch, container.name
                     )
-                await self.cli.awake()  # else the label would be that of a dead one
+                await self.cli.awake()  # otherwise the label would name a dead keeper
                 reply = await self.cli.ask(
                     *self._arguments(container), timeout=START_TIMEOUT, ends=True
                 )
                 if reply.status:
-                    await self.images.config(spec.image)  # has a better message if there is none
+                    # Gives a better message for a missing image.
+                    await self.images.config(spec.image)
                     raise ContainerError(
                         f"a container of {spec.image!r} cannot start: {reply.problem}"
                     )
-                await self._open_door(container)
+                await self._open_proxy(container)
         except BaseException:
             self.forget(container)
             raise
@@ -348,7 +349,7 @@ class Containers:
         program = [SHELL] if spec.entrypoint else []
         return [*argv, *spec.options, spec.image, *program, "-c", WAIT, name]
 
-    async def _open_door(self, container: Container) -> None:
+    async def _open_proxy(self, container: Container) -> None:
         """Note its first process, and let it reach the gateway."""
         reply = await self.cli.ask("inspect", "--format", "{{.State.Pid}}", container.name)
         pid = int(reply.out.strip() or 0) if not reply.status else 0
@@ -360,7 +361,7 @@ class Containers:
         with contextlib.suppress(OSError):  # it is a process of another machine
             container.pid = pid if container.name in command_line(pid) else 0
         if self._gateway and container.spec.network != "host":
-            opened = await self.cli.open_door(container.name, pid, *self._gateway)
+            opened = await self.cli.open_proxy(container.name, pid, *self._gateway)
             if opened.status:
                 raise ContainerError(
                     f"a container cannot reach the gateway ({opened.problem}); run the runner as"
@@ -369,7 +370,7 @@ class Containers:
 
 
 def _note(task: asyncio.Task[Container]) -> None:
-    """Report why no container was ready; who takes one gets the reason again."""
+    """Log why no container was ready; the attempt that takes one gets the reason, too."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.warning("no container is kept ready: %s", error)
 

@@ -77,7 +77,7 @@ async def _call_sync(function: Callable[[Json], Any], value: Json) -> Any:
 async def _invoke_runnable(runnable: Any, value: Json) -> Any:
     """Return a LangChain runnable's structured response, else the text of its last message."""
     arguments: list[Any] = [value if _takes_messages(runnable) else _state(value)]
-    if getattr(runnable, "checkpointer", None):  # such a graph refuses to run without a thread id
+    if getattr(runnable, "checkpointer", None):  # such a graph needs a thread id
         arguments.append({"configurable": {"thread_id": uuid.uuid4().hex}})
     output = await runnable.ainvoke(*arguments)
     if isinstance(output, Mapping):
@@ -102,7 +102,7 @@ def _state(value: Json) -> Json:
 
 
 def _takes_messages(runnable: Any) -> bool:
-    """Whether a runnable is or begins with a model, which takes text or messages and no state."""
+    """Whether a runnable is a model or begins with one: it takes text or messages, not a state."""
     inner = getattr(runnable, "first", None) or getattr(runnable, "bound", None)
     return hasattr(runnable, "agenerate_prompt") or (inner is not None and _takes_messages(inner))
 
@@ -175,7 +175,7 @@ class InProcessExecutor:
         return await in_trace(active.id, self._until_deadline(active))
 
     async def _until_deadline(self, active: ActiveAttempt) -> tuple[Any, Failure | None]:
-        """Run the agent until its deadline; one that ignores cancellation runs on unobserved. A
+        """Run the agent until its deadline; one that ignores cancellation continues unobserved. A
         result after the deadline does not count, even if the agent blocked the event loop."""
         agent = self._in_thread if self.threaded else self.agent
         task = asyncio.create_task(run_guarded(agent, input_of(active)))
@@ -211,7 +211,7 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
     with tracing.install().attempt(attempt) as log:
         result, failure = await work
         result, failure = stored_result(result, failure)
-    if len(msgspec.json.encode(result)) > executors.LARGEST_RESULT:
+    if len(msgspec.json.encode(result)) > executors.MAX_RESULT_BYTES:
         message = executors.too_large("its result")
         result, failure = None, Failure(kind=ErrorKind.AGENT, message=message)
     known: Any = {"rewards": [*log.rewards], "needs_no_call": log.needs_no_call}
@@ -220,7 +220,7 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
 
 
 async def run_apart(agent: Agent, value: Json) -> tuple[Any, Failure | None]:
-    """`run_guarded` in a task of its own, which the agent may cancel."""
+    """`run_guarded` in a separate task, which the agent may cancel."""
     return await asyncio.create_task(run_guarded(agent, value))
 
 

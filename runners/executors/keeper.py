@@ -1,12 +1,12 @@
-"""The keeper: a process that runs docker's command line for a runner, opens doors to the runner's
-gateway in its containers, and outlives it.
+"""The keeper: a process that runs docker's command line for a runner, opens proxies in its
+containers to the runner's gateway, and outlives the runner.
 
-A door is a listening socket on the loopback address of a container's own network: what connects to
-it reaches the gateway, so that a container without a network can call models, and needs no program
-for that in its image. Linux only.
+A proxy listens on the loopback address of a container's network namespace and forwards connections
+to the gateway. So a container without a network can call models, and its image needs no program for
+it. Linux only.
 
-Invariant: when the runner has ended, however it did, this process removes all containers with its
-label, and ends only then. What a killed keeper leaves behind, the next one removes.
+Invariant: after the end of the runner, however it ended, this process removes all containers with
+its label, and only then ends. The next keeper removes what a killed keeper has left behind.
 
 A small process imports this module: import only the standard library here.
 """
@@ -29,14 +29,17 @@ from typing import Any
 LABEL = "agentrl.owner"
 NEWUSER, NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 EXITING = 0x4  # PF_EXITING, linux/sched.h: a flag in /proc/PID/stat
-LARGEST_MESSAGE = 2**26  # bytes
-LARGEST_OUTPUT = 2**20  # bytes of the outputs that are returned
+MAX_MESSAGE_BYTES = 2**26  # bytes
+MAX_OUTPUT_BYTES = 2**20  # bytes of a program's output that are returned
 ENDING = 600.0  # seconds of retries to remove the containers of a dead runner
-GRACE = 5.0  # seconds for a program whose own programs were killed
-CLI_TIMEOUT = 60.0  # seconds of a call that has none of its own
-SWEEPS = (0.0, 5.0, 30.0, 300.0)  # seconds between searches for what others left
+GRACE = 5.0  # seconds that a program has to end after its child processes were killed
+CLI_TIMEOUT = 60.0  # seconds; default of a call
+SWEEPS = (0.0, 5.0, 30.0, 300.0)  # seconds between searches for containers of dead runners
 LISTEN = "listen"
-PREFIX, OWNER = "agentrl-containers-", "owner"  # of scratch folders, and a file in each
+PREFIX, OWNER = (
+    "agentrl-containers-",
+    "owner",
+)  # prefix of scratch folders, and name of a file in each
 
 
 class Keeper:
@@ -45,21 +48,21 @@ class Keeper:
         self._cli, self._scratch = cli, scratch
         self._own = ("--filter", f"label={LABEL}={owner}")
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._ending = set[int]()  # those of them that are never interrupted
-        self._doors: dict[str, asyncio.Server] = {}
+        self._ending = set[int]()  # calls that are never interrupted
+        self._proxies: dict[str, asyncio.Server] = {}
         self._removals: dict[str, str] = {}  # container -> its folder, or no path
         self._remove = asyncio.Event()
         self._rms = set[asyncio.Task[tuple[int, str, str]]]()
 
     async def serve(self, fd: int) -> None:
-        """Do what the runner asks, one line of JSON each, until it has gone."""
+        """Handle the runner's requests, one line of JSON each, until it disconnects."""
         ours = socket.socket(fileno=fd)
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LARGEST_MESSAGE)
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
         background = [asyncio.create_task(self._sweeping()), asyncio.create_task(self._removing())]
         # The runner may be killed in the middle of a line.
         with contextlib.suppress(ConnectionError):
             while (line := await reader.readline()).endswith(b"\n"):
-                self._obey(json.loads(line), writer)
+                self._handle(json.loads(line), writer)
         for task in background:
             task.cancel()
         for number, call in self._calls.items():
@@ -68,7 +71,7 @@ class Keeper:
         await self._remove_all()
         writer.close()
 
-    def _obey(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    def _handle(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if request["do"] == "stop":
             if (stopped := self._calls.get(request["of"])) is not None:
                 stopped.cancel()
@@ -82,7 +85,7 @@ class Keeper:
 
     async def _answer(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         try:
-            do = self._open_door if request["do"] == "door" else run
+            do = self._open_proxy if request["do"] == "proxy" else run
             status, out, err = await do(**request["how"])
         except asyncio.CancelledError:
             status, out, err = -9, "", "stopped"
@@ -96,9 +99,9 @@ class Keeper:
         with contextlib.suppress(OSError, RuntimeError):  # the runner is gone
             writer.write(json.dumps(answer).encode() + b"\n")
 
-    async def _open_door(self, name: str, pid: int, host: str, port: int) -> tuple[int, str, str]:
-        """Listen on `port` of a container's loopback address, in front of the same port of
-        `host`. `pid`: the container's first process, whose arguments have its name."""
+    async def _open_proxy(self, name: str, pid: int, host: str, port: int) -> tuple[int, str, str]:
+        """Forward `port` of a container's loopback address to the same port of `host`. `pid`: the
+        container's first process; its arguments contain the container's name."""
         if name not in command_line(pid):
             return 1, "", f"process {pid} is not a container of this machine"
         ours, theirs = socket.socketpair()
@@ -117,18 +120,18 @@ class Keeper:
                 gateway[1].close()
             writer.close()
 
-        self._doors[name] = await asyncio.start_server(forward, sock=socket.socket(fileno=fd))
+        self._proxies[name] = await asyncio.start_server(forward, sock=socket.socket(fileno=fd))
         return 0, "", ""
 
     async def _removing(self) -> None:
-        """Remove what the runner needs no longer, all that has come together by then at once."""
+        """Remove containers that the runner no longer needs, all that are queued in one command."""
         while True:
             await self._remove.wait()
             self._remove.clear()
             some = dict(self._removals)
             for name in some:
-                if (door := self._doors.pop(name, None)) is not None:
-                    door.close()  # a door keeps the network of a container that is gone
+                if (proxy := self._proxies.pop(name, None)) is not None:
+                    proxy.close()  # a proxy keeps the network of a container that is gone
             left: set[str] = set()
             if await self._rm(*some):
                 unknown, listed, _ = await self._ask(
@@ -144,10 +147,10 @@ class Keeper:
                 self._remove.set()
 
     async def _remove_all(self) -> None:
-        """What is there now, though others are still starting: these end by themselves, and only
-        then is it known what is left to remove."""
-        for door in self._doors.values():
-            door.close()
+        """Remove all containers of the runner, repeatedly: calls that are still running may start
+        more, and only after their end is it certain that none is left."""
+        for proxy in self._proxies.values():
+            proxy.close()
         until, pause = asyncio.get_running_loop().time() + ENDING, 0.1
         while asyncio.get_running_loop().time() < until:
             ended = not self._calls and not self._rms
@@ -161,7 +164,8 @@ class Keeper:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def _sweeping(self) -> None:
-        """A killed keeper's last command may start a container after it."""
+        """Sweep several times, because the last command of a killed keeper may still start a
+        container."""
         note_owner(self._scratch)
         for pause in SWEEPS:
             await asyncio.sleep(pause)
@@ -169,7 +173,8 @@ class Keeper:
                 await self._sweep()
 
     async def _sweep(self) -> None:
-        """Remove what runners of this machine left that are gone with their keepers."""
+        """Remove scratch folders and containers of dead runners of this machine whose keepers are
+        dead, too."""
         for file in Path(self._scratch).parent.glob(f"{PREFIX}*/{OWNER}"):
             with contextlib.suppress(OSError):
                 if all(map(_is_dead, file.read_text().split())):
@@ -184,8 +189,8 @@ class Keeper:
             await self._rm(*dead)
 
     async def _rm(self, *containers: str) -> int:
-        """Remove them whatever state they are in; return whether that failed. If this is cancelled
-        it continues, as half a removal would leave the rest behind."""
+        """Remove containers in any state; return whether that failed. A cancelled removal
+        continues, because half a removal would leave the rest behind."""
         removal = asyncio.create_task(self._ask("rm", "--force", "--volumes", *containers))
         self._rms.add(removal)
         removal.add_done_callback(self._rms.discard)
@@ -227,7 +232,7 @@ async def run(
     except BaseException:
         await _kill(process)
         raise
-    status, texts = process.returncode, ((out or b"")[:LARGEST_OUTPUT], err[-LARGEST_OUTPUT:])
+    status, texts = process.returncode, ((out or b"")[:MAX_OUTPUT_BYTES], err[-MAX_OUTPUT_BYTES:])
     assert status is not None
     return status, texts[0].decode(errors="replace"), texts[1].decode(errors="replace")
 
@@ -238,7 +243,7 @@ def _children(pid: int) -> list[int]:
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill a program; at first what it has started: a build that is killed itself leaves a
+    """Kill a program, but its child processes first: a build that is killed before them leaves a
     container that cannot be found."""
     with contextlib.suppress(OSError, TimeoutError):
         if pids := _children(process.pid):
@@ -281,8 +286,8 @@ def listen(pid: int, port: int, fd: int) -> None:
 
 
 def started(pid: int) -> str:
-    """Return when a process started, in ticks since boot; empty if there is none, or if it ends or
-    has ended."""
+    """Return when a process started, in ticks since boot; empty if there is none, or if it is
+    ending or has ended."""
     try:
         state, *stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -296,13 +301,14 @@ def owner_of(pid: int) -> str:
 
 
 def note_owner(scratch: str | Path) -> None:
-    """This process needs the folder, too: as long as a runner or its keeper lives, it stays."""
+    """Register this process as an owner of the folder, which is kept as long as the runner or its
+    keeper lives."""
     with contextlib.suppress(OSError), Path(scratch, OWNER).open("a") as file:
         file.write(f"{owner_of(os.getpid())}\n")
 
 
 def _is_dead(owner: str) -> bool:
-    """Whether a keeper of this machine is gone; of other machines that is not known."""
+    """Whether a process is known to be dead; False for processes of other machines."""
     _, _, pid = owner.rpartition("/")[0].rpartition("/")
     there = owner.split("/")[:2] == owner_of(os.getpid()).split("/")[:2]
     started_then = not owner.endswith("/")

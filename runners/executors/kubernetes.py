@@ -121,7 +121,7 @@ class KubernetesExecutor(SandboxExecutor):
 
     async def _run_job(self, active: ActiveAttempt, span: str) -> Json:
         task = msgspec.json.encode(input_of(active))
-        if len(task) > command.LARGEST_VARIABLE:
+        if len(task) > command.MAX_VARIABLE_BYTES:
             message = f"the task's input has {len(task)} bytes, too many for a Job's environment"
             raise FailedAttemptError(ErrorKind.AGENT, message)
         job = self.manifest(active, span, task)
@@ -211,7 +211,7 @@ class KubernetesExecutor(SandboxExecutor):
             raise FailedAttemptError(ErrorKind.AGENT, message, written)
         command.check_exit(ended["exitCode"], written)
         result = written or await self._log(pod)
-        if len(result.encode()) > executors.LARGEST_RESULT:
+        if len(result.encode()) > executors.MAX_RESULT_BYTES:
             raise command.too_large("its log")
         return command.parse_result(result)
 
@@ -237,8 +237,8 @@ class KubernetesExecutor(SandboxExecutor):
             pod["metadata"]["name"],
             self.namespace,
             container=pod["status"]["containerStatuses"][0]["name"],
-            limit_bytes=executors.LARGEST_RESULT + 1,
-            _preload_content=False,  # else the client converts a JSON log to a Python repr
+            limit_bytes=executors.MAX_RESULT_BYTES + 1,
+            _preload_content=False,  # otherwise the client converts a JSON log to a Python repr
         )
         async with answer:
             return str(await answer.text(errors="replace"))

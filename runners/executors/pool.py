@@ -6,10 +6,11 @@ length-prefixed JSON.
 
 Owns: the processes of the pool and their pending rollouts.
 Invariant: a process whose rollout timed out or was stopped gets no further rollouts; it is replaced
-at once and ended when its other rollouts are done. So is one in which a rollout changed variables
-or the working directory, or made no call after others. If a process dies during one rollout, the
-agent failed; if it had several, each fails as `lost_runner`, because the cause is unknown. An agent
-that does not load is an error at the start; later the pool retries with exponential backoff.
+at once and ended when its other rollouts are done. The same applies to a process in which a rollout
+changed variables or the working directory, or made no call while earlier ones had. If a process
+dies during one rollout, the agent failed; if it had several, each fails as `lost_runner`, because
+the cause is unknown. An agent that does not load is an error at the start; later the pool retries
+with exponential backoff.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ MB = 2**20
 RECYCLE_AFTER = 1000  # rollouts after which a process is replaced, as agents leak
 
 
-LARGE = 0.8  # share of `runner.memory_mb` above which a process is replaced before it fails
+LARGE = 0.8  # share of `runner.memory_mb` above which a process is replaced
 
 
-LARGEST_RESPONSE = 64 * MB  # bytes of a response: result, rewards and spans
+MAX_RESPONSE_BYTES = 64 * MB  # bytes of a response: result, rewards and spans
 
 
-FIRST_START_PAUSE, LONGEST_START_PAUSE = 0.5, 30.0  # seconds between starts that fail; doubles
+FIRST_START_PAUSE, MAX_START_PAUSE = 0.5, 30.0  # seconds between starts that fail; doubles
 
 
 DIED_LOADING = "the process ended while loading the agent; see its output above"
@@ -79,14 +80,14 @@ CHILD = ("-m", "agentrl.runners.executors.child")
 
 
 class WarmProcess:
-    """The pool's handle of one warm process."""
+    """The pool's handle on one warm process."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.requests: dict[str, asyncio.Future[ExecutionResult]] = {}
-        self.running: dict[str, ActiveAttempt] = {}  # those of the requests
+        self.running: dict[str, ActiveAttempt] = {}  # attempts by request
         self.served, self.memory = 0, 0
-        self.changed = False  # by a rollout, for those after it
+        self.changed = False  # whether a rollout changed state for later ones
         self.retired = False
 
     async def wait_until_loaded(self) -> str | None:
@@ -109,7 +110,7 @@ class WarmProcess:
         """Resolve the future of each response, until the process ends."""
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                done = await read(self.channel.reader, RunResponse, LARGEST_RESPONSE)
+                done = await read(self.channel.reader, RunResponse, MAX_RESPONSE_BYTES)
                 self.served, self.memory = self.served + 1, done.memory
                 if done.changed and not self.changed:
                     self.changed = True
@@ -124,7 +125,7 @@ class WarmProcess:
 
     async def fail_pending(self) -> None:
         """End the process and fail its pending attempts."""
-        status = await self.channel.end()  # it may be alive, after an invalid message
+        status = await self.channel.end()  # the process may be alive, after an invalid message
         how = command.describe_exit(status)
         together = len(self.requests)
         message = f"the process {how} while it ran {together} rollouts"
@@ -243,7 +244,7 @@ class PoolExecutor:
             log.warning("no new process in the pool, trying again: %s", self._problem)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), pause)
-            pause = min(2 * pause, LONGEST_START_PAUSE)
+            pause = min(2 * pause, MAX_START_PAUSE)
 
     async def _add(self) -> str | None:
         """Start a process and add its slots to the queue; return the problem if that failed."""
@@ -273,4 +274,4 @@ class PoolExecutor:
             spec = ProcessSpec(argv=[self._python, *self._program, "3"], env=self._env)
         if self.memory:
             spec["memory"] = self.memory
-        return WarmProcess(await self._launcher.talk(spec, command.LARGEST_PRINT))
+        return WarmProcess(await self._launcher.talk(spec, command.MAX_PRINTED_BYTES))

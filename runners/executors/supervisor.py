@@ -4,12 +4,12 @@ The runner starts one *template*, a small process with a single thread. For each
 the template a few file descriptors; the template forks a *supervisor*, which starts the payload as
 its child, in a new session. Linux only.
 
-Invariant: a supervisor is the subreaper of its payload, so all that the payload starts stays a
-descendant of the supervisor, even if it daemonizes. The connection between supervisor and runner is
-open while both are alive. When the payload ends, or the runner closes the connection or dies, the
-supervisor kills every descendant, and only then reports and exits. The template is a subreaper
-too: what a supervisor leaves behind that was killed itself, by its payload or the system, becomes a
-child of the template, which kills it.
+Invariant: a supervisor is the subreaper of its payload, so all processes of the payload stay
+descendants of the supervisor, even daemons. The connection between supervisor and runner is open
+while both are alive. When the payload ends, or the runner closes the connection or dies, the
+supervisor kills every descendant, and only then reports and exits. The template is a subreaper,
+too: if a supervisor is killed, by its payload or the system, its remaining processes become
+children of the template, which kills them.
 
 Small processes import this module: import only the standard library here.
 """
@@ -35,9 +35,9 @@ from typing import Any, TypedDict
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # linux/prctl.h
 HEADER = struct.Struct("!I")  # length of the JSON that follows
 MAX_FDS = 8
-CANNOT_RUN = 127  # exit status, the same as a shell's
+CANNOT_RUN = 127  # exit status, as in shells
 CLEANUP_TIMEOUT = 10.0  # seconds for `after`
-LEFT_PAUSE = 20  # milliseconds until children of killed orphans are looked for
+LEFT_PAUSE = 20  # milliseconds until children of killed orphans are searched
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -61,8 +61,8 @@ def run_template(control: socket.socket, serve: Serve | None = None) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report on their connection
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    supervisors: set[int] = set()  # as file descriptors, which are readable after the end
-    known = set(_children())  # which the user's module started when it was imported
+    supervisors: set[int] = set()  # pidfds, which become readable at the end of a process
+    known = set(_children())  # children that the user's module started at import
     poll, left = select.poll(), False
     poll.register(control, select.POLLIN)
     while True:
@@ -98,9 +98,9 @@ def run_template(control: socket.socket, serve: Serve | None = None) -> None:
 
 
 def _kill_left(known: set[int]) -> bool:
-    """Kill the children in other sessions than this process, but for those that are `known`:
-    payloads and what they started, for they begin a session, and supervisors do not. Return whether
-    there were any, as their own children come next."""
+    """Kill children in other sessions than this process, except `known` ones: these are payloads
+    and their descendants, because payloads begin a session and supervisors do not. Return whether
+    there were any, because their children may follow."""
     own, found = os.getsid(0), False
     for child in set(_children()) - known:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -180,7 +180,7 @@ def _children() -> list[int]:
 
 
 def _clean_up(spec: ProcessSpec) -> None:
-    """Run `after`; ignore its errors, as there is no one to report them to."""
+    """Run `after`, ignoring errors, which cannot be reported to anyone."""
     how: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     how |= {"env": spec.get("env"), "timeout": CLEANUP_TIMEOUT}
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -210,7 +210,7 @@ def _payload(spec: ProcessSpec, fds: list[int], serve: Serve | None) -> None:
         if "folder" in spec:
             os.chdir(spec["folder"])
         os.execvpe(spec["argv"][0], spec["argv"], spec["env"])
-    except (OSError, ValueError) as error:  # one of them for a NUL in an argument
+    except (OSError, ValueError) as error:  # ValueError: a NUL in an argument
         os.write(2, f"cannot run {spec.get('argv')}: {error}\n".encode())
     finally:
         sys.stdout.flush()

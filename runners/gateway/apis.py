@@ -28,13 +28,15 @@ OWN = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
 
 @dataclass(frozen=True, slots=True)
 class ModelApi:
-    """What the gateway answers on a path, and how it reports errors there."""
+    """An API on a path: the handlers of requests, and the format of errors."""
 
-    dialect: Dialect  # of errors
-    answer: Answer | None = None  # to a POST
-    others: Mapping[str, Answer] = field(default_factory=dict)  # by method, such as GET or DELETE
-    get: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None  # of no attempt
-    header: str = ""  # that clients of this API send with every request
+    dialect: Dialect  # format of errors
+    answer: Answer | None = None  # handler of POST
+    # Handlers by method, such as GET or DELETE.
+    others: Mapping[str, Answer] = field(default_factory=dict)
+    # Handler of GET outside of attempts.
+    get: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+    header: str = ""  # header that clients of this API send with every request
     models: Callable[[Sequence[str]], Body] | None = None  # the list of models, for these clients
 
 
@@ -81,7 +83,7 @@ TRANSLATED: Mapping[str, ModelApi] = {
 
 
 def listed() -> list[str]:
-    """Return what is answered, as method and path."""
+    """Return the supported methods and paths."""
     apis = TRANSLATED.items()
     methods = ((path, [*(["POST"] if api.answer else []), *api.others]) for path, api in apis)
     found = [f"POST {path}" for path in OWN]
@@ -95,8 +97,8 @@ def client_api(request: web.Request) -> ModelApi | None:
 
 
 def dialect_of(request: web.Request) -> Dialect:
-    """Return the dialect of the errors of a request: that of its path, which may be one that
-    nothing answers, such as `/v1/messages/batches`, or else of its headers."""
+    """Return the dialect of the errors of a request: that of its path, even of an unsupported one
+    such as `/v1/messages/batches`, or else that of its headers."""
     meant = (api for path, api in TRANSLATED.items() if _pattern(path).search(request.path))
     api = next(meant, None) or client_api(request)
     return CHAT if api is None else api.dialect

@@ -1,8 +1,7 @@
-"""The attribution of requests to attempts.
-
-The first of these that names one decides: the attempt's secret key, sent as API key; the path
-`/a/{attempt}/v1`; the trace id of a W3C `traceparent` header; the attempt's id, sent as API key.
-With the secret key, path and trace must not name another attempt. An attempt's id is no secret.
+"""Attributes requests to attempts. The first of these that names an attempt decides: the attempt's
+secret key, sent as API key; the path `/a/{attempt}/v1`; the trace id of a W3C `traceparent` header;
+the attempt's id, sent as API key. With the secret key, path and trace must not name another
+attempt. An attempt's id is not secret.
 
 Owns: the attempts that this process runs, and the gateway's state of each.
 Invariant: an attempt is active from `register` to `unregister`. Calls of other attempts are
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Work = Callable[["CallOrigin", web.Request], Awaitable[web.StreamResponse]]
 PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
-REMEMBERED_ATTEMPTS = 10_000  # ended attempts whose ids and keys are kept
+REMEMBERED_ATTEMPTS = 10_000  # ended attempts with remembered ids and keys
 SILENT_SHARE = 0.5  # fraction of an attempt's time; a longer silence of the server fails the call
 TIMER_PRECISION = 0.01  # seconds by which the timer of a call may be early
 DEADLINE_MARGIN = 0.1  # seconds by which an executor may end the attempt early
@@ -55,7 +54,7 @@ class CountedCall(NamedTuple):
     """A model call's number in its attempt, and the failed calls that it retries."""
 
     number: int  # in the order of arrival; `Transition.index` is in the order of responses
-    body_hash: int  # of the request body, equal for a retry
+    body_hash: int  # hash of the request body, equal for a retry
     repeats: tuple[int, ...]  # earlier calls with this hash that failed before this one began
 
 
@@ -75,38 +74,40 @@ class ActiveAttempt:
 
     attempt: Attempt
     sealed: bool = False  # only calls with its key are accepted
-    scoring: bool = False  # a verifier's: reaches frozen endpoints only
+    scoring: bool = False  # an attempt of a verifier, which reaches only frozen endpoints
     recorded: bool = True  # whether calls and spans are stored; a verifier's are not
     deadline: float = math.inf  # time.monotonic() of its time-out
-    lenient: bool = False  # whether it is answered if the store fails, and no longer recorded
+    lenient: bool = False  # whether calls are answered, unrecorded, if the store fails
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)  # its secret
     calls: int = 0  # requests so far
-    stored: int = 0  # calls so far, also those not yet durable: the next one's `index`
+    stored: int = 0  # calls so far, including those not yet durable: the `index` of the next one
     timed_out: bool = False  # a call was refused after the deadline
     refused: str = ""  # status and body of the policy server's latest refusal
     failures: dict[int, str] = field(default_factory=dict)  # number of a call -> error message
     ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # body hash -> failed calls
-    # Number of a call whose client left before it was answered -> seconds that it had waited.
+    # Number of a call whose client disconnected before the answer -> seconds that the client had
+    # waited.
     abandoned: dict[int, float] = field(default_factory=dict)
-    questions: Counter[bytes] = field(default_factory=Counter)  # digest of one -> calls so far
+    # Digest of a question -> calls so far.
+    questions: Counter[bytes] = field(default_factory=Counter)
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
     waits: int = 0  # calls in flight that began before the deadline
-    cut: int = 0  # of these, how many ended at the deadline or later
+    cut: int = 0  # number of these that ended at the deadline or later
     memory: ConversationMemory = field(default_factory=ConversationMemory)
     roles: Collection[str] = ()  # roles named by the run file, a seat or a prompt
-    # What features do to its calls, in this order; see `agentrl.runners.gateway.features`.
+    # Changes of calls by features, in this order; see `agentrl.runners.gateway.features`.
     changes: list[Change] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
-    image_policy: ImagePolicy = field(default_factory=ImagePolicy)  # of its calls
-    # Rows of responses that may be stored, and of which the agent has read nothing, by body hash
-    # and role, oldest first. Each is the answer to one later equal call.
+    image_policy: ImagePolicy = field(default_factory=ImagePolicy)  # policy for images in its calls
+    # Rows of responses that may be stored but of which the agent has read nothing, by body hash and
+    # role, oldest first. Each answers one later equal call.
     undelivered: dict[tuple[int, str], deque[Sequence[Transition]]] = field(default_factory=dict)
     place: AgentPlace | None = None
-    environment: str = ""  # that plays it, in place of an agent
+    environment: str = ""  # environment that plays in place of an agent
     tokens: int = 0  # sampled so far
     max_calls: int = 0  # 0: no limit
-    idle_calls: int = 0  # consecutive calls whose request adds nothing to the policy's last answer
+    idle_calls: int = 0  # consecutive calls that add nothing to the policy's last answer
     last_body: int = 0  # hash of the latest request body
     max_tokens: int = 0  # sampled tokens after which calls are refused; 0: no limit
     on_spent: Callable[[str], None] | None = None  # called with the limit that was reached
@@ -154,14 +155,15 @@ class ActiveAttempt:
         return CountedCall(number, body_hash, self.ended.get(body_hash, ()))
 
     def count_idle_call(self, call: CountedCall, messages: Sequence[Mapping[str, object]]) -> None:
-        """Count a request that ends with an answer of the policy, or repeats the one before."""
+        """Count a request that ends with an answer of the policy, or repeats the previous
+        request."""
         own = bool(messages) and messages[-1].get("role") == "assistant"
         adds_nothing = own or call.body_hash == self.last_body
         self.idle_calls, self.last_body = self.idle_calls + 1 if adds_nothing else 0, call.body_hash
 
     def seed_of(self, question: bytes) -> int:
-        """The sampling seed of the next call with this question: the same if calls arrive in
-        another order, another one if the question is repeated or the rollout retried."""
+        """The sampling seed of the next call with this question. It does not depend on the order of
+        calls; it differs if the question is repeated or the rollout retried."""
         digest = blake2b(question, digest_size=16).digest()
         self.questions[digest] += 1
         seed, times = self.attempt.rollout.sampling.seed, self.questions[digest]
@@ -176,7 +178,7 @@ class ActiveAttempt:
         return RefusedError(504, "attempt_timeout", f"{message}; {failure}" if failure else message)
 
     def call_succeeded(self, call: CountedCall) -> None:
-        """Forget the failures of this call and of earlier calls with the same request."""
+        """Clear the failures of this call and of earlier calls with the same request."""
         for number in (call.number, *call.repeats):
             self.failures.pop(number, None)
 
@@ -197,12 +199,12 @@ class ActiveAttempt:
 
     def keep_undelivered(self, call: CountedCall, role: str, rows: Sequence[Transition]) -> None:
         """Keep a response of which the agent has read nothing, for a retry of its call: otherwise
-        both would be trained, and the agent has acted on the second only."""
+        both responses would be trained, although the agent has acted only on the second."""
         self.undelivered.setdefault((call.body_hash, role), deque()).append(rows)
 
     def take_undelivered(self, call: CountedCall, role: str) -> Sequence[Transition]:
-        """Return the rows of the oldest response that was not delivered to an equal call; none if
-        there is none."""
+        """Return the rows of the oldest undelivered response to an equal call; empty if there is
+        none."""
         kept = self.undelivered.get((call.body_hash, role))
         return kept.popleft() if kept else ()
 
@@ -226,14 +228,14 @@ class CallOrigin(NamedTuple):
 
 
 class ReceivedCall(Struct, frozen=True):
-    """A call as the agent made it."""
+    """A call as received from the agent."""
 
     caller: CallOrigin
     http: web.Request
     raw: bytes  # the request's body
     counted: CountedCall
     request: ModelRequest
-    defaults: Sampling  # the rollout's, for what the agent does not set
+    defaults: Sampling  # the rollout's defaults for parameters that the agent does not set
     arrived: float  # by the monotonic clock
 
     @property
@@ -250,20 +252,20 @@ class ReceivedCall(Struct, frozen=True):
 
 
 async def receive(caller: CallOrigin, http: web.Request, dialect: Dialect) -> ReceivedCall:
-    """Read a call. Raises the errors of `read_request`, for what is then counted as no call;
-    RefusedError if the attempt may make no further call; and the errors of features' changes."""
+    """Read a call. Raises the errors of `read_request` for an invalid request, which does not count
+    as a call; RefusedError if the attempt may make no further call; and errors of features."""
     arrived, raw, active = time.monotonic(), await read_body(http), caller.active
     request = read_request(dialect, raw, active.memory, active.calls)
     counted, defaults = active.begin_call(raw), active.attempt.rollout.sampling
     try:
         return changed(ReceivedCall(caller, http, raw, counted, request, defaults, arrived))
     except BaseException:
-        active.call_ended(counted)  # otherwise `CallHandler.run` does it
+        active.call_ended(counted)  # otherwise done by `CallHandler.run`
         raise
 
 
 def changed(call: ReceivedCall) -> ReceivedCall:
-    """Return the call as the features of its attempt change it."""
+    """Return the call after the changes of its attempt's features."""
     for change in call.active.changes:
         call = change(call)
     return call

@@ -1,21 +1,20 @@
-"""Features of the gateway: their protocol, and two of them, candidate prompts and replays.
-
-The gateway depends on no feature. It calls each when the server is made (`add_to`), and before the
-first call of each attempt (`join`). What a feature adds to an attempt applies to no other attempt.
+"""Features of the gateway: their protocol, and two features, candidate prompts and replays. The
+gateway depends on no feature. It calls each when the server is created (`add_to`), and before the
+first call of each attempt (`join`). Changes that a feature adds to an attempt apply only to that
+attempt.
 
 Candidate prompts replace the agent's prompt texts in requests to the model. Invariant: the rest of
 a message, such as the date, is kept; unchanged messages are sent as the received bytes; neither the
 agent nor the memory of its conversation sees the change.
 
 A replay answers the first calls of a branch from the record of the rollout that it branches from,
-and owns the recorded calls that the attempt has not replayed yet. Invariant: a call is answered
-from the record only if the agent repeats a recorded request: the same role, conversation and tools.
-It gets the recorded response, with the same tokens. The first request that is not in the record
-ends the replay, because the agent or one of its tools behaves differently; later calls are sampled
-as in any other rollout. In a branch without some roles (a counterfactual rollout) other policies
-play these roles, and new requests do not end the replay. Recorded responses of a removed role are
-never replayed, so the branch does not depend on that role's samples.
-Writer: the gateway's event loop.
+and owns the recorded calls that are not replayed yet. Invariant: a call is answered from the record
+only if the agent repeats a recorded request: the same role, conversation and tools. It gets the
+recorded response, with the same tokens. The first request that is not in the record ends the
+replay, because the agent or one of its tools behaves differently; later calls are sampled as in any
+other rollout. In a branch without some roles (a counterfactual rollout) other policies play these
+roles, and new requests do not end the replay. Recorded responses of a removed role are never
+replayed, so the branch does not depend on that role's samples. Writer: the gateway's event loop.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ Record = Callable[[ReceivedCall, Transition], Transition]
 
 
 class Feature:
-    """Base class of what adds to the gateway; does nothing."""
+    """Base class of features; does nothing."""
 
     def add_to(self, app: web.Application, upstream: Upstream) -> None:
         """Add middlewares and routes to the server before it starts, or adapters to the client of
@@ -63,7 +62,7 @@ class Feature:
         called for a verifier's."""
 
 
-MAX_OFFSET = 512  # bytes before the text, up to which it is replaced without parsing
+MAX_OFFSET = 512  # bytes; a text that begins within them is replaced without parsing
 SEARCHED_START = 64  # characters of a text to search for first
 Object = dict[str, Json]
 
@@ -73,7 +72,7 @@ class PromptNotFoundError(Exception):
 
 
 class CandidatePrompts(Feature):
-    """Attempts of a candidate get its prompt texts."""
+    """The feature that gives attempts of a candidate its prompt texts."""
 
     def join(self, active: ActiveAttempt) -> None:
         if prompts := active.attempt.prompts:
@@ -125,7 +124,7 @@ def _apply(request: ModelRequest, prompt: PromptText) -> None:
 
 def _spliced(sent: Json, prompt: PromptText) -> Json:
     """Replace the seed in the encoded list, if it is in the first item; None otherwise. Avoids
-    parsing 40 kB again, which would take as long as reading the whole call."""
+    parsing about 40 kB again, which would take as long as reading the whole call."""
     if type(sent) is not msgspec.Raw:
         return None
     raw, old, new = memoryview(sent), _encoded(prompt.seed), _encoded(prompt.text)
@@ -180,7 +179,7 @@ def _replaced(text: str, prompt: PromptText) -> str | None:
 
 
 def _find(text: AnyStr, part: AnyStr) -> int:
-    """Equal to `text.find(part)`, whose preprocessing is slow for a long part."""
+    """Like `text.find(part)`, which is slow for a long part because of its preprocessing."""
     at = text.find(part[:SEARCHED_START])
     return at if at < 0 or text.startswith(part, at) else text.find(part)
 
@@ -197,7 +196,7 @@ class Replays(Feature):
 
 
 class Replay:
-    """Answers the calls of one attempt from the record, which the first of them reads."""
+    """Answers the calls of one attempt from the record, which is read at the first call."""
 
     def __init__(self, store: Store, branch: Branch) -> None:
         self._store, self._branch = store, branch
@@ -218,9 +217,9 @@ class Replay:
 
 @dataclass(slots=True)
 class Recording:
-    """The record of an ended rollout: the calls `left` to replay, in order, and those after the
-    branch point (`later`). Other policies play the roles in `without`; `left` has no calls of
-    these."""
+    """The record of an ended rollout: the calls `left` to replay, in order, and the calls after the
+    branch point (`later`). Other policies play the roles in `without`; `left` does not contain
+    their calls."""
 
     left: list[Transition]
     later: list[Transition]
@@ -228,7 +227,7 @@ class Recording:
 
     def take(self, call: ModelRequest, role: str) -> list[Transition]:
         """Return the recorded calls that answer a request, one for each choice; an empty list if
-        the policy has to answer it. Concurrent calls may arrive in any order."""
+        the policy must answer the request. Concurrent calls may arrive in any order."""
         if not self.left:
             return []
         n = choices_of(call)
@@ -250,7 +249,7 @@ async def recording(store: Store, branch: Branch) -> Recording:
 
 
 def recorded_calls(calls: Sequence[Transition], branch: Branch) -> Recording:
-    """Build the recording of a branch from a rollout's calls, up to the first one that was cut."""
+    """Build the recording of a branch from a rollout's calls, up to the first truncated one."""
     whole = list(takewhile(lambda row: row.finish != CUT, calls[: branch.calls]))
     left = [row for row in whole if row.role not in branch.without]
     return Recording(left, [*calls[len(whole) :]], branch.without)

@@ -5,7 +5,7 @@
 - answered: the server's response, whole, or cut where the agent left (`_whole`, `_stream`)
 - stored: the rows of the response (`_make_rows`), durable (`_store_rows`)
 
-Each stage calls the next, because the last three are inside of what is tried again:
+Each stage calls the next, because the last three are repeated by retries:
 
     run                  until the attempt's time is up; reports errors to the agent
       _answer            from a record if there is one, else from the policy
@@ -82,8 +82,9 @@ from agentrl.runners.gateway.response import (
 from agentrl.runners.gateway.upstream import Route, SentCall, Upstream
 from agentrl.store.base import Store
 
-STORE_REFUSALS = (Invalid, NotFound, Conflict, Forbidden)  # after which nothing is stored
-REFUSED_FIELDS = (400, 422)  # status of servers' responses to unknown fields
+# Store errors after which the call is not stored.
+STORE_REFUSALS = (Invalid, NotFound, Conflict, Forbidden)
+REFUSED_FIELDS = (400, 422)  # HTTP status with which servers reject unknown fields
 
 
 async def answer_call(
@@ -109,7 +110,8 @@ class CallHandler:
                 return await self._answer(self._call)
         except (asyncio.CancelledError, DisconnectedError) as left:
             active.abandoned[counted.number] = time.monotonic() - self._call.arrived
-            if isinstance(left, asyncio.CancelledError):  # the same, or the attempt has ended
+            # The same cancellation, or the attempt has ended.
+            if isinstance(left, asyncio.CancelledError):
                 self._record_silence()
                 raise
         except (UpstreamError, RefusedError) as error:
@@ -134,7 +136,7 @@ class CallHandler:
             self._active.model_was_silent(call.counted, time.monotonic() - call.arrived)
 
     async def _answer(self, call: ReceivedCall) -> web.StreamResponse:
-        """Answer from a record if there is one of the call, else from the policy."""
+        """Answer from a record of the call if there is one, else by the policy."""
         active = self._active
         active.count_idle_call(call.counted, call.request.messages)
         if undelivered := active.take_undelivered(call.counted, call.role):
@@ -175,8 +177,8 @@ class CallHandler:
         return await self._whole(sent, recorded.whole(rows, request), headers)
 
     async def _ask(self, call: ReceivedCall, route: Route) -> web.StreamResponse:
-        """Try a route once; more often only if the server refuses what capture adds to a call, or
-        more tokens than fit after its prompt."""
+        """Try a route once; again only if the server rejects a field that recording adds to the
+        call, or more tokens than fit after the prompt."""
         try:
             if route.text is not None:
                 sent = SentCall(call, route, route.policy, time.time(), time.monotonic())
@@ -201,7 +203,7 @@ class CallHandler:
     ) -> SentCall:
         """Encode a call for a route's server."""
         started, at, request = time.time(), time.monotonic(), call.request
-        if request.translation is not None and request.translation.begun:  # by an earlier try
+        if request.translation is not None and request.translation.begun:  # by an earlier attempt
             request = read_request(request.dialect, call.raw, self._active.memory, request.index)
             call = changed(replace(call, request=request))
             request = call.request
@@ -218,7 +220,8 @@ class CallHandler:
             call = replace(call, request=request)
         body, sampling = request.encode(route, call.defaults, capture=capture, fitting=fitting)
         limit = self._upstream.max_lengths.get(route.base_url)
-        # A body has at least as many bytes as tokens; if it is too long, the server counts them.
+        # A body has at least as many bytes as tokens; if it may be too long, the server counts the
+        # tokens.
         if limit and len(body) + (sampling.max_tokens or 0) > limit and not fitting:
             fitting = await find_fitting(self._upstream, route, request.fields, sampling.max_tokens)
             body, sampling = request.encode(route, call.defaults, capture=capture, fitting=fitting)
@@ -241,8 +244,8 @@ class CallHandler:
     async def _without_refused(
         self, sent: SentCall, refusal: ServerRefusal, gives_ids: bool | None
     ) -> SentCall | None:
-        """Prepare the call without what its server may have refused; None if the agent's own
-        request is at fault. gives_ids: whether the server returns token ids, if known."""
+        """Prepare the call without fields that the server may have rejected; None if the agent's
+        request itself is invalid. gives_ids: whether the server returns token ids, if known."""
         call, route, fitting = sent.call, sent.route, sent.fitting
         if refusal.status == 400 and fitting is None and not route.frozen:
             fields, most = call.request.fields, sent.sampling.max_tokens
@@ -258,7 +261,7 @@ class CallHandler:
         body = translate_error(dialect, status, refusal.words)
         excerpt = body[:MAX_REFUSAL_LENGTH].decode(errors="replace")
         self._active.refused = f"{status}: {excerpt}"
-        if self._agent.begun:  # it has had comments only
+        if self._agent.begun:  # only SSE comments were sent
             raise UpstreamError(f"the policy server answered {self._active.refused}", final=True)
         return web.Response(status=status, body=body, content_type="application/json")
 
@@ -269,7 +272,7 @@ class CallHandler:
             raise ServerRefusal(reply.status, await read(reply))
         if streamed != (reply.content_type == "text/event-stream"):
             raw = await read(reply)
-            with contextlib.suppress(*MALFORMED):  # an error may come in one piece
+            with contextlib.suppress(*MALFORMED):  # an error may be a single JSON document
                 if error := error_in(read_chunk(raw), route, raw):
                     raise error
             form = "a stream" if streamed else "an answer in one piece"
@@ -314,8 +317,8 @@ class CallHandler:
             raise
 
     def _make_rows(self, answered: AnsweredCall) -> list[Transition]:
-        """Make the rows of a response, numbered within the attempt, and log what is unusual about
-        them. Empty for calls that are not recorded."""
+        """Build the rows of a response, numbered within the attempt, and log unusual properties.
+        Empty for calls that are not recorded."""
         if not (active := self._active).recorded:
             return []
         sent, upstream = answered.sent, self._upstream
@@ -361,21 +364,21 @@ class CallHandler:
 
     @contextlib.contextmanager
     def _keep_undelivered(self, rows: list[Transition]) -> Iterator[None]:
-        """Keep a response for the retry if the agent has read nothing of it and it may be stored;
-        it may be even after the wait for the store was cancelled: see `Writer.post`."""
+        """Keep a response for the retry if the agent has read nothing of it and it may be stored,
+        even after the wait for the store was cancelled: see `Writer.post`."""
         try:
             yield
         except (asyncio.CancelledError, DisconnectedError, NotStoredError) as error:
             stored = not isinstance(error, NotStoredError) or error.unknown
-            # A row that a feature changes, such as by redaction, is not what the model said, so no
-            # retry can be answered with it.
+            # A row that a feature has changed, for example by redaction, differs from the model's
+            # answer, so it cannot answer a retry.
             if rows and stored and not (self._agent.shown or self._active.records):
                 self._active.keep_undelivered(self._call.counted, self._call.role, rows)
             raise
 
     async def _store_shown(self, answered: AnsweredCall, rows: list[Transition]) -> None:
         """Store the part of a response that was sent to the agent, even if the caller is cancelled
-        meanwhile. rows: those that may be stored already; storing them twice has no effect."""
+        meanwhile. rows: rows that may be stored already; storing them again has no effect."""
         answered.response.cut(CUT)
         try:
             if answered.response.choices:
@@ -383,13 +386,13 @@ class CallHandler:
                 with contextlib.suppress(asyncio.CancelledError):
                     await processes.uncancelled(self._store_rows(rows))
         except (NotStoredError, RefusedError):
-            pass  # the call has failed, or the attempt has lost its lease, and this call with it
+            pass  # the call has failed, or was lost with the attempt's lease
         else:
             self._active.call_succeeded(self._call.counted)
 
 
 def _common_fields(answered: AnsweredCall) -> dict[str, Any]:
-    """Return what a response's rows have in common."""
+    """Return the common fields of a response's rows."""
     sent, request, headers = answered.sent, answered.sent.call.request, answered.headers
     version = headers.get("x-policy-version", "")
     common: dict[str, Any] = {"role": sent.call.role, "policy": sent.policy}

@@ -1,11 +1,10 @@
-"""Images in a gateway's calls: taken out of the messages, kept once, named by their digests.
+"""Images in a gateway's calls: removed from messages, stored once, named by their digests.
 
-The agent sends images as data URLs. What is stored of a call, compared with another and replayed
-has `image:DIGEST` in their place, so two conversations are equal only if their images are.
-Invariant: an image is stored before the call that names it. A policy server gets the agent's own
-messages, but for the embedded one, which reads images from the store.
-Owns: the digests that this process has put lately.
-Writer: the gateway's event loop.
+The agent sends images as data URLs. Calls are stored, compared and replayed with `image:DIGEST` in
+their place, so two conversations are equal only if their images are. Invariant: an image is stored
+before the call that names it. A policy server gets the agent's original messages, except the
+embedded one, which reads images from the store. Owns: the digests of images that this process has
+stored recently. Writer: the gateway's event loop.
 """
 
 from __future__ import annotations
@@ -43,27 +42,27 @@ from agentrl.runners.gateway.upstream import Messages, Route
 from agentrl.store.base import Store
 
 ADVICE = "; a policy sees images with policy.vision, which takes an image-text model"
-PIXELS = ("media_io_kwargs", "mm_processor_kwargs")  # fields that change what a policy sees
-MAX_IMAGES = 100  # of one call: each is kept in memory until the store has it
-PUT_AGAIN = 1200.0  # seconds after which a prune may have removed what nothing refers to
+PIXELS = ("media_io_kwargs", "mm_processor_kwargs")  # fields that change the pixels for the policy
+MAX_IMAGES = 100  # images of one call; each is in memory until it is stored
+PUT_AGAIN = 1200.0  # seconds after which a prune may have removed an unreferenced image
 MAX_REMEMBERED = 100_000  # digests
-LARGEST_PUT = 2**24  # bytes sent to the store at a time
+MAX_PUT_BYTES = 2**24  # bytes sent to the store at a time
 
 
 class Put(NamedTuple):
     """An image that is in the store, or on its way there."""
 
     at: float  # time.monotonic()
-    task: asyncio.Task[None] | None  # until it is done
+    task: asyncio.Task[None] | None  # None when it is done
 
 
 class StoredImages(Feature):
-    """The feature: attempts see images, also those whose endpoints only are shown some."""
+    """The feature that allows images in attempts, even if only upstreams read them."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         digests, seeing = isinstance(config.engine, EmbeddedEngineConfig), seeing_policies(config)
         self._image_policy = StoredImagePolicy(store, seeing, digests=digests)
-        self._needed = bool(seeing or config.upstreams)  # else every image is refused
+        self._needed = bool(seeing or config.upstreams)  # otherwise every image is rejected
 
     def join(self, active: ActiveAttempt) -> None:
         if not self._needed:
@@ -79,11 +78,11 @@ class StoredImagePolicy(ImagePolicy):
     def __init__(self, store: Store, seeing: Collection[str], *, digests: bool) -> None:
         super().__init__(ADVICE)
         self._store, self._seeing, self._digests = store, seeing, digests
-        self._put = OrderedDict[str, Put]()  # by digest
+        self._put = OrderedDict[str, Put]()  # digest -> time
 
     def read(self, call: ReceivedCall) -> ReceivedCall:
-        """Return the call with digests in the place of images. What cannot be read stays as it is;
-        it concerns only calls that are trained (`rejection_reason`)."""
+        """Return the call with digests in place of images. An unreadable image is unchanged, which
+        is an error only for trained calls (`rejection_reason`)."""
         request = call.request
         count = sum(1 for _ in _images(request.messages))
         if not count:
@@ -130,7 +129,7 @@ class StoredImagePolicy(ImagePolicy):
         request = call.request
         if route.frozen or not request.images:
             return await super().sent(call, messages, route)
-        if not call.active.scoring:  # else nothing is recorded
+        if not call.active.scoring:  # calls of verifiers are not recorded
             tasks = self._begin(call)  # while the model answers, unless it has to read them
             if self._digests:
                 try:
@@ -157,8 +156,8 @@ class StoredImagePolicy(ImagePolicy):
             return await super().add(store, call, rows)
 
     def _begin(self, call: ReceivedCall) -> list[asyncio.Task[None]]:
-        """Begin to store the images of a call that were not put lately; return what is to be
-        awaited for all of them. Several calls may wait for one."""
+        """Begin to store the images of a call that were not stored recently; return the futures to
+        await. Several calls may wait for the same image."""
         now, files = time.monotonic(), call.request.files
         old = Put(-math.inf, None)
         new = [files[d] for d in files if now - self._put.get(d, old).at >= PUT_AGAIN]
@@ -213,7 +212,7 @@ def _batches(images: Sequence[Image]) -> Iterator[list[Image]]:
     """Split images so that each request to a store has a bounded size."""
     some, size = list[Image](), 0
     for image in images:
-        if some and size + len(image.body) > LARGEST_PUT:
+        if some and size + len(image.body) > MAX_PUT_BYTES:
             yield some
             some, size = [], 0
         some.append(image)

@@ -15,8 +15,9 @@ from agentrl.runners.gateway.upstream import Route, Upstream
 # Fields that determine the prompt, as /tokenize has them; see `_rendered` for the others.
 RENDERED = {"messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"}
 RENDERED |= {"continue_final_message", "add_special_tokens"}
-REASONING = ("reasoning", "reasoning_content")  # names of one field of a message
-PROBE = {"x-agentrl-probe": "1", "content-type": "application/json"}  # vLLM reads no other
+REASONING = ("reasoning", "reasoning_content")  # two names of the same field of a message
+# The only value that vLLM accepts.
+PROBE = {"x-agentrl-probe": "1", "content-type": "application/json"}
 
 
 class PromptSize(msgspec.Struct):
@@ -56,8 +57,8 @@ async def prompt_size(
 
 
 async def find_fitting(upstream: Upstream, route: Route, chat: Fields, wanted: int | None) -> int:
-    """Return the number of tokens that fit after the prompt if the call asks for more, else 0.
-    vLLM refuses such a call, but the agent cannot know the prompt's length."""
+    """Return the number of tokens that fit after the prompt if the call requests more, else 0. vLLM
+    rejects such a call, but the agent cannot know the prompt's length."""
     if "messages" not in chat or not wanted:
         return 0
     try:
@@ -77,9 +78,9 @@ async def find_fitting(upstream: Upstream, route: Route, chat: Fields, wanted: i
 
 
 def _rendered(chat: Fields) -> Fields:
-    """Return the fields of a chat completion that determine its prompt, for vLLM's /tokenize. Of
-    what vLLM does to a chat completion before rendering, /tokenize renames no reasoning and makes
-    no template argument of other fields."""
+    """Return the fields of a chat completion that determine its prompt, for vLLM's /tokenize.
+    Unlike for a chat completion, /tokenize does not rename reasoning and does not turn other fields
+    into template arguments."""
     body = {name: chat[name] for name in RENDERED if name in chat}
     sent = body.get("messages")
     if not isinstance(sent, msgspec.Raw) or b'"reasoning' in bytes(sent):
@@ -96,7 +97,8 @@ def _rendered(chat: Fields) -> Fields:
 
 
 def _with_reasoning(message: Json) -> Json:
-    """Return a message with its reasoning under both names, of which a server reads one."""
+    """Return a message with its reasoning under both names, because servers differ in the name that
+    they read."""
     found = message if isinstance(message, dict) else {}
     thought = next((found[name] for name in REASONING if found.get(name) is not None), None)
     return message if thought is None else message | dict.fromkeys(REASONING, thought)

@@ -1,4 +1,4 @@
-"""Recorded calls: rows as a policy server would send them, and the requests that they answer."""
+"""Recorded calls in the format of a policy server's responses, and the keys of their requests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def stream(rows: Sequence[Transition], call: ModelRequest) -> AsyncIterato
 
 
 def choices_of(call: ModelRequest) -> int:
-    """How many are asked for. Raises UntranslatableError for what no server would take."""
+    """The number of requested choices. Raises UntranslatableError for an invalid number."""
     n = value(call.fields, "n") or 1
     if type(n) is not int or not 0 < n <= MAX_CHOICES:
         raise UntranslatableError("n", f"{n!r:.80} is not a number from 1 to {MAX_CHOICES}")

@@ -1,7 +1,6 @@
-"""Refusals: of the gateway, of policy servers and their failures, and how the agent reads them.
-
-A server that fails after it has begun a stream can only send an event, under the status 200; some
-proxies answer every error so. Such an error is treated as the status that it means.
+"""Errors of the gateway and of policy servers, and their formats for the agent. A server that fails
+after it has begun a stream can only send an event, with the status 200; some proxies send every
+error in this way. Such an error is treated like the status that it describes.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ MEANINGS |= {
 }
 MEANINGS |= {"notfound": 404, "unprocessable": 422, "badrequest": 400, "invalid": 400}
 MEANINGS |= {"contextlength": 400}
-UNNAMED = 500  # of an error without a message
+UNNAMED = 500  # message of an error without one
 
 
 class RefusedError(Exception):
-    """The gateway refuses a request, such as one without an active attempt."""
+    """The gateway rejects a request, for example one without an active attempt."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -57,7 +56,7 @@ class UpstreamError(Exception):
 
     code: ClassVar[str] = "model_unavailable"
     message: str
-    status: int | None = None  # of the response, if there is one
+    status: int | None = None  # status of the response, if there is one
     body: bytes = b""
     retry_after: float = 0.0  # seconds
     transient: bool = True  # a later retry may succeed
@@ -69,7 +68,7 @@ class NotStoredError(UpstreamError):
     """The store failed a call that the policy server has answered."""
 
     code: ClassVar[str] = "call_not_stored"
-    unknown: bool = False  # it may be stored all the same
+    unknown: bool = False  # whether it may have been stored nevertheless
 
 
 @dataclass(eq=False)
@@ -77,14 +76,14 @@ class ServerRefusal(Exception):
     """The policy server refused the call: a mistake of the agent, or a field that capture adds."""
 
     status: int
-    words: bytes  # of its response
+    words: bytes  # body of its response
 
 
 def error_in(
     part: ResponseChunk, route: Route, raw: bytes, *, begun: bool = False
 ) -> UpstreamError | ServerRefusal | None:
-    """Return the error that a response with status 200 or a chunk of one is, with the body `raw`.
-    `begun`: the agent has read a part of the response."""
+    """Return the error in a response with status 200, or in a chunk of one, with the body `raw`;
+    None if it is not an error. `begun`: whether the agent has read a part of the response."""
     if not part.may_be_error:
         return None
     fields = {k: v for k, v in part.fields.items() if k not in ("choices", "usage")}
@@ -96,7 +95,7 @@ def error_in(
 
 
 def _meant_status(body: Body) -> int | None:
-    """Return the HTTP status that an error means; None if it is none."""
+    """Return the HTTP status that an error object describes; None if it is not an error."""
     error = body.get("error")
     if not error and body.get("object") != "error" and body.get("type") != "error":
         return None
@@ -169,7 +168,8 @@ def error_response(
     body = body or msgspec.json.encode(dialect.error(status, code, message))
     answer = web.Response(status=status, body=body, content_type="application/json", headers=FINAL)
     if code == UNREADABLE:
-        answer.force_close()  # the end of this request, hence the next one's start, is unknown
+        # The end of this request is unknown, so the connection cannot be reused.
+        answer.force_close()
     return answer
 
 

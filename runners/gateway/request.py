@@ -1,21 +1,19 @@
-"""A model call as the agent requests it: what is sent for it, and what of it a learner can compute.
-
-It is sent with `return_token_ids` and `logprobs`, and with the rollout's sampling parameters that
-the agent does not set. The agent's own fields are passed on byte for byte, except the arguments of
-tool calls, which are restored to the model's own text.
+"""A model call as the agent requests it: how it is sent, and whether a learner can compute its
+log-probs. It is sent with `return_token_ids` and `logprobs`, and with the rollout's sampling
+parameters that the agent does not set. The agent's fields are passed on byte for byte, except the
+arguments of tool calls, which are restored to the model's original text.
 
 A learner computes log-probs at a temperature. Penalties, biases, grammars and forced tool calls are
-logits processors: under them, a server's log-probs are not the policy's, or those of no
-distribution that was sampled from, depending on the server (vLLM: `--logprobs-mode`). Such a call
-is recorded with `Transition.processors`, and the learner scores its tokens itself
-(`algorithms/README.md`).
+logits processors: with them, a server's log-probs are not the policy's, or not those of the
+sampling distribution, depending on the server (vLLM: `--logprobs-mode`). Such a call is recorded
+with `Transition.processors`, and the learner scores its tokens itself (`algorithms/README.md`).
 
 A text model is trained. Instead of an image it would see placeholder tokens, and two prompts with
-other images but the same placeholders would be equal, so such a call is refused unless it goes to a
-model that is not trained. A feature may give an attempt an `ImagePolicy` that accepts more.
+other images but the same placeholders would be equal, so such a call is rejected unless it goes to
+a model that is not trained. A feature may give an attempt an `ImagePolicy` that accepts more.
 
-Invariant: an unknown field may be a processor of a server that is not known here, so it counts as
-one; a field in `PLAIN` determines the prompt, the form of the response or when sampling ends.
+Invariant: an unknown field may be a logits processor of some server, so it counts as one; a field
+in `PLAIN` determines the prompt, the format of the response or the end of sampling.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ HOP_BY_HOP |= {*KEY_HEADERS, "x-policy-version", "x-processors"}
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
-LONGEST_VALUE = 200  # characters of a value that is recorded
+MAX_VALUE_CHARS = 200  # characters of a value that is recorded
 
 TEXTS = {"text", "input_text", "output_text", "refusal", "thinking", "reasoning"}  # types of parts
 MEDIA = ("image", "images", "multi_modal_data", "prompt_embeds", "video", "videos")  # fields
@@ -93,15 +91,15 @@ class ModelRequest(Struct, frozen=True):
     dialect: Dialect
     fields: Fields  # body for the policy server; `model` as the agent named it
     translation: Translation | None
-    index: int  # its number within its attempt, in the order of arrival
+    index: int  # number within the attempt, in the order of arrival
     model: str
     stream: bool
-    asks_token_ids: bool  # the agent asked for token ids itself
+    asks_token_ids: bool  # whether the agent itself requested token ids
     asks_logprobs: bool
     messages: list[dict[str, Json]]  # the conversation; a text prompt is one user message
     tools: list[dict[str, Json]]
     images: tuple[str, ...] = ()  # digests of the images that `messages` name, in order
-    files: Mapping[str, Image] = {}  # by digest
+    files: Mapping[str, Image] = {}  # digest -> image
     unseen: str = ""  # why one of its images has no digest
     conversation: int | None = None  # key of `messages`, see `ConversationMemory.recall`
 
@@ -127,7 +125,7 @@ class ModelRequest(Struct, frozen=True):
         """Return the body for the route's server and the effective sampling parameters.
 
         `defaults`: those of the rollout, with a seed for this call; frozen endpoints keep their
-        own. `fitting`: tokens that fit after the prompt, if the agent asks for more."""
+        own. `fitting`: tokens that fit after the prompt, if the agent requests more."""
         body = self.fields | {"model": route.model or self.model}
         if capture:
             body["return_token_ids"] = True
@@ -188,14 +186,14 @@ def read_request(
 
 
 def _dicts(found: Json) -> list[dict[str, Json]]:
-    """Return the objects of a list, for storing; the policy server refuses anything else."""
+    """Return the objects of a list, for storing; the policy server rejects anything else."""
     items = [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
     return list(storable(items))
 
 
 def _fill_sampling(body: Fields, defaults: Sampling | None) -> Sampling:
-    """Set the parameters that the agent does not set, or that are forced, if there are `defaults`;
-    return the effective ones."""
+    """Set parameters to `defaults`, if given, where the agent does not set them or they are forced;
+    return the effective parameters."""
     chosen = {name: value(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
     limit = value(body, "max_completion_tokens")
     limit = value(body, "max_tokens") if limit is None else limit
@@ -212,7 +210,7 @@ def _fill_sampling(body: Fields, defaults: Sampling | None) -> Sampling:
         for name, default in filling.items():
             if chosen[name] is None:
                 chosen[name] = body[name] = default
-    return Sampling(  # the policy server refuses values that are not numbers
+    return Sampling(  # the policy server rejects values that are not numbers
         temperature=_number(chosen["temperature"], float, 1.0),
         top_p=_number(chosen["top_p"], float, 1.0),
         top_k=_number(chosen["top_k"], int, 0),
@@ -274,7 +272,7 @@ def processors(fields: Mapping[str, Json], tools: Sequence[Mapping[str, Json]]) 
         sent = fields[name]
         text = bytes(sent) if isinstance(sent, msgspec.Raw) else msgspec.json.encode(sent)
         if not _is_neutral(name, text):
-            found[name] = text[: 4 * LONGEST_VALUE].decode(errors="replace")[:LONGEST_VALUE]
+            found[name] = text[: 4 * MAX_VALUE_CHARS].decode(errors="replace")[:MAX_VALUE_CHARS]
     functions = (tool.get("function") for tool in tools)
     if any(isinstance(one, dict) and one.get("strict") is True for one in functions):
         found["tools.strict"] = "true"  # vLLM 0.24 and later: a grammar for the arguments
@@ -324,7 +322,7 @@ def warn_of_name(upstream: Upstream, route: Route, caller: CallOrigin, model: st
 
 
 def warn_of_processors(upstream: Upstream, route: Route, found: Collection[str]) -> None:
-    """Say that calls are not sampled from the policy's own distribution."""
+    """Warn that calls are not sampled from the policy's own distribution."""
     if found:
         upstream.warn_once(
             f"policy {route.policy}: calls with {', '.join(found)} are not sampled from the"
@@ -359,7 +357,7 @@ class ImagePolicy:
     """How the calls of an attempt are seen: here, as text only."""
 
     def __init__(self, advice: str = "") -> None:
-        """advice: the end of a refusal of what is text but for images."""
+        """advice: the end of the error message for content that has only text and images."""
         self._advice = advice
 
     def rejection_reason(self, call: ReceivedCall, policy: str) -> str:
@@ -370,15 +368,15 @@ class ImagePolicy:
         return why + self._advice if images else why
 
     async def sent(self, call: ReceivedCall, messages: Messages, route: Route) -> Fields:
-        """Return the fields of a call for the route's server, with these messages: the call's own,
-        or as they were adapted to the policy."""
+        """Return the fields of a call for the route's server, with these messages: the original
+        ones, or messages that were adapted to the policy."""
         fields = call.request.fields
         return fields if messages is call.request.messages else fields | {"messages": messages}
 
     async def add(
         self, store: Store, call: ReceivedCall, rows: Sequence[Transition]
     ) -> Sequence[bool]:
-        """Store the rows of a call, and before them what they refer to; the results are those of
+        """Store the rows of a call, and first the images that they refer to; returns the results of
         `add_transitions`."""
         return await store.add_transitions(rows)
 
@@ -409,7 +407,7 @@ def media_field(fields: Mapping[str, Json]) -> str:
 
 def not_text(messages: Sequence[Mapping[str, Json]], seen: frozenset[str] = frozenset()) -> str:
     """Describe the first part of chat messages that is not text, such as an image; empty if all
-    are. `seen`: types of parts that are as good as text."""
+    are. `seen`: types of parts that count as text."""
     for number, message in enumerate(messages):
         for index, part in enumerate(parts_of(message)):
             kind = "text" if isinstance(part, str) else kind_of(part)
@@ -430,7 +428,7 @@ def is_empty(sent: Json) -> bool:
 
 
 def kind_of(part: Json) -> str:
-    """Return the type of a part; vLLM takes it from the other fields if it is missing."""
+    """Return the type of a part; like vLLM, infer a missing type from the other fields."""
     found = part if isinstance(part, dict) else {}
     untyped = sorted(found.keys() - {"type", "uuid"}, key=lambda name: name in TEXTS)
     return str(found.get("type") or next(iter(untyped), ""))

@@ -30,8 +30,8 @@ Headers = Mapping[str, str]
 NO_TRANSLATION = "cannot be translated; if it is a valid completion, this is a bug of agentrl"
 MAX_REFUSAL_LENGTH = 500  # bytes kept of a refusal
 SPANS = "agentrl_spans"  # choice field: (first token, version), if several versions sampled it
-LARGEST_ANSWER = 64 * 2**20  # bytes of a response that is not streamed, or of one event
-LARGEST_STREAM = 4 * LARGEST_ANSWER  # bytes of all events of a stream
+MAX_ANSWER_BYTES = 64 * 2**20  # bytes of a response that is not streamed, or of one event
+MAX_STREAM_BYTES = 4 * MAX_ANSWER_BYTES  # bytes of all events of a stream
 EVENT_FIELDS = (b":", b"data", b"event", b"id", b"retry")  # starts of an event's lines
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | None)
@@ -66,7 +66,7 @@ class ResponseChunk:
         return not self.choices or "error" in self.fields
 
     def encode_for(self, request: ModelRequest) -> bytes:
-        """Encode it without the fields that the request does not ask for."""
+        """Encode it without fields that the agent did not request."""
         fields = self.fields | {"model": request.model}
         if not request.asks_token_ids:
             fields.pop("prompt_token_ids", None)
@@ -95,12 +95,12 @@ class SampledChoice:
     prompt: array[int] = field(default_factory=int32)
     tokens: array[int] = field(default_factory=int32)
     logprobs: array[float] = field(default_factory=float32)
-    has_token_ids: bool = False  # the server returned them
+    has_token_ids: bool = False  # whether the server returned token ids
     message: dict[str, Json] = field(default_factory=dict)
     finish: str | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
-    inexact: str = ""  # why its tokens are not known exactly
-    calls: ToolCalls | None = None  # of a stream, once a part has one
+    inexact: str = ""  # why the exact tokens are unknown
+    calls: ToolCalls | None = None  # tool calls of a stream, once a part has one
 
     @property
     def exact(self) -> bool:
@@ -165,7 +165,7 @@ class SampledChoice:
 
 
 def _joined(so_far: Json, more: Json) -> Json:
-    """A value of a streamed message with what a delta adds to it, such as to a `function_call`."""
+    """A value of a streamed message after a delta, such as a `function_call`."""
     if isinstance(so_far, str) and isinstance(more, str):
         return so_far + more
     if isinstance(so_far, dict) and isinstance(more, dict):
@@ -177,19 +177,19 @@ def _joined(so_far: Json, more: Json) -> Json:
 class ModelResponse:
     """A response under assembly, from one part or from the chunks of a stream."""
 
-    inexact: str = ""  # why its tokens are not those that the model sampled
+    inexact: str = ""  # why the sampled tokens are unknown
     choices: dict[int, SampledChoice] = field(default_factory=dict)
     prompt: array[int] = field(default_factory=int32)
 
     @property
     def begun(self) -> bool:
-        """Whether the agent can read anything of it."""
+        """Whether there is anything that the agent can read."""
         return any(one.tokens or one.has_content or one.finish for one in self.choices.values())
 
     def add(self, part: ResponseChunk, *, begun: bool = False) -> bool:
         """Add one part; return whether it ends a choice or follows its end: such a part must not
-        reach the agent before the response is stored. `begun`: the agent has read a part of the
-        response, so it gets the rest even if the token ids cannot be read.
+        reach the agent before the response is stored. `begun`: whether the agent has read a part of
+        the response, so that it gets the rest even if the token ids are unreadable.
 
         Raises msgspec.DecodeError, OverflowError, TypeError or AttributeError if the part is not a
         completion."""
@@ -241,7 +241,7 @@ def parsing(route: Route, raw: bytes, what: str = "is not a completion") -> Iter
 
 async def read(answer: aiohttp.ClientResponse) -> bytes:
     """Read the body of a response. Raises UpstreamError if it is too large."""
-    parts = [part async for part in _limited(answer, LARGEST_ANSWER)]
+    parts = [part async for part in _limited(answer, MAX_ANSWER_BYTES)]
     return (parts[0] if len(parts) == 1 else b"".join(parts)).removeprefix(BOM_UTF8)
 
 
@@ -260,8 +260,8 @@ def _too_large(what: str, limit: int) -> UpstreamError:
 
 
 def read_event(event: bytes) -> tuple[bytes, bytes]:
-    """Split a server-sent event into its other lines and its data. What is no event, such as the
-    bare JSON of an error, is data."""
+    """Split a server-sent event into its other lines and its data. Anything that is not an event,
+    such as the bare JSON of an error, is data."""
     lines = event.split(b"\n")
     data = [line[5:] for line in lines if line.startswith(b"data:")]
     other = [line + b"\n" for line in lines if line and not line.startswith(b"data:")]
@@ -272,7 +272,7 @@ def read_event(event: bytes) -> tuple[bytes, bytes]:
 
 def stream(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Iterate over the events of a response. Raises UpstreamError if it is too large."""
-    return events(_limited(answer, LARGEST_STREAM))
+    return events(_limited(answer, MAX_STREAM_BYTES))
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -289,8 +289,8 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             chunk = chunk.removesuffix(b"\r").replace(b"\r\n", b"\n")
         rest += chunk
         *whole, rest = rest.split(b"\n\n")
-        if len(rest) > LARGEST_ANSWER:
-            raise _too_large("a policy server sent an event", LARGEST_ANSWER)
+        if len(rest) > MAX_ANSWER_BYTES:
+            raise _too_large("a policy server sent an event", MAX_ANSWER_BYTES)
         for event in whole:
             yield event.removeprefix(mark) + b"\n\n"
             mark = b""
@@ -315,9 +315,9 @@ class DisconnectedError(Exception):
 
 
 class Delivery:
-    """The way of a response to the agent. `begun`: a byte was sent, if only of a comment, so status
-    and headers are decided. `shown`: a byte of the model's words was sent, so the call is not tried
-    again, and what the agent has of it has to be stored."""
+    """Delivers a response to the agent. `begun`: a byte was sent, perhaps of a comment, so status
+    and headers are fixed. `shown`: a byte of the model's output was sent, so the call is not
+    retried, and the part that the agent got must be stored."""
 
     def __init__(self, http: web.Request) -> None:
         self._http, self.response = http, web.StreamResponse()
@@ -369,7 +369,7 @@ class Delivery:
             if translation is not None:
                 with parsing(route, data, NO_TRANSLATION):
                     shown = translation.part(msgspec.json.decode(body), len(response.prompt))
-            words = response.begun and not final and shown  # which a translation may hold back
+            words = response.begun and not final and shown  # text that a translation may hold back
             self.shown = self.shown or bool(words)
             if final:
                 held.append(shown)

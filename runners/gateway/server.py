@@ -1,4 +1,4 @@
-"""The gateway: an HTTP server in the worker's process, the model API of agents.
+"""The gateway: an HTTP server in the worker's process with the model APIs for agents.
 
 Errors have the format of the API that the agent called.
 
@@ -51,7 +51,7 @@ from agentrl.runners.gateway.response import read
 from agentrl.runners.gateway.upstream import Route, Router, Upstream
 from agentrl.store.base import Store
 
-LARGEST_REQUEST = 256 * 2**20  # bytes of a request
+MAX_REQUEST_BYTES = 256 * 2**20  # bytes of a request
 FOREIGN = "spans of traces other than the attempt's own are rejected"
 # Endpoints besides model calls, to be listed in an error.
 OTHERS = [f"POST /v1/{name}" for name in ("embeddings", "traces", "logs", "metrics")]
@@ -96,7 +96,7 @@ class Endpoints:
             app.router.add_head(prefix or "/", alive)
 
     async def spans(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
-        """Store spans of the caller's own attempt; reject others."""
+        """Store spans of the caller's attempt; reject others."""
         active = caller.active
 
         async def add(spans: list[Span]) -> tuple[int, str]:
@@ -148,8 +148,8 @@ class Endpoints:
         api: str,
         once: Callable[[Route], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Answer a call with the body `raw` by `once`, which tries one route. `api`: name of the
-        endpoint, for an error."""
+        """Answer an unrecorded call with the body `raw` by `once`, which tries one route. `api`:
+        name of the endpoint, for errors."""
         active = caller.active
         call = active.begin_call(raw)
         try:
@@ -204,13 +204,13 @@ class Gateway:
         access: Access = ANYBODY,
         socket: socket.socket | None = None,
     ) -> None:
-        """`upstreams` to `models`: see `Router`. `features`: in the order in which they see a call.
-        `access`: the certificate and the keys, which a feature checks. `socket`: one that already
-        listens, in place of `host` and `port`.
-        If other machines can connect to `host`, only sealed attempts accept calls.
+        """`upstreams` to `models`: see `Router`. `features`: in the order in which they process a
+        call. `access`: the certificate, and the keys, which a feature checks. `socket`: one that
+        already listens, in place of `host` and `port`. If other machines can connect to `host`,
+        only sealed attempts accept calls.
 
         Raises ConfigError if the API key of an upstream is missing."""
-        self.base_url = ""  # for agents on this machine, known once started; ends in /v1
+        self.base_url = ""  # for agents on this machine, set by `start`; ends in /v1
         self.port = port
         self.attempts = AttemptRegistry(
             open=is_loopback(host), roles=roles or (), features=features
@@ -244,7 +244,7 @@ class Gateway:
         self.base_url = f"{scheme}://{here}:{port}/v1"
 
     def close(self) -> None:
-        """Refuse new calls, abort those in flight, end the thread."""
+        """Reject new calls, abort calls in flight, end the thread."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
@@ -255,21 +255,21 @@ class Gateway:
         return self.attempts.register(attempt, sealed=sealed)
 
     def unregister(self, active: ActiveAttempt) -> Future[None]:
-        """Refuse later calls of an attempt and abort those in flight. The future is done when their
+        """Reject later calls of an attempt and abort those in flight. The future is done when their
         partial responses are stored."""
         self.attempts.unregister(active.id)
         if self._loop.is_closed():  # no calls are in flight
             over: Future[None] = Future()
             over.set_result(None)
             return over
-        return self.spawn(_abort_calls(active))  # by then earlier calls have entered `tasks`
+        return self.spawn(_abort_calls(active))  # after earlier calls have entered `tasks`
 
     @contextlib.contextmanager
     def scoring(self, attempt: Attempt) -> Iterator[str]:
         """Let the verifier of `attempt` call frozen endpoints, such as a judge, in the trace whose
-        id is yielded. It cannot call policies, and its calls are not recorded, as the policy must
-        not be trained on a verifier's samples."""
-        own = secrets.token_hex(16)  # a new id, which late calls of the agent do not have
+        id is yielded. The verifier cannot call policies, and its calls are not recorded, because
+        the policy must not be trained on a verifier's samples."""
+        own = secrets.token_hex(16)  # a new id, which late calls of the agent do not know
         attempt = replace(attempt, id=own, prompts=[])
         active = self.attempts.register(attempt, scoring=True)
         try:
@@ -286,7 +286,7 @@ class Gateway:
             runner.run(self._main())
 
     async def _main(self) -> None:
-        upstream, app = Upstream(self.router), web.Application(client_max_size=LARGEST_REQUEST)
+        upstream, app = Upstream(self.router), web.Application(client_max_size=MAX_REQUEST_BYTES)
         for feature in self._features:
             feature.add_to(app, upstream)
         Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)

@@ -1,10 +1,9 @@
-"""The routes of the translated APIs (see `apis`), and what the Responses API keeps: responses and
-their items, conversations, and compactions, for the time of one attempt.
-
-An attempt sees only its own, and its end forgets them. A compaction is a call of the policy like
-any other, recorded and trained: its answer is the text of the compaction item, which the next
-request is rendered from. Nothing here runs in the background.
-Source: https://platform.openai.com/docs/api-reference/responses and /conversations
+"""The routes of the translated APIs (see `apis`), and the state of the Responses API: responses and
+their items, conversations, and compactions, for the duration of one attempt. An attempt sees only
+its own state, which is dropped at its end. A compaction is a call of the policy like any other,
+recorded and trained: its answer becomes the text of the compaction item, from which the next
+request is rendered. Nothing here runs in the background. Source:
+https://platform.openai.com/docs/api-reference/responses and /conversations
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ async def answer_responses(
 
 
 async def no_websocket(request: web.Request) -> web.StreamResponse:
-    """Refuse a websocket at once; the agent then falls back to POST."""
+    """Reject a websocket immediately; the agent then falls back to POST."""
     raise RefusedError(426, "no_websocket", "there are no websockets here; POST the call instead")
 
 
@@ -71,7 +70,7 @@ def anthropic_models(names: Sequence[str]) -> Body:
 async def answer_google(
     endpoints: Endpoints, caller: CallOrigin, request: web.Request
 ) -> web.StreamResponse:
-    """Call a method of Google's API, whose path names the model."""
+    """Handle a method of Google's API; the model's name is in the path."""
     model, verb = request.match_info["model"], request.match_info["verb"]
     stream = verb == "streamGenerateContent"
     dialect = google.dialect(model, stream=stream)
@@ -124,8 +123,8 @@ async def count_tokens(
     )
 
 
-MAX_BYTES = 64 * 2**20  # of the items of an attempt's conversations, as JSON
-PAGE, LARGEST_PAGE = 20, 100  # items
+MAX_BYTES = 64 * 2**20  # maximum size of the items in an attempt's conversations, as JSON
+PAGE, MAX_PAGE = 20, 100  # items
 # Beginning of the ids of items, by type; others begin with "item".
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "compaction": "cmp"}
 PREFIXES |= {"custom_tool_call": "ctc", "function_call_output": "fco"}
@@ -150,7 +149,8 @@ class CompactionTranslation(responses.ResponsesTranslation):
             if body.get(name):
                 why = "is not possible for a compaction; leave it out"
                 raise UntranslatableError(name, why)
-        asked = {name: value for name, value in body.items() if name != "text"}  # of an answer
+        # Request for an answer.
+        asked = {name: value for name, value in body.items() if name != "text"}
         super().__init__(asked | {"store": False}, memory)
         if not self.history:
             why = "there is nothing to compact; send input or previous_response_id"
@@ -229,10 +229,11 @@ async def cancel(
 async def input_items(
     endpoints: Endpoints, caller: CallOrigin, request: web.Request
 ) -> web.StreamResponse:
-    """List the items before a response: its input, after that of the responses it continues."""
+    """List the items before a response: the inputs and outputs of the responses that it continues,
+    then its input."""
     _, before = _response(caller, request)
     memory = caller.active.memory
-    # The same ids in every page: those of items that came without one are their numbers.
+    # Ids must be the same on every page: items without an id get their number.
     items = (complete(item, memory, f"{index}") for index, item in enumerate(before))
     return _page(request, [*items])
 
@@ -259,7 +260,7 @@ class Conversation:
     created: int = field(default_factory=lambda: int(time.time()))
     metadata: Body = field(default_factory=dict)
     items: list[Body] = field(default_factory=list)
-    size: int = 0  # of the items in bytes of JSON
+    size: int = 0  # size of the items in bytes of JSON
 
     @property
     def about(self) -> Body:
@@ -278,7 +279,8 @@ class Conversation:
         self.size -= _size(item)
 
     def refuse_if_full(self, more: int = 0) -> None:
-        """Refuse a request that would add `more` bytes to what the attempt's conversations hold."""
+        """Reject a request if `more` bytes would exceed the limit of the attempt's
+        conversations."""
         all = self.memory.kept["conversations"].values()
         if sum(one.size for one in all) + more > MAX_BYTES:
             why = f"the conversations of this attempt hold at most {MAX_BYTES} bytes; delete one"
@@ -384,8 +386,8 @@ def _metadata(body: Body) -> Body:
 
 
 def complete(item: Body, memory: ConversationMemory, number: str = "") -> Body:
-    """Return an item as the API lists it: with id and type, a message's text in parts. What a
-    reference means is put in its place. `number`: in place of a random id."""
+    """Return an item as the API lists it: with id and type, a message's text in parts. A reference
+    is replaced by its item. `number`: used in place of a random id."""
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
     if kind == "item_reference":
         known: Mapping[str, Body] = memory.kept["items"]
@@ -416,7 +418,7 @@ async def _body(request: web.Request, *known: str) -> Body:
 
 
 def _refuse_unknown(request: web.Request, *known: str) -> None:
-    """Refuse query parameters that are not known, and what `include` cannot add."""
+    """Reject unknown query parameters, and unsupported values of `include`."""
     for given, value in request.query.items():
         name = given.removesuffix("[]")
         if name == "include" and value not in (*responses.INCLUDED, responses.LOGPROBS):
@@ -426,13 +428,11 @@ def _refuse_unknown(request: web.Request, *known: str) -> None:
 
 
 def _page(request: web.Request, items: list[Body]) -> web.Response:
-    """Return the page of items that a request asks for."""
+    """Return the requested page of items."""
     _refuse_unknown(request, "after", "limit", "order")
     limit, order = request.query.get("limit", f"{PAGE}"), request.query.get("order", "desc")
-    if not limit.isdecimal() or not 0 < int(limit) <= LARGEST_PAGE:
-        raise UntranslatableError(
-            "limit", f"{limit!r:.80} is not a number from 1 to {LARGEST_PAGE}"
-        )
+    if not limit.isdecimal() or not 0 < int(limit) <= MAX_PAGE:
+        raise UntranslatableError("limit", f"{limit!r:.80} is not a number from 1 to {MAX_PAGE}")
     if order not in ("asc", "desc"):
         raise UntranslatableError("order", f"{order!r:.80} is neither asc nor desc")
     found = items if order == "asc" else items[::-1]

@@ -1,13 +1,13 @@
-"""Roles: those of calls, by the rules of `[[roles.match]]` and harness presets, and those of
-messages that a policy's chat template renders.
+"""Roles of calls, by the rules of `[[roles.match]]` and harness presets; and roles of messages that
+a policy's chat template supports.
 
 A coding harness makes calls besides the agent's own: titles, summaries, commit messages, calls of
 sub-agents. Harnesses have no common way to mark them, so rules do.
 
-Templates silently drop roles that they do not know, and the policy would be trained on a prompt
-without its instructions. The policy server renders prompts, so it tokenizes probes: a text is in
-the prompt if it makes it longer. Invariant: messages that a template renders are sent unchanged;
-texts that it renders in no role are refused.
+Templates silently drop messages with unknown roles, and the policy would be trained on a prompt
+without its instructions. Probes are tokenized by the policy server, which renders prompts: a text
+is in the prompt if it makes the prompt longer. Invariant: messages that a template renders are sent
+unchanged; texts that it does not render in any role are rejected.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from agentrl.runners.gateway.upstream import Messages, Route, Upstream
 
 
 class RoleRules(Feature):
-    """The feature: calls without a role get that of the first rule that they match."""
+    """The feature that gives calls without a role the role of the first matching rule."""
 
     def __init__(self, rules: Sequence[RoleRule]) -> None:
         self._rules = rules
@@ -59,7 +59,8 @@ def role_of_request(
     rules: Sequence[RoleRule], request: ModelRequest, headers: Mapping[str, str], raw: bytes
 ) -> str | None:
     """Return the role of the first matching rule, or None; `raw`: the body that the agent sent."""
-    body = cache(partial(msgspec.json.decode, raw, type=dict[str, Any]))  # 80 kB; few rules need it
+    # 80 kB, and few rules need it.
+    body = cache(partial(msgspec.json.decode, raw, type=dict[str, Any]))
     return next((rule.role for rule in rules if _holds(rule, request, headers, body)), None)
 
 
@@ -102,7 +103,7 @@ def _field_matches(body: Json, key: str, pattern: str) -> bool:
 
 log = logging.getLogger("agentrl.runner")
 Count = Callable[[Messages], Awaitable[int | None]]  # prompt tokens; None: messages refused
-WORDS = [str(number) for number in range(100, 164)]  # each at least one token in any tokenizer
+WORDS = [str(number) for number in range(100, 164)]  # each is at least one token in any tokenizer
 USER, CALL = {"role": "user", "content": "1"}, {"name": "f", "arguments": "{}"}
 CALLS = [{"id": "call_1", "type": "function", "function": CALL}]
 CALLED: Body = {"role": "assistant", "content": None, "tool_calls": CALLS}
@@ -174,7 +175,7 @@ class ChatTemplates(Feature):
     rule that the first call to each server finds."""
 
     def __init__(self) -> None:
-        self._rules: dict[str, asyncio.Task[PromptRule]] = {}  # by base URL
+        self._rules: dict[str, asyncio.Task[PromptRule]] = {}  # base URL -> rules
 
     def add_to(self, app: web.Application, upstream: Upstream) -> None:
         upstream.adapters.append(partial(self._adapt, upstream))

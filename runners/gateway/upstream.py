@@ -1,9 +1,9 @@
-"""The servers that answer calls: the router of a role to a server, and the HTTP client.
+"""Servers that answer calls: the router from roles to servers, and the HTTP client.
 
 The rollout's seats, then the run file's table of roles map a role to a policy; for a role in
 neither, the requested model name decides. Seats can also replace one policy by another. A call is
-retried on connection errors, 429 and 5xx until the agent is sent the first byte of the model's
-words, each time on the current route: the policy server may be restarting elsewhere.
+retried on connection errors, 429 and 5xx until the first byte of the model's output was sent to the
+agent, each time on the current route, because the policy server may restart elsewhere.
 
 Owns: a copy of the policies table, at most `MIN_READ_INTERVAL` seconds behind the store's change
 feed; the connections, and whether each server returns token ids.
@@ -45,14 +45,14 @@ Messages = list[Body]
 Adapter = Callable[["Route", Messages], Awaitable[Messages]]
 Seats = Mapping[str, str]  # role -> policy or frozen endpoint
 NO_SEATS: Seats = MappingProxyType({})
-MIN_READ_INTERVAL = 0.1  # seconds; every write advances the feed, few change a policy
+MIN_READ_INTERVAL = 0.1  # seconds; of all writes in the feed few change a policy
 DEFAULT = "policy"
 FIRST_RETRY_PAUSE = 0.05  # seconds before the first retry; doubles
-LONGEST_RETRY_PAUSE = 1.0  # seconds between retries
+MAX_RETRY_PAUSE = 1.0  # seconds between retries
 MAX_TRIES = 6  # for failures that are not transient
 CHUNKED_ABOVE = 2**20  # bytes of a request
 CONNECT_TIMEOUT = 5.0  # seconds to establish a connection
-RECHECK_AFTER = 300.0  # seconds until a frozen endpoint is asked for token ids again
+RECHECK_AFTER = 300.0  # seconds until token ids are requested again from a frozen endpoint
 
 # Sent to trained policies only; a frozen endpoint may belong to a third party.
 PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
@@ -64,27 +64,27 @@ class Route(NamedTuple):
     policy: str  # name of the policy or frozen endpoint
     version: int | None
     base_url: str  # ends in /v1
-    model: str  # model name at the server; empty: the one the agent asks for
+    model: str  # model name at the server; empty: the name in the agent's request
     key: str = ""  # API key of the server
     frozen: bool = False  # not trained
     text: str | None = None  # fixed response to every call, instead of a server
 
 
 class SentCall(Struct, frozen=True):
-    """A call as it goes to a server, or as the record of a rollout answers it."""
+    """A call as sent to a server, or as answered from the record of a rollout."""
 
     call: ReceivedCall
     route: Route
-    policy: str  # whose call it is stored as
+    policy: str  # the policy to which the stored call belongs
     started: float  # unix seconds
-    at: float  # the same by the monotonic clock
+    at: float  # the start by the monotonic clock
     body: bytes = b""
     sampling: Sampling = Sampling()  # effective
-    capture: bool = False  # it asks for token ids
-    # Tokens that fit after the prompt, as counted by the server, if the agent asks for more; 0: all
-    # that are asked for fit, or it cannot count them; None: it was not asked.
+    capture: bool = False  # whether it requests token ids
+    # Tokens that fit after the prompt, as counted by the server, if the agent requests more; 0: all
+    # requested tokens fit, or the server cannot count them; None: not counted.
     fitting: int | None = None
-    rows: Sequence[Transition] = ()  # of a recorded answer; empty: they are made of the response
+    rows: Sequence[Transition] = ()  # rows of a recorded answer; empty: built from the response
 
 
 class Router:
@@ -102,9 +102,9 @@ class Router:
         key: str = "",
         models: Collection[str] = (),
     ) -> None:
-        """`policies`: names of a run's policies, each for the roles mapped to it. `remote`: the run
-        has no policy, so calls do not wait for one. `key`: API key of policy servers. `models`:
-        those that the run trains, for which agents may ask.
+        """`policies`: names of a run's policies, each for the roles mapped to it. `remote`: whether
+        the run has no policy, so that calls do not wait for one. `key`: API key of policy servers.
+        `models`: the run's trained models, which agents may request.
 
         Raises ConfigError if the key of a frozen endpoint is not in the environment."""
         self.store, self.run = store, run
@@ -119,8 +119,8 @@ class Router:
         self._changed = asyncio.Event()  # set and replaced whenever a route may have changed
 
     async def follow(self) -> None:
-        """Update the copy of the policies table whenever it changes; never returns. While the store
-        is away, the last copy may still be valid."""
+        """Update the copy of the policies table whenever it changes, until cancelled. While the
+        store is unavailable, the last copy is used."""
         missed = f"the routes of run {self.run} cannot be read"
         await keep_reading(self.store, self._read, missed, pause=MIN_READ_INTERVAL)
 
@@ -135,7 +135,7 @@ class Router:
         self._changed = asyncio.Event()
 
     async def route(self, model: str, role: str, seats: Seats = NO_SEATS) -> Route:
-        """Return the server of one call; wait while its policy is not served."""
+        """Return the server of a call; wait while its policy is not served."""
         while (route := self.find(model, role, seats)) is None:
             await self._changed.wait()
         return route
@@ -149,7 +149,7 @@ class Router:
         self, model: str, role: str, seats: Seats = NO_SEATS, inside: Sequence[str] = ()
     ) -> str:
         """Explain why no policy or endpoint of the run can ever answer a call; empty if one can,
-        now or later. `inside`: names of agents around the call, none of them a role."""
+        now or later. `inside`: names of agents around the call that are not roles."""
         if not self.several and (self.policies or not self.remote):
             return ""
         served = {policy.model for policy in self.policies.values()}
@@ -173,9 +173,9 @@ class Router:
 
     def find(self, model: str, role: str, seats: Seats = NO_SEATS) -> Route | None:
         """Find the server by role, if the rollout's seats or the run file map it, else by model
-        name: a frozen endpoint, a policy, a served model. Agents keep their own model names
-        ("gpt-4o-mini"), so any other name means the trained policy, if there is a single one. Seats
-        may replace the policy that is found. Returns None if the policy is not served now."""
+        name: a frozen endpoint, a policy, a served model. Agents keep their model names
+        ("gpt-4o-mini"), so any other name means the trained policy, if there is only one. Seats may
+        replace the resulting policy. Returns None if the policy is not served now."""
         mapped = self.policy_of_role(role, seats)
         name = model if mapped is None else mapped
         if name in self.frozen:
@@ -192,8 +192,8 @@ class Router:
         return Route(policy.policy, policy.version, policy.base_url, policy.model, self._key)
 
     def is_chosen(self, model: str, role: str, seats: Seats) -> bool:
-        """Whether a call asks for the policy that answers it, by its role or its model's name. A
-        call without a model's name asks for any."""
+        """Whether a call selects the policy that answers it, by its role or model name. A call
+        without a model name accepts any policy."""
         names = {policy.model for policy in self.policies.values()}
         names |= {"", self.default, *self.policies, *self.several, *self._models}
         return model in names or self.policy_of_role(role, seats) is not None
@@ -252,8 +252,8 @@ class Upstream:
         return None if since is None or time.monotonic() - since > RECHECK_AFTER else False
 
     def note_token_ids(self, route: Route, *, given: bool) -> None:
-        """Record whether a server returned token ids. A server that did so once is always asked
-        again, and so is every policy server, because training needs them."""
+        """Record whether a server returned token ids. Token ids are always requested from a server
+        that has returned some, and from every policy server, because training needs them."""
         if given:
             self._give_token_ids.add(route.base_url)
         elif route.frozen:
@@ -307,7 +307,7 @@ class Upstream:
                 useless = tries >= MAX_TRIES and not error.transient
                 if error.final or useless or pause >= active.left:
                     raise
-                wait = min(2 * wait, LONGEST_RETRY_PAUSE)
+                wait = min(2 * wait, MAX_RETRY_PAUSE)
                 await asyncio.sleep(pause)
             else:
                 active.call_succeeded(call)
@@ -328,7 +328,7 @@ class Upstream:
             )
         url = f"{route.base_url}/{api}"
         sent = forwarded(headers)
-        if body.startswith(b"{"):  # which wget and curl call a form unless set otherwise
+        if body.startswith(b"{"):  # wget and curl send JSON as a form by default
             sent["content-type"] = "application/json"
         if route.frozen:
             for name in PRIVATE:
@@ -336,7 +336,7 @@ class Upstream:
         if route.key:
             sent["authorization"] = f"Bearer {route.key}"
         try:
-            # A large body is sent in chunks, as writing it at once would delay other calls.
+            # A large body is sent in chunks, because a single write would delay other calls.
             data = body if len(body) < CHUNKED_ABOVE else io.BytesIO(body)
             async with self.session.post(
                 url, data=data, headers=sent, allow_redirects=False
@@ -352,7 +352,7 @@ class Upstream:
 
 
 def is_plain(messages: Messages) -> bool:
-    """Whether every chat template renders these: only texts of user and assistant."""
+    """Whether every chat template renders these messages: only texts of user and assistant."""
     return all(
         message.get("role") in ("user", "assistant")
         and not (message.get("tool_calls") and message.get("content"))

@@ -93,7 +93,8 @@ def _of(module: str, name: str) -> Any:
 def _langgraph() -> Iterator[str]:
     """Yield LangGraph nodes, then the name of LangChain's agent."""
     config = framework_config() or {}
-    # What a caller gives as metadata of one call replaces the step's, which its callbacks keep.
+    # Metadata of a single call replaces the step's metadata, but the step's callbacks still have
+    # it.
     inherited = getattr(config.get("callbacks"), "inheritable_metadata", None) or {}
     metadata = {**inherited, **(config.get("metadata") or {})}
     space = metadata.get("langgraph_checkpoint_ns") or metadata.get("langgraph_node") or ""
@@ -116,7 +117,7 @@ def _openai_agents() -> Iterator[str]:
 
 
 def _crewai() -> Iterator[str]:
-    """Yield roles of CrewAI agents, from the open events around the caller: of an agent at work, or
+    """Yield roles of CrewAI agents, from the open events around the caller: of a running agent, or
     of the agent of a task whose answer is being converted."""
     stack = _of("crewai.events.event_context", "_event_id_stack")
     state = getattr(_of("crewai.events.event_bus", "crewai_event_bus"), "runtime_state", None)
@@ -144,14 +145,15 @@ def _spans(log: AttemptLog, call: HttpCall) -> Iterator[str]:
             span = log.started_spans.get(span.parent.span_id) if span.parent is not None else None
 
 
-Recorded = Callable[[], str | None] | None  # returns the span id at another tracer
+Recorded = Callable[[], str | None] | None  # returns the span id in another tracer
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 MODEL_ROUTE = re.compile(r"/(?:completions|responses|messages)$|[gG]enerateContent(?:\?|$)")
 KEY = context.create_key("agentrl-journal")
 Place = tuple[int, int]  # ids of a thread and of its task
-NO_TASK = 0  # of a thread without an event loop, such as a sync agent's
-_open: dict[int, AttemptLog] = {}  # by trace id
-# The step of the LangChain model that is being asked: `batch` of a sequence sets no context for it.
+NO_TASK = 0  # for a thread without an event loop, such as a sync agent's
+_open: dict[int, AttemptLog] = {}  # trace id -> log
+# The step of the LangChain model that is being called, because `batch` of a sequence sets no
+# context for it.
 model_step: ContextVar[str | None] = ContextVar("agentrl_model_step", default=None)
 _latest: ContextVar[HttpCall | None] = ContextVar("agentrl_latest_call", default=None)
 
@@ -223,7 +225,7 @@ class AttemptLog:
         asking = model_step.get() or ""
         step = asking if asking in self.running else framework_step() or ""
         if step in self.steps and self.steps[step].around != current:
-            path.append(current)  # the user's own span inside the step
+            path.append(current)  # a span of user code inside the step
         while step in self.steps:
             path.append(step)
             step = self.steps[step].parent
@@ -252,11 +254,10 @@ class AttemptLog:
             self._add(start, id=call.id, ok=ok, attributes=attributes, **about)
 
     def latest(self) -> list[HttpCall]:
-        """Return the calls that may be the latest model call, the latest first. One that asks a
-        model ends the list; those before it are a tool's, or reach the gateway through a proxy.
-
-        The latest call is that of the caller's context, else of the innermost span around it that
-        has any; calls of parallel branches since this one began are ignored."""
+        """Return the HTTP calls that may be the latest model call, the latest first. The list ends
+        with a call to a model; the calls before it belong to a tool, or reach the gateway through a
+        proxy. The latest call is that of the caller's context, else of the innermost enclosing span
+        with one; calls of parallel branches that began later are ignored."""
         found, calls, last = list[HttpCall](), self.calls, _latest.get()
         while call := self._latest_of(calls, last):
             calls, last = calls[: calls.index(call)], call.before
@@ -287,8 +288,8 @@ class AttemptLog:
 
 
 def being_sent() -> HttpCall | None:
-    """Return the request that is being sent around the caller, such as one that a client made with
-    httpx has given to aiohttp."""
+    """Return the request that is being sent around the caller, for example an httpx request that is
+    sent by aiohttp."""
     call = _latest.get()
     while call is not None and call.ended:
         call = call.around

@@ -78,7 +78,7 @@ def _aiohttp(request: Send) -> Send:
 @contextmanager
 def _call(method: str, url: Any, headers: Any) -> Iterator[dict[str, Any]]:
     """Log a request that is sent inside the block, and add attempt, span and role to `headers`. The
-    block adds the status to the attributes. Has no effect outside of attempts, and below another
+    block adds the status to the attributes. Has no effect outside of attempts, and inside another
     client, which has sent the same headers."""
     log, attributes = attempt_log.current(), dict[str, Any]()
     if log is None:

@@ -60,7 +60,7 @@ def _register() -> None:
     class StepHandler(BaseCallbackHandler):  # type: ignore[misc, unused-ignore]
         """Logs steps inside attempts."""
 
-        run_inline = True  # in the context of the step, which holds the attempt
+        run_inline = True  # in the context of the step, which contains the attempt
         ignore_retriever = ignore_custom_event = True
 
         def on_chain_start(self, serialized: Any, inputs: Any, **about: Any) -> None:
@@ -92,7 +92,7 @@ def _register() -> None:
             attempt_log.model_step.set(None)
 
         def on_llm_error(self, error: BaseException, **about: Any) -> None:
-            attempt_log.model_step.set(None)  # `about` has a `response`, too
+            attempt_log.model_step.set(None)  # because `about` also has a `response`
 
         on_chat_model_start = on_llm_start
 

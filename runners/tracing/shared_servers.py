@@ -1,4 +1,4 @@
-"""Servers shared by attempts, whose requests belong to no attempt.
+"""Servers that attempts share: their requests belong to no attempt.
 
 Python serves each connection in the context in which the server was started. A server that is
 started inside one attempt, such as a shared environment, an MCP server or a cache, also serves
@@ -37,18 +37,22 @@ SHARED = "_agentrl_shared"  # attribute of a queue
 
 @dataclass(slots=True, eq=False)
 class Shared:
-    """What attempts have put into a queue."""
+    """Bookkeeping of a queue into which attempts have put items."""
 
     senders: set[str] = field(default_factory=set)  # attempts; two suffice
-    waiting: dict[int, str] = field(default_factory=dict)  # by an item's id: who has put it
-    lends: bool = False  # someone has put back what it had taken: a pool
+    waiting: dict[int, str] = field(
+        default_factory=dict
+    )  # id of an item -> the attempt that has put it
+    lends: bool = False  # whether an item was put back by its taker, as into a pool
 
 
 Asked = Mapping[Shared, bool]
-# The queues that this task or thread has asked for an item, and whether it got one; until it puts
-# one into them.
+# The queues from which this task or thread has tried to take an item, and whether it got one. A
+# queue is removed when the task or thread puts an item into it.
 _asked: ContextVar[Asked] = ContextVar("asked", default=MappingProxyType({}))
-_putter: ContextVar[Place | None] = ContextVar("putter", default=None)  # who has put at all
+_putter: ContextVar[Place | None] = ContextVar(
+    "putter", default=None
+)  # where the last item was put
 
 
 @cache
@@ -63,7 +67,7 @@ def install() -> None:
     _patch(asyncio.Queue, "get_nowait", _get)
     _patch(queue.Queue, "put", _put)
     _patch(queue.Queue, "get", _get)
-    if find_spec("uvicorn"):  # also for what it starts besides requests: an application's workers
+    if find_spec("uvicorn"):  # also covers an application's background workers
         _patch(import_module("uvicorn.server").Server, "serve", _async)
     if find_spec("uvloop"):
         loop = import_module("uvloop").Loop
@@ -147,7 +151,7 @@ def _put(put: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note(shared: Shared, asked: Asked, log: AttemptLog | None, item: Any) -> None:
-    """That this item is put into a queue, perhaps as one that has been taken out of it."""
+    """Record that an item is put into a queue; it may be one that was taken out of it before."""
     if back := shared in asked:
         shared.lends = True
         _asked.set({queue: taken for queue, taken in asked.items() if queue is not shared})
@@ -156,7 +160,7 @@ def _note(shared: Shared, asked: Asked, log: AttemptLog | None, item: Any) -> No
     _putter.set(attempt_log.place())
     if len(shared.senders) < 2:
         shared.senders.add(log.attempt)
-    if not back and item is not None:  # None: the place of an item that is made when it is taken
+    if not back and item is not None:  # None: a placeholder of pools; the taker makes the item
         shared.waiting[id(item)] = log.attempt
 
 
@@ -165,7 +169,7 @@ def _get(get: Callable[..., Any]) -> Callable[..., Any]:
     def taken(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             item = get(self, *args, **kwargs)
-        except (queue.Empty, asyncio.QueueEmpty):  # it may make one now, and put that "back"
+        except (queue.Empty, asyncio.QueueEmpty):  # it may now make an item, and put that "back"
             if attempt_log.current() is not None:
                 _asked.set({_shared(self): False, **_asked.get()})
             raise
@@ -186,10 +190,11 @@ def _receive(receive: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leave_if_foreign(end: Any, item: Any) -> None:
-    """Leave if this works for others: it takes one after the other from a queue to which others
-    have put, or at first what another attempt has put. Not if it puts back what it has taken, as
-    users of a pool of connections do, nor, at first, if it has put anything into any queue: what it
-    takes may be the answer, which a client that another attempt has started received for it."""
+    """Leave the attempt if the caller works for other attempts: if it repeatedly takes from a queue
+    into which others have put, or if the first item that it takes is another attempt's. It stays if
+    it puts back what it has taken, like users of a connection pool. It also stays after its first
+    item if it has put anything into any queue, because the item may be an answer that another
+    attempt's client has received for it."""
     log = attempt_log.current()
     shared = _shared(end) if log is not None else vars(_queue_of(end)).get(SHARED)
     sender = shared.waiting.pop(id(item), None) if shared is not None else None
@@ -213,13 +218,13 @@ def _shared(end: Any) -> Shared:
 
 
 def _queue_of(end: Any) -> Any:
-    """The queue itself, or what both ends of anyio's have in common."""
+    """The queue itself, or the state that both ends of an anyio stream share."""
     return end if isinstance(end, QUEUES) else end._state
 
 
 def leave_as_server() -> None:
-    """Take the caller's task or thread out of its attempt for ever, unless it is the agent's own:
-    it serves connections, which may be those of other attempts."""
+    """Detach the caller's task or thread from its attempt permanently, unless it is the agent's
+    own: it serves connections, perhaps of other attempts."""
     if log := attempt_log.current():
         thread, task = attempt_log.place()
         if log.homes.isdisjoint({(thread, task), (thread, attempt_log.NO_TASK)}):

@@ -13,12 +13,12 @@ import sys
 import time
 from pathlib import Path
 
-# Seconds of retries: supervisors are still ending processes, which may write.
+# Seconds of retries, because processes that supervisors are ending may still write.
 REMOVAL_PATIENCE = 30.0
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder, whatever permissions an agent has set in it. Never raises."""
+    """Delete a folder, regardless of permissions that an agent has set in it. Never raises."""
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         for parent, folders, _ in os.walk(folder):

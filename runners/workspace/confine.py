@@ -1,4 +1,4 @@
-"""The sandbox of a program that can connect to one port of this machine and write to one folder.
+"""The sandbox of a program, which may connect to one port of this machine and write to one folder.
 
 Three processes: this one stays in the machine's network and forwards connections; the second owns
 the namespaces; the third is the init process of its PID namespace, starts the program and reaps its
@@ -36,9 +36,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class Confinement(TypedDict):
     folder: str  # the working directory
-    port: int  # of the gateway on this machine
+    port: int  # port of the gateway on this machine
     write: str  # the writable folder
-    show: list[str]  # folders to keep visible inside a hidden one or /tmp
+    show: list[str]  # folders to keep visible inside a hidden folder or /tmp
     hide: list[str]  # folders and files to show as empty
     mounts: bool  # False: the program itself (bwrap) limits the file system
     user: tuple[int, int] | None  # uid and gid; None: the current user, in a user namespace

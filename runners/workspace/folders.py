@@ -6,7 +6,7 @@ Invariant: a workspace is removed when its attempt is over. If the runner is kil
 separate process, removes them, or else the next runner that starts.
 
 `Sandbox` builds the command line that confines a program to its workspace, by `workspace.sandbox`.
-An agent's changes are found without git, as the agent may control git's hooks.
+An agent's changes are found without git, because the agent may control git's hooks.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from agentrl.runners.workspace.sources import (
 
 FOLDERS = ("home", "tmp", "io")
 Change = Callable[[Path], None]  # modifies the files of a repository
-MAKING = 60.0  # seconds in which a workspace is made, at most
-LARGEST_OUTPUT = 2**20  # bytes kept of each output of a test
+MAKING = 60.0  # maximum seconds to create a workspace
+MAX_OUTPUT_BYTES = 2**20  # bytes kept of each output of a test
 log = logging.getLogger("agentrl.runner")
 
 
@@ -228,8 +228,8 @@ class Workspaces:
     async def run(
         self, workspace: Workspace, argv: Sequence[str], *, timeout: float, env: Mapping[str, str]
     ) -> Finished:
-        stdout = OutputPipe(LARGEST_OUTPUT, tail=True)
-        stderr = OutputPipe(LARGEST_OUTPUT, tail=True)
+        stdout = OutputPipe(MAX_OUTPUT_BYTES, tail=True)
+        stderr = OutputPipe(MAX_OUTPUT_BYTES, tail=True)
         spec = ProcessSpec(
             argv=self.sandbox.command(workspace.folder, workspace.path, argv),
             env=passed_environment(()) | dict(workspace.place.env) | dict(env),
@@ -364,7 +364,7 @@ class Sandbox:
 
 
 def _interpreter() -> list[str]:
-    """Return this Python's folders that lie in scratch folders, hence would be hidden."""
+    """Return the folders of this Python that are inside scratch folders and would be hidden."""
     prefixes = {sys.prefix, sys.base_prefix}
     return [path for path in prefixes if any(Path(path).is_relative_to(s) for s in confine.SCRATCH)]
 
@@ -379,8 +379,8 @@ def _user(name: str) -> tuple[int, int]:
     return found.pw_uid, found.pw_gid
 
 
-LARGEST_DIFFED_FILE = 2**20  # bytes of a file of which `diff` shows lines
-LARGEST_PACK = 4 * 2**20  # bytes of changed files that are stored until scoring
+MAX_DIFFED_FILE_BYTES = 2**20  # bytes of a file for which `diff` shows lines
+MAX_PACK_BYTES = 4 * 2**20  # bytes of changed files that are stored until scoring
 NOT_COMPARED = {".git", "__pycache__", ".pytest_cache"}
 
 
@@ -393,7 +393,7 @@ def changes(old: Path, new: Path) -> list[str]:
 
 def diff(old: Path, new: Path) -> str:
     """Return the changes as a unified diff; binary and large files only by name."""
-    parts, found = [], (files_of(old), files_of(new))  # excludes names that lead through links
+    parts, found = [], (files_of(old), files_of(new))  # excludes names that pass through links
     for name in changes(old, new):
         before, after = (_lines(files.get(name)) for files in found)
         if before is None or after is None:
@@ -420,8 +420,8 @@ def pack(old: Path, new: Path) -> bytes:
     try:
         changed, after = changes(old, new), files_of(new)
         left = {name: after[name] for name in changed if name in after}
-        if (size := sum(file.lstat().st_size for file in left.values())) > LARGEST_PACK:
-            raise WorkspaceError(f"its changed files have {size} bytes, over {LARGEST_PACK}")
+        if (size := sum(file.lstat().st_size for file in left.values())) > MAX_PACK_BYTES:
+            raise WorkspaceError(f"its changed files have {size} bytes, over {MAX_PACK_BYTES}")
         buffer, names = io.BytesIO(), "\0".join(changed).encode(errors="surrogateescape")
         with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
             head = tarfile.TarInfo("changed")
@@ -444,14 +444,15 @@ def unpack(copy: Path, packed: bytes) -> None:
             _delete(copy, names.read().decode(errors="surrogateescape").split("\0"))
             if hasattr(tarfile, "tar_filter"):
                 archive.extractall(copy, files, filter="tar")
-            else:  # Python before 3.11.4; names of `files_of` lead nowhere else
+            else:  # Python before 3.11.4; names of `files_of` do not leave the folder
                 archive.extractall(copy, files)
     except OSError as error:
         raise no_space_or(error, "copy") from None
 
 
 def _delete(copy: Path, changed: list[str]) -> None:
-    """Delete changed files, existing ones first: then no name leads through a link of the agent."""
+    """Delete changed files, existing ones first, so that no name passes through a link of the
+    agent."""
     known = files_of(copy)
     for name in changed:
         if name in known:
@@ -488,7 +489,7 @@ def _lines(file: Path | None) -> list[str] | None:
         return []
     if file.is_symlink():
         return [f"-> {file.readlink()}\n"]
-    if file.stat().st_size > LARGEST_DIFFED_FILE:
+    if file.stat().st_size > MAX_DIFFED_FILE_BYTES:
         return None
     try:
         return file.read_text(encoding="utf-8").splitlines(keepends=True)

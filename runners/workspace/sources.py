@@ -64,7 +64,7 @@ MAX_TEMPLATES = 64  # cached templates; those in use are never evicted
 GIT_TIMEOUT = 300.0  # seconds
 # Excludes the user's own git settings, hooks and filters.
 GIT = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
-# Nor are missing objects fetched, which settings of a repository can do with programs.
+# Missing objects are not fetched either: settings of a repository can name programs for it.
 GIT |= {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
 WHO = {"NAME": "agentrl", "EMAIL": "agentrl@localhost", "DATE": "2000-01-01T00:00:00Z"}
 GIT |= {f"GIT_{role}_{k}": v for role in ("AUTHOR", "COMMITTER") for k, v in WHO.items()}
@@ -154,7 +154,7 @@ def _check_out(source: str, folder: Path, root: Path) -> None:
     path = root / (name if at else revision)
     if not path.is_dir():
         raise WorkspaceError(f"{source}: there is no repository {path}")
-    # A repository of its own reads the objects: the settings of the other one name programs.
+    # A new repository reads the objects, because the settings of the given one may name programs.
     own = folder.with_suffix(".git")
     try:
         tree = _git(["rev-parse", "--verify", f"{revision if at else 'HEAD'}^{{tree}}"], path)

@@ -7,9 +7,8 @@ it raises Unavailable. Several event loops and threads may use one object.
 
 A pool owns the idle connections of its event loop; a request is one write, its response mostly one
 read. Invariant: a connection has one request at a time; it is not reused after a cancelled request
-or a connection error. llhttp reads the responses, as at the server. (A whole client library,
-aiohttp, takes more time for a call than the server does: with it eight processes wrote half as many
-calls.)
+or a connection error. llhttp reads the responses, as at the server. (aiohttp would take more time
+per call than the server: with it eight processes wrote half as many calls.)
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
 from agentrl.store.urls import KEY_VARIABLE
 
 PATIENCE = 60.0  # seconds for which a call is retried
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds before a retry; doubles up to the maximum
-LONGEST_SILENCE = wire.POLL + 30.0  # seconds without a byte: then the connection counts as lost
+FIRST_PAUSE, MAX_PAUSE = 0.05, 1.0  # seconds before a retry; doubles up to the maximum
+MAX_SILENCE = wire.POLL + 30.0  # seconds without a byte: then the connection counts as lost
 TRANSIENT = frozenset({502, 503, 504})
 REFUSAL = wire.decoders(wire.Refusal)
 ANSWERS = wire.decoders(wire.BatchResponse)[MSGPACK]
@@ -78,7 +77,7 @@ class HttpStore:
         self._readonly = readonly
         self._headers = {"content-type": MSGPACK, wire.CLAIM_SECRET: secrets.token_hex(16)}
         if not key.isprintable():
-            raise StoreError("The store's key has a character that no key has.")
+            raise StoreError("The store's key has an unprintable character.")
         if key:
             self._headers["authorization"] = f"Bearer {key}"
         self._heads = dict[str, bytes]()  # verb -> request head with the default headers
@@ -129,7 +128,7 @@ class HttpStore:
         body = ENCODE[MSGPACK](wire.BatchRequest(calls=list(sent.values())))
         answers = self._read(ANSWERS, await self._request("batch", lambda: body)).results
         if len(answers) != len(sent):
-            raise StoreError(f"{self.url} left out answers: is it a store's server?")
+            raise StoreError(f"{self.url} sent too few responses: is it a store server?")
         for place, answer in zip(sent, answers, strict=True):
             results[place] = (
                 wire.error_from(answer.error)
@@ -163,7 +162,7 @@ class HttpStore:
         while True:
             try:
                 pool = await self._pool()
-                sent = pool.post(self._head(name, headers), body(), LONGEST_SILENCE)
+                sent = pool.post(self._head(name, headers), body(), MAX_SILENCE)
                 status, kind, answer, _ = await sent
             except OSError as error:
                 why = f"Store {self.url} cannot be reached: {str(error) or 'no answer'}."
@@ -184,7 +183,7 @@ class HttpStore:
             if now >= deadline:
                 raise Unavailable(why)
             await asyncio.sleep(pause * (0.5 + random.random() / 2))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE)
 
     def _head(self, name: str, headers: dict[str, str]) -> bytes:
         usual = headers is self._headers
@@ -201,7 +200,7 @@ class HttpStore:
             return decode(answer)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StoreError(
-                f"{self.url} answered what no verb does ({error}): is it a store's server, and of"
+                f"{self.url} sent an unexpected response ({error}): is it a store server of"
                 " this version?"
             ) from error
 
@@ -210,7 +209,7 @@ class HttpStore:
             return wire.error_from(REFUSAL[form](body).error)
         except (KeyError, msgspec.DecodeError, UnicodeDecodeError):
             words = body[:200].decode("utf-8", "replace").strip()
-            return StoreError(f"{self.url} answered {status} {words!r}: is it a store's server?")
+            return StoreError(f"{self.url} answered {status} {words!r}: is it a store server?")
 
     async def _pool(self) -> Connections:
         loop = asyncio.get_running_loop()
@@ -263,7 +262,8 @@ def _with_claim_id(verb: Verb, arguments: Arguments) -> Arguments:
 
 
 def _encoded(verb: Verb, arguments: Arguments) -> bytes:
-    """Validate and encode arguments. Raises Invalid, naming the record, for unstorable ones."""
+    """Validate and encode arguments. Raises Invalid with the name of a record that cannot be
+    stored."""
     field = next(iter(verb.arguments.__struct_fields__), "")
     given = getattr(arguments, field, None)
     if check := CHECKS.get(verb.name):
@@ -286,12 +286,11 @@ def _culprit(verb: Verb, arguments: Arguments) -> str:
             except NOT_JSON:
                 name = getattr(item, "id", None) or getattr(item, "attempt", "")
                 return f"{type(item).__name__} {name}".strip()
-    return f"What {verb.name} was given"
+    return f"An argument of {verb.name}"
 
 
 def _parse(url: str) -> tuple[str, str, float]:
-    """Return the URL without its key, the key, and the patience. Raises StoreError without the
-    key."""
+    """Return the URL without its key, the key, and the patience. Errors do not contain the key."""
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname
@@ -318,8 +317,8 @@ USAGE = "http://[KEY@]host[:port][?patience=SECONDS]"
 
 
 CONNECT_TIMEOUT = 5.0  # seconds to establish a connection
-LONGEST_IDLE = 60.0  # seconds for which an idle connection is kept, less than at the server
-SIZED = frozenset({b"content-length", b"transfer-encoding"})  # headers that tell a body's end
+MAX_IDLE = 60.0  # seconds for which an idle connection is kept, less than at the server
+SIZED = frozenset({b"content-length", b"transfer-encoding"})  # headers that give a body's length
 
 
 class NotHttp(Exception):
@@ -365,7 +364,7 @@ class Connections:
     def _unused(self) -> _Connection | None:
         """Return the most recently used idle connection, if any; close expired ones."""
         now = asyncio.get_running_loop().time()
-        while self._idle and (self._idle[0].lost or now - self._idle[0].used > LONGEST_IDLE):
+        while self._idle and (self._idle[0].lost or now - self._idle[0].used > MAX_IDLE):
             self._idle.pop(0).abort()
         while self._idle:
             if not (found := self._idle.pop()).lost:
@@ -382,15 +381,17 @@ class Connections:
 
 
 class _Connection(asyncio.Protocol):
-    """`used`: the loop's time of the last request or response. Its `on_` methods are called by the
-    parser."""
+    """`used`: the event loop's time at the last request or response. Its `on_` methods are called
+    by the parser."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._waiting: asyncio.Future[HttpAnswer] | None = None
-        self._clock: asyncio.TimerHandle | None = None  # kept between requests, as it is costly
+        self._clock: asyncio.TimerHandle | None = (
+            None  # kept between requests, because starting one is costly
+        )
         self.lost, self.used = False, self._loop.time()
         self.on_message_begin()
 

@@ -27,8 +27,8 @@ from agentrl.store.rows import check_ids
 from agentrl.store.sql.store import SqlStore
 
 VARIABLE = "AGENTRL_STORE_KEYS"
-SHORTEST_KEY = 8  # characters
-SHORTEST_SECRET = 16  # bytes
+MIN_KEY_CHARS = 8  # characters
+MIN_SECRET_BYTES = 16  # bytes
 KEYS_LOOK_PAUSE = 1.0  # seconds between checks whether a key file has changed
 MAX_ATTEMPTS_CACHED = 65_536  # cached attempts
 ATTEMPTS: dict[str, Callable[[dict[str, Any]], Iterable[str]]] = {
@@ -81,7 +81,7 @@ class Keys:
                     raise ConfigError(
                         f"{source}, line {number}: write runner:KEY, reader:KEY, admin:KEY, or"
                         " runner@RUN:KEY or reader@RUN:KEY for one run,"
-                        f" with a key of at least {SHORTEST_KEY} ASCII characters, and if it is to"
+                        f" with a key of at least {MIN_KEY_CHARS} ASCII characters, and if it is to"
                         " expire ;until=YYYY-MM-DD after it"
                     ) from None
                 if known.setdefault(key, caller) != caller:
@@ -143,7 +143,7 @@ def _entry(word: str) -> tuple[bytes, KeyGrant]:
     key, expires, date = key.partition(";until=")
     if kind not in tuple(KeyScope) or (at and kind == KeyScope.ADMIN):
         raise ValueError
-    if len(key) < SHORTEST_KEY or not key.isascii() or (at and not run):
+    if len(key) < MIN_KEY_CHARS or not key.isascii() or (at and not run):
         raise ValueError
     until = math.inf
     if expires:
@@ -215,9 +215,9 @@ class Claims:
 
 def _owner(caller: KeyGrant) -> str:
     """Return the hash of the caller's secret. Raises Forbidden if it is missing or short."""
-    if len(caller.secret) < SHORTEST_SECRET:
+    if len(caller.secret) < MIN_SECRET_BYTES:
         raise Forbidden(
-            f"With a runner key, send a random secret of at least {SHORTEST_SECRET} characters in "
+            f"With a runner key, send a random secret of at least {MIN_SECRET_BYTES} characters in "
             f"the header {CLAIM_SECRET}, the same with every call: only who claimed an attempt may "
             "end it."
         )

@@ -1,8 +1,8 @@
 """`agentrl store serve`: one event loop in each of the server's processes, until SIGTERM.
 
-Further processes use further cores. All accept connections from one listening socket. Each opens
-the store itself: what they share is in its database. A worker that ends is started again; all end
-with the process that owns them.
+Several processes use several cores. All accept connections from one listening socket. Each opens
+the store itself and shares nothing but the database. A worker that ends is restarted; all end with
+the process that started them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
 async def serve(
     app: StoreApp, listening: socket.socket, ready: Callable[[AsgiServer], None]
 ) -> None:
-    """Serve, with limits of connections that apply to the peer, which may be a proxy."""
+    """Serve. Limits of connections apply to the peer, which may be a proxy."""
     await asgi_server.serve(app, listening, ready, proxied=False)
 
 
@@ -80,8 +80,8 @@ def run(
     retention: Retention | None = None,
     processes: int = 1,
 ) -> None:
-    """Open the store, print the server's address and serve with this many processes, of which this
-    is one. Raises Invalid for invalid limits of `retention`."""
+    """Open the store, print the server's address and serve with `processes` processes, including
+    this one. Raises Invalid for invalid limits of `retention`."""
     if retention is not None:
         limits(0.0, None, retention.keep_last, retention.older_than)
     with listen(host, port, keys) as listening:
@@ -129,8 +129,8 @@ async def ended(task: asyncio.Task[None]) -> None:
 
 
 SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the store's connections and locks
-LOOK_PAUSE = 1.0  # seconds between two looks at the workers
-LONGEST_LOOK_PAUSE = 60.0  # the same while they end at once, as without their database
+CHECK_PAUSE = 1.0  # seconds between two checks of the workers
+MAX_CHECK_PAUSE = 60.0  # seconds, while workers end immediately, for example without their database
 END_PATIENCE = 15.0  # seconds for workers to finish their calls, before they are killed
 
 
@@ -169,13 +169,13 @@ class Workers(AbstractAsyncContextManager["Workers"]):
 
     async def _keep(self) -> None:
         """Restart workers that end, until the server closes its socket."""
-        pause = LOOK_PAUSE
+        pause = CHECK_PAUSE
         while True:
             await asyncio.sleep(pause)
             if self._listening.fileno() < 0:
                 return
             ended = [i for i, process in enumerate(self._running) if process.exitcode is not None]
-            pause = min(2 * pause, LONGEST_LOOK_PAUSE) if ended else LOOK_PAUSE
+            pause = min(2 * pause, MAX_CHECK_PAUSE) if ended else CHECK_PAUSE
             for i in ended:
                 code = self._running[i].exitcode
                 log.warning("worker ended (exit code %s); restarting it", code)

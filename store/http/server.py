@@ -4,7 +4,7 @@ Owns: the calls with an idempotency key in progress, and the long polls. Invaria
 completed even if its caller disconnects, except a long poll, which is cancelled and can be
 repeated. A call with an idempotency key is executed once: a repeat waits for the one in progress
 here, or gets its stored reply (`store/sql/runs.py`) from any process of the server. `prune` and
-`vacuum` have many transactions and no stored reply: a later repeat does, and reports, only the
+`vacuum` have many transactions and no stored reply: a later repeat does and reports only the
 remaining work.
 
 Bodies of requests are read with limits on their size, their time and their memory. The body of POST
@@ -49,7 +49,7 @@ from agentrl.store.sql.runs import CURRENT, IdempotentCall
 
 log = logging.getLogger("agentrl.store")
 CLAIM_SECRET = wire.CLAIM_SECRET.encode()
-LARGEST_BODY = 64 * 2**20  # bytes of a request
+MAX_BODY_BYTES = 64 * 2**20  # bytes of a request
 AGAIN = object()  # result of a call that takes longer than one request may: poll again
 VERB_OF = {f"/v1/{name}": verb for name, verb in VERBS.items()}
 BATCHES = wire.decoders(wire.BatchRequest)
@@ -79,7 +79,9 @@ class StoreApp:
 
     CALLS = frozenset({*VERB_OF, "/v1/batch"})
 
-    def __init__(self, store: Store, keys: Keys | KeyFile, *, largest: int = LARGEST_BODY) -> None:
+    def __init__(
+        self, store: Store, keys: Keys | KeyFile, *, largest: int = MAX_BODY_BYTES
+    ) -> None:
         self.store, self._keys, self._largest = store, keys, largest
         self._bodies, self._claims = BodyReader(largest), Claims(store)
         self._draining = False
@@ -244,8 +246,9 @@ class StoreApp:
         return running.result() if running.done() else AGAIN
 
     def _ended(self, request: IdempotentCall, task: asyncio.Task[Any]) -> None:
-        """Forget it, but not before who was told to poll again has its result."""
-        failed = task.cancelled() or task.exception() is not None  # then a repeat tries again
+        """Drop a finished call, but not before a caller that polls for it has the result."""
+        # So that a repeated request tries again.
+        failed = task.cancelled() or task.exception() is not None
         asyncio.get_running_loop().call_later(
             0.0 if failed else wire.POLL, self._running.pop, request
         )
@@ -297,7 +300,7 @@ class StoreApp:
         body = await self._bodies.read(headers, request.receive)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         kind = headers.get(b"content-type", b"").decode("latin-1")
-        if encoding != "identity":  # others are answered while it is unpacked
+        if encoding != "identity":  # other requests are answered while the body is unpacked
             body = await asyncio.to_thread(decompress, body, encoding, self._largest)
         if kind.startswith(JSON):
             await check_values(body, json_values)
@@ -372,8 +375,8 @@ def start_call(request: IdempotentCall, call: Coroutine[Any, Any, Any]) -> async
     return asyncio.get_running_loop().create_task(call, context=context)
 
 
-LONGEST_SILENCE = 30.0  # seconds without a byte after which a body is abandoned
-LONGEST_UPLOAD = 120.0  # seconds for a complete body
+MAX_SILENCE = 30.0  # seconds without a byte after which a body is abandoned
+MAX_UPLOAD_SECONDS = 120.0  # seconds for a complete body
 # Texts, lists and objects of a body, which are decoded in about a second. Rows have fewer in the
 # largest body; a body of fewer bytes cannot have more, so it is not counted.
 MAX_VALUES = 10_000_000
@@ -399,14 +402,14 @@ class BodyReader:
     async def _rest(self, body: bytearray, receive: Receive) -> bytes:
         held, more = self._hold(len(body)), True
         try:
-            async with asyncio.timeout(LONGEST_UPLOAD):
+            async with asyncio.timeout(MAX_UPLOAD_SECONDS):
                 while more:
                     part, more = await _part(receive)
                     held += self._hold(len(part))
                     body += part
                     self._check(len(body))
         except TimeoutError:
-            why = f"The body took over {LONGEST_UPLOAD:.0f} s: send less at a time."
+            why = f"The body took over {MAX_UPLOAD_SECONDS:.0f} s: send less at a time."
             raise Unavailable(why) from None
         finally:
             self._free += held
@@ -435,7 +438,7 @@ async def check_values(body: bytes, count: Callable[[bytes, int], int]) -> None:
 async def _part(receive: Receive) -> tuple[bytes, bool]:
     """Receive the next bytes; return them and whether there are more."""
     try:
-        async with asyncio.timeout(LONGEST_SILENCE):
+        async with asyncio.timeout(MAX_SILENCE):
             message = await receive()
     except TimeoutError:
         raise Unavailable("The rest of the body did not come: repeat the call.") from None

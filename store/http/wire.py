@@ -56,9 +56,10 @@ class PackedTrace(Record, frozen=True):
 
 def pack(trace: Trace) -> PackedTrace:
     calls, links = list[Transition](), list[CallLink]()
-    nodes: list[TreeNode] = []  # of calls with tokens, longest first; `seq` is the call's index
+    # Nodes of calls with tokens, longest first; `seq` is the call's index.
+    nodes: list[TreeNode] = []
     chats: list[list[Json]] = []
-    sent: list[int] = []  # the first call with each set of tools
+    sent: list[int] = []  # index of the first call with each set of tools
     holders: dict[tuple[int, int], int] = {}  # (position, id) of a message -> its latest call
     for place, call in enumerate(trace.transitions):
         prompt = to_blob(call.prompt)
@@ -104,7 +105,7 @@ def _negative_size(node: TreeNode) -> int:
 def _deepest_chat(
     messages: list[dict[str, Json]], chats: list[list[Json]], holders: dict[tuple[int, int], int]
 ) -> tuple[int, int]:
-    """Return the earlier call that shares most messages, and their number. Calls read from the
+    """Return the earlier call that shares the most messages, and their number. Calls read from the
     store share the objects of equal messages."""
     for last in reversed(range(len(messages))):
         place = holders.get((last, id(messages[last])), NONE)
@@ -152,7 +153,7 @@ class Verb:
 
     name: str
     arguments: type[msgspec.Struct]  # fields in the order of the method's parameters
-    result: Any  # the type
+    result: Any  # type of the result
     doc: str
     waits: bool  # has a `timeout`
     scopes: tuple[KeyScope, ...]  # scopes of keys that may call it

@@ -9,10 +9,10 @@ error is raised by the next wait, and statements after it are not executed. Each
 prepared once. `psycopg.pq` is used directly: a statement costs 2 µs of CPU, but 30 µs as a psycopg
 cursor, most of the cost of a small verb. psycopg converts the values.
 
-The writer has a session, readers have connections of their own. Invariant: a transaction is
-committed only once. If its connection breaks during the commit, its state is unknown; the next
-connection asks the server (`pg_xact_status`) before a retry. After a deadlock or a lost connection
-the transaction is retried, for up to `PATIENCE` seconds.
+The writer has a session, readers have separate connections. Invariant: a transaction is committed
+only once. If its connection breaks during the commit, its state is unknown; the next connection
+asks the server (`pg_xact_status`) before a retry. After a deadlock or a lost connection the
+transaction is retried, for up to `PATIENCE` seconds.
 """
 
 from __future__ import annotations
@@ -50,25 +50,26 @@ NUMBERS = itertools.count()
 PLANS = "; ".join(
     (
         "set plan_cache_mode = force_generic_plan",  # planning takes as long as an insert
-        "set enable_seqscan = off",  # cached plans may date from when the tables were empty
+        "set enable_seqscan = off",  # cached plans may date from the time of empty tables
         "set jit = off",
     )
 )
 FORMATS = [PyFormat.AUTO] * 1024  # more than the parameters of any statement
 VALUES, PLACE = "values (", re.compile(r"\$(\d+)")
-MAX_KEYS = 4096  # keys of prepared queries, of which many may refer to the same one
+MAX_KEYS = 4096  # keys of prepared queries; many may refer to the same query
 Key = tuple[str, tuple[int, ...]]  # (query, type oids of its values)
 MAX_PENDING = 500  # maximum of pending statements, as their results take memory
 
 
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """A prepared query, for values of these types; 0: any type."""
+    """A prepared query for values of these types; 0: any type."""
 
     name: bytes
     query: str
     types: tuple[int, ...]
-    columns: list[str] = field(default_factory=list)  # of its results, set by the first
+    # Columns of the results, set by the first result.
+    columns: list[str] = field(default_factory=list)
 
     def takes(self, types: tuple[int, ...]) -> bool:
         """Whether the types match; a null has type 0."""
@@ -279,7 +280,7 @@ AGAIN = (
     psycopg.errors.LockNotAvailable,
 )
 
-logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # it warns of each reconnect
+logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # the pool warns of each reconnect
 
 
 class PostgresSession:
@@ -318,8 +319,8 @@ class PostgresSession:
         without it.
 
         A transaction that has not waited for any statement is sent together with its commit, and
-        has no id: if the connection breaks, its verbs are repeated. That is safe because they
-        decided nothing by what they read."""
+        has no id: if the connection breaks, its verbs are repeated. That is safe because they have
+        not read anything."""
         if topics:
             self.conn.execute(NOTIFY, (CHANNEL, str(topics)))
         blind = self._asked is None
@@ -335,7 +336,7 @@ class PostgresSession:
             if id is None or not self._took_place(id):
                 raise
 
-    def tell(self, topics: int) -> None:
+    def notify_others(self, topics: int) -> None:
         self.conn.execute(NOTIFY, (CHANNEL, str(topics)))
         self.conn.sync()
 
@@ -464,14 +465,15 @@ class PostgresReadPool:
 
 log = logging.getLogger("agentrl.store")
 STARTING_PATIENCE = 60.0  # seconds to wait for a server that says that it is starting or stopping
-REFUSED_PATIENCE = 3.0  # seconds to wait for one that refuses connections: it may be restarting
+# Seconds to wait for a server that refuses connections: it may be restarting.
+REFUSED_PATIENCE = 3.0
 RETRY_PAUSE = 0.2  # seconds between two tries
 CONNECT_TIMEOUT = 10  # seconds to establish a connection
-POOLER_CHECKS = 10  # that another client of a pooler takes the server process between, each time
+POOLER_CHECKS = 10  # number of tests for a pooler that switches server processes between statements
 WHO = "select pg_backend_pid() as pid, pg_postmaster_start_time() as since"
-# What a role, a database or the server's configuration sets for all programs and a store cannot
-# have: limits of time that end an enqueue or an idle writer, and an isolation that fails updates.
-# The options of the URL stay.
+# Settings of a role, a database or the server that a store must override: time limits that would
+# end an enqueue or an idle writer, and isolation levels that make updates fail. Options in the URL
+# keep their values.
 SETTINGS = """select set_config(name, case name when 'default_transaction_isolation'
     then 'read committed' else '0' end, false) from pg_settings where source <> 'client'
     and name in ('statement_timeout', 'lock_timeout', 'transaction_timeout',
@@ -554,7 +556,8 @@ class PostgresServer:
     def check_sessions(self) -> None:
         """Raise StoreError if two connections share a server process, as behind a pooler that
         lends one for a transaction only: prepared statements and settings would be another
-        client's, and notifications lost. Sets nothing, since others would get that too."""
+        client's, and notifications lost. It sets nothing, because other clients would get the
+        setting, too."""
         with closing(self._connect()) as one, closing(self._connect()) as other:
             first, pids = None, (one.info.backend_pid, other.info.backend_pid)
             for _ in range(POOLER_CHECKS):
@@ -568,7 +571,7 @@ class PostgresServer:
                     )
                 first = mine
                 if (mine["pid"], others["pid"]) == pids:
-                    return  # a pooler has numbers of its own
+                    return  # the numbers are the pooler's
 
     def wait(self) -> None:
         """Wait until the server accepts connections, if it is restarting. Raises psycopg.Error if
@@ -609,7 +612,7 @@ class PostgresServer:
 
 def configure(conn: psycopg.Connection[Any]) -> None:
     """Send booleans as integers, and all integers with one size: each statement is then prepared
-    only once. Set what a store needs of a session, see `SETTINGS`."""
+    only once. Apply `SETTINGS`, which a store needs in each session."""
     conn.adapters.register_dumper(int, Int8Dumper)
     conn.adapters.register_dumper(bool, _FlagDumper)
     conn.execute(SETTINGS)

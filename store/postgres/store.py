@@ -119,7 +119,7 @@ def pending(
     if "_agentrl_migrations" not in found:
         if found:
             raise StoreError(
-                f"{server.url} is a database but no agentrl store: choose an empty one, or an "
+                f"{server.url} is a database but not an agentrl store: choose an empty one, or an "
                 "empty schema of it with ?options=-csearch_path%3DNAME."
             )
         if not create:

@@ -22,8 +22,8 @@ from agentrl.store.sql import traces
 from agentrl.store.sql.database import NO_LIMIT, Connection, Statement, joined, load_sql
 
 SQL = load_sql("browse")
-FIRST_CHUNK, LARGEST_CHUNK = 125, 2000  # rollouts that a search examines per statement
-LONGEST_SEARCH = 10.0  # seconds
+FIRST_CHUNK, MAX_CHUNK = 125, 2000  # rollouts that a search examines per statement
+MAX_SEARCH_SECONDS = 10.0  # seconds
 Range = tuple[float | None, float | None]
 
 
@@ -117,8 +117,8 @@ def search(
     budget: float = 0.3,
 ) -> Found:
     rows.check_positive("limit", limit)
-    if not 0 < budget <= LONGEST_SEARCH:
-        raise Invalid(f"budget must be in (0, {LONGEST_SEARCH:g}] seconds, not {budget}.")
+    if not 0 < budget <= MAX_SEARCH_SECONDS:
+        raise Invalid(f"budget must be in (0, {MAX_SEARCH_SECONDS:g}] seconds, not {budget}.")
     if error is not None and state is None:  # the state is indexed
         cancelled = error is types.ErrorKind.CANCELLED
         state = types.RolloutState.CANCELLED if cancelled else types.RolloutState.FAILED
@@ -202,7 +202,7 @@ def _search(
         if full or time.monotonic() - since >= budget:
             cursor = f"{last['step']}.{last['seq']}"
             break
-        size = min(2 * size, LARGEST_CHUNK)
+        size = min(2 * size, MAX_CHUNK)
     given = traces.rewards(conn, [row["attempt_id"] for row in found if row["attempt_id"]])
     return Found([_row(row, given.get(row["attempt_id"], [])) for row in found], cursor, looked)
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 from agentrl.core.errors import StoreError
 
-NO_LIMIT = 2**62  # more rows, and larger cursors, than there ever are
+NO_LIMIT = 2**62  # above any number of rows and any cursor
 T = TypeVar("T")
 Parameters = Mapping[str, Any] | Sequence[Any]
 SQL_FOLDER = Path(__file__).parent
@@ -150,7 +150,7 @@ class Connection(Protocol):
 
 
 class WritingConnection(Connection, Protocol):
-    shared: bool  # whether others write at the same time, so that rows must be locked
+    shared: bool  # whether other processes write concurrently, so that rows must be locked
 
     def ask(self, sql: str, parameters: Parameters = ..., /) -> Cursor:
         """Like `execute`, for a statement with few rows: many may be pending at once, and reading
@@ -191,7 +191,7 @@ class Session(Connected, Protocol):
     def commit(self, topics: int) -> None:
         """Commit durably, and notify other processes of the topics."""
 
-    def tell(self, topics: int) -> None:
+    def notify_others(self, topics: int) -> None:
         """Notify other processes of earlier commits."""
 
     def rollback(self) -> None:
@@ -243,7 +243,7 @@ class ReaderThreads:
                     raise self._read_pool.to_store_error(error) from error
 
 
-QUEUE = 1  # a rollout became claimable
+QUEUE = 1  # a rollout can be claimed
 GROUPS = 2  # a group settled, or was released
 ANY = 4  # anything was written
 TOPICS = (QUEUE, GROUPS, ANY)

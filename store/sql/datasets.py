@@ -1,8 +1,8 @@
 """Verbs for data sets, judgements and cached log-probs, called by the writer.
 
 Invariant: a committed version never changes, except that `forget` removes items; an item is in a
-version only once, whatever its position; a side that refers to a rollout stays readable: `prune`
-keeps that rollout, and before it is removed otherwise, its calls are copied to the side.
+version only once; a side that refers to a rollout stays readable: `prune` keeps that rollout, and
+before any other removal its calls are copied to the side.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def copy_sides(conn: WritingConnection, rollouts: Sequence[str]) -> None:
 
 
 def _refer(conn: WritingConnection, side: str, own: Sequence[types.Transition]) -> None:
-    """Let a side refer to the images of its own calls."""
+    """Add references from a side to the images of its copied calls."""
     traces.refer(conn, "side", side, {image for call in own for image in call.images})
 
 

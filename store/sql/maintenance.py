@@ -3,10 +3,10 @@
 Invariant: a rollout and all rows of its attempts are removed in one transaction, so readers never
 see a partial one; a transaction of a prune removes about `ROWS_PER_TRANSACTION`, for which other
 writers wait tens of milliseconds, and keeps the counters, steps and metrics of runs. The next prune
-continues a killed one. After `forget` no row of the store has a message, an answer or a note of its
-rollouts, but for images to which nothing refers: a prune removes those. A rewind is one
-transaction: it settles the groups of its steps again and removes their credit, rewards and metrics;
-runners' records stay.
+continues a killed one. After `forget` the store has no message, answer or note of the deleted
+rollouts. Images may remain unreferenced, until a prune removes them. A rewind is one transaction:
+it settles the groups of its steps again and removes their credit, rewards and metrics; runners'
+records stay.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def limits(now: float, run: str | None, keep_last: int | None, older_than: float
 
 
 async def stats(readers: ReaderThreads) -> Stats:
-    """The tables are counted at the same time, each as it is then."""
+    """Tables are counted concurrently, in separate snapshots."""
 
     def count(conn: Connection, table: str) -> int:
         return int(conn.execute(MAINTENANCE[f"rows_{table}"]).fetchone()["n"])
@@ -74,7 +74,7 @@ async def stats(readers: ReaderThreads) -> Stats:
         return size["bytes"], size["free"], newest["newest"]
 
     tables = [name.removeprefix("rows_") for name in MAINTENANCE if name.startswith("rows_")]
-    first = sorted(tables, key=lambda name: name not in TABLES)  # the large ones
+    first = sorted(tables, key=lambda name: name not in TABLES)  # the large tables
     counted = await asyncio.gather(*(readers.read(partial(count, table=name)) for name in first))
     rows = dict(zip(first, counted, strict=True))
     size, free, cursor = await readers.read(of_all)
@@ -132,7 +132,7 @@ async def prune(
 async def _pages(
     readers: ReaderThreads, limits: Limits, after: int | None
 ) -> AsyncGenerator[list[Any], None]:
-    """Rollouts that may be removed. While a page is, the next one is read."""
+    """Pages of rollouts that may be removed. The next page is read while one is being removed."""
 
     def read(after: int) -> asyncio.Task[list[Any]]:
         return asyncio.create_task(readers.read(partial(_page, limits=limits, after=after)))
@@ -146,7 +146,7 @@ async def _pages(
         coming.cancel()
         await asyncio.wait([coming])
         if not coming.cancelled():
-            coming.exception()  # of a page that is not read
+            coming.exception()  # retrieves the error of a page that is not used
 
 
 def _page(conn: Connection, limits: Limits, after: int) -> list[Any]:
@@ -297,7 +297,7 @@ FORGET = load_sql("forget")
 
 
 def forget(tx: Transaction, rollouts: Sequence[str], *, dry_run: bool = False) -> Forgotten:
-    """Delete rollouts, their branches, and the items, sides and judgements of them."""
+    """Delete rollouts, their branches, and their items, sides and judgements."""
     tx.conn.execute(MAINTENANCE["lock_payloads"])
     tx.conn.execute(datasets.SQL["lock_datasets"])
     family = tx.conn.execute(FORGET["family"], _list("rollouts", rollouts)).fetchall()
@@ -322,7 +322,8 @@ def _is_free(state: str, group_state: str) -> bool:
 
 
 def _forget_items(tx: Transaction, rollouts: Sequence[str]) -> dict[str, int]:
-    """Delete the sides of rollouts, and items that have one; their versions get a new digest."""
+    """Delete the sides of rollouts and the items with these sides; their versions get new
+    digests."""
     sides, touched = _items_of(tx, rollouts)
     tx.conn.execute(FORGET["delete_items"], sides)
     for statement in ("delete_sides", "delete_side_images"):
@@ -335,7 +336,8 @@ def _forget_items(tx: Transaction, rollouts: Sequence[str]) -> dict[str, int]:
 
 
 def _items_of(tx: Transaction, rollouts: Sequence[str]) -> tuple[dict[str, str], dict[str, int]]:
-    """The sides of rollouts, as a list for SQL, and the number of items with one, by data set."""
+    """The sides of rollouts, as a list for SQL, and the number of items with such a side, by data
+    set."""
     found = tx.conn.execute(FORGET["sides"], _list("rollouts", rollouts)).fetchall()
     sides = _list("sides", [row["digest"] for row in found])
     touched = tx.conn.execute(FORGET["touched"], sides).fetchall()

@@ -2,7 +2,8 @@
 
 Invariant: an attempt is live while its state is running and its lease has not expired; a rollout
 has at most one live attempt, its last; `groups.pending` is the number of the group's rollouts that
-are not terminal; a runner that holds a rollout with a number in `together` holds at most that many.
+are not terminal; a runner that holds a rollout with a number in `together` holds at most this many
+rollouts.
 
 An agent that ends its process also ends the other rollouts in it, and the cause is unknown. So if a
 runner's leases expire, all its rollouts become suspects: this does not count as an attempt, and a
@@ -116,7 +117,8 @@ def claim(
 
 
 def heartbeat(tx: Transaction, attempts: Sequence[str], *, lease: float) -> list[str]:
-    """Extend leases and return the live attempts; adds no event, as no reader waits for one."""
+    """Extend leases and return the live attempts; adds no event, because no reader waits for
+    one."""
     rows.check_lease(lease)
     columns = {
         "attempts": rows.to_json(attempts, "Attempts"),
@@ -129,7 +131,7 @@ def heartbeat(tx: Transaction, attempts: Sequence[str], *, lease: float) -> list
 
 
 def finish(tx: Transaction, outcomes: Sequence[types.Outcome]) -> list[bool]:
-    tx.known.take(outcome.attempt for outcome in outcomes)  # few calls come after the end
+    tx.known.take(outcome.attempt for outcome in outcomes)  # calls after the end are rare
     named = [tx.conn.ask(SQL["attempt"], (outcome.attempt,)) for outcome in outcomes]
     kept, seen = [], set()
     for outcome, found in zip(outcomes, named, strict=True):
@@ -262,7 +264,7 @@ def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
             'runner.executor = "pool", which protects the runner.'
         )
     kind = types.ErrorKind.LOST_RUNNER
-    if together <= 1 and row["scoring"]:  # the agent had ended, and is not run again
+    if together <= 1 and row["scoring"]:  # the agent had ended, and will not run again
         kind = types.ErrorKind.VERIFIER
         message = (
             f"{runner} stopped responding while scoring rollout {row['id']} alone: "
@@ -352,7 +354,8 @@ def _finish(tx: Transaction, outcome: types.Outcome, row: Any) -> bool:
         _requeue(tx, row, "requeue_free", together=row["together"])
     elif outcome.retry and row["attempts"] < row["max_attempts"]:
         if outcome.failure is None or outcome.failure.kind is not types.ErrorKind.VERIFIER:
-            tx.conn.execute(SQL["keep_run"], {"ran": None, "id": row["id"]})  # it runs again
+            # The rollout runs again.
+            tx.conn.execute(SQL["keep_run"], {"ran": None, "id": row["id"]})
         _requeue(tx, row)
     else:
         final = types.RolloutState.FAILED if failed else types.RolloutState.SUCCEEDED

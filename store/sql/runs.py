@@ -5,13 +5,11 @@ Takeover, training steps, served policy versions, documents, and calls that may 
 Invariant: `runs.step` is the number of committed steps; a group is trained by one step; a claimed
 group belongs to the current epoch; the counters of a run include pruned rows.
 
-Documents are the JSON values kept with a run. A rollout may name one of kind `candidate`, whose
-`texts` travel with its attempts.
-
-A repeated call is executed only once, with the same reply. Most verbs are idempotent by the ids of
-their rows, claims too. Where that is not enough the caller gives the call an id, and its reply is
-stored under it, in the transaction of the call: every process of a server knows it, and the next
-one too.
+Documents are the JSON values kept with a run. A rollout may name a document of kind `candidate`;
+its `texts` are sent with the attempts. A repeated call is executed only once, with the same reply.
+Most verbs, including claims, are idempotent by the ids of their rows. For the others the caller
+gives the call an id, and the reply is stored under this id in the transaction of the call, so that
+all processes of a server, and later ones, know it.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def open_run(
     if row is None:
         raise Conflict(f"Run {run!r} has a live owner: stop it first, or name it as `gone`.")
     tx.conn.execute(SQL["release_groups"], (run,))
-    tx.conn.execute(SQL["forget_policies"], (run,))  # they were served by the fenced owner
+    tx.conn.execute(SQL["forget_policies"], (run,))  # the fenced owner served them
     tx.add_event(run, "run", run, GROUPS)  # wakes a fenced owner waiting for groups
     return _state(row)
 
@@ -347,8 +345,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class IdempotentCall:
-    """`id`: chosen by the caller. `digest`: hash of the arguments; a different one means that the
-    id was used for another call."""
+    """`id`: chosen by the caller. `digest`: hash of the arguments; if it differs, the id was used
+    for another call."""
 
     id: str
     digest: str

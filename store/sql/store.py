@@ -345,7 +345,7 @@ class SqlStore:
 
             def verb(tx: Transaction, last: bool = last) -> tuple[T | None, float | None]:
                 if rollout_verbs.expire_leases(tx):
-                    tx.settle_groups()  # makes them visible to `look`
+                    tx.settle_groups()  # makes settled groups visible to `look`
                 found = look(tx, last)
                 return found, rollout_verbs.next_expiry(tx) if found is None else None
 

@@ -3,10 +3,10 @@
 Invariant: rows are immutable; rows of an attempt that was no longer live are marked late; the
 parents of a call are earlier calls of the same attempt.
 
-Images are the files that messages name by their digests. Invariant: an image is stored before a
-call that refers to it, and for as long as a rollout or a side of a data set does. A prune removes
-the others, `IN_FLIGHT` seconds after they were last put, as the call for which an image was put may
-not be stored yet.
+Images are the files that messages name by their digests. Invariant: an image is stored before any
+call that refers to it, and kept as long as a rollout or a side of a data set refers to it. A prune
+removes other images `IN_FLIGHT` seconds after they were last stored, because the call that needs an
+image may not be stored yet.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def prepare(call: types.Transition) -> PreparedTransition:
 
 
 def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> list[bool]:
-    """Add calls; return for each whether it counts, that is, is not late. For a call that is stored
-    already nothing is added, and the answer is that of the first time."""
+    """Add calls; return for each whether it counts, that is, is not late. A call that is stored
+    already is not added again, and the result is that of the first time."""
     attempts = sorted({call.attempt for call in calls})
     remembered, ids = tx.known.take(attempts), [call.columns["id"] for call in calls]
     unknown = [attempt for attempt in attempts if attempt not in remembered]
@@ -78,12 +78,12 @@ def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> lis
             if not late:
                 _count(tx, run, call)
     tree.write()
-    _refer(tx, tree, calls)  # after the payloads, as a prune locks both in this order
+    _refer(tx, tree, calls)  # after the payloads, because a prune locks both in this order
     for attempt in attempts:
         run, late = found[attempt]
         if attempt in changed:
             tx.add_event(run, "attempt", attempt)
-        if not late:  # remembered once the transaction has committed
+        if not late:  # cached once the transaction has committed
             tree.calls[attempt].run = run
             tx.seen[attempt] = tree.calls[attempt]
     return [not tree.is_late(call) for call in calls]
@@ -102,9 +102,11 @@ def _refer(tx: Transaction, tree: TokenTree, calls: Sequence[PreparedTransition]
 
 
 def _count(tx: Transaction, run: str, call: PreparedTransition) -> None:
-    """Add a call to the counters of its run; one that repeats another has no tokens of its own."""
+    """Add a call to the counters of its run; a call that repeats another one has no tokens of its
+    own."""
     columns = call.columns
-    tokens = 0 if columns["repeats"] is not None else len(columns["completion"]) // 4  # of int32
+    # From bytes of int32.
+    tokens = 0 if columns["repeats"] is not None else len(columns["completion"]) // 4
     tx.add_counts(run, transitions=1, inexact=int(not columns["exact"]), tokens=tokens)
 
 
@@ -280,8 +282,8 @@ def _live_or_late(
 ) -> dict[str, tuple[str, bool]]:
     """Map each attempt to its run and whether writes to it are late now.
 
-    A write names no fence, as the id of an attempt stands for it: each claim makes a new attempt,
-    with the next fence, after the one before it was ended or its lease had expired."""
+    A write does not need a fence, because an attempt's id implies it: each claim creates a new
+    attempt with the next fence, after the previous attempt has ended or its lease has expired."""
     stored, now = {row["id"]: row for row in asked.fetchall()}, tx.now
     if lost := [id for id in attempts if id not in stored]:
         raise NotFound(f"There is no attempt {lost[0]!r} in this store.")
@@ -310,8 +312,8 @@ REMOVED_AT_ONCE = 100  # images per transaction
 
 
 def prepare_images(images: Sequence[types.Image]) -> list[rows.Columns]:
-    """Raise Invalid for an image that is not what its digest says. Outside the transaction, in
-    which other writers wait."""
+    """Raise Invalid for an image that does not match its digest. Runs outside of the transaction,
+    during which other writers wait."""
     for image in images:
         rows.check_image(image)
     return [asdict(image) for image in images]
@@ -320,7 +322,7 @@ def prepare_images(images: Sequence[types.Image]) -> list[rows.Columns]:
 def put_images(tx: Transaction, run: str, columns: Sequence[rows.Columns]) -> None:
     if run:
         runs.find_run(tx.conn, run)
-    # Sorted, as two transactions that lock the same rows in another order block each other.
+    # Sorted, because two transactions that lock the same rows in different orders would deadlock.
     for row in sorted(columns, key=lambda row: str(row["digest"])):
         tx.conn.execute(IMAGES["put_image"], row | {"now": tx.now})
 
@@ -337,12 +339,12 @@ def refer(
     owner: str,
     digests: Collection[str],
 ) -> None:
-    """Let a side, or the rollout of the attempt `owner`, refer to images. Raises NotFound for one
-    that is not stored."""
+    """Let a side, or the rollout of the attempt `owner`, refer to images. Raises NotFound for an
+    image that is not stored."""
     if not digests:
         return
     columns = {"owner": owner, "digests": rows.to_json(sorted(digests), "Digests")}
-    conn.execute(IMAGES[f"refer_{kind}"], columns)  # from here on no prune removes them
+    conn.execute(IMAGES[f"refer_{kind}"], columns)  # from here on a prune cannot remove them
     stored = {row["digest"] for row in conn.execute(IMAGES["stored"], columns)}
     if lost := min(set(digests) - stored, default=""):
         raise NotFound(f"Image {lost} is not stored: put it before the calls that refer to it.")
@@ -357,7 +359,7 @@ def unused(
 
 
 def remove_unused(tx: Transaction) -> Pruned:
-    """Remove some images to which nothing refers."""
+    """Remove some unreferenced images."""
     tx.conn.execute(IMAGES["lock_references"])
     found = _unused(tx.conn, tx.now, (), REMOVED_AT_ONCE)
     if found:

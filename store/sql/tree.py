@@ -3,11 +3,11 @@ has.
 
 Invariant: while a `TokenTree` is used, no other writer adds to its attempts: a transaction has the
 file for itself on SQLite, and on PostgreSQL its creator has locked their rows. The stored calls of
-an attempt are requested at the start and awaited at the first use, or they are remembered. Whether
-these are still all, the database checks in the same transaction (`check_known` in `traces.sql`): if
-not, it raises an error on purpose, and the writer runs each verb alone, without what is remembered.
-Late calls have only late parents, regular calls only regular ones: these may move to another
-attempt without the late.
+an attempt are requested at the start and awaited at the first use, or they are cached. In the same
+transaction the database checks that the cache is complete (`check_known` in `traces.sql`): if not,
+it raises an error on purpose, and the writer runs each verb alone, without the cache. Late calls
+have only late parents, regular calls only regular ones: these may move to another attempt without
+the late.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class CallTree:
             self.answers[chat.size, chat.digest, columns["answer_digest"]] = seq
 
     def heard(self, call: PreparedTransition) -> tuple[int | None, int]:
-        """Return the call whose messages this one repeats, and their number: agents resend the
-        whole conversation."""
+        """Return the earlier call whose messages this call repeats, and their number: agents resend
+        the whole conversation."""
         parent = deepest_prefix(call.chat, _fitting(self.chats, call.chat))
         if parent is None:
             return None, 0
@@ -120,11 +120,12 @@ class AttemptCalls:
 
     run: str = ""
     late: dict[str, bool] = field(default_factory=dict)  # id of every call -> whether it is late
-    # Ids of calls that this process added. Their nodes have the `seq` -1, -2, ..., since the
-    # database numbers a call when it is written, and does not tell its number: see `_link`.
+    # Ids of calls that this process added. Their nodes have the `seq` -1, -2, ..., because the
+    # database numbers a call when it is written, without returning the number: see `_link`.
     added: list[str] = field(default_factory=list)
     trees: tuple[CallTree, CallTree] = field(default_factory=lambda: (CallTree(), CallTree()))
-    images: set[str] = field(default_factory=set)  # that this process has let its rollout refer to
+    # Digests to which this process has added references.
+    images: set[str] = field(default_factory=set)
 
 
 class KnownAttempts:
@@ -151,9 +152,9 @@ class KnownAttempts:
 
 
 class TokenTree:
-    """The calls of some attempts in one transaction, which adds to them. `known`: the remembered
-    calls of attempts, which are not fetched. `ids`: calls to add. `now`: the transaction's time, if
-    known without asking the database."""
+    """The calls of some attempts in one transaction, which adds to them. `known`: cached calls of
+    attempts, which are not fetched. `ids`: calls to add. `now`: the transaction's time, if known
+    without asking the database."""
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class TokenTree:
 
     def add(self, call: PreparedTransition, *, late: bool) -> None:
         """Add a new call below its longest stored prefix."""
-        if call.tools is not None:  # equal in most calls of a run: stored once, by content
+        if call.tools is not None:  # equal in most calls of a run, so stored once, by content
             self._conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
         calls, id = self.calls[call.attempt], call.columns["id"]
         tree = calls.trees[late]

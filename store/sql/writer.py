@@ -5,7 +5,7 @@ is answered; and it is answered only after the transaction with its changes is c
 follows:
 
   * Only the thread uses the session. A group is all that waits, in the order of posting, up to
-    `LARGEST_GROUP`; calls of a `Bulk` verb are merged at the group's end.
+    `MAX_GROUP_VERBS`; calls of a `Bulk` verb are merged at the group's end.
   * Nothing enters the queue after the end of the thread: `post`, `close` and a failure decide under
     one lock. So no verb waits for ever, and `close` returns after the last answer.
   * A refused verb stores nothing and does not affect the others: the transaction is rolled back and
@@ -47,7 +47,9 @@ SQL = load_sql("feed")
 EXTEND_LEASES = load_sql("rollouts")["resume"]
 STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may be too late
 LEASE_GRACE = 10.0  # seconds by which leases are extended after a stall, for waiting heartbeats
-LARGEST_GROUP = 256  # verbs per transaction: bounds the time that other processes wait for the lock
+MAX_GROUP_VERBS = (
+    256  # verbs per transaction: bounds the time that other processes wait for the lock
+)
 # Minimum seconds between notifications: of work, and of other changes.
 URGENT_INTERVAL, NOTIFY_INTERVAL = 0.002, 0.05
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
@@ -169,7 +171,7 @@ class _Notices:
     notified: float = -NOTIFY_INTERVAL  # time of the last notification, monotonic clock
 
     def wait(self, topics: int = 0) -> float:
-        """Return the seconds until others must be notified of `topics` and of what is owed."""
+        """Return the seconds until others must be notified of `topics` and of pending topics."""
         pause = URGENT_INTERVAL if (self.owed | topics) & (QUEUE | GROUPS) else NOTIFY_INTERVAL
         return max(0.0, self.notified + pause - time.monotonic())
 
@@ -202,9 +204,8 @@ class Writer:
     def post(self, verb: WriteVerb[T]) -> asyncio.Future[T]:
         """Queue a verb, from any running loop. The future resolves, on that loop, after the commit.
 
-        A caller that is cancelled while it waits does not take the verb back: it is committed all
-        the same, without a report. The gateway relies on this
-        (`ActiveAttempt.undelivered`)."""
+        The verb of a caller that is cancelled while it waits is committed all the same, without a
+        report. The gateway relies on this (`ActiveAttempt.undelivered`)."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._closed:
@@ -245,7 +246,7 @@ class Writer:
         with suppress(Empty):
             wait = self._notices.wait() if self._notices.owed else None
             found.append(self._jobs.get(timeout=wait))
-            found += islice(self._queued(), LARGEST_GROUP - 1)
+            found += islice(self._queued(), MAX_GROUP_VERBS - 1)
         return [job for job in found if job is not None], None in found
 
     def _queued(self) -> Iterator[_Job | None]:
@@ -258,16 +259,16 @@ class Writer:
         topics = self._commit(group) if group else 0
         resolve((job.future, job.error or job.result) for job in group)
         if self._notices.owed and (last or self._notices.wait() <= 0.0):
-            self._tell()
+            self._notify_other_processes()
         if topics:
             self._notify(topics)
 
-    def _tell(self) -> None:
+    def _notify_other_processes(self) -> None:
         """Notify other processes outside a transaction with changes."""
         owed = self._notices.owed
         self._notices.sent(owed, 0)
         with suppress(*self._session.errors):  # they also poll occasionally
-            self._session.tell(owed)
+            self._session.notify_others(owed)
 
     def _ended(self, error: BaseException) -> Unavailable:
         ended = Unavailable(
@@ -283,7 +284,7 @@ class Writer:
         """Execute one transaction and return its topics. Errors are stored in the jobs.
 
         After any error of a transaction that has begun, each verb is run alone, in another one: the
-        error may be a single verb's, or say that what is remembered of an attempt is no longer true
+        error may be caused by a single verb, or by an outdated cache entry of an attempt
         (`check_known` in `traces.sql`)."""
         since = time.monotonic()
         while True:

@@ -116,7 +116,7 @@ def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
         algo = make(
             name,
             options,
-            streams=EVERY_OUTPUT,
+            supplies=EVERY_OUTPUT,
         )
         if algo.reads_critic or algo.needs_greedy or algo.remembered:
             continue
@@ -135,10 +135,8 @@ def test_psi_is_that_of_the_first_optimizer_step() -> None:
     explanation = explain(algo, [group()])
     batch = build_batch([group()], reward_names=algo.rewards)
     terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
-    index = torch.arange(batch.n_tokens)
-    assert torch.equal(
-        explanation.psi, objective.loss_coefficients(algo, terms, batch.behaviour.double(), index)
-    )
+    index, sampled = torch.arange(batch.n_tokens), batch.sampler_logprobs.double()
+    assert torch.equal(explanation.psi, objective.loss_coefficients(algo, terms, sampled, index))
     assert (explanation.psi != 0).any()
 
 
@@ -296,7 +294,7 @@ class Run:
         algorithm = AlgorithmConfig(preset=preset, **settings)  # type: ignore[arg-type]
         self.config = msgspec.structs.replace(RunConfig(name="r", steps=9), algorithm=algorithm)
         self.store, self.learner = store, learner or Recorder(shift=0.5)
-        algo = make(preset, algorithm.options, streams=("old", "sampler", "reference"))
+        algo = make(preset, algorithm.options, supplies=("old", "sampler", "reference"))
         self.updater = Updater(
             self.config,
             algo,
@@ -442,7 +440,7 @@ class Referred(Recorder):
     """With a reference whose log-probs are 1 below the sampler's."""
 
     def logprobs(self, batch: Batch, of: str = "current") -> Tensor:
-        return batch.behaviour - 1.0 if of == "reference" else super().logprobs(batch)
+        return batch.sampler_logprobs - 1.0 if of == "reference" else super().logprobs(batch)
 
 
 async def test_the_price_of_leaving_the_reference_is_that_of_the_time(tmp_path: Path) -> None:

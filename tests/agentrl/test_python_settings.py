@@ -71,10 +71,10 @@ def test_conversations_to_imitate_may_be_objects(
 ) -> None:
     started: list[RunConfig] = []
 
-    async def front(config: RunConfig, **_: Any) -> None:
+    async def launch(config: RunConfig, **_: Any) -> None:
         started.append(config)
 
-    monkeypatch.setattr(trainer, "front", front)
+    monkeypatch.setattr(trainer, "launch", launch)
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
     def train(demonstrations: Any) -> WarmupConfig:
@@ -206,10 +206,10 @@ def test_the_measured_settings_are_those_of_the_run(
 ) -> None:
     started: list[RunConfig] = []
 
-    async def front(config: RunConfig, **_: Any) -> None:
+    async def launch(config: RunConfig, **_: Any) -> None:
         started.append(config)
 
-    monkeypatch.setattr(trainer, "front", front)
+    monkeypatch.setattr(trainer, "launch", launch)
     write_measured(tmp_path, of=str(tiny_model_dir), rank=16, lr=2e-4, dtype="bfloat16")
     tasks = [{"input": "a"}]
     for settings in ({}, {"policy.dtype": "float32", "algorithm.lr": 1e-3}):

@@ -163,7 +163,7 @@ def test_a_run_that_was_stopped_says_the_step_that_it_continues_after(
 
     steps = 0
 
-    async def front(config: Any, **_: Any) -> None:
+    async def launch(config: Any, **_: Any) -> None:
         async with open_store(config.store) as store:
             epoch = (await store.open_run(config.name, {})).epoch
             for step in range(steps):
@@ -171,7 +171,7 @@ def test_a_run_that_was_stopped_says_the_step_that_it_continues_after(
                 await store.commit_step(row)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer, "front", front)
+    monkeypatch.setattr(trainer, "launch", launch)
     monkeypatch.setattr(trainer, "check", lambda config: None)
     with pytest.raises(KeyboardInterrupt, match="from the first step: there is no checkpoint yet"):
         trainer.run_training(config)

@@ -269,7 +269,7 @@ async def test_worthless_answers_that_it_values_are_named(
         for expected in (1.0, None):  # once
             _, metrics = await judges.complete([group("4")])
             assert metrics.get("judges/quality/canaries") == expected
-    assert "values worthless answers: '', ':'" in caplog.text
+    assert "'', ':'" in caplog.text
 
 
 async def test_a_busy_endpoint_is_asked_again_and_prices_count(

@@ -99,7 +99,7 @@ class PoorLearner(HalfLearner):
 """
     (folder / "poor.py").write_text(source)
     run = factories.config(folder, learner={"kind": "poor.py:half"})
-    algo = registry.make("grpo", {"kl": 0.1}, streams=("old", "sampler", "reference"))
+    algo = registry.make("grpo", {"kl": 0.1}, supplies=("old", "sampler", "reference"))
     return run, algo, *load_model(model, device="cpu")
 
 

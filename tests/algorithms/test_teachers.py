@@ -122,7 +122,7 @@ def test_it_has_the_log_probs_of_the_teacher_in_memory(
     wanted, expected = learner.top(batch, k, "teacher")
     assert torch.equal(ids[:, 0], wanted[:, 0])
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
-    named = learner.symbol_logprobs(replace(batch, symbols=ids), "teacher")
+    named = learner.topk_logprobs(replace(batch, topk_tokens=ids), "teacher")
     torch.testing.assert_close(logprobs, named, atol=1e-4, rtol=0)
     assert fake.keys == {"Bearer secret"}
     assert {body["model"] for body in fake.asked} == {"big"}
@@ -141,7 +141,7 @@ def test_a_step_is_the_one_that_the_same_teacher_in_memory_gives(
     learner: TorchLearner, fake: FakeVllm, preset: str, top: int, epochs: int
 ) -> None:
     prefix = "" if preset == "distill" else "distill_"
-    algo = make(preset, {f"{prefix}top": top}, streams=learner.supplies)
+    algo = make(preset, {f"{prefix}top": top}, supplies=learner.supplies)
     settings = AlgorithmConfig(lr=1e-3, epochs=epochs, minibatches=epochs)
     groups, config = [group("a", 1.0, 0.0), group("b", 0.0, 1.0)], RunConfig(algorithm=settings)
     other = TorchLearner(copy.deepcopy(learner.model), fake.tokenizer, token_budget=40)

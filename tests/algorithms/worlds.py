@@ -82,7 +82,7 @@ def world(*plays: Play, values: Sequence[float] = ()) -> Batch:
         rows=[],
         token_row=token_call,
         token_transition=token_call,
-        behaviour=torch.tensor([call.logprob for _, call in calls])[token_call],
+        sampler_logprobs=torch.tensor([call.logprob for _, call in calls])[token_call],
         transition_rollout=rollout,
         transition_role=torch.tensor([roles.index(c.role) for _, c in calls], dtype=torch.int64),
         row_rollout=rollout,

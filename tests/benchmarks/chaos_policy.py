@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.engines.vllm.delivery import COMPLETIONS
-from agentrl.algorithms.engines.vllm.process import OLDEST
+from agentrl.algorithms.engines.vllm.process import MIN_VLLM
 from agentrl.algorithms.engines.vllm.protocol import INIT
 from agentrl.algorithms.model.load import load_model
 from agentrl.core.http import listen
@@ -48,7 +48,7 @@ class PolicyUrl(EmbeddedServer):
         body: Any = await request.json() if request.can_read_body else {}
         match request.path:
             case "/version":
-                return web.json_response({"version": ".".join(map(str, OLDEST))})
+                return web.json_response({"version": ".".join(map(str, MIN_VLLM))})
             case "/is_paused":
                 return web.json_response({"is_paused": False})
             case "/reset_prefix_cache":  # a reload has emptied it

@@ -56,7 +56,7 @@ def batch(rollouts: int) -> Batch:
         rows=[],
         token_row=torch.arange(rollouts).repeat_interleave(CALLS * TOKENS),
         token_transition=torch.arange(calls).repeat_interleave(TOKENS),
-        behaviour=-torch.rand(n, generator=draw),
+        sampler_logprobs=-torch.rand(n, generator=draw),
         transition_rollout=rollout,
         transition_role=torch.randint(0, 2, (calls,), generator=draw),
         row_rollout=torch.arange(rollouts),
@@ -79,7 +79,7 @@ def batch(rollouts: int) -> Batch:
 def step(name: str, data: Batch) -> float:
     """CPU seconds of credit, weights and psi of one optimizer step."""
     algo = make(name, PRESETS[name])
-    b = data.behaviour.double()
+    b = data.sampler_logprobs.double()
     p, index = b + 0.01, torch.arange(data.n_tokens)
     started = time.process_time()
     loss_coefficients(algo, loss_terms(algo, data, GivenLogProbs(old=b)), p, index)
@@ -89,8 +89,8 @@ def step(name: str, data: Batch) -> float:
 def loops(data: Batch) -> float:
     """CPU seconds of GRPO with Python loops over groups, rollouts and tokens."""
     reward, group = data.rewards["outcome"].tolist(), data.rollout_group.tolist()
-    p = (data.behaviour.double() + 0.01).tolist()
-    o, owner = data.behaviour.double().tolist(), data.token_rollout.tolist()
+    p = (data.sampler_logprobs.double() + 0.01).tolist()
+    o, owner = data.sampler_logprobs.double().tolist(), data.token_rollout.tolist()
     started = time.process_time()
     members: dict[int, list[float]] = {}
     for g, r in zip(group, reward, strict=True):
@@ -143,7 +143,7 @@ def walks(actions: torch.Tensor, repeated: torch.Tensor, draw: torch.Generator) 
         rows=[],
         token_row=torch.arange(tokens.numel()),
         token_transition=tokens,
-        behaviour=torch.full((tokens.numel(),), 0.5).log(),
+        sampler_logprobs=torch.full((tokens.numel(),), 0.5).log(),
         transition_rollout=rollout,
         transition_role=torch.zeros_like(rollout),
         row_rollout=rollout[tokens],

@@ -5,7 +5,7 @@ The base model, the customers and what is known of each turn are those of the li
 what is known of a turn is the label of its first call: votes and corrections, which
 are what it records of users (`VOTED`), or also what the judge of the live run says (`JUDGED`). Of
 all calls so far `agentrl data mine` and `agentrl train` make a policy with KTO, which is served
-next. Until a hundred sessions reach the goal, or `MOST` were played.
+next. Until a hundred sessions reach the goal, or `MAX_SESSIONS` were played.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.benchmarks.live_example import (
     sessions_to,
 )
 
-MOST = 3000  # sessions
+MAX_SESSIONS = 3000  # sessions
 PER_SECOND = 12.0  # sessions: nothing is trained meanwhile
 STORE = "runs/shop/store.db"
 BASE = f"""
@@ -96,7 +96,7 @@ async def offline(seed: int, attack: float, recipe: Recipe) -> list[bool]:
         way = Offline(folder, seed, attack, recipe)
         await way.begin()
         right: list[bool] = []
-        while len(right) < MOST and sessions_to(right) is None:
+        while len(right) < MAX_SESSIONS and sessions_to(right) is None:
             if right:
                 await way.learn()
             right += await way.collect(len(right))

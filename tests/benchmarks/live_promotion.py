@@ -23,7 +23,7 @@ from agentrl.core.config.live import MIN_SESSIONS, PromotionConfig
 from agentrl.live.served import refuted
 from tests.agentrl.live.promotion.drawn import Array, drawn
 
-CANDIDATES, MOST = 200, 400
+CANDIDATES, MAX_SESSIONS = 200, 400
 ALPHA = PromotionConfig().alpha
 BASES, SHARES = (0.3, 0.5, 0.8), (0.1, 0.5)
 Columns = tuple[Array, Array, Array]
@@ -39,7 +39,9 @@ def measure() -> dict[str, Any]:
     for kind in ("0/1", "graded"):
         for base in BASES:
             for better in (0.0, 0.1):
-                _cell(found, f"in all {kind} {base} +{better}", 0.5, kind, base, better, MOST)
+                _cell(
+                    found, f"in all {kind} {base} +{better}", 0.5, kind, base, better, MAX_SESSIONS
+                )
     equal = [found[key] for key in found if key.startswith("promoted") and key.endswith("+0.0")]
     best = [found[key] for key in found if key.startswith("promoted 0.1") and key.endswith("+0.1")]
     return {"promotion_errors": max(equal), "promotion_power": min(best)} | found
@@ -59,7 +61,7 @@ def _cell(
     for seed in range(CANDIDATES):
         rng = np.random.default_rng([seed, len(name), int(100 * base), int(100 * better)])
         given: Any = {"share": share, "base": success, "better": better, "graded": kind == "graded"}
-        lanes, outcome, shares = drawn(rng, MOST, **given)
+        lanes, outcome, shares = drawn(rng, MAX_SESSIONS, **given)
         ends.append(decided((lanes[:most], outcome[:most], shares[:most])))
     up = [sessions for what, sessions in ends if what == "promoted"]
     found[f"promoted {name}"] = len(up) / CANDIDATES

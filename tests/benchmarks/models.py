@@ -1,4 +1,4 @@
-"""Which classes of transformers train right: learner and engine against a model's own forward pass.
+"""Which classes of transformers are trained correctly, compared with a model's own forward pass.
 
 Every class of `MODEL_FOR_CAUSAL_LM_MAPPING`, and the image-text classes that can be policies, small
 (see `model_classes`) and random. The reference is the model as transformers runs it: float32, SDPA
@@ -6,7 +6,7 @@ or eager, one row at a time, on rows beyond every window, chunk and index, with 
 rows that the proof at load has not seen. `right`: log-probs and every gradient of the learner,
 and the log-probs that the engine reports, are the model's own, in batches; `plain`: the same, where
 learner or engine take one row at a time; `refused`: a sentence at load; `wrong`: other values;
-`bare_errors`: an error that is no sentence. Gradients are relative to the largest one of the class.
+`bare_errors`: an unclear error. Gradients are relative to the largest one of the class.
 
     python -m tests.benchmarks.models --group 1/3 --json   # each ends within ten minutes
     python -m tests.benchmarks.models --write   # the page, from stored figures
@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -153,6 +154,9 @@ ENGINES = {
 }  # fmt: skip
 
 
+LAYERS = re.compile(r"has layers of type '(\w+)'")
+
+
 def page(stored: dict[str, Any], version: str) -> str:
     counts = summary(stored)
     lines = [
@@ -172,14 +176,17 @@ def page(stored: dict[str, Any], version: str) -> str:
     ]
     alike: dict[tuple[str, str, str], list[str]] = {}
     for name, each in sorted(stored.items(), key=lambda item: item[0].lower()):
-        alike.setdefault(_handling(name, each), []).append(name)
+        learner, engine, why = _handling(name, each)
+        if layers := LAYERS.fullmatch(why):  # one row for all types of layers
+            name, why = f"{name} ({layers[1]})", "has layers of the type in brackets"
+        alike.setdefault((learner, engine, why), []).append(name)
     for (learner, engine, why), names in sorted(alike.items(), key=lambda item: -len(item[1])):
         lines.append(f"| {learner} | {engine} | {_cell(why)} | {', '.join(names)} |")
     return "\n".join([*lines, ""])
 
 
 def _handling(name: str, each: dict[str, Any]) -> tuple[str, str, str]:
-    """How a class is trained and sampled, and why so."""
+    """Way of training, way of sampling, and the reason."""
     if "way" not in each:
         return each["outcome"], "", each["why"].removeprefix(f"{name}: ")
     learner = LEARNERS[each["way"], each["packing"]]

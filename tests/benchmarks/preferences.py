@@ -122,7 +122,7 @@ def model_of(vocabulary: int, width: int, layers: int, spread: float) -> LlamaFo
 
 def algorithm(name: str) -> Algo:
     options = {"kto": {"undesirable": 1.5}}.get(name, {})
-    return make(name, options, streams=("old", "sampler", "reference"))
+    return make(name, options, supplies=("old", "sampler", "reference"))
 
 
 class Ours:
@@ -351,7 +351,7 @@ def right(groups: list[Group]) -> float:
 
 def learn(name: str, source: Path, train: list[Group], held: list[Group], seed: int) -> Any:
     rate, steps, options = LEARNING[name]
-    algo = make(name, options, streams=("old", "sampler", "reference"))
+    algo = make(name, options, supplies=("old", "sampler", "reference"))
     assert algo.side is not None
     model, tokenizer = load_model(source, device="cpu")
     learner = TorchLearner(model, tokenizer, threads=1, token_budget=10**6)

@@ -51,7 +51,7 @@ def ledger(rollouts: int) -> Figures:
         started = time.process_time()
         book = CreditRecorder()
         book.open(algo, data)
-        book.record(algo, data, replace(terms, weight=weight), data.behaviour)
+        book.record(algo, data, replace(terms, weight=weight), data.sampler_logprobs)
         figures[f"ledger_{name}_cpu_seconds"] = time.process_time() - started
     return figures
 

@@ -67,7 +67,7 @@ def task(draw: torch.Generator) -> tuple[Batch, Tensor]:
         rows=[],
         token_row=calls,
         token_transition=calls,
-        behaviour=torch.full((calls.numel(),), 0.5).log(),
+        sampler_logprobs=torch.full((calls.numel(),), 0.5).log(),
         transition_rollout=calls // ROLES,
         transition_role=calls % ROLES,
         row_rollout=calls // ROLES,

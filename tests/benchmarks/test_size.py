@@ -11,8 +11,8 @@ from tests.benchmarks import step_trace
 from tests.benchmarks.size import cycles, files, measure
 from tests.benchmarks.stays_trace import Journey
 
-MOST_FILES = 19  # of a step up to its gradient; only falls
-MOST_CALL_FILES = 17  # of a model call up to its row; only falls
+MAX_FILES = 19  # of a step up to its gradient; only falls
+MAX_CALL_FILES = 17  # of a model call up to its row; only falls
 
 
 def test_what_is_linked_counts_once(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_training_step_is_one_page_and_its_files_are_counted(tmp_path: Path) -
     groups = step_trace.groups_of(step_trace.rows(step_trace.SHAPE, 2, step_trace.VOCABULARY))
     to_gradient, _ = step_trace.traced(step_trace.updater(tmp_path), groups)
     passed = files(to_gradient)
-    assert len(passed) == found["step_files"] <= MOST_FILES
+    assert len(passed) == found["step_files"] <= MAX_FILES
     names = {code.co_qualname for code in to_gradient}
     assert {"Updater.update", "build_batch", "loss_coefficients"} <= names
     assert "batch_metrics" not in names  # it is behind the gradient
@@ -90,7 +90,7 @@ def test_the_files_of_a_model_call_are_counted() -> None:
     trace = [sys.executable, "-m", "tests.benchmarks.call_trace"]
     asked = subprocess.run(trace, capture_output=True, text=True, check=True)
     passed, names = json.loads(asked.stdout)
-    assert len(passed) <= MOST_CALL_FILES, passed
+    assert len(passed) <= MAX_CALL_FILES, passed
     stages = {"receive", "CallHandler._prepare", "CallHandler._whole", "CallHandler._make_rows"}
     assert {*stages, "Upstream.post", "SqlStore.add_transitions", "Writer._commit"} <= set(names)
     assert {Path(file).parts[0] for file in passed} <= {"agentrl", "runners", "store"}

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from agentrl.algorithms.data.state import AlgorithmState
-from agentrl.algorithms.objective.ratios import ALL_STREAMS
+from agentrl.algorithms.objective.ratios import ALL_OUTPUTS
 from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
@@ -123,7 +123,7 @@ def run(piece: Piece) -> Result:
     draw = random.Random(f"tasks {world.name} {piece.seed}")
     player = Player(world, model, rule, torch.Generator().manual_seed(piece.seed))
     held = [world.task(rule, draw) for _ in range(HELD_OUT)]
-    algo = make(piece.preset, piece.options, streams=ALL_STREAMS)
+    algo = make(piece.preset, piece.options, supplies=ALL_OUTPUTS)
     settings = AlgorithmConfig(
         preset=piece.preset, options=piece.options, lr=piece.lr, group_size=SIZE, groups=GROUPS
     )

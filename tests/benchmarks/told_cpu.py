@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.chat import Chat, Codec
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.objective.ratios import ALL_STREAMS
+from agentrl.algorithms.objective.ratios import ALL_OUTPUTS
 from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
@@ -35,7 +35,7 @@ def updates(preset: str) -> Callable[[int], Any]:
     model, tokenizer = load_model(str(folder()), "float32", "cpu")
     updater = Updater(
         RunConfig(algorithm=AlgorithmConfig(preset=preset, lr=1e-4)),
-        make(preset, {}, streams=ALL_STREAMS),
+        make(preset, {}, supplies=ALL_OUTPUTS),
         TorchLearner(model, tokenizer, threads=1),
         preprocessor=Preprocessor(tokenizer=tokenizer),
     )

@@ -140,9 +140,9 @@ class TabularModel(LearnerDefaults):
         ids = every.scatter(1, tokens[:, None], torch.inf).topk(min(k, every.shape[1])).indices
         return ids, every.gather(1, ids)
 
-    def symbol_logprobs(self, batch: Batch, of: str = "current") -> Tensor:
+    def topk_logprobs(self, batch: Batch, of: str = "current") -> Tensor:
         with torch.no_grad():
-            return self._every(batch, _actions)[0].gather(1, batch.symbols)
+            return self._every(batch, _actions)[0].gather(1, batch.topk_tokens)
 
     def step(
         self,
@@ -155,15 +155,15 @@ class TabularModel(LearnerDefaults):
         observation_weights: Tensor | None = None,
     ) -> StepReport:
         every, tokens = self._every(batch, _actions)
-        ids = batch.symbols if batch.symbols.numel() else tokens[:, None]
+        ids = batch.topk_tokens if batch.topk_tokens.numel() else tokens[:, None]
         p = every.gather(1, ids)
-        read = p.detach() if batch.symbols.numel() else p.detach()[:, 0]
+        read = p.detach() if batch.topk_tokens.numel() else p.detach()[:, 0]
         psi = coefficients(read, torch.arange(batch.n_tokens))
         loss = -(
             (psi if psi.dim() == 2 else psi[:, None]) * p[:, : 1 if psi.dim() == 1 else None]
         ).sum()
         report = StepReport(logprobs=p.detach()[:, 0].float(), applied=True)
-        report.symbols = p.detach().float() if batch.symbols.numel() else None
+        report.topk_logprobs = p.detach().float() if batch.topk_tokens.numel() else None
         if observation_weights is not None:
             seen, answered = self._every(batch, lambda row: row.observed)
             said = seen.gather(1, answered[:, None])[:, 0]

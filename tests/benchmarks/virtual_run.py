@@ -390,7 +390,7 @@ def run_config(
     algorithm = {"max_staleness": mode.ahead, "store_credit": False, "preset": preset} | more
     if mode.ahead:
         algorithm["async_sampling"] = "in_flight" if mode.in_flight else "drained"
-        algorithm["group_order"] = "asked" if mode.asked else "ready"
+        algorithm["group_order"] = "requested" if mode.asked else "completed"
     given = [f"algorithm.{key}={json.dumps(value)}" for key, value in algorithm.items()]
     if costs.length:
         given.append(f"sampling.max_tokens={costs.length[3]}")

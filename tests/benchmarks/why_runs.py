@@ -240,7 +240,8 @@ def fates() -> list[Fate]:
         Fate(kind="stale", name="ready first", verify=w.first_in(30, "x"), steps=6,
              agent=w.slow(0.2, 0.5), heldout=w.words(20, "heldout"),
              algorithm={"lr": 5e-2, "preset": "rloo+tis", "max_staleness": 6.0, "groups": 3,
-                        "group_size": 4, "group_order": "ready", "async_sampling": "in_flight"}),
+                        "group_size": 4, "group_order": "completed",
+                        "async_sampling": "in_flight"}),
         # tasks
         Fate(kind="duplicates", name="four of 64", verify=w.by_word("Y"),
              train=w.words(4, "t") * 16, steps=24),

@@ -220,7 +220,7 @@ def batch_of(
         rows=[],
         token_row=index,
         token_transition=index,
-        behaviour=torch.from_numpy(np.log(world.policy[node, action])).float(),
+        sampler_logprobs=torch.from_numpy(np.log(world.policy[node, action])).float(),
         transition_rollout=owner,
         transition_role=torch.from_numpy(world.role[node]),
         row_rollout=owner,

@@ -36,8 +36,8 @@ def test_walks_are_walked(sage: Parts) -> None:
     assert board.parse("east : c 4 4") is None
     assert board.parse("east") is None
     assert board.parse(": c 4") is None
-    assert board.parse("east " * board.LONGEST + ": c 4") is not None
-    assert board.parse("east " * (board.LONGEST + 1) + ": c 4") is None
+    assert board.parse("east " * board.MAX_MOVES + ": c 4") is not None
+    assert board.parse("east " * (board.MAX_MOVES + 1) + ": c 4") is None
 
 
 def test_heldout_walks_are_longer_than_seeds(sage: Parts) -> None:

@@ -169,7 +169,7 @@ class Step:
     @property
     def candidates(self) -> int:
         """How many tokens it reads at each position; 0: the sampled one."""
-        return int(self.algo.symbols)
+        return int(self.algo.topk)
 
     def psi(self, current: Any, others: Mapping[str, Any], candidates: Any = None) -> Any:
         """The weight of each token [N], or of each candidate [N, K]. current: log-probs of the
@@ -182,7 +182,7 @@ class Step:
 
         batch = self.batch
         if candidates is not None:
-            batch = dataclasses.replace(batch, symbols=candidates)
+            batch = dataclasses.replace(batch, topk_tokens=candidates)
         terms = loss_terms(self.algo, batch, GivenLogProbs(**others))
         return loss_coefficients(self.algo, terms, current, torch.arange(batch.n_tokens))
 
@@ -206,10 +206,10 @@ def prepare_step(
     from agentrl.algorithms.data.merge import build_batch
     from agentrl.algorithms.data.state import AlgorithmState
     from agentrl.algorithms.objective.core import compute_advantages
-    from agentrl.algorithms.objective.ratios import ALL_STREAMS
+    from agentrl.algorithms.objective.ratios import ALL_OUTPUTS
     from agentrl.algorithms.presets.registry import make
 
-    algo = make(preset, options, streams=ALL_STREAMS, root=folder)
+    algo = make(preset, options, supplies=ALL_OUTPUTS, root=folder)
     side = algo.side
     names = [*algo.rewards, *(() if side is None else side.columns)]
     names = list(dict.fromkeys(names))
@@ -234,10 +234,10 @@ def psi(preset: str, options: Mapping[str, Any], batch: Any, current: Any, old: 
     import torch
 
     from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
-    from agentrl.algorithms.objective.ratios import ALL_STREAMS, GivenLogProbs
+    from agentrl.algorithms.objective.ratios import ALL_OUTPUTS, GivenLogProbs
     from agentrl.algorithms.presets.registry import make
 
-    algo = make(preset, options, streams=ALL_STREAMS)
+    algo = make(preset, options, supplies=ALL_OUTPUTS)
     terms = loss_terms(algo, batch, GivenLogProbs(old=old))
     return loss_coefficients(algo, terms, current, torch.arange(batch.n_tokens))
 
@@ -319,7 +319,7 @@ def without_pauses() -> Any:
     """Repetitions of a call follow at once."""
     from agentrl.runners.gateway import upstream
 
-    return mock.patch.multiple(upstream, FIRST_RETRY_PAUSE=0.001, LONGEST_RETRY_PAUSE=0.002)
+    return mock.patch.multiple(upstream, FIRST_RETRY_PAUSE=0.001, MAX_RETRY_PAUSE=0.002)
 
 
 # -- stored runs -----------------------------------------------------------------------------------

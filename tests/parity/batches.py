@@ -49,7 +49,7 @@ class Rollouts:
             rows=[],
             token_row=token_row,
             token_transition=token_row,
-            behaviour=self.b[self.sampled],
+            sampler_logprobs=self.b[self.sampled],
             transition_rollout=rows,
             transition_role=torch.zeros_like(rows),
             row_rollout=rows,

@@ -95,7 +95,7 @@ def test_both_kinds_of_bound_are_reached() -> None:
 @pytest.mark.parametrize("option", MASKS)
 def test_a_rejection_of_verl_is_a_gate_of_zero_and_one(option: str) -> None:
     threshold, gates = MASKS[option]
-    algo = Algo(credit=lambda batch: batch.behaviour, gates=gates, agg=AVERAGES["token-sum"])
+    algo = Algo(credit=lambda batch: batch.sampler_logprobs, gates=gates, agg=AVERAGES["token-sum"])
     rejected = 0
     for seed in SEEDS:
         data = rollouts(seed)
@@ -123,7 +123,7 @@ def test_seq_mask_tis_is_verls_seq_mean_k1() -> None:
         rollout_rs="seq_mean_k1",
         rollout_rs_threshold=f"{1 / 1.1}_{1 / 0.9}",
     )
-    alone = Algo(lambda batch: batch.behaviour, (mask,), agg=AVERAGES["token-sum"])
+    alone = Algo(lambda batch: batch.sampler_logprobs, (mask,), agg=AVERAGES["token-sum"])
     ones = replace(data, advantage=torch.ones_like(data.mask))
     assert torch.equal(ours(alone, ones), kept[data.sampled])
 

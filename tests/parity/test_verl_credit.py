@@ -84,7 +84,7 @@ def theirs(name: str, data: Rollouts, **options: Any) -> Tensor:
 
 
 def ours(name: str, data: Rollouts, **options: Any) -> Tensor:
-    algo = make(name, options, streams=("old", "sampler", "reference", "values"))
+    algo = make(name, options, supplies=("old", "sampler", "reference", "values"))
     return algo.credit(data.flat(GREEDY if algo.needs_greedy else ()))
 
 

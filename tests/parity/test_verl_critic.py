@@ -28,7 +28,7 @@ def with_reference(data: Rollouts) -> Batch:
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.99, 1.0)])
 def test_returns_are_those_of_verl_before_anything_is_whitened(gamma: float, lam: float) -> None:
-    algo = make("ppo", {"gamma": gamma, "lam": lam}, streams=("old", "sampler", "values"))
+    algo = make("ppo", {"gamma": gamma, "lam": lam}, supplies=("old", "sampler", "values"))
     for seed in SEEDS:
         data = rollouts(seed)
         _, expected = verl.compute_gae_advantage_return(
@@ -62,7 +62,7 @@ def test_the_value_loss_and_its_gradient_are_verls(clip: float) -> None:
 def test_the_toll_is_verls_penalty_in_the_rewards() -> None:
     """verl's rewards of tokens less 0.1 k1, then its GAE. Both take the sampler's log-probs."""
     options = {"gamma": 1.0, "lam": 0.95, "kl_reward": 0.1}
-    algo = make("ppo", options, streams=("old", "sampler", "reference", "values"))
+    algo = make("ppo", options, supplies=("old", "sampler", "reference", "values"))
     for seed in SEEDS:
         data = rollouts(seed)
         rewards = verl.compute_rewards(data.token_rewards, data.b, data.q, 0.1) * data.mask

@@ -184,7 +184,7 @@ def bypass(data: Rollouts, kind: str, average: str, **correction: Any) -> Tensor
 
 
 def test_bypass_with_a_clip_is_ppo_against_the_sampler() -> None:
-    algo = Algo(credit=lambda batch: batch.behaviour, gates=(Gate(Clip(), den="sampler"),))
+    algo = Algo(credit=lambda batch: batch.sampler_logprobs, gates=(Gate(Clip(), den="sampler"),))
     for seed in SEEDS:
         data = rollouts(seed)
         actual = ours(replace(algo, agg=AVERAGES["token-mean"]), data)
@@ -196,7 +196,9 @@ def test_bypass_without_a_clip_is_a_truncated_weight(level: str) -> None:
     gate = Gate(Truncate(0.0, 1.3), den="sampler")
     if level == "sequence":
         gate = replace(gate, by="row", how="sum")
-    algo = Algo(credit=lambda batch: batch.behaviour, gates=(gate,), agg=AVERAGES["token-mean"])
+    algo = Algo(
+        credit=lambda batch: batch.sampler_logprobs, gates=(gate,), agg=AVERAGES["token-mean"]
+    )
     for seed in SEEDS:
         data = rollouts(seed)
         expected = bypass(
@@ -272,7 +274,7 @@ def test_verls_straight_through_penalties_are_k2(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "our_kind"), KINDS.items())
 def test_a_loss_with_a_penalty_is_verls_loss_plus_its_penalty(kind: str, our_kind: Any) -> None:
-    algo = make("grpo", {}, streams=("old", "sampler", "reference"))
+    algo = make("grpo", {}, supplies=("old", "sampler", "reference"))
     algo = replace(algo, penalties=(KLPenalty(our_kind, 0.04),), agg=AVERAGES["token-mean"])
     for seed in SEEDS:
         data = rollouts(seed)

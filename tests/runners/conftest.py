@@ -283,7 +283,7 @@ class Bench:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repetitions follow at once, and so does the end of a worker."""
     monkeypatch.setattr(upstream, "FIRST_RETRY_PAUSE", 0.001)
-    monkeypatch.setattr(upstream, "LONGEST_RETRY_PAUSE", 0.01)
+    monkeypatch.setattr(upstream, "MAX_RETRY_PAUSE", 0.01)
     monkeypatch.setattr(main, "CLAIM_TIMEOUT", 0.02)
 
 

@@ -32,7 +32,7 @@ from agentrl.core.types import (
     float32,
     int32,
 )
-from agentrl.store.rows import LONGEST_LEASE
+from agentrl.store.rows import MAX_LEASE
 
 SOON = 10.0  # seconds in which whatever is waited for must have happened
 
@@ -1430,12 +1430,12 @@ async def test_a_claim_of_nothing_is_refused(store):
 
 
 async def test_a_lease_has_a_longest(store):
-    for lease in (LONGEST_LEASE + 1, 1e300):
+    for lease in (MAX_LEASE + 1, 1e300):
         with pytest.raises(Invalid, match="by heartbeats"):
             await claim(store, lease=lease)
         with pytest.raises(Invalid, match="by heartbeats"):
             await store.heartbeat([], lease=lease)
-    assert await claim(store, lease=LONGEST_LEASE) == []
+    assert await claim(store, lease=MAX_LEASE) == []
 
 
 async def test_ids_have_a_longest(store, kit):

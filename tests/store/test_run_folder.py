@@ -66,7 +66,7 @@ async def store(config: RunConfig, clock: Clock) -> Any:
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "BEAT_PAUSE", 0.01)
-    monkeypatch.setattr(run_folder, "LOOK_PAUSE", 0.01)
+    monkeypatch.setattr(run_folder, "CHECK_PAUSE", 0.01)
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_a_database_of_something_else(tmp_path: Path) -> None:
     conn = sqlite3.connect(path)
     conn.execute("create table books (title)")
     conn.close()
-    assert "no agentrl store" in refused(path)
+    assert "not an agentrl store" in refused(path)
 
 
 async def test_a_damaged_store(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ tasks = [{"input": f"What is {i} plus {i + 1}?", "answer": 2 * i + 1} for i in r
 
 
 def children(pid: int) -> dict[str, int]:
-    """`runner` and `algorithm` processes of a front, by name."""
+    """`runner` and `algorithm` processes of a launcher, by name."""
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return {Path(f"/proc/{child}/comm").read_text().strip(): int(child) for child in listed}
 
@@ -87,7 +87,7 @@ def test_killed_at_random_moments_the_run_ends_where_it_would_have_ended(
 def wait_for_progress(
     process: warm.Process | subprocess.Popen[bytes], database: Path, steps: int
 ) -> None:
-    """Until the run has committed another step, or an earlier kill has ended the front."""
+    """Until the run has committed another step, or an earlier kill has ended the launcher."""
     before = committed(database)
     deadline = time.monotonic() + 90
     while committed(database) == before and process.poll() is None:
@@ -97,7 +97,7 @@ def wait_for_progress(
 
 
 def kill(process: warm.Process, victims: tuple[str, ...]) -> int:
-    """1 if any victim was there to be killed. Without the algorithm the front ends as well."""
+    """1 if any victim was there to be killed. Without the algorithm the launcher ends as well."""
     processes = children(process.pid) if process.poll() is None else {}
     found = [processes[name] for name in victims if name in processes]
     for pid in found:

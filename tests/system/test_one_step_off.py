@@ -71,7 +71,7 @@ def test_of_the_same_rollouts_a_run_has_bitwise_one_result(
     assert_same(*folders)
 
 
-@pytest.mark.parametrize("wrong", [{"max_staleness": 2}, {"group_order": "ready"}])
+@pytest.mark.parametrize("wrong", [{"max_staleness": 2}, {"group_order": "completed"}])
 def test_it_is_refused_where_it_promises_nothing(wrong: dict[str, Any]) -> None:
     algorithm = {"preset": "grpo+tis", "max_staleness": 1, "async_sampling": "one_step_off"}
     with pytest.raises(ConfigError, match="one_step_off' samples one step ahead"):

@@ -193,7 +193,7 @@ class EmbeddedEngineConfig(EngineConfig, frozen=True, tag="embedded"):
         return True
 
 
-OF_A_CHILD: tuple[tuple[str, object], ...] = (
+CHILD_ONLY: tuple[tuple[str, object], ...] = (
     ("arguments", []), ("gpu_memory", 0.0), ("sleep", 0),
 )  # fmt: skip
 
@@ -219,7 +219,7 @@ class VllmConfig(Section, frozen=True):
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"engine.vllm.urls = {url!r}: give it as http://HOST:PORT")
-        for name, default in OF_A_CHILD:
+        for name, default in CHILD_ONLY:
             if self.urls and getattr(self, name) != default:
                 raise ValueError(
                     f"engine.vllm.{name} is for a vLLM child, but engine.vllm.urls are servers that"

@@ -179,9 +179,9 @@ class AlgorithmConfig(Section, frozen=True):
     # without max_staleness, else drained.
     async_sampling: Literal["none", "drained", "in_flight", "one_step_off"] | None = None
     # Order in which groups are trained: as requested, or as they end.
-    group_order: Literal["asked", "ready"] = "asked"
-    # Too old tokens with group_order = "ready". withhold: use the reward for the group's baseline
-    # but do not train the tokens. cancel: cancel the whole group and request another.
+    group_order: Literal["requested", "completed"] = "requested"
+    # Too old tokens with group_order = "completed". withhold: use the reward for the group's
+    # baseline but do not train the tokens. cancel: cancel the whole group and request another.
     stale_tokens: Literal["withhold", "cancel"] = "withhold"
     group_quorum: Count | None = None  # successful rollouts that end their group; none: group_size
     # Seconds after the first claim in a group, from which min_group successful rollouts end it.

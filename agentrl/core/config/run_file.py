@@ -25,14 +25,14 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.loading import load_tasks
 from agentrl.core.types import Json
 
-DEEPEST = 100  # tables and arrays inside each other, and parts of a dotted key
-LONGEST_SHOWN = 80  # characters of a setting in an error
-TOO_DEEP = f"it has a key or value of more than {DEEPEST} levels; no setting is so deep"
+MAX_DEPTH = 100  # tables and arrays inside each other, and parts of a dotted key
+MAX_SHOWN_CHARS = 80  # characters of a setting in an error
+TOO_DEEP = f"it has a key or value of more than {MAX_DEPTH} levels; no setting is so deep"
 TOO_LARGE = "it has an integer of more than 64 bits, which TOML does not allow"
 # A dotted key, where one may begin; nothing of it is read twice.
 LONG_KEY = re.compile(
     r"""(?:^|[\[{,])[ \t]*+(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+)"""
-    rf"{{{DEEPEST}}}",
+    rf"{{{MAX_DEPTH}}}",
     re.MULTILINE,
 )
 
@@ -78,7 +78,7 @@ def read_toml(text: str) -> dict[str, Any]:
     except ValueError:  # Python reads no integer of more than 4,300 digits
         raise ValueError(TOO_LARGE) from None
     level: list[Any] = [data]
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_DEPTH + 1):
         if any(isinstance(one, int) and one.bit_length() > 63 for one in level):
             raise ValueError(TOO_LARGE)
         tables = [one.values() for one in level if isinstance(one, dict)]
@@ -257,10 +257,10 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string, so the command line needs no quotes
     except ValueError as error:
-        raise ConfigError(f"override {override[:LONGEST_SHOWN]!r}: {error}") from None
+        raise ConfigError(f"override {override[:MAX_SHOWN_CHARS]!r}: {error}") from None
     *parents, last = key.split(".")
-    if len(parents) > DEEPEST:
-        raise ConfigError(f"override {override[:LONGEST_SHOWN]!r}: {TOO_DEEP}")
+    if len(parents) > MAX_DEPTH:
+        raise ConfigError(f"override {override[:MAX_SHOWN_CHARS]!r}: {TOO_DEEP}")
     table = data
     for parent in parents:
         table = table.setdefault(parent, {})

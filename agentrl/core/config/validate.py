@@ -459,26 +459,26 @@ def _staleness(config: RunConfig) -> Iterator[str]:
             f"= {ahead:g} requests it; remove one of them"
         )
     for key, value in (("async_sampling", overlap), ("group_order", algorithm.group_order)):
-        if not ahead and value not in (None, "none", "asked"):
+        if not ahead and value not in (None, "none", "requested"):
             yield (
                 f"algorithm.{key} = {value!r}: nothing is sampled ahead of an update while "
                 "algorithm.max_staleness is 0; set that too"
             )
-    if overlap == "one_step_off" and (ahead != 1 or algorithm.group_order != "asked"):
+    if overlap == "one_step_off" and (ahead != 1 or algorithm.group_order != "requested"):
         yield (
             "algorithm.async_sampling = 'one_step_off' samples one step ahead and trains groups in "
             "the order requested; set algorithm.max_staleness = 1 and "
-            "algorithm.group_order = 'asked'"
+            "algorithm.group_order = 'requested'"
         )
     if kept != "recompute" and overlap != "in_flight":
         yield (
             f"engine.kv_on_update = {kept!r} has no effect unless algorithm.async_sampling = "
             "'in_flight', because no call runs while weights change; remove it"
         )
-    if algorithm.group_order == "asked" and algorithm.stale_tokens != "withhold":
+    if algorithm.group_order == "requested" and algorithm.stale_tokens != "withhold":
         yield (
             f"algorithm.stale_tokens = {algorithm.stale_tokens!r}: groups trained in the order "
-            "requested never get too old; remove it, or set algorithm.group_order = 'ready'"
+            "requested never get too old; remove it, or set algorithm.group_order = 'completed'"
         )
     quorum = algorithm.group_quorum
     if quorum is not None and not algorithm.min_group <= quorum <= size:

@@ -20,7 +20,7 @@ from agentrl.environments.plugins.verdicts import arguments_of, digest, held_out
 from agentrl.environments.toolbox import as_python, as_tool, as_tool_calls, fifths, number
 
 CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_"
-MORE = "I have updated some more functions you can choose from. What about now?"  # as BFCL
+MORE = "I have updated some more functions you can choose from. What about now?"  # as in BFCL
 
 
 def lines(name: str) -> list[Any]:
@@ -34,10 +34,11 @@ class Dialogue(Episode):
         self.docs = {d["name"]: d for name in names for d in lines(f"multi_turn_func_doc/{name}")}
         self.entry, self.truth, self.turn = entry, truth, 0
         self.made: list[list[list[str]]] = [[] for _ in truth]  # turn -> replies -> calls
-        self.who = f"m{uuid4().hex}"  # instances are global variables whose names start with it
+        self.who = f"m{uuid4().hex}"  # BFCL keeps instances in global variables with this prefix
 
     def reset(self) -> Any:
-        later = self.entry.get("missed_function", {}).items()  # turn -> functions told only then
+        # Turn -> functions that are offered only from then on.
+        later = self.entry.get("missed_function", {}).items()
         hidden = {name for turn, names in later if int(turn) > self.turn for name in names}
         self.tools = [as_tool(doc) for name, doc in self.docs.items() if name not in hidden]
         return self.entry["question"][self.turn] or [{"role": "user", "content": MORE}]
@@ -82,11 +83,12 @@ class Request(Episode):
         try:
             found = check(*given, language, self.what, OWN)
         except (TypeError, AttributeError, LookupError, ValueError):
-            return "", 0.0, True  # it expects lists and objects in arguments where they belong
+            # BFCL's checker expects lists and objects where the schema has them.
+            return "", 0.0, True
         return "", number(found["valid"]), True
 
 
-OWN = "agentrl"  # name of a model to BFCL's checker, which looks up how it spells functions
+OWN = "agentrl"  # model name for BFCL's checker, which determines the spelling of functions
 
 
 def spelled(name: str) -> str:
@@ -95,8 +97,8 @@ def spelled(name: str) -> str:
 
 
 def ast_checker() -> Any:
-    """BFCL's checker of calls. The module that it imports for the names of models imports the
-    client of every provider; it reads one field of it."""
+    """BFCL's checker of calls. It imports a module with the names of models, which imports the
+    clients of all providers, but reads only one field of it."""
     known = SimpleNamespace(MODEL_CONFIG_MAPPING={OWN: SimpleNamespace(underscore_to_dot=True)})
     sys.modules.setdefault("bfcl_eval.constants.model_config", known)  # type: ignore[arg-type]
     return import_module("bfcl_eval.eval_checker.ast_eval.ast_checker").ast_checker
@@ -144,7 +146,8 @@ def allowed(truth: list[dict[str, dict[str, list[Any]]]]) -> list[dict[str, Any]
 
 
 def first_values(values: dict[str, list[Any]]) -> dict[str, Any]:
-    """Of an object the values of each field are listed, too. "": it may also be left out."""
+    """The first allowed value of each argument; in objects every field has a list of allowed
+    values, too. "" in a list: the argument may be omitted."""
     given = {key: next((x for x in some if x != ""), None) for key, some in values.items()}
     return {key: plain_value(value) for key, value in given.items() if value is not None}
 
@@ -195,23 +198,24 @@ class Evals(Environment):
     def run(self, index: int, endpoint: Endpoint) -> dict[str, float]:
         from evals import record
 
-        kept: dict[str, Any] = {}  # of what the eval records
+        kept: dict[str, Any] = {}  # records of the eval
 
         def matched(correct: bool, **_: Any) -> None:
             kept["outcome"] = number(correct)
 
         recorder = SimpleNamespace(record_match=matched, record_metrics=kept.update)
-        record._default_recorder.set(recorder)  # of this thread's context
+        record._default_recorder.set(recorder)  # in this thread's context
         played = self.eval(endpoint, *map(endpoint.role, self.roles))
         rng = Random(f"{self.name}.{index}:{played.seed}".encode())  # as the package's
         played.eval_sample(deepcopy(self.samples[index]), rng)
-        kept["outcome"] = number(kept.get("outcome", kept.get("score")))  # None if it has neither
+        # None if there is neither a match nor a score.
+        kept["outcome"] = number(kept.get("outcome", kept.get("score")))
         return {k: float(v) for k, v in kept.items() if isinstance(v, int | float)}
 
 
 def completion(endpoint: Endpoint | None) -> Callable[..., Any]:
-    """How an eval calls a model: with the run file's [sampling], not with what it fixes itself,
-    such as temperature 0."""
+    """The completion function of an eval: it uses the run file's [sampling] instead of the eval's
+    own parameters, such as temperature 0."""
 
     def complete(prompt: str | list[dict[str, Any]], **_: Any) -> Any:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -233,14 +237,15 @@ class Tau2(Environment):
 
     def __init__(self, what: str, max_steps: int = 100) -> None:
         """`max_steps`: a conversation that has not ended after so many messages scores 0."""
-        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # not from the network
+        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # do not download prices
         from loguru import logger
         from tau2.data_model.message import AssistantMessage
         from tau2.run import load_task_splits, load_tasks
         from tau2.utils import llm_utils
 
         logger.remove()  # it logs each message
-        # It would raise at calls that are no JSON, and at empty replies, which are the model's.
+        # tau2 would raise at malformed calls and empty replies, but these are mistakes of the
+        # model.
         llm_utils.json = SimpleNamespace(loads=arguments_of, dumps=json.dumps)
         AssistantMessage.validate = lambda _: None
         self.what, self.max_steps, known = what, max_steps, load_task_splits(what) or {}
@@ -259,7 +264,8 @@ class Tau2(Environment):
         actions = (criteria and criteria.actions) or []
         if criteria is None or any(action.requestor == "user" for action in actions):
             return None
-        if criteria.env_assertions and not actions:  # it says what holds, not how
+        # The task specifies the final state, not the actions.
+        if criteria.env_assertions and not actions:
             return None
         calls = ({"name": a.name, "arguments": json.dumps(a.arguments)} for a in actions)
         said = ". ".join(["Done", *(criteria.communicate_info or [])])
@@ -275,7 +281,7 @@ class Tau2(Environment):
 
         players = {"llm_args_agent": given(endpoint), "llm_args_user": given(endpoint.role("user"))}
         model = f"openai/{endpoint.model}"
-        done = run_task(  # without a seed, which would make the rollouts of a group the same
+        done = run_task(  # without a seed, with which all rollouts of a group would be equal
             self.what, self.known[id], "llm_agent", "user_simulator", llm_agent=model,
             llm_user=model, max_steps=self.max_steps, evaluation_type=EvaluationType.ALL, **players,
         )  # fmt: skip

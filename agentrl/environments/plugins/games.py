@@ -1,4 +1,4 @@
-"""Games of one or several players, seen as text: PettingZoo and TextArena."""
+"""Games of one or several players with text observations: PettingZoo and TextArena."""
 
 import random
 import re
@@ -23,7 +23,7 @@ from agentrl.environments.toolbox import (
 
 
 class PettingZooGame(Episode):
-    keep = False  # an observation has all that a move depends on
+    keep = False  # an observation contains the whole state
 
     def __init__(self, plugin: "PettingZoo", seed: int) -> None:
         self.plugin, self.seed, self.dice, self.turns = plugin, seed, random.Random(seed), 0
@@ -36,7 +36,8 @@ class PettingZooGame(Episode):
         return self.turn()
 
     def turn(self) -> Any:
-        """What the next to move is told; those that have ended and random opponents move now."""
+        """The observation of the next player, after moves of random opponents and of players that
+        have ended."""
         while self.env.agents:
             mover, (obs, _, ended, cut, _) = self.env.agent_selection, self.env.last()
             text, self.names = board(obs, int(self.env.action_space(mover).n))
@@ -54,7 +55,7 @@ class PettingZooGame(Episode):
     def step(self, reply: dict[str, Any]) -> tuple[Any, float | dict[str, float], bool]:
         mover, action = self.env.agent_selection, named(reply, self.names)
         before, self.turns, self.moved = dict(self.total), self.turns + 1, self.moved | {mover}
-        if action is None:  # an illegal move loses, as PettingZoo has it
+        if action is None:  # an illegal move loses, as in PettingZoo
             self.total[mover] -= 1
             return "", self.gains(before, mover), True
         self.move(int(action))
@@ -63,8 +64,8 @@ class PettingZooGame(Episode):
         return said, self.gains(before, mover), over
 
     def gains(self, before: dict[str, float], mover: str) -> float | dict[str, float]:
-        """What a move has brought: to the policy, or to each role. Others lose by it, and who moved
-        first in a simultaneous game is paid by the last one's move."""
+        """The rewards of a move, for the policy or by role: others may lose by a move, and in a
+        simultaneous game the last player's move also rewards the players before."""
         gained = {name: value - before[name] for name, value in self.total.items()}
         if self.learner:
             return gained[mover]
@@ -106,7 +107,7 @@ FIX_HINTS = {
 
 
 class TextArenaGame(Episode):
-    keep = False  # what a player is told has all that was said before
+    keep = False  # an observation contains all earlier ones
 
     def __init__(self, plugin: "TextArena", seed: int) -> None:
         import textarena
@@ -134,7 +135,8 @@ class TextArenaGame(Episode):
         names = self.plugin.names
         found, info = self.env.close() if done else (dict.fromkeys(range(len(names)), 0.0), {})
         if len(names) == 1 and (info or {}).get(0, {}).get("invalid_move"):
-            found = {0: self.plugin.illegal}  # games give part of their score, or the reason's text
+            # Some games return a part of the score, or the text of a reason.
+            found = {0: self.plugin.illegal}
         if missing := [name for i, name in enumerate(names) if i not in (found or {})]:
             raise ValueError(f"the game ended without a reward for {', '.join(missing)}")
         self.scores = {name: number(found[i]) for i, name in enumerate(names)}
@@ -171,5 +173,5 @@ class TextArena(Seeded):
         return TextArenaGame(self, input["seed"])
 
     def solution(self, input: Any) -> Any:
-        moves = re.compile(r"\[[^]]+\]")  # as they are told
+        moves = re.compile(r"\[[^]]+\]")  # as observed
         return shortest(lambda: self.open(input), lambda game: moves.findall(game.last), 0.99)

@@ -18,7 +18,8 @@ from agentrl.environments.toolbox import (
     shown,
 )
 
-# Of toy text: the words of the actions, and what is seen. Other actions are numbers.
+# Toy text environments: words for the actions, and rendered observations. Other environments use
+# numbers.
 WORDS = {
     "FrozenLake": ("left down right up", "( ) you, S start, F ice, H hole, G goal"),
     "CliffWalking": ("up right down left", "x you, C cliff, T goal"),
@@ -29,7 +30,7 @@ WORDS = {
 
 
 class GymnasiumGame(Episode):
-    keep = False  # an observation has all that a move depends on
+    keep = False  # an observation contains the whole state
 
     def __init__(self, plugin: "Gymnasium", seed: int) -> None:
         import gymnasium
@@ -80,7 +81,7 @@ class Gymnasium(Seeded):
                  illegal: float = -1.0, **options: Any) -> None:  # fmt: skip
         self.what, self.episodes, self.limit, self.rules = what, episodes, limit, rules
         self.illegal, self.options = illegal, options
-        self.open({"seed": 0}).reset()  # what cannot be made or read is said now
+        self.open({"seed": 0}).reset()  # reports environments that cannot be created or rendered
 
     def open(self, input: Any) -> GymnasiumGame:
         return self.game(self, input["seed"])
@@ -114,7 +115,7 @@ class MiniGrid(Gymnasium):
 
 
 class TextWorldGame(Episode):
-    keep = False  # what is seen and held is told at each turn
+    keep = False  # each turn's observation is complete
 
     def __init__(self, file: str, limit: int, commands: bool) -> None:
         import textworld

@@ -1,7 +1,7 @@
-"""Inspect's tasks, of which one sample is one rollout.
+"""Inspect's tasks. Each sample of an Inspect task is a task of the run.
 
-WHAT is a task, such as `inspect_evals/gsm8k` or `prices.py@prices`. Other models that it asks, such
-as `grader`, are roles.
+WHAT is a task, such as `inspect_evals/gsm8k` or `prices.py@prices`. Other models that a task calls,
+such as `grader`, are roles.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from agentrl.environments.plugins.verdicts import (
     scores,
 )
 
-SAMPLING = dict.fromkeys(("temperature", "top_p", "top_k", "seed", "num_choices"))  # the run's
+# Unset, so that the run's sampling settings apply.
+SAMPLING = dict.fromkeys(("temperature", "top_p", "top_k", "seed", "num_choices"))
 GRADER = 'it asks the role grader: set environment_options.roles = ["grader"]'
 
 
 class Inspect(Environment):
     requires = ("inspect-ai==0.3.285", "inspect-evals==0.26.0", "openai==3.57.0")
-    isolation = "process"  # it runs one evaluation at a time
+    isolation = "process"  # Inspect runs one evaluation at a time
 
     def __init__(self, what: str, score: str = "", roles: Any = (), messages: int = 100,
                  **arguments: Any) -> None:  # fmt: skip
-        """`score`: of several, what counts. `roles`: not seen in it. `messages`: the most."""
+        """`score`: the score to use as reward, if there are several. `roles`: roles that cannot be
+        derived from the task. `messages`: maximum number of messages."""
         from inspect_ai._eval.loader import load_tasks
         from inspect_ai._util.registry import registry_info, registry_params
         from inspect_ai.util._display import init_display_type
@@ -65,11 +67,11 @@ class Inspect(Environment):
         from inspect_ai.dataset import MemoryDataset
         from inspect_ai.model import get_model
 
-        def model(at: Endpoint) -> Any:  # its Responses API would first send a probe
+        def model(at: Endpoint) -> Any:  # Inspect's client of the Responses API would send a probe
             given = {"base_url": at.url, "api_key": at.key, "responses_api": False}
             return get_model(f"openai/{at.model}", memoize=False, **given)
 
-        roles = {"grader": get_model("none/none")}  # else the policy would grade itself
+        roles = {"grader": get_model("none/none")}  # otherwise the policy would grade itself
         roles |= {role: model(endpoint.role(role)) for role in self.roles}
         task = task_with(copy(self.task), dataset=MemoryDataset([dict(self.pairs)[id]]))
         play = {"model": model(endpoint), "model_roles": roles, "epochs": 1, "max_retries": 2}

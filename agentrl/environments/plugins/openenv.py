@@ -20,7 +20,7 @@ class OpenEnvSession(Episode):
 
     def reset(self) -> str:
         until = time.monotonic() + self.plugin.wait
-        while (state := self.begin()) is None:  # it is full, but a session may end soon
+        while (state := self.begin()) is None:  # the server is full, but a session may end soon
             if time.monotonic() > until:
                 raise EpisodeError(FULL.format(self.plugin.url, self.plugin.wait))
             time.sleep(0.2)
@@ -57,10 +57,9 @@ class OpenEnvSession(Episode):
 
 
 class OpenEnv(Seeded):
-    """A running OpenEnv server; WHAT is its address.
-
-    Options: episodes (per split, a seed each), limit (of turns),
-    wait (seconds for a session), illegal (reward of no action); others are those of its reset."""
+    """A running OpenEnv server; WHAT is its address. Options: episodes (per split, one seed each),
+    limit (of turns), wait (seconds for a session), illegal (reward of a reply without an action);
+    other options are passed to its reset."""
 
     requires = ("openenv==0.10.0",)
 

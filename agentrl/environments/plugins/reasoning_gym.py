@@ -20,8 +20,9 @@ class ReasoningGym(Environment):
         self, what: str, size: int = 500, heldout: int = 100, seed: int = 7, system: str = "",
         **config: Any,
     ) -> None:  # fmt: skip
-        """`config`: of the data set. `system`: a system prompt, or the name of one of
-        reasoning-gym's. Most of these ask for <answer> tags, from which the answer is extracted."""
+        """`config`: arguments of the data set. `system`: a system prompt, or the name of a prompt
+        of reasoning-gym. Most of its prompts ask for <answer> tags, from which the answer is
+        extracted."""
         import reasoning_gym
         from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
@@ -48,10 +49,11 @@ class ReasoningGym(Environment):
         score = self.data["train"].score_answer
         try:
             found = score(self.extract(said) or said.strip(), entry)
-        except (OSError, MemoryError):  # such as a time-out, which no answer causes
+        except (OSError, MemoryError):  # such as a time-out, which is not the answer's fault
             raise
         except Exception:  # noqa: BLE001 - some scorers parse an answer without a check
-            score(entry["answer"] or "", entry)  # raises if it is not the answer's fault
+            # Raises if the scorer cannot score this item at all.
+            score(entry["answer"] or "", entry)
             return 0.0
         return number(found)
 
@@ -61,12 +63,14 @@ class ReasoningGym(Environment):
 
     @cached_property
     def _answers(self) -> dict[str, str]:
-        """By question; a data set generates each entry again whenever it is read."""
+        """Question -> answer. Cached, because a data set generates an entry again at each
+        access."""
         return {one["question"]: one["answer"] for rows in self.data.values() for one in rows}
 
     def _entry(self, task: dict[str, Any]) -> dict[str, Any]:
-        """The entry of a task. It is generated again only if it is no literal, because five
-        generators give other entries in another process (they iterate over sets of strings)."""
+        """The entry of a task. It is generated again only if it is not a literal, because five
+        generators return different entries in different processes (they iterate over sets of
+        strings)."""
         try:
             entry: dict[str, Any] = literal_eval(task["entry"])
         except ValueError:

@@ -1,6 +1,5 @@
-"""Verdicts of packages with scorers of their own, as rewards.
-
-What was not judged raises: it is never a number.
+"""Converts verdicts of packages with their own scorers to rewards. A missing verdict raises an
+error and never becomes a number.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from typing import Any
 
 
 def held_out(many: int, split: str) -> list[int]:
-    """The indices of a split, where the package has only one set: one of five is held out."""
+    """The indices of a split, for packages with only one set: every fifth is held out."""
     return [i for i in range(many) if (i % 5 == min(4, many - 1)) == (split == "heldout")]
 
 
 def digest(question: Any) -> str:
-    """What is equal for equal questions alone, where a task's input is only an index."""
+    """A digest of the question, for tasks with only an index as input."""
     return hashlib.blake2b(str(question).encode(), digest_size=8).hexdigest()
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a model's tool call. Those that are no JSON object become one that no tool
-    takes, so that the model is told, as of any other call that fails."""
+    """The arguments of a model's tool call. Anything but a JSON object becomes arguments that no
+    tool accepts, so that the model gets an error message, as for any other failed call."""
     with suppress(ValueError, RecursionError):
         if isinstance(found := json.loads(text), dict):
             return found
@@ -47,7 +46,7 @@ def some_key() -> Iterator[None]:
 
 
 class OfThisRollout:
-    """Stands for an object that each rollout has of its own, where a package keeps one."""
+    """Proxy of a global object of a package; each rollout has its own instance."""
 
     def __init__(self) -> None:
         self._own: ContextVar[Any] = ContextVar("own")
@@ -64,9 +63,9 @@ def question_in(given: Any) -> str:
     return str(given if isinstance(given, str) else given[-1]["content"])
 
 
-VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # of Inspect
+VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # Inspect's verdicts
 WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
-SAMPLES = "inspect_ai._eval.task.run"  # logger of what plays samples
+SAMPLES = "inspect_ai._eval.task.run"  # logger of the code that runs samples
 
 
 @contextmanager
@@ -91,7 +90,7 @@ def no_timeouts() -> Iterator[None]:
 
 
 def check_choice(names: list[str], score: str) -> None:
-    """Raises ValueError unless `score` says which of a task's scores counts."""
+    """Raises ValueError unless `score` selects one of a task's scores."""
     if not names:
         raise ValueError("the task has no scorer, so nothing would be learned from it")
     if len(names) > 1 and not score:
@@ -129,7 +128,8 @@ def scores(given: dict[str, Any], score: str) -> dict[str, float]:
 
 
 def number(value: Any, name: str) -> float:
-    """A score as Inspect reads it, but for what it would read as 0 with a warning."""
+    """Convert a score as Inspect does, but raise an error where Inspect would return 0 with a
+    warning."""
     if isinstance(value, str):
         if (word := VALUES.get(value, WORDS.get(value.lower()))) is not None:
             return word
@@ -145,8 +145,9 @@ def number(value: Any, name: str) -> float:
 
 
 def scores_of_episode(episode: Any) -> dict[str, float]:
-    """The rewards of an episode. Raises RuntimeError if it was not judged: its own sum leaves out
-    rewards that were never given, also after a time-out, which is no error in its list."""
+    """The rewards of an episode. Raises RuntimeError if the episode was not judged: its total
+    ignores rewards that were never computed, for example after a time-out, which is not in its list
+    of errors."""
     traces = episode.traces
     errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
     if errors:

@@ -78,12 +78,12 @@ class Verifiers(Environment):
         return {**(state["metrics"] or {}), "outcome": state["reward"]}
 
 
-async def accept(response: Any) -> None: ...  # an empty answer is a wrong one, and no error
+async def accept(response: Any) -> None: ...  # an empty answer is wrong, but not an error
 
 
 class Loud(logging.LoggerAdapter):  # type: ignore[type-arg]
     def error(self, message: object, *_: Any, **__: Any) -> None:  # type: ignore[override]
-        raise RuntimeError(message)  # of a reward function, which would score 0
+        raise RuntimeError(message)  # error of a reward function; verifiers would score 0
 
 
 def noted(add: Any) -> Any:
@@ -104,10 +104,11 @@ class VerifiersV1(Environment):
     def __init__(
         self, what: str, take: int = 500, harness: str = "null", max_turns: int = 50, **config: Any
     ) -> None:
-        """`take`: most tasks, of a taskset that may have no end. `max_turns`: most calls of a
-        rollout, since a harness repeats a tool call that it cannot read. `config`: of the
-        taskset."""
-        os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it calls uv
+        """`take`: maximum number of tasks, because a taskset may be infinite. `max_turns`: maximum
+        calls of a rollout, because a harness repeats a tool call that it cannot parse. `config`:
+        arguments of the taskset."""
+        # The package calls uv.
+        os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         sys.path.insert(0, str(self.root))
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
@@ -128,8 +129,8 @@ class VerifiersV1(Environment):
         return [answer] if isinstance(answer, str) else None
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
-        """One server for all rollouts of this process. A model call goes to its own rollout,
-        because its address is the rollout's."""
+        """One server for all rollouts of this process. A model call is recorded in its rollout,
+        because it uses the rollout's address."""
         try:
             async with self.env.serving():
                 ready.set_result(None)

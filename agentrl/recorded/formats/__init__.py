@@ -1,7 +1,6 @@
-"""The formats of recorded traces, each with the versions it was read from, and what it loses.
-
-A format is told by what a file's rows have. Some are spans, which may come in any order and be
-spread over files; others are whole traces.
+"""The formats of recorded traces, each with the tested versions and its losses. A format is
+recognised by the contents of a file's rows. In some formats rows are spans, which may come in any
+order and be spread over files; in others whole traces.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ TOKENS = "token ids"
 
 
 class Format(NamedTuple):
-    """A format. is_row: whether a row is of it. One of `spans` (a row has spans), `whole` (a row
-    is a trace) and `lines` (a file is) reads it. lost: what it does not tell, or not exactly."""
+    """A format. is_row: whether a row has this format. One of `spans` (a row has spans), `whole` (a
+    row is a trace) and `lines` (a file is a trace) reads it. lost: information that is missing or
+    inexact."""
 
     name: str
-    source: str  # what writes it
-    version: str  # that it was read from
+    source: str  # the tool that writes it
+    version: str  # tested versions
     lost: tuple[str, ...]
     is_row: Callable[[Object], bool]
     spans: Spans | None = None

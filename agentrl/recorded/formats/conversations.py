@@ -24,7 +24,7 @@ def is_atif(row: Object) -> bool:
 
 
 def read_atif(row: Object, issues: Issues, name: str = "") -> Iterator[Trace]:
-    """A trajectory of Harbor, with those of subagents as traces of their own."""
+    """A trajectory of Harbor; trajectories of subagents become separate traces."""
     version = str(row["schema_version"])
     if (
         not (found := re.fullmatch(r"ATIF-v(\d+)\.(\d+)", version))

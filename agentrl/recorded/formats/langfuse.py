@@ -66,7 +66,7 @@ def _field(row: Object, name: str) -> Any:
 
 
 def read_trace(row: Object, issues: Issues) -> Iterator[Node | Note]:
-    """A trace with its observations and scores, as the UI downloads it."""
+    """A trace with its observations and scores, as downloaded in the UI."""
     about = obj(row.get("trace")) or row
     id = str(about.get("id") or "")
     observed = [obj(one) for one in row["observations"] if isinstance(one, dict)]
@@ -174,7 +174,7 @@ def _completed(node: Node, model: str, options: Object, metadata: Object) -> Nod
 
 
 def messages_with_tools(given: Any) -> list[Any]:
-    """The messages of a generation; those of an object of messages and tools as a list."""
+    """The messages of a generation as a list, also from an object with messages and tools."""
     if isinstance(given, dict) and ("messages" in given or "input" in given):
         tools = [{"role": "tool", "content": tool} for tool in rows(given.get("tools"))]
         inner = first(given, "messages", "input")
@@ -193,7 +193,7 @@ def split_tools(given: list[Any]) -> tuple[list[Any], list[Object]]:
         content = parsed(obj(one).get("content"))
         if (
             obj(one).get("role") == "tool"
-            and not obj(one).get("tool_call_id")  # which answers have, in JSON, too
+            and not obj(one).get("tool_call_id")  # answers in JSON have one, too
             and isinstance(content, dict)
             and messages.tool_of(content)
             and ("function" in content or "parameters" in content or "input_schema" in content)
@@ -205,8 +205,8 @@ def split_tools(given: list[Any]) -> tuple[list[Any], list[Object]]:
 
 
 def read_score(row: Object, issues: Issues) -> Iterator[Node | Note]:
-    """A score. One of categories has a number only if its configuration gives it one: the API
-    writes 0 for the others."""
+    """A score. A categorical score has a number only if its configuration defines one: the API
+    writes 0 otherwise."""
     subject = obj(row.get("subject"))
     trace = str(
         _field(row, "trace_id")

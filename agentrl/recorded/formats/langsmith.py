@@ -46,7 +46,7 @@ def is_feedback(row: Object) -> bool:
 
 
 def read_feedback(row: Object, issues: Issues) -> Iterator[Node | Note]:
-    """Feedback on a run; a value that is no number is text."""
+    """Feedback on a run; a value that is not a number becomes text."""
     value = number(row.get("score"))
     text = str(first(row, "comment") or "")
     if value is None and row.get("value") is not None:
@@ -64,13 +64,13 @@ def read_feedback(row: Object, issues: Issues) -> Iterator[Node | Note]:
 
 
 def read_run(row: Object, issues: Issues) -> Iterator[Node | Note]:
-    """A run and those below it, with their feedback."""
+    """A run and its descendants, with their feedback."""
     trace = str(first(row, "trace_id") or _root(row) or row["id"])
     yield _node(row, trace)
     for note in rows(row.get("feedback")):
         yield from read_feedback({"run_id": row["id"], "trace_id": trace, **obj(note)}, issues)
     for key, stats in obj(row.get("feedback_stats")).items():
-        if obj(stats).get("n") == 1:  # the mean of several is no person's feedback
+        if obj(stats).get("n") == 1:  # a mean of several values is not one person's feedback
             value = number(obj(stats).get("avg"))
             yield Note(
                 trace=trace,
@@ -127,7 +127,7 @@ def _node(row: Object, trace: str) -> Node:
 
 
 def _plain(value: Any) -> Any:
-    """The value of inputs or outputs that are one field alone."""
+    """The value of inputs or outputs with a single field."""
     inner = obj(value)
     (name, *more) = inner or [""]
     return inner[name] if name in ("input", "output") and not more else value
@@ -147,8 +147,8 @@ def _usage(row: Object, metadata: Object, outputs: Any) -> Object:
 def _call(row: Object, extra: Object, metadata: Object, inputs: Any, outputs: Any) -> Call:
     options = obj(extra.get("invocation_params"))
     tools = first(options, "tools", "functions") or obj(inputs).get("tools")
-    # Some tracers write the messages of a chat model as one text, in `prompts`: nothing tells where
-    # each begins, so they are missing.
+    # Some tracers write the messages of a chat model as one text, in `prompts`, which cannot be
+    # split into messages.
     given = first(obj(inputs), "messages", "prompt", "input", "contents")
     asked = messages.messages_of(given if given is not None or "prompts" in obj(inputs) else inputs)
     if system := first(obj(inputs), "system", "instructions"):

@@ -39,9 +39,9 @@ def is_trace(row: Object) -> bool:
 
 
 def read_trace(row: Object, issues: Issues) -> Iterator[Node | Note]:
-    """A trace or a span as the Agents SDK's exporter sends them."""
+    """A trace or a span in the format of the Agents SDK's exporter."""
     if row["object"] == "trace":
-        return  # its spans have it all but the workflow's name
+        return  # the spans have everything except the workflow's name
     data, id = obj(row.get("span_data")), str(row.get("id") or "")
     trace, kind = str(row.get("trace_id") or ""), str(data.get("type") or "")
     if not (trace and id):
@@ -84,7 +84,7 @@ def _call(data: Object, issues: Issues) -> Call:
     response, options = obj(data.get("response")), obj(data.get("model_config"))
     if data.get("type") == "response" and not response:
         issues.add(
-            "a response is named by its id alone, so its call has no answer",
+            "a response is given only by its id, so its call has no answer",
             str(data.get("response_id"))[:80],
         )
     asked = messages.messages_of(data.get("input"))
@@ -105,14 +105,14 @@ def _call(data: Object, issues: Issues) -> Call:
 
 
 def is_completion(row: Object) -> bool:
-    """Whether it is a completion or a response, alone or beside its request."""
+    """Whether a row is a completion or a response, alone or with its request."""
     body = row.get("response") if isinstance(row.get("response"), dict) else row
     return obj(body).get("object") in ("chat.completion", "response")
 
 
 def read_completion(row: Object, issues: Issues) -> Iterator[Node | Note]:
-    """A stored completion or response, each a trace of one call; with its `messages` (a list, or
-    the object of the API's messages), `input` or the `request` beside it."""
+    """A trace of one call from a stored completion or response, with its `messages` (a list, or the
+    API's object with messages), `input` or `request`."""
     body, request = row, obj(row.get("request"))
     if isinstance(row.get("response"), dict):
         body = row["response"]

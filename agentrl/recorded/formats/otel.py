@@ -1,9 +1,9 @@
 """Spans of OpenTelemetry: OTLP in JSON, the SDKs' own JSON, and Phoenix's exports of both kinds.
 
-Attributes are those of the semantic conventions for generative AI of today
-(`gen_ai.input.messages`), of the two older forms (`gen_ai.prompt.0.content`, and events such as
-`gen_ai.user.message`), and of OpenInference (`llm.input_messages.0.message.role`). Langfuse's SDK
-sends OTLP, too, with attributes of its own.
+Attributes follow the current semantic conventions for generative AI (`gen_ai.input.messages`),
+their two older forms (`gen_ai.prompt.0.content`, and events such as `gen_ai.user.message`), or
+OpenInference (`llm.input_messages.0.message.role`). Langfuse's SDK also sends OTLP, with its own
+attributes.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _span(span: Object, scope: Object, shared: Object, issues: Issues) -> Iterat
 
 
 def _hex(value: Any, size: int) -> str:
-    """An id in hexadecimal; protobuf's own JSON has it in base64."""
+    """An id in hexadecimal; the standard JSON of protobuf has base64."""
     text = str(value or "").removeprefix("0x")
     if len(text) == size or not text:
         return "" if set(text) <= {"0"} else text.lower()
@@ -195,7 +195,7 @@ def nested(row: Object) -> Object:
 
 
 def flat(attributes: Object, prefix: str = "") -> Object:
-    """Attributes by dotted names, whether they came so or as objects and lists of objects."""
+    """Attributes by dotted names, from dotted names or from objects and lists of objects."""
     found: Object = {}
     for key, value in attributes.items():
         name = f"{prefix}{key}"
@@ -218,8 +218,8 @@ Events = list[tuple[str, Object]]
 
 
 def span_items(node: Node, attributes: Object, events: Events) -> Iterator[Item]:
-    """The node of a span, whatever conventions its attributes follow, and its scores. node: with
-    what all spans have."""
+    """The node of a span, for any of the conventions, and its scores. node: with the fields that
+    all spans have."""
     for event, more in events:
         if event == "exception" and not node.error:
             error = more.get("exception.message") or more.get("exception.type") or "exception"
@@ -307,7 +307,7 @@ def _tool(known: Object, name: str) -> ToolUse:
 
 
 def _call(known: Object, events: Events) -> Call:
-    """A model call in whichever of the conventions has its messages."""
+    """A model call, in any of the conventions for messages."""
     asked, answer = _messages(known, events)
     tools = first(
         known, "gen_ai.tool.definitions", "gen_ai.request.tools", "model_request_parameters"
@@ -431,7 +431,7 @@ def _from_fields(fields: Object) -> Object:
 
 
 def _from_events(recorded: list[Object]) -> tuple[list[Object], Object | None] | None:
-    """The oldest form: an event per message, and one per choice."""
+    """Read the oldest form: one event per message and per choice."""
     asked: list[Object] = []
     answer = None
     for event in recorded:

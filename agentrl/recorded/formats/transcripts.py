@@ -1,8 +1,8 @@
 """Transcripts of coding harnesses: Codex, Claude Code, OpenCode and Qwen Code.
 
-A file is one trace: a conversation, whose every answer is a model call with all that was said
-before it, and whose tool calls are tools. What a harness sends beside (system prompts, definitions
-of tools) is there only where its transcript has it.
+A file is one trace: a conversation in which each answer becomes a model call with all messages
+before it, and each tool call becomes a tool span. System prompts and definitions of tools are
+included only if the transcript has them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Trace = list[Node | Note]
 
 
 class Turns:
-    """A trace in the making: one conversation, in its order."""
+    """Builds a trace from one conversation, in its order."""
 
     def __init__(self, trace: str, name: str, role: str = "agent") -> None:
         self.trace, self.role, self.model = trace, role, ""
@@ -44,22 +44,22 @@ class Turns:
         self.tools: list[Object] = []
         self.nodes: Trace = []
         self._name = name
-        self._functions: dict[str, Object] = {}  # that the model called, by the calls' ids
-        self._open: Node | None = None  # the answer that more may belong to
+        self._functions: dict[str, Object] = {}  # call id -> function that the model called
+        self._open: Node | None = None  # the answer that may be continued
         self.first = self.last = 0
-        # What the user wanted; None: the message before the first answer.
+        # The user's request; None: the message before the first answer.
         self.asked: str | None = None
         self.root = f"{trace}-root"
 
     def at(self, time: Any) -> int:
-        """Note the time of what follows; returns it in unix nanoseconds, 0 if it is not known."""
+        """Set the time of the following items; returns it in unix nanoseconds, 0 if unknown."""
         moment = nanoseconds(time)
         if moment:
             self.first, self.last = self.first or moment, max(self.last, moment)
         return moment
 
     def say(self, message: Object) -> None:
-        """What somebody else than the model has said."""
+        """Add a message that the model did not write."""
         self._open = None
         self.messages.append(message)
 
@@ -74,7 +74,7 @@ class Turns:
         error: str = "",
         exact: bool = True,
     ) -> None:
-        """What the model has answered. same: it belongs to the answer before it, of one call.
+        """Add an answer of the model. same: it continues the previous answer, of the same call.
         exact: whether it is one call."""
         moment = self.at(time)
         if self.asked is None:
@@ -125,7 +125,7 @@ class Turns:
         start: Any = None,
         name: str = "",
     ) -> None:
-        """What a tool has returned."""
+        """Add the result of a tool."""
         self._open = None
         moment = self.at(time)
         text = messages.content_text(content)
@@ -212,7 +212,7 @@ def read_codex(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
 
 
 def _count(turns: Turns, about: Object) -> None:
-    """Give the last call its tokens, which come after it."""
+    """Set the token counts of the last call, which follow it."""
     for index in range(len(turns.nodes) - 1, -1, -1):
         node = turns.nodes[index]
         if isinstance(node, Node) and node.call is not None:
@@ -274,8 +274,8 @@ CLAUDE_BESIDE = (
 
 
 def read_claude(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
-    """A transcript of Claude Code: `projects/FOLDER/SESSION.jsonl`. The conversations of subagents
-    (`isSidechain`) are traces of their own."""
+    """A transcript of Claude Code: `projects/FOLDER/SESSION.jsonl`. Conversations of subagents
+    (`isSidechain`) become separate traces."""
     found: dict[str, Turns] = {}
     last: dict[str, str] = {}
     lengths: dict[str, int] = {}  # of the history after each line, by its id
@@ -313,11 +313,11 @@ def read_claude(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
                     )
                 else:
                     turns.at(at)
-                    if not line.get("isMeta"):  # which the harness has written
+                    if not line.get("isMeta"):  # meta messages are written by the harness
                         turns.asked = turns.asked or messages.content_text(one["content"])
                     turns.say(one)
         elif line.get("type") == "assistant" and message.get("model") == "<synthetic>":
-            turns.say(messages.message_of(message))  # no model's
+            turns.say(messages.message_of(message))  # not written by a model
         elif line.get("type") == "assistant" and message:
             turns.model = str(message.get("model") or turns.model)
             same, last[trace] = last.get(trace) == message.get("id"), str(message.get("id"))
@@ -334,8 +334,8 @@ def read_claude(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
 
 
 def _go_back(turns: Turns, line: Object, lengths: dict[str, int]) -> None:
-    """Leave out of the history what a line does not continue: a user went back, or the harness has
-    begun again with a summary."""
+    """Remove messages from the history that a line does not continue: a user went back, or the
+    harness restarted with a summary."""
     before = line.get("parentUuid", "")
     if before is None or before in lengths:
         turns.messages = turns.messages[: _has_system(turns) + lengths.get(before or "", 0)]
@@ -346,7 +346,7 @@ def _has_system(turns: Turns) -> bool:
 
 
 def _attachment(turns: Turns, line: Object) -> None:
-    """What the harness has added to the prompt, of versions that write it."""
+    """Text that the harness has added to the prompt, in versions that record it."""
     attachment = obj(line.get("attachment"))
     if attachment.get("type") == "prompt_snapshot":
         system = "\n\n".join(str(part) for part in rows(attachment.get("systemPrompt")))
@@ -424,7 +424,7 @@ def read_qwen(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
 
 
 def _gemini(message: Object) -> Object:
-    """A message with Google's parts; those with `thought` are thoughts."""
+    """A message with Google's parts; parts with `thought` are reasoning."""
     parts = [
         {"type": "thinking", "thinking": p.get("text")} if obj(p).get("thought") else p
         for p in rows(message.get("parts"))
@@ -442,7 +442,7 @@ def is_opencode(row: Object) -> bool:
 
 
 def read_opencode(row: Object, issues: Issues) -> Iterator[Trace]:
-    """What `opencode export SESSION` prints."""
+    """The output of `opencode export SESSION`."""
     info = obj(row.get("info"))
     turns = Turns(
         str(info.get("id") or ""), "opencode", "subagent" if info.get("parentID") else "agent"
@@ -466,7 +466,7 @@ def read_opencode(row: Object, issues: Issues) -> Iterator[Trace]:
 
 
 def _opencode_answer(turns: Turns, about: Object, parts: list[Object], time: Object) -> None:
-    """A message of the assistant: usually one call; each `step-start` begins another one."""
+    """An assistant message: usually one call; each further `step-start` begins another call."""
     model = about.get("modelID") or obj(about.get("model")).get("modelID")
     turns.model = str(model or turns.model)
     steps: list[list[Object]] = [[]]
@@ -513,7 +513,7 @@ def _opencode_answer(turns: Turns, about: Object, parts: list[Object], time: Obj
 
 
 def read_opencode_database(path: Path, issues: Issues) -> Iterator[Trace]:
-    """The sessions of OpenCode's own database, `opencode.db`."""
+    """The sessions in OpenCode's database, `opencode.db`."""
     try:
         opened = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
         with closing(opened) as database:

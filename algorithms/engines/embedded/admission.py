@@ -20,7 +20,7 @@ import numpy as np
 from agentrl.algorithms.engines.base import RequestHold
 from agentrl.algorithms.engines.embedded.attention import GenerationRequest, TokenUpdate
 from agentrl.algorithms.engines.embedded.engine import CLOSED, ENDED, Engine, TokenUpdates
-from agentrl.algorithms.model.attention import context_length, regime_end
+from agentrl.algorithms.model.attention import context_length, longrope_threshold
 from agentrl.algorithms.model.chat import Codec, RequestError, TextStream
 from agentrl.algorithms.model.scaled import ReadPrompt
 from agentrl.core.errors import PolicyError
@@ -208,7 +208,7 @@ class Admission:
         """The error of a prompt of this size, which leaves no room to answer."""
         longest = self.engine.max_context
         model = self.engine.model
-        own = longest in (context_length(model), regime_end(model))
+        own = longest in (context_length(model), longrope_threshold(model))
         return RequestError(
             f"the model's context is {longest} tokens, and the prompt of {size} "
             "leaves no room to answer; shorten the messages or "

@@ -29,8 +29,8 @@ from agentrl.algorithms.model.attention import KEY_BLOCK, whole_blocks
 from agentrl.algorithms.model.load import Model
 from agentrl.core.types import Sampling
 
-# Rows of a product that MKL, for 32 bits, computes in the order of larger ones. In 16 bits it would
-# take two, but they read the weights slower than four.
+# Minimum rows of a product. From this number on, MKL adds in the same order for any number of rows
+# in 32 bits. In 16 bits two rows would suffice, but read the weights more slowly than four.
 FEW_ROWS = 4
 
 
@@ -42,7 +42,7 @@ class PrefillChunk:
     row: int
     start: int
     size: int
-    context: int  # keys that the last of them attends to, its own included
+    context: int  # keys that the last token of the chunk attends to, including its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class StepPlan:
 
     chunks: list[PrefillChunk]
     last: Tensor  # int64 [n], position of each row's last token
-    context: int  # at least 1 + the largest position, in whole blocks
-    padding: int = 0  # tokens before the chunks, of no row
+    context: int  # keys to read, in whole blocks; at least 1 + the largest position
+    padding: int = 0  # padding tokens before the chunks
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
@@ -80,7 +80,7 @@ class StepPlan:
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
     def last_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [n, 1, 1, context]: a row sees its own past and nothing after it."""
+        """Additive mask [n, 1, 1, context]: a row attends only to its own past."""
         key = (-1, window)
         if key not in self.masks:
             self.masks[key] = _mask(self.last[:, None], self.context, window, dtype)[:, None]
@@ -98,9 +98,9 @@ class StepPlan:
 
 
 def keys_read(context: int, capacity: int, dtype: torch.dtype, device: str) -> int:
-    """Keys of a row that decoding reads: whole blocks. In 16 bits on a CPU, whose products need
-    keys without gaps between heads, all up to the capacity if these are at most twice as many: that
-    is faster than a copy. device: its type."""
+    """The number of keys per row that decoding reads: whole blocks. Products in 16 bits on a CPU
+    need contiguous keys, so there all keys up to the capacity are read if they are at most twice as
+    many, which is faster than a copy. device: type of the device."""
     blocks, copied = whole_blocks(context, dtype), dtype.itemsize == 2 and device == "cpu"
     return capacity if copied and capacity <= 2 * blocks else blocks
 
@@ -125,9 +125,9 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """[B, heads, M, dim] queries -> [B, heads, M, value dim].
 
-    On a CPU the result of a query has the same bits whatever else is computed: a product of less
-    than FEW rows, or of another number of keys, would add in another order, so it gets more rows,
-    and keys are added in blocks of one size."""
+    On a CPU the result of a query is bitwise independent of the rest of the batch. A product with
+    few rows, or with another number of keys, would add in another order, so rows are padded to a
+    minimum, and keys are added in blocks of a fixed size."""
     (batch, heads, size, dim), shared = query.shape, key.shape[1]
     if query.dtype.itemsize == 2 and not query.is_cuda:
         return _narrow_products(query * scale, key, value, mask)
@@ -150,8 +150,8 @@ def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: fl
 
 
 def _narrow_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """`_products` of scaled queries in 16 bits on a CPU, whose kernels add in float32 and in one
-    order for any number of rows and keys."""
+    """`_products` for scaled queries in 16 bits on a CPU: its kernels add in float32, and in the
+    same order for any number of rows and keys."""
     (batch, heads, size, dim), (_, shared, context, _) = query.shape, key.shape
     # The kernels take several times as long for keys with gaps between heads.
     keys, values = (x.contiguous().view(batch * shared, context, -1) for x in (key, value))
@@ -177,7 +177,7 @@ class TokenUpdate:
 
     finish: stop (end of sequence, or `GenerationRequest.stop`), length, cancelled, or error.
     spans: (index of the first token within this update, version that sampled from there on).
-    top: those of each new token; empty: the request wants none.
+    top: the most probable tokens at each new token; empty: not requested.
     """
 
     tokens: list[int]
@@ -200,13 +200,14 @@ class GenerationRequest:
     policy: int = 0  # number of the policy
     stop: Callable[[int], bool] | None = None  # called with every token; true ends the request
     ignore_eos: bool = False
-    top: int = 0  # number of most probable tokens that updates have
+    top: int = 0  # number of most probable tokens to report
     rotary: NDArray[np.int64] | None = None  # [axes, P], positions of the prompt; None: its places
 
 
 class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer of a pool, by the protocol of transformers 5.2 and after. A forward pass brings its
-    positions and a `StepPlan`, which knows windows, so lengths and masks are as without a past."""
+    """A layer of a pool, by the protocol of transformers 5.2 and after. A forward pass has its own
+    positions and a `StepPlan` with windows, so the layer reports lengths and masks as if the cache
+    were empty."""
 
     is_sliding = False
 
@@ -232,15 +233,15 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return self.pool.largest
 
-    get_max_cache_shape = get_max_length  # its older name
+    get_max_cache_shape = get_max_length  # older name of the method in transformers
 
 
 class KVPool(Cache):  # type: ignore[misc]
     """A transformers cache of [layers, rows, key heads, capacity, dim], allocated on first use.
 
-    transformers asks its layers for what it wants to know of a cache (`PoolLayer`). Invariant:
-    entries after a row's length are finite, so masking them is exact. It grows with the longest
-    row, to at most `largest` tokens per row (`estimate` counts these)."""
+    transformers queries the state of a cache at its layers (`PoolLayer`). Invariant: entries after
+    a row's length are finite, so masking them is exact. It grows with the longest row, to at most
+    `largest` tokens per row (`estimate` counts these)."""
 
     def __init__(self, layers: int, rows: int, capacity: int, largest: int) -> None:
         """capacity: tokens per row, which doubles when more are needed."""
@@ -249,7 +250,8 @@ class KVPool(Cache):  # type: ignore[misc]
         self.capacity = min(capacity, largest)
         self.tensors: list[Tensor] = []  # keys, values
         self._target = (torch.empty(0), torch.empty(0))  # row and position of each input token
-        self._slots: Tensor | None = None  # the same as indices into a flat layer, by key head
+        # The slots as indices into a flattened layer, by key head.
+        self._slots: Tensor | None = None
 
     def reserve(self, capacity: int, length: NDArray[np.int64]) -> None:
         """Make room for `capacity` tokens per row. length: of each row, in tokens; empty rows are
@@ -313,18 +315,22 @@ class RowTable:
         self.limit = limit
         self.n = 0
         self.calls: list[GenerationRequest] = []
-        self.spans: list[list[tuple[int, int]]] = []  # of running rows; empty: a single version
-        self.top_logprobs: list[list[TopTokens]] = []  # of running rows, a list per sampled token
+        # Spans of running rows; empty: a single version.
+        self.spans: list[list[tuple[int, int]]] = []
+        # For running rows, one list per sampled token.
+        self.top_logprobs: list[list[TopTokens]] = []
         self.tokens = np.zeros((size, context), np.int32)
         self.length = np.zeros(size, np.int64)  # tokens whose keys are in the cache
         self.known = np.zeros(size, np.int64)  # tokens of prompt and completion
         self.policy = np.zeros(size, np.int64)  # number of the policy that computed the keys
-        self.stale = np.zeros(size, np.bool_)  # has keys of older weights, which are never shared
+        # Has a KV cache of older weights, which is never shared.
+        self.stale = np.zeros(size, np.bool_)
         self.used = np.zeros(size, np.int64)  # clock at the last use of an idle row
         self.clock = 0
         self.prompt = np.zeros(limit, np.int64)  # tokens of the prompt
         self.end = np.zeros(limit, np.int64)  # value of `known` at which the completion ends
-        self.watched = np.zeros(limit, np.bool_)  # needs each token at once: streams, or has `stop`
+        # Needs each token immediately: streams, or has `stop`.
+        self.watched = np.zeros(limit, np.bool_)
         self.seed = np.zeros(limit, np.uint64)
         self.ignore_eos = np.zeros(limit, np.bool_)
         self.top = np.zeros(limit, np.int64)  # number of most probable tokens to report
@@ -385,7 +391,8 @@ class RowTable:
         return self.tokens[row, span].tolist(), self.logprobs[row, span].tolist()
 
     def remove(self, row: int, pool: KVPool, *, keep: bool = True) -> None:
-        """End a running row; the last one takes its place. keep: cache its keys as a prefix."""
+        """End a running row; the last row moves to its place. keep: whether to cache its keys as a
+        prefix."""
         if keep and self.length[row] and not self.stale[row]:
             self._remember(row, pool)
         self.n -= 1
@@ -404,7 +411,7 @@ class RowTable:
         self.length[last] = self.known[last] = 0
 
     def forget(self, policy: int | None = None) -> None:
-        """Empty the idle rows of one policy, or all."""
+        """Empty the idle rows of one policy, or of all."""
         gone = np.arange(len(self.policy)) >= self.limit
         if policy is not None:
             gone &= self.policy == policy
@@ -427,7 +434,7 @@ class RowTable:
     def _remember(self, row: int, pool: KVPool) -> None:
         length, policy = int(self.length[row]), int(self.policy[row])
         idle = slice(self.limit, None)
-        # Replace a row that is a prefix of the new one, else the least recently used.
+        # Replace an idle row that is a prefix of the new one, else the least recently used row.
         within = self.shared(self.tokens[row, :length], policy)[idle] >= self.known[idle]
         target = self.limit + int(np.where(within, -1, self.used[idle]).argmin())
         pool.copy(row, target, length)

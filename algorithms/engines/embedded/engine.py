@@ -1,15 +1,15 @@
 """The embedded engine: continuous batching, in which calls join and leave at every token; sampling;
-and a slow way that is right for every decoder.
+and a slow forward pass that is correct for every decoder.
 
 Owns the KV cache and one thread, the only one that runs the model or changes the rows. Invariant:
 each step is one forward pass with at least one token of every running row; weights change between
 two steps (`swap`), or while there is no unfinished request, and then `swap` must follow. A request
-never reads keys that were computed with a version older than the one it begins under.
+never reads keys of a version older than that of its start.
 
 Sampling is by pure functions. A token is the inverse of the cumulative distribution at one uniform
 number, which depends only on the call's seed and its number of tokens: other calls of the batch
-cannot influence it. The inverse is found in two levels: a sum in float64 over a large vocabulary
-costs more than its softmax.
+cannot influence it. The inverse is computed in two levels, because a float64 sum over a large
+vocabulary costs more than its softmax.
 
 `PlainForward` is the model's own forward pass, one call at a time, for models that the engine
 cannot compute in batches (see `proof`). `cached` keeps the model's own cache for each call; without
@@ -54,8 +54,8 @@ from agentrl.core.errors import AgentRLError, PolicyError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-BLOCK = 256  # tokens of the vocabulary whose weights are summed before the first level
-IMPOSSIBLE = -9999.0  # in place of minus infinity, which JSON does not have
+BLOCK = 256  # tokens per sum of the first level
+IMPOSSIBLE = -9999.0  # replaces minus infinity, which JSON does not have
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -87,7 +87,7 @@ def sample(
 def top_logprobs(
     logits_BV: Tensor, temperature: Floats, top: Ints
 ) -> list[list[tuple[int, float]]]:
-    """The `top` most likely tokens of each row and their log-probs, as those of `sample`."""
+    """The `top` most likely tokens of each row, with log-probs as in `sample`."""
     logprobs = torch.log_softmax(_scaled(logits_BV, temperature), dim=-1, dtype=torch.float32)
     values, tokens = logprobs.topk(int(top.max()), dim=-1)
     rows = zip(tokens.tolist(), values.clamp(min=IMPOSSIBLE).tolist(), top.tolist(), strict=True)
@@ -152,7 +152,7 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-# What classes call their cache: transformers 5.24 has renamed the first two.
+# Names of the cache argument in model classes: transformers 5.24 has renamed the first two.
 CACHES = ("cache", "past_key_values", "cache_params", "state")
 
 
@@ -168,8 +168,9 @@ class PlainForward:
             raise PolicyError("its forward pass takes no cache")
         # Others compute logits for the whole prompt.
         self.keep: dict[str, int] = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
-        self.placed = "cache_position" in names  # some classes want it, before transformers 5.4
-        self.caches: dict[GenerationRequest, tuple[int, Any]] = {}  # tokens in it, and the cache
+        # Some model classes need this argument before transformers 5.4.
+        self.placed = "cache_position" in names
+        self.caches: dict[GenerationRequest, tuple[int, Any]] = {}  # (tokens in the cache, cache)
 
     @property
     def cached(self) -> bool:
@@ -184,7 +185,7 @@ class PlainForward:
         self.caches, found = kept, []
         for row, call in enumerate(running):
             known = int(rows.known[row])
-            # A row whose keys were dropped has older weights in its cache.
+            # The cache of a row with dropped keys was computed with older weights.
             before, cache = self.caches.get(call, (0, None)) if rows.length[row] else (0, None)
             tokens = torch.from_numpy(rows.tokens[row, before:known].astype(np.int64))[None]
             with adapted(np.full(known - before, rows.policy[row])):
@@ -206,10 +207,10 @@ class PlainForward:
         return output.logits, getattr(output, self.cache_name) if self.cached else None
 
 
-PREFILL_TOKENS = 512  # most prompt tokens per step; more would stall running requests
+PREFILL_TOKENS = 512  # maximum prompt tokens per step; more would stall running requests
 WORTH_WAITING = 16  # a request waits to copy this many prefix tokens that another is computing
 CLOSED = "the policy server is shutting down"
-ENDED = "the embedded engine ended with "  # and its cause
+ENDED = "the embedded engine ended with "  # followed by the cause
 
 log = logging.getLogger("agentrl.algorithm")
 
@@ -259,14 +260,14 @@ class Engine:
         self.inputs = inputs_of(model)
         self.call: Callable[..., Any] = self.inputs.generate if self.inputs else model
         self.max_context = max_context
-        self.policies = dict(enumerate(policies))  # by number
+        self.policies = dict(enumerate(policies))  # number -> adapter
         self.versions = dict.fromkeys(self.policies, 0)
         self.retired: set[int] = set()  # policies to drop after their last request
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-        # An idle row for each running one keeps the prefix of the next call of its conversation.
+        # One idle row per running row keeps the prefix for the next call of its conversation.
         self.rows = RowTable(max_batch, idle=max_batch, context=max_context)
-        # Some models have no such number, and none of the pool.
+        # Some models do not have these numbers, and do not use the pool.
         layers = config.get_text_config().num_hidden_layers if way == "batched" else 0
         block, largest = (whole_blocks(size, self.dtype) for size in (1, max_context))
         self.cache_argument = cache_argument(model)
@@ -370,7 +371,8 @@ class Engine:
         self._step()
 
     def _admit(self) -> None:
-        """Start waiting requests, oldest first, but for those whose prefix is being computed."""
+        """Start waiting requests, oldest first, except those with a prefix that is being
+        computed."""
         at = 0
         while at < len(self.waiting) and self.rows.n < self.rows.limit:
             call = self.waiting[at]
@@ -402,7 +404,7 @@ class Engine:
         if wanted := np.flatnonzero(rows.top[:n]).tolist():
             found = top_logprobs(logits[wanted], rows.temperature[wanted], rows.top[wanted])
             for row, top in zip(wanted, found, strict=True):
-                if rows.length[row] == rows.known[row]:  # its prompt is complete
+                if rows.length[row] == rows.known[row]:  # the row's prompt is complete
                     rows.top_logprobs[row].append(top)
         self._record(tokens_n.cpu().numpy(), logprobs_n.cpu().numpy())
 
@@ -426,7 +428,7 @@ class Engine:
                 fed_positions.append(np.arange(first, first + size))
                 start += size
         last = lengths + before
-        # A smaller step would add in another order; the padding writes to a row of its own.
+        # A smaller step would add in another order; the padding writes to a separate row.
         few = attention.FEW_ROWS
         padding = max(few - start - n, 0)
         source = np.concatenate([order[:1].repeat(padding), *fed_rows, order])
@@ -519,7 +521,7 @@ class Engine:
         except RuntimeError as error:
             done.set_exception(error)
             return
-        if self.policies.get(policy) is None:  # an adapter leaves the model's weights alone
+        if self.policies.get(policy) is None:  # an adapter does not change the model's weights
             products.forget(self.model)
             if self.inputs:
                 self.inputs.changed()

@@ -1,4 +1,4 @@
-"""The proof that the engine samples with a model's own log-probs, before it serves.
+"""Verifies before serving that the engine samples with the model's own log-probs.
 
 On a small copy of the model (see `model.scaled`) it answers calls of unequal length, in a batch and
 alone, with prefixes copied from each other, beyond every window of the copy. Each token's log-prob
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from agentrl.algorithms.engines.embedded.attention import GenerationRequest, TokenUpdate
 from agentrl.algorithms.engines.embedded.engine import Engine, EngineWay, TokenUpdates, sentence_of
-from agentrl.algorithms.model.attention import context_length, regime_end
+from agentrl.algorithms.model.attention import context_length, longrope_threshold
 from agentrl.algorithms.model.forward import TOLERANCE, incompatibility
 from agentrl.algorithms.model.lm_head import computing_with
 from agentrl.algorithms.model.load import Model
@@ -28,7 +28,7 @@ from agentrl.core.processes import log_phase
 from agentrl.core.types import Sampling
 
 log = logging.getLogger("agentrl.algorithm")
-PROMPTS = ((28, 12), (28, 5), (20, 20), (0, 6))  # tokens from one text, and others after them
+PROMPTS = ((28, 12), (28, 5), (20, 20), (0, 6))  # (tokens of a shared prefix, tokens after it)
 ANSWER = 14  # tokens
 SENTENCES = {
     "cached": "calls are answered one at a time, each with the model's own cache, which is slow",
@@ -38,19 +38,19 @@ SENTENCES = {
 
 
 def served_context(model: Model, requested: int) -> int:
-    """The most tokens of a call: `asked`, or those of the model. A model that rotates long
-    sequences otherwise serves the short ones alone: a call that grew beyond them would have been
-    sampled with other rotations than it is trained with."""
-    limits = requested, context_length(model) or requested, regime_end(model) or requested
+    """The maximum tokens of a call: `requested`, limited by the model's context. A longrope model
+    serves only sequences below its threshold: a call that grows beyond it would be sampled with
+    other rotary frequencies than it is trained with."""
+    limits = requested, context_length(model) or requested, longrope_threshold(model) or requested
     return min(limits)
 
 
 def supported_way(model: Model) -> EngineWay:
-    """The fastest way to sample with the model's own log-probs; logs in a line which it is and
-    why. Raises PolicyError if there is none."""
+    """The fastest way to sample with the model's own log-probs; logs the choice and its reason.
+    Raises PolicyError if there is none."""
     way, reason = prove_engine(model)
     name = repr(model.config.model_type)  # type: ignore[union-attr]
-    if (end := regime_end(model)) and end < (context_length(model) or end):
+    if (end := longrope_threshold(model)) and end < (context_length(model) or end):
         log.warning(
             "model type %s rotates calls of more than %d tokens otherwise, so the embedded policy "
             "server takes at most that many, of prompt and answer; engine.kind = 'vllm' takes more",
@@ -67,7 +67,7 @@ _ways: dict[object, tuple[EngineWay, str] | PolicyError] = {}
 
 
 def prove_engine(model: PreTrainedModel) -> tuple[EngineWay, str]:
-    """The fastest right way, and why it is or no faster one is, once for each configuration and
+    """The fastest correct way and the reason for the choice, computed once per configuration and
     process. Raises PolicyError as `supported_way`."""
     key = (copy_key(model), incompatibility(model))
     if key not in _ways:
@@ -124,7 +124,7 @@ def sampling_gap(copy: PreTrainedModel, way: EngineWay) -> tuple[float, bool]:
     )
     calls = _calls(longest)
     with torch.inference_mode():
-        for each in (calls[:1], calls[1:]):  # the first alone, and then as a prefix of others
+        for each in (calls[:1], calls[1:]):  # the first call alone, then as a prefix of others
             engine.waiting.extend(each)
             while engine.waiting or engine.rows.n:
                 engine.compute_step()

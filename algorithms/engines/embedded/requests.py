@@ -1,9 +1,9 @@
 """Requests and responses of the embedded server: OpenAI's chat completions and completions with
 vLLM's additions, as typed structs, whole or streamed.
 
-A field of OpenAI's or vLLM's that would change the answer and that the server does not act on is
-refused, unless its value changes nothing. Only fields that cannot change it are ignored, and others
-that no list here names, with a line in the log.
+A field of OpenAI's or vLLM's API that would change the answer but is not supported is rejected,
+unless its value is the default. Fields that cannot change the answer are ignored, and so are
+unknown fields, with a line in the log.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ _reported: set[str] = set()
 
 
 def check_fields(raw: bytes, known: tuple[str, ...]) -> None:
-    """Raise RequestError for a field that would change the answer and has no effect here. raw: a
-    JSON object. known: the fields that the server acts on."""
+    """Raise RequestError for a field that would change the answer but is not supported. raw: a JSON
+    object. known: the supported fields."""
     for name, value in _fields.decode(raw).items():
         if name in REFUSED:
             _check(name, msgspec.json.decode(value))
@@ -88,7 +88,7 @@ def _check(name: str, value: Json) -> None:
     )
 
 
-HIGHEST_TEMPERATURE = 1e30  # temperature: logits are divided by it in float32
+MAX_TEMPERATURE = 1e30  # logits are divided by it in float32
 MAX_LOGPROBS = 20  # alternatives per token, as in OpenAI's API
 
 
@@ -101,7 +101,7 @@ class _Request(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=HIGHEST_TEMPERATURE)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -118,7 +118,7 @@ class ChatRequest(_Request):
     messages: msgspec.Raw
     tools: msgspec.Raw = msgspec.Raw(b"null")
     chat_template_kwargs: dict[str, Json] | None = None
-    reasoning_effort: Json = None  # as `verbosity`, for templates that have it
+    reasoning_effort: Json = None  # like `verbosity`, for templates that use it
     verbosity: Json = None
     tool_choice: Json = None
     parallel_tool_calls: bool | None = None
@@ -187,7 +187,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | TextLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
-    agentrl_spans: Spans | UnsetType = UNSET  # as `TokenUpdate.spans`, unless all of the header's
+    # As `TokenUpdate.spans`; unset if the header's version sampled all tokens.
+    agentrl_spans: Spans | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
@@ -209,17 +210,17 @@ class ResponseFormat:
     model: str
     prompt: tuple[int, ...]
     chat: bool
-    tools: bytes  # of the request, as JSON; empty: look for no calls
+    tools: bytes  # the request's tools as JSON; empty: do not parse calls
     parallel: bool  # show all of them, not the first only
-    thinking: bool  # the prompt has opened the reasoning
+    thinking: bool  # whether the prompt has opened the reasoning
     logprobs: bool
     token_ids: bool
     stop: tuple[str, ...]
     id: str
 
     def whole(self, updates: Sequence[TokenUpdate], version: int) -> Response:
-        """The response to a request that does not stream. updates: the final one of each choice.
-        version: that of the header."""
+        """The response to a request that does not stream. updates: the final update of each choice.
+        version: the version in the header."""
         choices = [self._choice(index, update) for index, update in enumerate(updates)]
         for choice, update in zip(choices, updates, strict=True):
             choice.agentrl_spans = _unless_plain(update.spans, version)
@@ -249,7 +250,7 @@ class ResponseFormat:
         )
 
     def parser(self) -> ToolParser | None:
-        """A new parser of the tool calls in one choice, if there may be any."""
+        """A new parser of the tool calls in one choice, if calls are possible."""
         if not self.tools:
             return None
         return self.codec.parser(thinking=self.thinking, tools=self.tools)
@@ -317,7 +318,7 @@ class StreamedChoice:
     """Turns the tokens of one streamed choice into OpenAI's chunks."""
 
     def __init__(self, form: ResponseFormat, index: int, version: int) -> None:
-        """version: that of the header."""
+        """version: the version in the header."""
         self._format, self._index, self._version = form, index, version
         self._spans: list[tuple[int, int]] = []
         self._tokens = self._offset = 0

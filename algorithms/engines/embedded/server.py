@@ -3,9 +3,9 @@ OpenAI's paths, errors and server-sent events.
 
 Owns one thread with an event loop for HTTP, and the engine's thread; with `keys` also a copy of the
 trained weights. Invariant: every response names the version or versions that sampled it. Without
-a copy, weights change only inside `updating`, while no call is in flight. With one, the learner may
-write its own weights at any time, and `publish` updates the copy while calls run: a whole model
-between two decoding steps; of an adapter it loads a second one, which new calls use.
+a copy, weights change only inside `updating`, while no call is in flight. With a copy, the learner
+may write its own weights at any time, and `publish` updates the copy while calls run: a whole model
+between two decoding steps; for an adapter it loads a second version, which new calls use.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from agentrl.core.types import POLICY, Sampling
 
 T = TypeVar("T")
 RequestBody = TypeVar("RequestBody")
-LARGEST_BODY = 64 * 2**20  # bytes of a request
+MAX_BODY_BYTES = 64 * 2**20  # bytes of a request
 MIN_BODY_LIMIT = 4 * 2**20  # bytes of a request that every server reads
-ESCAPED = 6  # bytes that JSON may write for one
-LARGE = 2**16  # bytes of a request that is read outside the event loop
+ESCAPED = 6  # maximum bytes of JSON per character
+LARGE = 2**16  # bytes; larger requests are read outside the event loop
 REASONING_OPENER = 16  # last tokens of a prompt, which may open the reasoning
-LOWEST_TEMPERATURE = 1e-30  # smallest positive temperature: logits are divided by it in float32
+MIN_TEMPERATURE = 1e-30  # positive; logits are divided by it in float32
 
 _encoder = msgspec.json.Encoder()
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -70,11 +70,11 @@ class Routes:
     def __init__(self, calls: Admission, chat: Chat, codec: Codec, name: str, defaults: Sampling):
         self._calls, self._chat, self._codec = calls, chat, codec
         self._name, self._defaults = name, defaults
-        self._largest = LARGEST_BODY
-        if chat.text_only:  # then a longer one never leaves room to answer
+        self._largest = MAX_BODY_BYTES
+        if chat.text_only:  # a longer body certainly leaves no room to answer
             useful = max(MIN_BODY_LIMIT, ESCAPED * codec.most_bytes)
-            self._largest = int(min(useful, LARGEST_BODY))
-        # One thread, so that only one large request takes memory for its tokens.
+            self._largest = int(min(useful, MAX_BODY_BYTES))
+        # A single thread, so that only one large request at a time takes memory for its tokens.
         self._reader = ThreadPoolExecutor(1, "large-requests")
 
     def app(self, allowed: Middleware) -> web.Application:
@@ -129,7 +129,7 @@ class Routes:
     async def _prompt(self, body: ChatRequest) -> tuple[int, ...]:
         hints = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
         options = {name: value for name, value in hints.items() if value is not None}
-        if (effort := body.reasoning_effort) is not None:  # as vLLM does
+        if (effort := body.reasoning_effort) is not None:  # like vLLM
             options["enable_thinking"] = effort != "none"
         options |= body.chat_template_kwargs or {}
         messages = bytes(body.messages)
@@ -144,8 +144,7 @@ class Routes:
         decoder: msgspec.json.Decoder[RequestBody],
         known: tuple[str, ...] = (),
     ) -> RequestBody:
-        """The body of a request. known: the fields that the server acts on; empty: any others do
-        nothing."""
+        """Read the body of a request. known: the supported fields; empty: do not check fields."""
         raw = await read_body(request)
         body: RequestBody = await self._aside(len(raw), _decode, raw, decoder)
         if known:
@@ -153,8 +152,8 @@ class Routes:
         return body
 
     async def _aside(self, size: int, work: Callable[..., T], *arguments: object) -> T:
-        """The result of what takes long for a request of a large size (bytes), while the event loop
-        serves others."""
+        """Call a function: for a large request (size in bytes) in a thread, so that the event loop
+        serves others meanwhile."""
         if size <= LARGE:
             return work(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._reader, work, *arguments)
@@ -165,13 +164,13 @@ class Routes:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Refuse what is too long by its size as what is too long by its tokens."""
+        """Reject a body that is too large with the same error as a prompt with too many tokens."""
         try:
             return await handler(request)
         except TooLongError as error:
             raise self._calls.too_long(error.what) from None
         except web.HTTPRequestEntityTooLarge:
-            if self._largest == LARGEST_BODY:
+            if self._largest == MAX_BODY_BYTES:
                 raise
             raise self._calls.too_long(f"over {self._largest} bytes") from None
 
@@ -203,7 +202,7 @@ class Routes:
     async def _answer(
         self, request: web.Request, body: ChatRequest | TextRequest, form: ResponseFormat, top: int
     ) -> web.StreamResponse:
-        """top: the most likely tokens to show for each position."""
+        """top: number of most likely tokens to return per position."""
         policy, sampling = self._policy(body.model), self._sampling(body)
         n, stream = body.n or 1, bool(body.stream)
         ends = StopConditions(form.stop, tuple(body.stop_token_ids or ()), bool(body.ignore_eos))
@@ -236,9 +235,9 @@ class Routes:
     def _sampling(self, body: ChatRequest | TextRequest) -> Sampling:
         default = self._defaults
         temperature = default.temperature if body.temperature is None else body.temperature
-        if 0 < temperature < LOWEST_TEMPERATURE:
+        if 0 < temperature < MIN_TEMPERATURE:
             raise RequestError(
-                f"temperature {temperature:g} is below {LOWEST_TEMPERATURE:g}; use 0 for the "
+                f"temperature {temperature:g} is below {MIN_TEMPERATURE:g}; use 0 for the "
                 "most probable tokens",
                 param="temperature",
             )
@@ -259,7 +258,7 @@ class Routes:
         tokens, first = 0, True
         try:
             async for index, update in pending:
-                if not choices:  # the version of the first token is known only now
+                if not choices:  # the version of the first token is known only here
                     version = update.spans[0][1] if update.spans else pending.version
                     choices = [StreamedChoice(form, n, version) for n in range(len(pending.calls))]
                     response.headers[VERSION_HEADER] = str(version)
@@ -282,8 +281,8 @@ class Routes:
         return response
 
     async def _stamp(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Give responses without a version, such as errors, that of the default policy. What the
-        server takes as a hint, such as strict schemas of tools, it does not sample with."""
+        """Add headers: responses without a version, such as errors, get that of the default policy.
+        `x-processors: none` says that no option changed the logits."""
         response.headers.setdefault(VERSION_HEADER, str(self._calls.versions[self._name]))
         response.headers["x-processors"] = "none"
 
@@ -292,12 +291,12 @@ class Routes:
 async def _refusals(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Answer every error, aiohttp's own included, as OpenAI's error object."""
+    """Convert every error, including aiohttp's, to OpenAI's error object."""
     try:
         return await handler(request)
     except RequestError as error:
         refusal = error
-    except (msgspec.DecodeError, RecursionError) as error:  # of a part that is read later
+    except (msgspec.DecodeError, RecursionError) as error:  # in a part that is decoded later
         refusal = RequestError(f"the body cannot be read: {error}")
     except web.HTTPException as error:
         refusal = RequestError(
@@ -351,17 +350,16 @@ class EmbeddedServer:
         keys: Literal["recompute", "keep"] | None = None,
         access: Access = ANYBODY,
     ) -> None:
-        """port: 0: any free one. max_context: most tokens of prompt and completion, capped by the
-        model's positions. threads: 0: see `engine.threads`. defaults: sampling of requests that
-        do not set it. keys: whether running calls recompute or keep their cached keys when weights
-        change; None: weights do not change while calls run. Recomputed keys give every token the
-        log-prob of the version it names; kept ones give that of a mixture, from which it was
-        sampled. access: who may call.
+        """port: 0: any free one. max_context: maximum tokens of prompt and completion, capped by
+        the model's positions. threads: 0: see `engine.threads`. defaults: sampling of requests that
+        do not set it. keys: whether running calls recompute or keep their KV cache when weights
+        change; None: weights do not change while calls run. With a recomputed cache the log-prob of
+        a token is exactly that of its reported version; with a kept cache it is that of the mixture
+        of versions from which the token was sampled. access: API keys and certificate. Serves every
+        existing adapter under its name, and the model without adapters as `name`, if no adapter has
+        that name. Requests without a model name get `name`.
 
-        Serves every adapter that exists now under its name, and the model without adapters as
-        `name`, if no adapter has that name. Requests without a model name get `name`.
-
-        Logs how the model is computed; raises PolicyError for one that cannot be served."""
+        Logs how the model is computed; raises PolicyError if it cannot be served."""
         self.model = name
         self.base_url = ""
         self.in_flight, self._keep = keys is not None, keys == "keep"
@@ -414,7 +412,7 @@ class EmbeddedServer:
             await self._http.call(self._admission.resume)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
-        """As `PolicyServer.publish`; outside `updating` it first waits for the calls in flight."""
+        """See `PolicyServer.publish`; outside `updating` it first waits for the calls in flight."""
         policy = policy or self.model
         if self.in_flight and self._admission.adapter_of(policy) is not None:
             await self.add(policy, version)

@@ -34,7 +34,7 @@ from agentrl.core.processes import die_with_parent, seal
 KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests
 CALLERS_VARIABLE = "AGENTRL_VLLM_CALLERS"  # environment variable with the keys of callers, if any
 KEY_HEADER = "x-agentrl-key"  # header of control requests with the secret
-NO_PLACEHOLDER = b"Failed to apply prompt replacement"  # in vLLM's error message
+NO_PLACEHOLDER = b"Failed to apply prompt replacement"  # part of vLLM's error message
 DROPPED = (
     "the model's chat template drops an image of the request, so the model would not see it; send "
     "images in the messages of users, or replace its chat_template.jinja"
@@ -46,8 +46,8 @@ class HoldMiddleware:
     """ASGI middleware around vLLM's server. Requests with the secret are control requests: `POST
     /agentrl/hold` keeps new calls waiting and returns once no call is in flight, `/agentrl/close`
     returns at once, `/agentrl/open?VERSIONS` admits calls, `/agentrl/running` lists the adapters of
-    calls in flight, and every other path is vLLM's own. Requests without it reach only /health and,
-    with a caller's key, the paths of model calls."""
+    calls in flight, and every other path is vLLM's own. Requests without the secret reach only
+    /health and, with a caller's key, the paths of model calls."""
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = SpanMiddleware(app)
@@ -106,7 +106,7 @@ class HoldMiddleware:
             async def again() -> AsgiMessage:
                 return sent.pop() if sent else await receive()
 
-            failed: AsgiMessage = {}  # the start of a response that may be the agent's mistake
+            failed: AsgiMessage = {}  # start of an error response that may be caused by the request
 
             async def stamped(message: AsgiMessage) -> None:
                 if message["type"] == "http.response.start":
@@ -133,8 +133,8 @@ def is_public_path(path: str) -> bool:
 
 def error_of(body: bytes) -> tuple[int, bytes]:
     """Status and body in place of vLLM's response with status 500. vLLM reports an image for which
-    the chat template wrote no placeholder as an internal error, which would be retried; here it is
-    the request's error, 400."""
+    the chat template wrote no placeholder as an internal error, which would be retried; here it
+    becomes a client error, 400."""
     if NO_PLACEHOLDER not in body:
         return 500, body
     error = {"message": DROPPED, "type": "BadRequestError", "param": "messages", "code": 400}
@@ -142,11 +142,10 @@ def error_of(body: bytes) -> tuple[int, bytes]:
 
 
 def to_version(body: bytes, versions: Mapping[str, int]) -> tuple[bytes, str, int | None]:
-    """The body of a call for vLLM, the model that it names, and the version that answers (None: no
-    policy has the model's name).
-
-    versions: `RequestHold.versions`; those without an entry for the empty name belong to adapters,
-    whose every version has a name of its own. The salt separates the prefix caches of versions."""
+    """Returns the body of a call for vLLM, its model, and the version that answers (None: unknown
+    model). versions: `RequestHold.versions`; without an entry for the empty name they are versions
+    of adapters, each with its own name at vLLM. The salt separates the prefix caches of
+    versions."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         model = msgspec.json.decode(fields.get("model", b"null"), type=str | None) or ""
@@ -179,6 +178,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from agentrl.algorithms.engines.vllm import child  # the module that vLLM imports, with its KEYS
+    # The instance of this module that vLLM imports.
+    from agentrl.algorithms.engines.vllm import child
 
     child.main()

@@ -28,19 +28,20 @@ from agentrl.algorithms.engines.vllm.weights import NewestWeights
 from agentrl.core.errors import PolicyError
 from agentrl.core.types import POLICY, Json
 
-# vLLM documents clear_cache as without effect here, but it does make calls recompute their keys.
+# vLLM documents clear_cache as without effect here, but calls do recompute their KV cache.
 PAUSE_ROUTE, RESUME_ROUTE = "/pause?mode=keep&clear_cache=true", "/resume"
 WEIGHTS, KEYS = "weights", "kv_cache"  # vLLM's tags of wake_up
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class WeightDelivery:
-    """The steps by which servers get weights; each may be repeated after a server has died.
+    """The steps that transfer weights to servers; each may be repeated after a server has died.
 
-    Invariant: a server is awake and has the newest weights of a policy, no keys of older ones that
-    a new call could reuse, and the learner's log-probs, before `load` opens it or continues with
-    the next. Weights change only where calls are held, or, while `swapping`, where vLLM is paused
-    between two steps or another version of the adapter is loaded. Writer: the `VllmServer`."""
+    Invariant: before `load` opens a server or continues with the next, the server is awake, has the
+    newest weights of a policy and no reusable KV cache of older weights, and its log-probs match
+    the learner's. Weights change only while calls are held, or, while `swapping`, while vLLM is
+    paused between two steps or another version of the adapter is loaded. Writer: the
+    `VllmServer`."""
 
     def __init__(
         self,
@@ -71,14 +72,14 @@ class WeightDelivery:
             await self.control.post(HOLD)
 
     async def open(self, server: str = "") -> None:
-        """Admit calls, which get the newest versions."""
+        """Admit calls; they are answered by the newest versions."""
         await self.control.only(server).post(f"{OPEN}?{self._weights.serving.query()}")
 
     async def sleep(self) -> None:
         await self._sleep.sleep(self.control)
 
     async def wake(self) -> None:
-        """Wake vLLM if it still sleeps, as after an update without a publish."""
+        """Wake vLLM if it still sleeps, for example after an update without a publish."""
         policies = list(self._weights.serving.versions) if self._sleep.dropped else []
         await self._sleep.wake(WEIGHTS, self.control)
         for policy in policies:
@@ -86,7 +87,7 @@ class WeightDelivery:
         await self._sleep.wake(KEYS, self.control)
 
     async def send(self, policy: str, servers: VllmClient) -> None:
-        """Send the newest weights of a policy, and forget keys of older ones."""
+        """Send the newest weights of a policy, and drop the KV cache of older weights."""
         with self.timed("send"):
             await self._weights.send(policy, servers)
         serving = self._weights.serving
@@ -109,8 +110,9 @@ class WeightDelivery:
             await self.send(policy, servers)
 
     async def load(self, policy: str) -> None:
-        """Send the newest weights and compare log-probs with the learner's. In flight, servers are
-        paused one by one and calls go to the others; one that goes down gets them on return."""
+        """Send the newest weights and compare log-probs with the learner's. With calls in flight,
+        servers are paused one by one and calls go to the others; a server that goes down gets the
+        weights when it returns."""
         pauses = self.swapping and not self._weights.serving.adapters
         in_turn = tuple(self._host.servers) if pauses and self._weights.in_turn else ("",)
         for server in in_turn:
@@ -163,14 +165,14 @@ class SleepCycle:
         """level: vLLM's sleep level; 0: it never sleeps."""
         self.level = level
         self._asleep: set[str] = set()
-        # Set while vLLM may take GPU memory: a restart of one that died asleep waits for it.
+        # Set while vLLM may use GPU memory: the restart of a server that died asleep waits for it.
         self.may_start = asyncio.Event()
         self.may_start.set()
 
     async def sleep(self, servers: VllmClient) -> None:
         """Put vLLM to sleep. Calls must be held."""
         if self.level:
-            # mode=abort ends requests of other clients, whose keys are lost.
+            # mode=abort ends requests of other clients, because their KV cache is lost.
             await servers.post(f"/sleep?level={self.level}&mode=abort")
             self._asleep = {WEIGHTS, KEYS}
             self.may_start.clear()
@@ -202,7 +204,7 @@ class ParityCheck:
 
     async def check_logprobs(self, policy: str, servers: VllmClient) -> None:
         """Raise PolicyError if vLLM's log-probs of the probe text differ from the learner's, or
-        those of messages with what else the model reads."""
+        those of the probe with images."""
         body: dict[str, Json] = {"model": self.serving.name(policy), "max_tokens": 1}
         body |= {"prompt_logprobs": 0, "temperature": 1.0}
         probe = list(self.learned.probe)
@@ -228,9 +230,9 @@ class ParityCheck:
                 )
 
     def _differs(self, policy: str, tokens: list[int], rows: list[Any]) -> str:
-        """How vLLM's log-probs of a prompt differ from the learner's; empty: they do not.
-
-        rows: `prompt_logprobs`, whose first is None. What is no text has none to compare."""
+        """A sentence: how vLLM's log-probs of a prompt differ from the learner's; empty: they do
+        not. rows: `prompt_logprobs`; the first is None. Tokens of images have no log-probs to
+        compare."""
         scored = self._scored(policy, tokens)
         served = [
             next(iter(row.values()))["logprob"] if token >= 0 else own
@@ -254,13 +256,14 @@ class ParityCheck:
             choice = answer["choices"][0]
             tokens, served = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             pairs = zip(served, self._scored(policy, probe + tokens)[-len(tokens) :], strict=True)
-            if all(abs(a - b) <= self.tolerance for a, b in pairs):  # those at temperature 1
+            if all(abs(a - b) <= self.tolerance for a, b in pairs):  # log-probs at temperature 1
                 raise PolicyError(
                     "vLLM returns log-probs of another distribution than it samples from; start it "
                     "with --logprobs-mode processed_logprobs"
                 )
 
     def _scored(self, policy: str, tokens: list[int]) -> list[float]:
-        """The learner's log-probs. It has its own name for a whole model, unlike a fleet."""
+        """The learner's log-probs. Without adapters, learner and fleet name the model
+        differently."""
         whole = next(iter(self.learned.adapters), POLICY)
         return self.learned.score(policy if self.serving.adapters else whole, tokens)

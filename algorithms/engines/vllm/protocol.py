@@ -1,17 +1,17 @@
 """The interfaces between learner, vLLM server and host, and the middleware of a vLLM server that
-reports which version sampled each token, and what was cut short.
+reports which version sampled each token, and which answers were truncated.
 
 The client that changes vLLM's weights pauses it first, and names the new version here before it
-resumes: in between no token is sampled. Since 0.32 vLLM labels tokens with a version itself; its
-outputs have the labels, its HTTP answers do not, and the middleware reads them where an output
-passes. Before, vLLM's output processor has every token sampled so far when a version is named, and
-the middleware counts them there. A call has the version that it was admitted with in a header; if
-vLLM accepts it only after the update, because it was on its way or in the tokenizer, it belongs to
-the new version alone. Invariant: the response of a call that spans an update has
+resumes: in between no token is sampled. Since 0.32 vLLM labels tokens with a version; its outputs
+have the labels, but its HTTP responses do not, so the middleware reads the labels of passing
+outputs. In earlier releases vLLM's output processor has received every sampled token when a version
+is named, and the middleware counts tokens there. A call carries the version at its admission in a
+header; if vLLM accepts it only after the update, because it was in transit or in the tokenizer, all
+of it belongs to the new version. Invariant: the response of a call that spans an update has
 `agentrl_spans`, as the embedded server's (see `engines/base`).
 
-vLLM reports `tool_calls` for a whole answer with a call in it even where the token limit ended it,
-such as within a second call (a stream reports `length`). Invariant: an answer that the limit
+vLLM reports `tool_calls` for a non-streamed answer with a call even if the token limit ended it,
+for example within a second call (a stream reports `length`). Invariant: an answer that the limit
 ended reports `length`.
 """
 
@@ -53,32 +53,33 @@ class TrainedModel:
     """The learner's model, trained as a whole or by its adapters."""
 
     save: Callable[[Path], None]  # writes all weights, adapter merged, as a Hugging Face checkpoint
-    weights: Callable[[], Mapping[str, Tensor]]  # the same in memory, by checkpoint names
+    weights: Callable[[], Mapping[str, Tensor]]  # the weights in memory, by checkpoint names
     save_tokenizer: Callable[[Path], None]
     score: Callable[[str, Sequence[int]], list[float]]
     """(policy, token ids) -> the learner's log-prob of each token but the first, temperature 1;
     0 for ids below 0, which are no text."""
     probe: Sequence[int]  # token ids whose log-probs are compared after each publish
-    inputs: Inputs | None = None  # what it reads besides text, whose probe is compared too
+    inputs: Inputs | None = None  # reader of images; its probe is compared, too
     gpu: int = -1  # index in this process of the weights' GPU; -1: none
     adapters: Sequence[str] = ()  # names; empty: all weights are trained
     save_base: Callable[[Path], None] | None = None  # writes the model without its adapters
-    save_adapter: Callable[[str, Path], None] | None = None  # writes one by name, in peft's format
-    rank: int = 0  # of the largest adapter
+    # Writes an adapter by name, in peft's format.
+    save_adapter: Callable[[str, Path], None] | None = None
+    rank: int = 0  # rank of the largest adapter
 
 
 @dataclass
 class ServedModel:
     """The files that a server starts with, and the current version of each policy."""
 
-    weights: Path  # the checkpoint that it starts with; newer weights are sent
+    weights: Path  # the checkpoint of the start; newer weights are sent
     tokenizer: Path
     versions: dict[str, int] = field(default_factory=lambda: {POLICY: 0})
     adapters: bool = False  # whether the policies are adapters
     backend: str = ""  # vLLM's weight-transfer backend; empty: none
 
     def name(self, policy: str) -> str:
-        """A policy's name at vLLM, where each version of an adapter has a name of its own."""
+        """A policy's name at vLLM, which is different for each version of an adapter."""
         return versioned(policy, self.versions[policy]) if self.adapters else policy
 
     def query(self) -> str:
@@ -99,7 +100,7 @@ class LostError(Exception):
 class VllmHost(Protocol):
     """Where vLLM runs: a child process, or servers that are managed elsewhere."""
 
-    url: str  # of the server that holds requests and answers calls
+    url: str  # URL of the server that holds requests and answers calls
     # Known after `probe`:
     name: str  # the model's name in requests if all weights are trained
     refuses_adapters: str  # why adapters cannot be loaded by name; empty: they can be
@@ -143,7 +144,7 @@ class VllmHost(Protocol):
 
 
 class WeightSync(ABC):
-    """Sends to vLLM the weights that the learner had at the last `take` of each policy."""
+    """Sends vLLM the weights that each policy had at its last `take`."""
 
     @property
     def in_turn(self) -> bool:
@@ -156,7 +157,7 @@ class WeightSync(ABC):
 
     @abstractmethod
     def take(self, policy: str) -> None:
-        """Remember the learner's current weights as the policy's newest."""
+        """Record the learner's current weights as the policy's newest."""
 
     @abstractmethod
     async def send(self, policy: str, servers: VllmClient) -> None:
@@ -170,7 +171,7 @@ SPANS = "/agentrl/spans"  # exists with this middleware; ?VERSIONS sets the weig
 CALLS = "/v1/chat/completions", "/v1/completions"
 REQUEST = re.compile(r"(?:chatcmpl|cmpl)-(\w+?)(?:[-_](\d+))?")  # vLLM's id: our id, prompt index
 REPLACED = {b"x-request-id", b"content-length", VERSION_HEADER.encode()}  # headers of a call
-DATA = b"data: "  # before each event of a stream
+DATA = b"data: "  # prefix of each event of a stream
 
 AsgiMessage = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiMessage]]
@@ -197,7 +198,8 @@ class SpanMiddleware:
     def __init__(self, app: AsgiApp) -> None:
         self._app = app
         self._calls: dict[str, _Call] = {}  # by request id
-        # From the newest request for SPANS; None for adapters, whose calls keep their version.
+        # Version of the newest request for SPANS; None for adapters, because their calls keep their
+        # version.
         self._version: int | None = None
         self._watched: Any = None  # vLLM's client of its engine
         self._processor: Any = None  # its output processor, where outputs have no labels
@@ -242,7 +244,7 @@ class SpanMiddleware:
             engine.generate = watched
 
     def _note(self, request_id: str, n: int, completions: Sequence[Any]) -> None:
-        """Record how completions end, and their labels, which those have that end."""
+        """Record how completions end, and the labels of ended ones."""
         named = REQUEST.fullmatch(request_id)
         if named is None or (call := self._calls.get(named[1])) is None:
             return
@@ -253,7 +255,7 @@ class SpanMiddleware:
             if self._version is None:
                 continue
             labels = getattr(completion, "weight_versions", None) or ()
-            # Weights that have no name yet are those that the call was admitted with.
+            # Weights without a name are those of the call's admission.
             spans = [
                 (label.start, int(label.version) if label.version.isdigit() else call.version)
                 for label in labels
@@ -325,7 +327,7 @@ class SpanMiddleware:
 
 
 def _labels_tokens(engine: Any) -> bool:
-    """Whether vLLM labels tokens with a version itself. 0.31 takes the name of a version, but its
+    """Whether vLLM labels tokens with a version. 0.31 accepts the name of a version, but its
     outputs have no labels."""
     outputs = sys.modules.get("vllm.outputs")
     fields = getattr(outputs, "CompletionOutput", object)
@@ -334,8 +336,8 @@ def _labels_tokens(engine: Any) -> bool:
 
 
 def _completed(body: bytes, call: _Call) -> bytes:
-    """A response, or the events of a streamed one, whose finished choices have their spans and say
-    `length` if they were cut. vLLM's own bytes where that changes nothing."""
+    """A response, or the events of a streamed one, with spans in finished choices and the reason
+    `length` for truncated ones. vLLM's bytes are returned unchanged where possible."""
     if not call.choices and not call.cut:
         return body
     if body.startswith(DATA):

@@ -1,12 +1,12 @@
 """The policy server for vLLM, in a child process or on servers that are managed elsewhere, as
 `[engine]` of the run file selects.
 
-A publish takes the learner's weights (`weights`), brings them to the servers (`delivery`), and does
-so again if vLLM dies meanwhile. With `in_flight` weights change while vLLM is paused between two
+A publish takes the learner's weights (`weights`) and transfers them to the servers (`delivery`),
+again if vLLM dies meanwhile. With `in_flight` weights change while vLLM is paused between two
 steps, one server after another: running calls continue with keys of the new weights, and name the
 versions of their tokens (see `protocol`); a new version of an adapter is loaded in addition to the
-old one, which running calls keep. A server that ends is restarted with the newest published weights
-under the same URL; its calls in flight fail like a lost connection.
+old version, which running calls keep. A server that ends is restarted with the newest published
+weights under the same URL; its calls in flight fail like a lost connection.
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ CRASH_GRACE = 15.0  # seconds to wait after a failed request for the server to e
 
 
 class VllmServer:
-    """A PolicyServer whose weights are a copy of the learner's.
-
-    Invariant: weights change only by the holder of `_changing`, one change at a time. Outside of a
-    change calls are let in, and each is answered by the version that it names; after a failed
-    publish they wait, because they would be answered with wrong weights, until one succeeds."""
+    """A PolicyServer with a copy of the learner's weights. Invariant: only the holder of
+    `_changing` changes weights, one change at a time. Outside of a change calls are admitted, and
+    each is answered by the version that its response names; after a failed publish they wait until
+    one succeeds, because they would be answered with wrong weights."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class VllmServer:
         in_flight: bool = False,
         sleep: int = 0,
     ) -> None:
-        """folder: for the files that servers read, used by this server alone; a fleet must find it
+        """folder: for the files that servers read, used only by this server; a fleet must see it
         under the same path. method: see `choose_sync`. timeout: seconds for calls in flight to end
         before an update, and for vLLM to load the update. tolerance: largest difference in
         log-probs after a publish. in_flight: a publish outside `updating` pauses calls instead of
@@ -161,8 +160,8 @@ class VllmServer:
                     await self.restarts.repeat(self.delivery.open)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
-        """As `PolicyServer.publish`. Raises PolicyError for a policy that is not served, and if
-        vLLM's log-probs differ from the learner's afterwards: calls then wait until a publish
+        """See `PolicyServer.publish`. Raises PolicyError for a policy that is not served, and if
+        vLLM's log-probs differ from the learner's afterwards; calls then wait until a publish
         succeeds."""
         policy = policy or self.model
         if policy not in self._versions:
@@ -183,7 +182,8 @@ class VllmServer:
         self.host.max_adapters = max(self.host.max_adapters, room)
 
     async def add(self, policy: str, version: int) -> None:
-        """As `PolicyServer.add`. Also raises PolicyError if there is no room for an adapter."""
+        """See `PolicyServer.add`. Also raises PolicyError if there is no room for another
+        adapter."""
         self._check_adapters(policy)
         if policy not in self._versions and len(self._versions) >= self.host.max_adapters:
             raise PolicyError(
@@ -230,7 +230,7 @@ class VllmServer:
             )
 
     async def _start_again(self) -> None:
-        """Start vLLM with the newest weights, and let calls in unless these change."""
+        """Start vLLM with the newest weights, and admit calls unless weights are changing."""
         await self.host.start(self._weights.serving)
         self._sleep.restarted()
         await self.delivery.send_all(self.delivery.control)
@@ -254,11 +254,9 @@ class VllmServer:
 
 
 class Restarts:
-    """Whether vLLM is up.
-
-    Invariant: after the first start `up` is set exactly while vLLM answers with the newest weights,
-    or has been given up, and then `failed` has the reason: so what waits for `up` never waits for a
-    server that never starts. Writer: the task of `watch`, which alone sets and clears it."""
+    """Whether vLLM is up. Invariant: after the first start `up` is set exactly while vLLM answers
+    with the newest weights, or after it was given up (then `failed` has the reason), so no waiter
+    of `up` waits for a server that never starts. Writer: only the task of `watch`."""
 
     def __init__(
         self, host: VllmHost, start: Callable[[], Awaitable[None]], may_start: asyncio.Event
@@ -272,7 +270,8 @@ class Restarts:
         self._since_publish = 0
 
     async def repeat(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do `work` once the server is up, and again after a restart if it dies meanwhile."""
+        """Run `work` once the server is up, and again after a restart if the server dies
+        meanwhile."""
         self._may_start.set()
         while True:
             death = self._death
@@ -304,7 +303,7 @@ class Restarts:
             self.up.clear()
             self._death.set()
             self._death = asyncio.Event()
-            await self._may_start.wait()  # until then the learner uses its memory
+            await self._may_start.wait()  # until then the learner uses the server's memory
             await self._restart()
             self.up.set()
         self._given_up.set()
@@ -322,7 +321,8 @@ class Restarts:
         self.failed = PolicyError(f"vLLM ended {MAX_RESTARTS + 1} times in one step; {reason}")
 
 
-MIN_ADAPTERS = 8  # for which a child has room, also for those of evaluations and live versions
+# A child reserves room for at least this many, including those of evaluations and live versions.
+MIN_ADAPTERS = 8
 PROBE = "The quick brown fox jumps over the lazy dog."
 
 
@@ -350,7 +350,8 @@ def vllm_server(
             api_key=read_sent_key(engine.vllm.key_env, "engine.vllm.key_env", "the servers'"),
             access=engine.access,
             start_timeout=engine.vllm.start_timeout,
-            # Less than the limit of the whole update, so one server that hangs is found first.
+            # Less than the limit of the whole update, so that a single hanging server is detected
+            # first.
             timeout=0.9 * engine.vllm.timeout,
             adapters=bool(learned.adapters),
         )
@@ -390,7 +391,7 @@ def vllm_server(
 
 
 def _media(inputs: Inputs | None) -> tuple[str, ...]:
-    """Arguments of a child whose model reads more than text."""
+    """Arguments of a child for an image-text model."""
     if inputs is None:
         return ()
     limits = {"video": 0} if inputs.probe() else {"video": 0, "image": 0}
@@ -408,7 +409,7 @@ def _gpu_memory(config: RunConfig, vllm: VllmConfig, model: Any) -> float:
             )
         return 0.0
     if (model.device.index or 0) >= gpus_taken(vllm.arguments):
-        return vllm.gpu_memory  # vLLM has GPUs of its own
+        return vllm.gpu_memory  # vLLM has separate GPUs
     total = torch.cuda.get_device_properties(model.device).total_memory
     return vllm.gpu_memory or vllm_share(config, model, total)
 
@@ -421,12 +422,14 @@ def _trained_model(
     @torch.no_grad()
     def score(policy: str, tokens: Sequence[int]) -> list[float]:
         applied = nullcontext() if adapters is None else adapters.using(policy)
-        # vLLM computes at the same time, and more threads than cores are a hundred times slower.
+        # vLLM computes at the same time, and with more threads than cores everything is a hundred
+        # times slower.
         with computing_with(threads), applied:
             return _logprobs(model, tokens) if inputs is None else _logprobs_of_text(model, tokens)
 
     def complete(save: Callable[[Path], None]) -> Callable[[Path], None]:
-        """Write what vLLM reads images with next to the weights, as in a checkpoint of the hub."""
+        """Write the files of the image processor next to the weights, as in a checkpoint of the
+        hub."""
 
         def saved(directory: Path) -> None:
             save(directory)
@@ -467,7 +470,7 @@ def _logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 
 
 def _logprobs_of_text(model: Any, tokens: Sequence[int]) -> list[float]:
-    """As `TrainedModel.score`, of ids of which some are no text."""
+    """`TrainedModel.score` for ids that include tokens of images."""
     row = torch.tensor(tokens)
     text = (row[1:] >= 0).nonzero().flatten() + 1
     ones = torch.ones(len(text))

@@ -1,8 +1,8 @@
 """vLLM's own weight transfer from GPU to GPU, driven from the learner's process.
 
 vLLM's trainer engines do the work: with `ipc` vLLM maps the learner's memory, which must be on the
-GPU that vLLM computes on; `nccl` broadcasts from the learner, rank 0, to all workers of all
-servers, the other ranks, which have GPUs of their own. Imports vLLM.
+GPU that vLLM computes on; `nccl` broadcasts from the learner (rank 0) to all workers of all servers
+(the other ranks), which have their own GPUs. Imports vLLM.
 
 `send` reads the learner's current weights, so it must be called before they change again.
 """
@@ -77,15 +77,17 @@ class TransferSync(WeightSync):
 
         try:
             async with asyncio.timeout(self._timeout):
-                await processes.call(transfer)  # a thread that hangs in NCCL delays no exit
+                # A thread that hangs in NCCL must not delay the exit.
+                await processes.call(transfer)
         except TimeoutError:
             client.leave()
-            self._engine = None  # its process group waits for a rank that may never join
+            self._engine = None  # the engine's process group waits for a rank that may never join
             raise PolicyError(
                 f"vLLM: weights by {self._backend} did not arrive within {self._timeout:g} s "
                 "(engine.vllm.timeout)"
             ) from None
-        except (RuntimeError, ValueError, OSError) as error:  # of NCCL, CUDA and vLLM's checks
+        # Raised by NCCL, CUDA and vLLM's checks.
+        except (RuntimeError, ValueError, OSError) as error:
             raise PolicyError(f"vLLM: weights could not be sent: {error}") from error
 
     def close(self) -> None:
@@ -106,7 +108,7 @@ class TransferSync(WeightSync):
 
 
 class TransferClient:
-    """Sends the requests of a trainer engine, which runs in a thread of its own, to the servers."""
+    """Sends the requests of a trainer engine, which runs in a separate thread, to the servers."""
 
     def __init__(
         self, servers: VllmClient, worlds: Sequence[int], loop: asyncio.AbstractEventLoop
@@ -116,7 +118,7 @@ class TransferClient:
         self._left = False
 
     def leave(self) -> None:
-        """Send no more requests: a late transfer must not disturb the next one."""
+        """Stop sending requests, so that a late transfer does not disturb the next one."""
         self._left = True
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

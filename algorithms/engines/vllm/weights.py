@@ -9,7 +9,7 @@
     reload          a shared disk: vLLM reads a checkpoint from a directory
 
 `ipc`, `nccl` and `shared_memory` are backends of vLLM's weight-transfer API, one of which a server
-is started with. Invariant: `send` is called while requests are held, and may be called again.
+is started with. Invariant: `send` is called while requests are held, and may be repeated.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ log = logging.getLogger(__name__)
 
 
 class NewestWeights:
-    """What every server should have.
+    """The weights that every server should have.
 
-    Invariant: from `prepare` on, `serving` names the files that a server starts with and the
-    version of each policy at its last `take`, and `send` brings exactly these weights to a server,
-    as often as it is asked: so one that starts or returns at any time can be brought up to date. A
-    method that has failed is not chosen again. Writer: the `VllmServer`."""
+    Invariant: after `prepare`, `serving` names the files that a server starts with and the version
+    of each policy at its last `take`. `send` transfers exactly these weights and may be repeated,
+    so a server that starts or reconnects at any time can be brought up to date. A method that has
+    failed is not chosen again. Writer: the `VllmServer`."""
 
     def __init__(
         self, learned: TrainedModel, host: VllmHost, folder: Path, method: str, timeout: float
@@ -75,7 +75,7 @@ class NewestWeights:
         adapters = self._learned.adapters
         if in_flight and method != "adapter" and not self._host.spans:
             log.warning(
-                "A call that crosses an update names the version of its first token alone; start "
+                "A call that crosses an update reports only the version of its first token; start "
                 "vLLM with --middleware agentrl.algorithms.engines.vllm.protocol.SpanMiddleware."
             )
         if method != "adapter" and len(adapters) > 1:
@@ -85,7 +85,7 @@ class NewestWeights:
             )
         level = logging.WARNING if self._failed else logging.INFO
         log.log(level, "vLLM gets new weights by %s (%s).", method, why)
-        shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(self._folder, ignore_errors=True)  # left by a killed run
         self._folder.mkdir(parents=True)
         self.serving.weights, self.serving.backend = self._folder / "weights", ""
         self._learned.save_tokenizer(self.serving.tokenizer)
@@ -131,13 +131,13 @@ class NewestWeights:
         sync.take(policy)
 
     async def send(self, policy: str, servers: VllmClient) -> None:
-        """Send the newest weights of a policy. Calls are held or paused there, or use another
-        version of the adapter."""
+        """Send the newest weights of a policy to `servers`, whose calls are held or paused, or use
+        another version of the adapter."""
         await self._sent.send(policy, servers)
 
     @property
     def adapters(self) -> AdapterSync | None:
-        """The method if it loads adapters by name, of which servers may have old versions."""
+        """The method if it loads adapters by name; servers may then still have old versions."""
         return self._sync if isinstance(self._sync, AdapterSync) else None
 
     def close(self) -> None:
@@ -156,9 +156,9 @@ ALIGNMENT = 64  # bytes
 
 
 class AdapterSync(WeightSync):
-    """Writes each version of an adapter to a directory in peft's format, with a name of its own at
-    vLLM, so running calls keep theirs. A version that is sent again is unloaded and loaded: with
-    `load_inplace` vLLM would read the files at every forward pass."""
+    """Writes each version of an adapter to a directory in peft's format and loads it under a
+    separate name, so running calls keep their version. A version that is sent again is unloaded and
+    loaded: with `load_inplace` vLLM would read the files at every forward pass."""
 
     def __init__(self, learned: TrainedModel, folder: Path) -> None:
         self._learned, self._folder = learned, folder
@@ -283,7 +283,7 @@ class SharedMemorySync(WeightSync):
 class SyncCapabilities:
     """The common capabilities of learner and servers."""
 
-    adapters: str = "all weights are trained"  # why none can be loaded by name; empty: they can be
+    adapters: str = "all weights are trained"  # why adapters cannot be loaded; empty: they can
     backend: str | None = ""  # the backend that servers were started with; None: any can be chosen
     gpu: bool = False  # the learner's weights are on a GPU
     shared: bool = False  # vLLM computes on that GPU

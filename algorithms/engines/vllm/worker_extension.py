@@ -32,7 +32,7 @@ from agentrl.algorithms.engines.vllm.protocol import MEMORY
 
 
 class Extension:
-    """Adds nothing to a worker; naming it makes vLLM import this module."""
+    """An empty extension; naming it makes vLLM import this module."""
 
 
 @dataclass

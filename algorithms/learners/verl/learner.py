@@ -216,7 +216,7 @@ def _exit(error: Exception) -> str:
     return (detail or text).strip().split(". ")[0].splitlines()[0][:200]
 
 
-ENGINE = "verl"  # folder of verl's own checkpoint in ours, of another engine than FSDP2
+ENGINE = "verl"  # subfolder with verl's checkpoint, for engines other than FSDP2
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ class VerlLearner(PolicyWeights):
         """Raise PolicyError: verl's workers compute no such log-probs."""
         raise PolicyError("the verl learner gives log-probs of sampled tokens only, no top_tokens")
 
-    def symbol_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
+    def topk_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
         """Raise PolicyError: verl's workers compute no such log-probs."""
         return self.top(batch, 1, of)[1]
 
@@ -304,8 +304,8 @@ class VerlLearner(PolicyWeights):
         critic: ValueTerms | None = None,
         entropy_weights: Tensor | None = None,
     ) -> StepReport:
-        """As `Learner.step`; then updates the copy. memory/*peak_mb is the largest of the workers;
-        further metrics are throughput/tflops and throughput/mfu, means over the workers.
+        """See `Learner.step`; then updates the copy. memory/*peak_mb is the maximum over the
+        workers; further metrics are throughput/tflops and throughput/mfu, means over the workers.
 
         Raises TrainingError, and stops the workers, when one fails or does not answer in time."""
         if critic is not None:
@@ -427,7 +427,7 @@ class VerlLearner(PolicyWeights):
         found = {**weights, **masters}
         if of in ("current", "reference") and self.adapters is None:
             # Tied weights are one parameter with two names; master weights and the reference's file
-            # have the first only.
+            # contain only the first.
             first = {p.data_ptr(): name for name, p in self.model.named_parameters()}
             own = {n: first.get(p.data_ptr(), n) for n, p in self.model.state_dict().items()}
             found = {name: found[source] for name, source in own.items() if source in found}

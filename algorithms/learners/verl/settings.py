@@ -20,10 +20,11 @@ from agentrl.core.config.validate import flatten
 from agentrl.core.errors import ConfigError, install_command
 
 VERL = ((0, 9), (0, 11))  # supported releases: from, and below
-REACHED_WITHIN = 10.0  # seconds
+CONNECT_TIMEOUT = 10.0  # seconds
 
 SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
-DECIDED = {  # verl's options -> the setting of agentrl that decides them, or "" if they are fixed
+# verl's options -> the setting of agentrl that determines them, or "" if they are constant.
+FIXED_OPTIONS = {
     "path": "policy.model", "lora_rank": "policy.lora", "lora_alpha": "policy.lora",
     "target_modules": "policy.lora", "use_remove_padding": "learner.verl.attention",
     "enable_gradient_checkpointing": "learner.gradient_checkpointing",
@@ -36,7 +37,7 @@ DECIDED = {  # verl's options -> the setting of agentrl that decides them, or ""
 }  # fmt: skip
 
 FSDP2, MEGATRON = "fsdp2", "megatron"  # verl's engines that the learner can train with
-BETAS = (0.9, 0.95)  # of AdamW
+BETAS = (0.9, 0.95)  # AdamW's betas
 RAY = ("address", "nodes", "gpus_per_node", "timeout")  # where verl's workers run
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -46,7 +47,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "override_optimizer_config": dict(zip(("adam_beta1", "adam_beta2"), BETAS, strict=True)),
         "lr_decay_style": "constant",
         "lr_warmup_steps": 0,
-        "total_training_steps": 2**31,  # of a learning-rate schedule that is not used
+        "total_training_steps": 2**31,  # for a learning-rate schedule, which is not used
     },
 }
 
@@ -79,7 +80,7 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
     optimizer = {
         "weight_decay": config.algorithm.weight_decay,
         "clip_grad": config.algorithm.max_grad_norm,
-        "lr": config.algorithm.lr,  # of the first step; each step passes its own
+        "lr": config.algorithm.lr,  # learning rate of the first step; each step passes its own
     } | OPTIMIZERS[strategy]
     known: VerlSettings = {
         "ray": {key: getattr(verl, key) for key in RAY},
@@ -120,19 +121,20 @@ def _sharded(narrow: str) -> dict[str, Any]:
     """Settings of FSDP2. narrow: dtype of forward and backward."""
     kept = {"reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     return {
-        "model_dtype": "fp32",  # of master weights; forward and backward use param_dtype
+        "model_dtype": "fp32",  # dtype of master weights; forward and backward use param_dtype
         "mixed_precision": {"param_dtype": narrow, **kept},
         "use_torch_compile": False,
     }
 
 
 def _with_options(known: VerlSettings, verl: VerlConfig) -> VerlSettings:
-    """Merge `learner.verl.options` into the settings. Raises ConfigError for a key of DECIDED."""
+    """Merge `learner.verl.options` into the settings. Raises ConfigError for a key of "
+    "FIXED_OPTIONS."""
     for part, options in verl.options.items():
         for key, value in options.items():
-            if key in DECIDED:
-                fixed = "its learner counts on its value"
-                fix = f"set {DECIDED[key]}" if DECIDED[key] else fixed
+            if key in FIXED_OPTIONS:
+                fixed = "its learner depends on the value"
+                fix = f"set {FIXED_OPTIONS[key]}" if FIXED_OPTIONS[key] else fixed
                 raise ConfigError(f"learner.verl.options.{part}.{key} is decided by agentrl; {fix}")
             # A critic has a model and an optimizer of its own, with the same options.
             for target in (known[part], known["critic"].get(part, {})):
@@ -151,7 +153,7 @@ def _with_options(known: VerlSettings, verl: VerlConfig) -> VerlSettings:
 def describe_settings(config: RunConfig) -> str:
     """`settings` as comments to append to a run file, for `--dry-run`."""
     model = config.model_path() or str(Path(config.output, "policy"))
-    lines = ["", "# What verl is configured with:"]
+    lines = ["", "# Configuration of verl:"]
     for key, value in flatten(settings(config, model)).items():
         lines.append(f"# {key} = {msgspec.json.encode(value).decode()}")
     return "\n".join(lines) + "\n"
@@ -178,13 +180,13 @@ def check_installed() -> None:
     release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if not VERL[0] <= release < VERL[1]:
         raise ConfigError(
-            f"learner.kind = 'verl': verl {found} is not one that is known; install "
-            "'verl>=0.9,<0.11'"
+            f"learner.kind = 'verl': verl {found} is not supported; install 'verl>=0.9,<0.11'"
         )
 
 
 def _check_reachable(address: str) -> None:
-    """Connect to HOST:PORT, because Ray would retry for minutes; "auto" and the like are Ray's."""
+    """Connect to HOST:PORT, because Ray would retry for minutes; Ray resolves "auto" and the
+    like."""
     if address.startswith("ray://"):
         raise ConfigError(
             f"learner.verl.address = {address!r}: verl needs to be on a node of the cluster, not "
@@ -194,7 +196,7 @@ def _check_reachable(address: str) -> None:
     if not port.isdigit():
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), REACHED_WITHIN).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"learner.verl.address = {address!r}: Ray cannot be reached there ({error}); give the "

@@ -1,4 +1,4 @@
-"""The rows of a batch as shards, one for each rank that computes rows of its own."""
+"""The rows of a batch as shards, one for each rank that computes different rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Shard:
     states: list[Tensor]  # int64 [A] each, the positions before the actions
     index: list[Tensor]  # int64 [A] each, positions in the batch's token level
     temperature: Tensor  # float32 [rows]
-    token_budget: int  # of one micro-batch, at least the longest row of any rank
+    token_budget: int  # tokens of one micro-batch, at least the longest row of any rank
 
     @property
     def lengths(self) -> list[int]:

@@ -8,8 +8,9 @@ between calls. Engines by name: the policy is "current", the critic "values", an
 "reference" and "teacher". Weights have the names that checkpoints use.
 
 The methods of verl's `BaseEngine` are used where they suffice: passes, updates, whole weights.
-FSDP2's shards are read for more: the gradient's norm before an update, optimizer state by
-checkpoint name, adapters. The optimizer of another engine is read only by verl (`save`, `load`).
+FSDP2's shards are read directly for the gradient's norm before an update, optimizer state by
+checkpoint name, and adapters. The optimizer of another engine is saved only by verl (`save`,
+`load`).
 """
 
 from __future__ import annotations
@@ -82,11 +83,12 @@ def policy_config(settings: VerlSettings) -> TrainingWorkerConfig:
 
 
 def check_options(settings: VerlSettings) -> None:
-    """Raise ConfigError for options that verl's own configuration classes refuse, and for an engine
+    """Raise ConfigError for options that verl's configuration classes reject, and for an engine
     that is not installed."""
     strategy = settings["engine"]["strategy"]
     parts = dict(zip(("engine", "optimizer"), CONFIGS[strategy], strict=True))
-    _check_keys(HFModelConfig, settings["model"])  # building it would load the model's files
+    # Building the config would load the model's files.
+    _check_keys(HFModelConfig, settings["model"])
     for part, kind in parts.items():
         try:
             _verl_config(kind, settings[part])
@@ -105,7 +107,7 @@ def scoring_engine(settings: VerlSettings, path: str) -> Any:
     """The forward-only engine of a frozen model. path: directory or hub name."""
     model = {key: value for key, value in settings["model"].items() if key not in LORA}
     engine = settings["engine"] | {"forward_only": True}
-    # Megatron's engine looks into the optimizer's settings even without one.
+    # Megatron's engine reads the optimizer's settings even without an optimizer.
     return _open_engine("language_model", model | {"path": path}, engine, settings["optimizer"])
 
 
@@ -117,8 +119,9 @@ def value_engine(settings: VerlSettings) -> Any:
 
 
 def checkpoint_names(module: Module, of: str) -> dict[str, str]:
-    """Checkpoint name -> verl's name of every weight and buffer. In checkpoints a critic has
-    "decoder.*" and "head.*", an adapter peft's without ADAPTER and WEIGHT, others their own."""
+    """Checkpoint name -> verl's name of every weight and buffer. In checkpoints a critic has the
+    names "decoder.*" and "head.*", an adapter peft's names without ADAPTER and WEIGHT, other models
+    their own names."""
     if of == "values":
         decoder = f"{module.base_model_prefix}."
         return {_of_critic(key, decoder): key for key in module.state_dict()}
@@ -167,8 +170,8 @@ def _check_keys(kind: type, options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _value_models() -> Iterator[None]:
-    """Context in which verl's engine loads value models by `_value_model`: verl 0.9's own loader
-    needs flash attention whatever the settings, and otherwise trl."""
+    """Context in which verl's engine loads value models by `_value_model`: verl 0.9's loader needs
+    flash attention regardless of the settings, or else trl."""
     before = verl.utils.model.load_valuehead_model
     verl.utils.model.load_valuehead_model = _value_model
     try:
@@ -180,7 +183,7 @@ def _value_models() -> Iterator[None]:
 def _value_model(
     local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
 ) -> Module:
-    """A decoder with a new head of zeros, with the signature of verl's own loader."""
+    """A decoder with a new head of zeros; has the signature of verl's loader."""
     model: Module = AutoModelForTokenClassification.from_pretrained(
         local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
     )
@@ -203,8 +206,8 @@ class BackwardResult:
     """The result of one backward pass of an engine."""
 
     loss: float  # this rank's part of the sum, without the critic's coefficient
-    grad_norm: float  # of all ranks
-    clipped: int = 0  # tokens of this rank whose value is clipped
+    grad_norm: float  # over all ranks
+    clipped: int = 0  # number of clipped values on this rank
     columns: dict[str, Tensor] = field(default_factory=dict)  # float32, one number per action
 
 
@@ -272,7 +275,8 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         critic = None if terms is None else self.engines["values"]
         with ExitStack() as stack:
             for engine in filter(None, (self.engine, critic)):
-                stack.enter_context(engine.train_mode())  # its end frees the gradients
+                # The end of this context frees the gradients.
+                stack.enter_context(engine.train_mode())
             policy = self._backward(
                 self.engine, shard, partial(policy_loss, coefficients=coefficients)
             )
@@ -290,11 +294,11 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         return ShardReport(policy, value, applied, metrics)
 
     def mark(self) -> None:
-        """As `Learner.mark`, of this rank's shards."""
+        """See `Learner.mark`, for this rank's shards."""
         self.marked.take(self._trained())
 
     def shrink(self, share: float) -> None:
-        """As `Learner.shrink`."""
+        """See `Learner.shrink`."""
         self.marked.shrink(self._trained(), share)
         shrink_momentum(self.engine.optimizer, share)
 
@@ -315,15 +319,16 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         }
 
     def _whole(self, of: str) -> dict[str, Tensor]:
-        """All weights of an engine by verl's own export, one at a time on the device."""
+        """All weights of an engine by verl's export, one at a time on the device."""
         kept, (found, _) = {}, self.engines[of].get_per_tensor_param()
-        for name, weight in found:  # every rank has a part in each
+        for name, weight in found:  # collective: every rank takes part
             if self.rank == 0:
                 kept[name] = weight.detach().to("cpu", torch.float32, copy=True)
         return kept
 
     def save(self, folder: str) -> None:
-        """verl's own checkpoint of the policy and its optimizer; the folder is one of all nodes."""
+        """Write verl's checkpoint of the policy and its optimizer; all nodes must share the
+        folder."""
         self.engine.save_checkpoint(folder)
 
     def load(self, folder: str) -> None:
@@ -378,12 +383,12 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         with torch.no_grad():
             for (name, own), (there, weight) in pairs:
                 assert name == there, f"{name} is not {there}"
-                own.to_local().copy_(weight.to_local())  # both are sharded alike
+                own.to_local().copy_(weight.to_local())  # both are sharded in the same way
 
     def _backward(self, engine: Any, shard: Shard, loss: Any) -> BackwardResult:
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(self._data(shard, entropy=True), loss)
-        metrics = output.get("metrics", {})  # nothing where a pipeline does not end
+        metrics = output.get("metrics", {})  # empty except on the last pipeline stage
         names = output["model_output"].keys() if self.layout()[1] else ()
         loss = sum(metrics.get("loss", []))
         return BackwardResult(
@@ -394,7 +399,8 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         )
 
     def _updated(self, policy: BackwardResult, lr: float) -> BackwardResult:
-        """Update the policy. The gradient's norm of other engines than FSDP2 is known only now."""
+        """Update the policy. For engines other than FSDP2 the gradient's norm is known only
+        here."""
         norm = _update(self.engine, lr)
         if self.sharded:
             return policy
@@ -517,6 +523,7 @@ def _without_dropout(module: Any) -> None:
     for each in chain.from_iterable(part.modules() for part in parts):
         if isinstance(each, torch.nn.Dropout):
             each.p = 0.0
-        for name, value in list(vars(each).items()):  # as attention layers of transformers have it
+        # Attention layers of transformers have such a module.
+        for name, value in list(vars(each).items()):
             if name.endswith("dropout") and isinstance(value, float):
                 setattr(each, name, 0.0)

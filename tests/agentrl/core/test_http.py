@@ -67,7 +67,7 @@ async def test_a_half_sent_request_is_answered_or_closed_in_time(
 async def test_more_text_than_a_context_has_is_refused_before_it_has_come(
     monkeypatch: pytest.MonkeyPatch, body: bytes, answer: bytes
 ) -> None:
-    monkeypatch.setattr("agentrl.core.http.LARGEST_TEXT", 1000)
+    monkeypatch.setattr("agentrl.core.http.MAX_TEXT_BYTES", 1000)
 
     async def count(request: web.Request) -> web.Response:
         return web.Response(text=str(len(await read_body(request))))

@@ -141,10 +141,10 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, 
     """The settings, agent and verifier of the runs that a Trainer has started."""
     runs = list[tuple[Any, Any]]()
 
-    async def front(config: Any, local: Any = None, callbacks: Any = ()) -> None:
+    async def launch(config: Any, local: Any = None, callbacks: Any = ()) -> None:
         runs.append((config, local))
 
-    monkeypatch.setattr(trainer, "front", front)
+    monkeypatch.setattr(trainer, "launch", launch)
     monkeypatch.chdir(tmp_path)
     return runs
 

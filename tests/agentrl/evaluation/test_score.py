@@ -46,12 +46,12 @@ def test_a_store_that_is_named_is_used_and_its_password_is_not_told(
     config = resolve(made | ({"store": named} if named else {}), source="test")
     seen = list[RunConfig]()
 
-    async def front(config: RunConfig, **_: Any) -> None:
+    async def launch(config: RunConfig, **_: Any) -> None:
         seen.append(config)
         raise ConfigError("enough")
 
     monkeypatch.setattr(trainer, "check", lambda config: None)
-    monkeypatch.setattr(trainer, "front", front)
+    monkeypatch.setattr(trainer, "launch", launch)
     with pytest.raises(ConfigError, match="enough"):
         evaluation.evaluate(config, None, None)
     assert seen[0].store == used.format(folder=seen[0].output)
@@ -89,7 +89,7 @@ async def test_an_evaluation_that_failed_to_start_leaves_nothing(
 ) -> None:
     config = resolve({"output": str(tmp_path / "eval"), "steps": 0}, source="test")
 
-    async def front(config: RunConfig, **_: Any) -> None:
+    async def launch(config: RunConfig, **_: Any) -> None:
         Path(config.output).mkdir()
         async with open_store(config.store) as store:
             await store.open_run(config.name, {})
@@ -99,7 +99,7 @@ async def test_an_evaluation_that_failed_to_start_leaves_nothing(
                 await store.claim(1, runner="r", lease=60.0)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(trainer, "front", front)
+    monkeypatch.setattr(trainer, "launch", launch)
     with pytest.raises(ConfigError, match="enough"):
         await evaluation._score(config, 20)
     assert Path(config.output).exists() is began

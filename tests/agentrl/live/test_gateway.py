@@ -441,7 +441,7 @@ async def test_a_store_that_is_away_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(gateway, "LANES_POLL_INTERVAL", 0.001)
-    monkeypatch.setattr(base, "LONGEST_PAUSE", 0.004)
+    monkeypatch.setattr(base, "MAX_PAUSE", 0.004)
     fails, seen = iter([True] * 9 + [False] + [True] * 9), list[Any]()
 
     async def waits(cursor: int, *, timeout: float | None) -> int:

@@ -16,7 +16,7 @@ from agentrl.core.data_files import write_rows
 from agentrl.core.errors import ConfigError
 from agentrl.recorded.formats import FORMATS
 from agentrl.recorded.importing import RUN
-from agentrl.recorded.nodes import LONGEST_FIELD
+from agentrl.recorded.nodes import MAX_FIELD_CHARS
 from tests.agentrl.recorded.builders import imported
 
 FIXTURES = Path(__file__).with_name("fixtures")
@@ -231,7 +231,7 @@ SHAPES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "only a cycle": ([span("b", "c"), span("c", "b")], "each other's parents"),
     "two roots": ([span("a"), span("b")], "several roots"),
     "ends early": ([span("a", endTime=1_600_000_000_000)], "ends before it starts"),
-    "starts early": ([span("a"), span("b", "a", startTime=1_600_000_000_000)], "before the one"),
+    "starts early": ([span("a"), span("b", "a", startTime=1_600_000_000_000)], "before its parent"),
 }
 
 
@@ -250,7 +250,7 @@ async def test_long_fields_and_strange_values_are_stored(tmp_path: Path) -> None
         "a", input={"text": "x" * 10**6, "number": 2**70, "nan": float("nan")}, output=script
     )
     done, (trace,) = await imported(write(tmp_path / "a.jsonl", row), tmp_path)
-    assert len(trace.rollout.task["input"]["text"]) < LONGEST_FIELD + 20
+    assert len(trace.rollout.task["input"]["text"]) < MAX_FIELD_CHARS + 20
     assert trace.rollout.task["input"]["number"] == str(2**70)
     assert trace.rollout.result.startswith("<script>alert(1)</script>")
     assert "was cut off" in done.issues.lines()[0]

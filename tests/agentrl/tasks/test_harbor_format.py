@@ -10,7 +10,13 @@ import pytest
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import ErrorKind
 from agentrl.tasks import harbor, run_tests
-from agentrl.tasks.harbor_format import UnfitTask, digest_of, read_task, resolved, task_folders
+from agentrl.tasks.harbor_format import (
+    UnsupportedTask,
+    digest_of,
+    read_task,
+    resolved,
+    task_folders,
+)
 from agentrl.tasks.rewards import NoRewardError, read_rewards, with_outcome
 from tests.agentrl.harbor.folders import write_task
 
@@ -118,7 +124,7 @@ def test_what_is_written_wrongly_is_said(
 ) -> None:
     with pytest.raises(ConfigError, match=says) as error:
         read_task(write_task(tmp_path, changed), "t")
-    assert not isinstance(error.value, UnfitTask)
+    assert not isinstance(error.value, UnsupportedTask)
     assert str(tmp_path) in str(error.value)
 
 
@@ -136,7 +142,7 @@ def test_what_is_written_wrongly_is_said(
     ],
 )
 def test_what_cannot_be_run_is_said(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
-    with pytest.raises(UnfitTask, match=f"the Harbor task 'a/t' .*{says}"):
+    with pytest.raises(UnsupportedTask, match=f"the Harbor task 'a/t' .*{says}"):
         read_task(write_task(tmp_path, changed), "a/t")
 
 

@@ -185,7 +185,7 @@ def test_a_notebook_has_its_images_inside(look_store: str, monkeypatch: pytest.M
     assert "/image/" not in document
     from agentrl.view import export
 
-    monkeypatch.setattr(export, "LARGEST_IMAGES", len(TINY.body))
+    monkeypatch.setattr(export, "MAX_IMAGE_BYTES", len(TINY.body))
     document = agentrl.show(ROLLOUT, store=look_store).html
     assert document.count('<img src="data:image/') == 1
     assert f"{LABEL}, too large for a notebook" in document

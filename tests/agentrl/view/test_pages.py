@@ -568,7 +568,7 @@ async def fill_with_canaries(url: str, folder: Path) -> str:
             )  # fmt: skip
             await store.enqueue([new])
             (attempt,) = await store.claim(1, runner="t", lease=60.0, run=run, timeout=5.0)
-            cut = "a" * (records.LONGEST_TEXT - 4) + name()
+            cut = "a" * (records.MAX_TEXT_CHARS - 4) + name()
             talk = [
                 {"role": "user", "content": cut},
                 {"role": name(), "content": [{"type": "text", "text": name()}]},

@@ -50,7 +50,7 @@ def flat(
         rows=[],
         token_row=token_transition,
         token_transition=token_transition,
-        behaviour=torch.zeros(token_transition.numel()),
+        sampler_logprobs=torch.zeros(token_transition.numel()),
         transition_rollout=transition_rollout,
         transition_role=torch.tensor(roles or [0] * s),
         row_rollout=transition_rollout,
@@ -101,7 +101,7 @@ def test_grpo_mean_only_and_rloo() -> None:
 def test_reward_to_go_pays_for_leaving_the_reference() -> None:
     """A6."""
     batch = flat([1], tokens=[3])
-    batch = replace(batch, reference=batch.behaviour - torch.tensor([0.2, -0.1, 0.3]))
+    batch = replace(batch, reference=batch.sampler_logprobs - torch.tensor([0.2, -0.1, 0.3]))
     assert near(RewardToGo(token_cost=TokenKLPenalty(0.1))(batch), [0.96, 0.98, 0.97])
 
 

@@ -82,8 +82,8 @@ def test_what_a_later_step_makes_of_a_call_is_not_stored() -> None:
     recorder = CreditRecorder()
     recorder.open(algo, whole)
     for batch, moved in ((part, 0.0), (whole, 0.5)):
-        terms = objective.loss_terms(algo, batch, GivenLogProbs(old=batch.behaviour))
-        recorder.record(algo, batch, terms, batch.behaviour + moved)
+        terms = objective.loss_terms(algo, batch, GivenLogProbs(old=batch.sampler_logprobs))
+        recorder.record(algo, batch, terms, batch.sampler_logprobs + moved)
     assert [credit.gate[0] for credit in recorder.stored()][::2] == [1.0, 0.0]
 
 
@@ -115,18 +115,18 @@ def test_a_step_without_a_lesson_stores_nothing() -> None:
 def test_what_is_stored_brings_back_what_is_not_to_be_had_again(
     name: str, options: dict[str, object]
 ) -> None:
-    algo = make(name, options, streams=("old", "sampler", "values", "reference"))
+    algo = make(name, options, supplies=("old", "sampler", "values", "reference"))
     state = AlgorithmState(algo.remembered)
     for number in range(3):
         batch = recalled(algo, state, step_of(7, number))
     values, drift = torch.randn(2, batch.n_tokens, dtype=torch.float64)
-    batch = replace(batch, values=values, reference=batch.behaviour.double() + drift)
+    batch = replace(batch, values=values, reference=batch.sampler_logprobs.double() + drift)
     recorder = CreditRecorder()
     recorder.open(algo, batch)
     read_of = algo.needs - {"sampler"}
-    given = GivenLogProbs(**dict.fromkeys(read_of, batch.behaviour.double()))
+    given = GivenLogProbs(**dict.fromkeys(read_of, batch.sampler_logprobs.double()))
     terms = objective.loss_terms(algo, batch, given, fresh=True)
-    recorder.record(algo, batch, terms, batch.behaviour)
+    recorder.record(algo, batch, terms, batch.sampler_logprobs)
     credits = {credit.transition: credit for credit in recorder.stored()}
     bare = replace(batch, remembered={}, values=torch.empty(0), reference=torch.empty(0))
     back = read(algo, bare, credits)

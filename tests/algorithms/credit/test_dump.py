@@ -28,7 +28,7 @@ def make_dump() -> Dump:
     memory = {"ema": torch.rand(len(batch.rollouts)).double()}
     batch = dataclasses.replace(batch, rewards={"outcome": outcome}, remembered=memory)
     terms = loss_terms(registry.make("gspo+tis", {}), batch, GivenLogProbs(), fresh=True)
-    return Dump(batch, terms, batch.behaviour * math.inf, loss=math.nan, grad_norm=math.inf)
+    return Dump(batch, terms, batch.sampler_logprobs * math.inf, loss=math.nan, grad_norm=math.inf)
 
 
 def assert_equal(first: object, second: object) -> None:

@@ -59,7 +59,7 @@ GRPO: dict[str, Advantage] = {
 PRESETS = [
     name
     for name in sorted(library_presets()[0].keys() - {"streams", "coma"})
-    if (algo := make(name, {}, streams=EVERY_OUTPUT)).rewards == ("outcome",)
+    if (algo := make(name, {}, supplies=EVERY_OUTPUT)).rewards == ("outcome",)
     and not (algo.reads_critic or algo.needs_greedy or algo.side)
 ]
 RELATIVE = ["mean", "std", "loo", "batch"]
@@ -96,7 +96,7 @@ def random_batch(seed: int, *, missing: float = 0.2) -> Batch:
         rows=[],
         token_row=token_transition,
         token_transition=token_transition,
-        behaviour=-3 * torch.rand(token_transition.numel(), generator=draw),
+        sampler_logprobs=-3 * torch.rand(token_transition.numel(), generator=draw),
         transition_rollout=transition_rollout,
         transition_role=torch.randint(0, 2, (n_calls,), generator=draw),
         row_rollout=transition_rollout,
@@ -118,14 +118,14 @@ def random_logprobs(batch: Batch, seed: int) -> tuple[GivenLogProbs, Tensor]:
     """Log-probs of the old policy, the reference and the current policy, all within a few clips of
     the sampler."""
     draw = torch.Generator().manual_seed(seed + 1)
-    b = batch.behaviour.double()
+    b = batch.sampler_logprobs.double()
     o, q, p = (b + 0.5 * torch.randn(b.shape, generator=draw) for _ in range(3))
     return GivenLogProbs(old=o, reference=q), p
 
 
 def with_symbols(algo: Algo, given: GivenLogProbs, p: Tensor) -> tuple[GivenLogProbs, Tensor]:
     """The same for an algorithm that reads more tokens than the sampled ones."""
-    if not algo.symbols:
+    if not algo.topk:
         return given, p
     assert given.old is not None
     o_NK, p_NK = (torch.stack((x, -1 - x.exp()), 1) for x in (given.old, p))
@@ -355,7 +355,7 @@ def test_psi_does_not_depend_on_how_rows_are_cut(name: str, seed: int, parts: in
     batch = random_batch(seed)
     given, p = random_logprobs(batch, seed)
     opsm = "+opsm" if "opsm" in library_presets()[1] else ""
-    algo = make(f"{name}{opsm}", {}, streams=EVERY_OUTPUT)
+    algo = make(f"{name}{opsm}", {}, supplies=EVERY_OUTPUT)
     given, p = with_symbols(algo, given, p)
     terms = loss_terms(algo, batch, given)
     whole = loss_coefficients(algo, terms, p, torch.arange(batch.n_tokens))
@@ -375,7 +375,7 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
     """psi of the other tokens, denominators included, is that of the batch without them."""
     batch = random_batch(seed)
     given, p = random_logprobs(batch, seed)
-    algo = make(name, {}, streams=EVERY_OUTPUT)
+    algo = make(name, {}, supplies=EVERY_OUTPUT)
     given, p = with_symbols(algo, given, p)
     every = loss_coefficients(algo, loss_terms(algo, batch, given), p, torch.arange(batch.n_tokens))
     present = ~batch.rewards["outcome"].isnan()[batch.token_rollout]
@@ -383,7 +383,7 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
         batch,
         token_row=batch.token_row[present],
         token_transition=batch.token_transition[present],
-        behaviour=batch.behaviour[present],
+        sampler_logprobs=batch.sampler_logprobs[present],
     )
     given = given.at(present)
     rest = loss_coefficients(
@@ -409,7 +409,7 @@ def test_psi_is_the_gradient_of_the_surrogate(seed: int) -> None:
 
     def loss(now: Tensor) -> Tensor:
         rho, a = (now - old).exp(), terms.advantage
-        d, e = now - reference, now - batch.behaviour
+        d, e = now - reference, now - batch.sampler_logprobs
         policy = torch.minimum(rho * a, rho.clamp(0.9, 1.2) * a)
         return -(terms.weight * (policy - 0.3 * ((-d).exp() + d) - 0.1 * e**2)).sum()
 
@@ -424,9 +424,11 @@ def test_psi_is_the_gradient_of_the_surrogate(seed: int) -> None:
 @given(st.sampled_from(PRESETS), Seeds)
 def test_on_policy_all_losses_are_alike_up_to_the_average(name: str, seed: int) -> None:
     batch = random_batch(seed)
-    algo = make(name, {}, streams=EVERY_OUTPUT)
+    algo = make(name, {}, supplies=EVERY_OUTPUT)
     terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
-    at_b = loss_coefficients(algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens))
+    at_b = loss_coefficients(
+        algo, terms, batch.sampler_logprobs.double(), torch.arange(batch.n_tokens)
+    )
     assert torch.equal(at_b, terms.weight * terms.advantage)
 
 

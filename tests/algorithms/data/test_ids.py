@@ -17,7 +17,7 @@ def two_rollouts() -> Batch:
         rows=[],
         token_row=torch.tensor([0, 0, 1, 2, 2]),
         token_transition=torch.tensor([0, 2, 1, 3, 3]),
-        behaviour=torch.zeros(5),
+        sampler_logprobs=torch.zeros(5),
         transition_rollout=torch.tensor([0, 0, 0, 1]),
         transition_role=torch.tensor([0, 1, 0, 1]),
         row_rollout=torch.tensor([0, 0, 1]),

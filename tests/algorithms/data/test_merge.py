@@ -194,7 +194,7 @@ def test_the_tables_of_a_batch_point_at_each_other() -> None:
     assert batch.token_row.tolist() == [0, 1, 1, 2, 2, 3]
     assert batch.token_transition.tolist() == [0, 1, 1, 2, 2, 3]
     assert batch.token_group.tolist() == [0, 0, 0, 0, 0, 1]
-    assert batch.behaviour.tolist() == [-0.5, -0.5, -0.625, -0.5, -0.625, -0.5]
+    assert batch.sampler_logprobs.tolist() == [-0.5, -0.5, -0.625, -0.5, -0.625, -0.5]
     assert batch.rewards["outcome"].tolist() == [1.0, 0.0, 2.0]
     assert batch.rewards["outcome"].dtype is torch.float64
 
@@ -258,7 +258,7 @@ def test_a_group_needs_enough_scored_rollouts() -> None:
     assert build_batch([group(*pair)], min_group=1).rollouts == ["rollout-0", "rollout-1"]
     empty = build_batch([group(*pair)], min_group=2)
     assert empty.groups == empty.rollouts == empty.rows == []
-    assert empty.n_tokens == empty.behaviour.numel() == 0
+    assert empty.n_tokens == empty.sampler_logprobs.numel() == 0
 
 
 def test_the_batch_of_some_groups_is_a_slice_of_the_batch_of_all() -> None:
@@ -267,7 +267,7 @@ def test_the_batch_of_some_groups_is_a_slice_of_the_batch_of_all() -> None:
         for g in range(1, 4)
     ]
     whole, last = build_batch(groups), build_batch(groups[1:])
-    assert torch.equal(whole.behaviour[-last.n_tokens :], last.behaviour)
+    assert torch.equal(whole.sampler_logprobs[-last.n_tokens :], last.sampler_logprobs)
     assert whole.rollouts[-len(last.rollouts) :] == last.rollouts
 
 

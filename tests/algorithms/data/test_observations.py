@@ -28,7 +28,7 @@ from agentrl.algorithms.objective.core import (
     loss_terms,
     observation_weights,
 )
-from agentrl.algorithms.objective.ratios import ALL_STREAMS, GivenLogProbs
+from agentrl.algorithms.objective.ratios import ALL_OUTPUTS, GivenLogProbs
 from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.train.metrics import Dump
 from agentrl.algorithms.train.prepare import Preprocessor
@@ -46,7 +46,7 @@ AGAIN: Message = {"role": "user", "content": "And of Berg?"}
 
 
 def echoed(**options: Any) -> Algo:
-    return make("grpo+echo", options, streams=ALL_STREAMS)
+    return make("grpo+echo", options, supplies=ALL_OUTPUTS)
 
 
 def tool(content: str, name: str = "query") -> Message:
@@ -253,8 +253,8 @@ def test_ratios_credit_and_averages_do_not_see_observations(tokenizer: Any) -> N
         algo = echoed() if "echo" in name else make(name, {})
         pair = []
         for batch in (with_them, without):
-            terms = loss_terms(algo, batch, GivenLogProbs(old=batch.behaviour.double()))
-            p, index = batch.behaviour.double() + 0.1, torch.arange(batch.n_tokens)
+            terms = loss_terms(algo, batch, GivenLogProbs(old=batch.sampler_logprobs.double()))
+            p, index = batch.sampler_logprobs.double() + 0.1, torch.arange(batch.n_tokens)
             pair.append((compute_advantages(algo, batch), loss_coefficients(algo, terms, p, index)))
         for one, other in zip(*pair, strict=True):
             assert torch.equal(one.nan_to_num(), other.nan_to_num())
@@ -302,7 +302,7 @@ def test_a_step_without_an_answer_is_reported_once(
         updater.update(step, [flat_group(tokenizer, [0.0, 0.0])])
     lines = [r.getMessage() for r in caplog.records if "+echo" in r.getMessage()]
     assert lines == [
-        "+echo: step 1 has no answer to learn from: no message of role tool and tool search "
+        "+echo: step 1 has no observation to learn from: no message of role tool and tool search "
         "follows an action in a prompt that continues its tokens"
     ]
 
@@ -317,7 +317,7 @@ def test_a_part_and_a_dump_of_a_batch_keep_observations(tokenizer: Any, tmp_path
     batch = replace(batch, rewards={"outcome": torch.ones(1).double()})
     terms = loss_terms(make("reinforce", {}), batch, GivenLogProbs(), fresh=True)
     path = tmp_path / "d.safetensors"
-    save_dump(path, Dump(batch, terms, batch.behaviour, 0.0, 0.0))
+    save_dump(path, Dump(batch, terms, batch.sampler_logprobs, 0.0, 0.0))
     read = load_dump(path).batch
     for one, other in zip(read.rows, batch.rows, strict=True):
         assert torch.equal(one.observed, other.observed)
@@ -326,4 +326,4 @@ def test_a_part_and_a_dump_of_a_batch_keep_observations(tokenizer: Any, tmp_path
 
 def test_a_learner_that_computes_no_observations_is_refused() -> None:
     with pytest.raises(ConfigError, match="learns from what tools answered"):
-        make("grpo+echo", {}, streams=("old", "sampler"))
+        make("grpo+echo", {}, supplies=("old", "sampler"))

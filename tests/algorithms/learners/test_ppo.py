@@ -41,7 +41,7 @@ class Recorder(LearnerDefaults):
     psis: list[Tensor] = dataclasses.field(default_factory=list)
 
     def logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
-        return batch.behaviour - (0.25 if of == "reference" else 0.0)
+        return batch.sampler_logprobs - (0.25 if of == "reference" else 0.0)
 
     def values(self, batch: Batch) -> Tensor:
         tokens = torch.cat([row.tokens[row.actions] for row in batch.rows]).tolist()
@@ -57,8 +57,10 @@ class Recorder(LearnerDefaults):
         entropy_weights: Tensor | None = None,
     ) -> StepReport:
         self.critics.append(critic)
-        self.psis.append(psi(batch.behaviour, torch.arange(batch.n_tokens)))
-        return StepReport(loss=0.0, grad_norm=1.0, logprobs=batch.behaviour, tokens=1, applied=True)
+        self.psis.append(psi(batch.sampler_logprobs, torch.arange(batch.n_tokens)))
+        return StepReport(
+            loss=0.0, grad_norm=1.0, logprobs=batch.sampler_logprobs, tokens=1, applied=True
+        )
 
 
 def play(
@@ -87,7 +89,7 @@ def example() -> list[Group]:
 
 def updater(learner: object, preset: str = "ppo", **settings: object) -> Updater:
     options = {key: settings.pop(key) for key in ("kl", "kl_reward") if key in settings}
-    algo = registry.make(preset, options, streams=EVERY_OUTPUT)
+    algo = registry.make(preset, options, supplies=EVERY_OUTPUT)
     reference_control = settings.pop("reference_control", ReferenceControl())
     preprocessor = Preprocessor(settings.pop("scorers", ()))
     config = replace(AlgorithmConfig(min_group=1, lr=1e-2), **settings)

@@ -120,7 +120,7 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
     start = str(tiny_model_dir)
     settings = config(critic={"model": "copy"}, teacher={"model": start})
-    grpo, ppo = registry.make("grpo", {}), registry.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
+    grpo, ppo = registry.make("grpo", {}), registry.make("ppo", {"kl": 0.1}, supplies=EVERY_OUTPUT)
     assert factory.make_frozen_models(settings, grpo, model, tokenizer, start) == {}
     frozen = factory.make_frozen_models(settings, ppo, model, tokenizer, start)
     assert set(frozen) == {"reference"}
@@ -133,18 +133,18 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
     assert shared is not None
     assert (critic.lr, shared.lr) == (1e-5, 0.05 / model.config.hidden_size)
     assert factory.make_critic(config(), model, tokenizer, start) is None
-    distill = registry.make("distill", {}, streams=EVERY_OUTPUT)
+    distill = registry.make("distill", {}, supplies=EVERY_OUTPUT)
     assert set(factory.make_frozen_models(settings, distill, model, tokenizer, start)) == {
         "teacher"
     }
 
 
 def test_streams_are_those_that_the_run_file_configures() -> None:
-    assert factory.available_streams(config()) == set(OWN)
+    assert factory.available_outputs(config()) == set(OWN)
     everything = config(critic={"model": "shared"}, teacher={"model": "x"})
-    assert factory.available_streams(everything) == {*OWN, "teacher", "values"}
+    assert factory.available_outputs(everything) == {*OWN, "teacher", "values"}
     with pytest.raises(ConfigError, match=r"set critic\.model"):
-        registry.make("ppo", {}, streams=factory.available_streams(config()))
+        registry.make("ppo", {}, supplies=factory.available_outputs(config()))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_what_could_not_matter_is_refused(
     preset: str, sections: dict[str, object], message: str
 ) -> None:
     options = {"kl": 0.1} if preset == "ppo+kl" else {}
-    algo = registry.make(preset.removesuffix("+kl"), options, streams=EVERY_OUTPUT)
+    algo = registry.make(preset.removesuffix("+kl"), options, supplies=EVERY_OUTPUT)
     with pytest.raises(ConfigError, match=message):
         factory.refuse_unused_settings(config(**sections), algo)
 
@@ -184,7 +184,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
     adapters = LoraAdapters(model)
     adapters.add(POLICY, rank=4, alpha=32.0)
     settings = config(policy={"lora": {"rank": 4}})
-    algo = registry.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
+    algo = registry.make("ppo", {"kl": 0.1}, supplies=EVERY_OUTPUT)
     assert factory.make_frozen_models(settings, algo, model, tokenizer, str(tiny_model_dir)) == {}
     critic = ValueModel(model, lr=1e-2)
     learner = TorchLearner(model, tokenizer, adapters=adapters, critic=critic, threads=1)
@@ -201,7 +201,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
 
 
 def test_settings_that_matter_pass() -> None:
-    algo = registry.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
+    algo = registry.make("ppo", {"kl": 0.1}, supplies=EVERY_OUTPUT)
     sections = {
         "critic": {"model": "shared", "lr": 0.1},
         "reference": {"every": 3, "target_kl": 0.1, "kl_horizon": 5},
@@ -219,6 +219,6 @@ def test_the_divergence_is_the_mean_of_sampler_minus_reference() -> None:
     import dataclasses
 
     batch = make_batch()
-    reference = batch.behaviour.double() - torch.linspace(0, 1, batch.n_tokens).double()
+    reference = batch.sampler_logprobs.double() - torch.linspace(0, 1, batch.n_tokens).double()
     batch = dataclasses.replace(batch, reference=reference)
     assert kl_to_reference(batch) == pytest.approx(0.5)

@@ -54,9 +54,9 @@ def hidden(adapters: LoraAdapters) -> Tensor:
         ("gpt_oss", "8 linear layers and 4 stacks of experts"),  # [experts, in, out]
         ("jamba", "10 linear layers and 2 stacks of experts" if NEW else
          "11 linear layers and 2 stacks of experts"),
-        ("mamba", "4 linear layers, which have 50% of the model's weights; without it are 4 layers "
+        ("mamba", "4 linear layers, which have 50% of the model's weights; not adapted: 4 layers "
          "whose weights the model reads without calling them" if NEW else
-         "6 linear layers, which have 52% of the model's weights; without it are 2 layers "
+         "6 linear layers, which have 52% of the model's weights; not adapted: 2 layers "
          "whose weights the model reads without calling them"),
         ("falcon", "8 linear layers"),  # of a class derived from Linear
         ("gpt2", "8 linear layers"),  # Conv1D
@@ -198,12 +198,12 @@ def test_experts_that_cannot_be_served_are_left_out_with_a_line(
         load(kind="vllm")
         load(kind="vllm", vllm={"sync": "reload"})
     lines = [line for line in caplog.messages if line.startswith("the adapter")]
-    whole = "the adapter 'policy' of rank 2 is on 8 linear layers and 4 stacks of experts, which "
+    whole = "the adapter 'policy' of rank 2 adapts 8 linear layers and 4 stacks of experts, which "
     assert lines[0] == lines[2] == f"{whole}have 43% of the model's weights"
     assert lines[1].startswith(
-        "the adapter 'policy' of rank 2 is on 8 linear layers, which have 11%"
+        "the adapter 'policy' of rank 2 adapts 8 linear layers, which have 11%"
     )
-    assert "without it are 4 stacks of experts (adapters on them need the torch learner" in lines[1]
+    assert "not adapted: 4 stacks of experts (adapters on them need the torch learner" in lines[1]
     with pytest.raises(
         PolicyError, match=r"no adapter can be on 'experts' of .* stacks of experts"
     ):

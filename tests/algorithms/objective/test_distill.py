@@ -94,11 +94,11 @@ def test_a_learner_learns_from_all_the_tokens(
 ) -> None:
     """Its gradient is that of the divergence over all 512 tokens, computed row by row."""
     learner, batch = learners(tiny_model_dir, packing), make_batch()
-    algo = make("distill", {"top": 512, "of": of}, streams=learner.supplies)
+    algo = make("distill", {"top": 512, "of": of}, supplies=learner.supplies)
     assert algo.distill is not None
     ids, t_NK = learner.top(batch, 512, "teacher")
-    batch = replace(batch, symbols=ids)
-    torch.testing.assert_close(learner.symbol_logprobs(batch, "teacher"), t_NK, atol=1e-5, rtol=0)
+    batch = replace(batch, topk_tokens=ids)
+    torch.testing.assert_close(learner.topk_logprobs(batch, "teacher"), t_NK, atol=1e-5, rtol=0)
     logprobs = GivenLogProbs(teacher=t_NK[:, 0], teacher_candidates=t_NK)
     terms = loss_terms(algo, batch, logprobs, fresh=True)
     given: dict[str, Tensor] = {}
@@ -136,7 +136,7 @@ def test_updates_bring_the_policy_to_its_teacher(
     tiny_model_dir: Path, options: dict[str, Any], epochs: int
 ) -> None:
     learner = learners(tiny_model_dir)
-    algo = make("distill", options, streams=learner.supplies)
+    algo = make("distill", options, supplies=learner.supplies)
     settings = AlgorithmConfig(lr=1e-3, epochs=epochs, minibatches=epochs)
     updater = Updater(RunConfig(steps=40, algorithm=settings), algo, learner)
     groups = [group("a", 1.0, 0.0), group("b", 0.0, 1.0)]
@@ -144,7 +144,7 @@ def test_updates_bring_the_policy_to_its_teacher(
 
     def distance() -> float:
         p = learner.top(whole, 512)
-        t = learner.symbol_logprobs(replace(whole, symbols=p[0]), "teacher")
+        t = learner.topk_logprobs(replace(whole, topk_tokens=p[0]), "teacher")
         return float(kl(p[1].double(), t.double())) / whole.n_tokens
 
     before = distance()
@@ -158,7 +158,7 @@ def test_it_is_mixed_with_rewards() -> None:
     mixed = make(
         "grpo+distill",
         {"distill_top": 4, "distill_beta": 0.5},
-        streams=("teacher", "top_tokens", "sampler", "old"),
+        supplies=("teacher", "top_tokens", "sampler", "old"),
     )
     assert mixed.distill == TopKDistillation(4, 0.5, "teacher")
     assert "teacher" in mixed.needs
@@ -166,11 +166,11 @@ def test_it_is_mixed_with_rewards() -> None:
         make(
             "dppo-topk+distill",
             {"distill_top": 4},
-            streams=("teacher", "top_tokens", "sampler", "old"),
+            supplies=("teacher", "top_tokens", "sampler", "old"),
         )
     with pytest.raises(ConfigError, match="top = 4 imitates several tokens"):
         make(
             "dpo+distill",
             {"distill_top": 4},
-            streams=("teacher", "top_tokens", "sampler", "old", "reference"),
+            supplies=("teacher", "top_tokens", "sampler", "old", "reference"),
         )

@@ -44,7 +44,7 @@ def three_rows(rewards: Sequence[float] = (1, 0), groups: Sequence[int] = (0, 0)
         rows=[],
         token_row=ROW,
         token_transition=ROW,
-        behaviour=torch.tensor([-0.5, -1.0, -0.1, -2.0, -0.7, -0.3]),
+        sampler_logprobs=torch.tensor([-0.5, -1.0, -0.1, -2.0, -0.7, -0.3]),
         transition_rollout=torch.tensor([0, 0, 1]),
         transition_role=torch.tensor([0, 1, 1]),
         row_rollout=torch.tensor([0, 0, 1]),
@@ -101,7 +101,7 @@ def test_a_filter_shrinks_the_denominator_a_flat_group_does_not() -> None:
     """A15 on two groups, of which the second is flat."""
     batch = Batch(
         rows=[], token_row=torch.arange(6), token_transition=torch.arange(6),
-        behaviour=torch.zeros(6), transition_rollout=torch.arange(6),
+        sampler_logprobs=torch.zeros(6), transition_rollout=torch.arange(6),
         transition_role=torch.zeros(6).long(), row_rollout=torch.arange(6),
         rollout_group=torch.tensor([0, 0, 0, 0, 1, 1]),
         rewards={"outcome": torch.tensor([1.0, 0, 0, 0, 1, 1])}, roles=["a"],
@@ -176,14 +176,14 @@ def test_penalty_of_drifted_tokens_stays_finite() -> None:
 
 def test_psi_is_weight_times_gated_advantage_less_penalty() -> None:
     batch = three_rows()
-    q = batch.behaviour - 0.2
+    q = batch.sampler_logprobs - 0.2
     algo = Algo(
         GroupRelative(),
         (Gate(Truncate(0, 1.1), den="sampler"),),
         (KLPenalty("k1", 0.1), KLPenalty("k2", 2.0, "sampler")),
     )
     terms = loss_terms(algo, batch, GivenLogProbs(reference=q))
-    p = batch.behaviour.double() + 0.05
+    p = batch.sampler_logprobs.double() + 0.05
     c = math.exp(0.05)
     inner = [0.5 * c - 0.1 - 2 * 0.05] * 4 + [-0.5 * c - 0.1 - 2 * 0.05] * 2
     u = [1 / 3, 1 / 9, 1 / 9, 1 / 9, 1 / 6, 1 / 6]
@@ -195,7 +195,9 @@ def test_psi_has_dtype_of_its_input_and_no_graph() -> None:
     batch = three_rows()
     algo = Algo(GroupRelative(), (Gate(Clip()),))
     terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
-    result = loss_coefficients(algo, terms, batch.behaviour.clone().requires_grad_(), every(batch))
+    result = loss_coefficients(
+        algo, terms, batch.sampler_logprobs.clone().requires_grad_(), every(batch)
+    )
     assert result.dtype == torch.float32
     assert not result.requires_grad
 
@@ -203,7 +205,7 @@ def test_psi_has_dtype_of_its_input_and_no_graph() -> None:
 def test_first_step_on_a_batch_needs_no_old_log_probs() -> None:
     batch = three_rows()
     algo = Algo(GroupRelative(), (Gate(Clip(0.0, 0.0)), Gate(Truncate(0, 9), "old", "sampler")))
-    p = batch.behaviour.double() + 0.3
+    p = batch.sampler_logprobs.double() + 0.3
     fresh = loss_coefficients(
         algo, loss_terms(algo, batch, GivenLogProbs(), fresh=True), p, every(batch)
     )
@@ -237,7 +239,7 @@ def test_a_missing_stream_is_refused_by_name() -> None:
 def test_a_stream_of_other_tokens_is_refused_with_both_counts() -> None:
     algo = Algo(GroupRelative(), (Gate(Truncate(), "current", "sampler"),), name="mine")
     for behaviour, known in ((torch.zeros(0), "none"), (torch.zeros(4), "4")):
-        batch = replace(three_rows(), behaviour=behaviour, step=3)
+        batch = replace(three_rows(), sampler_logprobs=behaviour, step=3)
         with pytest.raises(
             TrainingError,
             match=rf"step 3, needs 6 .* sampler, and there are {known};",
@@ -247,7 +249,7 @@ def test_a_stream_of_other_tokens_is_refused_with_both_counts() -> None:
 
 def test_non_finite_log_probs_are_refused_with_their_count() -> None:
     batch = three_rows()
-    broken = replace(batch, behaviour=torch.tensor([0.0, math.nan, -math.inf, 0, 0, 0]))
+    broken = replace(batch, sampler_logprobs=torch.tensor([0.0, math.nan, -math.inf, 0, 0, 0]))
     corrected = Algo(GroupRelative(), (Gate(Truncate(), "current", "sampler"),), name="mine")
     with pytest.raises(TrainingError, match=r"'mine', step 0, .*2 of 6 log-probs of the sampler"):
         loss_terms(corrected, broken, GivenLogProbs())
@@ -295,7 +297,9 @@ def test_everything_filtered_out_is_skipped() -> None:
 
 def test_a_batch_without_tokens_is_skipped() -> None:
     none = torch.empty(0, dtype=torch.int64)
-    batch = replace(three_rows(), token_row=none, token_transition=none, behaviour=torch.empty(0))
+    batch = replace(
+        three_rows(), token_row=none, token_transition=none, sampler_logprobs=torch.empty(0)
+    )
     terms = loss_terms(Algo(GroupRelative()), batch, GivenLogProbs())
     assert terms.skip == "the batch has no sampled tokens"
 

@@ -98,7 +98,7 @@ def test_explain_tells_what_was_withheld() -> None:
 
 def test_the_behaviour_ratio_is_clipped_against_the_sampler() -> None:
     batch = build_batch([group("a", 1.0, 0.0)])
-    p = batch.behaviour.double() + torch.tensor([0.5, 0.1, 0.1, -0.5])
+    p = batch.sampler_logprobs.double() + torch.tensor([0.5, 0.1, 0.1, -0.5])
     index = torch.arange(batch.n_tokens)
     found = []
     for preset in ("grpo", "grpo+behaviour"):
@@ -115,9 +115,9 @@ def test_the_old_policy_is_interpolated_by_versions() -> None:
     assert share.tolist() == pytest.approx([1, 1, 2 / 3, 0])
     algo = make("grpo+decoupled", {"decoupled_old": "versions"})
     terms = objective.loss_terms(algo, batch, GivenLogProbs(weight_of_current=share), fresh=True)
-    p = batch.behaviour.double() + 0.3
+    p = batch.sampler_logprobs.double() + 0.3
     o = objective.logprobs_at(terms, p, torch.arange(4)).old
-    assert (o - batch.behaviour).tolist() == pytest.approx([0.3, 0.3, 0.2, 0.0])
+    assert (o - batch.sampler_logprobs).tolist() == pytest.approx([0.3, 0.3, 0.2, 0.0])
 
 
 def test_the_old_policy_is_not_computed_where_versions_tell_it() -> None:
@@ -132,7 +132,7 @@ def test_the_old_policy_is_not_computed_where_versions_tell_it() -> None:
 def test_metrics_by_lag() -> None:
     batch, algo = build_batch([aged(group("a", 1.0, 0.0), 4, 0)]), make("grpo+tis", {})
     terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
-    p = batch.behaviour + torch.tensor([0.0, 0.0, 0.5, 0.0])
+    p = batch.sampler_logprobs + torch.tensor([0.0, 0.0, 0.5, 0.0])
     found = ratio_metrics(algo, terms, p, batch.lag(5))
     assert found["sampler/lag_1/ess"] == 1
     assert found["sampler/lag_4/ess"] < 1

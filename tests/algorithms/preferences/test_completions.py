@@ -112,7 +112,7 @@ IMITATES = {"cpo": 1.0, "orpo": 1.0, "dpo+nll": 1.0}
 
 
 def build(name: str, **options: Any) -> Algo:
-    return make(name, options, streams=("old", "sampler", "reference"))
+    return make(name, options, supplies=("old", "sampler", "reference"))
 
 
 def current(algo: Algo, batch: Batch, p: Tensor, q: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def flat(data: Padded) -> Batch:
         rows=[],
         token_row=rows,
         token_transition=rows,
-        behaviour=data.b[data.mask],
+        sampler_logprobs=data.b[data.mask],
         transition_rollout=rollout,
         transition_role=torch.zeros_like(rollout),
         row_rollout=rollout,

@@ -81,7 +81,7 @@ def recalled(algo: Algo, state: AlgorithmState, groups: list[Group]) -> Batch:
 def psi_of(algo: Algo, batch: Batch) -> torch.Tensor:
     terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     index = torch.arange(batch.n_tokens)
-    return objective.loss_coefficients(algo, terms, batch.behaviour.double(), index)
+    return objective.loss_coefficients(algo, terms, batch.sampler_logprobs.double(), index)
 
 
 # -- SPIRAL ----------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def known(x: Tensor) -> list[float | None]:
 def test_token_returns_are_those_of_the_catalogue() -> None:
     # A2: r = [0, 0, 1], V = [.5, .6, .7], gamma 1, lambda .95.
     batch = world(Play([Call(tokens=3)], outcome=1.0), values=[0.5, 0.6, 0.7])
-    algo = registry.make("ppo", {}, streams=EVERY)
+    algo = registry.make("ppo", {}, supplies=EVERY)
     assert known(Gae(CriticValues())(batch)) == [0.46575, 0.385, 0.3]
     assert known(targets.returns(algo, batch)) == [0.96575, 0.985, 1.0]
     assert known(objective.compute_advantages(algo, batch)) != [0.46575, 0.385, 0.3]
@@ -39,7 +39,7 @@ def test_step_returns_are_learned_at_first_tokens() -> None:
     # D1: r = [0, 1], V = [.4, .5], gamma .9, lambda .8; later tokens' values are nobody's.
     play = Play([Call(tokens=2), Call(tokens=3)], outcome=1.0)
     batch = world(play, values=[0.4, 9.0, 0.5, 9.0, 9.0])
-    algo = registry.make("agent-r1", {"gamma": 0.9, "lam": 0.8}, streams=EVERY)
+    algo = registry.make("agent-r1", {"gamma": 0.9, "lam": 0.8}, supplies=EVERY)
     assert known(targets.returns(algo, batch)) == [0.81, None, 1.0, None, None]
 
 
@@ -48,7 +48,7 @@ def test_bilevel_returns_are_learned_at_every_token() -> None:
     calls = [Call(tokens=2, rewards={"p": 0.5}), Call(tokens=2, rewards={"p": 1.0})]
     batch = world(Play(calls, outcome=1.0), values=[0.1, 0.2, 0.3, 0.4])
     options = {"reward": "transition:p", "gamma_high": 0.95}
-    algo = registry.make("ragen", options, streams=EVERY)
+    algo = registry.make("ragen", options, supplies=EVERY)
     # The advantages are 1.35, 1.25, .7, .6.
     assert known(targets.returns(algo, batch)) == [1.45, 1.45, 1.0, 1.0]
 
@@ -58,7 +58,7 @@ def test_subgoals_and_what_pursues_them_are_learned_apart() -> None:
     calls = [Call(role=r, tokens=2) for r in ("planner", "agent", "agent", "planner", "agent")]
     first = [0.5, 0.4, 0.5, 0.6, 0.7]
     batch = world(Play(calls, outcome=1.0), values=[v for x in first for v in (x, 9.0)])
-    algo = registry.make("hiper", {"gamma": 0.9}, streams=EVERY)
+    algo = registry.make("hiper", {"gamma": 0.9}, supplies=EVERY)
     target = targets.returns(algo, batch).view(5, 2)
     assert target[:, 1].isnan().all()
     advantage = target[:, 0] - torch.tensor(first, dtype=torch.float64)
@@ -67,13 +67,13 @@ def test_subgoals_and_what_pursues_them_are_learned_apart() -> None:
     white = torch.cat([(x - x.mean()) / x.std() for x in (high, low)])[[0, 2, 3, 1, 4]]
     torch.testing.assert_close(algo.credit(batch)[::2].float(), white, rtol=1e-4, atol=1e-4)
     with pytest.raises(TrainingError, match="role 'planer'; did you mean 'planner'"):
-        targets.returns(registry.make("hiper", {"planner": "planer"}, streams=EVERY), batch)
+        targets.returns(registry.make("hiper", {"planner": "planer"}, supplies=EVERY), batch)
 
 
 def test_a_temporal_difference_is_learned_and_credited() -> None:
     """D9."""
     batch = world(Play([Call(), Call()], outcome=1.0), values=[0.5, 0.6])
-    algo = registry.make("archer", {"gamma": 0.95}, streams=EVERY)
+    algo = registry.make("archer", {"gamma": 0.95}, supplies=EVERY)
     assert known(targets.returns(algo, batch)) == pytest.approx([0.57, 1.0])
     assert known(algo.credit(batch)) == pytest.approx([0.07, 0.4])
 
@@ -85,7 +85,7 @@ PPOS = ("ppo", "agent-r1", "turn-ppo", "pspo", "ragen")
 def test_a_critic_learns_the_reward_of_truncated_rollouts(name: str) -> None:
     """Every rollout is worth 1, whatever ended it. A value on top of the reward would be a target
     that runs away from what learns it."""
-    algo, values = registry.make(name, {}, streams=EVERY), [0.0] * 3
+    algo, values = registry.make(name, {}, supplies=EVERY), [0.0] * 3
     for _ in range(200):
         play = Play([Call(tokens=2), Call(truncated=True)], outcome=1.0)
         target = targets.returns(algo, world(play, values=values))
@@ -98,7 +98,7 @@ def test_a_critic_learns_the_reward_of_truncated_rollouts(name: str) -> None:
 @pytest.mark.parametrize("name", ["ppo", "agent-r1", "ragen"])
 def test_undiscounted_an_advantage_is_outcome_minus_value(name: str, truncated: bool) -> None:
     options = {"lam": 1.0, "gamma": 1.0} | ({"gamma_high": 1.0} if name == "ragen" else {})
-    algo = registry.make(name, options, streams=EVERY)
+    algo = registry.make(name, options, supplies=EVERY)
     values = [0.3, 0.7, 0.2, 0.9]
     calls = [Call(), Call(), Call(truncated=truncated)]
     batch = world(Play(calls, outcome=1.0), Play([Call()], outcome=0.0), values=values)
@@ -111,16 +111,16 @@ def test_a_value_stands_for_the_reward_that_a_cut_left_out(name: str) -> None:
     """The last action has nothing to be judged by; what came before leads to where V is known. A
     rollout that ended by itself and has no reward stays missing."""
     gamma = {"gamma_high": 1.0} if name == "ragen" else {"gamma": 1.0}
-    algo = registry.make(name, {"lam": 1.0, **gamma}, streams=EVERY)
+    algo = registry.make(name, {"lam": 1.0, **gamma}, supplies=EVERY)
     calls, values = [Call(), Call(truncated=True)], [0.2, 0.7, 0.4, 0.5, 0.1]
     batch = world(Play(calls), Play([Call(), Call()]), Play([Call()], outcome=1.0), values=values)
     assert known(targets.returns(algo, batch)) == [0.7, 0.7, None, None, 1.0]
 
 
 def test_a_token_cost_is_not_counted_twice_by_a_value() -> None:
-    algo = registry.make("ppo", {"lam": 1.0, "kl_reward": 0.1}, streams=EVERY)
+    algo = registry.make("ppo", {"lam": 1.0, "kl_reward": 0.1}, supplies=EVERY)
     batch = world(Play([Call(tokens=2, truncated=True)]), values=[0.2, 0.7])
-    batch = dataclasses.replace(batch, reference=batch.behaviour.double() - 1)
+    batch = dataclasses.replace(batch, reference=batch.sampler_logprobs.double() - 1)
     assert known(targets.returns(algo, batch)) == [0.6, 0.7]
 
 
@@ -128,7 +128,7 @@ def test_a_missing_reward_is_no_target() -> None:
     calls = [Call(tokens=2)]
     batch = world(Play(calls, outcome=1.0), Play(calls), values=[0.0] * 4)
     for name in ("ppo", "turn-ppo", "ragen"):
-        target = targets.returns(registry.make(name, {}, streams=EVERY), batch)
+        target = targets.returns(registry.make(name, {}, supplies=EVERY), batch)
         assert target[2:].isnan().all()
         assert not target[0].isnan()
 
@@ -227,10 +227,10 @@ def test_the_toll_is_paid_by_every_token() -> None:
     batch = world(Play([Call(tokens=2), Call(tokens=1)], outcome=1.0), values=[0.0] * 3)
     batch = dataclasses.replace(batch, reference=torch.tensor([-1.5, -1.0, -0.5]).double())
     # b is -1 everywhere, so b - q = [.5, 0, -.5], and the penalty at beta .1 [.05, 0, -.05].
-    algo = registry.make("ppo", {"kl_reward": 0.1, "lam": 1.0}, streams=EVERY)
+    algo = registry.make("ppo", {"kl_reward": 0.1, "lam": 1.0}, supplies=EVERY)
     assert "reference" in algo.needs
     assert known(targets.returns(algo, batch)) == [1.0, 1.05, 1.05]
-    togo = registry.make("reinforce++", {"kl_reward": 0.1}, streams=EVERY)
+    togo = registry.make("reinforce++", {"kl_reward": 0.1}, supplies=EVERY)
     assert "reference" in togo.needs
     assert "reference" not in registry.make("reinforce++", {}).needs
     with pytest.raises(TrainingError, match=r"reference model for .*there are none"):

@@ -78,7 +78,7 @@ def published(batch: Batch, case: str, old: Tensor, now: Tensor) -> Tensor:
         )
         weight = 0.0 if far else min(pi[0] / mu[0], cap)
         if "tis_cap" in options:
-            weight *= min(mu[0] / math.exp(batch.behaviour[t].item()), options["tis_cap"])
+            weight *= min(mu[0] / math.exp(batch.sampler_logprobs[t].item()), options["tis_cap"])
         loss = loss - weight * a * leaf[t].log_softmax(0)[0] / 1024 / len(rows)
     loss.backward()
     assert leaf.grad is not None
@@ -87,12 +87,12 @@ def published(batch: Batch, case: str, old: Tensor, now: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_psi_is_minus_the_gradient_of_the_published_loss(case: str) -> None:
-    algo = make(case.split()[0], CASES[case], streams=("old", "sampler", "top_tokens"))
+    algo = make(case.split()[0], CASES[case], supplies=("old", "sampler", "top_tokens"))
     dropped = 0
     for seed in range(3):
         batch = world(*random_plays(seed))
         old, now = logits(batch, seed)
-        ids, leaf = symbols(old, algo.symbols), now.clone().requires_grad_()
+        ids, leaf = symbols(old, algo.topk), now.clone().requires_grad_()
         o_NK = old.log_softmax(-1).gather(1, ids)
         terms = loss_terms(algo, batch, GivenLogProbs(old=o_NK[:, 0], old_candidates=o_NK))
         p_NK = leaf.log_softmax(-1).gather(1, ids)
@@ -110,15 +110,15 @@ def test_psi_is_minus_the_gradient_of_the_published_loss(case: str) -> None:
 
 def test_the_first_step_needs_no_symbols_and_trusts_everything() -> None:
     batch = world(*random_plays(0))
-    algo = make("dppo-topk", {}, streams=("old", "sampler", "top_tokens"))
-    terms, p = loss_terms(algo, batch, GivenLogProbs(), fresh=True), batch.behaviour.double()
+    algo = make("dppo-topk", {}, supplies=("old", "sampler", "top_tokens"))
+    terms, p = loss_terms(algo, batch, GivenLogProbs(), fresh=True), batch.sampler_logprobs.double()
     assert torch.equal(
         loss_coefficients(algo, terms, p, torch.arange(len(p))), terms.weight * terms.advantage
     )
     with pytest.raises(TrainingError, match=r"old policy's most probable tokens, and there"):
         loss_terms(algo, batch, GivenLogProbs(old=p))
     both = GivenLogProbs(old=p, old_candidates=torch.stack((p, p), 1))
-    with pytest.raises(TrainingError, match="of the symbols"):
+    with pytest.raises(TrainingError, match="of the top-k tokens"):
         loss_coefficients(algo, loss_terms(algo, batch, both), p, torch.arange(len(p)))
     bad = torch.stack((p, torch.full_like(p, math.nan)), 1)
     with pytest.raises(TrainingError, match="log-probs of the current policy"):
@@ -176,14 +176,14 @@ def test_a_learner_gives_psi_the_likeliest_tokens(tiny_model_dir: Path, packing:
         seen.append((logprobs, index))
         return torch.ones(len(index)) / batch.n_tokens
 
-    report = learner.step(replace(batch, symbols=ids), recorded, lr=1e-3)
-    assert report.symbols is not None
-    assert report.current is report.symbols
-    torch.testing.assert_close(report.symbols, before, atol=1e-5, rtol=0)
-    torch.testing.assert_close(report.symbols[:, 0], report.logprobs)
+    report = learner.step(replace(batch, topk_tokens=ids), recorded, lr=1e-3)
+    assert report.topk_logprobs is not None
+    assert report.current is report.topk_logprobs
+    torch.testing.assert_close(report.topk_logprobs, before, atol=1e-5, rtol=0)
+    torch.testing.assert_close(report.topk_logprobs[:, 0], report.logprobs)
     for logprobs, index in seen:
-        torch.testing.assert_close(logprobs.float(), report.symbols[index], atol=0, rtol=0)
-    assert learner.step(batch, lambda p, _: torch.zeros_like(p), lr=0.0).symbols is None
+        torch.testing.assert_close(logprobs.float(), report.topk_logprobs[index], atol=0, rtol=0)
+    assert learner.step(batch, lambda p, _: torch.zeros_like(p), lr=0.0).topk_logprobs is None
 
 
 class Symbolic(Recorder):
@@ -194,23 +194,23 @@ class Symbolic(Recorder):
         return ids, self.logprobs(batch)[:, None] - torch.arange(k)
 
     def step(self, batch: Batch, loss_coefficients: Any, **rest: Any) -> Any:
-        if not batch.symbols.numel():
+        if not batch.topk_tokens.numel():
             return super().step(batch, loss_coefficients, **rest)
-        shown = self.logprobs(batch)[:, None] - torch.arange(batch.symbols.shape[1])
+        shown = self.logprobs(batch)[:, None] - torch.arange(batch.topk_tokens.shape[1])
         report = super().step(
             batch, lambda _, index: loss_coefficients(shown[index], index), **rest
         )
-        return msgspec.structs.replace(report, symbols=shown)
+        return msgspec.structs.replace(report, topk_logprobs=shown)
 
 
 def test_minibatches_and_epochs_carry_their_symbols(tmp_path: Path) -> None:
     learner, recorder = Symbolic(shift=0.05), CreditRecorder("policy")
-    algo = make("dppo-topk", {"k": 2, "high": 0.01}, streams=learner.supplies)
+    algo = make("dppo-topk", {"k": 2, "high": 0.01}, supplies=learner.supplies)
     config = AlgorithmConfig(lr=1.0, epochs=2, minibatches=2)
     updater = Updater(RunConfig(steps=5, algorithm=config), algo, learner, recorder=recorder)
     groups = [group("a", 1.0, 0.0), group("b", 0.0, 1.0)]
     found = updater.update(0, groups)
-    assert [batch.symbols.tolist() for batch in learner.batches[:2]] in (
+    assert [batch.topk_tokens.tolist() for batch in learner.batches[:2]] in (
         [[[0, 1], [1, 2], [2, 3], [3, 4]], [[4, 5], [5, 6], [6, 7], [7, 8]]],
         [[[4, 5], [5, 6], [6, 7], [7, 8]], [[0, 1], [1, 2], [2, 3], [3, 4]]],
     )
@@ -228,7 +228,7 @@ def test_steps_of_a_real_learner_are_held_and_can_be_dumped(
 ) -> None:
     model, _ = load_model(tiny_model_dir, device="cpu")
     learner = TorchLearner(model, AutoTokenizer.from_pretrained(tiny_model_dir))
-    algo = make("dppo-topk", {"k": 5, "low": 0.01, "high": 0.01}, streams=learner.supplies)
+    algo = make("dppo-topk", {"k": 5, "low": 0.01, "high": 0.01}, supplies=learner.supplies)
     seen: list[Batch] = []
 
     class Watched(TorchLearner):
@@ -247,23 +247,23 @@ def test_steps_of_a_real_learner_are_held_and_can_be_dumped(
     terms = loss_terms(algo, seen[0], GivenLogProbs(old=o_NK[:, 0], old_candidates=o_NK))
     save_dump(tmp_path / "dump", Dump(seen[0], terms, o_NK[:, 0], 1.0, 1.0))
     read = load_dump(tmp_path / "dump")
-    assert torch.equal(read.batch.symbols, seen[0].symbols)
+    assert torch.equal(read.batch.topk_tokens, seen[0].topk_tokens)
     kept = read.terms.given.old_candidates, terms.given.old_candidates
     assert torch.equal(*kept)  # type: ignore[arg-type]
 
 
 def test_one_optimizer_step_asks_for_no_symbols() -> None:
     learner = Symbolic()
-    algo = make("dppo-topk", {}, streams=learner.supplies)
+    algo = make("dppo-topk", {}, supplies=learner.supplies)
     Updater(RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0)), algo, learner).update(
         0, [group("a", 1.0, 0.0)]
     )
-    assert not learner.batches[0].symbols.numel()
+    assert not learner.batches[0].topk_tokens.numel()
 
 
 def test_a_learner_without_symbols_is_refused_before_the_run() -> None:
     learner = Recorder()
     learner.supplies = frozenset({"old", "sampler"})  # type: ignore[attr-defined]
-    algo = make("dppo-topk", {}, streams=("old", "sampler", "top_tokens"))
+    algo = make("dppo-topk", {}, supplies=("old", "sampler", "top_tokens"))
     with pytest.raises(ConfigError, match="'dppo-topk' needs the most probable tokens"):
         Updater(RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0)), algo, learner)

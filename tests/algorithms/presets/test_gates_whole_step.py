@@ -105,7 +105,7 @@ def test_psi_is_minus_the_gradient_of_the_published_loss(name: str) -> None:
         p = leaf.log_softmax(-1)[:, 0]
         losses = published(
             advantage[live].tolist(), [p[t] for t in live], o[live].tolist(),
-            batch.behaviour[live].double().tolist(),
+            batch.sampler_logprobs[live].double().tolist(),
         )  # fmt: skip
         (torch.stack(losses).sum() / 1024 / len(rows)).backward(retain_graph=True)
         expected, leaf.grad = leaf.grad, None
@@ -166,8 +166,8 @@ def test_a_step_on_which_no_group_differs_has_no_gates() -> None:
     batch = flat(padded(0))
     same = replace(batch, rewards={"outcome": torch.ones(len(batch.rollouts)).double()})
     for name in CASES:
-        terms = loss_terms(make(name, {}), same, GivenLogProbs(old=same.behaviour.double()))
+        terms = loss_terms(make(name, {}), same, GivenLogProbs(old=same.sampler_logprobs.double()))
         psi = loss_coefficients(
-            make(name, {}), terms, same.behaviour.double(), torch.arange(same.n_tokens)
+            make(name, {}), terms, same.sampler_logprobs.double(), torch.arange(same.n_tokens)
         )
         assert not psi.any()

@@ -229,7 +229,7 @@ def taken(algo: Algo, state: AlgorithmState, groups: list[Group]) -> Batch:
 def psi_of(algo: Algo, batch: Batch) -> Tensor:
     terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     return objective.loss_coefficients(
-        algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens)
+        algo, terms, batch.sampler_logprobs.double(), torch.arange(batch.n_tokens)
     )
 
 

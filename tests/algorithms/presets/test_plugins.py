@@ -149,9 +149,9 @@ def test_an_installed_package_registers_modifiers(
     )
     monkeypatch.syspath_prepend(tmp_path)
     register("agentrl.presets", "+theirs", "their_modifiers:m")
-    assert make("grpo+theirs", {}, streams=("old", "sampler", "entropy")).entropy == 0.5
+    assert make("grpo+theirs", {}, supplies=("old", "sampler", "entropy")).entropy == 0.5
     bonus = {"theirs_bonus": 2.0}
-    assert make("rloo+theirs", bonus, streams=("old", "sampler", "entropy")).entropy == 2.0
+    assert make("rloo+theirs", bonus, supplies=("old", "sampler", "entropy")).entropy == 2.0
     check_presets(RunConfig(steps=1, algorithm=AlgorithmConfig(preset="grpo+theirs")))
     with pytest.raises(ConfigError, match=r"no modifier \+thiers .*did you mean 'theirs'"):
         make("grpo+thiers", {})

@@ -34,7 +34,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", [*presets, *(f"{m.host}+{x}" for x, m in modifiers.items())])
 def test_every_preset_builds_with_its_defaults(name: str) -> None:
     options = NEEDED.get(name.split("+")[-1], {})
-    assert make(name, options, streams=EVERY_OUTPUT).name == name
+    assert make(name, options, supplies=EVERY_OUTPUT).name == name
     if name in presets:
         said = presets[name].doc
         assert any(source in said for source in ("arXiv", "OpenReview", "Williams"))
@@ -154,7 +154,7 @@ def test_an_option_without_effect_is_refused(
     name: str, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        make(name, options, streams=EVERY_OUTPUT)
+        make(name, options, supplies=EVERY_OUTPUT)
 
 
 def test_the_rewards_it_reads_are_part_of_an_algorithm() -> None:
@@ -191,7 +191,7 @@ OF_ROLLOUTS = ("ppo", "reinforce++", "rft", "mt-grpo", "dpo", "remax", "pass-at-
 @pytest.mark.parametrize("reward", ["role:tact", "transition:score"])
 def test_rewards_of_roles_and_calls_are_not_those_of_rollouts(name: str, reward: str) -> None:
     """They were read at the places of rollouts: the number of another role or call."""
-    algo = make(name, {"reward": reward}, streams=("old", "sampler", "reference", "values"))
+    algo = make(name, {"reward": reward}, supplies=("old", "sampler", "reference", "values"))
     calls = [Call(role=role, rewards={"score": 1.0, "turn": 0.0}) for role in ("a", "b")]
     plays = [Play(calls, tact={"a": x, "b": -x}, greedy=x > 0) for x in (1.0, 0.0)]
     batch = world(*plays, values=[0.0] * 4)
@@ -216,7 +216,7 @@ def test_a_mask_may_be_added_to_a_correction() -> None:
 
 def test_what_an_algorithm_needs_of_a_run_is_read_off_its_record() -> None:
     assert [make(name, {}).needs_greedy for name in ("remax", "grpo")] == [True, False]
-    assert make("ppo", {}, streams=("old", "sampler", "values")).reads_critic
+    assert make("ppo", {}, supplies=("old", "sampler", "values")).reads_critic
     for name in ("agent-r1", "turn-ppo"):
         assert not make(name, {"value": "transition:v"}).reads_critic
 
@@ -245,8 +245,8 @@ def test_a_recipe_has_all_options_of_its_preset() -> None:
     with pytest.raises(ConfigError, match=r"options\.lenght: no option of 'dr-grpo'; did you mean"):
         check_presets(run_with("dr-grpo", lenght=7))
     streams = EVERY_OUTPUT
-    made = make("dr-grpo", {"std": True, "length": 0, "kl": 0.1}, streams=streams)
-    assert replace(made, name="") == replace(make("grpo", {"kl": 0.1}, streams=streams), name="")
+    made = make("dr-grpo", {"std": True, "length": 0, "kl": 0.1}, supplies=streams)
+    assert replace(made, name="") == replace(make("grpo", {"kl": 0.1}, supplies=streams), name="")
 
 
 @pytest.mark.parametrize(
@@ -266,5 +266,5 @@ def test_a_misspelt_option_of_a_recipe_is_an_error(row: Recipe, message: str) ->
 def test_no_two_presets_are_the_same() -> None:
     streams = EVERY_OUTPUT
     names = library_presets()[0].keys() - {"streams", "coma", "dppo-tv"}  # the default of dppo
-    made = {name: repr(replace(make(name, {}, streams=streams), name="")) for name in names}
+    made = {name: repr(replace(make(name, {}, supplies=streams), name="")) for name in names}
     assert len(set(made.values())) == len(made)

@@ -52,13 +52,13 @@ LOST = Play(
     ],
 )
 def test_credit_of_a_team(name: str, options: dict[str, Any], expected: list[float]) -> None:
-    algo = make(name, options, streams=EVERY_OUTPUT)
+    algo = make(name, options, supplies=EVERY_OUTPUT)
     found = compute_advantages(algo, world(WON, LOST, values=[0.0] * 4)).tolist()
     assert found == pytest.approx(expected, abs=1e-5, nan_ok=True)
 
 
 def test_an_episode_of_one_answer_may_have_its_rollouts_reward() -> None:
-    algo = make("maporl", {"reward": "outcome"}, streams=("old", "sampler", "values"))
+    algo = make("maporl", {"reward": "outcome"}, supplies=("old", "sampler", "values"))
     calls = [Call(role="a"), Call(role="b")]
     batch = world(Play(calls, outcome=1.0), Play(calls, outcome=0.0), values=[0.0] * 4)
     up = 0.5**0.5

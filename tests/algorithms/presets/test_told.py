@@ -24,7 +24,7 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.chat import Chat, Codec
 from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
 from agentrl.algorithms.objective.prepare import TrainedPolicy
-from agentrl.algorithms.objective.ratios import ALL_STREAMS
+from agentrl.algorithms.objective.ratios import ALL_OUTPUTS
 from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.presets.told import Telling, leakage
 from agentrl.algorithms.train.prepare import Preprocessor
@@ -244,7 +244,7 @@ def test_a_call_is_worth_the_difference_of_its_log_probs(
 
 
 def updater(model: PreTrainedModel, tokenizer: Any, host: str, **options: Any) -> Updater:
-    algo = make(f"{host}+told", {f"told_{k}": v for k, v in options.items()}, streams=ALL_STREAMS)
+    algo = make(f"{host}+told", {f"told_{k}": v for k, v in options.items()}, supplies=ALL_OUTPUTS)
     settings = AlgorithmConfig(preset=algo.name, min_group=1, lr=1e-2)
     reference = {}
     if options.get("teacher") == "reference":
@@ -365,7 +365,7 @@ def test_a_step_that_tells_nothing_is_that_of_the_host(
     made = groups(tokenizer)
     host = exact_model(Path(model.name_or_path))
     plain = AlgorithmConfig(preset="grpo", min_group=1, lr=1e-2)
-    algo = make("grpo", {}, streams=ALL_STREAMS)
+    algo = make("grpo", {}, supplies=ALL_OUTPUTS)
     runs = [
         Updater(RunConfig(algorithm=plain), algo, TorchLearner(host, tokenizer)),
         updater(model, tokenizer, "grpo", source="user", **options),
@@ -452,7 +452,7 @@ def test_what_is_told_to_nobody_is_said_once(
 )  # fmt: skip
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make("grpo+told", {f"told_{k}": v for k, v in options.items()}, streams=ALL_STREAMS)
+        make("grpo+told", {f"told_{k}": v for k, v in options.items()}, supplies=ALL_OUTPUTS)
 
 
 def test_what_it_does_by_default() -> None:
@@ -460,7 +460,7 @@ def test_what_it_does_by_default() -> None:
     a user said is about any rollout, and weights keep the sign of its advantage."""
 
     def made(preset: str = "grpo+told", **options: Any) -> tuple[int, bool]:
-        algo = make(preset, {f"told_{k}": v for k, v in options.items()}, streams=ALL_STREAMS)
+        algo = make(preset, {f"told_{k}": v for k, v in options.items()}, supplies=ALL_OUTPUTS)
         assert isinstance(algo.telling, Telling)
         return 0 if algo.distill is None else algo.distill.k, algo.telling.failures_only
 
@@ -471,24 +471,24 @@ def test_what_it_does_by_default() -> None:
     assert made("grpo+self-distill") == (0, False)
     assert made(top=0, failures_only=False) == (0, False)
     with pytest.raises(ConfigError, match=r"choose .* top = 0 of distill or told"):
-        make("grpo+told", {}, streams=("old", "sampler"))
+        make("grpo+told", {}, supplies=("old", "sampler"))
 
 
 def test_a_told_reference_is_in_memory() -> None:
     """The store may have its log-probs, but not where it is told something."""
     config = RunConfig(data=DataConfig(name="items"))
-    plain = make("grpo", {"kl": 0.1}, streams=ALL_STREAMS)
+    plain = make("grpo", {"kl": 0.1}, supplies=ALL_OUTPUTS)
     assert caches_reference(config, plain)
     for teacher, cached in (("current", True), ("reference", False)):
-        algo = make("grpo+told", {"kl": 0.1, "told_teacher": teacher}, streams=ALL_STREAMS)
+        algo = make("grpo+told", {"kl": 0.1, "told_teacher": teacher}, supplies=ALL_OUTPUTS)
         assert caches_reference(config, algo) is cached
 
 
 def test_it_cannot_be_told_twice_nor_beside_another_distillation() -> None:
     with pytest.raises(ConfigError, match="tells the policy twice"):
-        make("grpo+self-distill+told", {}, streams=ALL_STREAMS)
+        make("grpo+self-distill+told", {}, supplies=ALL_OUTPUTS)
     with pytest.raises(ConfigError, match="cannot be combined"):
-        make("dppo-topk+told", {"told_top": 3}, streams=ALL_STREAMS)
+        make("dppo-topk+told", {"told_top": 3}, supplies=ALL_OUTPUTS)
 
 
 def test_a_batch_of_told_calls_has_the_tokens_of_the_batch(

@@ -18,7 +18,7 @@ def test_peers_credits_every_call_where_no_state_is_seen_twice() -> None:
         Play([Call((u, i)) for i in range(n)], float(u % 2)) for u, n in enumerate((2, 9, 3, 4))
     ]
     a, discounted = (
-        compute_advantages(make("peers", {"gamma": gamma}, streams=("old",)), world(*plays))
+        compute_advantages(make("peers", {"gamma": gamma}, supplies=("old",)), world(*plays))
         for gamma in (1.0, 0.5)
     )
     for u, rollout in enumerate(a.split([2, 9, 3, 4])):
@@ -37,7 +37,7 @@ def test_the_default_is_grpo_where_no_state_comes_again(several: int) -> None:
         for n, outcome in outcomes
     ]
     default, grpo = (
-        compute_advantages(make(name, {}, streams=("old",)), world(*plays))
+        compute_advantages(make(name, {}, supplies=("old",)), world(*plays))
         for name in (AlgorithmConfig().preset, "grpo")
     )
     assert torch.allclose(default, grpo, rtol=1e-12, atol=0)

@@ -348,7 +348,7 @@ def test_a_preset_or_the_run_file_asks_for_it(
 
 
 def test_settings_of_what_is_off_are_refused() -> None:
-    distill = make("distill", {}, streams=("teacher",))
+    distill = make("distill", {}, supplies=("teacher",))
     with pytest.raises(ConfigError, match=r"algorithm\.max_rounds = 3: dynamic sampling is off"):
         resampling_reward(AlgorithmConfig(max_rounds=3), make("grpo", {}))
     with pytest.raises(ConfigError, match=r"'distill' reads no reward"):

@@ -212,7 +212,7 @@ def test_nobody_learns_from_a_replay() -> None:
     preprocessor = Preprocessor((RoleRewards(coalition_formula(config), "policy"),))
     algo = make("difference", {})
     (whole,) = preprocessor.prepare(
-        [group], algo, TrainedPolicy(lambda batch: batch.behaviour), 1
+        [group], algo, TrainedPolicy(lambda batch: batch.sampler_logprobs), 1
     ).groups
     assert {made.rollout for made in preprocessor.step_rewards} == {"a", "b"}
     assert len(preprocessor.step_rewards) == 6

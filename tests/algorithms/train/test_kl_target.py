@@ -45,15 +45,15 @@ def test_the_penalty_adapts_in_proportion_to_the_rollouts() -> None:
 
 @pytest.mark.parametrize("option", ["kl", "kl_reward"])
 def test_the_penalty_is_in_the_loss_or_in_the_reward(option: str) -> None:
-    algo = registry.make("ppo", {option: 0.1}, streams=EVERY_OUTPUT)
+    algo = registry.make("ppo", {option: 0.1}, supplies=EVERY_OUTPUT)
     kl = make_kl_controller(algo, target=0.05, horizon=100)
     assert kl.beta == 0.1
     kl.beta = 0.3
-    assert kl.tuned(algo) == registry.make("ppo", {option: 0.3}, streams=EVERY_OUTPUT)
+    assert kl.tuned(algo) == registry.make("ppo", {option: 0.3}, supplies=EVERY_OUTPUT)
 
 
 def test_a_penalty_that_is_about_something_else_stays() -> None:
-    kl = make_kl_controller(registry.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT), 0.05, 100)
+    kl = make_kl_controller(registry.make("ppo", {"kl": 0.1}, supplies=EVERY_OUTPUT), 0.05, 100)
     kl.beta = 0.3
     other = registry.make("kimi", {})
     assert kl.tuned(other) == other
@@ -61,17 +61,17 @@ def test_a_penalty_that_is_about_something_else_stays() -> None:
 
 def test_one_penalty_is_adapted() -> None:
     for options, number in (({}, 0), ({"kl": 0.1, "kl_reward": 0.1}, 2)):
-        algo = registry.make("ppo", options, streams=EVERY_OUTPUT)
+        algo = registry.make("ppo", options, supplies=EVERY_OUTPUT)
         with pytest.raises(
             ConfigError, match=rf"reference\.target_kl: .* has {number} KL penalties"
         ):
             make_kl_controller(algo, target=0.05, horizon=100)
-    algo = registry.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
+    algo = registry.make("ppo", {"kl": 0.1}, supplies=EVERY_OUTPUT)
     assert algo.penalties == (KLPenalty("k3", 0.1),)
 
 
 def test_the_penalty_of_the_next_step_is_the_adapted_one() -> None:
-    algo = registry.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
+    algo = registry.make("ppo", {"kl": 0.1}, supplies=EVERY_OUTPUT)
     kl = make_kl_controller(algo, target=0.1, horizon=40)
     learner = Recorder(VALUES)
     steps = updater(learner, kl=0.1, reference_control=AdaptiveControl(kl=kl))
@@ -88,7 +88,7 @@ def test_the_penalty_of_the_next_step_is_the_adapted_one() -> None:
 
 
 def test_a_step_without_tokens_says_nothing_of_the_drift() -> None:
-    algo = registry.make("grpo", {"kl": 0.1}, streams=EVERY_OUTPUT)
+    algo = registry.make("grpo", {"kl": 0.1}, supplies=EVERY_OUTPUT)
     kl = make_kl_controller(algo, target=0.1, horizon=40)
     steps = updater(Recorder(VALUES), "grpo", kl=0.1, reference_control=AdaptiveControl(kl=kl))
     lost = [replace(row, state=RolloutState.FAILED, rewards=[]) for row in example()[0].rollouts]
@@ -99,7 +99,7 @@ def test_a_step_without_tokens_says_nothing_of_the_drift() -> None:
 
 def test_a_step_without_tokens_says_nothing_about_the_penalty() -> None:
     kl = make_kl_controller(
-        registry.make("grpo", {"kl": 0.1}, streams=EVERY_OUTPUT), target=0.1, horizon=40
+        registry.make("grpo", {"kl": 0.1}, supplies=EVERY_OUTPUT), target=0.1, horizon=40
     )
     steps = updater(Recorder(VALUES), "grpo", kl=0.1, reference_control=AdaptiveControl(kl=kl))
     lost = [

@@ -222,7 +222,7 @@ def test_staleness_counts_sampled_tokens() -> None:
 def test_distances_against_a_loop() -> None:
     batch = three_rows()
     algo = Algo(GroupRelative(), (Gate(Clip()), Gate(Truncate(0, 1.5), "old", "sampler")))
-    b = batch.behaviour.double()
+    b = batch.sampler_logprobs.double()
     old = b + torch.tensor([0.1, 0, 0.5, 0, 0, -0.2])  # one token is capped
     p = old + torch.tensor([0.4, 0, 0, 0, -0.4, 0.1])  # two are clipped
     q = p + torch.tensor([0.3, -0.1, 0, 0, 0, 0])
@@ -258,7 +258,7 @@ def distance(word: str, p: Tensor, other: Tensor, *, sampled_by_other: bool) -> 
 def test_only_tokens_in_the_loss_are_measured() -> None:
     batch = three_rows([1, math.nan])  # the last two tokens have no reward
     algo = Algo(GroupRelative(base="none"), (Gate(Clip()),))
-    p = batch.behaviour.double() + torch.tensor([0, 0, 0, 0, 1.0, 1.0])
+    p = batch.sampler_logprobs.double() + torch.tensor([0, 0, 0, 0, 1.0, 1.0])
     terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     metrics = ratio_metrics(algo, terms, p)
     assert metrics["sampler/kl"] == metrics["policy/clip_fraction"] == 0
@@ -285,7 +285,7 @@ def test_on_the_sampled_policy_all_is_quiet() -> None:
     batch = three_rows()
     algo = Algo(GroupRelative(), (Gate(Clip(0, 0)), Gate(Truncate(1, 1), "old", "sampler")))
     metrics = ratio_metrics(
-        algo, loss_terms(algo, batch, GivenLogProbs(), fresh=True), batch.behaviour
+        algo, loss_terms(algo, batch, GivenLogProbs(), fresh=True), batch.sampler_logprobs
     )
     assert metrics["policy/clip_fraction"] == 0
     assert metrics["sampler/ratio_mean"] == metrics["sampler/ratio_max"] == 1
@@ -296,7 +296,7 @@ def test_on_the_sampled_policy_all_is_quiet() -> None:
 
 def test_without_a_correction_the_weights_are_the_plain_ratios() -> None:
     batch = three_rows()
-    p = batch.behaviour.double() + torch.tensor([1.0, 0, 0, 0, 0, 0])
+    p = batch.sampler_logprobs.double() + torch.tensor([1.0, 0, 0, 0, 0, 0])
     expected = (math.e + 5) ** 2 / (math.e**2 + 5) / 6
     for algo in (Algo(GroupRelative()), Algo(GroupRelative(), (Gate(Ratio(), "old", "sampler"),))):
         metrics = ratio_metrics(algo, loss_terms(algo, batch, GivenLogProbs(), fresh=True), p)

@@ -40,7 +40,7 @@ def test_processed_calls_have_the_learners_log_probs(learner: TorchLearner) -> N
     (done,), metrics = Preprocessor((ProcessedScorer(learner),)).process([group(*calls)])
     assert metrics["calls/processed"] == 2
     batch = build_batch([done])
-    behaviour, expected = batch.behaviour, learner.logprobs(batch)
+    behaviour, expected = batch.sampler_logprobs, learner.logprobs(batch)
     own = batch.token_transition == batch.transitions.index("1")
     assert behaviour[own].tolist() == [0.0, -9.0]
     assert behaviour[~own].tolist() == pytest.approx(expected[~own].tolist(), abs=1e-5)

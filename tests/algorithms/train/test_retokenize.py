@@ -67,7 +67,7 @@ def test_logprobs_are_the_learner_s_at_the_sampling_temperature(retokenizer: Ret
     assert set(batch.transitions) == {"0", "1"}
     assert all(row.temperature.unique().tolist() == pytest.approx([0.7]) for row in batch.rows)
     expected = retokenizer.learner.logprobs(batch)
-    assert batch.behaviour.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert batch.sampler_logprobs.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
     assert float(expected.max()) < 0.0
 
 

@@ -45,7 +45,7 @@ class Line(LearnerDefaults):
     broken: float = 0.0  # a step beyond this rate leaves log-probs that are not finite
 
     def logprobs(self, batch: Batch) -> Tensor:
-        return batch.behaviour + self.place
+        return batch.sampler_logprobs + self.place
 
     def step(self, batch: Batch, psi: LossCoefficients, *, lr: float, **rest: Any) -> StepReport:
         before = self.logprobs(batch)
@@ -81,10 +81,10 @@ def group(name: str, *rewards: float, length: int = 2, logprob: float = -6.0) ->
 
 def updater(learner: Any, preset: str = "grpo", **settings: Any) -> Updater:
     config = RunConfig(steps=5, algorithm=AlgorithmConfig(**{"lr": 1.0, **settings}))
-    streams = frozenset({"old", "sampler", "values"})
+    supplies = frozenset({"old", "sampler", "values"})
     limit = optimize.KlLimit(learner, optimize.largest_kl(config.algorithm), config.seed)
     state = AlgorithmState(parts={optimize.STEP_SIZE: limit})
-    algo = registry.make(preset, {}, streams=streams)
+    algo = registry.make(preset, {}, supplies=supplies)
     return Updater(config, algo, learner, state=state, limit=limit)
 
 
@@ -242,7 +242,7 @@ def test_tokens_outside_the_loss_do_not_count() -> None:
         def logprobs(self, batch: Batch) -> Tensor:
             critic = batch.roles.index("critic")
             moved = batch.transition_role[batch.token_transition] == critic
-            return batch.behaviour + self.place * moved * 3
+            return batch.sampler_logprobs + self.place * moved * 3
 
     whole = group("a", 1.0, 0.0)
     first, second = whole.rollouts
@@ -345,7 +345,7 @@ def test_only_a_part_of_a_large_batch_is_measured(
     part, tokens = batch.cut(rows)
     assert part.n_tokens == len(tokens) == sum(len(row.actions) for row in part.rows)
     torch.testing.assert_close(learner.logprobs(part), learner.logprobs(batch)[tokens])
-    assert torch.equal(part.behaviour, batch.behaviour[tokens])
+    assert torch.equal(part.sampler_logprobs, batch.sampler_logprobs[tokens])
     assert torch.equal(part.token_rollout, batch.token_rollout[tokens])
     metrics = updater(learner, lr=1e-3).update(0, [group(name, 1.0, 0.0) for name in names])
     assert metrics["update/kl"] > 0
@@ -357,7 +357,7 @@ def test_what_cannot_be_undone_is_refused_where_it_is_asked_for(tmp_path: Path) 
         "from tests.algorithms.train.test_trust import Line\n"
         "def learner(config, algo, model, tokenizer, adapters, name):\n"
         "    made = Line(undoable=False)\n"
-        "    made.values = made.top = made.symbol_logprobs = made.logprobs\n"
+        "    made.values = made.top = made.topk_logprobs = made.logprobs\n"
         "    return made\n"
     )
     settings = ["learner.kind=mine.py:learner", "algorithm.max_kl=0.1"]

@@ -41,7 +41,7 @@ class Recorder(LearnerDefaults):
     broken: set[int] = dataclasses.field(default_factory=set)  # optimizer steps that change nothing
 
     def logprobs(self, batch: Batch) -> Tensor:
-        return batch.behaviour + self.shift * len(self.batches)
+        return batch.sampler_logprobs + self.shift * len(self.batches)
 
     def step(
         self,
@@ -70,7 +70,7 @@ class Recorder(LearnerDefaults):
 
 def test_an_entropy_bonus_learns_where_credit_does_not() -> None:
     learner = Recorder()
-    algo = registry.make("grpo", {"entropy": 0.25}, streams=learner.supplies)
+    algo = registry.make("grpo", {"entropy": 0.25}, supplies=learner.supplies)
     config = RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0))
     found = Updater(config, algo, learner).update(0, [group("a", 1.0, 1.0)])
     assert found["update/skipped"] == 0
@@ -285,7 +285,7 @@ def test_a_step_that_is_not_finite_is_dumped_and_the_run_goes_on(tmp_path: Path)
 def test_one_number_names_a_step_whatever_its_groups(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the console counts, from 1: with group_order = "ready" a step trains groups of
+    """As the console counts, from 1: with group_order = "completed" a step trains groups of
     other steps."""
 
     def of_steps(*planned: int) -> list[Group]:

@@ -35,14 +35,14 @@ HEAD = """# What clients send
 
 Real clients against the gateway, in front of a policy that answers by a script: words, a thought,
 one call, two calls, words between calls, arguments that are no JSON, and arguments with odd
-spaces and escapes. Every answer comes back in a later request; a harness is asked once, and given
-the seven answers with a call. `make clients` installs the
+spaces and escapes. Every answer comes back in a later request. A harness gets one prompt, and only
+the seven answers that contain a call. `make clients` installs the
 [clients](../../tests/benchmarks/clients/agents) (4 GB), plays them and writes this page.
 
 A conversation **continues exactly** if the tokens of each call begin with those of the call
-before and its answer, under a chat template that prints all that it is given; then it is one row,
-whose tokens are all sampled by the policy. Where a client sends back something else, the next
-call begins a row of its own ([token tree](../concepts/token-tree.md)); only the shared prefix is
+before and its answer, under a chat template that renders all of its input; then it is one row, in
+which all tokens of answers were sampled by the policy. Where a client sends back something else,
+the next call begins a new row ([token tree](../concepts/token-tree.md)); only the shared prefix is
 lost.
 """
 EXPLAINED = """
@@ -53,8 +53,9 @@ EXPLAINED = """
   tells the policy. In Messages and generateContent, whose arguments are objects, the gateway
   gives the text as `{"INVALID_JSON": text}`.
 - *Thought*: whether reasoning comes back.
-- *Order*: of an answer that is a call, words and a call; whole, the words come first.
-- *Besides*: ids of calls, if not kept; the `name` of its messages; other requests during the cases.
+- *Order*: of the parts of an answer with a call, words and a second call; if it is not streamed,
+  the words come first.
+- *Besides*: changed ids of calls; the `name` of the client's messages; other requests.
 """
 
 

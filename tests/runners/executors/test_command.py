@@ -137,7 +137,7 @@ assert task == json.load(open(os.environ["AGENTRL_TASK_FILE"]))
 print(json.dumps([len(task), "AGENTRL_TASK" in os.environ]))
 """
     found = await result(bench, make, python(code), "é" * size)
-    assert found == [size, size * 2 < command.LARGEST_VARIABLE]
+    assert found == [size, size * 2 < command.MAX_VARIABLE_BYTES]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ async def test_what_the_user_can_mend(make: Any, agent: Any, says: str) -> None:
 def test_a_small_task_is_a_variable_and_a_large_one_is_not() -> None:
     text = json.dumps("x" * 10).encode()
     assert command.task_variable(text) == {"AGENTRL_TASK": text.decode()}
-    assert command.task_variable(b" " * (command.LARGEST_VARIABLE + 1)) == {}
+    assert command.task_variable(b" " * (command.MAX_VARIABLE_BYTES + 1)) == {}
 
 
 @pytest.mark.parametrize(

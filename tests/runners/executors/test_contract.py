@@ -152,10 +152,12 @@ async def test_timeout(bench: Any, make: Any, hanging: Any, kind: str) -> None:
 @each
 async def test_a_result_has_a_largest_size(bench: Any, make: Any, kind: str) -> None:
     executor = await make(kind)
-    tasks = [{"input": {"do": "enlarge", "bytes": size}} for size in (executors.LARGEST_RESULT, 9)]
+    tasks = [
+        {"input": {"do": "enlarge", "bytes": size}} for size in (executors.MAX_RESULT_BYTES, 9)
+    ]
     large, small = await bench.run(executor, *tasks)
     assert large.failure.kind is ErrorKind.AGENT
-    assert f"more than {executors.LARGEST_RESULT} bytes" in large.failure.message
+    assert f"more than {executors.MAX_RESULT_BYTES} bytes" in large.failure.message
     assert (large.result, small.result) == (None, "x" * 9)
 
 

@@ -176,7 +176,7 @@ async def test_whatever_goes_wrong_is_an_answer(engine: Path) -> None:
     cli = Cli(str(engine))
     await cli.start()
     try:
-        said = await asyncio.wait_for(cli._send({"do": "door", "how": {"name": "x"}}), 5.0)
+        said = await asyncio.wait_for(cli._send({"do": "proxy", "how": {"name": "x"}}), 5.0)
         assert said.status
     finally:
         await cli.close()

@@ -108,7 +108,7 @@ async def test_a_log_of_too_many_bytes_is_no_result(
     bench: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight characters of two bytes: the API sends only the first eleven bytes."""
-    monkeypatch.setattr(executors, "LARGEST_RESULT", 10)
+    monkeypatch.setattr(executors, "MAX_RESULT_BYTES", 10)
     code = "import sys; sys.stdout.buffer.write(bytes([195, 164] * 8))"
     executor = await make("kubernetes", config=configured(tmp_path, python(code)))
     (rollout,) = await bench.run(executor, {"input": "x"}, max_attempts=1)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from agentrl.core.http import LARGEST_TEXT
+from agentrl.core.http import MAX_TEXT_BYTES
 from agentrl.runners.gateway import response, server, upstream
 from agentrl.runners.gateway.server import Gateway
 from tests.runners.conftest import rows
@@ -143,8 +143,8 @@ async def test_a_lease_that_ran_out(bench: Any, active: Any, http: Any, api: str
 async def test_bodies_that_are_too_large(
     bench: Any, active: Any, monkeypatch: pytest.MonkeyPatch, http: Any, api: str
 ) -> None:
-    assert server.LARGEST_REQUEST > 2**26
-    monkeypatch.setattr(server, "LARGEST_REQUEST", 1000)
+    assert server.MAX_REQUEST_BYTES > 2**26
+    monkeypatch.setattr(server, "MAX_REQUEST_BYTES", 1000)
     small = Gateway(bench.store, "test")
     small.start()
     try:
@@ -160,10 +160,10 @@ async def test_bodies_that_are_too_large(
 @APIS
 async def test_text_for_which_no_context_has_room(active: Any, http: Any, api: str) -> None:
     """It is refused before it is parsed, which would hold up all other calls."""
-    body = ASK[api] | {"metadata": {"note": "x" * LARGEST_TEXT}}
+    body = ASK[api] | {"metadata": {"note": "x" * MAX_TEXT_BYTES}}
     answer = await http.post(f"/{api}", json=body, headers=key(active))
     assert answer.status_code == 413
-    assert f"more than {LARGEST_TEXT} bytes of text" in reason(api, answer)
+    assert f"more than {MAX_TEXT_BYTES} bytes of text" in reason(api, answer)
     assert active.calls == 0
 
 
@@ -241,8 +241,8 @@ async def test_an_upstream_that_answers_nonsense(
 async def test_an_upstream_that_answers_too_much(
     bench: Any, active: Any, http: Any, api: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response, "LARGEST_ANSWER", 2**16)
-    monkeypatch.setattr(response, "LARGEST_STREAM", 2**17)
+    monkeypatch.setattr(response, "MAX_ANSWER_BYTES", 2**16)
+    monkeypatch.setattr(response, "MAX_STREAM_BYTES", 2**17)
     bench.model.answer = lambda body: {"role": "assistant", "content": "x" * 2**17}
     bench.model.chunks = lambda body: [{"choices": [], "padding": "x" * 2**17}]
     answer = await http.post(f"/{api}", json=ASK[api] | {"stream": stream}, headers=key(active))
@@ -256,7 +256,7 @@ async def test_a_stream_of_too_many_events(
     bench: Any, active: Any, http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent has read some of it by then: the connection is cut."""
-    monkeypatch.setattr(response, "LARGEST_STREAM", 2**17)
+    monkeypatch.setattr(response, "MAX_STREAM_BYTES", 2**17)
     bench.model.answer = lambda body: {"role": "assistant", "content": "x" * 1000}
     body = ASK["chat/completions"] | {"stream": True}
     with pytest.raises(httpx.RemoteProtocolError):

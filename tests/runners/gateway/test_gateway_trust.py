@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from agentrl.core.errors import ConfigError
-from agentrl.core.http import LARGEST_SPANS, LARGEST_TEXT
+from agentrl.core.http import MAX_SPANS_BYTES, MAX_TEXT_BYTES
 from agentrl.runners.gateway.server import Gateway
 
 BODY = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
@@ -161,7 +161,7 @@ async def test_spans_are_taken_for_the_own_attempt_only(
 
 
 async def test_a_batch_of_spans_may_repeat_conversations(sealed: Any, http: Any) -> None:
-    """An export of 512 spans is larger than any call; more than LARGEST_SPANS are refused."""
+    """An export of 512 spans is larger than any call; more than MAX_SPANS_BYTES are refused."""
 
     def batch(characters: int) -> dict[str, Any]:
         text = {"key": "input.value", "value": {"stringValue": "x" * characters}}
@@ -171,9 +171,9 @@ async def test_a_batch_of_spans_may_repeat_conversations(sealed: Any, http: Any)
         }  # fmt: skip
         return {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
 
-    whole = await http.post("/v1/traces", json=batch(LARGEST_TEXT), headers=bearer(sealed.key))
+    whole = await http.post("/v1/traces", json=batch(MAX_TEXT_BYTES), headers=bearer(sealed.key))
     assert whole.status_code == 200
-    more = await http.post("/v1/traces", json=batch(LARGEST_SPANS), headers=bearer(sealed.key))
+    more = await http.post("/v1/traces", json=batch(MAX_SPANS_BYTES), headers=bearer(sealed.key))
     assert more.status_code == 413
     assert "bytes of spans: export fewer at a time" in more.text
 

@@ -311,7 +311,7 @@ open("nul", "w").write("a\\0b")
 async def test_changes_that_are_too_large_to_keep_are_scored_all_the_same(
     play: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(folders, "LARGEST_PACK", 1)
+    monkeypatch.setattr(folders, "MAX_PACK_BYTES", 1)
     (rollout,) = await play(FIX, {"files": FILES}, scoring_concurrency=1)
     assert (rollout.failure, rollout.reward()) == (None, 1.0)
     assert "would be run again: its changed files have" in caplog.text

@@ -18,7 +18,7 @@ import pytest
 
 ADMIN = "admin-secret"
 LATEST = 1.0  # seconds until /healthz answers, whatever else goes on
-LARGEST = 300 * 2**20  # resident bytes of the server
+MAX_RESIDENT_BYTES = 300 * 2**20  # resident bytes of the server
 START = b"POST /v1/cursor HTTP/1.1\r\nhost: localhost\r\n"
 
 
@@ -83,7 +83,7 @@ def test_headers_without_end_are_refused(served: Served, kind: str) -> None:
             connection.sendall(part)
             assert sent < 20, "the server took 20 MB of headers"
     assert served.health() < LATEST
-    assert served.resident() < LARGEST
+    assert served.resident() < MAX_RESIDENT_BYTES
 
 
 def test_who_sends_too_large_headers_is_told(served: Served) -> None:
@@ -108,7 +108,7 @@ def test_half_sent_requests_keep_nobody_out(served: Served, many: int) -> None:
                 stack.enter_context(served.connect()).sendall(START)
                 if number % 1000 == 999:
                     assert served.health() < LATEST
-            assert served.resident() < LARGEST
+            assert served.resident() < MAX_RESIDENT_BYTES
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert served.most_files() > 1024

@@ -140,7 +140,7 @@ async def test_an_answer_that_is_no_stores(body):
         HttpStore(f"http://127.0.0.1:{other.port}") as store,
     ):
         for asked in (store.cursor, lambda: store.batch([call("cursor")])):
-            with pytest.raises(StoreError, match="is it a store's server"):
+            with pytest.raises(StoreError, match="is it a store server"):
                 await asked()
 
 

@@ -360,7 +360,7 @@ def half_a_request(address: str) -> Iterator[socket.socket]:
 
 
 def test_half_a_body_is_not_waited_for_without_end(serving, tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "LONGEST_SILENCE", 0.05)
+    monkeypatch.setattr(server, "MAX_SILENCE", 0.05)
     with (
         serving(f"sqlite:///{tmp_path / 'store.db'}") as address,
         half_a_request(address) as half,

@@ -225,7 +225,7 @@ async def test_a_limit_of_time_in_the_url_is_named(url: str, kit) -> None:
 def test_a_database_of_something_else(server) -> None:
     other = server.make()
     sql(other, "create table books (title text)")
-    assert "no agentrl store" in refused(other)
+    assert "not an agentrl store" in refused(other)
     sql(other, "create schema mine")
     asyncio.run(open_store(f"{other}&options=-csearch_path%3Dmine").close())
 

@@ -73,7 +73,12 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             [],
             r"async_sampling = 'drained': .* set that too",
         ),
-        ("[algorithm]\ngroup_order = 'ready'", [], r"group_order = 'ready': .* set that too"),
+        (
+            "[algorithm]\ngroup_order = 'completed'",
+            [],
+            r"group_order = 'completed': .* set that "
+            "too",
+        ),
         (
             "[algorithm]\nasync_sampling = 'none'\nmax_staleness = 1",
             [],

@@ -24,7 +24,7 @@ from tests.agentrl.live.sessions import NOW, RUN, Scripted, ended
 
 USERS, EACH, MANY = 19, 10, 100  # honest users, their sessions, the attacker's
 LANES = {"serving": 0.6, "candidate": 0.4}  # how often an answer of a lane is good
-MOST = 0.03  # the most that a mean may move
+MAX_SHIFT = 0.03  # the most that a mean may move
 
 
 class Population:
@@ -111,7 +111,7 @@ async def moved(tmp_path, how: str, verified: bool, **people: int) -> tuple[floa
 @pytest.mark.parametrize("how", ["votes", "game", "repeat", "corrections"])
 async def test_one_attacker_of_twenty_moves_no_mean_by_three_points(tmp_path, how, verified):
     far, population = await moved(tmp_path, how, verified)
-    assert far < MOST
+    assert far < MAX_SHIFT
     assert population.counted <= 10
     assert population.corrections <= (0 if verified else 10)
 
@@ -121,5 +121,5 @@ async def test_without_protection_the_same_attacker_moves_them(tmp_path, how, mo
     """So the test above would see it."""
     monkeypatch.setattr("agentrl.live.signals.MIN_SESSIONS", 10_000)
     far, population = await moved(tmp_path, how, False, per_user=0)
-    assert far > 2 * MOST
+    assert far > 2 * MAX_SHIFT
     assert population.counted == MANY

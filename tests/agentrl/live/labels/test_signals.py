@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from agentrl.core.types import CORRECTION, FEEDBACK, Reward, Scope
-from agentrl.live.signals import digest_of_session, posted, replies, result_of, task_of, unfit
+from agentrl.live.signals import (
+    digest_of_session,
+    invalid_reason,
+    posted,
+    replies,
+    result_of,
+    task_of,
+)
 from agentrl.runners.feedback import Feedback
 from tests import factories
 
@@ -125,10 +132,10 @@ def test_a_repeated_session_has_the_same_digest_whatever_was_answered():
     "name", ["outcome", "hindsight", "turn", "verifier", "signal", "failed", "correction"]
 )
 def test_feedback_has_no_name_of_what_a_run_makes_itself(name: str) -> None:
-    assert "choose another" in unfit(Feedback(session="s", name=name, value=1.0))
-    assert not unfit(Feedback(session="s", name="bought", value=1.0))
+    assert "choose another" in invalid_reason(Feedback(session="s", name=name, value=1.0))
+    assert not invalid_reason(Feedback(session="s", name="bought", value=1.0))
 
 
 def test_feedback_has_a_size() -> None:
     for long in ({"name": "x" * 101}, {"note": "x" * 2**19}, {"correction": "x" * 2**19}):
-        assert "at most" in unfit(Feedback(**({"session": "s", "value": 1.0} | long)))
+        assert "at most" in invalid_reason(Feedback(**({"session": "s", "value": 1.0} | long)))

@@ -14,7 +14,7 @@ from agentrl.core.config.live import IDLE, LiveConfig
 from agentrl.core.types import Purpose, Reward, Rollout, RolloutState, StepCommit
 from agentrl.live import served as served_module
 from agentrl.live.records import RESULT_ENDED, SOURCE, Lanes
-from agentrl.live.served import EARLY, HELD, NEWEST, ServedSessions, early_of
+from agentrl.live.served import EARLY, HELD, MAX_SESSIONS_READ, ServedSessions, early_of
 from agentrl.store import open_store
 from tests.agentrl.live.promotion.drawn import mark
 from tests.agentrl.live.promotion.played import RUN, Shop, config
@@ -175,7 +175,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(compared) == 33
     assert len(served.known[0]) <= 2 * (20 + 20) + len(compared)
     assert served.outcomes(0)[:20] == [float(n % 2) for n in range(30) if n % 3]  # the first
-    assert len(served.newest[0]) == NEWEST
+    assert len(served.newest[0]) == MAX_SESSIONS_READ
     assert 9 not in served.known
     assert len(served._seen) <= 4
     assert served._open == {}

@@ -205,7 +205,9 @@ async def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(sink_module, "save_position", full)
-        with pytest.raises(SinkError, match=r"memory: .*No space left on device\. Training goes"):
+        with pytest.raises(
+            SinkError, match=r"memory: .*No space left on device\. Training continues"
+        ):
             await drain(run)
     await drain(run)
     assert [r.step for r in memory.rows] == [0, 0]  # what was not remembered is given again
@@ -242,7 +244,7 @@ async def test_a_sink_that_a_killed_front_left_behind_ends_before_the_next_begin
     waiting = asyncio.create_task(asyncio.to_thread(sink_module._locked, lock))
     done, _ = await asyncio.wait([waiting], timeout=0.2)
     assert not done
-    left.stdin.close()  # as when the front is killed
+    left.stdin.close()  # as when the launcher is killed
     assert await left.wait() == 1
     (await waiting).close()
 
@@ -304,7 +306,7 @@ def test_a_sink_that_fails_or_hangs_delays_no_other(tmp_path: Path) -> None:
     run = msgspec.structs.replace(config(tmp_path, *names), root=str(tmp_path))
     asyncio.run(train(run, 0, 3))
     expected = {
-        "metrics sink broken.py:Fails: no licence. Training goes on",
+        "metrics sink broken.py:Fails: no licence. Training continues",
         "returned NoneType, which is no Sink: it has no write, close",
         "wrote 2",
     }
@@ -563,7 +565,7 @@ def test_a_folder_that_a_backend_made_is_not_its_package(
     assert [is_installed(name) for name in ("wandb_like", "json")] == [False, True]
 
 
-# -- the front's side ------------------------------------------------------------------------------
+# -- the launcher's side ------------------------------------------------------------------------
 
 
 class Scripted:

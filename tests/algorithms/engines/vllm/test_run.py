@@ -335,10 +335,10 @@ async def test_a_teacher_on_vllm_gives_the_lessons_of_the_same_model(
     wanted, expected = local.top(batch, 12, "teacher")
     assert torch.equal(ids[:, 0], wanted[:, 0])
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-3)
-    named = local.symbol_logprobs(replace(batch, symbols=ids), "teacher")
+    named = local.topk_logprobs(replace(batch, topk_tokens=ids), "teacher")
     torch.testing.assert_close(logprobs, named, rtol=0, atol=1e-3)
 
-    algo = make("grpo+distill", {"distill_top": 12}, streams=local.supplies)
+    algo = make("grpo+distill", {"distill_top": 12}, supplies=local.supplies)
     config = resolve({"algorithm": {"lr": 1e-3}}, source="test")
     groups = [group("a", 1.0, 0.0), group("b", 0.0, 1.0)]
     here = Updater(config, algo, local)

@@ -219,7 +219,7 @@ def test_options_are_verls_own_over_those_of_the_run_file() -> None:
     [
         ("engine", {"max_token_len_per_gpu": 9}, "agentrl; set learner.token_budget"),
         ("engine", {"strategy": "veomni"}, "agentrl trains with 'fsdp2' and 'megatron'"),
-        ("engine", {"use_dynamic_bsz": False}, "its learner counts on its value"),
+        ("engine", {"use_dynamic_bsz": False}, "its learner depends on the value"),
         ("optimizer", {"lr": 1.0}, "set algorithm.lr"),
         ("engine", {"ulysses_sequence_parallel_size": 3}, "must divide the 2 GPUs"),
     ],
@@ -344,7 +344,7 @@ def test_only_known_releases_of_verl_are_used(
     if known:
         check_installed()
     else:
-        with pytest.raises(ConfigError, match=rf"verl {version} is not one that is known"):
+        with pytest.raises(ConfigError, match=rf"verl {version} is not supported"):
             check_installed()
 
 

@@ -369,7 +369,7 @@ async def test_concurrent_calls_with_the_same_images(bench: Bench) -> None:
 
 
 async def test_large_images_are_put_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eyes, "LARGEST_PUT", len(RED) + len(BLUE) - 1)
+    monkeypatch.setattr(eyes, "MAX_PUT_BYTES", len(RED) + len(BLUE) - 1)
     put, puts = bench.store.put_images, []
 
     async def count(run: str, images: Any) -> None:
