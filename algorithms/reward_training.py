@@ -32,7 +32,7 @@ from agentrl.algorithms.learners.optimizer import Optimizer
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.chat import Chat, Codec, Tokenizer
 from agentrl.algorithms.model.load import end_tokens, load_model, no_progress_bars, vocabulary_size
-from agentrl.algorithms.preferences.draft import pin_dataset
+from agentrl.algorithms.preferences.draft import TEST, TRAIN, pin_dataset
 from agentrl.algorithms.reward_models import ENSEMBLE, PADDING, ScalarScorer, load_scalar
 from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.load_policies import policy_directory
@@ -55,7 +55,6 @@ class Example:
     id: str
     texts: tuple[Text, ...]
     label: float = 1.0
-    margin: float = 0.0
     weight: float = 1.0
     length: int = 0  # tokens of `texts[0]` minus those of the other text
 
@@ -69,7 +68,6 @@ class RewardTrainer:
 
     scorer: ScalarScorer
     tokenizer: Tokenizer
-    margin: float = 0.0
     optimizer: Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,12 +96,11 @@ class RewardTrainer:
         return float(loss.detach())
 
     def loss(self, examples: Sequence[Example], scores_TH: Tensor) -> Tensor:
-        """Weighted mean over examples and heads. Pairs: -log sigmoid(r_w - r_l - margin) +
-        CENTRE (r_w + r_l)^2, arXiv 2203.02155, 2307.09288, 2312.09244; labels: cross-entropy."""
+        """Weighted mean over examples and heads. Pairs: -log sigmoid(r_w - r_l) +
+        CENTRE (r_w + r_l)^2, arXiv 2203.02155, 2312.09244; labels: cross-entropy."""
         paired, r, other = _of_texts(examples, scores_TH)
-        margin = torch.tensor([self.margin * example.margin for example in examples])[:, None]
         label = torch.tensor([e.label for e in examples], dtype=torch.float64)[:, None]
-        pairs = -logsigmoid(r - other - margin) + CENTRE * (r + other).square()
+        pairs = -logsigmoid(r - other) + CENTRE * (r + other).square()
         alone = binary_cross_entropy_with_logits(r, label.expand_as(r), reduction="none")
         each = torch.where(paired[:, None], pairs, alone)
         weight = torch.tensor([bootstrap_weights(e, r.shape[1]) for e in examples]).double()
@@ -245,7 +242,7 @@ class Reader:
             texts = tuple(self.text(sides[side][-1]) for side in item.sides)
             label = 1.0 if item.label is None else item.label
             more = len(texts[0]) - (len(texts[1]) if len(texts) > 1 else 0)
-            yield Example(item.id, texts, label, item.margin or 0.0, item.weight, more)
+            yield Example(item.id, texts, label, item.weight, more)
 
     def text(self, call: Transition) -> Text:
         """The tokens of a call; if it has no ids, those of the chat template."""
@@ -263,10 +260,10 @@ async def train_reward_model(config: RunConfig, store: Store) -> Metrics:
     settings = config.reward_model
     model, tokenizer = _policy(config)
     reader = Reader(store, tokenizer, context_length(model))
-    examples = await reader.examples(config, config.data.split)
-    heldout = await reader.examples(config, config.data.heldout)
+    examples = await reader.examples(config, TRAIN)
+    heldout = await reader.examples(config, TEST)
     scorer = make_scorer(model, tokenizer, settings.heads, config.learner.token_budget)
-    trainer = RewardTrainer(scorer, tokenizer, margin=settings.margin)
+    trainer = RewardTrainer(scorer, tokenizer)
     order = [
         example
         for epoch in range(settings.epochs)

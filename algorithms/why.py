@@ -467,7 +467,7 @@ def missing_rewards(run: PolicyRun) -> Reason:
     text += "of the policy, or too few rollouts of their group have a reward"
     if any(run.values("calls/refused")):
         share = 0.0  # `inexact_calls` has the reason
-    return Reason(share, text, "agent.path: call the policy; algorithm.min_group: less")
+    return Reason(share, text, "agent.path: call the policy")
 
 
 def high_lr(run: PolicyRun) -> Reason:

@@ -118,7 +118,7 @@ def _measure(config: RunConfig, sizes: list[int], run: str | None, *, as_json: b
         scorer, tokenizer = reward_model.load_reward_model(config, source)
         async with open_store(config.store) as store:
             reader = reward_model.Reader(store, tokenizer, None)
-            items = await reader.examples(config, config.data.heldout)
+            items = await reader.examples(config, reward_model.TEST)
             found = preference_metrics(scorer, items)
             if sizes:
                 name = run or config.name

@@ -103,7 +103,7 @@ def test_it_learns_the_outcome_after_it_gave_its_rewards(
     model, trainer = make(tiny_model_dir, lr=1e-3)
     algo = registry.make("streams", {"streams": {"outcome": {}, "prm": {}}})
     learner = TorchLearner(*load_model(tiny_model_dir, device="cpu"), threads=1)
-    config = RunConfig(steps=20, algorithm=AlgorithmConfig(min_group=1))
+    config = RunConfig(steps=20, algorithm=AlgorithmConfig(group_size=1))
     steps = Updater(config, algo, learner, preprocessor=Preprocessor((model,), (trainer,)))
     found = [steps.update(step, groups(1.0, 0.0)) for step in range(8)]
     assert found[0]["reward/prm/std"] == 0.0  # it begins as its reference

@@ -74,7 +74,7 @@ async def run_at(bench: Any, pace: Pace, rollouts: int, **runner: int) -> float:
 
 async def test_agents_run_while_others_are_prepared_and_scored(bench: Any) -> None:
     pace = Pace(prepare=0.1, run=0.2, score=0.1)
-    await run_at(bench, pace, 10, concurrency=2, prefetch=2, scoring_concurrency=2)
+    await run_at(bench, pace, 10, concurrency=2, scoring_concurrency=2)
     assert pace.most == {"prepare": 2, "run": 2, "score": 2}
     assert pace.beside == {"prepare", "run", "score"}
 

@@ -367,7 +367,7 @@ def settings(shape: Shape) -> RunConfig:
                 "max_staleness": shape.staleness, "preset": "grpo"},
             "runner": {"concurrency": SLOTS, "lease": LEASE,
                 "scoring_concurrency": shape.scoring},
-            "keep_checkpoints": shape.keep, "max_failed": 1.0,
+            "keep_checkpoints": shape.keep,
             **({"sessions": {"idle": 30.0}} if shape.live else {}),
         },
         source="simulation",

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import Literal, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -348,15 +348,14 @@ class EmbeddedServer:
         max_context: int = 2048,
         threads: int = 0,
         defaults: Sampling = NO_DEFAULTS,
-        keys: Literal["recompute", "keep"] | None = None,
+        in_flight: bool = False,
         access: Access = ANYBODY,
     ) -> None:
         """port: 0: any free one. max_context: most tokens of prompt and completion, capped by the
         model's positions. threads: 0: see `engine.threads`. defaults: sampling of requests that
-        do not set it. keys: whether running calls recompute or keep their cached keys when weights
-        change; None: weights do not change while calls run. Recomputed keys give every token the
-        log-prob of the version it names; kept ones give that of a mixture, from which it was
-        sampled. access: who may call.
+        do not set it. in_flight: whether weights may change while calls run, whose cached keys are
+        then computed again, so that every token has the log-prob of the version it names. access:
+        who may call.
 
         Serves every adapter that exists now under its name, and the model without adapters as
         `name`, if no adapter has that name. Requests without a model name get `name`.
@@ -364,7 +363,7 @@ class EmbeddedServer:
         Logs how the model is computed; raises PolicyError for one that cannot be served."""
         self.model = name
         self.base_url = ""
-        self.in_flight, self._keep = keys is not None, keys == "keep"
+        self.in_flight = in_flight
         self._learned = self._copy = model, adapters
         if self.in_flight:
             adapters = adapters and adapters.copy()
@@ -419,7 +418,7 @@ class EmbeddedServer:
         if self.in_flight and self._admission.adapter_of(policy) is not None:
             await self.add(policy, version)
         elif self.in_flight:
-            swap = self._admission.publish(version, policy, self._load, keep=self._keep)
+            swap = self._admission.publish(version, policy, self._load)
             await self._http.run(swap)
         elif self._admission.held:
             await self._http.run(self._admission.publish(version, policy))

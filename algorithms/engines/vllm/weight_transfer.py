@@ -82,8 +82,7 @@ class TransferSync(WeightSync):
             client.leave()
             self._engine = None  # its process group waits for a rank that may never join
             raise PolicyError(
-                f"vLLM: weights by {self._backend} did not arrive within {self._timeout:g} s "
-                "(engine.vllm.timeout)"
+                f"vLLM: weights by {self._backend} did not arrive within {self._timeout:g} s"
             ) from None
         except (RuntimeError, ValueError, OSError) as error:  # of NCCL, CUDA and vLLM's checks
             raise PolicyError(f"vLLM: weights could not be sent: {error}") from error
