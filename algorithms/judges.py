@@ -161,13 +161,12 @@ def principles(settings: PrincipleJudge, record: Messages) -> Question:
 def probability(settings: ProbabilityJudge, record: Messages) -> Question:
     """A question for one word, whose answer is the JSON of pairs (token, log-prob) of the most
     probable first tokens."""
-    words = " or ".join(settings.labels)
+    words = " or ".join(LABELS)
     task = f"Judge the agent by this: {settings.rubric}.\nAnswer with one word: {words}."
 
     def read(answer: str) -> Verdict:
         likely = msgspec.json.decode(answer, type=list[tuple[str, float]])
-        labels = [label.strip().lower() for label in settings.labels]
-        found = dict.fromkeys(labels, 0.0)
+        found = dict.fromkeys(LABELS, 0.0)
         for token, logprob in likely:
             if (word := token.strip().lower()) in found:
                 found[word] += exp(logprob)
@@ -177,7 +176,7 @@ def probability(settings: ProbabilityJudge, record: Messages) -> Question:
                 f"{words} have {total:.0%} of the probability among the {len(likely)} most "
                 "probable first tokens, less than half"
             )
-        return {"probability": found[labels[0]] / total}
+        return {"probability": found[LABELS[0]] / total}
 
     return _question({"record": record}, task, "", read)
 
@@ -223,7 +222,8 @@ def _common(records: Sequence[Messages]) -> int:
 log = logging.getLogger("agentrl.algorithm")
 Counts = defaultdict[str, float]
 SOURCE = "judge:{}"  # `Reward.source`, with the judge's name
-MIN_LABELLED = 0.5  # least probability of all labels together; below, the answer is another word
+LABELS = ("yes", "no")  # answers to a question for one word, the good one first
+MIN_LABELLED = 0.5  # least probability of both labels together; below, the answer is another word
 LIKELIEST = 20  # first tokens whose log-probs are requested: the most that APIs give
 ANSWER_TRIES = 3  # most attempts to get a valid answer
 ALL_PAIRS = 4  # largest group in which all pairs are compared

@@ -1,12 +1,11 @@
-"""The collector: requests and claims the groups that a step trains, replaces groups without a
-signal, and cancels the slowest rollouts of groups and those that have become too stale to train.
+"""The collector: requests and claims the groups that a step trains, and replaces groups without a
+signal.
 
 Invariant: requests are a function of seed, step and round, so a restarted process requests the
 same rollouts, and the store ignores duplicates. Groups that were claimed and not committed are
 claimed again. So a step trains the same groups however often it is started, unless
 `algorithm.group_order = "ready"` lets it take groups of later steps that ended first. A cancelled
-rollout has no reward (missing, never 0). Cancellations depend on the store alone, so a restarted
-process makes the same ones.
+rollout has no reward (missing, never 0).
 
 The store's counts limit the number of requested groups (see `free_groups`): at most
 (max_staleness + 1) x groups of them are neither trained nor discarded, even if a process was
@@ -15,13 +14,12 @@ killed. Replacements do not count.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, floor, inf, isfinite, isnan
+from math import ceil, floor, isfinite, isnan
 from statistics import fmean
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol
 
 from agentrl.algorithms.credit.core import ROUNDING_SPREAD
 from agentrl.algorithms.data.merge import counterfactual, reward_reference, valid_for_any
@@ -32,51 +30,20 @@ from agentrl.core.config.derived import steps_learned, trained_policies
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Counts, Group, NewRollout, Purpose, Rollout, RolloutState, Transition
 from agentrl.store.base import Store
-from agentrl.store.records import GroupRow
 from agentrl.store.rows import LARGEST_LOGPROB, LARGEST_REWARD
 
-T = TypeVar("T")
-CHECK_PAUSE = 0.5  # seconds between checks of the open groups
 MAX_OPEN_GROUPS = 100_000  # of one query; there are never as many
-
-
-async def close_groups_during(work: Coroutine[Any, Any, T], store: Store, config: RunConfig) -> T:
-    """Run `work` and return its result. Meanwhile closes groups early by `algorithm.group_quorum`;
-    an error of the store there also cancels `work`."""
-    if config.algorithm.group_quorum is None:
-        return await work
-    waiting = asyncio.ensure_future(work)
-    closing = asyncio.ensure_future(_close_groups(store, config))
-    try:
-        await asyncio.wait((waiting, closing), return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            await closing
-        return await waiting
-    finally:
-        waiting.cancel()
-        closing.cancel()
-        await asyncio.gather(waiting, closing, return_exceptions=True)
 
 
 async def settle_groups_ahead(store: Store, config: RunConfig) -> None:
     """With algorithm.async_sampling = "one_step_off", wait until every requested group has ended,
     so that none of their calls uses the weights after the update."""
     if config.algorithm.async_sampling == "one_step_off":
-        await close_groups_during(_settle(store, config), store, config)
-
-
-async def _settle(store: Store, config: RunConfig) -> None:
-    for row in await _open_groups(store, config):
-        await store.settled(row.id)
-
-
-async def _close_groups(store: Store, config: RunConfig) -> None:
-    quorum = config.algorithm.group_quorum or inf
-    while True:
-        for row in await _open_groups(store, config):
-            if row.states.count(RolloutState.SUCCEEDED) >= quorum:
-                await store.cancel(row.rollouts)
-        await asyncio.sleep(CHECK_PAUSE)
+        open_groups = await store.groups(
+            config.name, purpose=Purpose.TRAIN, state="open", limit=MAX_OPEN_GROUPS
+        )
+        for row in open_groups:
+            await store.settled(row.id)
 
 
 def is_stale(config: RunConfig, rollouts: Iterable[Sequence[Transition]], step: int) -> bool:
@@ -106,12 +73,6 @@ def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
         return {}
     counts = {"rollouts/cancelled": cancelled, "groups/closed_early": closed}
     return {name: float(count) for name, count in (counts | {"tokens/wasted": wasted}).items()}
-
-
-async def _open_groups(store: Store, config: RunConfig) -> list[GroupRow]:
-    return await store.groups(
-        config.name, purpose=Purpose.TRAIN, state="open", limit=MAX_OPEN_GROUPS
-    )
 
 
 log = logging.getLogger(__name__)
@@ -173,8 +134,7 @@ class Collector:
         With `resample`, groups without a signal are discarded and replaced, in at most
         MAX_ROUNDS rounds; after that the step trains fewer groups."""
         ready = (await self.store.counts(self.config.name)).groups_settled
-        work = self.claim_rounds(step)
-        claimed, replaced = await close_groups_during(work, self.store, self.config)
+        claimed, replaced = await self.claim_rounds(step)
         played = cancelled_metrics(claimed)
         claimed, unreadable = split_unreadable(claimed, self.vocabulary)
         for observe in self.observers:

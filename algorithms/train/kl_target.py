@@ -56,7 +56,7 @@ class KlController:
         self.beta = msgspec.convert(data, float)
 
 
-def make_kl_controller(algo: Algo, target: float) -> KlController:
+def make_kl_controller(algo: Algo, target: float, horizon: int = HORIZON) -> KlController:
     """A controller that starts at the algorithm's beta. Raises ConfigError unless it has one."""
     betas = [reg.beta for reg in algo.penalties if reg.den == "reference"]
     betas += [part.beta for part in nested_records(algo.credit) if isinstance(part, TokenKLPenalty)]
@@ -65,7 +65,7 @@ def make_kl_controller(algo: Algo, target: float) -> KlController:
             f"reference.target_kl: algorithm.preset = {algo.name!r} has {len(betas)} KL penalties "
             "to the reference, and exactly one can be adapted; set one of its coefficients"
         )
-    return KlController(betas[0], target)
+    return KlController(betas[0], target, horizon)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

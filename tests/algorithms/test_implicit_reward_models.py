@@ -27,8 +27,14 @@ from tests.algorithms.test_reward_models import call, rollout
 Made = tuple[RewardModel, ImplicitTrainer]
 
 
+@pytest.fixture(autouse=True)
+def steep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards that a few steps change."""
+    monkeypatch.setattr(reward_models, "BETA", 0.5)
+
+
 def make(directory: Path, scope: str = "rollout", **more: object) -> Made:
-    table = {"model": str(directory), "kind": "implicit", "scope": scope, "beta": 0.5}
+    table = {"model": str(directory), "kind": "implicit", "scope": scope}
     config = resolve({"reward_models": {"prm": table | {"train": True} | more}}, source="run.toml")
     policy, tokenizer = load_model(directory, device="cpu")
     (model,), (trainer,) = reward_models.make_reward_models(

@@ -257,7 +257,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
 
 SHARED = frozenset({"groups", "group_size", "max_staleness", "dynamic_sampling"})
 
-SHARED |= {"async_sampling", "group_order", "group_quorum", "branching", "counterfactual"}
+SHARED |= {"async_sampling", "group_order", "branching", "counterfactual"}
 
 """Settings of `[algorithm]` for the whole run, because all policies learn from the same groups."""
 

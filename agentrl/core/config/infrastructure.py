@@ -320,8 +320,6 @@ class ContainerConfig(Section, frozen=True):
     # Program that runs containers: docker, podman or a compatible one; default: the first of both
     # that works.
     cli: str = ""
-    warm: Natural = 8  # containers that are ready before rollouts need them
-    disk_mb: Natural = 10_000  # Disk in MB that a rollout may write; 0: no limit.
 
 
 class KubernetesConfig(Section, frozen=True):
@@ -396,7 +394,6 @@ class MetricsConfig(Section, frozen=True):
 
     # Sinks besides the store: tensorboard, wandb, mlflow, trackio, or your own as "file.py:name"
     sinks: list[str] = []
-    options: dict[str, Any] = {}  # Arguments of your own sinks, with any keys.
     # Project, or in MLflow the experiment.
     project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"
 

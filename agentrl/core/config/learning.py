@@ -177,7 +177,6 @@ class AlgorithmConfig(Section, frozen=True):
     async_sampling: Literal["none", "drained", "in_flight", "one_step_off"] | None = None
     # Order in which groups are trained: as requested, or as they end.
     group_order: Literal["asked", "ready"] = "asked"
-    group_quorum: Count | None = None  # successful rollouts that end their group; none: group_size
     # Whether groups of equal reward are replaced; none: preset's default (only dapo does). That
     # keeps steps equally large, for as many rollouts per group that has a gradient.
     dynamic_sampling: bool | None = None
@@ -214,14 +213,11 @@ class AlgorithmConfig(Section, frozen=True):
         return self.branching.joins or self.counterfactual.joins
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        """Settings by which a group ends before all of its rollouts."""
-        usual = AlgorithmConfig()
-        for key in ("group_order", "group_quorum"):
-            if self.joins and getattr(self, key) != getattr(usual, key):
-                yield (
-                    f"algorithm.{key}: rollouts join a group when all of its own have ended, with "
-                    "algorithm.branching or counterfactual; remove one of them"
-                )
+        if self.joins and self.group_order != "asked":
+            yield (
+                "algorithm.group_order: rollouts join a group when all of its own have ended, with "
+                "algorithm.branching or counterfactual; remove one of them"
+            )
 
 
 class CriticConfig(Section, frozen=True):
@@ -314,7 +310,7 @@ PLAYING = (
     "upstreams", "roles", "role_rules", "judges", "prompts", "reward_models", "selfplay",
 )  # fmt: skip
 SAMPLING = (
-    "group_size", "missing_token_ids", "max_staleness", "dynamic_sampling", "group_quorum",
+    "group_size", "missing_token_ids", "max_staleness", "dynamic_sampling",
     "max_kl", "branching", "counterfactual",
 )  # fmt: skip
 """The tables, and the settings of [algorithm], that are about rollouts."""
@@ -396,7 +392,6 @@ class PromptsConfig(Section, frozen=True):
     reflector: str = ""  # the upstream or policy that proposes texts
     budget: Count = 400  # rollouts of a search, without held-out evaluations
     validation: Count = 12  # tasks (the last of tasks.train) on which candidates are compared
-    proposals: Count = 1  # concurrent proposals
     directory: str = ""  # folder of the texts to use; default: the result of the search
     perfect_score: float = 1.0  # mean score at which the search ends
     show: list[str] = []  # fields of a task that the reflector may read
@@ -417,8 +412,6 @@ class PromptsConfig(Section, frozen=True):
                 f"prompts.reflector = {self.reflector!r}; name the model that proposes texts: "
                 f"{', '.join(sorted(known))}"
             )
-        if self.algorithm == "apo" and self.proposals != 1:
-            yield "prompts.proposals is for algorithm = 'gepa'; apo asks for a whole beam at a time"
         if self.schedule != "alternate" and self.every != PromptsConfig().every:
             yield "prompts.every has no effect without prompts.schedule = 'alternate'"
         if self.schedule == "alternate" and config.algorithm.max_staleness:

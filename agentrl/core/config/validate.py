@@ -430,9 +430,9 @@ def _schedule(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _staleness(config: RunConfig) -> Iterator[str]:
-    """Sampling ahead of updates, and groups that end early."""
+    """Sampling ahead of updates."""
     algorithm = config.algorithm
-    ahead, overlap, size = algorithm.max_staleness, algorithm.async_sampling, algorithm.group_size
+    ahead, overlap = algorithm.max_staleness, algorithm.async_sampling
     if config.steps and ahead > config.steps:
         yield (
             f"algorithm.max_staleness = {ahead:g} is more than the run's steps = {config.steps}, "
@@ -454,10 +454,4 @@ def _staleness(config: RunConfig) -> Iterator[str]:
             "algorithm.async_sampling = 'one_step_off' samples one step ahead and trains groups in "
             "the order requested; set algorithm.max_staleness = 1 and "
             "algorithm.group_order = 'asked'"
-        )
-    quorum = algorithm.group_quorum
-    if quorum is not None and not algorithm.min_group <= quorum <= size:
-        yield (
-            f"algorithm.group_quorum = {quorum}: a group needs {algorithm.min_group} rollouts with "
-            f"a reward and has algorithm.group_size = {size}"
         )

@@ -78,12 +78,10 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             [],
             r"async_sampling = 'none' .*max_staleness = 1 requests it; remove one",
         ),
-        ("[algorithm]\ngroup_quorum = 9", [], r"group_quorum = 9: .*group_size = 8"),
-        ("[algorithm]\ngroup_quorum = 1", [], r"group_quorum = 1: .*needs 2 rollouts"),
         (
-            "[algorithm]\ngroup_quorum = 5\nbranching = {kind = 'mc'}",
+            "[algorithm]\ngroup_order = 'ready'\nmax_staleness = 1\nbranching = {kind = 'mc'}",
             [],
-            r"group_quorum: rollouts join a group when all of its own have ended",
+            r"group_order: rollouts join a group when all of its own have ended",
         ),
         ("", ["algorithm.min_lr=1e-7"], r"algorithm\.min_lr: a constant"),
         (
@@ -95,7 +93,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[[roles.match]]\nmodel = 'x'", [], r"roles\.match\[0\]\.role is missing"),
         ("[runner]\nexecutor = 'container'", [], r"runner\.container\.image is missing"),
         (
-            "[data]\nname = 'likes'\n[algorithm]\ngroup_quorum = 4",
+            "[data]\nname = 'likes'\n[algorithm]\ngroup_size = 4",
             [],
             r"has no effect in a run on \[data\]",
         ),
@@ -242,8 +240,8 @@ def test_stored_settings_are_read_as_they_were() -> None:
 
 
 def test_sinks_from_outside_are_named_by_file() -> None:
-    metrics = {"sinks": ["mine.py:write"], "options": {"every": 2}}
-    assert resolve({"metrics": metrics}, source="test").metrics.options == {"every": 2}
+    sinks = ["mine.py:write"]
+    assert resolve({"metrics": {"sinks": sinks}}, source="test").metrics.sinks == sinks
     with pytest.raises(ConfigError, match=r"metrics\.sinks: 'mlflo'; did you mean 'mlflow'\?"):
         resolve({"metrics": {"sinks": ["mlflo"]}}, source="test")
 
