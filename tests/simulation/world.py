@@ -23,6 +23,7 @@ import greenlet
 import torch
 from msgspec.structs import replace
 
+from agentrl.algorithms.train import loop as training_loop
 from agentrl.algorithms.train import saving
 from agentrl.algorithms.train.checkpoint import STATE, earlier_checkpoints
 from agentrl.core.config import RunConfig, resolve
@@ -106,6 +107,7 @@ class World:
             with (
                 installed(self.system),
                 patch.object(saving, "LARGE", large),
+                patch.object(training_loop, "MAX_FAILED", 1.0),
                 warnings.catch_warnings(),
             ):
                 warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that were killed
