@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -61,7 +62,9 @@ def _done(request: Request) -> Any:
         with explained(named, "raised in solution"):
             return made(named).solution(request.given)
     given: Any = request.given
-    with tracing.install().attempt(request.attempt):
+    # An audit and `agentrl rescore` score results outside of any attempt.
+    traced = tracing.install().attempt(request.attempt) if request.attempt else nullcontext()
+    with traced:
         return msgspec.to_builtins(asyncio.run(verified(named, given, request.result)))
 
 
