@@ -79,8 +79,7 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
     if step is None:
         return [*lines, "this rollout is not trained yet, or was discarded"]
     if not credits:
-        why = "its step stored no credit: it changed no weight, or algorithm.store_credit was false"
-        return [*lines, f"{why}; see the note above"]
+        return [*lines, "its step changed no weight, so it stored no credit; see the note above"]
     return lines
 
 
@@ -241,8 +240,8 @@ def report(
     if rollout not in batch.rollouts:
         raise TrainingError(
             f"{rollout} is not trained: it is an evaluation, failed without a reward, has no call "
-            "of the policy with known token ids and log-probs, or is in a group with fewer scored "
-            "rollouts than algorithm.min_group"
+            "of the policy with known token ids and log-probs, or is in a group with a single "
+            "scored rollout"
         )
     found = next(row for group in groups for row in group.rollouts if row.id == rollout)
     versions = {call.id: call.versions for call in found.transitions}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gepa
 from gepa.core.adapter import EvaluationBatch
-from gepa.strategies.proposal_sampling import IndependentSampling, SingleMutationSampling
+from gepa.strategies.proposal_sampling import SingleMutationSampling
 
 from agentrl.algorithms.prompt_search import Search, TaskResult, Texts, as_text
 from agentrl.core.config.learning import MINIBATCH
@@ -16,17 +15,17 @@ from agentrl.core.config.learning import MINIBATCH
 
 def gepa_search(search: Search) -> None:
     """Search until SearchEnd or an error of the reflector is raised."""
-    adapter, n = _Adapter(search), search.config.proposals
+    adapter = _Adapter(search)
     gepa.optimize(
         seed_candidate=search.seed_texts,
         trainset=list(range(search.train)),
         valset=list(search.validation),
         adapter=adapter,
-        reflection_minibatch_size=None if n > 1 else MINIBATCH,
-        batch_sampler=adapter if n > 1 else "epoch_shuffled",  # one minibatch per iteration
+        reflection_minibatch_size=MINIBATCH,
+        batch_sampler="epoch_shuffled",
         perfect_score=search.config.perfect_score,
-        module_selector="all" if n > 1 else "round_robin",  # several proposals suit few rounds
-        sampling_strategy=IndependentSampling(n) if n > 1 else SingleMutationSampling(),
+        module_selector="round_robin",
+        sampling_strategy=SingleMutationSampling(),
         stop_callbacks=[lambda _: adapter.raised is not None],
         callbacks=[adapter],
         logger=adapter,
@@ -38,13 +37,12 @@ def gepa_search(search: Search) -> None:
 
 
 class _Adapter:
-    """The adapter, batch sampler, callback and logger of the package. The package retries proposals
+    """The adapter, callback and logger of the package. The package retries proposals
     that raise, so the error is kept and ends the search."""
 
     def __init__(self, search: Search) -> None:
         self.search = search
         self.raised: Exception | None = None
-        self._rng, self._left = random.Random(search.random_seed), list[int]()
         self._parents: dict[tuple[str, tuple[int, ...]], list[TaskResult]] = {}
 
     def evaluate(
@@ -86,14 +84,6 @@ class _Adapter:
             self.raised = error
             raise
         return {name: candidate[name] for name in components_to_update}
-
-    def next_minibatch_ids(self, loader: object, state: object) -> list[int]:
-        """The tasks of one proposal; proposals of one iteration get different tasks."""
-        size = min(MINIBATCH, self.search.train)
-        if len(self._left) < size:
-            self._left = self._rng.sample(range(self.search.train), self.search.train)
-        batch, self._left = self._left[:size], self._left[size:]
-        return batch
 
     def on_evaluation_end(self, event: Mapping[str, Any]) -> None:
         name = "minibatch_before" if event["has_trajectories"] else "minibatch_after"

@@ -161,13 +161,12 @@ def principles(settings: PrincipleJudge, record: Messages) -> Question:
 def probability(settings: ProbabilityJudge, record: Messages) -> Question:
     """A question to be answered with one word. The answer that `read` gets is JSON: pairs (token,
     log-prob) of the most probable first tokens."""
-    words = " or ".join(settings.labels)
+    words = " or ".join(LABELS)
     task = f"Judge the agent by this: {settings.rubric}.\nAnswer with one word: {words}."
 
     def read(answer: str) -> Verdict:
         likely = msgspec.json.decode(answer, type=list[tuple[str, float]])
-        labels = [label.strip().lower() for label in settings.labels]
-        found = dict.fromkeys(labels, 0.0)
+        found = dict.fromkeys(LABELS, 0.0)
         for token, logprob in likely:
             if (word := token.strip().lower()) in found:
                 found[word] += exp(logprob)
@@ -177,7 +176,7 @@ def probability(settings: ProbabilityJudge, record: Messages) -> Question:
                 f"{words} have {total:.0%} of the probability among the {len(likely)} most "
                 "probable first tokens, less than half"
             )
-        return {"probability": found[labels[0]] / total}
+        return {"probability": found[LABELS[0]] / total}
 
     return _question({"record": record}, task, "", read)
 
@@ -223,7 +222,8 @@ def _common(records: Sequence[Messages]) -> int:
 log = logging.getLogger("agentrl.algorithm")
 Counts = defaultdict[str, float]
 SOURCE = "judge:{}"  # `Reward.source`, with the judge's name
-MIN_LABELLED = 0.5  # probability of all labels together; below it, the answer is another word
+LABELS = ("yes", "no")  # answers to a question for one word, the good one first
+MIN_LABELLED = 0.5  # probability of both labels together; below it, the answer is another word
 TOP_LOGPROBS = 20  # log-probs of the first token: the maximum of most APIs
 MAX_ATTEMPTS = 3  # to get a valid answer
 MAX_ALL_PAIRS = 4  # rollouts; in a larger group only neighbours on a ring are compared

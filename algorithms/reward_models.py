@@ -46,8 +46,8 @@ from agentrl.core.config.rewards import ImplicitRewardModelConfig
 from agentrl.core.errors import ConfigError, PolicyError, TrainingError
 from agentrl.core.types import Group, Reward, Rollout, RolloutState, Scope, Transition, one_line
 
+BETA = 0.05  # reward of an implicit reward model per nat of the log ratio, as in PRIME
 SOURCE = "model:{}"  # `Reward.source`, with the model's name
-ENSEMBLE = "reward_heads"  # in a checkpoint's configuration: number of labels of an ensemble
 PADDING = "<|reward_model_padding|>"  # the padding token, for a policy without one
 Scorer = Callable[[Sequence[Transition]], Tensor]
 """Calls -> scores, float64 [calls]."""
@@ -55,23 +55,18 @@ Scorer = Callable[[Sequence[Transition]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ScalarScorer:
-    """The score of the state after a call's last token. For an ensemble: the mean score less
-    `disagreement` times the standard deviation, arXiv 2310.02743."""
+    """The score of the state after a call's last token."""
 
     model: PreTrainedModel
     packing: Packing = "trie"
     token_budget: int = 4096
-    disagreement: float = 0.0
 
     def __call__(self, calls: Sequence[Transition]) -> Tensor:
-        scores_CH = self.heads([[*call.prompt, *call.completion] for call in calls])
-        if scores_CH.shape[1] == 1:
-            return scores_CH[:, 0]
-        return scores_CH.mean(1) - self.disagreement * scores_CH.std(1)
+        return self.scores([[*call.prompt, *call.completion] for call in calls])
 
-    def heads(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Every score of the state after each text's last token, float64 [texts, heads]."""
-        scores = torch.empty(len(texts), self.model.config.num_labels, dtype=torch.float64)
+    def scores(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """The score of the state after each text's last token, float64 [texts]."""
+        scores = torch.empty(len(texts), dtype=torch.float64)
         with torch.no_grad():
             for pack in self.packs(texts):
                 scores[pack.index] = self.score(pack).double().cpu()
@@ -83,9 +78,9 @@ class ScalarScorer:
         return pack_rows(rows, self.packing, self.token_budget)
 
     def score(self, pack: Pack) -> Tensor:
-        """Scores [n, heads] of the texts `pack.index`, differentiable."""
+        """Scores [n] of the texts `pack.index`, differentiable."""
         scores: Tensor = self.model.score(hidden_states(self.model, pack))
-        return scores
+        return scores.squeeze(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +316,7 @@ def load_scalar(
 def _head_problem(model: PreTrainedModel, missing: list[str]) -> str | None:
     if not hasattr(model, "score"):
         return f"{type(model).__name__} is not a decoder with a score head"
-    if model.config.num_labels != getattr(model.config, ENSEMBLE, 1):
+    if model.config.num_labels != 1:
         return f"it has {model.config.num_labels} labels"
     return f"it has no weights for {', '.join(missing)}" if missing else None
 
@@ -341,9 +336,6 @@ def _row(tokens: list[int], actions: int) -> TokenRow:
         temperature=torch.ones(actions),
         transition=torch.zeros(actions, dtype=torch.int64),
     )
-
-
-DISAGREEMENT = 0.5  # weight of the standard deviation of an ensemble's scores, arXiv 2310.02743
 
 
 def with_reward_models(updater: Updater, model: LoadedModel) -> Updater:
@@ -414,7 +406,7 @@ def make_reward_models(
             source = config.model_source(settings.model)
             model = load_scalar(f"{key}.model", source, policy, tokenizer)
             packed = supported_packing(model, packing)
-            scalar = ScalarScorer(model, packed, budget, DISAGREEMENT)
+            scalar = ScalarScorer(model, packed, budget)
             models.append(RewardModel(name, scalar, scope, context=context_length(model)))
             continue
         source, other = (
@@ -423,9 +415,7 @@ def make_reward_models(
         )
         model = freeze(load_auxiliary(f"{key}.model", source, policy, tokenizer))
         against = freeze(load_auxiliary(f"{key}.reference", other, policy, tokenizer))
-        scorer = ImplicitScorer(
-            model, against, settings.beta, supported_packing(model, packing), budget
-        )
+        scorer = ImplicitScorer(model, against, BETA, supported_packing(model, packing), budget)
         limits = [limit for each in (model, against) if (limit := context_length(each)) is not None]
         context = min(limits, default=None)
         models.append(RewardModel(name, scorer, scope, sums=True, context=context))

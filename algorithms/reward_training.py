@@ -32,8 +32,8 @@ from agentrl.algorithms.learners.optimizer import Optimizer
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.chat import Chat, Codec, Tokenizer
 from agentrl.algorithms.model.load import end_tokens, load_model, no_progress_bars, vocabulary_size
-from agentrl.algorithms.preferences.draft import pin_dataset
-from agentrl.algorithms.reward_models import ENSEMBLE, PADDING, ScalarScorer, load_scalar
+from agentrl.algorithms.preferences.draft import TEST, TRAIN, pin_dataset
+from agentrl.algorithms.reward_models import PADDING, ScalarScorer, load_scalar
 from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.load_policies import policy_directory
 from agentrl.algorithms.train.optimize import learning_rate
@@ -55,7 +55,6 @@ class Example:
     id: str
     texts: tuple[Text, ...]
     label: float = 1.0
-    margin: float = 0.0
     weight: float = 1.0
     length: int = 0  # tokens of `texts[0]` minus those of the other text
 
@@ -69,7 +68,6 @@ class RewardTrainer:
 
     scorer: ScalarScorer
     tokenizer: Tokenizer
-    margin: float = 0.0
     optimizer: Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +81,7 @@ class RewardTrainer:
         """One optimizer step; returns the loss in nats. Raises TrainingError, with nothing changed,
         if loss or gradient is not finite."""
         texts = [text for example in examples for text in example.texts]
-        scores = self.scorer.heads(texts).requires_grad_()
+        scores = self.scorer.scores(texts).requires_grad_()
         loss = self.loss(examples, scores)
         (gradient,) = torch.autograd.grad(loss, scores)
         try:
@@ -97,17 +95,15 @@ class RewardTrainer:
             self.optimizer.zero_grad()
         return float(loss.detach())
 
-    def loss(self, examples: Sequence[Example], scores_TH: Tensor) -> Tensor:
-        """Weighted mean over examples and heads. Pairs: -log sigmoid(r_w - r_l - margin) +
-        CENTRE (r_w + r_l)^2, arXiv 2203.02155, 2307.09288, 2312.09244; labels: cross-entropy."""
-        paired, r, other = _of_texts(examples, scores_TH)
-        margin = torch.tensor([self.margin * example.margin for example in examples])[:, None]
-        label = torch.tensor([e.label for e in examples], dtype=torch.float64)[:, None]
-        pairs = -logsigmoid(r - other - margin) + CENTRE * (r + other).square()
-        alone = binary_cross_entropy_with_logits(r, label.expand_as(r), reduction="none")
-        each = torch.where(paired[:, None], pairs, alone)
-        weight = torch.tensor([bootstrap_weights(e, r.shape[1]) for e in examples]).double()
-        return (weight * each).sum() / weight.sum().clamp(min=1e-9)
+    def loss(self, examples: Sequence[Example], scores: Tensor) -> Tensor:
+        """Weighted mean over examples. Pairs: -log sigmoid(r_w - r_l) + CENTRE (r_w + r_l)^2,
+        arXiv 2203.02155, 2312.09244; labels: cross-entropy. scores: of their texts, [T]."""
+        paired, r, other = _of_texts(examples, scores)
+        label = torch.tensor([example.label for example in examples], dtype=torch.float64)
+        pairs = -logsigmoid(r - other) + CENTRE * (r + other).square()
+        alone = binary_cross_entropy_with_logits(r, label, reduction="none")
+        weight = torch.tensor([example.weight for example in examples], dtype=torch.float64)
+        return (weight * torch.where(paired, pairs, alone)).sum() / weight.sum().clamp(min=1e-9)
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint of `AutoModelForSequenceClassification` with its tokenizer."""
@@ -117,34 +113,21 @@ class RewardTrainer:
         share_weights(directory)
 
 
-def _of_texts(examples: Sequence[Example], scores_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which examples are pairs, bool [E], and the scores [E, H] of their first and last texts."""
+def _of_texts(examples: Sequence[Example], scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which examples are pairs, bool [E], and the scores [E] of their first and last texts."""
     first = torch.tensor([0, *(len(example.texts) for example in examples)]).cumsum(0)[:-1]
     paired = torch.tensor([len(example.texts) == 2 for example in examples])
-    return paired, scores_TH[first], scores_TH[first + paired.long()]
+    return paired, scores[first], scores[first + paired.long()]
 
 
-def bootstrap_weights(example: Example, heads: int) -> list[float]:
-    """The weight of an example for each head. With several heads: the number of times a bootstrap
-    sample contains it, Poisson(1), seeded by its id."""
-    if heads == 1:
-        return [example.weight]
-    rng = random.Random(example.id)
-    probabilities = (0.3679, 0.3679, 0.1839, 0.0613, 0.019)
-    return [example.weight * rng.choices(range(5), probabilities)[0] for _ in range(heads)]
-
-
-def make_scorer(
-    policy: PreTrainedModel, tokenizer: Tokenizer, heads: int, token_budget: int
-) -> ScalarScorer:
-    """A copy of a policy's decoder with a new head of `heads` scores, initialised to 0.
+def make_scorer(policy: PreTrainedModel, tokenizer: Tokenizer, token_budget: int) -> ScalarScorer:
+    """A copy of a policy's decoder with a new head of one score, initialised to 0.
 
     transformers takes the score of the last token that is not padding. So if the padding token also
     ends answers, the model gets a separate padding token, which `RewardTrainer` adds to its
     tokenizer."""
     config = deepcopy(policy.config)
-    config.num_labels = heads
-    setattr(config, ENSEMBLE, heads)
+    config.num_labels = 1
     model = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
     if not hasattr(model, "score"):
         raise PolicyError(f"policy.model: {type(model).__name__} has no scalar head")
@@ -163,12 +146,10 @@ def preference_metrics(scorer: ScalarScorer, examples: Sequence[Example]) -> dic
     """Metrics of a reward model on examples. accuracy: fraction of pairs in the right order (ties
     count half) or of labels on the right side of 1/2; accuracy_shorter: that of pairs whose shorter
     text is better; margin: mean score difference; ece: expected calibration error of its sigmoid,
-    ten bins; length: correlation of score difference and length difference; disagreement: mean
-    standard deviation of the score difference over an ensemble's heads."""
-    scores_TH = scorer.heads([text for example in examples for text in example.texts])
-    paired, r, other = _of_texts(examples, scores_TH)
-    gap_EH = r - torch.where(paired[:, None], other, 0.0)
-    gap = gap_EH.mean(1)
+    ten bins; length: correlation of score difference and length difference."""
+    scores = scorer.scores([text for example in examples for text in example.texts])
+    paired, r, other = _of_texts(examples, scores)
+    gap = r - torch.where(paired, other, 0.0)
     label = torch.tensor([example.label for example in examples], dtype=torch.float64)
     right = torch.where(gap == 0, 0.5, ((gap > 0) == (label > 0.5)).double())
     more = torch.tensor([float(example.length) for example in examples], dtype=torch.float64)
@@ -177,8 +158,6 @@ def preference_metrics(scorer: ScalarScorer, examples: Sequence[Example]) -> dic
         metrics["accuracy_shorter"] = right[shorter].mean()
     if more.std() > 0 and gap.std() > 0:
         metrics["length"] = torch.corrcoef(torch.stack([gap, more]))[0, 1]
-    if gap_EH.shape[1] > 1:
-        metrics["disagreement"] = gap_EH.std(1).mean()
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -245,7 +224,7 @@ class Reader:
             texts = tuple(self.text(sides[side][-1]) for side in item.sides)
             label = 1.0 if item.label is None else item.label
             more = len(texts[0]) - (len(texts[1]) if len(texts) > 1 else 0)
-            yield Example(item.id, texts, label, item.margin or 0.0, item.weight, more)
+            yield Example(item.id, texts, label, item.weight, more)
 
     def text(self, call: Transition) -> Text:
         """The tokens of a call; if it has no token ids, as rendered by the chat template."""
@@ -263,10 +242,10 @@ async def train_reward_model(config: RunConfig, store: Store) -> Metrics:
     settings = config.reward_model
     model, tokenizer = _policy(config)
     reader = Reader(store, tokenizer, context_length(model))
-    examples = await reader.examples(config, config.data.split)
-    heldout = await reader.examples(config, config.data.heldout)
-    scorer = make_scorer(model, tokenizer, settings.heads, config.learner.token_budget)
-    trainer = RewardTrainer(scorer, tokenizer, margin=settings.margin)
+    examples = await reader.examples(config, TRAIN)
+    heldout = await reader.examples(config, TEST)
+    scorer = make_scorer(model, tokenizer, config.learner.token_budget)
+    trainer = RewardTrainer(scorer, tokenizer)
     order = [
         example
         for epoch in range(settings.epochs)

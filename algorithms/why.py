@@ -468,8 +468,8 @@ def missing_rewards(run: PolicyRun) -> Reason:
     text = f"{share:.0%} of the rollouts did not fail and could not be trained: they made no call "
     text += "of the policy, or too few rollouts of their group have a reward"
     if any(run.values("calls/refused")):
-        share = 0.0  # the reason `inexact_calls` reports it
-    return Reason(share, text, "agent.path: call the policy; algorithm.min_group: less")
+        share = 0.0  # `inexact_calls` has the reason
+    return Reason(share, text, "agent.path: call the policy")
 
 
 def high_lr(run: PolicyRun) -> Reason:

@@ -64,7 +64,7 @@ class Stages:
     def __init__(self, runner: RunnerConfig, slots: int, on_free: Callable[[], None]) -> None:
         """`slots`: attempts that run concurrently. Calls `on_free` when an attempt leaves its slot
         to be scored."""
-        self.prepare = asyncio.Semaphore(runner.prefetch or slots)
+        self.prepare = asyncio.Semaphore(slots)
         self.run = asyncio.Semaphore(slots)
         self.scored_apart = bool(runner.scoring_concurrency)
         self.score = (
@@ -72,14 +72,14 @@ class Stages:
             if runner.scoring_concurrency
             else self.run
         )
-        self._ahead, self._behind = slots + runner.prefetch, 2 * runner.scoring_concurrency
+        self._slots, self._behind = slots, 2 * runner.scoring_concurrency
         self._on_free = on_free
         self._before, self._after = set[str](), set[str]()  # attempts before and after their run
 
     @property
     def free(self) -> int:
         """Number of attempts that may be claimed now; smaller if many wait for scoring."""
-        return self._ahead - len(self._before) - max(0, len(self._after) - self._behind)
+        return self._slots - len(self._before) - max(0, len(self._after) - self._behind)
 
     def enter(self, attempt: Attempt) -> None:
         scored_only = attempt.ran is not None and self.scored_apart

@@ -36,6 +36,7 @@ HERE = Path(__file__).with_name("harnesses")
 HARNESSES = {file.stem: file for file in sorted(HERE.glob("*.toml"))}
 INSTALLED = ".harnesses"  # folder in the working directory where tests install harnesses
 VERSION = re.compile(r"\d+(\.\d+)+")
+CONTEXT = 32_768  # tokens of the model's context that a harness assumes
 VERSION_TIMEOUT = 30.0  # seconds
 PLACEHOLDER = re.compile(r"\{(prompt|url|root|key|home|context)\}")
 
@@ -179,7 +180,7 @@ class HarnessExecutor(CommandExecutor):
             why = f"the task is too long for an argument of {self._preset.program}, or has a NUL"
             raise FailedAttemptError(ErrorKind.AGENT, why)
         known = {"url": self.gateway, "key": active.key, "prompt": prompt}
-        preset = self._preset.filled(home=home, context=self.agent.context, **known)
+        preset = self._preset.filled(home=home, context=CONTEXT, **known)
         home.mkdir(parents=True, exist_ok=True)
         preset.write_files(home)
         env |= command.private_folders(str(home), works_in) | preset.env | self.agent.env

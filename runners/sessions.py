@@ -61,6 +61,7 @@ from agentrl.store.records import without_tokens
 
 log = logging.getLogger("agentrl.runner")
 SESSION_LEASE = 60.0  # seconds
+SESSION_HEADER = "x-session-id"  # request header: the id of the session
 NAME = "x-agentrl-session"  # response header: the session of the request, if any
 NAMED = web.RequestKey(NAME, str)
 IMAGE = re.compile("image:[0-9a-f]{64}")  # name of a stored image
@@ -200,7 +201,7 @@ class Sessions(Feature):
         except UNREADABLE:  # the handler rejects the call
             body = {}
         request[MESSAGES], known, start = place(body, self._exchanges)
-        given = request.headers.get(self._settings.header, "")
+        given = request.headers.get(SESSION_HEADER, "")
         known = None if given else self._continued(body, known, request)
         name = given or (known.name if known else uuid.uuid4().hex)
         name = "" if request.path.endswith(BESIDE) else name

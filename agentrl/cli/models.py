@@ -110,6 +110,7 @@ def _train(config: RunConfig, *, as_json: bool) -> None:
 
 def _measure(config: RunConfig, sizes: list[int], run: str | None, *, as_json: bool) -> None:
     from agentrl.algorithms import reward_training as reward_model
+    from agentrl.algorithms.preferences.draft import TEST
     from agentrl.algorithms.reward_training import preference_metrics
 
     source = str(Path(config.output, "reward_model"))
@@ -118,7 +119,7 @@ def _measure(config: RunConfig, sizes: list[int], run: str | None, *, as_json: b
         scorer, tokenizer = reward_model.load_reward_model(config, source)
         async with open_store(config.store) as store:
             reader = reward_model.Reader(store, tokenizer, None)
-            items = await reader.examples(config, config.data.heldout)
+            items = await reader.examples(config, TEST)
             found = preference_metrics(scorer, items)
             if sizes:
                 name = run or config.name

@@ -84,6 +84,7 @@ from agentrl.runners.main import run_features
 from agentrl.runners.sessions import (
     CALL_TIMEOUT,
     REDACTED,
+    SESSION_HEADER,
     SESSION_LEASE,
     Exchange,
     Handler,
@@ -298,7 +299,7 @@ class LiveSessions(Sessions):
             "user": self._user(request),
             "began": round(time.time(), 3),
         }
-        if not request.headers.get(self._settings.header):
+        if not request.headers.get(SESSION_HEADER):
             task["session"] = name  # generated here, so it is no secret of a client
         return NewRollout(
             id=f"{group}/0", run=self._run, group=group, index=0, task=task, step=SESSION,

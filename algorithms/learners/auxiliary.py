@@ -104,28 +104,19 @@ class ValueModel:
 @dataclass(frozen=True, slots=True)
 class Reference:
     """A frozen model that scores the tokens of `policy`. every: number of training steps after
-    which `policy` is copied into it; 0: never. mix: the share of `policy` then, 1: all."""
+    which `policy` is copied into it; 0: never."""
 
     model: PreTrainedModel
     policy: PreTrainedModel
     every: int = 0
-    mix: float = 1.0
 
     def __post_init__(self) -> None:
         freeze(self.model)
 
     def finish(self, step: int) -> None:
-        """Called after training step number `step`: copies the policy, or its share, if it is
-        time."""
-        if not self.every or (step + 1) % self.every:
-            return
-        now = dict(self.policy.named_parameters())
-        if self.mix == 1:
-            copy_weights(self.model, now)
-            return
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.lerp_(now[name].to(parameter), self.mix)
+        """Called after training step number `step`: copies the policy, if it is time."""
+        if self.every and (step + 1) % self.every == 0:
+            copy_weights(self.model, dict(self.policy.named_parameters()))
 
     def save(self, directory: Path) -> None:
         """Write the weights into a checkpoint, if they change during the run."""

@@ -31,6 +31,7 @@ from agentrl.algorithms.model.load import vocabulary_size
 from agentrl.algorithms.model.scaled import Inputs, inputs_of
 from agentrl.algorithms.objective.core import Algo, loss_terms
 from agentrl.algorithms.preferences.completions import WEIGHT, CompletionLoss, mismatched_rollout
+from agentrl.algorithms.preferences.draft import TEST, TRAIN
 from agentrl.algorithms.sampling.collect import Collected, unreadable_reason
 from agentrl.algorithms.sampling.tasks import shuffled
 from agentrl.algorithms.train.features import Feature, LoadedRun
@@ -98,7 +99,7 @@ def from_dataset(updater: Updater) -> Updater:
     reference's log-probs are read from the store, if possible."""
     config, algo, side = updater.config, updater.algo, loss_of(updater.algo)
     sides = 2 if side is not None and side.paired else 1
-    settings = replace(config.algorithm, min_group=sides)
+    settings = replace(config.algorithm, group_size=sides)
     return dataclasses.replace(
         updater,
         config=replace(config, algorithm=settings),
@@ -140,7 +141,7 @@ class DatasetCollector:
         data, side = self.config.data, loss_of(self.updater.algo)
         kind = "demonstration" if side is None else "pair" if side.paired else "label"
         scorer = self._reference() if self.updater.reference is not None else None
-        for split in (data.split, data.heldout):
+        for split in (TRAIN, TEST):
             every = await self.store.items(data.name, data.version, split=split)
             items, lost = [item for item in every if item.kind == kind], Counter[str]()
             parts = [
@@ -151,7 +152,7 @@ class DatasetCollector:
             if lost:
                 counted = ", ".join(f"{count} {why}" for why, count in lost.most_common())
                 log.warning("%s items of split %r are left out: %s", lost.total(), split, counted)
-            if split == data.split and not self.items[split]:
+            if split == TRAIN and not self.items[split]:
                 counts = Counter(item.kind for item in every)
                 kinds = ", ".join(f"{count} of kind {name}" for name, count in counts.items())
                 raise ConfigError(
@@ -161,7 +162,7 @@ class DatasetCollector:
                 )
             good = sum(item.label == 1 for item in self.items[split])
             bad = sum(item.label == 0 for item in self.items[split])
-            if good and bad and not 1 / 3 < good / bad < 3 and split == data.split:
+            if good and bad and not 1 / 3 < good / bad < 3 and split == TRAIN:
                 why = "let algorithm.options.desirable and undesirable make up for it"
                 log.warning("%d items are good and %d are not: %s (2402.01306)", good, bad, why)
             indices = range(len(self.items[split]))
@@ -172,7 +173,7 @@ class DatasetCollector:
 
     async def collect(self, step: int) -> Collected:
         """The items of a step as groups, which are not in the store."""
-        split, size = self.config.data.split, self.config.algorithm.groups
+        split, size = TRAIN, self.config.algorithm.groups
         chosen = step_items(len(self.items[split]), self.config.seed, step, size)
         groups = await self._groups(split, chosen, step)
         await self._read_reference(groups)
@@ -181,10 +182,10 @@ class DatasetCollector:
 
     async def evaluate(self, step: int, limit: int) -> None:
         """Log the metrics of the loss on at most `limit` held-out items (0: all)."""
-        updater, items = self.updater, self.items[self.config.data.heldout][: limit or None]
+        updater, items = self.updater, self.items[TEST][: limit or None]
         if not items or updater.algo.side is None:
             return
-        groups = await self._groups(self.config.data.heldout, range(len(items)), step)
+        groups = await self._groups(TEST, range(len(items)), step)
         await self._read_reference(groups)
         batch, given = updater.score(updater.algo, updater.batch(await self._seen(groups)))
         terms = loss_terms(updater.algo, batch, given, fresh=True)

@@ -26,6 +26,8 @@ from agentrl.core.types import Image, Transition
 from agentrl.store.base import Store
 from agentrl.store.records import Dataset, Item, Kind, Side, digest_of
 
+TRAIN, TEST = "train", "test"  # splits of a data set
+
 
 async def pin_dataset(store: Store, config: RunConfig) -> RunConfig:
     """Settings with a fixed version of the data set: the version of a started run, or the newest.
@@ -109,7 +111,7 @@ class Draft:
             self.counts["identical completions"] += 1
             return
         drawn = int.from_bytes(blake2b(prompt, digest_size=4).digest()) / 2**32
-        split = "test" if drawn < self.test else "train"
+        split = TEST if drawn < self.test else TRAIN
         item = Item(position=0, kind=kind, chosen=chosen, split=split, **fields)
         self.counts["found before"] += item.id in self.items
         self.items.setdefault(item.id, item)

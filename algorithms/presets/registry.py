@@ -208,11 +208,6 @@ def check_staleness(config: AlgorithmConfig, algo: Algo) -> None:
             f"{ahead}: {algo.name!r} compares returns of older versions with critic values of "
             "the current one; set it to 0, or choose a preset without a critic"
         )
-    if config.target_kl is not None and algo.old_from_versions:
-        raise ConfigError(
-            "algorithm.target_kl measures how far the policy moved from the old one, which "
-            "decoupled_old = 'versions' does not compute; remove one of them"
-        )
     if config.max_staleness and "sampler" not in algo.needs:
         raise ConfigError(
             f"{ahead}: {algo.name!r} does not read the sampler's log-probs, so it would treat "

@@ -1,12 +1,11 @@
-"""The collector: requests and claims the groups that a step trains, replaces groups without a
-signal, and cancels the slowest rollouts of groups and those that have become too stale to train.
+"""The collector: requests and claims the groups that a step trains, and replaces groups without a
+signal.
 
 Invariant: requests are a function of seed, step and round, so a restarted process requests the
 same rollouts, and the store ignores duplicates. Groups that were claimed and not committed are
 claimed again. So a step trains the same groups however often it is started, unless
 `algorithm.group_order = "completed"` lets it take groups of later steps that ended first. A
-cancelled rollout has no reward (missing, never 0). Cancellations depend on the store alone, so a
-restarted process makes the same ones.
+cancelled rollout has no reward (missing, never 0).
 
 The store's counts limit the number of requested groups (see `free_groups`): at most
 (max_staleness + 1) x groups of them are neither trained nor discarded, even if a process was
@@ -15,14 +14,12 @@ killed. Replacements do not count.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, floor, inf, isfinite, isnan
+from math import ceil, floor, isfinite, isnan
 from statistics import fmean
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol
 
 from agentrl.algorithms.credit.core import ROUNDING_SPREAD
 from agentrl.algorithms.data.merge import counterfactual, reward_reference, valid_for_any
@@ -33,77 +30,20 @@ from agentrl.core.config.derived import steps_learned, trained_policies
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Counts, Group, NewRollout, Purpose, Rollout, RolloutState, Transition
 from agentrl.store.base import Store
-from agentrl.store.records import GroupRow
 from agentrl.store.rows import MAX_LOGPROB, MAX_REWARD
 
-T = TypeVar("T")
-CHECK_PAUSE = 0.5  # seconds between checks of the open groups
 MAX_OPEN_GROUPS = 100_000  # limit of a query; there are always fewer
-
-
-async def close_groups_during(work: Coroutine[Any, Any, T], store: Store, config: RunConfig) -> T:
-    """Run `work` and return its result. Meanwhile closes groups early by `algorithm.group_quorum`
-    and `group_deadline`; an error of the store there also cancels `work`."""
-    if config.algorithm.group_quorum is None and config.algorithm.group_deadline is None:
-        return await work
-    waiting = asyncio.ensure_future(work)
-    closing = asyncio.ensure_future(_close_groups(store, config))
-    try:
-        await asyncio.wait((waiting, closing), return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            await closing
-        return await waiting
-    finally:
-        waiting.cancel()
-        closing.cancel()
-        await asyncio.gather(waiting, closing, return_exceptions=True)
 
 
 async def settle_groups_ahead(store: Store, config: RunConfig) -> None:
     """With algorithm.async_sampling = "one_step_off", wait until every requested group has ended,
     so that none of their calls uses the weights after the update."""
     if config.algorithm.async_sampling == "one_step_off":
-        await close_groups_during(_settle(store, config), store, config)
-
-
-async def _settle(store: Store, config: RunConfig) -> None:
-    for row in await _open_groups(store, config):
-        await store.settled(row.id)
-
-
-async def _close_groups(store: Store, config: RunConfig) -> None:
-    begun: dict[str, float] = {}
-    while True:
-        for row in await _open_groups(store, config):
-            if await is_complete(store, config, row, begun, time.time()):
-                await store.cancel(row.rollouts)
-        await asyncio.sleep(CHECK_PAUSE)
-
-
-async def is_complete(
-    store: Store, config: RunConfig, row: GroupRow, begun: dict[str, float], now: float
-) -> bool:
-    """Whether an open group has enough successful rollouts. begun: cache of the time at which each
-    group's first rollout was claimed."""
-    settings = config.algorithm
-    succeeded = row.states.count(RolloutState.SUCCEEDED)
-    if succeeded >= (settings.group_quorum or inf):
-        return True
-    if settings.group_deadline is None or succeeded < settings.min_group:
-        return False
-    if row.id not in begun:
-        attempts = [await store.attempts(rollout) for rollout in row.rollouts]
-        begun[row.id] = min(each[0].started for each in attempts if each)
-    return now - begun[row.id] >= settings.group_deadline
-
-
-async def cancel_stale(store: Store, config: RunConfig, step: int) -> None:
-    """Cancel the running rollouts of earlier steps' groups that are too stale for this step."""
-    for row in await _open_groups(store, config):
-        if row.step < step:
-            calls = await store.calls(row.rollouts)
-            if is_stale(config, calls.values(), step):
-                await store.cancel(row.rollouts)
+        open_groups = await store.groups(
+            config.name, purpose=Purpose.TRAIN, state="open", limit=MAX_OPEN_GROUPS
+        )
+        for row in open_groups:
+            await store.settled(row.id)
 
 
 def is_stale(config: RunConfig, rollouts: Iterable[Sequence[Transition]], step: int) -> bool:
@@ -120,32 +60,19 @@ def is_stale(config: RunConfig, rollouts: Iterable[Sequence[Transition]], step: 
     )
 
 
-def is_replaced(config: RunConfig, group: Group, step: int) -> bool:
-    """Whether a group is replaced because it is too stale."""
-    calls = (rollout.transitions for rollout in group.rollouts)
-    return config.algorithm.stale_tokens == "cancel" and is_stale(config, calls, step)
-
-
-def cancelled_metrics(config: RunConfig, groups: Sequence[Group], step: int) -> dict[str, float]:
+def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """rollouts/cancelled; groups/closed_early: groups with cancelled rollouts; tokens/wasted:
-    tokens of cancelled rollouts or stale groups. Empty if nothing was cancelled."""
+    tokens of cancelled rollouts. Empty if nothing was cancelled."""
     cancelled, closed, wasted = 0, 0, 0
     for group in groups:
         ended = [row for row in group.rollouts if row.state is RolloutState.CANCELLED]
         cancelled, closed = cancelled + len(ended), closed + bool(ended)
-        rows = group.rollouts if is_replaced(config, group, step) else ended
-        calls = [call for row in rows for call in row.transitions]
+        calls = [call for row in ended for call in row.transitions]
         wasted += sum(len(call.completion) for call in calls if call.repeats is None)
     if not (cancelled or wasted):
         return {}
     counts = {"rollouts/cancelled": cancelled, "groups/closed_early": closed}
     return {name: float(count) for name, count in (counts | {"tokens/wasted": wasted}).items()}
-
-
-async def _open_groups(store: Store, config: RunConfig) -> list[GroupRow]:
-    return await store.groups(
-        config.name, purpose=Purpose.TRAIN, state="open", limit=MAX_OPEN_GROUPS
-    )
 
 
 log = logging.getLogger(__name__)
@@ -205,33 +132,21 @@ class Collector:
         """Collect the `algorithm.groups` groups of a step.
 
         With `resample`, groups without a signal are discarded and replaced, in at most
-        `algorithm.max_rounds` rounds; after that the step trains fewer groups."""
+        MAX_ROUNDS rounds; after that the step trains fewer groups."""
         ready = (await self.store.counts(self.config.name)).groups_settled
-        work = self.claim_rounds(step)
-        claimed, replaced = await close_groups_during(work, self.store, self.config)
-        played = cancelled_metrics(self.config, claimed, step)
+        claimed, replaced = await self.claim_rounds(step)
+        played = cancelled_metrics(claimed)
         claimed, unreadable = split_unreadable(claimed, self.vocabulary)
         for observe in self.observers:
             played |= observe(claimed)
         if unreadable:
             played["groups/unreadable"] = len(unreadable)
-        if not self.replaces:
+        if self.resample is None:
             return Collected(claimed, unreadable, played, ready=ready)
-        kept = [group for group in claimed if self.is_kept(group, step)]
-        idle = [group for group in claimed if not self.is_kept(group, step)]
+        kept = [group for group in claimed if self.is_informative(group)]
+        idle = [group for group in claimed if not self.is_informative(group)]
         metrics = resampling_metrics(claimed, idle, replaced) | played
         return Collected(kept, idle + unreadable, metrics, ready=ready)
-
-    @property
-    def replaces(self) -> bool:
-        """Whether the run may replace groups."""
-        return self.resample is not None or self.config.algorithm.stale_tokens == "cancel"
-
-    def is_kept(self, group: Group, step: int) -> bool:
-        """Whether a claimed group is trained, not replaced."""
-        if is_replaced(self.config, group, step):
-            return False
-        return self.resample is None or self.is_informative(group)
 
     async def claim(self, n: int) -> list[Group]:
         """Claim `n` groups, in the order of requests or of their ends; includes groups that this
@@ -244,15 +159,13 @@ class Collector:
         number of requested replacements."""
         size, replaced = self.config.algorithm.groups, 0
         await self.ask(step)
-        if self.config.algorithm.stale_tokens == "cancel":
-            await cancel_stale(self.store, self.config, step)
         claimed = await self.claim(size)
-        if not self.replaces:
+        if self.resample is None:
             return claimed, replaced
-        for number in range(self.config.algorithm.max_rounds or MAX_ROUNDS):
-            missing = size - sum(self.is_kept(group, step) for group in claimed)
+        for number in range(MAX_ROUNDS):
+            missing = size - sum(map(self.is_informative, claimed))
             # If no rollout has the reward, replacements would not have it either.
-            if not missing or (self.resample and not any(map(self.known_values, claimed))):
+            if not missing or not any(map(self.known_values, claimed)):
                 break
             replaced += missing
             others = self.tasks.replacements(step, number, missing)
@@ -290,7 +203,7 @@ class Collector:
     def is_informative(self, group: Group) -> bool:
         """Whether enough rollouts of a valid group have the reward, with different values."""
         values = self.known_values(group)
-        if len(values) < max(2, self.config.algorithm.min_group):
+        if len(values) < 2:
             return False
         if unreadable_reason(group, self.vocabulary):
             return False
@@ -331,14 +244,9 @@ def resampling_reward(config: AlgorithmConfig, algo: Algo) -> str | None:
     """The reward of dynamic sampling: the preset's or, if the run file turns it on, the first that
     the algorithm reads; None: off. arXiv 2503.14476.
 
-    Raises ConfigError for settings without effect, and for algorithms that read no reward."""
+    Raises ConfigError for an algorithm that reads no reward."""
     preset = algo.resample is not None
     if not (preset if config.dynamic_sampling is None else config.dynamic_sampling):
-        if config.max_rounds is not None:
-            raise ConfigError(
-                f"algorithm.max_rounds = {config.max_rounds}: dynamic sampling is off; set "
-                "algorithm.dynamic_sampling = true or leave it out"
-            )
         return None
     if algo.resample is None and not algo.rewards:
         raise ConfigError(

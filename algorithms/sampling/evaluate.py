@@ -144,16 +144,6 @@ def best_step(scores: Mapping[int, float]) -> int:
     return max(scores, key=lambda step: (scores[step], step), default=0)
 
 
-def has_stalled(scores: Mapping[int, float], patience: int) -> bool:
-    """Whether none of the last `patience` held-out scores is a new best. scores: of
-    `heldout_scores`. patience: 0: never."""
-    steps = list(scores)
-    stalled = 0 < patience <= sum(step > steps[0] for step in steps)
-    if stalled:
-        log_phase(log, f"held-out scores have not risen since step {steps[0]}: training ends")
-    return stalled
-
-
 # Start of the message of a failure without a number.
 NO_NUMBER = "VerifierError: the verifier returned"
 MIN_ALIKE_FAILURES = 4  # rollouts with the same failure, from which it is not chance
@@ -174,13 +164,12 @@ async def evaluate_heldout(
     step: int,
     tasks: list[dict[str, Json]],
     candidate: str | None = None,
-    seats: Mapping[str, str] = {},
 ) -> None:
     """Log the scores on `tasks` after `step` steps, as `eval/<name>` for each of `temperatures`,
     unless the store has them already. Each task is rolled out once; before and after training
-    `eval.samples` times at the last temperature. seats: role or policy -> policy that plays it.
-    Before the first step it raises TrainingError if all rollouts fail for one cause; the next start
-    plays them again, so that the cause can be fixed."""
+    `eval.samples` times at the last temperature. Before the first step it raises TrainingError if
+    all rollouts fail for one cause; the next start plays them again, so that the cause can be
+    fixed."""
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return
@@ -197,7 +186,7 @@ async def evaluate_heldout(
         sampling = replace(config.sampling, temperature=temperature)
         repeated = tasks * (config.eval.samples if outer and name == [*named][-1] else 1)
         requested[name] = evaluation_rollouts(
-            config, step, trial_name(name, trial), repeated, sampling, seats, candidate
+            config, step, trial_name(name, trial), repeated, sampling, candidate=candidate
         )
     metrics = {"eval/tasks": float(len(tasks))}
     played = await play(store, requested)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
@@ -216,15 +215,14 @@ def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> l
             seats = {**rollout.seats, **{role: players[role] for role in absent}}
             calls = len(rollout.transitions)
             branch = Branch(rollout=rollout.id, calls=calls, without=absent)
-            for _ in range(config.algorithm.counterfactual.width):
-                requested.append(joining_rollout(config, rollout, branch, seats, len(requested)))
+            requested.append(joining_rollout(config, rollout, branch, seats, len(requested)))
     return requested
 
 
 @dataclass(frozen=True, slots=True)
 class RoleRewards:
     """Adds a counterfactual reward for each role that a policy plays. It is missing (NaN) if the
-    rollout, or every counterfactual rollout of a coalition, has no outcome."""
+    rollout, or the counterfactual rollout of a coalition, has no outcome."""
 
     formula: CoalitionFormula
     policy: str
@@ -277,16 +275,16 @@ class RoleRewards:
         if counterfactual(rollout):
             return rollout
         members = self.formula.members(rollout)
-        outcomes: dict[Coalition, list[float]] = defaultdict(list)  # replaced roles -> outcomes
-        for row in group.rollouts:
-            if counterfactual(row) and row.branch and row.branch.rollout == rollout.id:
-                outcomes[frozenset(row.branch.without)].append(row.reward())
+        outcomes: dict[Coalition, float] = {  # replaced roles -> outcome
+            frozenset(row.branch.without): row.reward()
+            for row in group.rollouts
+            if counterfactual(row) and row.branch and row.branch.rollout == rollout.id
+        }
 
         def value(coalition: Coalition) -> float:
             if coalition == members:
                 return rollout.reward()
-            known = [x for x in outcomes[members - coalition] if not isnan(x)]
-            return fmean(known) if known else nan
+            return outcomes.get(members - coalition, nan)
 
         own = {call.role for call in rollout.transitions if call.policy == self.policy}
         name = self.formula.settings.value

@@ -194,12 +194,11 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-async def mark_best(store: Store, config: RunConfig, run: str) -> dict[int, float]:
+async def mark_best(store: Store, config: RunConfig, run: str) -> None:
     """Link the checkpoint with the best held-out score, the last of equal ones. run: the run's
-    identity. Returns the result of `heldout_scores`."""
+    identity."""
     scores = await heldout_scores(store, config.name)
     _link_best(Path(config.output, "checkpoints"), best_step(scores), run)
-    return scores
 
 
 def _link_best(folder: Path, steps: int, run: str) -> None:

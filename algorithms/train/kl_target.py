@@ -19,14 +19,16 @@ from agentrl.algorithms.train.step import Updater
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Json
 
+HORIZON = 10_000  # rollouts, as in verl and OpenRLHF
+
 
 @dataclass(slots=True)
 class KlController:
-    """Adapts beta. target: nats per token. horizon: rollouts."""
+    """Adapts beta. target: nats per token. horizon: rollouts over which it adapts."""
 
     beta: float
     target: float
-    horizon: int
+    horizon: int = HORIZON
 
     def observe(self, kl: float, rollouts: int) -> None:
         """Adapt beta after a step on `rollouts` rollouts with this KL to the reference."""
@@ -54,7 +56,7 @@ class KlController:
         self.beta = msgspec.convert(data, float)
 
 
-def make_kl_controller(algo: Algo, target: float, horizon: int) -> KlController:
+def make_kl_controller(algo: Algo, target: float, horizon: int = HORIZON) -> KlController:
     """A controller that starts at the algorithm's beta. Raises ConfigError unless it has one."""
     betas = [reg.beta for reg in algo.penalties if reg.den == "reference"]
     betas += [part.beta for part in nested_records(algo.credit) if isinstance(part, TokenKLPenalty)]
@@ -88,6 +90,6 @@ def with_kl_target(updater: Updater) -> Updater:
     settings, own = updater.config.reference, updater.reference_control
     if not settings.target_kl:
         return updater
-    kl = make_kl_controller(updater.algo, settings.target_kl, settings.kl_horizon)
+    kl = make_kl_controller(updater.algo, settings.target_kl)
     updater.state.parts["kl"] = kl
     return replace(updater, reference_control=AdaptiveControl(own.reference, kl=kl))

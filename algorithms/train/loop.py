@@ -47,6 +47,7 @@ from agentrl.core.types import (
 )
 from agentrl.store.base import Store
 
+MAX_FAILED = 0.5  # share of a step's rollouts that may fail for one cause
 # Consecutive; a single one may be chance, but each costs as much as a useful one.
 MAX_EMPTY_STEPS = 3
 # Metrics that an empty step commits, in addition to rollouts/failed/* and judges/*.
@@ -100,7 +101,7 @@ def empty_commit(
 
 
 def check_failed(config: RunConfig, collected: Collected) -> None:
-    """Raise TrainingError if more than `max_failed` of a step's rollouts failed for one cause and
+    """Raise TrainingError if more than MAX_FAILED of a step's rollouts failed for one cause and
     have no reward, because the rest of the step is a biased sample of the tasks."""
     groups = [*collected.groups, *collected.discarded]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -110,7 +111,7 @@ def check_failed(config: RunConfig, collected: Collected) -> None:
         if row.failure and row.failure.kind not in EXPECTED
     )  # fmt: skip
     cause, count = next(iter(causes.most_common(1)), (None, 0))
-    if count < MIN_ALIKE_FAILURES or count <= config.max_failed * len(rollouts):
+    if count < MIN_ALIKE_FAILURES or count <= MAX_FAILED * len(rollouts):
         return
     first = next(row for row in failed if row.failure and same_cause(row.failure) == cause)
     assert first.failure is not None
@@ -118,7 +119,7 @@ def check_failed(config: RunConfig, collected: Collected) -> None:
     raise TrainingError(
         f"{count} of the {len(rollouts)} rollouts of a step failed for one cause, {kind}:"
         f" {message}. Example: agentrl show {first.id}. {fix_hint(kind, message)}, and repeat the"
-        f" command, which resumes; or allow more by max_failed (now {config.max_failed:g})"
+        " command, which resumes"
     )
 
 
@@ -154,12 +155,10 @@ class TrainingLoop:
         """Train from the last checkpoint to the run file's last step."""
         live, first = self.live, self.live.state.step
         await live.serving.announce(live.store, live.config.name, live.state.epoch)
-        stalled = await self.evaluate(first)
+        await self.evaluate(first)
         checkpoints = Checkpoints(live)
         updated = time.monotonic()
         for step in range(first, live.config.steps):
-            if stalled:
-                break
             for feature in self.features:
                 await feature.before_step(step)
             before = json.dumps(live.policies.dump())
@@ -203,8 +202,7 @@ class TrainingLoop:
                 await check_empty_steps(live.store, live.config)
             check_failed(live.config, collected)
             await live.serving.announce(live.store, live.config.name, live.state.epoch)
-            stalled = await self.evaluate(step + 1)
-        await self.heldout.finish()
+            await self.evaluate(step + 1)
         await check_empty_steps(live.store, live.config)  # also if no step was left to train
 
     async def commit(
@@ -233,12 +231,12 @@ class TrainingLoop:
             )
         )
 
-    async def evaluate(self, step: int) -> bool:
-        """Evaluate after `step` steps, if due; returns whether held-out scores have stalled."""
+    async def evaluate(self, step: int) -> None:
+        """Evaluate after `step` steps, if due."""
         live, settings = self.live, self.live.config.eval
         outer = step in (0, live.config.steps)
         if not (outer or (settings.every and step % settings.every == 0)):
-            return False
+            return
         for feature in self.features:
             await feature.evaluate(step, settings.tasks if outer else settings.curve_tasks)
-        return await self.heldout.score(step)
+        await self.heldout.score(step)

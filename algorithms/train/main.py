@@ -85,10 +85,8 @@ async def run(
                 requested=joining_rollouts(loaded),
             )  # fmt: skip
         evaluator = HeldoutEvaluator(
-            config, live.store, state.epoch, state.identity, live.policies, live.serving, heldout,
-            live.candidate,
-        )  # fmt: skip
-        await evaluator.start(state.step)
+            config, live.store, state.epoch, state.identity, heldout, live.candidate
+        )
         ready()
         await live.serving.during(TrainingLoop(live, source, evaluator, features).run())
         await live.store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)

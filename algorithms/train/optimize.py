@@ -97,8 +97,8 @@ class OptimizerSteps:
     policy: str
 
     def run(self, step: TrainingStep, minibatches: Iterable[Minibatch]) -> Metrics:
-        """Make the optimizer steps of a training step, and stop if the KL divergence exceeds
-        target_kl; returns their metrics. Raises TrainingError if too many in a row fail."""
+        """Make the optimizer steps of a training step, until one is undone by `max_kl`; returns
+        their metrics. Raises TrainingError if too many in a row fail."""
         lr, moved = self.lr(step), self.movement(step)
         planned: list[Terms] = []
         measured: list[Metrics] = []
@@ -118,10 +118,8 @@ class OptimizerSteps:
                     self.recorder.open(step.algo, step.batch)
                 self.recorder.record(step.algo, minibatch.batch, minibatch.terms, report.current)
             measured.append(self.measure(step, minibatch, report))
-            early_stop = self.beyond_target(minibatch.terms, report)
             if moved is not None and not moved.finish(report.logprobs):
                 early_stop = True
-            if early_stop:
                 break
         if self.recorder is not None and not measured:
             self.recorder.open(step.algo, step.batch)  # discards the records of an earlier step
@@ -168,13 +166,6 @@ class OptimizerSteps:
             dump = Dump(tried.batch, tried.terms, report.logprobs, report.loss, report.grad_norm)
             self.bad_steps.bad(step, number, dump)
         return report.applied
-
-    def beyond_target(self, terms: Terms, report: StepReport) -> bool:
-        """Whether the policy had moved further than `target_kl` before the optimizer step."""
-        target, old = self.config.algorithm.target_kl, terms.given.old
-        if target is None or old is None:
-            return False
-        return mean_kl(old, report.logprobs, (terms.weight > 0).double()) > target
 
     def lr(self, step: TrainingStep) -> float:
         """The learning rate of a step, by the schedule."""
@@ -370,7 +361,7 @@ def largest_kl(config: AlgorithmConfig) -> float:
     """The KL beyond which a step is undone; 0: none is."""
     if config.max_kl is not None:
         return config.max_kl
-    return max(MAX_KL * config.minibatches * config.epochs, config.target_kl or 0.0)
+    return MAX_KL * config.minibatches * config.epochs
 
 
 def mean_kl(old: Tensor, now: Tensor, weight: Tensor, whole: Tensor | None = None) -> float:

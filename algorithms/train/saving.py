@@ -6,27 +6,21 @@ run loses at most `checkpoint.every` committed steps, whose groups it trains aga
 (`stages.resume_run`). The files of a large checkpoint are written while no call is in flight,
 because the weights must not change meanwhile. Their digests, and the wait for the disk, run during
 the rollouts of the next step.
-
-The loop waits for an evaluation or, with `eval.concurrent`, continues. Owns
-`<output>/evaluation/<steps>`, the policies that are scored while training continues. Invariant:
-such a folder is complete, and exists until its score is in the store, so a restarted process
-finishes the evaluations of a killed one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.algorithms.sampling.evaluate import evaluate_heldout, has_stalled
+from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.algorithms.sampling.tasks import CandidateInUse
 from agentrl.algorithms.train.checkpoint import (
     begin_checkpoint,
     checkpoint_name,
-    export_checkpoint,
     mark_best,
     parse_name,
     prune,
@@ -34,9 +28,7 @@ from agentrl.algorithms.train.checkpoint import (
 )
 from agentrl.algorithms.train.features import ServedRun
 from agentrl.algorithms.train.policies import PolicySet
-from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.core.config import RunConfig
-from agentrl.core.files import PARTIAL, atomic_directory, delete_directory
 from agentrl.core.types import Json
 from agentrl.store.base import Store
 
@@ -143,83 +135,21 @@ def _ended(finish: Callable[[], None]) -> float:
 
 @dataclass(slots=True)
 class HeldoutEvaluator:
-    """Scores the policies of a run on its held-out tasks, one evaluation at a time."""
+    """Scores the policies of a run on its held-out tasks."""
 
     config: RunConfig
     store: Store
     epoch: int
     identity: str
-    policies: PolicySet
-    serving: PolicyServers
     tasks: list[dict[str, Json]]
-    candidate: CandidateInUse  # prompts that the agent uses
-    running: tuple[asyncio.Task[None], Path, Mapping[str, str]] | None = None  # see `_begin`
+    candidate: CandidateInUse  # whose prompts the agent uses
 
-    @property
-    def folder(self) -> Path:
-        return Path(self.config.output, "evaluation")
-
-    async def start(self, steps: int) -> None:
-        """Resume the evaluations of a killed process, for policies of at most `steps` steps."""
-        for path in sorted(self.folder.glob("[0-9]*")):
-            if PARTIAL not in path.name and int(path.name) <= steps:
-                await self._begin(path)
-            else:  # an incomplete copy, or a copy of a rewound step
-                delete_directory(path)
-
-    async def score(self, step: int) -> bool:
-        """Score the policies after `step` steps; with `eval.concurrent`, and between the first and
-        the last step, in the background. Returns whether scores have stalled."""
-        settings, path = self.config.eval, self.folder / f"{step:06d}"
+    async def score(self, step: int) -> None:
+        """Score the policies after `step` steps."""
         if not self.tasks:
-            return False
-        if not path.is_dir():  # a restarted process already scores this checkpoint
-            await self.finish()
-            if step in (0, self.config.steps) or not settings.concurrent:
-                await self._score(step)
-            elif await self._save(path):
-                await self._begin(path)
-        scores = await mark_best(self.store, self.config, self.identity)
-        return has_stalled(scores, settings.patience)
-
-    async def finish(self) -> None:
-        """Wait for the running evaluation, if there is one, and drop its policies."""
-        if self.running is not None:
-            scoring, path, served = self.running
-            await scoring
-            self.running = None
-            async with self.serving.updating():
-                for name in served.values():
-                    await self.serving.drop(name)
-            await mark_best(self.store, self.config, self.identity)
-            delete_directory(path)
-
-    async def _begin(self, path: Path) -> None:
-        await self.finish()
-        step, served = int(path.name), {}
-        async with self.serving.updating():
-            for name, version in self.policies.versions(step).items():
-                served[name] = f"{name}@heldout{step}"
-                await self.serving.freeze(served[name], path / name, version)
-        await self.serving.announce(self.store, self.config.name, self.epoch)
-        self.running = asyncio.create_task(self._score(step, served)), path, served
-
-    async def _score(self, step: int, served: Mapping[str, str] = {}) -> None:
-        """served: policy -> the name under which the version to score is served."""
+            return
         settings, outer = self.config.eval, step in (0, self.config.steps)
         limit = settings.tasks if outer else settings.curve_tasks
         tasks, candidate = self.tasks[: limit or None], self.candidate.id
-        await evaluate_heldout(self.store, self.config, self.epoch, step, tasks, candidate, served)
-
-    async def _save(self, path: Path) -> bool:
-        """Copy the policies of the last checkpoint, which may be deleted before they are scored.
-        False: there is no checkpoint, because no step has changed a weight."""
-        state = await self.store.run(self.config.name)
-        if state is None or state.checkpoint is None:
-            return False
-        source = self.config.checkpoint_path(state.checkpoint)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_directory(path) as partial:
-            for name in self.policies.updaters:
-                export_checkpoint(self.policies.folder(source, name), partial / name)
-        return True
+        await evaluate_heldout(self.store, self.config, self.epoch, step, tasks, candidate)
+        await mark_best(self.store, self.config, self.identity)

@@ -253,7 +253,7 @@ def policy_server(
             max_context=engine.max_context,
             threads=engine.threads,
             adapters=adapters,
-            keys=engine.kv_on_update if config.algorithm.samples_during_update else None,
+            in_flight=config.algorithm.samples_during_update,
             access=engine.access,
         )
     factory = engine_factory(config)

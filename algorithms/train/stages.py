@@ -166,8 +166,7 @@ def extend_updater(updater: Updater, model: LoadedModel, dumps: Path) -> Updater
     config = updater.config
     if updater.bad_steps is not None:
         updater.bad_steps.keep = partial(keep_in, dumps)
-    if config.algorithm.store_credit:
-        updater = dataclasses.replace(updater, recorder=CreditRecorder(updater.policy))
+    updater = dataclasses.replace(updater, recorder=CreditRecorder(updater.policy))
     updater = with_kl_target(updater)
     if config.data.name:
         updater = from_dataset(updater)

@@ -169,7 +169,7 @@ class Updater:
 
     def batch(self, groups: list[Group], min_group: int | None = None) -> Batch:
         """The trainable tokens of the groups, with the rewards that the algorithm reads. min_group:
-        default `algorithm.min_group`."""
+        default that of the settings."""
         smallest = self.config.algorithm.min_group if min_group is None else min_group
         names, side = self.algo.rewards, self.algo.side
         names += () if side is None else side.columns

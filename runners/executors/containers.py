@@ -56,6 +56,8 @@ from agentrl.runners.gateway.attribution import ActiveAttempt, AgentPlace
 
 HOST = "host.docker.internal"  # the host's name inside a container
 KILLED = 128 + 9
+WARM = 8  # containers that are ready before rollouts need them
+DISK_MB = 10_000  # that a rollout may write
 SHARES = "containers"  # subfolder of the workspaces' folder
 
 
@@ -78,7 +80,7 @@ class ContainerExecutor(CommandExecutor):
         except ContainerError as error:
             raise ConfigError(f"agent.env: {error}") from None
         self._containers = Containers(
-            own.cli, gateway=gateway if has_proxy else "", warm=min(own.warm, runner.concurrency)
+            own.cli, gateway=gateway if has_proxy else "", warm=min(WARM, runner.concurrency)
         )
         self._launcher = self._containers.launcher
 
@@ -92,7 +94,7 @@ class ContainerExecutor(CommandExecutor):
         self.argv = [*entrypoint, *(self.argv or command)]
         if not self.argv:
             raise ConfigError("agent.command is missing, and the image has no command of its own")
-        self._containers.expect(self._spec_of(None), min(self.config.warm, self.runner.concurrency))
+        self._containers.expect(self._spec_of(None), min(WARM, self.runner.concurrency))
 
     async def close(self) -> None:
         await self._containers.close()
@@ -109,7 +111,7 @@ class ContainerExecutor(CommandExecutor):
             shared = place.folder.parent.parent
             share = (str(shared / SHARES), str(shared))
         return ContainerSpec(
-            own.image, own.network, self.runner.memory_mb, disk_mb=own.disk_mb, share=share,
+            own.image, own.network, self.runner.memory_mb, disk_mb=DISK_MB, share=share,
             options=options,
         )  # fmt: skip
 

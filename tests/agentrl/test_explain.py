@@ -397,7 +397,7 @@ async def test_a_step_without_stored_credit_says_why(tmp_path: Path) -> None:
         await run.ask("a", 0, (1.0, 1.0))
         await run.train(0)
     last = (await lines_of(url, "a/0"))[-1]
-    assert last.startswith("its step stored no credit: it changed no weight, or algorithm.")
+    assert last.startswith("its step changed no weight, so it stored no credit;")
 
 
 async def test_a_chain_that_does_not_lead_to_what_was_used_says_so(tmp_path: Path) -> None:

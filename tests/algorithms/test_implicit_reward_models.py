@@ -27,8 +27,14 @@ from tests.algorithms.test_reward_models import call, rollout
 Made = tuple[RewardModel, ImplicitTrainer]
 
 
+@pytest.fixture(autouse=True)
+def steep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards that a few steps change."""
+    monkeypatch.setattr(reward_models, "BETA", 0.5)
+
+
 def make(directory: Path, scope: str = "rollout", **more: object) -> Made:
-    table = {"model": str(directory), "kind": "implicit", "scope": scope, "beta": 0.5}
+    table = {"model": str(directory), "kind": "implicit", "scope": scope}
     config = resolve({"reward_models": {"prm": table | {"train": True} | more}}, source="run.toml")
     policy, tokenizer = load_model(directory, device="cpu")
     (model,), (trainer,) = reward_models.make_reward_models(
@@ -103,7 +109,7 @@ def test_it_learns_the_outcome_after_it_gave_its_rewards(
     model, trainer = make(tiny_model_dir, lr=1e-3)
     algo = registry.make("streams", {"streams": {"outcome": {}, "prm": {}}})
     learner = TorchLearner(*load_model(tiny_model_dir, device="cpu"), threads=1)
-    config = RunConfig(steps=20, algorithm=AlgorithmConfig(min_group=1))
+    config = RunConfig(steps=20, algorithm=AlgorithmConfig(group_size=1))
     steps = Updater(config, algo, learner, preprocessor=Preprocessor((model,), (trainer,)))
     found = [steps.update(step, groups(1.0, 0.0)) for step in range(8)]
     assert found[0]["reward/prm/std"] == 0.0  # it begins as its reference

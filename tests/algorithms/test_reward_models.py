@@ -180,8 +180,8 @@ def test_the_run_file_names_them(tiny_model_dir: Path, score_dir: Path) -> None:
     reward_models.check_reward_models(config, algo)
     with pytest.raises(ConfigError, match=r"reward_models\.taste is set, .* no reward 'taste'"):
         reward_models.check_reward_models(config, registry.make("grpo", {}))
-    odd = {"taste": {"model": "x", "beta": 0.1}}
-    with pytest.raises(ConfigError, match=r"reward_models\.taste\.beta is for .*kind = 'implicit'"):
+    odd = {"taste": {"model": "x", "lr": 0.1}}
+    with pytest.raises(ConfigError, match=r"reward_models\.taste\.lr is for .*kind = 'implicit'"):
         resolve({"reward_models": odd}, source="run.toml")
 
 

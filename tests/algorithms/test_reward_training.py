@@ -39,29 +39,29 @@ def pair(number: int, better: list[int], worse: list[int], **more: float) -> Exa
     return Example(str(number), (tuple(better), tuple(worse)), **more)
 
 
-def trainer_of(directory: Path, heads: int = 1, budget: int = 10_000, **more: float):
+def trainer_of(directory: Path, budget: int = 10_000):
     model, tokenizer = load_model(directory)
-    return RewardTrainer(make_scorer(model, tokenizer, heads, budget), tokenizer, **more)
+    return RewardTrainer(make_scorer(model, tokenizer, budget), tokenizer)
 
 
 EXAMPLES = [
-    pair(0, [1, 2, 3], [1, 2, 4], margin=0.5),
+    pair(0, [1, 2, 3], [1, 2, 4]),
     pair(1, [1, 5], [1, 6, 7], weight=2.0),
     Example("2", ((8, 9),), label=0.25),
 ]
 
 
-def test_the_first_loss_margin_and_centre_are_the_published(
+def test_the_first_loss_and_centre_are_the_published(
     tiny_model_dir: Path,
 ) -> None:
-    trainer = trainer_of(tiny_model_dir, margin=2.0)
+    trainer = trainer_of(tiny_model_dir)
     assert trainer.step(EXAMPLES[1:], lr=0.0) == pytest.approx(math.log(2))
-    r = torch.tensor([[0.3], [-0.2], [1.0], [0.5], [0.4]], dtype=torch.float64)
+    r = torch.tensor([0.3, -0.2, 1.0, 0.5, 0.4], dtype=torch.float64)
 
     def log_sigmoid(x: float) -> float:
         return -math.log1p(math.exp(-x))
 
-    first = -log_sigmoid(0.5 - 2.0 * 0.5) + 0.01 * 0.1**2
+    first = -log_sigmoid(0.5) + 0.01 * 0.1**2
     second = -log_sigmoid(0.5) + 0.01 * 1.5**2
     third = -0.25 * log_sigmoid(0.4) - 0.75 * log_sigmoid(-0.4)
     loss = trainer.loss(EXAMPLES, r)
@@ -88,24 +88,6 @@ def test_the_gradient_does_not_depend_on_the_token_budget(
         assert torch.allclose(whole, found[1][name], atol=1e-6), name
 
 
-def test_an_ensemble_lowers_the_reward_by_its_uncertainty(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    trainer = trainer_of(tiny_model_dir, heads=3)
-    dice = random.Random(0)
-    pairs = [pair(i, [1, dice.randrange(9, 99), 3], [1, 2, 4]) for i in range(12)]
-    for _ in range(3):
-        trainer.step(pairs, lr=1e-3)
-    trainer.save(tmp_path)
-    policy, tokenizer = load_model(tiny_model_dir)
-    model = load_scalar("m", str(tmp_path), policy, tokenizer)
-    asked = [call("x", [1, 50, 3])]
-    heads = ScalarScorer(model).heads([[1, 50, 3]])[0]
-    assert heads.std() > 0
-    doubted = ScalarScorer(model, disagreement=0.5)(asked)
-    assert doubted[0] == heads.mean() - 0.5 * heads.std()
-
-
 @pytest.mark.parametrize("padding", ["end of a turn", "none", "its own"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_transformers_computes_the_same_scores_in_padded_batches(
@@ -116,10 +98,10 @@ def test_transformers_computes_the_same_scores_in_padded_batches(
     end = tokenizer.eos_token_id
     if padding != "its own":
         tokenizer.pad_token = tokenizer.eos_token if padding == "end of a turn" else None
-    trainer = RewardTrainer(make_scorer(model, tokenizer, 1, 10_000), tokenizer)
+    trainer = RewardTrainer(make_scorer(model, tokenizer, 10_000), tokenizer)
     torch.nn.init.normal_(trainer.scorer.model.score.weight)
     texts = [[5, 6, 7, 8, end], [9, end], [5, 6, 7, 11]]
-    ours = trainer.scorer.heads(texts)[:, 0]
+    ours = trainer.scorer.scores(texts)
     trainer.save(tmp_path)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     own = AutoTokenizer.from_pretrained(tmp_path, padding_side=side)
@@ -129,27 +111,27 @@ def test_transformers_computes_the_same_scores_in_padded_batches(
     torch.testing.assert_close(scores, ours, rtol=0, atol=1e-5)
     policy, tokenizer = load_model(tiny_model_dir)
     scorer = ScalarScorer(load_scalar("m", str(tmp_path), policy, tokenizer))
-    torch.testing.assert_close(scorer.heads(texts)[:, 0], ours, rtol=0, atol=1e-6)
+    torch.testing.assert_close(scorer.scores(texts), ours, rtol=0, atol=1e-6)
 
 
 class Fixed:
     """A model with these scores."""
 
     def __init__(self, scores: torch.Tensor) -> None:
-        self.scores = scores.double()
+        self.known = scores.double()
 
-    def heads(self, texts: object) -> torch.Tensor:
-        return self.scores
+    def scores(self, texts: object) -> torch.Tensor:
+        return self.known
 
 
 def test_metrics_say_what_length_has_to_do_with_it() -> None:
     examples = [pair(i, [1] * (i + 2), [1] * 2, length=i) for i in (-1, 1, 2, 3)]
-    longer = torch.tensor([[-1.0], [0], [1], [0], [2], [0], [3], [0]])
+    longer = torch.tensor([-1.0, 0, 1, 0, 2, 0, 3, 0])
     found = preference_metrics(Fixed(longer), examples)
     assert found["accuracy"] == 0.75
     assert found["accuracy_shorter"] == 0.0
     assert found["length"] == pytest.approx(1.0)
-    sure = torch.tensor([[1e3], [0]] * 4).double()
+    sure = torch.tensor([1e3, 0] * 4).double()
     assert preference_metrics(Fixed(sure), examples)["ece"] == 0.0
     assert preference_metrics(Fixed(-sure), examples)["ece"] == 1.0
 

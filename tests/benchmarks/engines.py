@@ -53,7 +53,7 @@ async def measure(
     engine: dict[str, Any] = {"kind": kind, "max_context": 512}
     if kind != "embedded":
         sync = "reload" if kind == "reload" else "auto"
-        engine |= {"kind": "vllm", "vllm": {"urls": urls, "sync": sync, "start_timeout": 900.0}}
+        engine |= {"kind": "vllm", "vllm": {"urls": urls, "sync": sync}}
     config = resolve({"output": str(folder / kind), "engine": engine}, source="benchmark")
     model, tokenizer = load_model(model_dir, device="cpu")
     adapters = None

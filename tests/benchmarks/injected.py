@@ -347,7 +347,7 @@ async def containers(folder: Path) -> Ends | None:
     if real.missing() or real.ENGINE != "podman":
         return None
     os.environ |= real.environment()
-    container = {"image": real.busybox_image(), "cli": "podman", "network": "none", "warm": 1}
+    container = {"image": real.busybox_image(), "cli": "podman", "network": "none"}
     tables = {
         "agent": {"command": ["sh", "-c", CONTAINED]},
         "runner": {"executor": "container", "container": container},

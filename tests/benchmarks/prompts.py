@@ -2,8 +2,7 @@
 
     python -m tests.benchmarks.prompts --json [--quick | --only stored] [--seeds 0 1]
 
-gepa, apo, blind: mean test score of ten seeds at 200 rollouts. rounds_ratio: sequential evaluations
-of four proposals at a time over those of one at a time, whose score is on standard error.
+gepa, apo, blind: mean test score of ten seeds at 200 rollouts.
 rewrite_over_read: the time to put a candidate into a call over the time to read the call. The rest,
 which plays whole runs for some 20 minutes and is left out by --quick, is in `prompts_commands`.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -69,7 +67,7 @@ class InProcess:
     """A backend whose agent and reflector are functions."""
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.rounds, self.asked = seed, 0, 0
+        self.seed, self.asked = seed, 0
         self.tasks = world.make(16, f"train{seed}") + world.make(12, f"val{seed}")
         self.metrics: list[dict[str, float]] = []
         self.candidates: dict[str, Candidate] = {}
@@ -77,7 +75,6 @@ class InProcess:
     def play(
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
     ) -> list[list[TaskResult]]:
-        self.rounds += 1
         return [
             [play(self.tasks[task], {t.component: t.text for t in candidate.texts}) for task in own]
             for candidate, own in batches
@@ -149,13 +146,8 @@ def rewrite_over_read() -> float:
 def measure(seeds: Sequence[int] = SEEDS) -> dict[str, float]:
     algorithms = {"gepa": gepa_search, "apo": apo_search, "blind": blind_search}
     found = {name: [run(search, seed) for seed in seeds] for name, search in algorithms.items()}
-    many = [run(gepa_search, seed, proposals=4) for seed in seeds]
-    rounds = [fmean(backend.rounds for _, backend in rows) for rows in (many, found["gepa"])]
     scores = {name: fmean(value for value, _ in rows) for name, rows in found.items()}
-    four = fmean(value for value, _ in many)
-    print(f"four at a time: {four:.3f}", file=sys.stderr)
     return scores | {
-        "rounds_ratio": rounds[0] / rounds[1],
         "rewrite_over_read": rewrite_over_read(),
     }
 

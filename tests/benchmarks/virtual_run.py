@@ -74,7 +74,6 @@ class Mode:
 
     ahead: float = 0.0
     in_flight: bool = False
-    keep: bool = False
     asked: bool = False
 
 
@@ -294,7 +293,7 @@ class VirtualRun:
             for name, weight in self.served.state_dict().items():
                 weight.copy_(weights[name])
 
-        swap = self.engine.swap(0, self.version, copy_weights, keep=self.mode.keep)
+        swap = self.engine.swap(0, self.version, copy_weights)
         self.run_commands()
         self.pauses.append(swap.result())
         self.committed.append(self.now)
@@ -387,7 +386,7 @@ class VirtualRun:
 def run_config(
     policy: Path, mode: Mode, seed: int, steps: int, preset: str, costs: Costs, more: dict[str, Any]
 ) -> RunConfig:
-    algorithm = {"max_staleness": mode.ahead, "store_credit": False, "preset": preset} | more
+    algorithm = {"max_staleness": mode.ahead, "preset": preset} | more
     if mode.ahead:
         algorithm["async_sampling"] = "in_flight" if mode.in_flight else "drained"
         algorithm["group_order"] = "requested" if mode.asked else "completed"

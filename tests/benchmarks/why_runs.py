@@ -91,7 +91,6 @@ def play(fate: Fate, folder: Path) -> str:
         "preset": "grpo",
         "lr": 6e-3,
         "max_kl": 0.0,
-        "store_credit": False,
     } | fate.algorithm
     given["sampling"] = {"max_tokens": 2} | fate.sampling
     config = resolve(given, source=fate.name)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.golden import access, batches, files
 from tests.golden.tiny import wave
 
-BASE: dict[str, Any] = {"lr": 1e-3, "groups": 4, "min_group": 1}
+BASE: dict[str, Any] = {"lr": 1e-3, "groups": 4, "group_size": 1}
 STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grpo": ("text", {"preset": "grpo"}, {}),
     "grpo in small packs": ("text", {"preset": "grpo"}, {"learner": {"token_budget": 32}}),

@@ -261,10 +261,8 @@ async def algorithm(world: World, config: RunConfig) -> None:
         live = ServedRun(**vars(loaded), serving=serving)
         source = Collector(config, live.store, state.epoch, TaskSampler(config, world.tasks))
         evaluator = HeldoutEvaluator(
-            config, live.store, state.epoch, state.identity, policies, serving, world.heldout,
-            live.candidate,
-        )  # fmt: skip
-        await evaluator.start(state.step)
+            config, live.store, state.epoch, state.identity, world.heldout, live.candidate
+        )
         await serving.during(TrainingLoop(live, source, evaluator, []).run())
         await live.store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
 

@@ -23,6 +23,7 @@ import greenlet
 import torch
 from msgspec.structs import replace
 
+from agentrl.algorithms.train import loop as training_loop
 from agentrl.algorithms.train import saving
 from agentrl.algorithms.train.checkpoint import STATE, earlier_checkpoints
 from agentrl.core.config import RunConfig, resolve
@@ -108,6 +109,7 @@ class World:
             with (
                 installed(self.system),
                 patch.object(saving, "LARGE", large),
+                patch.object(training_loop, "MAX_FAILED", 1.0),
                 patch.object(server, "PREFIXES", ("",)),  # agents have no others
                 warnings.catch_warnings(),
             ):
@@ -390,7 +392,7 @@ def settings(shape: Shape) -> RunConfig:
                 "max_staleness": shape.staleness, "preset": "grpo"},
             "runner": {"concurrency": SLOTS, "lease": LEASE,
                 "scoring_concurrency": shape.scoring},
-            "keep_checkpoints": shape.keep, "max_failed": 1.0,
+            "keep_checkpoints": shape.keep,
             **({"sessions": {"idle": 30.0}} if shape.live else {}),
         },
         source="simulation",

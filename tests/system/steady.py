@@ -55,7 +55,6 @@ def config(folder: Path, model: Path, dtype: str = "float32") -> RunConfig:
         "agent": {"path": "agent.py:agent"}, "tasks": {"train": "tasks.jsonl"},
         "policy": {"model": str(model), "dtype": dtype, "device": "cpu"},
         "algorithm": algorithm, "learner": {"threads": 1, "token_budget": 60},
-        "max_failed": 1.0,  # what fails ends by MAX_EMPTY_STEPS
     }  # fmt: skip
     return resolve(settings, source="test")
 
@@ -109,7 +108,9 @@ async def answer(settings: RunConfig) -> None:
 def played(attempt: Attempt, policies: list[str]) -> tuple[list[Transition], Outcome]:
     """Two calls, the second extending the first; tokens and reward drawn from the rollout's id."""
     if attempt.rollout.task["input"] == "fail":
-        failure = Failure(kind=ErrorKind.AGENT, message="no luck")
+        # Of several causes, so that the run ends by MAX_EMPTY_STEPS.
+        cause = ("bad", "hard", "no", "ill")[attempt.rollout.index % 4]
+        failure = Failure(kind=ErrorKind.AGENT, message=f"{cause} luck")
         return [], Outcome(attempt=attempt.id, fence=attempt.fence, failure=failure)
     dice = random.Random(attempt.rollout.id)
     calls: list[Transition] = []

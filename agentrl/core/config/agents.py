@@ -30,7 +30,6 @@ class AgentConfig(Section, frozen=True):
     # "file.toml" or "file.py:name". `command` is then its program, as a path if it is not in PATH,
     # and additional arguments.
     harness: str = ""
-    context: Count = 32768  # context length of the model in tokens that the harness assumes
     folder: str = ""  # working directory of the command; default: the run file's, or the image's
     env: dict[str, str] = {}  # environment variables of the agent; only their names are stored
     # Patterns of variables of the runner that the agent also gets. By default a command or a pool
@@ -165,8 +164,6 @@ class UpstreamConfig(Section, frozen=True):
 class SessionsConfig(Section, frozen=True):
     """How `agentrl gateway serve` records the sessions of a deployed agent."""
 
-    # Request header with the id of the session; a request without it continues its conversation.
-    header: str = "x-session-id"
     sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # fraction of sessions to record
     # Seconds without a call after which a session ends; default: 1800, in a live run 60.
     idle: Seconds | None = None

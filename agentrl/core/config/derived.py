@@ -142,7 +142,6 @@ def _of_live_run(config: RunConfig) -> RunConfig:
         config.algorithm,
         groups=live.sessions,
         group_size=1,
-        min_group=1,
         max_staleness=config.algorithm.max_staleness or 4.0,
         async_sampling="in_flight",
     )
@@ -256,11 +255,9 @@ TABLES: dict[str, type[msgspec.Struct]] = {
 
 """The tables that a policy may override."""
 
-SHARED = frozenset({"groups", "group_size", "max_staleness", "dynamic_sampling", "max_rounds"})
+SHARED = frozenset({"groups", "group_size", "max_staleness", "dynamic_sampling"})
 
-SHARED |= {"store_credit", "async_sampling", "group_order", "stale_tokens", "group_quorum"}
-
-SHARED |= {"group_deadline", "branching", "counterfactual"}
+SHARED |= {"async_sampling", "group_order", "branching", "counterfactual"}
 
 """Settings of `[algorithm]` for the whole run, because all policies learn from the same groups."""
 

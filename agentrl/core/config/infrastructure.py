@@ -90,7 +90,6 @@ class VerlConfig(Section, frozen=True):
     gpus_per_node: Count = 1  # GPUs of a machine, each with one worker.
     # Implementation of attention; sdpa pads rows.
     attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"
-    timeout: Seconds = 1800.0  # Seconds of one call, at most: an update, or loading the model.
     # Settings of verl for its model, engine and optimizer, by part: any key that no setting of
     # agentrl determines, such as engine = {ulysses_sequence_parallel_size = 2}.
     options: dict[Literal["model", "engine", "optimizer"], dict[str, Any]] = {}
@@ -138,9 +137,6 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     # CPU threads of the embedded engine. 0: one for a model of at most 5 million parameters, else
     # the largest power of two of the cores, at most 8.
     threads: Natural = 0
-    # KV cache of calls that run during an update, with algorithm.async_sampling = "in_flight".
-    # recompute: log-probs are exactly those of one version. keep: faster.
-    kv_on_update: Literal["recompute", "keep"] = "recompute"
 
     def __post_init__(self) -> None:
         if self.host in ("0.0.0.0", "::") and not self.advertise:
@@ -203,9 +199,6 @@ class VllmConfig(Section, frozen=True):
 
     urls: list[str] = []  # Running servers as http://HOST:PORT; none: start a child process.
     key_env: str = ""  # environment variable with the API key of those servers, if they have one
-    start_timeout: Seconds = 300.0  # Seconds to wait for a server to start.
-    # Seconds to wait for calls in flight before an update, and for the update.
-    timeout: Seconds = 60.0
     # How new weights are transferred; auto: the fastest method that works here.
     sync: Literal["auto", "adapter", "ipc", "nccl", "shared_memory", "reload"] = "auto"
     # Fraction of the GPU's memory for a child; 0: what the learner leaves, estimated by model size.
@@ -267,12 +260,6 @@ class VllmEngineConfig(EngineConfig, frozen=True, tag="vllm"):
                 "engine.vllm.sleep = 2 drops weights that policy.lora never sends again; set it to "
                 "1"
             )
-        if self.kv_on_update != "recompute" and overlap == "in_flight":
-            yield (
-                f"engine.kv_on_update = {self.kv_on_update!r}: after every update vLLM's log-probs "
-                "are compared with the learner's, and a cache of older weights would falsify "
-                "them; remove it"
-            )
 
 
 class ExternalEngineConfig(EngineConfig, frozen=True, kw_only=True, tag=EXTERNAL):
@@ -293,8 +280,6 @@ class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
 
     processes: Natural = 1  # Runner processes on this machine; 0: start none here.
     concurrency: Count = 64  # running rollouts per process
-    # Additional rollouts that are claimed early, and whose workspaces are made meanwhile.
-    prefetch: Natural = 0
     # Rollouts scored concurrently, in addition to the running ones; if the runner dies, another one
     # only scores them. 0: a rollout keeps its slot of `concurrency` while it is scored.
     scoring_concurrency: Natural = 0
@@ -335,8 +320,6 @@ class ContainerConfig(Section, frozen=True):
     # Program that runs containers: docker, podman or a compatible one; default: the first of both
     # that works.
     cli: str = ""
-    warm: Natural = 8  # containers that are ready before rollouts need them
-    disk_mb: Natural = 10_000  # Disk in MB that a rollout may write; 0: no limit.
 
 
 class KubernetesConfig(Section, frozen=True):
@@ -411,7 +394,6 @@ class MetricsConfig(Section, frozen=True):
 
     # Sinks besides the store: tensorboard, wandb, mlflow, trackio, or your own as "file.py:name"
     sinks: list[str] = []
-    options: dict[str, Any] = {}  # Arguments of your own sinks, with any keys.
     # Project, or in MLflow the experiment.
     project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"
 

@@ -15,7 +15,6 @@ from agentrl.core.config.base import (
     Natural,
     NonNegative,
     Positive,
-    Seconds,
     Section,
     kind_of,
 )
@@ -146,11 +145,10 @@ class CounterfactualConfig(Section, frozen=True):
     # Reward of a role: the value of the team minus that of the team without the role, or the role's
     # mean marginal contribution to coalitions of the others.
     value: Literal["difference", "shapley"] = "difference"
-    width: Count = 1  # replays per coalition, whose mean is its value
 
     def __post_init__(self) -> None:
-        if not self.substitutes and (self.value, self.width) != ("difference", 1):
-            raise ValueError("value and width have no effect without substitutes")
+        if not self.substitutes and self.value != "difference":
+            raise ValueError("value has no effect without substitutes")
 
     @property
     def joins(self) -> bool:
@@ -166,7 +164,6 @@ class AlgorithmConfig(Section, frozen=True):
     options: dict[str, Any] = {}
     groups: Count = 8  # Groups of rollouts per step, one for each task.
     group_size: Count = 8  # rollouts per task, which are compared with each other
-    min_group: Count = 2  # Valid rollouts below which a group is dropped.
     # Calls answered without token ids. refuse: do not train them. retokenize: tokenize their text.
     missing_token_ids: Literal["refuse", "retokenize"] = "refuse"
     # How many updates old a sample may be, rounded up. The higher, the less sampling waits for
@@ -180,19 +177,9 @@ class AlgorithmConfig(Section, frozen=True):
     async_sampling: Literal["none", "drained", "in_flight", "one_step_off"] | None = None
     # Order in which groups are trained: as requested, or as they end.
     group_order: Literal["requested", "completed"] = "requested"
-    # Too old tokens with group_order = "completed". withhold: use the reward for the group's
-    # baseline but do not train the tokens. cancel: cancel the whole group and request another.
-    stale_tokens: Literal["withhold", "cancel"] = "withhold"
-    group_quorum: Count | None = None  # successful rollouts that end their group; none: group_size
-    # Seconds after the first claim in a group, from which min_group successful rollouts end it.
-    group_deadline: Seconds | None = None
     # Whether groups of equal reward are replaced; none: preset's default (only dapo does). That
     # keeps steps equally large, for as many rollouts per group that has a gradient.
     dynamic_sampling: bool | None = None
-    # Rounds of replacement, after which a step has fewer groups; none: 10.
-    max_rounds: Count | None = None
-    # Whether advantages, baselines and gates of each step are stored, for `explain`.
-    store_credit: bool = True
     minibatches: Count = 1  # optimizer steps per pass over a batch
     epochs: Count = 1  # passes over a batch
     lr: Positive = 1e-6  # peak learning rate; for an adapter about 2e-4
@@ -202,15 +189,18 @@ class AlgorithmConfig(Section, frozen=True):
     min_lr: NonNegative = 0.0  # Learning rate at the end of a linear or cosine schedule.
     # Nats per token: an update that moves the policy further is undone, and repeated with half
     # the learning rate, until it does not. Default, wherever the learner can undo an update: 0.05
-    # for each of its optimizer steps, or target_kl if that is larger. While recent updates move the
-    # policy by more than a tenth of it, the learning rate is lowered. 0: neither.
+    # for each of its optimizer steps. While recent updates move the policy by more than a tenth of
+    # it, the learning rate is lowered. 0: neither.
     max_kl: NonNegative | None = None
-    # KL in nats of the policy from that of the batch's start, above which the batch ends early.
-    target_kl: Positive | None = None
     weight_decay: NonNegative = 0.0  # decay of AdamW, per step and unit of lr, also of a critic's
     max_grad_norm: Positive = 1.0  # Norm to which gradients are clipped.
     branching: BranchingConfig = BranchingConfig()
     counterfactual: CounterfactualConfig = CounterfactualConfig()
+
+    @property
+    def min_group(self) -> int:
+        """Valid rollouts below which a group is dropped: there is nothing to compare one with."""
+        return min(2, self.group_size)
 
     @property
     def samples_during_update(self) -> bool:
@@ -223,14 +213,11 @@ class AlgorithmConfig(Section, frozen=True):
         return self.branching.joins or self.counterfactual.joins
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        """Settings by which a group ends before all of its rollouts."""
-        usual = AlgorithmConfig()
-        for key in ("group_order", "group_quorum", "group_deadline"):
-            if self.joins and getattr(self, key) != getattr(usual, key):
-                yield (
-                    f"algorithm.{key}: rollouts join a group when all of its own have ended, with "
-                    "algorithm.branching or counterfactual; remove one of them"
-                )
+        if self.joins and self.group_order != "requested":
+            yield (
+                "algorithm.group_order: rollouts join a group when all of its own have ended, with "
+                "algorithm.branching or counterfactual; remove one of them"
+            )
 
 
 class CriticConfig(Section, frozen=True):
@@ -252,11 +239,8 @@ class ReferenceConfig(Section, frozen=True):
     # A checkpoint directory or hub name; empty: the initial policy or, for an adapter, its base.
     model: str = ""
     every: Natural = 0  # steps between resets of the reference to the current policy; 0: never
-    # Share of the current policy in the reference at a reset; below 1: a moving average.
-    mix: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     # KL in nats per token to which the penalty's coefficient adapts; 0: fixed coefficient.
     target_kl: NonNegative = 0.0
-    kl_horizon: Count = 10_000  # rollouts over which the penalty adapts
 
 
 class TeacherConfig(Section, frozen=True):
@@ -326,20 +310,19 @@ PLAYING = (
     "upstreams", "roles", "role_rules", "judges", "prompts", "reward_models", "selfplay",
 )  # fmt: skip
 SAMPLING = (
-    "group_size", "min_group", "missing_token_ids", "max_staleness", "dynamic_sampling",
-    "max_rounds", "group_quorum", "group_deadline", "max_kl", "branching", "counterfactual",
+    "group_size", "missing_token_ids", "max_staleness", "dynamic_sampling",
+    "max_kl", "branching", "counterfactual",
 )  # fmt: skip
 """The tables, and the settings of [algorithm], that are about rollouts."""
 
 
 class DataConfig(Section, frozen=True):
     """Train on a data set of the store (see `agentrl data`) instead of agent, tasks and verifier. A
-    step trains on `algorithm.groups` items."""
+    step trains on `algorithm.groups` items of the split "train", and [eval] measures the loss on
+    the split "test"."""
 
     name: str = ""  # Name of the data set; empty: train on rollouts.
     version: Natural = 0  # Version of the data set; 0: the newest at the start of the run.
-    split: str = "train"  # split for training
-    heldout: str = "test"  # split on which [eval] measures the loss
 
     def problems(self, config: RunConfig) -> Iterator[str]:
         """A run on a data set runs no agent and serves no policy."""
@@ -409,7 +392,6 @@ class PromptsConfig(Section, frozen=True):
     reflector: str = ""  # the upstream or policy that proposes texts
     budget: Count = 400  # rollouts of a search, without held-out evaluations
     validation: Count = 12  # tasks (the last of tasks.train) on which candidates are compared
-    proposals: Count = 1  # concurrent proposals
     directory: str = ""  # folder of the texts to use; default: the result of the search
     perfect_score: float = 1.0  # mean score at which the search ends
     show: list[str] = []  # fields of a task that the reflector may read
@@ -430,8 +412,6 @@ class PromptsConfig(Section, frozen=True):
                 f"prompts.reflector = {self.reflector!r}; name the model that proposes texts: "
                 f"{', '.join(sorted(known))}"
             )
-        if self.algorithm == "apo" and self.proposals != 1:
-            yield "prompts.proposals is for algorithm = 'gepa'; apo asks for a whole beam at a time"
         if self.schedule != "alternate" and self.every != PromptsConfig().every:
             yield "prompts.every has no effect without prompts.schedule = 'alternate'"
         if self.schedule == "alternate" and config.algorithm.max_staleness:

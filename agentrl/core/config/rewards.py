@@ -60,17 +60,9 @@ class PrincipleJudge(JudgeConfig, frozen=True, kw_only=True, tag="principles"):
 
 
 class ProbabilityJudge(JudgeConfig, frozen=True, kw_only=True, tag="probability"):
-    """Asks for one word; the reward is the probability of the first label among the labels, as the
-    first token of the answer: one forward pass, and nothing to parse. Unless the labels have at
-    least half of the probability together, there is no reward."""
-
-    # each one token of the judge's, the good one first
-    labels: Annotated[tuple[str, ...], msgspec.Meta(min_length=2)] = ("yes", "no")
-
-    def __post_init__(self) -> None:
-        JudgeConfig.__post_init__(self)
-        if len({label.strip().lower() for label in self.labels}) < len(self.labels):
-            raise ValueError("labels must differ by more than case")
+    """Asks for one word, yes or no; the reward is the probability of yes among the two, as the
+    first token of the answer: one forward pass, and nothing to parse. Unless the two have at least
+    half of the probability together, there is no reward."""
 
 
 Judge = PointwiseJudge | GroupJudge | PairwiseJudge | PrincipleJudge | ProbabilityJudge
@@ -79,9 +71,6 @@ Judge = PointwiseJudge | GroupJudge | PairwiseJudge | PrincipleJudge | Probabili
 class RewardModelTraining(Section, frozen=True):
     """How `agentrl reward-model` trains `policy.model` as a reward model on the items of [data]."""
 
-    heads: Count = 1  # size of an ensemble of heads, each trained on its own sample of the items
-    # Coefficient of a pair's margin in the loss; 0: the better completion must only score higher.
-    margin: NonNegative = 0.0
     epochs: Count = 1  # passes over the items
     batch: Count = 32  # items per optimizer step
     # Peak learning rate: linear warm-up over 10 % of the steps, then linear decay to 0.
@@ -104,10 +93,9 @@ class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"
 
 
 class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
-    """A decoder whose reward is beta * (its log-prob - the reference's log-prob)."""
+    """A decoder whose reward is 0.05 * (its log-prob - the reference's log-prob)."""
 
     model: str = ""  # a checkpoint directory or hub name; empty: the initial policy
-    beta: Positive = 0.05  # reward per nat of the log ratio
     reference: str = ""  # a checkpoint directory or hub name; empty: the initial policy
     train: bool = False  # Whether it is trained on every step, after it has scored the step.
     # Loss of its training: on outcomes from 0 to 1 (PRIME), or on pairs of rollouts of a group

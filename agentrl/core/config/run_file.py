@@ -220,7 +220,7 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
     old, new = map(derived.without_interpreter, (old, new))
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
-    ignored |= {"file", "metrics", "max_failed", "checkpoint"}
+    ignored |= {"file", "metrics", "checkpoint"}
     # Each learner can resume from the other's checkpoint, wherever it computes.
     moved = {key for config in (old, new) for key in config.learner.placement}
     placement = ("learner.kind", *(f"learner.{key}" for key in moved))

@@ -8,9 +8,8 @@ between a table and others; `validate` checks what no table can say by itself.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from agentrl.core.config.agents import (
@@ -76,10 +75,6 @@ class EvalConfig(Section, frozen=True):
     samples: Count = 1
     # Functions of a checkpoint's directory as "file.py:name", which return a number or a dict.
     functions: list[str] = []
-    # Whether evaluations during training use copies of the policies, each as large as the model,
-    # and do not wait.
-    concurrent: bool = False
-    patience: Natural = 0  # evaluations without a better score that end training; 0: off
 
 
 class RunConfig(Section, frozen=True):
@@ -96,9 +91,6 @@ class RunConfig(Section, frozen=True):
     seed: Natural = 0
     steps: Natural = 100  # updates of the policy; 0: only evaluate
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best one
-    # Share of a step's rollouts that may fail for one cause before the run ends and names it.
-    # Failures with a reward, or by agent.max_calls or max_tokens, do not count.
-    max_failed: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
     agent: AgentConfig = AgentConfig()
     tasks: TasksConfig = TasksConfig()
     verifier: VerifierConfig = VerifierConfig()

@@ -174,10 +174,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _lora(config.policy.lora)
     yield from _schedule(config.algorithm)
     yield from _staleness(config)
-    if config.eval.concurrent and not (config.eval.every and config.tasks.heldout):
-        yield "eval.concurrent scores copies between steps: set eval.every and tasks.heldout"
-    if config.eval.patience and not (config.eval.every and config.tasks.heldout):
-        yield "eval.patience counts held-out scores: set eval.every and tasks.heldout"
     fixed = not (
         config.eval.sampled or config.eval.temperature or derived.has_no_own_policy(config)
     )
@@ -241,7 +237,7 @@ def _numbers(config: RunConfig) -> Iterator[str]:
         free = key == "critic.clip" or ".options." in key
         if isinstance(value, float) and not math.isfinite(value) and not free:
             yield f"{key} = {value}; it must be finite"
-    sampling, algorithm = config.sampling, config.algorithm
+    sampling = config.sampling
     for name, wrong, allowed in (
         ("temperature", sampling.temperature < 0, "0 (greedy) or above"),
         ("top_p", not 0 < sampling.top_p <= 1, "above 0 and at most 1"),
@@ -250,11 +246,6 @@ def _numbers(config: RunConfig) -> Iterator[str]:
     ):
         if wrong:
             yield f"sampling.{name} = {getattr(sampling, name)}; it must be {allowed}"
-    if algorithm.min_group > algorithm.group_size and not algorithm.branching.joins:
-        yield (
-            f"algorithm.min_group = {algorithm.min_group} drops every group of "
-            f"algorithm.group_size = {algorithm.group_size}; lower min_group or raise group_size"
-        )
 
 
 def _roles(config: RunConfig) -> Iterator[str]:
@@ -436,18 +427,12 @@ def _schedule(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     if algorithm.min_lr > algorithm.lr:
         yield f"algorithm.min_lr: it is above algorithm.lr = {algorithm.lr}"
-    if algorithm.target_kl is not None and algorithm.minibatches * algorithm.epochs == 1:
-        yield (
-            "algorithm.target_kl: a batch is one optimizer step, so it cannot stop early; set "
-            "algorithm.max_kl, which undoes a step that goes too far, or raise "
-            "algorithm.minibatches or algorithm.epochs"
-        )
 
 
 def _staleness(config: RunConfig) -> Iterator[str]:
-    """Sampling ahead of updates, and groups that end early."""
-    algorithm, kept = config.algorithm, config.engine.kv_on_update
-    ahead, overlap, size = algorithm.max_staleness, algorithm.async_sampling, algorithm.group_size
+    """Sampling ahead of updates."""
+    algorithm = config.algorithm
+    ahead, overlap = algorithm.max_staleness, algorithm.async_sampling
     if config.steps and ahead > config.steps:
         yield (
             f"algorithm.max_staleness = {ahead:g} is more than the run's steps = {config.steps}, "
@@ -469,20 +454,4 @@ def _staleness(config: RunConfig) -> Iterator[str]:
             "algorithm.async_sampling = 'one_step_off' samples one step ahead and trains groups in "
             "the order requested; set algorithm.max_staleness = 1 and "
             "algorithm.group_order = 'requested'"
-        )
-    if kept != "recompute" and overlap != "in_flight":
-        yield (
-            f"engine.kv_on_update = {kept!r} has no effect unless algorithm.async_sampling = "
-            "'in_flight', because no call runs while weights change; remove it"
-        )
-    if algorithm.group_order == "requested" and algorithm.stale_tokens != "withhold":
-        yield (
-            f"algorithm.stale_tokens = {algorithm.stale_tokens!r}: groups trained in the order "
-            "requested never get too old; remove it, or set algorithm.group_order = 'completed'"
-        )
-    quorum = algorithm.group_quorum
-    if quorum is not None and not algorithm.min_group <= quorum <= size:
-        yield (
-            f"algorithm.group_quorum = {quorum}: a group needs algorithm.min_group "
-            f"= {algorithm.min_group} rollouts with a reward and has algorithm.group_size = {size}"
         )

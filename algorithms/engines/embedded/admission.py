@@ -114,8 +114,6 @@ class Admission:
         version: int,
         policy: str,
         load: Callable[[], None] = lambda: None,
-        *,
-        keep: bool = False,
     ) -> None:
         """Serve the weights of `version` of a policy from now on. `load` copies them between two
         steps of the engine (see `Engine.swap`); without `load` they must be in place already, and
@@ -123,7 +121,7 @@ class Admission:
         if policy not in self._numbers:
             served = ", ".join(map(repr, self._numbers))
             raise PolicyError(f"policy {policy!r} is not served; served are {served}")
-        swap = self.engine.swap(self._numbers[policy], version, load, keep=keep)
+        swap = self.engine.swap(self._numbers[policy], version, load)
         self.pauses.append(await asyncio.wrap_future(swap))
         self.versions[policy] = version
 

@@ -323,8 +323,6 @@ class RowTable:
         self.length = np.zeros(size, np.int64)  # tokens whose keys are in the cache
         self.known = np.zeros(size, np.int64)  # tokens of prompt and completion
         self.policy = np.zeros(size, np.int64)  # number of the policy that computed the keys
-        # Has a KV cache of older weights, which is never shared.
-        self.stale = np.zeros(size, np.bool_)
         self.used = np.zeros(size, np.int64)  # clock at the last use of an idle row
         self.clock = 0
         self.prompt = np.zeros(limit, np.int64)  # tokens of the prompt
@@ -339,18 +337,17 @@ class RowTable:
         self.top_k = np.zeros(limit, np.int64)
         self.logprobs = np.zeros((limit, context), np.float32)
         self._columns = (
-            self.length, self.known, self.policy, self.stale, self.prompt, self.end, self.watched,
+            self.length, self.known, self.policy, self.prompt, self.end, self.watched,
             self.ignore_eos, self.top, self.seed, self.temperature, self.top_p, self.top_k,
         )  # fmt: skip
 
     def shared(self, tokens: NDArray[np.int32], policy: int) -> NDArray[np.int64]:
         """Length of the common prefix of `tokens` with each row's tokens, int64 [rows]; 0 for rows
-        of another policy, or with keys of older weights."""
+        of another policy."""
         different = self.tokens[:, : len(tokens)] != tokens
         first = different.argmax(axis=1)
         first[~different[np.arange(len(first)), first]] = len(tokens)
-        valid = (self.policy == policy) & ~self.stale
-        shared: NDArray[np.int64] = np.minimum(first, self.known) * valid
+        shared: NDArray[np.int64] = np.minimum(first, self.known) * (self.policy == policy)
         return shared
 
     def source(self, prompt: NDArray[np.int32], policy: int) -> tuple[int, int, int]:
@@ -373,7 +370,7 @@ class RowTable:
             pool.copy(source, row, shared)
         self.tokens[row, :size] = call.prompt
         self.length[row], self.known[row], self.prompt[row] = shared, size, size
-        self.policy[row], self.stale[row] = call.policy, False
+        self.policy[row] = call.policy
         free = self.tokens.shape[1] - size
         self.end[row] = size + min(free, sampling.max_tokens or free)
         self.watched[row] = call.stream or call.stop is not None
@@ -393,7 +390,7 @@ class RowTable:
     def remove(self, row: int, pool: KVPool, *, keep: bool = True) -> None:
         """End a running row; the last row moves to its place. keep: whether to cache its keys as a
         prefix."""
-        if keep and self.length[row] and not self.stale[row]:
+        if keep and self.length[row]:
             self._remember(row, pool)
         self.n -= 1
         last = self.n
@@ -417,19 +414,16 @@ class RowTable:
             gone &= self.policy == policy
         self.length[gone] = self.known[gone] = self.used[gone] = 0
 
-    def change_version(self, policy: int, old: int, new: int, *, keep: bool) -> None:
+    def change_version(self, policy: int, old: int, new: int) -> None:
         """Called when a policy's weights have changed. Empties its idle rows; running rows record
-        where the version begins, and recompute their keys, or `keep` them if they have sampled."""
+        where the version begins, and recompute their keys."""
         self.forget(policy)
         for row in np.flatnonzero(self.policy[: self.n] == policy).tolist():
             sampled = int(self.known[row] - self.prompt[row])
             if sampled and old != new:
                 before = self.spans[row] or [(0, old)]
                 self.spans[row] = [span for span in before if span[0] < sampled] + [(sampled, new)]
-            if keep and sampled:
-                self.stale[row] = True
-            else:
-                self.length[row] = 0
+            self.length[row] = 0
 
     def _remember(self, row: int, pool: KVPool) -> None:
         length, policy = int(self.length[row]), int(self.policy[row])

@@ -300,14 +300,12 @@ class Engine:
         policy: int = 0,
         version: int = 0,
         load: Callable[[], None] = lambda: None,
-        *,
-        keep: bool = False,
     ) -> Future[float]:
         """Between two steps, `load` this version of a policy and drop its prefix cache. Running
-        requests continue with the new weights; they recompute their keys, or `keep` them. Returns
-        the seconds for which the engine paused."""
+        requests continue with the new weights, and recompute their keys. Returns the seconds for
+        which the engine paused."""
         done: Future[float] = Future()
-        if not self._queue(lambda: self._swap(done, policy, version, load, keep)):
+        if not self._queue(lambda: self._swap(done, policy, version, load)):
             done.set_exception(PolicyError(self.ending))
         return done
 
@@ -511,7 +509,7 @@ class Engine:
             self._drop_retired()
 
     def _swap(
-        self, done: Future[float], policy: int, version: int, load: Callable[[], None], keep: bool
+        self, done: Future[float], policy: int, version: int, load: Callable[[], None]
     ) -> None:
         if not done.set_running_or_notify_cancel():  # cancelled
             return
@@ -525,7 +523,7 @@ class Engine:
             products.forget(self.model)
             if self.inputs:
                 self.inputs.changed()
-        self.rows.change_version(policy, self.versions[policy], version, keep=keep)
+        self.rows.change_version(policy, self.versions[policy], version)
         self.versions[policy] = version
         done.set_result(time.perf_counter() - started)
 

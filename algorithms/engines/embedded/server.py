@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import Literal, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -347,22 +347,20 @@ class EmbeddedServer:
         max_context: int = 2048,
         threads: int = 0,
         defaults: Sampling = NO_DEFAULTS,
-        keys: Literal["recompute", "keep"] | None = None,
+        in_flight: bool = False,
         access: Access = ANYBODY,
     ) -> None:
         """port: 0: any free one. max_context: maximum tokens of prompt and completion, capped by
         the model's positions. threads: 0: see `engine.threads`. defaults: sampling of requests that
-        do not set it. keys: whether running calls recompute or keep their KV cache when weights
-        change; None: weights do not change while calls run. With a recomputed cache the log-prob of
-        a token is exactly that of its reported version; with a kept cache it is that of the mixture
-        of versions from which the token was sampled. access: API keys and certificate. Serves every
-        existing adapter under its name, and the model without adapters as `name`, if no adapter has
-        that name. Requests without a model name get `name`.
+        do not set it. in_flight: whether weights may change while calls run, which then recompute
+        their KV cache, so that the log-prob of a token is that of its reported version. access: API
+        keys and certificate. Serves every existing adapter under its name, and the model without
+        adapters as `name`, if no adapter has that name. Requests without a model name get `name`.
 
         Logs how the model is computed; raises PolicyError if it cannot be served."""
         self.model = name
         self.base_url = ""
-        self.in_flight, self._keep = keys is not None, keys == "keep"
+        self.in_flight = in_flight
         self._learned = self._copy = model, adapters
         if self.in_flight:
             adapters = adapters and adapters.copy()
@@ -417,7 +415,7 @@ class EmbeddedServer:
         if self.in_flight and self._admission.adapter_of(policy) is not None:
             await self.add(policy, version)
         elif self.in_flight:
-            swap = self._admission.publish(version, policy, self._load, keep=self._keep)
+            swap = self._admission.publish(version, policy, self._load)
             await self._http.run(swap)
         elif self._admission.held:
             await self._http.run(self._admission.publish(version, policy))

@@ -41,7 +41,13 @@ from agentrl.algorithms.engines.base import (
     port_taken,
 )
 from agentrl.algorithms.engines.vllm.child import error_of, is_public_path, to_version
-from agentrl.algorithms.engines.vllm.process import MIN_VLLM, START_POLL, is_old
+from agentrl.algorithms.engines.vllm.process import (
+    MIN_VLLM,
+    START_POLL,
+    START_TIMEOUT,
+    UPDATE_TIMEOUT,
+    is_old,
+)
 from agentrl.algorithms.engines.vllm.protocol import (
     CLOSE,
     HOLD,
@@ -101,9 +107,7 @@ class VllmClient:
                 replies = await self.host.request(method, path, body, self.server)
         except TimeoutError:
             what = "calls in flight did not end" if path == HOLD else "no answer"
-            raise PolicyError(
-                f"vLLM: {path}: {what} within {self.timeout:g} s (engine.vllm.timeout)"
-            ) from None
+            raise PolicyError(f"vLLM: {path}: {what} within {self.timeout:g} s") from None
         for status, answer in replies:
             if status != 200 and not (missing and status == 404):
                 reason = f"{path}: {status} {answer[:300].decode(errors='replace')}"
@@ -220,8 +224,8 @@ class VllmFleet:
         port: int = 0,
         api_key: str = "",
         access: Access = ANYBODY,
-        start_timeout: float = 300.0,
-        timeout: float = 60.0,
+        start_timeout: float = START_TIMEOUT,
+        timeout: float = UPDATE_TIMEOUT,
         adapters: bool = False,
     ) -> None:
         """urls: http://host:port of each server. api_key: sent to the servers. access: who may call
@@ -318,8 +322,8 @@ class VllmFleet:
         while (problem := await self._health_problem(http, url)) is not None:
             if time.monotonic() > deadline:
                 raise PolicyError(
-                    f"engine.vllm.urls: {url} {problem}, for {self._start_timeout:g} s "
-                    "(engine.vllm.start_timeout); start vLLM there"
+                    f"engine.vllm.urls: {url} {problem}, for {self._start_timeout:g} s; start vLLM "
+                    "there"
                 )
             await asyncio.sleep(START_POLL)
         return url
@@ -428,7 +432,7 @@ class VllmFleet:
                     return status, answer
                 self._mark_gone(url, f"{path}: {status} {answer[:300]!r}")
         except TimeoutError:
-            late = f"no answer within {self._timeout:g} s (engine.vllm.timeout)"
+            late = f"no answer within {self._timeout:g} s"
             self._mark_gone(url, f"{path}: {late}")
         except aiohttp.ClientError as error:
             self._mark_gone(url, f"does not answer ({type(error).__name__}: {error})")

@@ -72,6 +72,8 @@ PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
 PARALLEL |= {"--data-parallel-size", "-dp"}
 
 
+START_TIMEOUT = 900.0  # seconds for a server to start: large models are read and compiled
+UPDATE_TIMEOUT = 600.0  # seconds for calls in flight to end before an update, and for the update
 START_POLL = 0.2  # seconds between health checks of a starting child
 
 
@@ -109,15 +111,16 @@ class VllmProcess:
         side_by_side: bool = False,
         memory: float = 0.0,
         media: Sequence[str] = (),
+        start_timeout: float = START_TIMEOUT,
     ) -> None:
         """tool_format: format of the model's tool calls; adapters: number of LoRA adapters to
         reserve; rank: the largest rank; side_by_side: whether two versions of each adapter may run
         concurrently; memory: fraction of the GPU's memory, 0: vLLM's default; media: arguments for
-        images. Raises PolicyError if vLLM is missing or too old."""
+        images; start_timeout: seconds. Raises PolicyError if vLLM is missing or too old."""
         check_installed()
         self.log, self.key, self.url, self.name = log, key, "", POLICY
         self.backend: str | None = None
-        self._tool_format = tool_format
+        self._tool_format, self._start_timeout = tool_format, start_timeout
         self.spans = True
         self.max_adapters, self._side_by_side = adapters, side_by_side
         self.refuses_adapters = "" if adapters else "all weights are trained"
@@ -159,15 +162,13 @@ class VllmProcess:
                 env=environment_without_secrets() | self.environment(),
                 start_new_session=True,  # its own process group, which `stop` ends
             )
-        limit = self._engine.vllm.start_timeout
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(self._start_timeout):
                 await self._healthy()
         except TimeoutError:
             await self.stop()
             raise PolicyError(
-                f"vLLM did not come up within {limit:g} s (engine.vllm.start_timeout); "
-                f"{self.failure_reason()}"
+                f"vLLM did not come up within {self._start_timeout:g} s; {self.failure_reason()}"
             ) from None
         except BaseException:
             await self.stop()

@@ -29,6 +29,7 @@ from agentrl.algorithms.engines.vllm.delivery import ParityCheck, SleepCycle, We
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
 from agentrl.algorithms.engines.vllm.process import (
     PARSER_OPTION,
+    UPDATE_TIMEOUT,
     VllmProcess,
     gpus_taken,
     names_parser,
@@ -70,7 +71,7 @@ class VllmServer:
         *,
         folder: Path,
         method: str = "auto",
-        timeout: float = 60.0,
+        timeout: float = UPDATE_TIMEOUT,
         tolerance: float = 1e-3,
         in_flight: bool = False,
         sleep: int = 0,
@@ -349,10 +350,9 @@ def vllm_server(
             port=engine.port,
             api_key=read_sent_key(engine.vllm.key_env, "engine.vllm.key_env", "the servers'"),
             access=engine.access,
-            start_timeout=engine.vllm.start_timeout,
             # Less than the limit of the whole update, so that a single hanging server is detected
             # first.
-            timeout=0.9 * engine.vllm.timeout,
+            timeout=0.9 * UPDATE_TIMEOUT,
             adapters=bool(learned.adapters),
         )
     else:
@@ -363,8 +363,7 @@ def vllm_server(
                 f"policy.tool_format = {tool_format!r}: vLLM cannot read it; set "
                 f"engine.vllm.arguments = ['{PARSER_OPTION}', ...], with a plug-in of vLLM"
             )
-        copies = 2 if config.eval.concurrent else 1
-        room = copies * len(learned.adapters) + snapshots_served(config)
+        room = len(learned.adapters) + snapshots_served(config)
         host = VllmProcess(
             msgspec.structs.replace(engine, max_context=context),
             folder / "vllm.log",
@@ -383,7 +382,6 @@ def vllm_server(
         host,
         folder=folder / "served",
         method=engine.vllm.sync,
-        timeout=engine.vllm.timeout,
         tolerance=tolerance(config.policy),
         in_flight=in_flight,
         sleep=engine.vllm.sleep,

@@ -83,8 +83,7 @@ class TransferSync(WeightSync):
             client.leave()
             self._engine = None  # the engine's process group waits for a rank that may never join
             raise PolicyError(
-                f"vLLM: weights by {self._backend} did not arrive within {self._timeout:g} s "
-                "(engine.vllm.timeout)"
+                f"vLLM: weights by {self._backend} did not arrive within {self._timeout:g} s"
             ) from None
         # Raised by NCCL, CUDA and vLLM's checks.
         except (RuntimeError, ValueError, OSError) as error:

@@ -57,6 +57,7 @@ from agentrl.core.config import RunConfig
 from agentrl.core.errors import ConfigError, PolicyError, TrainingError
 from agentrl.core.types import POLICY, one_line
 
+CALL_TIMEOUT = 1800.0  # seconds of one call, such as an update, or loading the model
 FREE_WITHIN = 60.0  # seconds to wait for the GPUs of a run that has just ended
 
 
@@ -70,7 +71,7 @@ class VerlWorkers:
     def __init__(self, settings: VerlSettings, frozen: Mapping[str, str]) -> None:
         placed = settings["ray"]
         self.ranks: int = placed["nodes"] * placed["gpus_per_node"]
-        self.timeout: float = placed["timeout"]
+        self.timeout = CALL_TIMEOUT
         self.group: Any = None
         self.pool: Any = None
         self.started_ray = False
@@ -99,8 +100,8 @@ class VerlWorkers:
         except ray.exceptions.GetTimeoutError:
             self.close()
             raise TrainingError(
-                f"verl's workers did not answer {verb!r} within learner.verl.timeout = "
-                f"{self.timeout:g} s; raise it, or see Ray's logs of the workers"
+                f"verl's workers did not answer {verb!r} within {self.timeout:g} s; see Ray's logs "
+                "of the workers"
             ) from None
         except ray.exceptions.RayError as error:
             self.close()

@@ -38,7 +38,7 @@ FIXED_OPTIONS = {
 
 FSDP2, MEGATRON = "fsdp2", "megatron"  # verl's engines that the learner can train with
 BETAS = (0.9, 0.95)  # AdamW's betas
-RAY = ("address", "nodes", "gpus_per_node", "timeout")  # where verl's workers run
+RAY = ("address", "nodes", "gpus_per_node")  # where verl's workers run
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     FSDP2: {"optimizer": "AdamW", "betas": list(BETAS), "lr_scheduler_type": "constant"},

@@ -192,7 +192,7 @@ async def test_adapters_of_several_versions_are_served_side_by_side(tiny_model_d
     adapters = make(tiny_model_dir, {"planner": 4, "solver": 2})
     tokenizer = load_model(tiny_model_dir, device="cpu")[1]
     server = EmbeddedServer(
-        adapters.model, tokenizer, name="planner", adapters=adapters, keys="recompute",
+        adapters.model, tokenizer, name="planner", adapters=adapters, in_flight=True,
         defaults=Sampling(temperature=0.0),
     )  # fmt: skip
     served = server._copy[1]

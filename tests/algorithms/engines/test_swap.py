@@ -30,7 +30,7 @@ class SwappingDesk(Desk):
         model, _ = load_model(directory, device="cpu")
         self.models = [copy.deepcopy(model)]
         super().__init__(model, **settings)
-        self.change, self.keep = change, False
+        self.change = change
 
     def swap(self) -> None:
         """May be called on the engine's thread: the swap is done before its next step."""
@@ -42,7 +42,7 @@ class SwappingDesk(Desk):
         self.models.append(newer)
         weights = newer.state_dict()
         load = lambda: [w.copy_(weights[n]) for n, w in self.model.state_dict().items()]  # noqa: E731
-        self.engine.swap(0, len(self.models) - 1, load, keep=self.keep)
+        self.engine.swap(0, len(self.models) - 1, load)
 
     def swap_after(self, *counts: int) -> Callable[[int], bool]:
         """For `stop` of a call: swaps after these of its tokens, and never stops."""
@@ -116,25 +116,8 @@ def test_with_recomputed_keys_log_probs_are_of_their_version(desks: Any) -> None
     assert any(update.spans == [(0, 3)] for _, update in answers)  # begun after all swaps
 
 
-def test_kept_keys_are_not_read_under_newer_weights(desks: Any) -> None:
-    desk = desks(max_batch=6)
-    desk.keep = True
-    answers = ask_many(desk, 5, 20)
-    for call, update in answers:
-        gaps = desk.gaps(call, update)
-        assert gaps[0].max() < EXACT
-        if len(gaps) > 1:
-            assert gaps[1].max() > EXACT  # of no version: else nothing was kept
-    assert any(len(update.spans) > 1 for _, update in answers)
-    call = answers[0][0]  # its row had kept keys when it ended: they are in no prefix cache
-    again = desk.submit(call.prompt.tolist(), max_tokens=3)
-    assert desk.gaps(again, desk.whole(again))[0].max() < EXACT
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_swap_to_equal_weights_changes_no_token(desks: Any, keep: bool) -> None:
+def test_a_swap_to_equal_weights_changes_no_token(desks: Any) -> None:
     plain, swapped = desks(), desks(change=0.0)
-    swapped.keep = keep
     expected = {c.seed: u for c, u in ask_many(plain)[1:]}
     for call, update in ask_many(swapped, *range(1, 60, 3))[1:]:
         assert update.tokens == expected[call.seed].tokens
@@ -162,7 +145,7 @@ async def test_published_weights_reach_running_calls(
 ) -> None:
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
     first = copy.deepcopy(model)
-    server = EmbeddedServer(model, tokenizer, max_batch=16, keys="recompute")
+    server = EmbeddedServer(model, tokenizer, max_batch=16, in_flight=True)
     await server.start()
     async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
         plain = await complete(client)
@@ -203,10 +186,8 @@ async def test_no_swap_is_waited_for_once_the_engine_is_closed(desks: Any) -> No
         desk.engine.swap(0, 1).result(timeout=5)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_call_may_be_cancelled_before_keys_are_recomputed(desks: Any, keep: bool) -> None:
+def test_a_call_may_be_cancelled_before_keys_are_recomputed(desks: Any) -> None:
     desk = desks()
-    desk.keep = keep
 
     def leave(token: int) -> bool:  # on the engine's thread: both come before the next step
         assert asked.wait(timeout=30)

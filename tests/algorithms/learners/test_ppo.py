@@ -92,7 +92,7 @@ def updater(learner: object, preset: str = "ppo", **settings: object) -> Updater
     algo = registry.make(preset, options, supplies=EVERY_OUTPUT)
     reference_control = settings.pop("reference_control", ReferenceControl())
     preprocessor = Preprocessor(settings.pop("scorers", ()))
-    config = replace(AlgorithmConfig(min_group=1, lr=1e-2), **settings)
+    config = replace(AlgorithmConfig(group_size=1, lr=1e-2), **settings)
     run = RunConfig(steps=10, algorithm=config)
     return Updater(
         run, algo, learner, reference_control=reference_control, preprocessor=preprocessor
@@ -192,7 +192,7 @@ def test_a_reward_model_s_rewards_are_credited() -> None:
 
     algo = registry.make("grpo", {"reward": "length"})
     learner = Recorder({})
-    config = RunConfig(algorithm=AlgorithmConfig(min_group=1))
+    config = RunConfig(algorithm=AlgorithmConfig(group_size=1))
     with pytest.raises(TrainingError, match="a reward 'length'"):
         Updater(config, algo, learner).update(0, example())  # type: ignore[arg-type]
     preprocessor = Preprocessor((RewardModel("length", count),))

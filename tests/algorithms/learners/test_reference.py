@@ -25,11 +25,11 @@ from tests.factories import config
 OWN = ("old", "sampler", "reference", "top_tokens", "entropy", "observations")
 
 
-def learner_with(directory: Path, every: int = 0, mix: float = 1.0) -> TorchLearner:
+def learner_with(directory: Path, every: int = 0) -> TorchLearner:
     model, tokenizer = load_model(directory, device="cpu")
     frozen = load_auxiliary("reference.model", str(directory), model, tokenizer)
     return TorchLearner(
-        model, tokenizer, threads=1, frozen={"reference": Reference(frozen, model, every, mix)}
+        model, tokenizer, threads=1, frozen={"reference": Reference(frozen, model, every)}
     )
 
 
@@ -67,25 +67,6 @@ def test_a_reference_follows_the_policy_every_so_many_steps(
     (tmp_path / REFERENCE).write_bytes(b"half")
     with pytest.raises(PolicyError, match=r"reference\.safetensors is missing or incomplete"):
         resumed.load(tmp_path)
-
-
-def test_a_reference_may_be_a_moving_average_of_the_policy(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    learner, batch = learner_with(tiny_model_dir, every=1, mix=0.25), make_batch()
-    reference = learner.frozen["reference"]
-    average = [p.detach().clone() for p in reference.model.parameters()]
-    for step in range(2):
-        learner.step(batch, psi_for(batch), lr=1e-2)
-        reference.finish(step)
-        now = list(learner.model.parameters())
-        average = [0.75 * old + 0.25 * new for old, new in zip(average, now, strict=True)]
-        for found, expected in zip(reference.model.parameters(), average, strict=True):
-            torch.testing.assert_close(found, expected)
-    learner.save(tmp_path)
-    resumed = learner_with(tiny_model_dir, every=1, mix=0.25)
-    resumed.load(tmp_path)
-    assert torch.equal(resumed.logprobs(batch, "reference"), learner.logprobs(batch, "reference"))
 
 
 def test_a_reference_that_stays_is_not_in_the_checkpoint(
@@ -153,24 +134,13 @@ def test_streams_are_those_that_the_run_file_configures() -> None:
         ("grpo", {"critic": {"model": "shared"}}, "critic.model is set, .* reads no values"),
         ("grpo", {"critic": {"lr": 0.1}}, "critic.lr is set, and there is no critic.model"),
         ("grpo", {"reference": {"every": 3}}, "reference.every is set, .* no penalty towards"),
-        (
-            "ppo+kl",
-            {"critic": {"model": "shared"}, "reference": {"kl_horizon": 5}},
-            "reference.kl_horizon is set, and there is no reference.target_kl",
-        ),
-        (
-            "ppo+kl",
-            {"critic": {"model": "shared"}, "reference": {"mix": 0.5}},
-            "reference.mix is set, and there is no reference.every",
-        ),
         ("grpo", {"teacher": {"model": "x"}}, "teacher.model is set, .* reads no teacher"),
     ],
 )
 def test_what_could_not_matter_is_refused(
     preset: str, sections: dict[str, object], message: str
 ) -> None:
-    options = {"kl": 0.1} if preset == "ppo+kl" else {}
-    algo = registry.make(preset.removesuffix("+kl"), options, supplies=EVERY_OUTPUT)
+    algo = registry.make(preset, {}, supplies=EVERY_OUTPUT)
     with pytest.raises(ConfigError, match=message):
         factory.refuse_unused_settings(config(**sections), algo)
 
@@ -204,7 +174,7 @@ def test_settings_that_matter_pass() -> None:
     algo = registry.make("ppo", {"kl": 0.1}, supplies=EVERY_OUTPUT)
     sections = {
         "critic": {"model": "shared", "lr": 0.1},
-        "reference": {"every": 3, "target_kl": 0.1, "kl_horizon": 5},
+        "reference": {"every": 3, "target_kl": 0.1},
     }
     factory.refuse_unused_settings(config(**sections), algo)
     factory.refuse_unused_settings(config(), registry.make("grpo", {}))

@@ -47,13 +47,6 @@ def update(step: int, *groups: Group, preset: str = "grpo+tis", **settings: Any)
         ({"preset": "reinforce+behaviour"}, r"\+behaviour changes token ratios"),
         ({"preset": "dppo-topk+behaviour"}, "most probable tokens, of which"),
         ({"preset": "grpo+behaviour+tis"}, r"correct for the sampler twice"),
-        (
-            {
-                "preset": "grpo+decoupled", "options": {"decoupled_old": "versions"},
-                "target_kl": 0.1, "epochs": 2,
-            },
-            r"target_kl measures .* decoupled_old",
-        ),
     ],
 )  # fmt: skip
 def test_what_is_blind_to_older_versions_is_refused(settings: Any, message: str) -> None:

@@ -203,7 +203,7 @@ def test_a_step_learns_from_all_of_it(learner: TorchLearner, policy: TrainedPoli
     options = {"streams": {"turn": {"scope": "transition", "gamma": 0.0}}}
     algo = make(preset, options)
     assert {SHOWN, TOLD} < set(algo.rewards)
-    settings = AlgorithmConfig(preset=preset, options=options, min_group=1, lr=1e-2)
+    settings = AlgorithmConfig(preset=preset, options=options, group_size=1, lr=1e-2)
     updater = Updater(
         RunConfig(algorithm=settings), algo, learner, state=AlgorithmState(algo.remembered),
         preprocessor=Preprocessor(tokenizer=policy.tokenizer),

@@ -102,7 +102,7 @@ def test_a_step_scores_what_its_algorithm_reads(
     learner: TorchLearner, policy: TrainedPolicy
 ) -> None:
     algo = make("hcapo", {})
-    config = RunConfig(algorithm=AlgorithmConfig(preset="hcapo", min_group=1))
+    config = RunConfig(algorithm=AlgorithmConfig(preset="hcapo", group_size=1))
     updater = Updater(config, algo, learner, preprocessor=Preprocessor(tokenizer=policy.tokenizer))
     metrics = updater.update(0, [group(policy, rewards=[Reward(value=0.5)])])
     assert metrics["reward/transition:hindsight/frac_missing"] == 0.0

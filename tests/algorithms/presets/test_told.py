@@ -245,7 +245,7 @@ def test_a_call_is_worth_the_difference_of_its_log_probs(
 
 def updater(model: PreTrainedModel, tokenizer: Any, host: str, **options: Any) -> Updater:
     algo = make(f"{host}+told", {f"told_{k}": v for k, v in options.items()}, supplies=ALL_OUTPUTS)
-    settings = AlgorithmConfig(preset=algo.name, min_group=1, lr=1e-2)
+    settings = AlgorithmConfig(preset=algo.name, group_size=1, lr=1e-2)
     reference = {}
     if options.get("teacher") == "reference":
         reference = {"reference": Reference(options_reference(model), model)}
@@ -364,7 +364,7 @@ def test_a_step_that_tells_nothing_is_that_of_the_host(
     """Also where the optimizer has moments of an earlier step, and the groups are flat."""
     made = groups(tokenizer)
     host = exact_model(Path(model.name_or_path))
-    plain = AlgorithmConfig(preset="grpo", min_group=1, lr=1e-2)
+    plain = AlgorithmConfig(preset="grpo", group_size=1, lr=1e-2)
     algo = make("grpo", {}, supplies=ALL_OUTPUTS)
     runs = [
         Updater(RunConfig(algorithm=plain), algo, TorchLearner(host, tokenizer)),

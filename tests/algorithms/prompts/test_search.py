@@ -74,10 +74,9 @@ class Lossy(InProcess):
 
 def test_what_the_searches_reach() -> None:
     found = measure()
-    assert found.keys() == {"gepa", "apo", "blind", "rounds_ratio", "rewrite_over_read"}
+    assert found.keys() == {"gepa", "apo", "blind", "rewrite_over_read"}
     assert found["gepa"] >= 0.95
     assert found["gepa"] - max(found["apo"], found["blind"]) >= 0.25
-    assert found["rounds_ratio"] <= 0.5
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, blind_search])

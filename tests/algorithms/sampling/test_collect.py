@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.presets.registry import make
+from agentrl.algorithms.sampling import collect
 from agentrl.algorithms.sampling.collect import (
     Collected,
     Collector,
@@ -45,7 +46,7 @@ class Killed(Exception):
 
 
 def config(**algorithm: Any) -> RunConfig:
-    settings = {"groups": 3, "group_size": 2, "max_rounds": 3, "dynamic_sampling": True}
+    settings = {"groups": 3, "group_size": 2, "dynamic_sampling": True}
     return factories.config(steps=4, algorithm=settings | algorithm)
 
 
@@ -118,7 +119,7 @@ def inputs(groups: list[Group]) -> list[str]:
 
 
 async def test_without_a_rule_a_step_takes_what_it_asked_for(store: Store) -> None:
-    plain = collector(store, dynamic_sampling=False, max_rounds=None)
+    plain = collector(store, dynamic_sampling=False)
     await store.commit_step(commit(0, await plain.collect(0)))
     collected = await plain.collect(1)
     assert ids(collected.groups) == [f"r/train/g000000{number}" for number in (3, 4, 5)]
@@ -172,8 +173,7 @@ async def test_an_unreadable_group_is_discarded(
     store: Store, caplog: pytest.LogCaptureFixture, again: bool
 ) -> None:
     tasks = [{"input": name} for name in ("good", "foreign", "good", "good", "good", "good")]
-    more = {} if again else {"max_rounds": None}
-    own = collector(store, tasks=tasks, dynamic_sampling=again, **more)
+    own = collector(store, tasks=tasks, dynamic_sampling=again)
     collected = await own.collect(0)
     await store.commit_step(commit(0, collected))
     after = await own.collect(1)
@@ -224,13 +224,16 @@ async def test_groups_that_teach_nothing_are_replaced(store: Store) -> None:
 
 
 async def step_of(store: Store, step: int, tasks: list[Any]) -> Collected:
-    collected = await collector(store, tasks=tasks, max_rounds=9).collect(step)
+    collected = await collector(store, tasks=tasks).collect(step)
     await store.commit_step(commit(step, collected))
     return collected
 
 
-async def test_a_step_does_with_fewer_after_the_last_round(store: Store) -> None:
-    collected = await collector(store, max_rounds=2).collect(0)
+async def test_a_step_does_with_fewer_after_the_last_round(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect, "MAX_ROUNDS", 2)
+    collected = await collector(store).collect(0)
     assert collected.groups == []
     assert len(collected.discarded) == 9  # three, and three more twice
     assert collected.metrics["groups/resampled"] == 6
@@ -286,7 +289,7 @@ async def test_nothing_is_lost_of_what_was_sampled_ahead(store: Store) -> None:
     tasks = [*TASKS, *({"input": "good"} for _ in range(6))]
     seen: list[str] = []
     for step in range(4):
-        ahead = collector(store, tasks=tasks, max_staleness=2, max_rounds=9)
+        ahead = collector(store, tasks=tasks, max_staleness=2)
         collected = await ahead.collect(step)
         assert len(collected.groups) == 3
         await store.commit_step(commit(step, collected))
@@ -301,7 +304,7 @@ async def test_pruned_groups_of_rewound_steps_are_played_again(
     store: Store, ahead: int, resampled: bool
 ) -> None:
     """In the steps that had asked for them, and not replaced by groups of later steps."""
-    rule = {} if resampled else {"dynamic_sampling": False, "max_rounds": None}
+    rule = {} if resampled else {"dynamic_sampling": False}
     tasks = [*TASKS, *({"input": "good"} for _ in range(6))]
     played = collector(store, tasks=tasks, max_staleness=ahead, **rule)
 
@@ -349,7 +352,5 @@ def test_a_preset_or_the_run_file_asks_for_it(
 
 def test_settings_of_what_is_off_are_refused() -> None:
     distill = make("distill", {}, supplies=("teacher",))
-    with pytest.raises(ConfigError, match=r"algorithm\.max_rounds = 3: dynamic sampling is off"):
-        resampling_reward(AlgorithmConfig(max_rounds=3), make("grpo", {}))
     with pytest.raises(ConfigError, match=r"'distill' reads no reward"):
         resampling_reward(AlgorithmConfig(dynamic_sampling=True), distill)

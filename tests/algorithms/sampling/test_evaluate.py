@@ -20,7 +20,6 @@ from agentrl.algorithms.sampling.evaluate import (
     confidence_interval,
     evaluate_heldout,
     few_tasks,
-    has_stalled,
     heldout_scores,
     pass_at,
     score_metrics,
@@ -250,23 +249,6 @@ def test_few_held_out_tasks_say_what_a_score_of_them_is_worth() -> None:
 async def scored(store: Store, *scores: float) -> None:
     for step, score in enumerate(scores):
         await store.log("r", 10 * step, {"eval/score": score})
-
-
-async def test_training_ends_when_held_out_scores_stopped_rising(
-    store: Store, tmp_path: Path
-) -> None:
-    tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
-    await scored(store, 0.9, 0.3, 0.5, 0.4)  # of the untrained policy, after 10, 20 and 30 steps
-    scores = await heldout_scores(store, "r")
-    assert scores == {20: 0.5, 30: 0.4, 10: 0.3}
-    assert not has_stalled(scores, patience=2)
-    await store.log("r", 40, {"eval/score": 0.5})  # as good is no better
-    scores = await heldout_scores(store, "r")
-    assert has_stalled(scores, patience=2)
-    assert not has_stalled(scores, patience=0)
-    assert not has_stalled({}, patience=2)
-    with pytest.raises(ConfigError, match=r"eval.patience counts held-out scores: set eval.every"):
-        factories.config(tmp_path, eval={"patience": 2}, **tasks)
 
 
 async def test_scores_are_compared_by_common_tasks(store: Store, tmp_path: Path) -> None:

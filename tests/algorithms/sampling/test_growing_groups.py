@@ -70,7 +70,7 @@ async def test_killed_anywhere_groups_that_branch_are_the_same(tmp_path: Path, a
 
 async def test_a_group_that_an_earlier_step_took_does_not_grow(tmp_path: Path) -> None:
     """A run that branches from now on had groups sampled ahead of their step."""
-    plain = {"dynamic_sampling": False, "max_rounds": None}
+    plain = {"dynamic_sampling": False}
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store, running(store):
         await store.open_run("r", {})
         await store.enqueue(collector(store).tasks.rollouts(1))

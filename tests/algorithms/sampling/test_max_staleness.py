@@ -165,7 +165,7 @@ async def train(store: SimulatedStore, config: RunConfig, resample: str | None) 
         fresh = withhold(algo, batch, step - ceil(settings.max_staleness))
         terms = objective.loss_terms(fresh, batch, GivenLogProbs(), fresh=True)
         lags.append(int((batch.lag(step)[terms.weight > 0]).max()) if batch.n_tokens else 0)
-        if settings.group_order == "requested" or settings.stale_tokens == "cancel":
+        if settings.group_order == "requested":
             assert fresh is algo  # nothing is withheld
         assert store.outstanding() <= room or store.kill
     assert store.outstanding() == 0 or (settings.group_order == "completed" and store.kill)
@@ -177,7 +177,6 @@ async def train(store: SimulatedStore, config: RunConfig, resample: str | None) 
     [
         *((ahead, {}) for ahead in (0, 0.5, 1, 4)),
         *((ahead, {"group_order": "completed"}) for ahead in (0.5, 1, 4)),
-        *((ahead, {"group_order": "completed", "stale_tokens": "cancel"}) for ahead in (1, 4)),
     ],
 )
 @settings(max_examples=8, deadline=None)

@@ -211,13 +211,11 @@ def test_an_undone_step_is_named_by_its_own_number(caplog: pytest.LogCaptureFixt
         caplog.clear()
 
 
-def test_target_kl_raises_the_default_limit_of_max_kl() -> None:
+def test_the_default_limit_is_for_each_optimizer_step() -> None:
     assert optimize.largest_kl(AlgorithmConfig()) == MAX_KL
-    assert optimize.largest_kl(AlgorithmConfig(target_kl=MAX_KL / 2)) == MAX_KL
-    assert optimize.largest_kl(AlgorithmConfig(target_kl=0.7)) == 0.7
     several = AlgorithmConfig(minibatches=2, epochs=3)
     assert optimize.largest_kl(several) == pytest.approx(6 * MAX_KL)
-    assert optimize.largest_kl(AlgorithmConfig(target_kl=0.7, max_kl=0.1)) == 0.1
+    assert optimize.largest_kl(AlgorithmConfig(max_kl=0.1)) == 0.1
     assert optimize.largest_kl(AlgorithmConfig(max_kl=0.0)) == 0
 
 
@@ -319,7 +317,7 @@ def test_the_critic_beside_keeps_its_step(tiny_model_dir: Path) -> None:
         learner = torch_learner(tiny_model_dir)
         learner.critic = ValueModel(learner.model, lr=1e-2)
         learner.supplies |= {"values"}
-        step = updater(learner, "ppo", lr=1e-2, max_kl=limit, min_group=1)
+        step = updater(learner, "ppo", lr=1e-2, max_kl=limit, group_size=1)
         metrics = step.update(0, [group("a", 1.0, 0.0)])
         assert (metrics["update/undone"] > 0) is bool(limit)
         kept.append(learner.critic.head.bias.detach().clone())

@@ -125,7 +125,7 @@ async def test_a_prompt_shares_cached_keys_only_up_to_another_image() -> None:
 
 
 async def test_an_update_encodes_images_with_the_new_tower() -> None:
-    async with serving("llava", keys="recompute") as (server, http):
+    async with serving("llava", in_flight=True) as (server, http):
         messages = [user(image(png(3)), text("what"))]
         before = await ask(http, messages, temperature=0)
         model = server.network
@@ -140,8 +140,8 @@ async def test_an_update_encodes_images_with_the_new_tower() -> None:
         assert gap(model, after, [png(3)]) <= CLOSE
 
 
-@pytest.mark.parametrize("keys", [None, "recompute"])
-async def test_an_adapter_looks_too(keys: Any) -> None:
+@pytest.mark.parametrize("in_flight", [False, True])
+async def test_an_adapter_looks_too(in_flight: bool) -> None:
     model, tokenizer = vision.make("qwen3_vl", WORDS, seed=1)
     adapters = LoraAdapters(model)
     adapters.add("policy", rank=2, alpha=4, seed=1)
@@ -150,7 +150,7 @@ async def test_an_adapter_looks_too(keys: Any) -> None:
         for weight in adapters.parameters("policy").values():
             weight.normal_(std=0.1)
     server = EmbeddedServer(
-        model, tokenizer, adapters=adapters, threads=1, max_context=256, keys=keys
+        model, tokenizer, adapters=adapters, threads=1, max_context=256, in_flight=in_flight
     )
     await server.start()
     async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1"), timeout=60) as http:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentrl.core.config import RunConfig, resolve
-from agentrl.runners.executors import Executor
+from agentrl.runners.executors import Executor, containers
 from agentrl.runners.executors.factory import make_executor
 
 HERE = Path(__file__).parent
@@ -29,7 +29,7 @@ def settings(kind: str, **runner: Any) -> RunConfig:
     agent = python if kind in PYTHON else command
     runner = {"executor": kind} | ({"pool": {"processes": 1}} if kind == "pool" else {}) | runner
     if kind in ("container", "kubernetes"):
-        own = {"network": "agents", "warm": 1} if kind == "container" else {}
+        own = {"network": "agents"} if kind == "container" else {}
         runner = {**ELSEWHERE, kind: {"image": "agent", **own}} | runner
     data = {
         "name": "test",
@@ -39,6 +39,12 @@ def settings(kind: str, **runner: Any) -> RunConfig:
         "runner": runner,
     }
     return resolve(data, source="test")
+
+
+@pytest.fixture(autouse=True)
+def one_warm_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests count containers."""
+    monkeypatch.setattr(containers, "WARM", 1)
 
 
 @pytest.fixture

@@ -16,20 +16,20 @@ import pytest
 from agentrl.core.config import RunConfig, resolve
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import ErrorKind
+from agentrl.runners.executors import containers
 from agentrl.runners.executors.containers import Containers
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.executors.keeper import owner_of
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 
 OUTSIDE = {"host": "0.0.0.0", "executor": "container"}
-WARM = {"image": "me/agent:1", "network": "agents", "warm": 1}
-COLD = WARM | {"warm": 0}
-DOCKER = WARM | {"cli": "docker"}
+OWN = {"image": "me/agent:1", "network": "agents"}
+DOCKER = OWN | {"cli": "docker"}
 PRINT = "import os, json; print(json.dumps(dict(os.environ)))"
 
 
 def configured(agent: dict[str, Any], **runner: Any) -> RunConfig:
-    runner = OUTSIDE | {"container": WARM} | runner
+    runner = OUTSIDE | {"container": OWN} | runner
     return resolve({"name": "test", "agent": agent, "runner": runner}, source="test")
 
 
@@ -62,7 +62,7 @@ async def test_what_docker_is_asked(
     config = configured(
         {"command": [sys.executable, "-Sc", PRINT], "pass_env": ["MY_*"], "folder": "/app"},
         memory_mb=300,
-        container=WARM | {"options": ["--cap-drop=ALL"]},
+        container=OWN | {"options": ["--cap-drop=ALL"]},
     )
     executor = await make("container", config=config)
     (rollout,) = await bench.run(executor, {"input": "x"})
@@ -97,7 +97,7 @@ async def test_a_workspace_is_mounted_and_tested_in_a_container(
     data = {
         "name": "test",
         "agent": {"command": [sys.executable, "-Sc", PRINT]},
-        "runner": {**OUTSIDE, "container": WARM | {"network": "host"}},
+        "runner": {**OUTSIDE, "container": OWN | {"network": "host"}},
         "workspace": {"source": "task.files", "sandbox": "container", "folder": str(tmp_path)},
     }
     config, url = resolve(data, source="test"), bench.gateway.base_url
@@ -149,7 +149,7 @@ async def test_on_the_hosts_network_the_gateway_is_local(bench: Any, make: Any) 
     config = configured(
         {"command": [sys.executable, "-Sc", PRINT]},
         host="127.0.0.1",
-        container=WARM | {"network": "host"},
+        container=OWN | {"network": "host"},
     )
     (rollout,) = await bench.run(await make("container", config=config), {"input": "x"})
     assert rollout.result["OPENAI_BASE_URL"] == bench.gateway.base_url
@@ -166,9 +166,10 @@ async def test_a_container_that_ran_out_of_time_is_removed(
 
 
 async def test_what_docker_itself_breaks_is_not_the_agents_failure(
-    bench: Any, make: Any, docker: Path
+    bench: Any, make: Any, docker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = await make("container", config=configured({"command": ["cat"]}, container=COLD))
+    monkeypatch.setattr(containers, "WARM", 0)
+    executor = await make("container", config=configured({"command": ["cat"]}))
     down = docker.with_name("docker.log.down")
     down.touch()
     try:

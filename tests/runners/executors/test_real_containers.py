@@ -19,6 +19,7 @@ import pytest
 from agentrl.core.config import RunConfig, resolve
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import ErrorKind, RolloutState
+from agentrl.runners.executors import containers
 from agentrl.runners.executors.containers import ContainerExecutor
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.executors.keeper import OWNER, PREFIX
@@ -41,7 +42,7 @@ Start = Callable[..., Awaitable[ContainerExecutor]]
 
 
 def configured(image: str, program: str = RUN, more: Any = None, **runner: Any) -> RunConfig:
-    container = {"image": image, "cli": ENGINE, "warm": 1} | runner.pop("container", {})
+    container = {"image": image, "cli": ENGINE} | runner.pop("container", {})
     agent = {"command": ["sh", "-c", program]}
     runner = {"executor": "container", "container": container} | runner
     data = {"name": "t", "agent": agent, "runner": runner, **(more or {})}
@@ -103,11 +104,13 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-async def test_a_hostile_agent_hurts_nobody_else(bench: Any, start: Start, what: str) -> None:
+async def test_a_hostile_agent_hurts_nobody_else(
+    bench: Any, start: Start, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A neighbour works at the same time, and the next rollout afterwards."""
     program, says = HOSTILE[what]
-    limits = {"options": ["--pids-limit=50"], "disk_mb": 200}
-    executor = await start(container=limits, memory_mb=60)
+    monkeypatch.setattr(containers, "DISK_MB", 200)
+    executor = await start(container={"options": ["--pids-limit=50"]}, memory_mb=60)
     hostile, fine, after = await bench.run(
         executor,
         *({"input": text} for text in (program, "sleep 2; echo fine", "echo fine")),
@@ -124,8 +127,11 @@ async def test_a_hostile_agent_hurts_nobody_else(bench: Any, start: Start, what:
         assert hostile.rewards == []
 
 
-async def test_a_container_is_gone_when_its_time_is_over(bench: Any, start: Start) -> None:
-    executor = await start("(sleep 1000 &); sleep 1000", container={"warm": 0})
+async def test_a_container_is_gone_when_its_time_is_over(
+    bench: Any, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "WARM", 0)
+    executor = await start("(sleep 1000 &); sleep 1000")
     (rollout,) = await bench.run(executor, {"input": "x"}, timeout=3.0)
     assert rollout.failure.kind is ErrorKind.TIMEOUT, rollout.failure
     await until_none_is_left(executor._containers.cli.owner)

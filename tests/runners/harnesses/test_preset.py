@@ -71,7 +71,7 @@ async def test_a_program_finds_prompt_address_and_a_home_of_its_own(
     rules = load_preset("presets.py:odd", odd).match
     bench.gateway.attempts.features = run_features(bench.store, RunConfig(), rules)
     command = [str(odd / "odd"), "--fast"]
-    started = executor(bench, odd, command=command, env={"MINE": "1"}, context=999)
+    started = executor(bench, odd, command=command, env={"MINE": "1"})
     await started.start()
     one, two = await bench.run(started, {"input": "fix it"}, {"input": {"n": 2}})
     await started.close()
@@ -86,7 +86,7 @@ async def test_a_program_finds_prompt_address_and_a_home_of_its_own(
     assert not Path(seen["HOME"]).exists()
     root = bench.gateway.base_url.removesuffix("/v1")
     assert seen["ODD"] == f"{root} {seen['config']['key']}"
-    assert (seen["config"]["url"], seen["config"]["context"]) == (bench.gateway.base_url, 999)
+    assert (seen["config"]["url"], seen["config"]["context"]) == (bench.gateway.base_url, 32_768)
     assert seen["MINE"] == "1"
     (call,) = (await bench.store.trace(one.id)).transitions
     assert call.exact

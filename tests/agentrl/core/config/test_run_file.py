@@ -65,7 +65,6 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[sampling]\ntop_k = -1", [], r"sampling\.top_k = -1; it must be 0 \(no limit\)"),
         ("[metrics]\nsinks = ['mlflow', 'mlflow']", [], r"metrics\.sinks names 'mlflow' twice"),
         ("[sampling]\nmax_tokens = 0", [], r"sampling\.max_tokens = 0; it must be 1 or above"),
-        ("[algorithm]\nmin_group = 9", [], r"min_group = 9 drops every group of .*group_size = 8"),
         ("[algorithm]\nmax_staleness = -1", [], r"algorithm\.max_staleness"),
         ("steps = 9\n[algorithm]\nmax_staleness = 10", [], r"max_staleness = 10 .* steps = 9"),
         (
@@ -85,27 +84,9 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             r"async_sampling = 'none' .*max_staleness = 1 requests it; remove one",
         ),
         (
-            "[engine]\nkv_on_update = 'keep'",
+            "[algorithm]\ngroup_order = 'ready'\nmax_staleness = 1\nbranching = {kind = 'mc'}",
             [],
-            r"engine\.kv_on_update = 'keep' has no effect .* remove it",
-        ),
-        (
-            "[algorithm]\nasync_sampling = 'in_flight'\nmax_staleness = 1\n"
-            "[engine]\nkind = 'vllm'\nkv_on_update = 'keep'",
-            [],
-            r"kv_on_update = 'keep': .*log-probs are compared .* falsify",
-        ),
-        (
-            "[algorithm]\nstale_tokens = 'cancel'\nmax_staleness = 1",
-            [],
-            r"stale_tokens = 'cancel': .* never get too old",
-        ),
-        ("[algorithm]\ngroup_quorum = 9", [], r"group_quorum = 9: .*group_size = 8"),
-        ("[algorithm]\ngroup_quorum = 1", [], r"group_quorum = 1: .*min_group = 2"),
-        (
-            "[algorithm]\ngroup_quorum = 5\nbranching = {kind = 'mc'}",
-            [],
-            r"group_quorum: rollouts join a group when all of its own have ended",
+            r"group_order: rollouts join a group when all of its own have ended",
         ),
         ("", ["algorithm.min_lr=1e-7"], r"algorithm\.min_lr: a constant"),
         (
@@ -113,17 +94,11 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             ["algorithm.schedule=cosine", "algorithm.min_lr=1"],
             r"algorithm\.min_lr: it is above algorithm\.lr = 1e-06",
         ),
-        ("", ["algorithm.target_kl=0.1"], r"algorithm\.target_kl: a batch is"),
         ("[selfplay]\nopponents = 'latest'", [], r"selfplay\.seats is missing"),
         ("[[roles.match]]\nmodel = 'x'", [], r"roles\.match\[0\]\.role is missing"),
         ("[runner]\nexecutor = 'container'", [], r"runner\.container\.image is missing"),
         (
-            "[data]\nname = 'likes'\n[algorithm]\ngroup_quorum = 4",
-            [],
-            r"has no effect in a run on \[data\]",
-        ),
-        (
-            "[data]\nname = 'likes'\n[algorithm]\ngroup_deadline = 9.0",
+            "[data]\nname = 'likes'\n[algorithm]\ngroup_size = 4",
             [],
             r"has no effect in a run on \[data\]",
         ),
@@ -143,8 +118,12 @@ def test_every_mistake_is_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_a_group_may_need_all_of_its_rollouts(tmp_path: Path) -> None:
-    assert load(run_file(tmp_path, "[algorithm]\nmin_group = 8\n")).algorithm.group_size == 8
+@pytest.mark.parametrize(("size", "least"), [(1, 1), (2, 2), (8, 2)])
+def test_one_rollout_is_a_group_only_where_it_is_alone(
+    tmp_path: Path, size: int, least: int
+) -> None:
+    config = load(run_file(tmp_path, f"[algorithm]\ngroup_size = {size}\n"))
+    assert config.algorithm.min_group == least
 
 
 def test_a_limit_may_be_infinite(tmp_path: Path) -> None:
@@ -164,14 +143,14 @@ def test_printed_settings_read_back_the_same(tmp_path: Path) -> None:
 
 
 def test_settings_of_vllm_are_refused_without_it() -> None:
-    tables = {"kind": "vllm", "vllm": {"timeout": 5.0, "arguments": ["--seed", "1"]}}
-    assert resolve({"engine": tables}, source="test").engine.vllm.timeout == 5.0
-    with pytest.raises(ConfigError, match=r"test: engine\.vllm\.timeout is for engine\.kind = 'v"):
+    tables = {"kind": "vllm", "vllm": {"key_env": "KEY", "arguments": ["--seed", "1"]}}
+    assert resolve({"engine": tables}, source="test").engine.vllm.key_env == "KEY"
+    with pytest.raises(ConfigError, match=r"test: engine\.vllm\.key_env is for engine\.kind = 'v"):
         resolve({"engine": tables | {"kind": "embedded"}}, source="test")
 
 
 def test_settings_of_a_vllm_child_are_refused_for_servers_that_run_already() -> None:
-    vllm = {"urls": ["http://127.0.0.1:8000"], "start_timeout": 5.0}
+    vllm = {"urls": ["http://127.0.0.1:8000"], "key_env": "KEY"}
     resolve({"engine": {"kind": "vllm", "vllm": vllm}}, source="test")
     for name, value in {"arguments": ["--seed", "1"], "gpu_memory": 0.5}.items():
         tables = {"kind": "vllm", "vllm": vllm | {name: value}}
@@ -208,9 +187,8 @@ def test_upstreams_and_roles_survive_the_dry_run(tmp_path: Path) -> None:
     assert load(printed) == msgspec.structs.replace(config, file="")
 
 
-def test_a_schedule_has_a_floor_and_a_batch_may_end_early(tmp_path: Path) -> None:
-    fine = ["algorithm.schedule=linear", "algorithm.min_lr=1e-7", "algorithm.epochs=2"]
-    load(run_file(tmp_path, ""), [*fine, "algorithm.target_kl=0.1"])
+def test_a_schedule_has_a_floor(tmp_path: Path) -> None:
+    load(run_file(tmp_path, ""), ["algorithm.schedule=linear", "algorithm.min_lr=1e-7"])
 
 
 @pytest.mark.parametrize(
@@ -267,8 +245,8 @@ def test_stored_settings_are_read_as_they_were() -> None:
 
 
 def test_sinks_from_outside_are_named_by_file() -> None:
-    metrics = {"sinks": ["mine.py:write"], "options": {"every": 2}}
-    assert resolve({"metrics": metrics}, source="test").metrics.options == {"every": 2}
+    sinks = ["mine.py:write"]
+    assert resolve({"metrics": {"sinks": sinks}}, source="test").metrics.sinks == sinks
     with pytest.raises(ConfigError, match=r"metrics\.sinks: 'mlflo'; did you mean 'mlflow'\?"):
         resolve({"metrics": {"sinks": ["mlflo"]}}, source="test")
 

@@ -241,7 +241,7 @@ async def test_an_update_that_hangs_is_a_sentence_in_time(
         os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
     try:
-        with pytest.raises(PolicyError, match=r"no answer within 1 s \(engine\.vllm\.timeout\)"):
+        with pytest.raises(PolicyError, match="no answer within 1 s"):
             await server.publish(7)
         assert time.monotonic() - began < 10
     finally:

@@ -39,14 +39,14 @@ def config(folder: Path, model: Path) -> RunConfig:
     run = steady.config(folder, model)
     address = os.environ.get("RAY_ADDRESS", "")
     nodes = {"nodes": 2, "address": address} if address else {"gpus_per_node": 2}
-    placed = VerlConfig(**nodes, attention="sdpa", timeout=180.0)
+    placed = VerlConfig(**nodes, attention="sdpa")
     return replace(
         run,
         steps=3,
         learner=VerlLearnerConfig(token_budget=run.learner.token_budget, verl=placed),
         algorithm=replace(run.algorithm, preset="ppo", options={"kl": 0.1}, epochs=1),
         critic=CriticConfig(model="copy", lr=1e-3),
-        reference=ReferenceConfig(every=2, target_kl=0.01, kl_horizon=100),
+        reference=ReferenceConfig(every=2, target_kl=0.01),
     )
 
 
