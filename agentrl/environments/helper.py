@@ -62,8 +62,9 @@ def _done(request: Request) -> Any:
         with explained(named, "raised in solution"):
             return made(named).solution(request.given)
     given: Any = request.given
-    inside = tracing.install().attempt(request.attempt) if request.attempt else nullcontext()
-    with inside:  # of no attempt is what an audit scores
+    # An audit and `agentrl rescore` score results outside of any attempt.
+    traced = tracing.install().attempt(request.attempt) if request.attempt else nullcontext()
+    with traced:
         return msgspec.to_builtins(asyncio.run(verified(named, given, request.result)))
 
 

@@ -190,7 +190,7 @@ class Request(msgspec.Struct, frozen=True):
     named: Named
     given: Json = None
     result: Json = None
-    attempt: str = ""  # in whose trace a verifier runs
+    attempt: str = ""  # in whose trace a verifier runs, if it scores a rollout
 
 
 class HelperAnswer(msgspec.Struct, frozen=True):

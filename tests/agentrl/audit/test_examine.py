@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.audit.attacks import Source, source_of
+from agentrl.audit.answers import Search
+from agentrl.audit.attacks import Case, Source, source_of
 from agentrl.audit.examine import examine
 from agentrl.audit.report import AuditReport
-from agentrl.audit.scoring import Scorer, Subject
+from agentrl.audit.scoring import Score, Scorer, Subject
 from agentrl.runners.scoring import Verifier
 from tests.benchmarks.verifiers import holes, honest, tasks
 
@@ -301,6 +302,25 @@ async def test_time_ends_an_audit_of_a_slow_verifier() -> None:
     report = await audited(slow, seconds=1.0)
     assert report.seconds < 5
     assert report.tasks <= 8
+
+
+async def test_a_verifier_that_is_slow_for_what_it_can_read_is_slow() -> None:
+    async def parses(task: Task, result: str) -> float:
+        if re.search(r"\d", result):
+            await asyncio.sleep(0.05)
+            return 1.0
+        return 0.0
+
+    rows = [{"input": f"Make {n}.", "answer": f"{n} + 0"} for n in range(24, 60)]
+    subject = Subject("v", Scorer(Verifier(parses), timeout=5.0), rows)
+    cases = [Case(at, row, row["input"]) for at, row in enumerate(rows)]
+
+    async def score(case: Case, result: Any) -> Score:
+        return await subject.scorer.score(case.task, result)
+
+    found = await Search(subject, score, time.monotonic() + 3.0).run(cases)
+    assert found.slow
+    assert len(found.cases) == 8
 
 
 async def test_a_verifier_that_hangs_has_no_more_time() -> None:

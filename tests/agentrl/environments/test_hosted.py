@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.audit.scoring import trace_of
 from agentrl.audit.subjects import audit_run
 from agentrl.core.config.derived import Named
 from agentrl.core.errors import ConfigError
@@ -133,6 +134,15 @@ async def test_a_verifier_that_hangs_is_ended_and_others_go_on(bench: Bench, pla
     states = [rollout.state for rollout in rollouts]
     assert states == [RolloutState.SUCCEEDED, RolloutState.FAILED, RolloutState.SUCCEEDED]
     assert "longer than 8 s" in rollouts[1].failure.message
+
+
+async def test_results_are_scored_there_outside_of_rollouts(elsewhere: Path) -> None:
+    """As an audit and `agentrl rescore` do."""
+    named = Named.read("worlds.py:Questions:x", {"python": str(elsewhere)}, HERE)
+    task: dict[str, Any] = {"input": "train 1", "answer": "1"}
+    for result, outcome in (("1", 1.0), ("2", 0.0)):
+        rows = await hosted.verifier(named)(task, result, trace_of(task, result))
+        assert {row.name: row.value for row in rows}["outcome"] == outcome
 
 
 async def test_a_helper_ends_with_its_starter() -> None:
