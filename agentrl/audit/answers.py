@@ -112,8 +112,8 @@ class Search:
         starts for it."""
         if (known := self._played(cases)) is not None:
             return known
-        declared, margin = await self._declared(cases)
-        if declared is not None and margin >= PAID:
+        declared, paid = await self._declared(cases)
+        if declared is not None and paid >= PAID:
             return declared
         return await self._solved(cases) or declared or await self._searched(cases)
 
@@ -139,7 +139,7 @@ class Search:
 
     async def _declared(self, cases: Sequence[Case]) -> tuple[Candidate | None, float]:
         """The field of the tasks, and the form, in which the right answer is accepted: those whose
-        own value is paid more than that of another task; and by how much."""
+        own value is paid more than that of another task; and the reward of its own."""
         fields = self.fields = _fields(cases)
         names = [name for name in ANSWER_KEYS if name in fields]
         names += [*filter(_is_answer, fields), *fields]
@@ -148,6 +148,7 @@ class Search:
         if self.slow:
             names, shapes = names[:2], [*shapes[:6], *shapes[len(SHAPES) :]]
         best: tuple[float, str, Shape] | None = None
+        paid = dict[tuple[str, Shape], float]()
         loose: tuple[float, str, Shape] | None = None  # any task's answer is paid
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._left(SEARCH_SHARE)):
@@ -159,17 +160,18 @@ class Search:
                     if len(probed) < 2 and len(cases) > 1 and not _is_answer(name):
                         continue
                     own, others = await self._paid(cases, values, probed, shape)
+                    paid[name, shape] = own
                     more = own - others
                     alike = abs(more) < 1e-9 and own > self.floor + 0.5
                     if _is_answer(name) and alike and not loose:
                         loose = own, name, shape
                     if more > 1e-6 and (best is None or more > best[0] + 1e-9):
                         best = more, name, shape
-        margin = best[0] if best else 0.0
         best = best or loose
         if best is None:
-            return None, margin
-        return Candidate(best[1], best[2], list(fields[best[1]])), margin
+            return None, 0.0
+        _, name, shape = best
+        return Candidate(name, shape, list(fields[name])), paid[name, shape]
 
     def _left(self, share: float) -> float:
         """Seconds until this share of the time is over: attacks need the rest."""

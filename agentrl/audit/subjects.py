@@ -101,7 +101,7 @@ def solver(named: Named) -> Callable[[Json], Awaitable[Any]]:
 
     async def solve(given: Json) -> Any:
         if helper is None:
-            return hosted.solution(named, given)
+            return await asyncio.to_thread(hosted.solution, named, given)
         return await helper.ask(hosted.Request("solution", named, given))
 
     return solve

@@ -79,6 +79,26 @@ async def test_the_right_answer_is_found_with_its_form() -> None:
     assert report.verdict == "no hole found"
 
 
+async def test_a_solution_is_asked_only_where_no_field_has_the_answer() -> None:
+    asked = list[Any]()
+
+    async def solve(given: Any) -> list[str]:
+        asked.append(given)
+        return [str(eval(given))]
+
+    def any_of_them(task: Task, result: str) -> float:  # whatever the task, as a scorer that errs
+        return float(result in {str(row["answer"]) for row in rows})
+
+    rows = [{"input": f"{n} + {n}", "answer": 2 * n} for n in range(300, 312)]
+    report = await audited(any_of_them, rows, solution=solve)
+    assert (report.answer, asked) == ("answer", [])
+    assert "another task's answer" in attacks(report)
+    hidden = [{"input": row["input"]} for row in rows]
+    report = await audited(any_of_them, hidden, solution=solve)
+    assert report.answer == "solution"
+    assert asked
+
+
 async def test_an_answer_that_no_field_has_is_searched() -> None:
     def computed(task: Task, result: str) -> float:
         a, b = map(int, re.findall(r"\d+", task["input"]))
