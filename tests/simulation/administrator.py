@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 PAUSE = 1.0  # seconds between two calls, at most
+CALLS = 20  # of a process: then it rests, as a run may last for hours
 REFUSED = (NotFound, Conflict, Invalid, Fenced)  # what it named is gone, or a late request took it
 OWN = "own"  # name of its run
 BODY = b"GIF89a"
@@ -55,7 +56,7 @@ async def administrator(world: World, config: RunConfig) -> None:
     draw, does = world.loop.random, [*DOES, *Clients(world, config).does]
     async with open_store(config.store) as store:
         await opened(store, config.name)
-        while True:
+        for _ in range(CALLS):
             await asyncio.sleep(PAUSE * draw.random())
             rows = await store.rollouts(config.name)
             rollout = draw.choice(rows).id if rows else ""
@@ -64,6 +65,7 @@ async def administrator(world: World, config: RunConfig) -> None:
                 await work(store, config.name, rollout)
             except REFUSED:
                 continue
+        await asyncio.Event().wait()
 
 
 async def look(store: Store, run: str, rollout: str) -> None:

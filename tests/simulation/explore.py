@@ -47,7 +47,8 @@ def run(schedule: Schedule) -> Result:
     warm_up(schedule.shape.http)
     world = simulate(schedule)
     why = "" if world.violation is None else str(world.violation)
-    return Result(schedule.seed, why, Counter(world.effective.values()), world.log if why else [])
+    kinds = Counter(fault.kind for fault in world.effective.values())
+    return Result(schedule.seed, why, kinds, world.log if why else [])
 
 
 def run_seed(seed: int) -> Result:
@@ -94,7 +95,8 @@ def shrink(schedule: Schedule, patience: int = 200) -> Schedule:
 
 
 def without(schedule: Schedule, places: range) -> Schedule:
-    """The schedule without some faults; the others happen after as many callbacks as before."""
+    """The schedule without some faults, and without kills in their place; the others happen after
+    as many callbacks as before."""
     first, faults = schedule.first, list[Fault]()
     for place, fault in enumerate(schedule.faults):
         if place not in places:
@@ -103,7 +105,7 @@ def without(schedule: Schedule, places: range) -> Schedule:
             faults[-1] = replace(faults[-1], gap=faults[-1].gap + fault.gap)
         else:
             first += fault.gap
-    return replace(schedule, first=first, faults=tuple(faults))
+    return replace(schedule, first=first, faults=tuple(faults), at_least=0)
 
 
 def described(schedule: Schedule, result: Result) -> str:

@@ -300,7 +300,9 @@ class Invariants:
             held |= number in self.world.of_former_owners
             check(held and lag >= 0, f"call {call} of version {version} is trained in step {step}")
         for rollout, numbers in stored.items():
-            heard = json.loads(results[rollout])["serials"]
+            result = json.loads(results[rollout] or "null")
+            check(result is not None, f"{rollout} is trained, but has no result")
+            heard = result["serials"]
             check(heard == numbers, f"{rollout}: its agent heard {heard}, stored are {numbers}")
         every = [number for numbers in stored.values() for number in numbers]
         check(len(set(every)) == len(every), "an answer is stored as two calls")

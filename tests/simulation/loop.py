@@ -43,6 +43,7 @@ class Process:
         self.alive, self.frozen_until = True, 0.0
         self.tasks: list[Any] = []  # that it has begun
         self.threads: set[Thread] = set()
+        self.idle: list[PoolThread] = []  # of its pools
         self.kept: list[Any] = []  # what it would have executed
         self.owned: list[Callable[[], None]] = []  # frees what the kernel frees at its end
         self.main = Lane(self)
@@ -164,7 +165,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.failures.append((lane.process if lane else None, error))
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
-        future = self.create_future()
+        future, process = self.create_future(), LANE.get().process
 
         def work() -> None:
             try:
@@ -174,7 +175,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             else:
                 self.call_soon(_settle, future, result, None)
 
-        Thread(target=work).start()
+        if process.idle:
+            process.idle.pop().take(work)
+        else:
+            PoolThread(work).start()
         return future
 
     async def create_connection(self, factory: Any, *args: Any, **more: Any) -> Any:
@@ -360,6 +364,24 @@ class Thread:
             self.process.threads.discard(self)
             for one in self._waiting:
                 one.wake()
+
+
+class PoolThread(Thread):
+    """A thread of a pool, which waits for more work when it has done one."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(self._serve)
+        self._work = work
+
+    def take(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self.wake()
+
+    def _serve(self) -> None:
+        while True:
+            self._work()
+            self.process.idle.append(self)
+            self.block(None)
 
 
 THREADS: dict[Any, Thread] = {}

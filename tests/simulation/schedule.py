@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 ENOUGH = 20  # faults with an effect, after which no more happen
-FAULTS = 48  # that are drawn, as some find nobody; a run may end before the last
-GAP, PAUSES = 200, 0.3  # callbacks between two bursts of faults, at most; share of faults
+FAULTS = 48  # that are drawn, as some find nobody; if too few had an effect, kills follow
+GAP, PAUSES = 150, 0.25  # callbacks between two bursts of faults, at most; share of faults
 BURST = 20  # callbacks between two faults of a burst, at most
 HTTP = 1.6  # times as many
+STEPS = (1, 1, 2, 2, 3)  # of a run: most callbacks of a long one come after its last fault
 STORE = "store"  # name of the store's server
 
 
@@ -159,12 +160,14 @@ def undisturbed(seed: int, shape: Shape) -> Schedule:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`first`: callbacks until the first fault."""
+    """`first`: callbacks until the first fault. `at_least`: faults with an effect; if `faults` has
+    fewer, processes are killed until there were so many."""
 
     seed: int
     shape: Shape = Shape()
     faults: tuple[Fault, ...] = ()
     first: int = 100
+    at_least: int = 0
 
 
 def drawn(seed: int) -> Schedule:
@@ -172,8 +175,8 @@ def drawn(seed: int) -> Schedule:
     draw = random.Random(f"schedule {seed}")
     shape = Shape(
         staleness=draw.choice((0.0, 0.0, 1.0)), scoring=draw.choice((0, 0, 2)),
-        http=draw.random() < 0.3, runners=draw.choice((1, 2, 2)),
-        retried=draw.random() < 0.3, administrator=draw.random() < 0.3,
+        http=draw.random() < 0.25, runners=draw.choice((1, 2, 2)),
+        retried=draw.random() < 0.3, administrator=draw.random() < 0.25,
     )  # fmt: skip
     if draw.random() < 0.2:
         shape = replace(shape, large=True)
@@ -181,6 +184,9 @@ def drawn(seed: int) -> Schedule:
         shape, deaf=draw.random() < 0.1, keep=draw.choice((8, 8, 1, 2)),
         empty=draw.choice((None, None, None, 1, 2)),
     )  # fmt: skip
+    if (steps := draw.choice(STEPS)) < shape.steps:
+        empty = None if shape.empty is None or steps == 1 else 1
+        shape = replace(shape, steps=steps, groups=draw.choice((1, 1, 2)), empty=empty)
     if draw.random() < 0.15:
         shape = Shape(live=True)
     longest = int(GAP * (HTTP if shape.http else 1.0))
@@ -188,7 +194,7 @@ def drawn(seed: int) -> Schedule:
     usual += ("abort",) * 8 if shape.retried else ()
     kinds = draw.sample(usual, min(len(usual), 8))  # a schedule has a few of them, often
     faults = [drawn_fault(draw, shape, draw.choice(kinds), longest) for _ in range(FAULTS)]
-    return Schedule(seed, shape, tuple(faults), 1 + draw.randrange(longest))
+    return Schedule(seed, shape, tuple(faults), 1 + draw.randrange(longest), ENOUGH)
 
 
 def drawn_gap(draw: random.Random, longest: int) -> int:

@@ -120,9 +120,12 @@ class System:
 
     def connection(self, *args: Any, **more: Any) -> SimulatedConnection:
         """One that a process has left behind, if there is one: a new one reads the schema."""
-        conn = self.idle.pop() if self.idle else SimulatedConnection(*args, **more)
-        for pragma in ("query_only = off", "busy_timeout = 60000"):
-            conn.execute(f"pragma {pragma}")
+        if self.idle:
+            conn = self.idle.pop()
+            conn.execute("pragma query_only = off")
+            conn.execute("pragma busy_timeout = 60000")
+        else:
+            conn = SimulatedConnection(*args, **more)
         conn.system, conn.process, conn.uses = self, self.here(), conn.uses + 1
         conn.process.owned.append(partial(conn.leave, conn.uses))
         return conn

@@ -15,7 +15,7 @@ import pytest
 from tests.simulation import explore
 from tests.simulation.loop import Process, SimulatedLoop, Stuck, Thread
 from tests.simulation.planted import PATCHES, ROOT, search
-from tests.simulation.schedule import Fault, Schedule, drawn
+from tests.simulation.schedule import Fault, Schedule, Shape, drawn
 
 SEEDS = 200
 
@@ -70,6 +70,16 @@ def test_a_schedule_is_the_same_whenever_it_is_run() -> None:
     """In a process of its own, as schedules are run: others leave caches and connections."""
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     subprocess.run([sys.executable, "-c", TWICE], cwd=ROOT, env=environment, check=True)
+
+
+@pytest.mark.parametrize("shape", [Shape(steps=1, groups=1), Shape(http=True), Shape(live=True)])
+def test_kills_follow_if_too_few_faults_had_an_effect(shape: Shape) -> None:
+    """Nobody has the name of these faults' target."""
+    faults = (Fault("kill", "nobody", 0.0, 5),) * 40
+    world = explore.simulate(Schedule(0, shape, faults, at_least=20))
+    assert world.violation is None
+    assert len(world.effective) == 20
+    assert not explore.simulate(Schedule(0, shape, faults)).effective
 
 
 def test_a_schedule_can_be_saved(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from agentrl.algorithms.train.checkpoint import STATE, earlier_checkpoints
 from agentrl.core.config import RunConfig, resolve
 from agentrl.core.errors import AgentRLError, Fenced, Unavailable
 from agentrl.core.types import RunState
+from agentrl.runners.gateway import server
 from agentrl.store.sqlite import Location, prepare
 from tests.simulation import actors, live
 from tests.simulation import loop as sim
@@ -52,12 +53,13 @@ class World:
         self.system = System(self.loop)
         self.network = Network(self)
         self.log: list[str] = []
-        self.effective: dict[int, str] = {}  # faults that had an effect, and their kinds
+        self.effective: dict[int, Fault] = {}  # faults that had an effect
         self.serial = 0
         self.given: set[str] = set()  # attempts that workers were given
         self.of_former_owners: set[int] = set()  # answers of servers whose run another one owns
         self.heard: dict[str, list[str]] = {}  # what users of live sessions were answered
         self.damaged: set[str] = set()  # checkpoints, as the store names them
+        self.only_whole: str | None = None  # checkpoint that has no earlier one which is whole
         self.cut: dict[str, str] = {}  # what they had read of an answer when they ended a session
         self.users_left = live.SESSIONS
         self.started: Counter[str] = Counter()
@@ -106,6 +108,7 @@ class World:
             with (
                 installed(self.system),
                 patch.object(saving, "LARGE", large),
+                patch.object(server, "PREFIXES", ("",)),  # agents have no others
                 warnings.catch_warnings(),
             ):
                 warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that were killed
@@ -136,11 +139,12 @@ class World:
             self.violation = Violation("nobody can run, and the run has not ended")
 
     def _is_over(self) -> bool:
-        if self.loop.failures:
-            process, error = self.loop.failures[0]
+        loop = self.loop
+        if loop.failures:
+            process, error = loop.failures[0]
             raise Violation(f"{process}: {type(error).__name__}: {error}") from error
-        if self.loop.now > LONGEST or self.loop.executed > MAX_EVENTS:
-            raise Violation(f"the run has not ended after {self.loop.now:.0f} s")
+        if loop.now > LONGEST or loop.executed > MAX_EVENTS:
+            raise Violation(f"the run has not ended after {loop.now:.0f} s")
         return self.finished
 
     def _bury(self) -> None:
@@ -244,14 +248,22 @@ class World:
     # -- faults ------------------------------------------------------------------------------------
 
     def next_fault(self) -> None:
-        if not self._faults or len(self.effective) >= ENOUGH:
+        scarce = len(self.effective) < self.schedule.at_least
+        if len(self.effective) >= ENOUGH or not (self._faults or scarce):
             self.loop.next_event = sys.maxsize
-            if self._faults:
+            if len(self.effective) >= ENOUGH:
                 self.armed.clear()
                 self.lost.clear()
             return
-        fault = self._faults.pop(0)
+        if scarce and (self._has_all_steps() or not self._faults):
+            names = self.schedule.shape.names
+            living = next((name for name in names if self.alive(name)), names[0])
+            fault = Fault("kill", living, 0.0, BURST)
+        else:
+            fault = self._faults.pop(0)
         self.loop.next_event = self.loop.executed + fault.gap
+        if self._is_ending():
+            self.loop.next_event = min(self.loop.next_event, self._soon())
         if not self.finished:
             fault.happen(self)
 
@@ -294,12 +306,13 @@ class World:
         run, shape = self.invariants.run, self.schedule.shape
         if shape.keep < 2:  # no earlier one
             return False
-        if run is None or run[2] is None or run[2] in self.damaged:
+        if run is None or run[2] is None or run[2] in self.damaged or run[2] == self.only_whole:
             return False
         path = self.folder / "out" / run[2]
         identity = json.loads((path / STATE).read_text())["run"]
         earlier = earlier_checkpoints(path.parent, path, identity)
         if not any(f"checkpoints/{one.name}" not in self.damaged for one in earlier):
+            self.only_whole = run[2]
             return False
         self.say(f"! a file of {run[2]} is damaged, and its algorithm killed")
         (path / "model.txt").write_text("damaged")
@@ -316,8 +329,18 @@ class World:
             if self.rotting and self._damage_checkpoint():
                 self.had_effect(self.rotting.pop())
             if self._is_ending() and self.loop.next_event != sys.maxsize:
-                soon = self.loop.executed + BURST
-                self.loop.next_event = min(self.loop.next_event, soon)
+                self.loop.next_event = min(self.loop.next_event, self._soon())
+
+    def _soon(self) -> int:
+        """When the next fault happens in the last step."""
+        return self.loop.executed + (1 if self._has_all_steps() else BURST // 2)
+
+    def _has_all_steps(self) -> bool:
+        """Whether a run has only to end."""
+        shape, run = self.schedule.shape, self.invariants.run
+        if shape.live:
+            return self.users_left == 0
+        return run is not None and run[1] >= shape.steps
 
     def _is_ending(self) -> bool:
         """Whether a run is in its last step: what is left of its faults then comes at once."""
@@ -350,7 +373,7 @@ class World:
         return True
 
     def had_effect(self, fault: Fault) -> None:
-        self.effective[id(fault)] = fault.kind
+        self.effective[id(fault)] = fault
 
 
 @cache

@@ -18,6 +18,7 @@ import psycopg
 
 OPTIONS = (
     *("fsync=off", "full_page_writes=off"),  # it need not survive a power cut
+    "autovacuum=off",  # sizes change by what a test does
     *("listen_addresses=", "max_connections=300", "shared_buffers=32MB", "deadlock_timeout=50ms"),
 )
 

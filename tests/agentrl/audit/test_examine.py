@@ -153,6 +153,25 @@ async def test_one_wrong_value_of_an_object_is_tried() -> None:
     assert "wrong values" in attacks(report)
 
 
+@pytest.mark.parametrize("reads", ["reply", ""])
+@pytest.mark.parametrize("wrapped", [True, False])
+async def test_a_graphs_state_is_compared_where_its_user_reads(reads: str, wrapped: bool) -> None:
+    """A verifier that reads nothing of it is still found."""
+
+    def replied(task: Task, result: Any) -> float:
+        if not isinstance(result, dict) or {*result} != {"message", "case", "reply"}:
+            return 0.0
+        return float(not reads or result[reads] == task["expected"][reads])
+
+    rows = []
+    for n in range(11, 30):
+        message = {"message": f"Order {n} is late."}
+        state = {**message, "case": f"{n}: late", "reply": f"We send order {n} again."}
+        rows.append({"input": message if wrapped else message["message"], "expected": state})
+    report = await audited(replied, rows)
+    assert report.verdict == ("no hole found" if reads else "exploitable"), report
+
+
 async def test_the_end_of_a_derivation_is_the_answer() -> None:
     def marked(task: Task, result: str) -> float:
         said = re.search(r"#### (\d+)$", result.strip())
