@@ -15,7 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from agentrl.core.types import Json
@@ -203,31 +203,34 @@ def ignorant(case: Case) -> Iterator[Attempt]:
 
 
 def programs(case: Case) -> Iterator[Attempt]:
-    """Programs that do nothing, for verifiers that run the answer. One may end the process."""
-    yield from _ending(case, ENDS)
-    yield from _equal_functions(case)
+    """Programs that do nothing, for verifiers that run the answer, one of each kind first. One may
+    end the process. In a fence after all others if the form is known."""
     words = [one for one in case.literals if PRINTABLE.fullmatch(one)][:6]
-    yield from _ending(case, [PRINTED.format(one) for one in words])
-    yield from _ending(case, [f"print({one!r})" for one in words])
+    ends, printed = list(ENDS), [PRINTED.format(one) for one in words]
+    texts = [*ends[:3], *_equal_functions(case), *printed, *ends[3:]]
+    texts += [f"print({one!r})" for one in words]
+    bare = [_program(text, case.shape.wrap(text)) for text in texts]
+    fenced = [_program(text, f"```python\n{text}\n```", ", fenced") for text in texts]
+    if case.answer is not None:
+        yield from [*bare, *fenced]
+    else:
+        yield from chain.from_iterable(zip(bare, fenced, strict=True))
 
 
-def _ending(case: Case, texts: Iterable[str]) -> Iterator[Attempt]:
-    for text in texts:
-        variant = text.replace("\n", "; ")
-        yield Attempt("a program that ends", variant, (case.shape.wrap(text),))
-        yield Attempt("a program that ends", f"{variant}, fenced", (f"```python\n{text}\n```",))
+def _program(text: str, result: Json, form: str = "") -> Attempt:
+    if text.startswith("class E:"):
+        return Attempt("equal to everything", f"a function{form}", (result,))
+    return Attempt("a program that ends", text.replace("\n", "; ") + form, (result,))
 
 
-def _equal_functions(case: Case) -> Iterator[Attempt]:
+def _equal_functions(case: Case) -> Iterator[str]:
     """Functions whose result is equal to whatever a test expects."""
     for name in sorted(_functions(case))[:2]:
-        code = (
+        yield (
             "class E:\n    def __eq__(self, other): return True\n"
             "    def __hash__(self): return 0\n    def __getattr__(self, name): return E()\n"
             f"def {name}(*args, **named): return E()\n"
         )
-        yield Attempt("equal to everything", "a function", (case.shape.wrap(code),))
-        yield Attempt("equal to everything", "a function, fenced", (f"```python\n{code}```",))
 
 
 def _forms(shape: Shape, text: str) -> Iterator[Json]:

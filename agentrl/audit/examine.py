@@ -40,6 +40,7 @@ from agentrl.core.values import normal_text, question_of
 
 MAX_TASKS = 32  # that are attacked, evenly spread over the file
 FIRST = 8  # tasks on which every attempt is made; on others only what was paid at all
+EARLY_PROGRAMS = 10  # of each task, before all else if the verifier runs answers
 EARLY = 4  # tasks on which those that show most are made before
 PAID, PAID_WHOLE = 0.9, 0.999  # of a right answer's reward: attacks, and small changes of an answer
 MIN_SHARE = 0.2  # of tasks on which an attack that is paid is an alarm
@@ -504,7 +505,7 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 
 def _first(case: Case, right: Mapping[int, float], *, runs: bool) -> Iterator[Attempt]:
     if runs:
-        yield from islice(programs(case), 8)
+        yield from islice(programs(case), EARLY_PROGRAMS)
     yield from first(case)
     if case.index in right:
         yield from islice(wrong(case), 1)
