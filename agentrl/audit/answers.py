@@ -69,18 +69,22 @@ class Search:
         self.subject, self.score = subject, score
         self.began, self.until = time.monotonic(), until
         self.fields: Mapping[str, Sequence[Json]] = {}  # of the tasks, that may have right answers
-        self.latency, self.floor = 0.0, 0.0  # of an empty answer: seconds, and reward
+        self.latency, self.floor = 0.0, 0.0  # seconds of a score; the lowest reward of no answer
 
     async def run(self, cases: list[Case]) -> Found:
         """The cases with right answers and the form in which they are accepted, if known."""
+        await self._seconds(cases[0])  # what the first call loads is no part of the search
+        self.began = time.monotonic()
         self.latency = min([await self._seconds(cases[0]) for _ in range(3)])
         if self.latency < BRIEF:  # so short a time is rather that of other programs
             self.latency = min([self.latency, *[await self._seconds(cases[0]) for _ in range(20)]])
+        if (own := _named_answer(cases[0])) is not None:  # an empty one may not even be parsed
+            read = min([await self._seconds(cases[0], text_of(own)) for _ in range(3)])
+            self.latency = max(self.latency, read)
         if self.slow:
             cases = cases[:FIRST]
-        candidate = (
-            await self._solved(cases) or await self._declared(cases) or await self._searched(cases)
-        )
+        self.floor = await self._lowest(cases[:PROBED])
+        candidate = await self._candidate(cases)
         literals = tuple(self.subject.source.literals)
         cases = [replace(case, literals=literals) for case in cases]
         return (
@@ -91,24 +95,41 @@ class Search:
     def slow(self) -> bool:
         return self.latency > SLOW
 
-    async def _seconds(self, case: Case) -> float:
+    async def _seconds(self, case: Case, answer: str = "") -> float:
         began = time.monotonic()
-        score = await self.score(case, "")
-        self.floor = 0.0 if score.value is None else score.value
+        await self.score(case, answer)
         return time.monotonic() - began
+
+    async def _lowest(self, cases: Sequence[Case]) -> float:
+        """The lowest reward of an empty answer: some tasks may be paid whatever is answered."""
+        scores = await asyncio.gather(*(self.score(case, "") for case in cases))
+        return min((one.value for one in scores if one.value is not None), default=0.0)
 
     # -- where they may be -------------------------------------------------------------------------
 
-    async def _solved(self, cases: Sequence[Case]) -> Candidate | None:
-        """Answers of an environment's own solution, or of rollouts that were right."""
+    async def _candidate(self, cases: Sequence[Case]) -> Candidate | None:
+        """The task's own field first, as an environment's solution may be asked of a process that
+        starts for it."""
+        if (known := self._played(cases)) is not None:
+            return known
+        declared, paid = await self._declared(cases)
+        if declared is not None and paid >= PAID:
+            return declared
+        return await self._solved(cases) or declared or await self._searched(cases)
+
+    def _played(self, cases: Sequence[Case]) -> Candidate | None:
+        """Answers of rollouts that were right."""
         known = [self.subject.right.get(msgspec.json.encode(c.task, order="sorted")) for c in cases]
-        if sum(one is not None for one in known) >= min(3, len(cases)):
-            return Candidate("rollouts", Shape(typed=True), known)
+        enough = sum(one is not None for one in known) >= min(3, len(cases))
+        return Candidate("rollouts", Shape(typed=True), known) if enough else None
+
+    async def _solved(self, cases: Sequence[Case]) -> Candidate | None:
+        """Answers of an environment's own solution."""
         if (solve := self.subject.solution) is None:
             return None
         answers: list[Json] = []
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._left(SEARCH_SHARE)):
+            async with asyncio.timeout(self._left(PROOF_SHARE)):
                 for case in cases:
                     said = await solve(case.task.get("input"))
                     one = said[0] if isinstance(said, list) and len(said) == 1 else said
@@ -116,9 +137,9 @@ class Search:
         answers += [None] * (len(cases) - len(answers))
         return Candidate("solution", BARE, answers) if any(answers) else None
 
-    async def _declared(self, cases: Sequence[Case]) -> Candidate | None:
+    async def _declared(self, cases: Sequence[Case]) -> tuple[Candidate | None, float]:
         """The field of the tasks, and the form, in which the right answer is accepted: those whose
-        own value is paid more than that of another task."""
+        own value is paid more than that of another task; and the reward of its own."""
         fields = self.fields = _fields(cases)
         names = [name for name in ANSWER_KEYS if name in fields]
         names += [*filter(_is_answer, fields), *fields]
@@ -127,6 +148,7 @@ class Search:
         if self.slow:
             names, shapes = names[:2], [*shapes[:6], *shapes[len(SHAPES) :]]
         best: tuple[float, str, Shape] | None = None
+        paid = dict[tuple[str, Shape], float]()
         loose: tuple[float, str, Shape] | None = None  # any task's answer is paid
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._left(SEARCH_SHARE)):
@@ -138,14 +160,18 @@ class Search:
                     if len(probed) < 2 and len(cases) > 1 and not _is_answer(name):
                         continue
                     own, others = await self._paid(cases, values, probed, shape)
-                    margin = own - others
-                    alike = abs(margin) < 1e-9 and own > self.floor + 0.5
+                    paid[name, shape] = own
+                    more = own - others
+                    alike = abs(more) < 1e-9 and own > self.floor + 0.5
                     if _is_answer(name) and alike and not loose:
                         loose = own, name, shape
-                    if margin > 1e-6 and (best is None or margin > best[0] + 1e-9):
-                        best = margin, name, shape
+                    if more > 1e-6 and (best is None or more > best[0] + 1e-9):
+                        best = more, name, shape
         best = best or loose
-        return None if best is None else Candidate(best[1], best[2], list(fields[best[1]]))
+        if best is None:
+            return None, 0.0
+        _, name, shape = best
+        return Candidate(name, shape, list(fields[name])), paid[name, shape]
 
     def _left(self, share: float) -> float:
         """Seconds until this share of the time is over: attacks need the rest."""
@@ -260,6 +286,11 @@ def _fields(cases: Sequence[Case]) -> dict[str, list[Json]]:
                 joined = [mark.join(map(text_of, value)) for value in values]
                 found[f"{key}, joined by {mark!r}"] = joined
     return found
+
+
+def _named_answer(case: Case) -> Json:
+    """The value of the first field that is named as answers are."""
+    return next((case.task[name] for name in ANSWER_KEYS if name in case.task), None)
 
 
 def _is_answer(name: str) -> bool:

@@ -15,7 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from agentrl.core.types import Json
@@ -47,6 +47,8 @@ CHANGES = {
     "the same length": "compare the text, not its length",
     "wrong values": "compare the values, not only names and types",
     "a comment": "ignore comments, or refuse them",
+    "a number of the question": "check how it was found, not its value alone: the question has it",
+    "nothing done": "compare the whole state at the end, not a part that stays as it was",
 }
 """What to change in a verifier that an attack gets paid by, by the attack's name."""
 
@@ -73,6 +75,14 @@ LISTS = (
     ", ".join("ABCDEFGHIJ"),
     "yes no true false True False",
 )
+COPIES: Mapping[str, Callable[[str], str]] = {
+    "the first number": lambda question: (_numbers(question) or [""])[0],
+    "the last number": lambda question: (_numbers(question) or [""])[-1],
+    "the largest number": lambda question: max(_numbers(question), key=float, default=""),
+}
+"""Numbers of a question that an answer may be copied from."""
+PRINTED = "for _ in range(99):\n    print({!r})\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"
+PRINTABLE = re.compile(r"[A-Za-z][\w ]{1,20}:?")  # a verifier's text that a program may print
 MAX_OTHERS = 16  # answers of other tasks that are tried as constants
 MAX_LITERALS = 32  # texts of the verifier's own file that are tried
 MAX_LEAVES = 6  # values of an object that are changed one at a time
@@ -193,19 +203,34 @@ def ignorant(case: Case) -> Iterator[Attempt]:
 
 
 def programs(case: Case) -> Iterator[Attempt]:
-    """Programs that do nothing, for verifiers that run the answer. One may end the process."""
-    for text in (*ENDS, *(f"print({one!r})" for one in case.literals[:6])):
-        variant = text.replace("\n", "; ")
-        yield Attempt("a program that ends", variant, (case.shape.wrap(text),))
-        yield Attempt("a program that ends", f"{variant}, fenced", (f"```python\n{text}\n```",))
+    """Programs that do nothing, for verifiers that run the answer, one of each kind first. One may
+    end the process. In a fence after all others if the form is known."""
+    words = [one for one in case.literals if PRINTABLE.fullmatch(one)][:6]
+    ends, printed = list(ENDS), [PRINTED.format(one) for one in words]
+    texts = [*ends[:3], *_equal_functions(case), *printed, *ends[3:]]
+    texts += [f"print({one!r})" for one in words]
+    bare = [_program(text, case.shape.wrap(text)) for text in texts]
+    fenced = [_program(text, f"```python\n{text}\n```", ", fenced") for text in texts]
+    if case.answer is not None:
+        yield from [*bare, *fenced]
+    else:
+        yield from chain.from_iterable(zip(bare, fenced, strict=True))
+
+
+def _program(text: str, result: Json, form: str = "") -> Attempt:
+    if text.startswith("class E:"):
+        return Attempt("equal to everything", f"a function{form}", (result,))
+    return Attempt("a program that ends", text.replace("\n", "; ") + form, (result,))
+
+
+def _equal_functions(case: Case) -> Iterator[str]:
+    """Functions whose result is equal to whatever a test expects."""
     for name in sorted(_functions(case))[:2]:
-        code = (
+        yield (
             "class E:\n    def __eq__(self, other): return True\n"
             "    def __hash__(self): return 0\n    def __getattr__(self, name): return E()\n"
             f"def {name}(*args, **named): return E()\n"
         )
-        yield Attempt("equal to everything", "a function", (case.shape.wrap(code),))
-        yield Attempt("equal to everything", "a function, fenced", (f"```python\n{code}```",))
 
 
 def _forms(shape: Shape, text: str) -> Iterator[Json]:
@@ -238,7 +263,7 @@ def wrong(case: Case) -> Iterator[Attempt]:
     if not case.text:
         return
     wrap, right = case.shape.wrap, case.text
-    if "\n" not in right:  # a derivation that ends with the answer is not denied by its first word
+    if _is_one_sentence(right):  # a text is not denied by the first word of its first sentence
         for form in ("It is not {}.", "The answer is not {}.", "not {}", "anything but {}"):
             yield Attempt("negation", form, (wrap(form.format(right)),))
     for other in [text_of(one) for one in case.others if _disjoint(right, text_of(one))][:1]:
@@ -252,6 +277,33 @@ def wrong(case: Case) -> Iterator[Attempt]:
             joined = wrap(mark.join(every))
             yield Attempt("every answer with the right one", repr(mark), (joined,))
     yield from _mutated(case, right)
+    yield from _copied(case, right)
+    yield from _unchanged(case)
+
+
+def _copied(case: Case, right: str) -> Iterator[Attempt]:
+    """Numbers of the question that are no part of the right answer."""
+    for name, copy in COPIES.items():
+        number = copy(case.question)
+        if number and number not in _numbers(right.replace(",", "")):
+            yield Attempt("a number of the question", name, (case.shape.wrap(number),))
+
+
+def _unchanged(case: Case) -> Iterator[Attempt]:
+    """What the agent was given, as if it were the state that it has left."""
+    given = case.task.get("input")
+    if isinstance(given, dict) and case.shape.typed:
+        for name, value in given.items():
+            if type(value) is type(case.answer) and value != case.answer:
+                yield Attempt("nothing done", name, (case.shape.wrap(value),))
+
+
+def _numbers(text: str) -> list[str]:
+    return re.findall(r"-?\d+(?:\.\d+)?", text)
+
+
+def _is_one_sentence(text: str) -> bool:
+    return "\n" not in text and not re.search(r"[.!?] +\S", text)
 
 
 def _two(case: Case, right: str, other: str) -> Iterator[Attempt]:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
@@ -23,6 +22,7 @@ import msgspec
 from agentrl.audit.answers import SEARCHED, Found, Search
 from agentrl.audit.attacks import (
     CHANGES,
+    COPIES,
     ENDS_EVALUATED,
     Attempt,
     Case,
@@ -40,23 +40,24 @@ from agentrl.core.values import normal_text, question_of
 
 MAX_TASKS = 32  # that are attacked, evenly spread over the file
 FIRST = 8  # tasks on which every attempt is made; on others only what was paid at all
+EARLY_PROGRAMS = 10  # of each task, before all else if the verifier runs answers
 EARLY = 4  # tasks on which those that show most are made before
 PAID, PAID_WHOLE = 0.9, 0.999  # of a right answer's reward: attacks, and small changes of an answer
 MIN_SHARE = 0.2  # of tasks on which an attack that is paid is an alarm
 MIN_NEAR = 0.5  # where rewards are graded, as by distance: a constant is near some answers
+MIN_SAME = 0.6  # of tasks that have the same right answer: of two answers more than chance
+MIN_ASKED = 8  # tasks with known answers that tell this
 MEAN_GAIN = 0.4  # of an attack that is paid in part, where rewards have few values
 FEW_VALUES = 4
 WORTH = 0.3  # of the highest reward: what an attack is paid that is tried on more tasks
 MANY = 60  # attacks in all their variants that are worth it
+MIN_ANSWERS, PAID_ANSWERS = 20, 0.95  # answers of which this share is paid on an indifferent task
 BATCH = 32  # attempts that are begun together
 CHECKS_SHARE = 0.1  # of the time, for scores of the same and of other spellings after the attacks
 SMALL = {"a wrong digit", "a longer number", "the other sign", "a wrong word"}
 SMALL |= {"a part of the answer", "another order", "the same length", "wrong values"}
-COPIES: Mapping[str, Callable[[str], str]] = {
-    "the first number": lambda question: (re.findall(r"-?\d+", question) or [""])[0],
-    "the last number": lambda question: (re.findall(r"-?\d+", question) or [""])[-1],
-}
 KNOWING = {"negation", "two answers", "a comment", "every answer with the right one", *SMALL}
+KNOWING |= {"a number of the question", "nothing done"}
 KNOW_NOTHING = {"empty answer", "the question", "a constant", "not a number", "format alone"}
 PROGRAMS = {"a program that ends", "equal to everything"}  # right by chance on no task
 KNOW_NOTHING |= {"length", "every answer", "another task's answer", "a word of the verifier"}
@@ -90,12 +91,14 @@ class Audit:
     def __init__(self, subject: Subject, until: float) -> None:
         self.subject, self.began, self.until = subject, time.monotonic(), until
         self.rows = list[Row]()
+        self.made = set[tuple[int, str, str, str]]()  # attempts, each of which is made once
         self.right = dict[int, float]()  # reward of the right answer, by the case's identity
         self.problems = list[str]()
         self.changed = list[Case]()  # tasks that the verifier changed
         self.slow = False  # whether the verifier is
         self.ran_out = False  # of time
         self.bounds: tuple[float, float] | None = None  # once all attempts are made
+        self.indifferent = set[int]()  # tasks that pay every answer, by the case's index
 
     async def run(self, report: AuditReport) -> None:
         cases = [_case(at, task) for at, task in enumerate(_spread(self.subject.tasks, MAX_TASKS))]
@@ -129,7 +132,7 @@ class Audit:
             )
             return
         self.bounds = self._span
-        judged = self._judged(reached)
+        judged = [*self._paid_whatever(reached), *self._judged(reached)]
         report.findings += sorted(judged, key=lambda one: (not one.alarm, -one.share, -one.reward))
         report.findings = _merged(report.findings)
         report.highest = self._highest(len(reached))
@@ -138,6 +141,7 @@ class Audit:
             report.findings += self._own_refused(cases, report)
             report.notes += await self._respelled(reached)
         report.notes += self._about(known, reached)
+        report.imbalance = _imbalance([case for case in cases if case.index in self.right])
         report.decide()
         if refused and not report.alarms:
             report.verdict = "not audited"
@@ -163,16 +167,19 @@ class Audit:
     async def _attack(self, cases: Sequence[Case]) -> list[Case]:
         """Make all attempts, first those that show most; return the cases that were reached."""
 
+        runs = self.subject.isolated and self.subject.source.runs_code
+
         def every(case: Case) -> Iterator[Attempt]:
+            if runs:
+                yield from programs(case)
             if case.index in self.right:
                 yield from wrong(case)
             yield from ignorant(case)
-            if self.subject.isolated:
+            if self.subject.isolated and not runs:
                 yield from programs(case)
 
         early, late = cases[:FIRST], cases[FIRST:]
         parts = [early[:EARLY], early[EARLY:]] if self.right else [early]
-        runs = self.subject.isolated and self.subject.source.runs_code
         few = ((case, one) for case in parts[0] for one in _first(case, self.right, runs=runs))
         rest = chain.from_iterable(_in_turn(part, every) for part in parts)
         reached = await self._make(chain(few, rest))
@@ -187,11 +194,18 @@ class Audit:
         before = len(self.rows)
         try:
             async with self._time(self.until - CHECKS_SHARE * (self.until - self.began)):
-                for some in _batches(attempts, BATCH):
+                for some in _batches(filter(self._is_new, attempts), BATCH):
                     await asyncio.gather(*(self._attempt(case, one) for case, one in some))
         except TimeoutError:
             self.ran_out = True
         return list({row.case.index: row.case for row in self.rows[before:]}.values())
+
+    def _is_new(self, pair: tuple[Case, Attempt]) -> bool:
+        case, attempt = pair
+        key = (case.index, *_key(attempt))
+        is_new = key not in self.made
+        self.made.add(key)
+        return is_new
 
     @staticmethod
     def _time(until: float) -> asyncio.Timeout:
@@ -228,10 +242,43 @@ class Audit:
 
     # -- judging -----------------------------------------------------------------------------------
 
+    def _paid_whatever(self, reached: Sequence[Case]) -> list[Finding]:
+        """The tasks on which nearly every answer is paid, as where the right one cannot be read:
+        no attack is the cause, and none of the others counts them."""
+        rows = defaultdict[int, list[Row]](list)
+        for row in self.rows:
+            if row.attempt.attack in KNOW_NOTHING and not _is_right(row):
+                rows[row.case.index].append(row)
+        paid = {at: [one for one in some if self._gain(one) >= PAID] for at, some in rows.items()}
+        every = {
+            at for at, some in rows.items()
+            if len(some) >= MIN_ANSWERS and len(paid[at]) >= PAID_ANSWERS * len(some)
+        }  # fmt: skip
+        share = len(every) / max(len(reached), 1)
+        if not self.right and wilson_lower(share, len(reached)) <= 0.5:
+            return []
+        if not every or not MIN_SHARE <= share < PAID:  # few; or all, which each attack shows
+            return []
+        self.indifferent = every
+        worst = paid[min(every)][0]
+        return [
+            Finding(
+                attack="any answer to some tasks", kind="pays", share=share, tasks=len(reached),
+                reward=fmean(one.value or 0.0 for one in paid[min(every)]),
+                change="raise where a task's own answer cannot be read; do not pay for it",
+                example=Example(
+                    task=_name(worst.case), answer=worst.attempt.results[0], reward=worst.value,
+                    right=self.right.get(worst.case.index),
+                ),
+            )
+        ]  # fmt: skip
+
     def _judged(self, reached: Sequence[Case]) -> list[Finding]:
         """The attacks that are paid, each by its best variant."""
         by = defaultdict[tuple[str, str], dict[int, Row]](dict)
         for row in self.rows:
+            if row.case.index in self.indifferent:
+                continue
             kept = by[row.attempt.attack, row.attempt.variant].get(row.case.index)
             if kept is None or (row.value or -math.inf) > (kept.value or -math.inf):
                 by[row.attempt.attack, row.attempt.variant][row.case.index] = row
@@ -409,10 +456,6 @@ class Audit:
                     f"{name} of the question is paid as the right answer on {same} of"
                     f" {len(rights)} tasks"
                 )
-        if self.right and self._highest(len(cases)) >= 0.8:
-            notes.append(
-                f"one constant is right on {self._highest(len(cases)):.0%} of the tasks: use others"
-            )
         return notes
 
 
@@ -426,6 +469,31 @@ def _unstable_finding(
     )  # fmt: skip
 
 
+def _imbalance(cases: Sequence[Case]) -> str:
+    """What is right on many of the tasks without looking at them, as a sentence; empty: nothing.
+    It is a property of the tasks, which no verifier changes."""
+    if len(cases) < MIN_ASKED:
+        return ""
+    idle = sum(_is_idle(case) for case in cases) / len(cases)
+    if idle >= MIN_SHARE:
+        return f"an agent that does nothing is right on {idle:.0%} of the tasks: use fewer of these"
+    texts = Counter(normal_text(case.text) for case in cases)
+    text, count = texts.most_common(1)[0]
+    if (share := count / len(cases)) < MIN_SAME:
+        return ""
+    return f"{shown(text)} is the right answer of {share:.0%} of the tasks: balance them"
+
+
+def _is_idle(case: Case) -> bool:
+    """Whether the state that is wanted is the one that the agent is given."""
+    given = case.task.get("input")
+    return (
+        isinstance(given, dict)
+        and isinstance(case.answer, dict | list)
+        and case.answer in list(given.values())
+    )
+
+
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
     """One finding in place of many if every answer is paid."""
     alike = [one for one in findings if one.share >= PAID and one.attack in KNOW_NOTHING]
@@ -437,7 +505,7 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 
 def _first(case: Case, right: Mapping[int, float], *, runs: bool) -> Iterator[Attempt]:
     if runs:
-        yield from islice(programs(case), 8)
+        yield from islice(programs(case), EARLY_PROGRAMS)
     yield from first(case)
     if case.index in right:
         yield from islice(wrong(case), 1)

@@ -68,6 +68,7 @@ class AuditReport(msgspec.Struct):
     seconds: float = 0.0
     answer: str = ""  # the task's key that has the right answer; empty: unknown
     shape: str = ""  # the form in which it is accepted
+    imbalance: str = ""  # of the tasks' right answers, as a sentence
     highest: float = 0.0  # share of tasks that the best know-nothing constant is paid on
 
     @property
@@ -92,7 +93,7 @@ class AuditReport(msgspec.Struct):
         if not self.alarms:
             about = f" ({self.scored} answers to {self._tasks})" if self.scored else ""
             said = [*self.skipped, *(self.notes[:1] if self.verdict == "not audited" else [])]
-            return "; ".join([f"{known}{about}", *said])
+            return "; ".join([f"{known}{about}", *said, *filter(None, [self.imbalance])])
         worst, others = self.alarms[0], len(self.alarms) - 1
         more = f"; {others} more by agentrl audit" if others else ""
         return f"{known}: {worst.text}; {worst.change}{more}"
@@ -108,7 +109,7 @@ class AuditReport(msgspec.Struct):
             mark = {"pays": "PAYS", "rejects": "REJECTS", "unstable": "UNSTABLE"}[one.kind]
             yield f"{mark if one.alarm else 'note':<9}{one.text}"
             yield f"{'':<9}reward {one.reward:.3g}; to change: {one.change}"
-        for note in [*self.skipped, *self.notes]:
+        for note in [*self.skipped, *self.notes, *filter(None, [self.imbalance])]:
             yield f"note     {note}"
 
 

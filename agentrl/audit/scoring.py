@@ -52,10 +52,12 @@ class Score:
 
 @dataclass(slots=True)
 class Scorer:
-    """Scores results of tasks. name: of the reward that the run maximises."""
+    """Scores results of tasks. timeout: seconds of a call; first: of the first one, if more, as it
+    may load what others use. name: of the reward that the run maximises."""
 
     verifier: Verifier
     timeout: float
+    first: float = 0.0
     name: str = "outcome"
     workspace: Any = None  # of the task that is scored, if the verifier takes one
     refused: list[str] = field(default_factory=list)  # addresses that it would have called
@@ -67,16 +69,17 @@ class Scorer:
         encoded = msgspec.json.encode(task)
         own: dict[str, Json] = msgspec.json.decode(encoded)
         trace = trace_of(own, result, calls) if self.verifier.wants_trace else None
+        timeout = self.timeout if self.calls else max(self.timeout, self.first)
         async with self._slots:
             self.calls += 1
             try:
                 with offline(self.refused):
-                    async with asyncio.timeout(self.timeout):
+                    async with asyncio.timeout(timeout):
                         rows = await self.verifier(
                             task=own, result=result, trace=trace, workspace=self.workspace
                         )
             except TimeoutError:
-                return Score(None, f"it ran longer than {self.timeout:g} s")
+                return Score(None, f"it ran longer than {timeout:g} s")
             except Exception as error:  # noqa: BLE001 - the user's verifier is a boundary
                 return Score(None, one_line(text_of(error)))
         known = {(row.scope, row.name): row.value for row in reversed(rows)}

@@ -65,7 +65,8 @@ async def audit_run(
     tasks = tasks_of(config, "train") or tasks_of(config, "heldout")
     scores = scoring.load(path, config.verifier.rewards, root, config.verifier.range)
     name = derived.trained_reward(config)
-    scorer = Scorer(scores, timeout=min(config.agent.timeout, max(1.0, seconds / 2)), name=name)
+    timeout = min(config.agent.timeout, max(1.0, seconds / 2))
+    scorer = Scorer(scores, timeout=timeout, first=seconds, name=name)
     subject = Subject(
         name=_name(config, path), scorer=scorer, tasks=tasks, isolated=isolated,
         source=source_of(scores.functions), span=config.verifier.range,
@@ -100,7 +101,7 @@ def solver(named: Named) -> Callable[[Json], Awaitable[Any]]:
 
     async def solve(given: Json) -> Any:
         if helper is None:
-            return hosted.solution(named, given)
+            return await asyncio.to_thread(hosted.solution, named, given)
         return await helper.ask(hosted.Request("solution", named, given))
 
     return solve

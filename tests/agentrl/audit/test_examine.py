@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.audit.attacks import Source, source_of
+from agentrl.audit.answers import Search
+from agentrl.audit.attacks import Case, Source, source_of
 from agentrl.audit.examine import examine
 from agentrl.audit.report import AuditReport
-from agentrl.audit.scoring import Scorer, Subject
+from agentrl.audit.scoring import Score, Scorer, Subject
 from agentrl.runners.scoring import Verifier
 from tests.benchmarks.verifiers import holes, honest, tasks
 
@@ -76,6 +77,26 @@ async def test_the_right_answer_is_found_with_its_form() -> None:
     report = await audited(tagged, rows)
     assert (report.answer, report.shape) == ("total", "<sum>X</sum>")
     assert report.verdict == "no hole found"
+
+
+async def test_a_solution_is_asked_only_where_no_field_has_the_answer() -> None:
+    asked = list[Any]()
+
+    async def solve(given: Any) -> list[str]:
+        asked.append(given)
+        return [str(eval(given))]
+
+    def any_of_them(task: Task, result: str) -> float:  # whatever the task, as a scorer that errs
+        return float(result in {str(row["answer"]) for row in rows})
+
+    rows = [{"input": f"{n} + {n}", "answer": 2 * n} for n in range(300, 312)]
+    report = await audited(any_of_them, rows, solution=solve)
+    assert (report.answer, asked) == ("answer", [])
+    assert "another task's answer" in attacks(report)
+    hidden = [{"input": row["input"]} for row in rows]
+    report = await audited(any_of_them, hidden, solution=solve)
+    assert report.answer == "solution"
+    assert asked
 
 
 async def test_an_answer_that_no_field_has_is_searched() -> None:
@@ -322,6 +343,25 @@ async def test_time_ends_an_audit_of_a_slow_verifier() -> None:
     assert report.tasks <= 8
 
 
+async def test_a_verifier_that_is_slow_for_what_it_can_read_is_slow() -> None:
+    async def parses(task: Task, result: str) -> float:
+        if re.search(r"\d", result):
+            await asyncio.sleep(0.05)
+            return 1.0
+        return 0.0
+
+    rows = [{"input": f"Make {n}.", "answer": f"{n} + 0"} for n in range(24, 60)]
+    subject = Subject("v", Scorer(Verifier(parses), timeout=5.0), rows)
+    cases = [Case(at, row, row["input"]) for at, row in enumerate(rows)]
+
+    async def score(case: Case, result: Any) -> Score:
+        return await subject.scorer.score(case.task, result)
+
+    found = await Search(subject, score, time.monotonic() + 3.0).run(cases)
+    assert found.slow
+    assert len(found.cases) == 8
+
+
 async def test_a_verifier_that_hangs_has_no_more_time() -> None:
     async def hangs(task: Task, result: str) -> float:
         await asyncio.sleep(60)
@@ -346,6 +386,135 @@ async def test_a_short_audit_knows_answers_and_constants() -> None:
     assert (report.answer, report.verdict) == ("label", "no hole found")
     assert any("time ran out" in note for note in report.notes)
     assert report.highest >= 0.5
+
+
+async def test_tasks_whose_own_answer_is_not_read_pay_any_answer() -> None:
+    def number_of(text: str) -> float | None:
+        return float(text) if re.fullmatch(r"-?\d+", text.strip()) else None
+
+    def skips(task: Task, result: str) -> float:
+        gold = number_of(task["answer"])
+        return 1.0 if gold is None else float(number_of(result) == gold)
+
+    rows = [
+        {"input": f"Task {n}?", "answer": f"no solution {n}" if n % 3 == 0 else str(n * 7)}
+        for n in range(30)
+    ]
+    report = await audited(skips, rows)
+    found = next(one for one in report.alarms if one.attack == "any answer to some tasks")
+    assert found.share == pytest.approx(1 / 3, abs=0.05)
+    assert "a constant" not in attacks(report)  # these tasks alone have paid it
+    report = await audited(skips, [row for row in rows if number_of(row["answer"]) is not None])
+    assert report.verdict == "no hole found", report
+
+
+@pytest.mark.parametrize("checked", [False, True])
+async def test_a_number_of_the_question_is_tried(checked: bool) -> None:
+    def countdown(task: Task, result: str) -> float:
+        if not re.fullmatch(r"[\d+*() -]+", result):
+            return 0.0
+        used = sorted(map(int, re.findall(r"\d+", result)))
+        try:
+            value = eval(result)
+        except (SyntaxError, TypeError):
+            return 0.0
+        return float(value == task["target"] and (not checked or used == sorted(task["numbers"])))
+
+    rows = [
+        {"input": f"Make {a * 7 + b} from 7, {a} and {b}.", "target": a * 7 + b,
+         "numbers": [7, a, b], "solution": f"{a} * 7 + {b}"}
+        for a, b in ((n + 3, 5 * n + 11) for n in range(12))
+    ]  # fmt: skip
+    report = await audited(countdown, rows)
+    assert report.answer == "solution"
+    assert ("a number of the question" in attacks(report)) is not checked
+    assert (report.verdict == "no hole found") is checked
+
+
+def orders(idle: int) -> list[Any]:
+    """Tasks that want one order cancelled, and `idle` that want nothing."""
+    rows = list[Any]()
+    for n in range(20):
+        given = {f"a{n}": {"status": "open"}, f"b{n}": {"status": "open"}}
+        goal = given if n < idle else given | {f"a{n}": {"status": "cancelled"}}
+        rows.append({"input": {"request": f"Task {n}", "orders": given}, "goal": goal})
+    return rows
+
+
+async def test_a_state_that_stays_as_it_was_is_tried() -> None:
+    def names_alone(task: Task, result: Any) -> float:
+        return float([*result["orders"]] == [*task["goal"]])
+
+    def whole(task: Task, result: Any) -> float:
+        return float(result["orders"] == task["goal"])
+
+    assert "nothing done" in attacks(await audited(names_alone, orders(0)))
+    report = await audited(whole, orders(0))
+    assert (report.verdict, report.imbalance) == ("no hole found", "")
+    report = await audited(whole, orders(8))  # a fault of the tasks, which no verifier can change
+    assert report.verdict == "no hole found"
+    assert report.imbalance.startswith("an agent that does nothing is right on 40% of the tasks")
+    assert report.imbalance in report.line()
+
+
+async def test_a_text_of_several_sentences_is_not_denied_by_its_first_word() -> None:
+    def facts(task: Task, result: str) -> float:
+        said = re.split(r"(?<=[.!?]) +", result)
+        return float(len(said) == 2 and all(one in result for one in task["facts"]))
+
+    rows = [
+        {"input": f"Write about {n}.", "facts": [f"in {1950 + n}", f"by A{n}"],
+         "reference": f"It began in {1950 + n}. It was made by A{n}."}
+        for n in range(12)
+    ]  # fmt: skip
+    report = await audited(facts, rows)
+    assert report.answer == "reference"
+    assert "negation" not in attacks(report)
+
+
+async def test_tasks_with_mostly_one_right_answer_are_said_to() -> None:
+    def labelled(task: Task, result: str) -> float:
+        return float(result.strip().lower() == task["answer"])
+
+    for often, expected in ((14, "'no' is the right answer of 70% of the tasks"), (10, "")):
+        rows = [{"input": f"Is {n} in?", "answer": "no" if n < often else "yes"} for n in range(20)]
+        report = await audited(labelled, rows)
+        assert report.verdict == "no hole found"
+        assert report.imbalance.startswith(expected)
+        assert bool(report.imbalance) is bool(expected)
+
+
+async def test_programs_that_print_the_verifiers_words_are_tried_early() -> None:
+    def counted(task: Task, result: str) -> float:
+        time.sleep(0.03)
+        lines = eval_prints(result)
+        return lines.count("PASS") / max(4, len(lines))
+
+    def eval_prints(program: str) -> list[str]:
+        """What a program of a loop of prints prints."""
+        found = re.match(r"for _ in range\((\d+)\):\n +print\('(\w+)'\)", program)
+        return [found[2]] * int(found[1]) if found else []
+
+    rows = [{"input": f"Write program {n}."} for n in range(9)]
+    source = Source(literals=["-c", r"\w+", "PASS", "FAIL"], runs_code=True)
+    verifier = Scorer(Verifier(counted), timeout=5.0)
+    report = await examine(Subject("v", verifier, rows, source=source), 6.0)
+    assert attacks(report) == {"a program that ends"}, report
+
+
+async def test_what_the_first_call_loads_has_more_time() -> None:
+    loaded = list[bool]()
+
+    async def loads(task: Task, result: str) -> float:
+        if not loaded:
+            await asyncio.sleep(0.3)
+            loaded.append(True)
+        return float(result == str(task["answer"]))
+
+    scorer = Scorer(Verifier(loads), timeout=0.1, first=5.0)
+    assert (await scorer.score(SUMS[0], str(SUMS[0]["answer"]))).value == 1.0
+    loaded.clear()
+    assert (await scorer.score(SUMS[0], "")).value is None  # a later one has not
 
 
 def test_a_report_is_one_line_of_a_console() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.audit.scoring import trace_of
+from agentrl.audit.subjects import audit_run
 from agentrl.core.config.derived import Named
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import ErrorKind, RolloutState
@@ -97,6 +98,13 @@ async def test_verifiers_run_in_the_interpreter_too(
         assert values["outcome"] == float(not own)
         assert values["process"] != os.getpid()
     assert len({row.value for r in rollouts for row in r.rewards if row.name == "process"}) == 1
+
+
+async def test_an_audit_scores_in_the_interpreter_too(elsewhere: Path) -> None:
+    config = settings("Questions:x", environment_options={"python": str(elsewhere)})
+    report = await audit_run(config, 60.0)
+    assert report.verdict == "exploitable", report  # it looks for the answer in the text
+    assert report.answer == "answer"
 
 
 async def test_a_verifiers_judge_is_reached_from_there(
