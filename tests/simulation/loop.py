@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
+import threading
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from heapq import heappop, heappush
 from queue import Empty
+from time import sleep as real_sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -396,7 +398,11 @@ def current_thread() -> Thread:
 
 
 def sleep(seconds: float) -> None:
-    current_thread().block(seconds)
+    """In place of `time.sleep`, also for real threads that run beside the simulation."""
+    if threading.current_thread() is threading.main_thread():
+        current_thread().block(seconds)
+    else:
+        real_sleep(seconds)
 
 
 class Event:

@@ -115,7 +115,7 @@ async def test_of_many_commits_others_are_told_at_once_and_of_the_last(
                 cursor = await other.wait(cursor)
 
         monkeypatch.setattr(session, "commit", counted(session.commit))
-        monkeypatch.setattr(session, "tell", counted(session.tell))
+        monkeypatch.setattr(session, "notify_others", counted(session.notify_others))
         following = asyncio.create_task(follow())
         await one.open_run("run", {})
         for step in range(steps):

@@ -257,7 +257,7 @@ def test_eval_of_an_environment_on_a_server(here: Path, answering: str) -> None:
         (["run.toml", "--json"], "--fresh and --json go with"),
         (["run.toml", "one", "two"], "one checkpoint at a time"),
         (["--environment", "a:b", "--model", "http://127.0.0.1:9/v1"], "give --model-name"),
-        (["--environment", "a:b", "--model", "m", "--model-name", "x"], "'m' is none"),
+        (["--environment", "a:b", "--model", "m", "--model-name", "x"], "'m' is not one"),
     ],
 )
 def test_what_eval_needs(here: Path, arguments: list[str], says: str) -> None:

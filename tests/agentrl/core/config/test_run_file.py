@@ -84,7 +84,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             r"async_sampling = 'none' .*max_staleness = 1 requests it; remove one",
         ),
         (
-            "[algorithm]\ngroup_order = 'ready'\nmax_staleness = 1\nbranching = {kind = 'mc'}",
+            "[algorithm]\ngroup_order = 'completed'\nmax_staleness = 1\nbranching = {kind = 'mc'}",
             [],
             r"group_order: rollouts join a group when all of its own have ended",
         ),
