@@ -141,7 +141,7 @@ class Ours:
         q = self.reference.logprobs(batch).double()
         terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
         report = learner._backward(
-            batch, lambda p, i: loss_coefficients(algo, terms, p, i), None, None
+            batch, lambda p, i: loss_coefficients(algo, terms, p, i), None, None, None
         )
         if algo.side is None or terms.added is None:
             loss = -float((terms.weight * report.logprobs.double()).sum())
