@@ -55,6 +55,7 @@ class Example:
     id: str
     texts: tuple[Text, ...]
     label: float = 1.0
+    margin: float = 0.0
     weight: float = 1.0
     length: int = 0  # tokens of `texts[0]` minus those of the other text
 
@@ -68,6 +69,7 @@ class RewardTrainer:
 
     scorer: ScalarScorer
     tokenizer: Tokenizer
+    margin: float = 0.0  # coefficient of a pair's margin in the loss
     optimizer: Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,11 +98,13 @@ class RewardTrainer:
         return float(loss.detach())
 
     def loss(self, examples: Sequence[Example], scores: Tensor) -> Tensor:
-        """Weighted mean over examples. Pairs: -log sigmoid(r_w - r_l) + CENTRE (r_w + r_l)^2,
-        arXiv 2203.02155, 2312.09244; labels: cross-entropy. scores: of their texts, [T]."""
+        """Weighted mean over examples. Pairs: -log sigmoid(r_w - r_l - margin) +
+        CENTRE (r_w + r_l)^2, arXiv 2203.02155, 2307.09288, 2312.09244; labels: cross-entropy.
+        scores: of their texts, [T]."""
         paired, r, other = _of_texts(examples, scores)
         label = torch.tensor([example.label for example in examples], dtype=torch.float64)
-        pairs = -logsigmoid(r - other) + CENTRE * (r + other).square()
+        margin = torch.tensor([self.margin * example.margin for example in examples])
+        pairs = -logsigmoid(r - other - margin) + CENTRE * (r + other).square()
         alone = binary_cross_entropy_with_logits(r, label, reduction="none")
         weight = torch.tensor([example.weight for example in examples], dtype=torch.float64)
         return (weight * torch.where(paired, pairs, alone)).sum() / weight.sum().clamp(min=1e-9)
@@ -224,7 +228,7 @@ class Reader:
             texts = tuple(self.text(sides[side][-1]) for side in item.sides)
             label = 1.0 if item.label is None else item.label
             more = len(texts[0]) - (len(texts[1]) if len(texts) > 1 else 0)
-            yield Example(item.id, texts, label, item.weight, more)
+            yield Example(item.id, texts, label, item.margin or 0.0, item.weight, more)
 
     def text(self, call: Transition) -> Text:
         """The tokens of a call; if it has no token ids, as rendered by the chat template."""
@@ -245,7 +249,7 @@ async def train_reward_model(config: RunConfig, store: Store) -> Metrics:
     examples = await reader.examples(config, TRAIN)
     heldout = await reader.examples(config, TEST)
     scorer = make_scorer(model, tokenizer, config.learner.token_budget)
-    trainer = RewardTrainer(scorer, tokenizer)
+    trainer = RewardTrainer(scorer, tokenizer, margin=settings.margin)
     order = [
         example
         for epoch in range(settings.epochs)

@@ -82,6 +82,7 @@ COPIES: Mapping[str, Callable[[str], str]] = {
 }
 """Numbers of a question that an answer may be copied from."""
 PRINTED = "for _ in range(99):\n    print({!r})\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"
+DEFINITION = re.compile(r"^(?:async )?(?:def|class) \w", re.MULTILINE)
 PRINTABLE = re.compile(r"[A-Za-z][\w ]{1,20}:?")  # a verifier's text that a program may print
 MAX_OTHERS = 16  # answers of other tasks that are tried as constants
 MAX_LITERALS = 32  # texts of the verifier's own file that are tried
@@ -266,11 +267,12 @@ def wrong(case: Case) -> Iterator[Attempt]:
     if _is_one_sentence(right):  # a text is not denied by the first word of its first sentence
         for form in ("It is not {}.", "The answer is not {}.", "not {}", "anything but {}"):
             yield Attempt("negation", form, (wrap(form.format(right)),))
-    for other in [text_of(one) for one in case.others if _disjoint(right, text_of(one))][:1]:
-        yield from _two(case, right, other)
-    # The right one in the middle: a verifier may read the first or the last.
     others = [text_of(one) for one in case.others if _disjoint(right, text_of(one))][:8]
-    if len(others) > 1:
+    if DEFINITION.search(right):  # a program with more definitions does the same
+        others = []
+    for other in others[:1]:
+        yield from _two(case, right, other)
+    if len(others) > 1:  # the right one in the middle: a verifier may read the first or the last
         middle = len(others) // 2
         every = [*others[:middle], right, *others[middle:]]
         for mark in (", ", "\n", " "):
@@ -423,8 +425,9 @@ def _shortened(wrap: Callable[[Json], Json], right: str) -> Iterator[Attempt]:
         kept = re.sub(r"[,;]\s*(?=[\])}]\s*$)", "", kept)
         yield Attempt(name, "without its last item", (wrap(kept),))
     elif len(right.strip()) > 3 and len(lines) == 1:
-        short = right.strip()[: max(1, len(right.strip()) // 3)]
-        yield Attempt(name, "its beginning", (wrap(short),))
+        whole = right.strip()
+        yield Attempt(name, "its beginning", (wrap(whole[: len(whole) // 3]),))
+        yield Attempt(name, "another end", (wrap(f"{whole[: 2 * len(whole) // 3]}zz"),))
 
 
 def _is_words(text: str) -> bool:

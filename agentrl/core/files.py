@@ -2,8 +2,8 @@
 
 A write is complete or has no effect, even if a process is killed while it writes. The launcher and
 the algorithm process of a run hold a shared lock on its folder while they live, and only a process
-with an exclusive lock deletes files of the folder. Whoever reads a checkpoint holds a shared lock
-on its folder, and a run deletes none that is being read.
+with an exclusive lock deletes files of the folder. A process that reads a checkpoint holds a shared
+lock on its folder, and a run deletes none that is being read.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _is_interrupt(error: BaseException) -> bool:
 
 class UserCodeLoop(asyncio.SelectorEventLoop):
     """An event loop that outlives SystemExit and KeyboardInterrupt of the tasks and callbacks that
-    user code starts. Whoever awaits such a task gets the exception."""
+    user code starts. The exception reaches the code that awaits such a task."""
 
     _main: asyncio.Future[Any] | None = None
 

@@ -194,6 +194,8 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
     if config.policy.lora.rank and reference.every:
         why = "and the reference of an adapter is the model without it, which does not change"
         yield "reference.every", why
+    if not reference.target_kl and "kl_horizon" in _changed_keys(reference):
+        yield "reference.kl_horizon", "and there is no reference.target_kl"
     for key in _changed_keys(config.teacher) if "teacher" not in algo.needs else ():
         yield f"teacher.{key}", f"{preset} reads no teacher"
     if config.teacher.upstream and algo.distill is not None and algo.distill.of == "policy":

@@ -15,9 +15,9 @@ killed. Replacements do not count.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, floor, isfinite, isnan
+from math import floor, isfinite, isnan
 from statistics import fmean
 from typing import ClassVar, Protocol
 
@@ -26,7 +26,7 @@ from agentrl.algorithms.data.merge import counterfactual, reward_reference, vali
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling.tasks import TaskSampler, group_number
 from agentrl.core.config import AlgorithmConfig, RunConfig
-from agentrl.core.config.derived import steps_learned, trained_policies
+from agentrl.core.config.derived import trained_policies
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Counts, Group, NewRollout, Purpose, Rollout, RolloutState, Transition
 from agentrl.store.base import Store
@@ -46,20 +46,6 @@ async def settle_groups_ahead(store: Store, config: RunConfig) -> None:
             await store.settled(row.id)
 
 
-def is_stale(config: RunConfig, rollouts: Iterable[Sequence[Transition]], step: int) -> bool:
-    """Whether a trained policy sampled tokens of these calls more than max_staleness updates before
-    a step. rollouts: calls by rollout."""
-    ahead = ceil(config.algorithm.max_staleness)
-    oldest = {name: steps_learned(config, name, step) - ahead for name in trained_policies(config)}
-    return any(
-        call.version is not None
-        and call.repeats is None
-        and call.version < oldest.get(call.policy, call.version)
-        for calls in rollouts
-        for call in calls
-    )
-
-
 def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """rollouts/cancelled; groups/closed_early: groups with cancelled rollouts; tokens/wasted:
     tokens of cancelled rollouts. Empty if nothing was cancelled."""
@@ -69,7 +55,7 @@ def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
         cancelled, closed = cancelled + len(ended), closed + bool(ended)
         calls = [call for row in ended for call in row.transitions]
         wasted += sum(len(call.completion) for call in calls if call.repeats is None)
-    if not (cancelled or wasted):
+    if not cancelled:
         return {}
     counts = {"rollouts/cancelled": cancelled, "groups/closed_early": closed}
     return {name: float(count) for name, count in (counts | {"tokens/wasted": wasted}).items()}

@@ -19,8 +19,6 @@ from agentrl.algorithms.train.step import Updater
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Json
 
-HORIZON = 10_000  # rollouts, as in verl and OpenRLHF
-
 
 @dataclass(slots=True)
 class KlController:
@@ -28,7 +26,7 @@ class KlController:
 
     beta: float
     target: float
-    horizon: int = HORIZON
+    horizon: int
 
     def observe(self, kl: float, rollouts: int) -> None:
         """Adapt beta after a step on `rollouts` rollouts with this KL to the reference."""
@@ -56,7 +54,7 @@ class KlController:
         self.beta = msgspec.convert(data, float)
 
 
-def make_kl_controller(algo: Algo, target: float, horizon: int = HORIZON) -> KlController:
+def make_kl_controller(algo: Algo, target: float, horizon: int) -> KlController:
     """A controller that starts at the algorithm's beta. Raises ConfigError unless it has one."""
     betas = [reg.beta for reg in algo.penalties if reg.den == "reference"]
     betas += [part.beta for part in nested_records(algo.credit) if isinstance(part, TokenKLPenalty)]
@@ -90,6 +88,6 @@ def with_kl_target(updater: Updater) -> Updater:
     settings, own = updater.config.reference, updater.reference_control
     if not settings.target_kl:
         return updater
-    kl = make_kl_controller(updater.algo, settings.target_kl)
+    kl = make_kl_controller(updater.algo, settings.target_kl, settings.kl_horizon)
     updater.state.parts["kl"] = kl
     return replace(updater, reference_control=AdaptiveControl(own.reference, kl=kl))

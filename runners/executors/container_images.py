@@ -360,7 +360,7 @@ def written(data: bytes) -> tuple[int, int]:
 
 
 def _kill(pid: int, name: str) -> bool:
-    """Kill a container's first process and thereby all others; return whether they have ended. The
+    """Kill a container's first process and with it all others; return whether they have ended. The
     engine may run on another machine, or as a user whose processes this one must not kill."""
     if not pid:
         return False

@@ -39,29 +39,29 @@ def pair(number: int, better: list[int], worse: list[int], **more: float) -> Exa
     return Example(str(number), (tuple(better), tuple(worse)), **more)
 
 
-def trainer_of(directory: Path, budget: int = 10_000):
+def trainer_of(directory: Path, budget: int = 10_000, **more: float):
     model, tokenizer = load_model(directory)
-    return RewardTrainer(make_scorer(model, tokenizer, budget), tokenizer)
+    return RewardTrainer(make_scorer(model, tokenizer, budget), tokenizer, **more)
 
 
 EXAMPLES = [
-    pair(0, [1, 2, 3], [1, 2, 4]),
+    pair(0, [1, 2, 3], [1, 2, 4], margin=0.5),
     pair(1, [1, 5], [1, 6, 7], weight=2.0),
     Example("2", ((8, 9),), label=0.25),
 ]
 
 
-def test_the_first_loss_and_centre_are_the_published(
+def test_the_first_loss_margin_and_centre_are_the_published(
     tiny_model_dir: Path,
 ) -> None:
-    trainer = trainer_of(tiny_model_dir)
+    trainer = trainer_of(tiny_model_dir, margin=2.0)
     assert trainer.step(EXAMPLES[1:], lr=0.0) == pytest.approx(math.log(2))
     r = torch.tensor([0.3, -0.2, 1.0, 0.5, 0.4], dtype=torch.float64)
 
     def log_sigmoid(x: float) -> float:
         return -math.log1p(math.exp(-x))
 
-    first = -log_sigmoid(0.5) + 0.01 * 0.1**2
+    first = -log_sigmoid(0.5 - 2.0 * 0.5) + 0.01 * 0.1**2
     second = -log_sigmoid(0.5) + 0.01 * 1.5**2
     third = -0.25 * log_sigmoid(0.4) - 0.75 * log_sigmoid(-0.4)
     loss = trainer.loss(EXAMPLES, r)

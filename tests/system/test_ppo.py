@@ -14,6 +14,7 @@ PPO = [
     "algorithm.minibatches=2",
     "critic.lr=0.001",
     "reference.target_kl=0.001",
+    "reference.kl_horizon=100",
     "reference.every=2",
 ]
 

@@ -241,6 +241,7 @@ class ReferenceConfig(Section, frozen=True):
     every: Natural = 0  # steps between resets of the reference to the current policy; 0: never
     # KL in nats per token to which the penalty's coefficient adapts; 0: fixed coefficient.
     target_kl: NonNegative = 0.0
+    kl_horizon: Count = 10_000  # rollouts over which the penalty adapts
 
 
 class TeacherConfig(Section, frozen=True):

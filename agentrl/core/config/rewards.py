@@ -71,6 +71,8 @@ Judge = PointwiseJudge | GroupJudge | PairwiseJudge | PrincipleJudge | Probabili
 class RewardModelTraining(Section, frozen=True):
     """How `agentrl reward-model` trains `policy.model` as a reward model on the items of [data]."""
 
+    # Coefficient of a pair's margin in the loss; 0: the better completion must only score higher.
+    margin: NonNegative = 0.0
     epochs: Count = 1  # passes over the items
     batch: Count = 32  # items per optimizer step
     # Peak learning rate: linear warm-up over 10 % of the steps, then linear decay to 0.

@@ -172,6 +172,35 @@ async def test_a_graphs_state_is_compared_where_its_user_reads(reads: str, wrapp
     assert report.verdict == ("no hole found" if reads else "exploitable"), report
 
 
+async def test_a_program_may_define_more_than_is_asked_for() -> None:
+    def called(task: Task, result: str) -> float:
+        scope: dict[str, Any] = {}
+        try:
+            exec(result, scope)
+            return float(type(found := scope[task["name"]](5)) is int and found == 5 + task["plus"])
+        except BaseException:  # noqa: BLE001 - a program may raise anything
+            return 0.0
+
+    rows = [
+        {"input": f"Write plus_{n}(x).", "name": f"plus_{n}", "plus": n,
+         "answer": f"def plus_{n}(x):\n    return x + {n}"}
+        for n in range(11, 30)
+    ]  # fmt: skip
+    report = await audited(called, rows)
+    assert report.answer == "answer"
+    assert not {"two answers", "every answer with the right one"} & {*attacks(report)}, report
+
+
+async def test_a_beginning_with_another_end_is_tried() -> None:
+    def alike(task: Task, result: str) -> float:
+        return float(result.strip().lower()[:3] == task["answer"].lower()[:3])
+
+    capitals = ["Paris", "Madrid", "Vienna", "Berlin", "Lisbon", "Dublin", "Athens", "Warsaw"]
+    rows = [{"input": f"Which capital is number {n}?", "answer": c} for n, c in enumerate(capitals)]
+    report = await audited(alike, rows)
+    assert "a part of the answer" in attacks(report)
+
+
 async def test_the_end_of_a_derivation_is_the_answer() -> None:
     def marked(task: Task, result: str) -> float:
         said = re.search(r"#### (\d+)$", result.strip())

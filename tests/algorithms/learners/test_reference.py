@@ -135,12 +135,18 @@ def test_streams_are_those_that_the_run_file_configures() -> None:
         ("grpo", {"critic": {"lr": 0.1}}, "critic.lr is set, and there is no critic.model"),
         ("grpo", {"reference": {"every": 3}}, "reference.every is set, .* no penalty towards"),
         ("grpo", {"teacher": {"model": "x"}}, "teacher.model is set, .* reads no teacher"),
+        (
+            "ppo+kl",
+            {"critic": {"model": "shared"}, "reference": {"kl_horizon": 5}},
+            "reference.kl_horizon is set, and there is no reference.target_kl",
+        ),
     ],
 )
 def test_what_could_not_matter_is_refused(
     preset: str, sections: dict[str, object], message: str
 ) -> None:
-    algo = registry.make(preset, {}, supplies=EVERY_OUTPUT)
+    options = {"kl": 0.1} if preset == "ppo+kl" else {}
+    algo = registry.make(preset.removesuffix("+kl"), options, supplies=EVERY_OUTPUT)
     with pytest.raises(ConfigError, match=message):
         factory.refuse_unused_settings(config(**sections), algo)
 
@@ -174,7 +180,7 @@ def test_settings_that_matter_pass() -> None:
     algo = registry.make("ppo", {"kl": 0.1}, supplies=EVERY_OUTPUT)
     sections = {
         "critic": {"model": "shared", "lr": 0.1},
-        "reference": {"every": 3, "target_kl": 0.1},
+        "reference": {"every": 3, "target_kl": 0.1, "kl_horizon": 5},
     }
     factory.refuse_unused_settings(config(**sections), algo)
     factory.refuse_unused_settings(config(), registry.make("grpo", {}))

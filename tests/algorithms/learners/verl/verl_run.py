@@ -46,7 +46,7 @@ def config(folder: Path, model: Path) -> RunConfig:
         learner=VerlLearnerConfig(token_budget=run.learner.token_budget, verl=placed),
         algorithm=replace(run.algorithm, preset="ppo", options={"kl": 0.1}, epochs=1),
         critic=CriticConfig(model="copy", lr=1e-3),
-        reference=ReferenceConfig(every=2, target_kl=0.01),
+        reference=ReferenceConfig(every=2, target_kl=0.01, kl_horizon=100),
     )
 
 
