@@ -194,6 +194,9 @@ class AttemptRunner:
         finally:
             over = self.gateway.unregister(active)
         await asyncio.wrap_future(over)
+        if active.lost:  # what the agent made of the refused call says nothing about the agent
+            message = f"attempt {active.id} lost its lease"
+            return replace(ran, failure=Failure(kind=ErrorKind.LOST_RUNNER, message=message))
         if active.failures:
             message = next(iter(active.failures.values()))
             return replace(ran, failure=Failure(kind=ErrorKind.MODEL, message=message))
@@ -245,7 +248,7 @@ class AttemptRunner:
     def _is_partial(self, active: ActiveAttempt, failure: Failure) -> bool:
         """Whether the agent hit a limit after some calls, in the rollout's last attempt."""
         cut = failure.kind in (ErrorKind.TIMEOUT, ErrorKind.LIMIT) and bool(active.stored)
-        return cut and not self._is_retried(active.attempt, failure)
+        return cut and not self._is_retried(active, failure)
 
     async def _score(
         self, active: ActiveAttempt, ran: ExecutionResult, workspace: AttemptWorkspace | None = None
@@ -312,7 +315,7 @@ class AttemptRunner:
     def _failed(self, active: ActiveAttempt, ran: ExecutionResult, failure: Failure) -> Outcome:
         """Build a failed outcome, with `agent.error_reward` as its reward if the agent raised after
         a model call: before one, the policy did not fail."""
-        retry, rewards = self._is_retried(active.attempt, failure), []
+        retry, rewards = self._is_retried(active, failure), []
         if failure.kind is ErrorKind.VERIFIER and not ran.kept:
             retry = False  # a retry would run the agent again, with another answer
         called = active.calls or active.stored or self.agent.calls_optional
@@ -321,7 +324,12 @@ class AttemptRunner:
             rewards = [Reward(value=self.agent.error_reward, source="runner")]
         return _outcome(active, ran, rewards=rewards, failure=failure, retry=retry)
 
-    def _is_retried(self, attempt: Attempt, failure: Failure) -> bool:
+    def _is_retried(self, active: ActiveAttempt, failure: Failure) -> bool:
+        attempt = active.attempt
+        if (
+            active.lost
+        ):  # if a clock set back lets the lease hold again, the rollout is played again
+            return True
         if failure.kind is ErrorKind.LOST_RUNNER:
             retried = attempt.fence <= MAX_LOST
         else:

@@ -82,6 +82,7 @@ class ActiveAttempt:
     calls: int = 0  # requests so far
     stored: int = 0  # calls so far, including those not yet durable: the `index` of the next one
     timed_out: bool = False  # a call was refused after the deadline
+    lost: bool = False  # its lease had ended when a call was stored
     refused: str = ""  # status and body of the policy server's latest refusal
     failures: dict[int, str] = field(default_factory=dict)  # number of a call -> error message
     ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # body hash -> failed calls

@@ -358,6 +358,7 @@ class CallHandler:
             unknown = not isinstance(error, STORE_REFUSALS)
             raise NotStoredError(message, final=True, unknown=unknown) from error
         if not all(kept) and not self._active.continues_unrecorded():
+            self._active.lost = True
             over = f"attempt {self._active.id} has lost its lease"
             raise RefusedError(403, "attempt_ended", over)
         self._active.tokens += sum(len(row.completion) for row in rows)

@@ -126,6 +126,33 @@ async def test_agent_raises_and_that_has_a_price(bench: Any) -> None:
     assert rollout.failure.message == "ValueError: no luck"
 
 
+@pytest.mark.parametrize("swallows", [False, True])
+async def test_a_lease_lost_for_a_while_ends_the_attempt(
+    bench: Any, ask: Any, clock: Any, swallows: bool
+) -> None:
+    """The clock is set forward while the model answers and back before the agent ends: the refused
+    call is not the agent's failure, and the rollout is played again."""
+
+    async def leap(request: web.Request, body: Any) -> None:
+        clock.ahead = 3600.0
+
+    async def agent(text: str) -> Any:
+        try:
+            return await ask(text)
+        except httpx.HTTPStatusError:
+            clock.ahead = 0.0
+            if not swallows:
+                raise
+            return "no answer"
+
+    bench.model.then(*[leap] * 3)
+    (rollout,) = await bench.run(agent, TASK, max_attempts=1, error_reward=-1.0)
+    assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
+    assert (rollout.result, rollout.reward()) == ("echo question", 1.0)
+    assert rollout.attempts == 4
+    assert len((await bench.store.trace(rollout.id)).transitions) == 1
+
+
 async def test_an_executor_that_raises_costs_one_attempt(bench: Any) -> None:
     executor = InProcessExecutor(as_agent(lambda text: text))
     broken = iter([True])
