@@ -74,7 +74,7 @@ def test_from_the_curve_to_the_token(viewed: str, new_page: NewPage) -> None:
     assert "at 4" in page.locator('.chart[data-name="reward/mean"] .now').inner_text()
     assert "at 4" in page.locator('.chart[data-name="grad_norm"] .now').inner_text()  # one cursor
     plot.click(position={"x": box["width"] * 0.6, "y": 40})
-    page.wait_for_url("**/step/3/run")
+    page.wait_for_url("**/step/4/run")
     page.click('a[title="run/train/g0000003"]')
     page.click('td a:text-is("0000")')
     page.wait_for_selector(".tokens span")
