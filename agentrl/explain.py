@@ -32,7 +32,15 @@ from agentrl.algorithms.objective.ratios import ALL_OUTPUTS, GivenLogProbs
 from agentrl.algorithms.presets import registry
 from agentrl.core.config import RunConfig, derived, from_store
 from agentrl.core.errors import StoreError, TrainingError
-from agentrl.core.types import POLICY, Credit, Group, Purpose, Rollout, step_number
+from agentrl.core.types import (
+    POLICY,
+    Credit,
+    Group,
+    Purpose,
+    Rollout,
+    step_in_words,
+    step_number,
+)
 from agentrl.store import open_store, unknown_rollout
 from agentrl.store.base import Store
 
@@ -245,8 +253,10 @@ def report(
         )
     found = next(row for group in groups for row in group.rollouts if row.id == rollout)
     versions = {call.id: call.versions for call in found.transitions}
-    step = step_number(found.step if found.trained is None else found.trained)
-    lines = [f"{rollout}, step {step}, {explanation.algo.name}", "rewards"]
+    where = step_in_words(found.step)
+    if found.trained is not None:
+        where = f"trained by {step_in_words(found.trained)}"
+    lines = [f"{rollout}, {where}, {explanation.algo.name}", "rewards"]
     lines += [
         f"  {reward_reference(row)}{f' of {row.target}' if row.target else ''}"
         f" = {row.value:g} ({row.source})"

@@ -10,8 +10,8 @@ the effect. The process works until its standard input ends, and then for a limi
 
 A callback of a `Trainer` is an object of a script or a notebook with `on_step`, `on_evaluation` or
 both: called with the stored `StepRow` of a step that was committed, or of a held-out evaluation,
-whose metrics are `eval/...` and whose step is the number of steps before it. They are called in order,
-one at a time, in a thread of this process, while training continues.
+whose metrics are `eval/...` and whose step is the number of steps before it. They are called in
+order, one at a time, in a thread of this process, while training continues.
 """
 
 from __future__ import annotations

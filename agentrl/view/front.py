@@ -420,7 +420,7 @@ def values(found: Sequence[Listed], *, percent: bool) -> dict[str, Any]:
     return shown | {"group_tasks": tasks, "seats": of}
 
 
-HEADING = re.compile(r"\S.*, step \d+, .+")
+HEADING = re.compile(r"\S.*, (trained by )?step \d+, .+")
 REWARD = re.compile(r"  (?P<name>.+?) = (?P<value>\S+) \((?P<source>.*)\)")
 CALL = re.compile(r"call (?P<id>\S+), (?P<role>.+), (?P<tokens>\d+) tokens(?: by (?P<by>.+))?")
 LINK = re.compile(r"  (?P<depth> *)(?P<text>.+): (?P<numbers>(?:[a-z]+ [-\d. e+]+(?:, )?)+)")

@@ -89,7 +89,7 @@ async def test_it_is_the_same_everywhere(url: str, tmp_path: Path) -> None:
     from agentrl.explain import explain_rollout
 
     lines = await explain_rollout(url, TRAINED, tokens=False)
-    assert f"{TRAINED}, step 6, grpo" in "\n".join(lines)
+    assert f"{TRAINED}, trained by step 6, grpo" in "\n".join(lines)
     found = await tools.search_rollouts("r")
     assert f"{TRAINED}: train, step 6, " in found
     assert f"{SCORED}: eval, after step 5, " in found

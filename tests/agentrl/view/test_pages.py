@@ -399,7 +399,7 @@ async def test_secrets_are_not_among_the_settings(tmp_path: Path) -> None:
 
 def test_an_explanation_is_a_table_and_loses_nothing() -> None:
     text = (
-        "r/0, step 3, grpo\nrewards\n  role:outcome of solver = 0.5 (verifier)\n"
+        "r/0, trained by step 3, grpo\nrewards\n  role:outcome of solver = 0.5 (verifier)\n"
         "call c-0, solver, 22 tokens by v1-2\n"
         "    1 x GroupRelative(Outcome(), base='mean'): value 0.5, baseline 0.25 .. 1e-05, "
         "scale missing, advantage -0.25\n"

@@ -193,7 +193,7 @@ def test_a_rollout_without_its_reward_is_missing_not_zero() -> None:
 
 def test_what_the_data_does_not_have_is_refused() -> None:
     batch = world(Play(steps(0, 1, v=[0.4, NAN])))
-    with pytest.raises(TrainingError, match="step 1: 1 of 2 calls have no value 'transition:v'"):
+    with pytest.raises(TrainingError, match="step 0: 1 of 2 calls have no value 'transition:v'"):
         StepGae(ValuesFromReward("transition:v"), "transition:p")(batch)
     with pytest.raises(TrainingError, match="needs the values of a critic for 2 tokens"):
         GroupRelative(StepGae(FirstTokenValues(CriticValues()), "transition:p"))(batch)

@@ -293,7 +293,7 @@ def test_what_one_reward_misses_the_others_still_teach() -> None:
 
 
 def test_unknown_and_infinite_rewards_are_refused() -> None:
-    with pytest.raises(TrainingError, match=r"step 1: none of 2 rollouts .*'outcom'.*'outcome'"):
+    with pytest.raises(TrainingError, match=r"step 0: none of 2 rollouts .*'outcom'.*'outcome'"):
         GroupRelative("outcom")(flat([1, 0]))
     with pytest.raises(TrainingError, match="1 of 2 values of reward 'outcome' are infinite"):
         GroupRelative()(flat([1, math.inf]))

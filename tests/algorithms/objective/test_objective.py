@@ -230,7 +230,7 @@ def test_credit_of_a_larger_batch_may_be_given() -> None:
 
 def test_a_missing_stream_is_refused_by_name() -> None:
     algo = Algo(GroupRelative(), (Gate(Clip()),), (KLPenalty("k3", 0.1),), name="mine")
-    with pytest.raises(TrainingError, match=r"'mine', step 1, needs .* old policy, and there"):
+    with pytest.raises(TrainingError, match=r"'mine', step 0, needs .* old policy, and there"):
         loss_terms(algo, three_rows(), GivenLogProbs(reference=torch.zeros(6)))
     with pytest.raises(TrainingError, match=r"needs 6 .* reference model, .* none"):
         loss_terms(algo, three_rows(), GivenLogProbs(), fresh=True)
@@ -251,7 +251,7 @@ def test_non_finite_log_probs_are_refused_with_their_count() -> None:
     batch = three_rows()
     broken = replace(batch, sampler_logprobs=torch.tensor([0.0, math.nan, -math.inf, 0, 0, 0]))
     corrected = Algo(GroupRelative(), (Gate(Truncate(), "current", "sampler"),), name="mine")
-    with pytest.raises(TrainingError, match=r"'mine', step 1, .*2 of 6 log-probs of the sampler"):
+    with pytest.raises(TrainingError, match=r"'mine', step 0, .*2 of 6 log-probs of the sampler"):
         loss_terms(corrected, broken, GivenLogProbs())
     algo = Algo(GroupRelative(), name="mine")
     terms = loss_terms(algo, broken, GivenLogProbs())  # does not read them
@@ -262,7 +262,7 @@ def test_non_finite_log_probs_are_refused_with_their_count() -> None:
 
 def test_infinite_credit_is_refused() -> None:
     algo = Algo(lambda batch: torch.full((batch.n_tokens,), math.inf), name="mine")
-    with pytest.raises(TrainingError, match="'mine', step 1: 6 of 6 advantages are infinite"):
+    with pytest.raises(TrainingError, match="'mine', step 0: 6 of 6 advantages are infinite"):
         loss_terms(algo, three_rows(), GivenLogProbs())
 
 

@@ -68,7 +68,7 @@ def test_a_group_without_a_greedy_rollout_is_missing() -> None:
     assert GroupRelative(SampledRewards(), base=GreedyBaseline())(batch).tolist() == pytest.approx(
         [NAN, -1, NAN], nan_ok=True
     )
-    with pytest.raises(TrainingError, match="step 1: none of the 1 groups has a greedy rollout"):
+    with pytest.raises(TrainingError, match="step 0: none of the 1 groups has a greedy rollout"):
         GreedyBaseline()(group(1, 0))
 
 
