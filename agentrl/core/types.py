@@ -406,7 +406,7 @@ class StepRow(Record, frozen=True):
     """A committed step (or a logged evaluation) with its metrics."""
 
     run: str
-    step: int
+    step: int  # from 0; people count from 1, see `step_number`
     metrics: dict[str, float]
     committed: bool
     at: float  # unix seconds of its commit, before that of its last metrics

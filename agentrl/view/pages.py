@@ -163,7 +163,7 @@ class Pages:
         rows = numbered(await self.store.steps(run, after=step - 2, limit=2))
         values["row"] = next((row for row in rows if row.step == step), None)
         values |= await self._groups(run, {"step": str(step)}, GROUPS_PER_PAGE)
-        if values["row"] is None and not values["groups"]:
+        if step and values["row"] is None and not values["groups"]:
             raise NotFound(f"run {run!r} has no step {step}")
         values["completions"] = await front.completions(self.store, run, step)
         return Page("step.html", f"{run} step {step}", values)
