@@ -32,7 +32,15 @@ from agentrl.algorithms.objective.ratios import ALL_OUTPUTS, GivenLogProbs
 from agentrl.algorithms.presets import registry
 from agentrl.core.config import RunConfig, derived, from_store
 from agentrl.core.errors import StoreError, TrainingError
-from agentrl.core.types import POLICY, Credit, Group, Purpose, Rollout
+from agentrl.core.types import (
+    POLICY,
+    Credit,
+    Group,
+    Purpose,
+    Rollout,
+    step_in_words,
+    step_number,
+)
 from agentrl.store import open_store, unknown_rollout
 from agentrl.store.base import Store
 
@@ -66,7 +74,7 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
         if config.policies:
             lines.append(f"policy {policy}")
             if step is not None and not derived.learns_in_step(config, policy, step):
-                lines.append(f"  step {step} was not its turn to learn")
+                lines.append(f"  step {step_number(step)} was not its turn to learn")
                 continue
             if rollout not in explanation.batch.rollouts:
                 lines.append("  it has no trained call in this rollout")
@@ -245,7 +253,10 @@ def report(
         )
     found = next(row for group in groups for row in group.rollouts if row.id == rollout)
     versions = {call.id: call.versions for call in found.transitions}
-    lines = [f"{rollout}, step {batch.step}, {explanation.algo.name}", "rewards"]
+    where = step_in_words(found.step)
+    if found.trained is not None:
+        where = f"trained by {step_in_words(found.trained)}"
+    lines = [f"{rollout}, {where}, {explanation.algo.name}", "rewards"]
     lines += [
         f"  {reward_reference(row)}{f' of {row.target}' if row.target else ''}"
         f" = {row.value:g} ({row.source})"

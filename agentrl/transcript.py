@@ -35,6 +35,7 @@ from agentrl.core.types import (
     Trace,
     Transition,
     are_shares,
+    step_in_words,
 )
 from agentrl.store import Store, open_store, unknown_rollout
 from agentrl.store.records import RolloutRow
@@ -191,7 +192,9 @@ def render_trace(
     rollout = trace.rollout
     rewards = rewards_in_words(rollout.rewards) or "no reward"
     tries = f", attempt {rollout.attempts}" if rollout.attempts > 1 else ""
-    title = f"{rollout.id}: {state_in_words(rollout)}, {rewards}, {rollout.seconds:.2f} s{tries}"
+    trains = rollout.purpose is Purpose.TRAIN and rollout.step >= 0  # the id has another number
+    state = f"{step_in_words(rollout.step)}, " * trains + state_in_words(rollout)
+    title = f"{rollout.id}: {state}, {rewards}, {rollout.seconds:.2f} s{tries}"
     if len(title) > MAX_TITLE_CHARS:  # a border would cut it off
         parts.insert(0, Text(title.removeprefix(f"{rollout.id}: "), style="bold"))
         title = rollout.id

@@ -14,7 +14,7 @@ from statistics import fmean
 
 from rich.table import Table
 
-from agentrl.core.types import Rollout, RolloutState, Scope, StepRow
+from agentrl.core.types import Rollout, RolloutState, Scope, StepRow, step_number
 
 SCALE = 400.0  # Elo points for odds of ten to one
 PRIOR = 1.0  # wins and losses that a Beta(1, 1) prior adds
@@ -124,7 +124,7 @@ def win_rate_table(steps: Sequence[StepRow]) -> Table | None:
     """A table of the win rates of each snapshot of a self-play pool (row) against the others
     (column), estimated when the snapshot was taken, and of final Elo ratings; None without a
     pool."""
-    known = {row.step + 1: row.metrics for row in steps if row.committed}
+    known = {step_number(row.step): row.metrics for row in steps if row.committed}
     last = known[max(known)] if known else {}
     pool = {_snapshot_step(key): last[key] for key in sorted(last) if key.startswith(ELO)}
     if not pool:

@@ -101,7 +101,10 @@ MAKING = (
     ),
     click.option("--run", required=True, help="The run with the rollouts or sessions."),
     click.option("--reward", default="outcome", show_default=True),
-    click.option("--steps", type=(int, int), help="First and last step of the rollouts."),
+    click.option(
+        "--steps", type=(click.IntRange(1), click.IntRange(1)),
+        help="First and last step of the rollouts, from 1.",
+    ),
     click.option("--policy", default=POLICY, help="Policy or upstream of the calls."),
     click.option("--since", type=click.DateTime(), help="Earliest time of a call."),
     click.option("--least-version", default=0, help="Oldest policy version of a call."),

@@ -33,7 +33,13 @@ from agentrl.core.config.derived import has_no_own_policy, trained_policies
 from agentrl.core.config.derived import view as policy_view
 from agentrl.core.config.run_file import tasks_of
 from agentrl.core.errors import AgentRLError, ConfigError, NotFound, StoreError, install_command
-from agentrl.core.types import Json, StepRow, missing_text, score_text
+from agentrl.core.types import (
+    Json,
+    StepRow,
+    missing_text,
+    numbered,
+    score_text,
+)
 from agentrl.doctor import Finding, machine, run_check, waiting
 from agentrl.store import open_store
 from agentrl.store.run_folder import run_and_store, store_with
@@ -108,7 +114,9 @@ def why(run: str, store: str | None) -> None:
 @click.command()
 @click.argument("run")
 @click.option("--csv", "form", flag_value="csv", help="A line per step.")
-@click.option("--json", "form", flag_value="json", help="A JSON object per step.")
+@click.option(
+    "--json", "form", flag_value="json", help="The stored rows, whose steps count from 0."
+)
 @click.option("--store", help="Store URL; default: the one that has the run, below this folder.")
 def metrics(run: str, form: str | None, store: str | None) -> None:
     """Print the metrics of RUN: the first and last value of each, or all."""
@@ -134,16 +142,18 @@ def table(rows: list[StepRow]) -> RenderableType:
     found.title_justify = "left"
     for column in ("first", "step", "last", "step"):
         found.add_column(column, justify="right")
+    shown = numbered(rows)
     for name in names(rows):
-        known = [(row.metrics[name], row.step) for row in rows if name in row.metrics]
+        known = [(row.metrics[name], row.step) for row in shown if name in row.metrics]
         (first, began), (last, ended) = known[0], known[-1]
         found.add_row(Text(name), f"{first:.6g}", str(began), f"{last:.6g}", str(ended))
     return found
 
 
 def as_csv(rows: list[StepRow]) -> str:
-    """A line per step and a column per metric; unknown values are empty."""
-    columns = names(rows)
+    """A line per step and a column per metric, from the evaluation before training, step 0; unknown
+    values are empty."""
+    columns, rows = names(rows), numbered(rows)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["step", "committed", "at", *columns])
@@ -155,7 +165,7 @@ def as_csv(rows: list[StepRow]) -> str:
 
 
 def as_json(rows: list[StepRow]) -> str:
-    """A line with a JSON object per step."""
+    """A line with a JSON object per stored row."""
     return "".join(msgspec.json.encode(row).decode() + "\n" for row in rows)
 
 

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ from agentrl.cli.inspect import why as why_command
 from agentrl.core.access import Access
 from agentrl.core.config import RunConfig, differences, from_store, load, to_toml
 from agentrl.core.errors import AgentRLError, ConfigError, Invalid, NotFound, StoreError
-from agentrl.core.types import RolloutState, RunState, Scope
+from agentrl.core.types import RolloutState, RunState, Scope, metric_step, step_in_words
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.run_folder import Owner
@@ -92,7 +92,8 @@ class Tools:
     async def metrics(
         self, run: str, names: list[str] | None = None, last: int = 50, cursor: str = ""
     ) -> str:
-        """List the names of a run's metrics, or the last (step, value) pairs of those named."""
+        """List the names of a run's metrics, or the last (step, value) pairs of those named. Steps
+        count from 1; evaluations have the number of steps before them."""
         return page(await self._runs.metrics(run, names or [], max(last, 1)), cursor)
 
     async def why(self, run: str, cursor: str = "") -> str:
@@ -125,7 +126,8 @@ class Tools:
                 before=cursor or None, limit=20, budget=2.0,
             )  # fmt: skip
         lines = [
-            f"{row.id}: {row.purpose}, step {row.step}, {row.error or state_in_words(row)}, "
+            f"{row.id}: {row.purpose}, {step_in_words(row.step, row.purpose)}, "
+            f"{row.error or state_in_words(row)}, "
             + rewards_in_words(
                 [one for one in row.rewards if one.scope is not Scope.TRANSITION][:5]
             )
@@ -367,7 +369,7 @@ class Runs:
                 )
             curves = await store.series(run, names)
         return "\n".join(
-            json.dumps({"metric": name, "steps": [[s, tidy(v)] for s, v in curve[-last:]]})
+            json.dumps({"metric": name, "steps": points_of(name, curve[-last:])})
             for name, curve in curves.items()
         )
 
@@ -394,10 +396,15 @@ async def ends(store: Store, run: str, names: tuple[str, ...]) -> dict[str, Any]
     """First and last known value of metrics, as [step, value]."""
     curves = await store.series(run, names)
     known = {
-        name: [[step, tidy(value)] for step, value in curve if not math.isnan(value)]
+        name: points_of(name, [(step, value) for step, value in curve if not math.isnan(value)])
         for name, curve in curves.items()
     }
     return {name: {"first": p[0], "last": p[-1]} for name, p in known.items() if p}
+
+
+def points_of(metric: str, curve: Sequence[tuple[int, float]]) -> list[list[float | None]]:
+    """Stored points of a curve as [step, value], with the number of the step."""
+    return [[metric_step(metric, step), tidy(value)] for step, value in curve]
 
 
 def activity(state: RunState) -> str:

@@ -2,6 +2,8 @@
 
 task -> group -> rollout -> attempt -> call. Records are frozen; only the store keeps them.
 
+In records training steps count from 0, and for people from 1: see `step_number`.
+
 `TrainingResult` is the result of a training run. Scores in texts are percentages if all scores of
 the run are from 0 to 1, else numbers; failed rollouts are summarised in one sentence.
 """
@@ -16,11 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
+from itertools import chain
 from math import isfinite, isnan
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import field
+from msgspec.structs import replace
 
 from agentrl.core.errors import AgentRLError
 
@@ -402,10 +406,63 @@ class StepRow(Record, frozen=True):
     """A committed step (or a logged evaluation) with its metrics."""
 
     run: str
-    step: int
+    step: int  # from 0; people count from 1, see `step_number`
     metrics: dict[str, float]
     committed: bool
     at: float  # unix seconds of its commit, before that of its last metrics
+
+
+# Metrics of a stored step that are measured before it, such as an evaluation.
+BEFORE_STEP = re.compile(r"(.+/)?eval/|time/(eval|build)|run/")
+
+
+def step_number(step: int, purpose: Purpose = Purpose.TRAIN) -> int:
+    """The number that people see and give for a stored step. Training steps count from 1, in the
+    store from 0; the step of an evaluation is the number of steps before it, in both."""
+    return step + 1 if purpose is Purpose.TRAIN else step
+
+
+def stored_steps(number: int) -> dict[Purpose, int]:
+    """The stored steps of a number that people gave: that of training, none for 0, and that of the
+    evaluation after it."""
+    known = {purpose: number - step_number(0, purpose) for purpose in Purpose}
+    return {purpose: step for purpose, step in known.items() if step >= 0}
+
+
+def step_in_words(step: int, purpose: Purpose = Purpose.TRAIN) -> str:
+    """`step 6`, of an evaluation `after step 5`."""
+    if step == SESSION:
+        return "a session"
+    if purpose is Purpose.TRAIN:
+        return f"step {step_number(step)}"
+    return f"after step {step}" if step else "before training"
+
+
+def metric_step(name: str, step: int) -> int:
+    """The number of a metric's stored step: the first training step is 1, and the score of the
+    untrained policy is at 0."""
+    return step_number(step, Purpose.EVAL if BEFORE_STEP.match(name) else Purpose.TRAIN)
+
+
+def split_step(row: StepRow) -> list[StepRow]:
+    """A stored row as rows with the numbers that people see: that of the evaluation before the
+    training step, if there was one, and that of the training step."""
+    before = {name: x for name, x in row.metrics.items() if metric_step(name, row.step) == row.step}
+    own = {name: x for name, x in row.metrics.items() if name not in before}
+    evaluated = [replace(row, metrics=before, committed=False)] if before else []
+    trained = [replace(row, step=step_number(row.step), metrics=own)]
+    return evaluated + (trained if own or row.committed else [])
+
+
+def numbered(rows: Iterable[StepRow]) -> list[StepRow]:
+    """Stored rows as rows with the numbers that people see, each with the metrics of the training
+    step and of the evaluation after it; row 0 has only the evaluation before training."""
+    found: dict[int, StepRow] = {}
+    for part in chain.from_iterable(map(split_step, rows)):
+        trained = found.get(part.step)
+        metrics = part.metrics if trained is None else trained.metrics | part.metrics
+        found[part.step] = replace(trained or part, metrics=metrics)
+    return [*found.values()]
 
 
 class Counts(Record, frozen=True):

@@ -29,11 +29,14 @@ from agentrl.core.types import (
     EMPTY,
     Counts,
     ErrorKind,
+    Purpose,
     StepRow,
     are_shares,
     how_many,
     missing_text,
     score_text,
+    step_in_words,
+    step_number,
 )
 from agentrl.store.base import Store
 from agentrl.telemetry import report
@@ -132,7 +135,7 @@ async def _print_lines(
                 warnings.console.print(line, highlight=False, soft_wrap=True)
             if row.step > printed and row.committed:
                 printed = row.step
-                if row.step % every == 0 or row.step + 1 == progress.config.steps:
+                if row.step % every == 0 or step_number(row.step) == progress.config.steps:
                     line = progress.line(row)
                     warnings.first(row.at)
                     warnings.console.print(line, highlight=False, soft_wrap=True)
@@ -234,7 +237,7 @@ class Progress:
 
     def line(self, row: StepRow) -> str:
         """A line about a committed step, with the remaining time if it is the last one so far."""
-        metrics, parts = row.metrics, [f"step {row.step + 1}/{self.config.steps}"]
+        metrics, parts = row.metrics, [f"step {step_number(row.step)}/{self.config.steps}"]
         if EMPTY in metrics:
             parts.append(f"nothing to learn from: {failures_of(metrics) or 'no rollout failed'}")
         else:
@@ -254,7 +257,7 @@ class Progress:
         parts += [f"{label} {row.metrics[name]:.3g}" for name, label in functions]
         # After a warm-up the policy is no longer untrained.
         first = "before the first step" if self.config.warmup.data else "untrained"
-        when = f"after step {row.step}" if row.step else first
+        when = step_in_words(row.step, Purpose.EVAL) if row.step else first
         when = f"{when}:" if self.config.steps else ""  # `agentrl eval` scores any checkpoint
         return "  ".join(filter(None, [when, *parts])) if parts else ""
 
@@ -322,7 +325,8 @@ class RunWarnings:
         committed = [row for row in rows if row.committed]
         for row in rows:
             if not row.committed and (steps := row.metrics.get("steps/rolled_back")):
-                self._print_once(("rolled back", row.step), ROLLED_BACK.format(steps, row.step + 1))
+                sentence = ROLLED_BACK.format(steps, step_number(row.step))
+                self._print_once(("rolled back", row.step), sentence)
         if committed and not self.roles_checked:
             self.roles_checked = True
             self._print_once("roles", await roles_without_calls(store, self.config))

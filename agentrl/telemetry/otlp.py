@@ -33,7 +33,7 @@ from agentrl.core.otlp import (
     encode,
     with_current_names,
 )
-from agentrl.core.types import Json, Reward, Scope, Span, Trace, Transition
+from agentrl.core.types import Json, Reward, Scope, Span, Trace, Transition, step_number
 from agentrl.store import open_store
 from agentrl.store.base import Store
 
@@ -166,7 +166,7 @@ def _root_span(trace: Trace, spans: list[Span]) -> Span:
         "agentrl.group": rollout.group,
         "agentrl.rollout": rollout.id,
         "agentrl.attempt": trace.attempt,
-        "agentrl.step": rollout.step,
+        "agentrl.step": step_number(rollout.step, rollout.purpose),
         "agentrl.purpose": rollout.purpose.value,
         **_openinference_value("input", rollout.task.get("input")),
         **_openinference_value("output", rollout.result),

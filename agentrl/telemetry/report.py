@@ -24,6 +24,8 @@ from agentrl.core.types import (
     how_many,
     one_line,
     score_text,
+    step_in_words,
+    step_number,
 )
 from agentrl.store.base import Store
 
@@ -84,7 +86,7 @@ def below_untrained(steps: Sequence[StepRow]) -> str:
         return ""
     share = are_shares(row.metrics for row in steps)
     low, high = (score_text(score, share) for score in (scores[best], first))
-    return f" (step {best}: {low}, below the untrained policy's {high})"
+    return f" ({step_in_words(best, Purpose.EVAL)}: {low}, below the untrained policy's {high})"
 
 
 def store_option(config: RunConfig) -> str:
@@ -316,14 +318,14 @@ def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     means = [row.metrics["reward/mean"] for row in committed]
     spread = [row.metrics.get("reward/std", 0.0) for row in committed]
-    x = [row.step + 1 for row in committed]
+    x = [step_number(row.step) for row in committed]
     low = [mean - std / 2 for mean, std in zip(means, spread, strict=True)]
     high = [mean + std / 2 for mean, std in zip(means, spread, strict=True)]
     axes.fill_between(x, low, high, alpha=0.15, linewidth=0)
     at = f"at temperature {config.sampling.temperature:g}"
     axes.plot(x, means, label=f"training reward, {at} (mean ± half a deviation)")
     for role, points in reward_curves(committed).items():
-        curve = [(step + 1, reward) for step, reward in points]
+        curve = [(step_number(step), reward) for step, reward in points]
         axes.plot(*zip(*curve, strict=True), "--", linewidth=1, label=f"{role} (training)")
     held_out = {"eval/score": measured_how(config, steps), "eval/sampled": "at temperature 1"}
     labels = {name: f"held-out, {how}" for name, how in held_out.items()}

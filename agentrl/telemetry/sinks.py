@@ -9,9 +9,9 @@ a failure. A sink killed between the two writes the step again; the class of eac
 the effect. The process works until its standard input ends, and then for a limited time.
 
 A callback of a `Trainer` is an object of a script or a notebook with `on_step`, `on_evaluation` or
-both: called with the `StepRow` of a step that was committed, or of a held-out evaluation, whose
-metrics are `eval/...` and whose step is the number of steps before it. They are called in order,
-one at a time, in a thread of this process, while training continues.
+both: called with the stored `StepRow` of a step that was committed, or of a held-out evaluation,
+whose metrics are `eval/...` and whose step is the number of steps before it. They are called in
+order, one at a time, in a thread of this process, while training continues.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from agentrl.core.errors import AgentRLError, TrainingError
 from agentrl.core.files import replace_file
 from agentrl.core.plugins import BUILT_IN, check_call, check_protocol, load_plugin
 from agentrl.core.processes import USER_ERROR, Child, Ending, backoff, keep_running, log_to_stderr
-from agentrl.core.types import Json, StepRow, one_line
+from agentrl.core.types import Json, Purpose, StepRow, one_line, step_in_words
 from agentrl.core.user_code import cause_of, contained
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -62,7 +62,8 @@ class Sink(Protocol):
     """A backend that is open for one run. After any exception it is opened again later."""
 
     def write(self, row: StepRow) -> None:
-        """Write a step's metrics, all finite. Returns when they survive the end of this process."""
+        """Write a stored row's metrics, all finite; `split_step` gives them the numbers that people
+        see. Returns when they survive the end of this process."""
 
     def close(self) -> None: ...
 
@@ -217,8 +218,9 @@ class Followers:
             await user_code.in_thread(method, row)
         except Exception as error:
             who, cause = f"{type(one).__name__}.{name}", user_code.cause_of(error)
+            where = step_in_words(row.step, Purpose.TRAIN if name == "on_step" else Purpose.EVAL)
             raise TrainingError(
-                f"the callback {who} raised {type(cause).__name__} at step {row.step}: "
+                f"the callback {who} raised {type(cause).__name__} at {where}: "
                 f"{one_line(str(cause))}; training has stopped: start it again to continue from "
                 "the last "
                 "checkpoint"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.core.config import RunConfig
-from agentrl.core.types import StepRow
+from agentrl.core.types import StepRow, split_step, step_number
 from agentrl.telemetry.sinks import SinkPosition, plain_name, public_settings
 
 ID = "agentrl.id"  # tag by which a run is found again
@@ -43,8 +43,11 @@ class Mlflow:
         from mlflow.entities import Metric
 
         at = int(row.at * 1000)
-        named = {plain_name(k).replace("/", self.separator): v for k, v in row.metrics.items()}
-        metrics = [Metric(name, v, at, row.step) for name, v in sorted(named.items())]
+        metrics = [
+            Metric(plain_name(name).replace("/", self.separator), value, at, part.step)
+            for part in split_step(row)
+            for name, value in sorted(part.metrics.items())
+        ]
         self.client.log_batch(self.run.info.run_id, metrics)
 
     def close(self) -> None:
@@ -66,13 +69,14 @@ class TensorBoard:
     """TensorBoard: event files in `<output>/tensorboard`.
 
     A step written twice counts once: a writer that reopens the folder records the step at which it
-    starts, and TensorBoard drops values of earlier files from this step on."""
+    starts, and TensorBoard drops values of earlier files from this step on. Of the evaluation
+    before the step both points are kept; they are equal."""
 
     def __init__(self, config: RunConfig, position: SinkPosition) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        purge_step = position.next + bool(position.names)
+        purge_step = step_number(position.next)
         folder = Path(config.output, "tensorboard")
         opened = {int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")}
         # Files are read in the order of their names, which contain the second of their opening and
@@ -87,9 +91,11 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=k, simple_value=v) for k, v in sorted(row.metrics.items())]
-        event = Event(wall_time=row.at, step=row.step, summary=Summary(value=values))
-        self.writer.add_event(event)
+        for part in split_step(row):
+            known = sorted(part.metrics.items())
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in known]
+            event = Event(wall_time=row.at, step=part.step, summary=Summary(value=values))
+            self.writer.add_event(event)
         self.writer.flush()
 
     def close(self) -> None:
@@ -119,7 +125,8 @@ class Trackio:
             auto_log_cpu=False,
             auto_log_gpu=False,
         )
-        run.log(row.metrics, step=row.step)
+        for part in split_step(row):
+            run.log(part.metrics, step=part.step)
         run.finish()
 
     def close(self) -> None: ...
@@ -130,7 +137,7 @@ class Wandb:
 
     A step written twice counts once: the backend refuses steps that do not increase. W&B's step
     differs from the run's, because the evaluation after the last step becomes the first part of a
-    step if the run is extended; the x-axis of charts is `step`."""
+    row if the run is extended; the x-axis of charts is `step`."""
 
     def __init__(self, config: RunConfig, position: SinkPosition) -> None:
         import wandb
@@ -146,7 +153,8 @@ class Wandb:
         self.run.define_metric("*", step_metric="step")
 
     def write(self, row: StepRow) -> None:
-        self.run.log(row.metrics | {"step": row.step}, step=2 * row.step + row.committed)
+        for part in split_step(row):
+            self.run.log(part.metrics | {"step": part.step}, step=row.step + part.step)
 
     def close(self) -> None:
         self.run.finish()

@@ -23,7 +23,7 @@ from msgspec.structs import asdict
 
 from agentrl.core.errors import ConfigError, NotFound
 from agentrl.core.images import data_url
-from agentrl.core.types import Image, RolloutState
+from agentrl.core.types import Image, RolloutState, step_number
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.run_folder import store_with
@@ -232,7 +232,8 @@ async def _pages(
     for group, ids in chosen.items():
         page = await pages.group(run, group)
         first = page.values["first"]
-        steps |= {first.step, first.step if first.trained is None else first.trained}
+        steps |= {step_number(first.step, first.purpose)} if first.step >= 0 else set()
+        steps |= set() if first.trained is None else {step_number(first.trained)}
         yield ("/group", group), "", page, {}
         async for one in _rollouts(pages, redaction, ids):
             yield one

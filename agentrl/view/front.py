@@ -31,6 +31,9 @@ from agentrl.core.types import (
     RunState,
     Scope,
     Trace,
+    step_in_words,
+    step_number,
+    stored_steps,
 )
 from agentrl.store.base import Store
 from agentrl.store.records import CallRow, GroupRow, RolloutRow
@@ -230,12 +233,11 @@ async def _example(
     outcome = row.outcomes[row.rollouts.index(id)] if outcome is None else outcome
     failure = trace.rollout.failure
     kind = "held-out" if row.purpose is Purpose.EVAL else "training"
-    where = f"{kind}, before training" if row.step == 0 and kind == "held-out" else None
-    where = "a session" if row.step < 0 else where
+    where = step_in_words(row.step, row.purpose)
     return ShownRollout(
         title=title,
         good=good,
-        where=(where or f"{kind}, step {row.step}") + note,
+        where=(where if row.step < 0 else f"{kind}, {where}") + note,
         rollout=id,
         task=records.gist(trace.rollout.task),
         outcome=outcome,
@@ -290,7 +292,7 @@ async def held_out_tasks(
 
 
 def training_tasks(found: Sequence[Listed]) -> tuple[list[int], list[TaskRow]]:
-    """The same for training groups of recent steps."""
+    """The same for training groups, by the numbers of recent steps."""
     steps = sorted({one.row.step for one in found})
     by_task: dict[str, dict[int, GroupRow]] = {}
     texts: dict[str, str] = {}
@@ -302,7 +304,7 @@ def training_tasks(found: Sequence[Listed]) -> tuple[list[int], list[TaskRow]]:
     for key, at in by_task.items():
         outcomes = [_mean(at[step], range(at[step].n)) if step in at else None for step in steps]
         made.append(TaskRow(texts[key], outcomes, at[max(at)].rollouts[0]))
-    return steps, sorted(made, key=_hardest)
+    return [step_number(step) for step in steps], sorted(made, key=_hardest)
 
 
 def _mean(row: GroupRow, places: Sequence[int]) -> float | None:
@@ -323,11 +325,12 @@ async def tasks_of(store: Store, run: str, rows: Sequence[RolloutRow]) -> dict[s
     return {one.id: records.gist(one.task) for found in read for one in found}
 
 
-async def completions(store: Store, run: str, step: int) -> list[dict[str, Any]]:
-    """The rollouts that a step requested, each with its task and last message."""
-    given: Any = {"step": step, "limit": COMPLETIONS}
-    rows = await store.rollouts(run, purpose=Purpose.TRAIN, **given)
-    rows = rows or await store.rollouts(run, **given)
+async def completions(store: Store, run: str, number: int) -> list[dict[str, Any]]:
+    """The rollouts of the training step, else of the evaluation after it, each with its task and
+    last message."""
+    rows: list[Rollout] = []
+    for purpose, step in stored_steps(number).items():
+        rows = rows or await store.rollouts(run, purpose=purpose, step=step, limit=COMPLETIONS)
     calls = await store.calls([row.id for row in rows])
     found = []
     for row in rows:
@@ -417,7 +420,7 @@ def values(found: Sequence[Listed], *, percent: bool) -> dict[str, Any]:
     return shown | {"group_tasks": tasks, "seats": of}
 
 
-HEADING = re.compile(r"\S.*, step \d+, .+")
+HEADING = re.compile(r"\S.*, (trained by )?step \d+, .+")
 REWARD = re.compile(r"  (?P<name>.+?) = (?P<value>\S+) \((?P<source>.*)\)")
 CALL = re.compile(r"call (?P<id>\S+), (?P<role>.+), (?P<tokens>\d+) tokens(?: by (?P<by>.+))?")
 LINK = re.compile(r"  (?P<depth> *)(?P<text>.+): (?P<numbers>(?:[a-z]+ [-\d. e+]+(?:, )?)+)")

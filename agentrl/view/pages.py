@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,9 +24,12 @@ from agentrl.core.types import (
     StepRow,
     Trace,
     Transition,
+    numbered,
+    step_number,
+    stored_steps,
 )
 from agentrl.store.base import Store
-from agentrl.store.records import CallRow, Dataset, GroupRow
+from agentrl.store.records import CallRow, Dataset, GroupRow, RolloutRow
 from agentrl.telemetry.report import policies_without_calls, untrained_sentences
 from agentrl.transcript import Spelling, spelling
 from agentrl.view import front, records, summaries, versions
@@ -62,6 +66,12 @@ class Loaded(NamedTuple):
 
     def call(self, at: int) -> Transition:
         return self.trace.transitions[at - self.paging.first]
+
+
+def _within(row: RolloutRow, first: int | None, last: int | None) -> bool:
+    """Whether the number of its step is in this range."""
+    number = step_number(row.step, row.purpose)
+    return (first is None or first <= number) and (last is None or number <= last)
 
 
 def _choice(query: Query, name: str, kind: type[StrEnum]) -> Any:
@@ -140,18 +150,20 @@ class Pages:
         return {"task_steps": steps, "task_rows": rows, "all_tasks": len(rows), "unit": unit}
 
     async def series(self, run: str, query: Query, names: Sequence[str]) -> Values:
-        """The points of curves after the step `after`."""
+        """The points of curves from the step `after` on."""
         after = records.read_number(query, "after")
-        start = -1 if after is None else after
+        start = -1 if after is None else after - 1
         found = await self.store.series(run, names, after=start, points=summaries.CHART_POINTS)
-        return {name: records.finite(points) for name, points in found.items()}
+        curves = summaries.by_number(found)
+        return {name: records.finite(points) for name, points in curves.items()}
 
     async def step(self, run: str, step: int) -> Page:
+        """The training step of this number and the evaluation after it; 0: before training."""
         values: Values = {"run": run, "step": step, "state": await self._state(run)}
-        rows = await self.store.steps(run, after=step - 1, limit=1)
-        values["row"] = rows[0] if rows and rows[0].step == step else None
+        rows = numbered(await self.store.steps(run, after=step - 2, limit=2))
+        values["row"] = next((row for row in rows if row.step == step), None)
         values |= await self._groups(run, {"step": str(step)}, GROUPS_PER_PAGE)
-        if values["row"] is None and not values["groups"]:
+        if step and values["row"] is None and not values["groups"]:
             raise NotFound(f"run {run!r} has no step {step}")
         values["completions"] = await front.completions(self.store, run, step)
         return Page("step.html", f"{run} step {step}", values)
@@ -237,12 +249,20 @@ class Pages:
 
     async def _groups(self, run: str, query: Query, limit: int) -> Values:
         given: Any = {"state": query.get("state") or None, "before": query.get("before") or None}
-        purpose, step = _choice(query, "purpose", Purpose), records.read_number(query, "step")
-        rows = await self.store.groups(run, purpose=purpose, step=step, limit=limit, **given)
-        found = await front.listed(self.store, run, rows)
+        purpose, number = _choice(query, "purpose", Purpose), records.read_number(query, "step")
+        if number is None:
+            rows = await self.store.groups(run, purpose=purpose, limit=limit, **given)
+        else:
+            found = [
+                await self.store.groups(run, purpose=one, step=step, limit=limit, **given)
+                for one, step in stored_steps(number).items()
+                if purpose in (one, None)
+            ]
+            rows = sorted(chain(*found), key=lambda row: row.id, reverse=True)[:limit]
+        listed = await front.listed(self.store, run, rows)
         more = rows[-1].id if len(rows) == limit else None
         percent = await summaries.read_shares(self.store, run)
-        return front.values(found, percent=percent) | {"more": more}
+        return front.values(listed, percent=percent) | {"more": more}
 
     async def group(self, run: str, group: str) -> Page:
         rows = await self.store.rollouts(run, group=group)
@@ -265,10 +285,8 @@ class Pages:
             records.read_number(query, "low", float),
             records.read_number(query, "high", float),
         )
-        name, steps = (
-            query.get("reward") or "outcome",
-            (records.read_number(query, "from"), records.read_number(query, "to")),
-        )
+        name = query.get("reward") or "outcome"
+        first, last = records.read_number(query, "from"), records.read_number(query, "to")
         texts: Any = {key: query.get(key) or None for key in ("role", "policy", "text", "before")}
         rows, cursor, looked = await self.store.search(
             run,
@@ -276,11 +294,12 @@ class Pages:
             state=_choice(query, "state", RolloutState),
             error=_choice(query, "error", ErrorKind),
             version=records.read_number(query, "version"),
-            steps=None if steps == (None, None) else steps,
+            steps=(first and first - 1, last),
             images=bool(query.get("images")),
             limit=FOUND_PER_PAGE,
             **texts,
         )
+        rows = [row for row in rows if _within(row, first, last)]
         values = {"run": run, "rows": rows, "cursor": cursor, "looked": looked, "query": query}
         values["tasks"] = await front.tasks_of(self.store, run, rows)
         values |= {"name": name, "states": list(RolloutState), "errors": list(ErrorKind)}

@@ -27,7 +27,17 @@ from agentrl.algorithms.train.features import Feature, ServedRun
 from agentrl.core import images
 from agentrl.core.errors import Invalid, NotFound, StoreError
 from agentrl.core.images import describe, digest_of, in_words, url_of
-from agentrl.core.types import Credit, Image, Json, Purpose, Reward, Rollout, Trace, Transition
+from agentrl.core.types import (
+    Credit,
+    Image,
+    Json,
+    Purpose,
+    Reward,
+    Rollout,
+    Trace,
+    Transition,
+    step_in_words,
+)
 from agentrl.store.base import Store
 from agentrl.store.records import CallRow, Item
 from agentrl.store.rows import digest
@@ -391,7 +401,8 @@ def placed(rollout: Rollout) -> str:
     if rollout.step < 0:
         return f"session {rollout.id.partition('/')[2]}"
     kind = "held-out tasks" if rollout.purpose is Purpose.EVAL else "training"
-    return f"{kind}, step {rollout.step}, rollout {rollout.id.rpartition('/')[2] or rollout.id}"
+    where = step_in_words(rollout.step, rollout.purpose)
+    return f"{kind}, {where}, rollout {rollout.id.rpartition('/')[2] or rollout.id}"
 
 
 TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")  # which browsers only decode

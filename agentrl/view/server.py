@@ -54,7 +54,6 @@ from agentrl.view.summaries import (
     Summary,
     differing,
     matrix,
-    offset,
     summary,
     whole_settings,
 )
@@ -512,7 +511,7 @@ class Home:
             if (state := await store.run(run)) is None:
                 raise NotFound(f"there is no run {run!r} in this store")
             rows.append(await summary(store, state))
-            curves.append(await store.series(run, SHOWN))
+            curves.append(summaries.by_number(await store.series(run, SHOWN)))
             bases.append(self.base(key))
         names = [name for name in SHOWN if any(one[name] for one in curves)]
         series = {name: [records.finite(one[name]) for one in curves] for name in names}
@@ -523,7 +522,6 @@ class Home:
         values |= {
             "series": series,
             "titles": TITLES,
-            "offsets": {name: [offset(name)] * len(rows) for name in names},
             "shares": [n for n in (SCORE, REWARD) if all(row.percent for row in rows)],
             "labels": labels,
             "settings": matrix(list(map(whole_settings, rows))),

@@ -23,7 +23,15 @@ from agentrl.core.config import from_store
 from agentrl.core.config.derived import UNBOUNDED
 from agentrl.core.config.validate import flatten
 from agentrl.core.errors import AgentRLError
-from agentrl.core.types import MISSING, ROUNDING, Json, RunState, are_shares, decisive
+from agentrl.core.types import (
+    MISSING,
+    ROUNDING,
+    Json,
+    RunState,
+    are_shares,
+    decisive,
+    metric_step,
+)
 from agentrl.store.base import Store
 from agentrl.view import records
 
@@ -37,7 +45,6 @@ PLACES = {
     "name", "root", "output", "store", "file", "seed", "keep_checkpoints", "metrics", "runner",
 }  # fmt: skip
 LESS_IS_BETTER = ("exploitability", "loss", "regret", "illegal", "error", "perplexity", "cost")
-AFTERWARDS = re.compile(r"(.+/)?eval/|time/(eval|build)|run/")  # measured between steps
 Points = Sequence[tuple[int, float]]
 
 
@@ -92,10 +99,12 @@ class Verdict:
         return word if apart and abs(self.gain) > ROUNDING and self.metric != REWARD else "same"
 
 
-def offset(metric: str) -> int:
-    """Difference between a metric's position on a curve and its stored step: metrics of the first
-    step, stored as step 0, are at 1; the score of the untrained policy is at 0."""
-    return 0 if AFTERWARDS.match(metric) else 1
+def by_number(series: Mapping[str, Points]) -> dict[str, Points]:
+    """Curves with the numbers of steps that people see, from stored ones."""
+    return {
+        name: [(metric_step(name, step), y) for step, y in points]
+        for name, points in series.items()
+    }
 
 
 def in_unit(curves: Iterable[Points]) -> bool:
@@ -149,7 +158,7 @@ def verdict_on(metric: str, curves: Mapping[str, Points]) -> Verdict:
         fifth = len(points) // 5
         ends = points[:fifth], points[-fifth:]
         first, last = (Score(end[-1][0], sum(y for _, y in end) / fifth) for end in ends)
-    first, last = (replace(one, step=one.step + offset(metric)) for one in (first, last))
+    first, last = (replace(one, step=metric_step(metric, one.step)) for one in (first, last))
     percent = metric in (SCORE, SAMPLED, REWARD) and shares(curves)
     less = any(word in metric for word in LESS_IS_BETTER)
     return Verdict(metric, first, last, percent, less)
@@ -397,14 +406,11 @@ def training(names: Sequence[str], policies: Sequence[str]) -> list[Chart]:
 def drawn(
     chart: Chart, series: Mapping[str, Points], *, percent: bool = True
 ) -> dict[str, Any] | None:
-    """The values for drawing a chart; None without a value. `percent`: whether the scores of the
-    run are percentages."""
-    lines = [
-        (label, metric, [(step + offset(metric), y) for step, y in series.get(metric) or []])
-        for label, metric in chart.lines
-    ]
+    """The values for drawing a chart; None without a value. `series`: as of `by_number`; `percent`:
+    whether the scores of the run are percentages."""
     known: list[tuple[str, str, Points]] = []
-    for label, metric, points in lines:
+    for label, metric in chart.lines:
+        points = series.get(metric) or []
         same = next((at for at, one in enumerate(known) if one[2] == points), None)
         if same is not None:  # one line for roles with the same rewards
             known[same] = f"{known[same][0]}, {label}", *known[same][1:]
@@ -423,7 +429,6 @@ def drawn(
         "title": chart.title,
         "unit": unit,
         "lines": [[label, metric] for label, metric, _ in known],
-        "offsets": [offset(metric) for _, metric, _ in known],
         "paths": [records.curve(points, span=span, bounds=bounds) for *_, points in known],
         "quiet": _says_nothing([points for *_, points in known]),
         "low": min(flat),
@@ -462,16 +467,17 @@ async def page(
     asked |= {*decisive(names), *MISSING}
     found = await store.series(state.run, sorted(asked), points=CHART_POINTS)
     percent = shares(found)
-    first = drawn(top, found, percent=percent) if top else None
+    curves = by_number(found)
+    first = drawn(top, curves, percent=percent) if top else None
     if top and first and first["quiet"] and played:  # a zero-sum game
         first, played = None, [*played, top]
     values: dict[str, Any] = {"quiet": []}
     for name, group in {"played": played, "paid": paid, "trained": [*chosen, *trained]}.items():
-        made = [one for chart in group if (one := drawn(chart, found, percent=percent))]
+        made = [one for chart in group if (one := drawn(chart, curves, percent=percent))]
         values[name] = [one for one in made if not one["quiet"] or one["name"] == wanted]
         values["quiet"] += [one for one in made if one not in values[name]]
     if first is None and values["played"]:
         first = values["played"].pop(0)
     (said,) = await with_changes(store, state.run, verdict(found))
     values |= {"main": first, "verdict": said, "percent": percent}
-    return values | {"series": {name: records.finite(one) for name, one in found.items()}}
+    return values | {"series": {name: records.finite(one) for name, one in curves.items()}}

@@ -16,7 +16,7 @@ from jinja2.runtime import Context
 from markupsafe import Markup
 from msgspec.json import encode
 
-from agentrl.core.types import missing_text
+from agentrl.core.types import missing_text, step_in_words, step_number
 from agentrl.view.pages import Page
 from agentrl.view.records import MAX_TEXT_CHARS, gist, placed, text_of
 
@@ -93,6 +93,7 @@ def environment() -> Environment:
     found.filters |= {"shown": shown, "ago": ago, "text": text_of, "heat": heat, "score": score}
     found.filters["missing"] = missing_text
     found.filters |= {"duration": duration, "gist": gist, "placed": placed}
+    found.filters |= {"number": step_number, "step_in_words": step_in_words}
     found.filters |= {"island": island, "quoted": quoted, "clipped": clipped}
     found.globals["cap"] = MAX_TEXT_CHARS
     return found

@@ -61,8 +61,8 @@ class Batch:
     groups: list[str]  # ids [M]
     rollouts: list[str]  # ids [U]
     transitions: list[str]  # ids [S]
-    # The training step that trains it, counted from 1 as on the console. Outside of a training
-    # step: the step for which its last group was planned, counted from 0.
+    # The number of the training step that trains it. Outside of a training step: of the step for
+    # which its last group was planned.
     step: int = 0
     transition_state: Tensor = field(default_factory=_unknown)  # int64 [S], id of its state
     transition_action: Tensor = field(default_factory=_unknown)  # int64 [S], id of its answer

@@ -36,6 +36,7 @@ from agentrl.core.types import (
     RolloutState,
     Scope,
     Transition,
+    step_number,
 )
 
 
@@ -160,7 +161,7 @@ def build_batch(
     without sampled tokens (no rows), because their reward counts."""
     step, names, rollouts, rollout_group = 0, list[str](), list[Rollout](), list[int]()
     for group in groups:
-        step = group.step
+        step = step_number(group.step)
         found = [rollout for rollout in group.rollouts if valid(rollout, reward_names, policy)]
         known = sum(not reward_names or has_reward(rollout, reward_names) for rollout in found)
         if found and known >= min_group:

@@ -23,6 +23,7 @@ from agentrl.core.types import (
     RolloutState,
     Scope,
     Transition,
+    step_number,
 )
 from agentrl.store.base import Store
 from agentrl.store.records import without_tokens
@@ -54,7 +55,7 @@ class MineSpec(Record, frozen=True):
     reward: str = "outcome"
     least: float = 0.0  # minimum difference of rewards in a pair
     per_group: int = 0  # maximum pairs per group; 0: all
-    steps: tuple[int, int] | None = None  # first and last step that requested the rollouts
+    steps: tuple[int, int] | None = None  # first and last step of the rollouts, counted from 1
     expert: str = ""
     threshold: float = 0.5
     policy: str = POLICY  # the policy whose calls are mined
@@ -125,7 +126,8 @@ def _judged(
     """None for a rollout that has not ended, lacks the reward, has calls older than requested, or
     has unknown tokens; the reason is counted."""
     value = rollout.reward(spec.reward)
-    if spec.steps is not None and not spec.steps[0] <= rollout.step <= spec.steps[1]:
+    number = step_number(rollout.step)
+    if spec.steps is not None and not spec.steps[0] <= number <= spec.steps[1]:
         return None
     own = [call for call in calls if _is_of(call, spec.policy)]
     ended = rollout.state in (RolloutState.SUCCEEDED, RolloutState.FAILED)

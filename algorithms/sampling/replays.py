@@ -55,6 +55,7 @@ from agentrl.core.types import (
     Rollout,
     RolloutState,
     Scope,
+    step_number,
 )
 from agentrl.store.base import Store
 
@@ -239,7 +240,7 @@ class RoleRewards:
         if replays and all(isnan(rollout.reward()) for rollout in replays):
             log.warning(
                 "None of the %d replays of step %d has an outcome: nothing is learned from it.",
-                len(replays), groups[0].step,
+                len(replays), step_number(groups[0].step),
             )  # fmt: skip
         return [
             replace(group, rollouts=[self._rewarded(rollout, group) for rollout in group.rollouts])
@@ -257,7 +258,8 @@ class RoleRewards:
         if done and all(isnan(rollout.reward()) for rollout in done):
             raise TrainingError(
                 f"algorithm.counterfactual compares outcomes, and none of {len(done)} rollouts of "
-                f"step {done[0].step} has one; let the verifier return a reward 'outcome'"
+                f"step {step_number(done[0].step)} has one; let the verifier return a reward "
+                "'outcome'"
             )
         calls = [call for rollout in rollouts for call in rollout.transitions]
         silent = known - {call.role for call in calls}

@@ -38,7 +38,16 @@ from agentrl.algorithms.objective.core import (
 )
 from agentrl.algorithms.objective.ratios import LogProbs, ratio
 from agentrl.core.errors import TrainingError
-from agentrl.core.types import POLICY, Credit, Group, Rollout, RolloutState, Scope, Transition
+from agentrl.core.types import (
+    POLICY,
+    Credit,
+    Group,
+    Rollout,
+    RolloutState,
+    Scope,
+    Transition,
+    step_number,
+)
 
 Metrics = dict[str, float]
 """Values by name, such as `reward/mean`."""
@@ -432,8 +441,9 @@ class BadSteps:
         self.streak += 1
         unknown = int((~dump.logprobs.isfinite()).sum())
         what = (
-            f"step {step + 1}: {unknown} of {dump.logprobs.numel()} log-probs of the policy are "
-            f"not finite, the loss is {dump.loss:.3g}, the gradient norm {dump.grad_norm:.3g}"
+            f"step {step_number(step)}: {unknown} of {dump.logprobs.numel()} log-probs of the "
+            f"policy are not finite, the loss is {dump.loss:.3g}, the gradient norm "
+            f"{dump.grad_norm:.3g}"
         )
         where = self.keep(f"{step:06d}.{number}", dump) if self.keep else ""
         if self.streak >= self.limit:

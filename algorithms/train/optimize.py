@@ -42,7 +42,7 @@ from agentrl.algorithms.objective.values import ValueTerms, select_tokens
 from agentrl.algorithms.train import metrics
 from agentrl.algorithms.train.metrics import BadSteps, Dump, Metrics, StepRecorder
 from agentrl.core.config import AlgorithmConfig, RunConfig
-from agentrl.core.types import POLICY, Group, Json
+from agentrl.core.types import POLICY, Group, Json, step_number
 
 log = logging.getLogger("agentrl.algorithm")
 T = TypeVar("T")
@@ -188,9 +188,9 @@ class OptimizerSteps:
         """Log a step that changes no weight: of this process the first, the 10th, the 100th, ..."""
         number = next(self.unchanged)
         if number == 1:
-            log.warning("step %d changes no weight: %s", step + 1, why)
+            log.warning("step %d changes no weight: %s", step_number(step), why)
         elif str(number).rstrip("0") == "1":
-            log.warning("%d steps changed no weight; step %d: %s", number, step + 1, why)
+            log.warning("%d steps changed no weight; step %d: %s", number, step_number(step), why)
 
 
 def iterate_minibatches(
@@ -300,7 +300,7 @@ class KlLimit:
             "step %d: the update of policy %r was too large (%.3g nats per token, algorithm.max_kl "
             "= %g), so it was undone and %s. From now on the metric update/undone counts this; if "
             "it happens often, lower algorithm.lr",
-            *(step + 1, self.policy, kl, self.limit, again),
+            *(step_number(step), self.policy, kl, self.limit, again),
         )
 
 

@@ -41,7 +41,7 @@ from agentrl.algorithms.train.optimize import (
 from agentrl.algorithms.train.prepare import BatchScorer, Preprocessor, ScoredBatch
 from agentrl.core.config import RunConfig
 from agentrl.core.errors import TrainingError
-from agentrl.core.types import POLICY, Group
+from agentrl.core.types import POLICY, Group, step_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Updater:
         Raises TrainingError for a reward that no rollout has."""
         version = step if version is None else version
         algo = self.reference_control.tuned(self.algo)
-        prepared = self.preprocessor.prepare(groups, algo, self.trained, step + 1)
+        prepared = self.preprocessor.prepare(groups, algo, self.trained, step_number(step))
         built = self.build(algo, prepared.groups, step, version)
         # A step without a usable rollout gets no checkpoint, so no state may change.
         learned = self.preprocessor.learn(prepared.complete) if built.batch.rollouts else {}
@@ -151,7 +151,7 @@ class Updater:
 
     def build(self, algo: Algo, groups: list[Group], step: int, version: int) -> Built:
         """The batch of prepared groups, with the algorithm's memory of earlier steps."""
-        batch = replace(self.batch(groups), step=step + 1)
+        batch = replace(self.batch(groups), step=step_number(step))
         if self.observations is not None:
             self.observations.check(batch)
         recalled = self.state.recall(batch, groups) if self.state.remembered else Recalled({}, {})

@@ -8,8 +8,8 @@ class Csv:
         self.file = Path(config.output, "reward.csv")
 
     def write(self, row):  # returns when the step is safe; after an exception it is written again
-        with self.file.open("a") as file:
-            print(row.step, row.metrics["reward/mean"], file=file)
+        with self.file.open("a") as file:  # stored steps count from 0
+            print(row.step + 1, row.metrics["reward/mean"], file=file)
 
     def close(self):
         """Every step is in the file already."""

@@ -144,7 +144,7 @@ def test_a_report_says_where_each_number_is_from() -> None:
     algo = make("streams+tis", OPTIONS)
     groups = [group()]
     text = "\n".join(report(explain(algo, groups), "a", groups, tokens=False))
-    assert text.startswith("a, step 4, streams+tis\nrewards\n  outcome = 1 (verifier)")
+    assert text.startswith("a, step 5, streams+tis\nrewards\n  outcome = 1 (verifier)")
     assert "  transition:p of a/0 = 0.5 (me)" in text
     assert "norm='std'): value 1, baseline 0.5, scale 0.707108, advantage 0.7071" in text
     assert "value 0.5, baseline 0.5, advantage 0" in text

@@ -106,7 +106,7 @@ def check_what_reads_it(folder: Path, checkpoint: Path) -> None:
     explained = agentrl(folder, "explain", rollout, *store)
     assert explained.returncode == 0, explained.stderr
     assert "policy proposer\n" in explained.stdout
-    assert "policy checker\n  step 0 was not its turn to learn\n" in explained.stdout
+    assert "policy checker\n  step 1 was not its turn to learn\n" in explained.stdout
     shown = agentrl(folder, "show", rollout, *store)
     assert "solver by proposer v0" in shown.stdout, shown.stderr
     exported = agentrl(

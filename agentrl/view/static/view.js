@@ -18,10 +18,8 @@ document.body.classList.add("scripted");
 const charts = new Map(); // figure -> {plot, data}
 const COLOURS = ["--k0", "--k1", "--k2", "--k3", "--k4", "--k5"];
 
-/** Columns for uPlot from one list of [step, value] for each line; the first step ends at 1. */
-function columns(figure, rows) {
-  const offsets = JSON.parse(figure.dataset.offsets || "[]");
-  const lines = rows.map((points, i) => points.map(([step, value]) => [step + (offsets[i] || 0), value]));
+/** Columns for uPlot from one list of [step, value] for each line. */
+function columns(lines) {
   const steps = [...new Set(lines.flatMap(points => points.map(p => p[0])))].sort((a, b) => a - b);
   const values = lines.map(points => {
     const known = new Map(points);
@@ -44,7 +42,7 @@ function colour(name) {
 }
 
 function draw(figure, lines, labels) {
-  const place = $(".plot", figure), data = columns(figure, lines), stroke = colour("--dim"), grid = colour("--line");
+  const place = $(".plot", figure), data = columns(lines), stroke = colour("--dim"), grid = colour("--line");
   const unit = figure.dataset.unit !== undefined, main = figure.classList.contains("main");
   const axis = {stroke, grid: {stroke: grid, width: 1}, ticks: {show: false}, font: "12px system-ui", gap: 8};
   const percent = all => all.map(value => `${+(value * 100).toPrecision(3)} %`);
@@ -67,11 +65,8 @@ function draw(figure, lines, labels) {
     hooks: {setCursor: [u => say(figure, u, u.cursor.idx)]},
   }, data, place);
   plot.over.addEventListener("click", () => {
-    const i = plot.cursor.idx, offsets = JSON.parse(figure.dataset.offsets || "[]");
-    if (i != null && document.body.dataset.run) {
-      const known = offsets.filter((_, line) => plot.data[line + 1][i] != null); // a step before its evaluation
-      visit(`${base}/step/${plot.data[0][i] - Math.max(0, ...known)}/${path(document.body.dataset.run)}`);
-    }
+    const i = plot.cursor.idx, run = document.body.dataset.run;
+    if (i != null && run) visit(`${base}/step/${plot.data[0][i]}/${path(run)}`);
   });
   charts.set(figure, {plot, lines, labels});
   say(figure, plot, null);
@@ -115,7 +110,7 @@ async function extendCharts() {
       grown ||= fresh.length > 0;
     });
     if (!grown) continue;
-    chart.plot.setData(columns(figure, chart.lines));
+    chart.plot.setData(columns(chart.lines));
     say(figure, chart.plot, null);
   }
 }

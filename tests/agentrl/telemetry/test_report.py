@@ -178,7 +178,7 @@ async def test_failures_of_a_start_that_ended_with_them_are_not_counted_later(
 @pytest.mark.parametrize(
     ("scores", "said"),
     [
-        ([0.27, 0.02, 0.01], " (step 1: 2.0%, below the untrained policy's 27.0%)"),
+        ([0.27, 0.02, 0.01], " (after step 1: 2.0%, below the untrained policy's 27.0%)"),
         ([0.27, 0.3], ""),
         ([0.27], ""),
     ],

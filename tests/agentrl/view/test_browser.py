@@ -74,7 +74,7 @@ def test_from_the_curve_to_the_token(viewed: str, new_page: NewPage) -> None:
     assert "at 4" in page.locator('.chart[data-name="reward/mean"] .now').inner_text()
     assert "at 4" in page.locator('.chart[data-name="grad_norm"] .now').inner_text()  # one cursor
     plot.click(position={"x": box["width"] * 0.6, "y": 40})
-    page.wait_for_url("**/step/3/run")
+    page.wait_for_url("**/step/4/run")
     page.click('a[title="run/train/g0000003"]')
     page.click('td a:text-is("0000")')
     page.wait_for_selector(".tokens span")
@@ -109,7 +109,7 @@ def test_filters_and_pages_without_repeats_while_rows_arrive(
     for n in range(2, 16):
         commit(n)
     page = new_page()
-    page.goto(f"{address}/find/run?to=15")
+    page.goto(f"{address}/find/run?to=16")
     found = page.eval_on_selector_all("td a", "all => all.map(a => a.title)")
     commit(16)
     while more := page.query_selector("a[rel=next]"):
@@ -120,8 +120,8 @@ def test_filters_and_pages_without_repeats_while_rows_arrive(
     assert len(found) == len(set(found))
     assert set(found) == expected
     page.select_option("[name=state]", "failed")
-    page.fill("[name=from]", "3")
-    page.fill("[name=to]", "4")
+    page.fill("[name=from]", "4")
+    page.fill("[name=to]", "5")
     page.click("button:text-is('Find')")
     page.wait_for_url("**state=failed**")
     found = page.eval_on_selector_all("td a", "all => all.map(a => a.title)")

@@ -17,21 +17,13 @@ from msgspec import to_builtins
 from agentrl.cli.main import cli
 from agentrl.core.config.run_file import resolve
 from agentrl.core.errors import Invalid, NotFound, StoreError
-from agentrl.core.types import RunState, StepCommit, are_shares
+from agentrl.core.types import RunState, StepCommit, are_shares, metric_step
 from agentrl.store import open_store
 from agentrl.store.run_folder import STORE_VARIABLE, find, places, store_with
 from agentrl.view import summaries
 from agentrl.view.pages import Page
 from agentrl.view.server import Home
-from agentrl.view.summaries import (
-    Verdict,
-    facts,
-    in_unit,
-    offset,
-    read_shares,
-    summary,
-    verdict,
-)
+from agentrl.view.summaries import Verdict, facts, in_unit, read_shares, summary, verdict
 from agentrl.view.templates import render
 from tests.agentrl.view.filled import finish
 
@@ -320,10 +312,10 @@ def test_the_reward_of_the_first_step_is_at_one() -> None:
     series = {"reward/mean": curve, "eval/score": [(0, 0.1), (2, 0.6)]}
     chart = summaries.main(list(series))
     assert chart is not None
-    drawn = summaries.drawn(chart, series)
+    drawn = summaries.drawn(chart, summaries.by_number(series))
     assert drawn is not None
-    assert drawn["offsets"] == [0, 1]
     starts = [one["path"].split(" ")[0] for one in drawn["paths"]]
     assert starts == ["M0.0", "M150.0"]  # of 300 for steps 0 to 2
     measured = ("eval/score", "eval/function/f", "time/eval", "run/ended", "a/eval/score")
-    assert [offset(name) for name in (*measured, "grad_norm", "time/update")] == [0] * 5 + [1] * 2
+    trained = ("grad_norm", "time/update")
+    assert [metric_step(name, 0) for name in (*measured, *trained)] == [0] * 5 + [1] * 2

@@ -172,7 +172,7 @@ def test_rollouts_are_compared_by_words(client: httpx.Client) -> None:
     first, second, other = ROLLOUT, "run/train/g0000003/0001", "run/train/g0000002/0000"
     same = client.get(f"/compare?a={first}&b={second}").text
     assert "<h1>task 3</h1>" in same
-    assert ">training, step 3, rollout 0001</a></h2>" in same
+    assert ">training, step 4, rollout 0001</a></h2>" in same
     two = client.get(f"/compare?a={first}&b={other}").text
     assert "<h1>Two tasks</h1>" in two
     assert ">task 3</a></h2>" in two
@@ -369,9 +369,9 @@ async def test_the_first_screen_is_the_verdict(tmp_path: Path) -> None:
         page = await Pages(store).run("other", {})
         text = render(page)
         tasks = (await Pages(store).tasks("other", {})).values
-        step = (await Pages(store).step("other", 3)).values
+        step = (await Pages(store).step("other", 4)).values
     good, bad = page.values["examples"]
-    assert (good.title, good.where, good.outcome) == ("A success", "held-out, step 4", 1.0)
+    assert (good.title, good.where, good.outcome) == ("A success", "held-out, after step 4", 1.0)
     assert (bad.title, bad.where) == ("A failure", "held-out, before training, the same task")
     assert (good.task, bad.task) == ("Name town 0?", "Name town 0?")
     assert text.index("A success") < text.index("Training</h2>")
@@ -399,7 +399,7 @@ async def test_secrets_are_not_among_the_settings(tmp_path: Path) -> None:
 
 def test_an_explanation_is_a_table_and_loses_nothing() -> None:
     text = (
-        "r/0, step 3, grpo\nrewards\n  role:outcome of solver = 0.5 (verifier)\n"
+        "r/0, trained by step 3, grpo\nrewards\n  role:outcome of solver = 0.5 (verifier)\n"
         "call c-0, solver, 22 tokens by v1-2\n"
         "    1 x GroupRelative(Outcome(), base='mean'): value 0.5, baseline 0.25 .. 1e-05, "
         "scale missing, advantage -0.25\n"

@@ -85,7 +85,7 @@ def test_a_reference_names_a_scope() -> None:
 def test_rewards_of_every_scope_are_columns_of_their_level() -> None:
     batch = build_batch(team(), reward_names=NAMES)
     assert batch.roles == ["critic", "planner"]
-    assert batch.step == 7
+    assert batch.step == 8  # counted from 1
     assert batch.rewards["outcome"].tolist() == [1, 0]
     assert batch.rewards["role:tact"].tolist() == pytest.approx([0.2, 0.5, NAN, 0.1], nan_ok=True)
     assert batch.rewards["transition:quality"].tolist() == pytest.approx(

@@ -196,7 +196,7 @@ def test_a_step_that_is_not_trained_is_not_remembered() -> None:
 
 def test_credit_without_what_it_remembers_is_refused() -> None:
     algo = make("spiral", {})
-    with pytest.raises(TrainingError, match=r"step 0: Ema\(.*reads values of earlier steps"):
+    with pytest.raises(TrainingError, match=r"step 1: Ema\(.*reads values of earlier steps"):
         algo.credit(build_batch(step_of(0, 0), reward_names=algo.rewards))
 
 

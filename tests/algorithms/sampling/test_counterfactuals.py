@@ -256,14 +256,14 @@ def test_a_step_whose_replays_have_no_outcome_teaches_nothing(
     config = run_file()
     ended = [played(asked, nan) for asked in counterfactual_rollouts(config, [rollout("a")])]
     group = complete(config, rollout("a"), *ended)
-    assert "None of the 3 replays of step 3 has an outcome" in caplog.text
+    assert "None of the 3 replays of step 4 has an outcome" in caplog.text
     algo = with_optional_reward(config.algorithm.counterfactual, make("difference", {}))
     assert uses_counterfactuals(config.algorithm.counterfactual, algo)
     columns.check_rewards([group], [name for name in algo.rewards if name not in algo.optional])
     assert build_batch([group], reward_names=algo.rewards, min_group=1).n_tokens == 0
     other = make("grpo", {})
     assert with_optional_reward(config.algorithm.counterfactual, other) is other
-    with pytest.raises(TrainingError, match=r"none of 1 rollouts of step 3 has one"):
+    with pytest.raises(TrainingError, match=r"none of 1 rollouts of step 4 has one"):
         complete(config, rollout("a", outcome=nan))
 
 

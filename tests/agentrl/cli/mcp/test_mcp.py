@@ -66,7 +66,7 @@ async def test_a_colleague_reads_runs_and_changes_nothing(home: Path) -> None:
         assert curve == {"metric": "eval/score", "steps": [[1, 0.2], [2, 0.9]]}
         assert "3 steps" in await ask("why", run="first")
         failed = await ask("search_rollouts", run="first", max_reward=0.5)
-        assert "first/train/g0000000/0000: train, step 0, completed, outcome 0" in failed
+        assert "first/train/g0000000/0000: train, step 1, completed, outcome 0" in failed
         assert "0001" not in failed
         completed = await ask("search_rollouts", run="first", state="completed", max_reward=0.5)
         assert "first/train/g0000000/0000" in completed

@@ -70,7 +70,7 @@ async def test_an_error_in_a_callback_is_a_sentence_that_ends_the_run(tmp_path: 
         new = Followers(store, "r", [watch])
         await new.call()
         await steps(store, state.epoch, 0, 3)
-        message = "Watch.on_step raised ZeroDivisionError at step 1: no rollouts at all; training"
+        message = "Watch.on_step raised ZeroDivisionError at step 2: no rollouts at all; training"
         with pytest.raises(TrainingError, match=message):
             await new.follow()
     assert watch.steps == [0]

@@ -50,4 +50,4 @@ def test_a_sink_that_fails_is_said_once_and_stops_nothing(run_folder: Path) -> N
         text=True,
         check=False,
     )
-    assert events.stdout == "[0, 1] 2\n", events.stderr
+    assert events.stdout == "[1, 2] 2\n", events.stderr

@@ -325,7 +325,7 @@ def test_a_sink_that_fails_or_hangs_delays_no_other(tmp_path: Path) -> None:
     assert "metrics sink broken.py:Hangs: it did not end within" in errors
     assert "Csv" not in errors
     assert child.returncode == 1
-    assert (tmp_path / "reward.csv").read_text() == "0 0.0\n1 0.1\n2 0.2\n"
+    assert (tmp_path / "reward.csv").read_text() == "1 0.0\n2 0.1\n3 0.2\n"
     assert load_position(position_file(run, "loud.py:Csv")).next == 3
 
 
@@ -522,7 +522,7 @@ def test_tensorboard_reads_files_in_the_order_in_which_they_were_opened(tmp_path
 @pytest.mark.parametrize("name", sorted(READ))
 async def test_a_backend_has_every_step_once(tmp_path: Path, name: str, forks: Forks) -> None:
     run = config(tmp_path, name, steps=2)
-    await train(run, 0, 1)
+    await train(run, 0, 1, evaluation=0.25)
     export(run, forks)
     before = load_position(position_file(run, name))
     await train(run, 1, 2, evaluation=0.5)
@@ -535,12 +535,14 @@ async def test_a_backend_has_every_step_once(tmp_path: Path, name: str, forks: F
     longer = msgspec.structs.replace(run, steps=3)
     await train(longer, 2, 3, evaluation=0.75)
     export(longer, forks)
+    # TensorBoard cannot drop it without the training step before it, which has the same number.
+    twice = 2 if name == "tensorboard" else 1
     assert shown(run, name, forks) == {
-        "calls": [[0, 8.0], [1, 8.0], [2, 8.0]],
-        "calls/refused": [[0, 2.0], [1, 2.0], [2, 2.0]],
-        "reward/mean": [[0, 0.0], [1, 0.1], [2, 0.2]],
-        "reward/role:tact/std": [[0, 1.0], [1, 1.0], [2, 1.0]],
-        "eval/score": [[2, 0.5], [3, 0.75]],
+        "calls": [[1, 8.0], [2, 8.0], [3, 8.0]],
+        "calls/refused": [[1, 2.0], [2, 2.0], [3, 2.0]],
+        "reward/mean": [[1, 0.0], [2, 0.1], [3, 0.2]],
+        "reward/role:tact/std": [[1, 1.0], [2, 1.0], [3, 1.0]],
+        "eval/score": [[1, 0.25]] * twice + [[2, 0.5], [3, 0.75]],
     }
 
 
