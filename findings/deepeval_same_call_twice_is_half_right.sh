@@ -6,6 +6,7 @@
 # should_consider_ordering or should_exact_match the same calls have 1.0.
 # Why it matters: turning pages, rolling dice, polling and undoing are the same call again. As a reward it pays a policy
 # half for the right trajectory and in full for one with a made-up argument, which is what the policy then learns.
+# The metric wants a key when it is made, for judgements by a model that are not asked for here; any word will do.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
