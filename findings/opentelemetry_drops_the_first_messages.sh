@@ -55,7 +55,8 @@ for turns in (10, 29):
         seen[turns, at_start] = model, role, first, last
         print(
             f"{2 + 2 * turns} messages {'at the start' if at_start else 'in the span'}: {len(attributes)} attributes,",
-            f"messages {first} to {last}, {'with' if model else 'without'} the model's name, the first one {'with' if role else 'without'} its role",
+            f"messages {first} to {last}, {'with' if model else 'without'} the model's name,",
+            f"the first one {'with' if role else 'without'} its role",
         )
 whole, cut = (True, True, 0, 21), (False, False, 23, 59)
 sys.exit(seen != {(10, False): whole, (10, True): whole, (29, False): cut, (29, True): cut})
