@@ -8,55 +8,104 @@ if they are an object, they become JSON with Python's spaces, as most models wri
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from agentrl.recorded.nodes import Object, first, json_text, obj, parsed, rows, text_of
 
 ROLES = {
     "human": "user",
+    "prompter": "user",
     "ai": "assistant",
     "model": "assistant",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
     "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
     "AIMessageChunk": "assistant",
     "HumanMessageChunk": "user",
     "developer": "system",
     "tool_result": "tool",
     "agent": "assistant",
+    "function_call": "assistant",
+    "thinking": "assistant",
 }
 KNOWN = ("system", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "refusal")
+THOUGHTS = ("thinking", "reasoning", "reasoning_content", "reasoningContent", "reasoningText")
+IMAGES = ("image", "input_image", "image_url", "blob")
+CALLS = ("tool_use", "tool_call", "tool-call", "function_call", "invalid_tool_call")
+RESULTS = ("tool_result", "tool_call_response", "tool-result")
+# Fields that hold a tool call or a result in parts without a type: Google's, Bedrock's.
+CALL_FIELDS = ("functionCall", "function_call", "toolUse")
+RESULT_FIELDS = ("functionResponse", "function_response", "toolResult")
+CONTENTS = ("content", "parts", "value", "text")  # fields with the content of a message
+MESSAGE_FIELDS = (*CONTENTS, "role", "tool_calls", "function_call", "tool_call_id", *THOUGHTS)
 
 
 def messages_of(given: Any) -> list[Object]:
-    """The messages of a list, a text, or an object that has them."""
-    given = parsed(given)
+    """The messages of a list, a text, or an object that has them. Tool calls without ids, and their
+    results, get ids."""
+    found: list[Object] = []
+    for message in _messages(given):
+        add(found, message)
+    for message in found:
+        message.pop("item", None)
+    _give_ids(found)
+    return found
+
+
+def _messages(given: Any) -> Iterator[Object]:
+    text, given = given, parsed(given)
     if isinstance(given, dict):
         inner = first(given, "messages", "input", "contents")
         if inner is not None and not ("role" in given or "type" in given):
-            system = given.get("system")
-            return [
-                *([] if system is None else [message_of(system, "system")]),
-                *messages_of(inner),
-            ]
+            yield from system_of(given)
+            yield from _messages(inner)
+            return
         given = [given]
+    if isinstance(text, str) and not all(map(_is_message, rows(given))):
+        given = text
     if isinstance(given, str):
-        return [{"role": "user", "content": given}] if given else []
-    found: list[Object] = []
+        if given:
+            yield {"role": "user", "content": given}
+        return
     for one in rows(given):
         one = parsed(one)
         if isinstance(one, list) and one and isinstance(one[0], str):  # ("user", "text")
             one = {"role": one[0], "content": one[1] if len(one) > 1 else ""}
-        for message in messages_of(one) if isinstance(one, list) else expanded(one):
-            add(found, message)
-    return found
+        yield from _messages(one) if isinstance(one, list) else expanded(one)
+
+
+def system_of(given: Object) -> list[Object]:
+    """The system message in the fields of a request, if there is one."""
+    fields = ("system", "instructions", "system_instruction", "systemInstruction")
+    system = first(given, *fields) or first(obj(given.get("config")), *fields)
+    return [message_of({"role": "system", **_content_field(system)})] if system else []
+
+
+def _content_field(system: Any) -> Object:
+    system = parsed(system)
+    return system if isinstance(system, dict) else {"content": system}
+
+
+def _is_message(value: Any) -> bool:
+    """Whether a value of JSON is a message, rather than data."""
+    return isinstance(value, list | dict) and (
+        isinstance(value, list)
+        or "role" in value
+        or "lc" in value
+        or bool(value.get("tool_calls"))
+        or value.get("type") in (*ITEMS, *ROLES, *KNOWN, "message", "constructor")
+    )
 
 
 def add(found: list[Object], message: Object) -> None:
     """Append a message. Neighbouring items of one answer become one message."""
     last = found[-1] if found else {}
-    item = message.pop("item", False)
-    if item and last.get("role") == "assistant" == message["role"]:
+    if last.get("role") == "assistant" == message["role"] and message.get("item", last.get("item")):
         merge(last, message)
     else:
         found.append(message)
@@ -64,16 +113,37 @@ def add(found: list[Object], message: Object) -> None:
 
 def merge(last: Object, message: Object) -> None:
     """Add a later part of an answer to its message: texts are joined, tool calls appended."""
-    for key in ("content", "reasoning_content"):
-        both = [one[key] for one in (last, message) if one.get(key)]
-        if both and all(isinstance(text, str) for text in both):
-            last[key] = "".join(both)
-        else:
-            last[key] = both[-1] if both else None
-    if last.get("reasoning_content") is None:
-        last.pop("reasoning_content", None)
+    both = [one for one in (last.get("content"), message.get("content")) if one]
+    if all(isinstance(one, str) for one in both):
+        last["content"] = "".join(both) if both else None
+    else:
+        texts = ([{"type": "text", "text": one}] if isinstance(one, str) else one for one in both)
+        last["content"] = [part for parts in texts for part in parts]
+    if thought := text_of(last.get("reasoning_content")) + text_of(
+        message.get("reasoning_content")
+    ):
+        last["reasoning_content"] = thought
     if calls := [*last.get("tool_calls", []), *message.get("tool_calls", [])]:
         last["tool_calls"] = calls
+
+
+def _give_ids(found: list[Object]) -> None:
+    """Give ids to tool calls that have none, and to the results that follow: of a result's tool, or
+    in their order."""
+    waiting: list[Object] = []
+    for place, message in enumerate(found):
+        if calls := message.get("tool_calls"):
+            for number, call in enumerate(calls):
+                call["id"] = call["id"] or f"call_{place}_{number}"
+            waiting = [*calls]
+        elif message["role"] == "tool" and waiting:
+            id, name = message.get("tool_call_id"), message.get("name")
+            own = [call for call in waiting if call["id"] == id]
+            if not id:
+                own = [call for call in waiting if call["function"]["name"] == name] or waiting
+                message["tool_call_id"] = own[0]["id"]
+            if own:
+                waiting.remove(own[0])
 
 
 def expanded(given: Any) -> list[Object]:
@@ -84,13 +154,10 @@ def expanded(given: Any) -> list[Object]:
     parts = first(entry, "content", "parts")
     if "type" in entry and "role" not in entry and entry["type"] in ITEMS:
         return [_item(entry)]
-    results = (
-        [p for p in parts if isinstance(p, dict) and p.get("type") in RESULTS]
-        if isinstance(parts, list)
-        else []
-    )
+    results = [p for p in parts if _is_result(p)] if isinstance(parts, list) else []
     if not results:
-        return [message_of(entry)]
+        item = entry.get("type") == "message" or entry.get("role") == "thinking"
+        return [message_of(entry) | ({"item": True} if item else {})]
     rest = [part for part in parts if part not in results] if isinstance(parts, list) else []
     found = [_result(part) for part in results]
     if rest:
@@ -98,38 +165,62 @@ def expanded(given: Any) -> list[Object]:
     return found
 
 
-RESULTS = ("tool_result", "tool_call_response", "functionResponse")
 ITEMS = (
     "function_call",
     "custom_tool_call",
     "local_shell_call",
     "function_call_output",
     "custom_tool_call_output",
+    "local_shell_call_output",
     "reasoning",
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "computer_call",
+    "mcp_call",
+    "mcp_list_tools",
+    "tool_search_call",
+    "tool_search_output",
+    "compaction",
 )
+TOOL_CALLS = ("function_call", "custom_tool_call", "local_shell_call")
+
+
+def _is_result(part: Any) -> bool:
+    return isinstance(part, dict) and (
+        part.get("type") in RESULTS or any(name in part for name in RESULT_FIELDS)
+    )
 
 
 def _result(part: Object) -> Object:
-    output = first(part, "content", "response", "result")
-    id = first(part, "tool_use_id", "id", "tool_call_id")
-    return {"role": "tool", "tool_call_id": str(id or ""), "content": content_text(output)}
+    part = obj(first(part, *RESULT_FIELDS)) or part
+    output = first(part, "content", "response", "result", "output")
+    if isinstance(output, dict) and {*output} == {"type", "value"}:  # of Vercel's AI SDK
+        output = output["value"]
+    id = first(part, "tool_use_id", "id", "tool_call_id", "toolCallId", "toolUseId")
+    name = first(part, "name", "toolName")
+    message = {"role": "tool", "tool_call_id": str(id or ""), "content": tool_content(output)}
+    return message | ({"name": name} if isinstance(name, str) and name else {})
 
 
 def _item(item: Object) -> Object:
-    """An item of the Responses API."""
+    """An item of the Responses API. What a server's own tool has done is kept as a part."""
     kind = item["type"]
+    message: Object = {"role": "assistant", "content": None, "item": True}
     if kind == "reasoning":
-        parts = [*rows(item.get("summary")), *rows(item.get("content"))]
-        thought = "".join(text_of(obj(part).get("text")) for part in parts)
-        return {"role": "assistant", "content": None, "reasoning_content": thought, "item": True}
-    if kind.endswith("_output"):
-        output = content_text(item.get("output"))
+        thought = thought_of(item)
+        return message | ({"reasoning_content": thought} if thought else {})
+    if kind.endswith("call_output"):
+        output = tool_content(item.get("output"))
         return {"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": output}
+    if kind not in TOOL_CALLS:
+        return message | {"content": [item]}
     arguments = first(item, "arguments", "action")
     if kind == "custom_tool_call":
         arguments = {"input": item.get("input")}
     call = tool_call(item.get("call_id") or item.get("id"), item.get("name") or kind, arguments)
-    return {"role": "assistant", "content": None, "tool_calls": [call], "item": True}
+    return message | {"tool_calls": [call]}
 
 
 def message_of(given: Any, role: str = "") -> Object:
@@ -145,42 +236,71 @@ def message_of(given: Any, role: str = "") -> Object:
         return message_of({**given["data"], "type": given["type"]}, role)
     if isinstance(given.get("message"), dict) and "role" not in given:
         return message_of(given["message"], role)
+    if not any(name in given for name in MESSAGE_FIELDS):  # data, such as {"question": "..."}
+        return {"role": role or "user", "content": json_text(given)}
     named = str(first(given, "role", "type") or role or "user")
     if named == "message":
         named = role or "assistant"
     own = ROLES.get(named, named)
     if own not in KNOWN and named != role:
         own = role or own  # such as {"type": "text", ...}
+    if own == "user" and given.get("tool_call_id"):  # OpenInference, of Anthropic's results
+        own = "tool"
     message: Object = {"role": own}
-    content = first(given, "content", "parts", "value", "text")
-    kept, thought, calls = _content(content)
-    thought += text_of(first(given, "reasoning_content", "reasoning"))
+    content = first(given, *CONTENTS)
+    kept, thought, parts = _content(content)
     extra = obj(given.get("additional_kwargs"))
-    thought = thought or text_of(extra.get("reasoning_content"))
+    thought = (
+        thought
+        or thought_of(first(given, "reasoning_content", "reasoning", "thinking"))
+        or thought_of(given.get("reasoning_details"))
+        or thought_of(first(extra, "reasoning_content", "reasoning"))
+    )
+    if named == "thinking":
+        kept, thought = "", thought or text_of(content)
+    if named == "function_call" and (called := _sharegpt_calls(content)):
+        kept, parts = "", called
     if thought:
         message["reasoning_content"] = thought
     message["content"] = kept
-    calls += [_call(one) for one in rows(given.get("tool_calls")) or rows(extra.get("tool_calls"))]
-    if isinstance(alone := given.get("function_call") or extra.get("function_call"), dict):
+    calls = [_call(one) for one in rows(given.get("tool_calls")) or rows(extra.get("tool_calls"))]
+    known = {call["id"] for call in calls}
+    invalid = map(_call, rows(given.get("invalid_tool_calls")))
+    calls += [call for call in invalid if call["id"] not in known]
+    # Some formats have each call twice, as a part, which has no arguments if it was streamed, and
+    # in a field.
+    known = {"", *(call["id"] for call in calls)} if calls else set()
+    calls += [call for call in parts if call["id"] not in known]
+    alone = given.get("function_call") or extra.get("function_call")
+    if isinstance(alone, dict) and not calls:
         calls.append(tool_call("", alone.get("name"), alone.get("arguments")))
     if calls and own == "assistant":
-        message["tool_calls"] = _unique(calls)
+        message["tool_calls"] = calls
         message["content"] = kept or None
     if own == "tool":
         message["tool_call_id"] = str(first(given, "tool_call_id", "tool_use_id", "id") or "")
-        message["content"] = content_text(content)
+        message["content"] = tool_content(content)
         if isinstance(name := given.get("name"), str) and name:
             message["name"] = name
     return message
 
 
-def _unique(calls: list[Object]) -> list[Object]:
-    """The calls of a message without repetitions: some formats have each call twice, as a part and
-    in a field."""
-    found: dict[str, Object] = {}
-    for number, call in enumerate(calls):
-        found.setdefault(call["id"] or str(number), call)
-    return [*found.values()]
+def _sharegpt_calls(content: Any) -> list[Object]:
+    """The calls of a message from `function_call`: JSON of one or several."""
+    given = parsed(content)
+    calls = [obj(one) for one in (given if isinstance(given, list) else [given])]
+    named = all(call.get("name") for call in calls)
+    return [tool_call("", call["name"], call.get("arguments")) for call in calls] if named else []
+
+
+def thought_of(given: Any) -> str:
+    """The text of reasoning, in any of its forms."""
+    if isinstance(given, list):
+        return "".join(map(thought_of, given))
+    if not isinstance(given, dict):
+        return text_of(given)
+    lists = [given[key] for key in ("summary", "content") if isinstance(given.get(key), list)]
+    return thought_of(lists) or thought_of(first(given, *THOUGHTS, "content", "text", "summary"))
 
 
 def _content(content: Any) -> tuple[Any, str, list[Object]]:
@@ -193,23 +313,16 @@ def _content(content: Any) -> tuple[Any, str, list[Object]]:
         part = {"type": "text", "text": part} if isinstance(part, str) else obj(part)
         part = obj(part.get("message_content")) or part  # OpenInference
         kind = str(part.get("type") or ("text" if "text" in part else ""))
-        if kind in TEXTS:
+        called = obj(first(part, *CALL_FIELDS)) or (part if kind in CALLS else {})
+        if kind in THOUGHTS or part.get("thought") is True or "reasoningContent" in part:
+            thought += thought_of(part)
+        elif kind in TEXTS:
             kept.append(
                 {"type": "text", "text": text_of(first(part, "text", "content", "refusal"))}
             )
-        elif kind in ("thinking", "reasoning"):
-            thought += text_of(first(part, "thinking", "reasoning", "content", "text"))
-        elif kind in ("tool_use", "tool_call", "functionCall") or "functionCall" in part:
-            part = obj(part.get("functionCall")) or part
-            arguments = first(part, "input", "arguments", "args")
-            calls.append(tool_call(part.get("id"), part.get("name"), arguments))
-        elif "functionResponse" in part:
-            kept.append(
-                {"type": "text", "text": text_of(obj(part["functionResponse"]).get("response"))}
-            )
-        elif kind in ("redacted_thinking", "server_tool_use"):
-            continue
-        else:
+        elif called.get("name") or called.get("toolName"):
+            calls.append(_call(called))
+        elif kind not in ("redacted_thinking", *CALLS):
             kept.append(image_of(part))
     if all(part.get("type") == "text" for part in kept):
         return "".join(part["text"] for part in kept), thought, calls
@@ -230,28 +343,47 @@ def image_of(part: Object) -> Object:
     return part
 
 
-def content_text(content: Any) -> str:
-    """The result of a tool as text."""
+def tool_content(content: Any) -> Any:
+    """The result of a tool: text, or parts if there are images."""
     if isinstance(content, dict) and isinstance(content.get("kwargs"), dict):  # a ToolMessage
         content = content["kwargs"].get("content")
-    if isinstance(content, dict) and content.get("type") == "tool":
+    if isinstance(content, dict) and (content.get("type") == "tool" or "tool_call_id" in content):
         content = obj(content.get("data")).get("content", content.get("content"))
-    if isinstance(content, list):
-        texts = [obj(part).get("text") if isinstance(part, dict) else part for part in content]
-        known = [text for text in texts if isinstance(text, str)]
-        if known and len(known) == len(texts):
-            return "".join(known)
+    if isinstance(content, list) and content and all(map(_is_shown, content)):
+        return _content(content)[0]
     return text_of(content)
+
+
+def _is_shown(part: Any) -> bool:
+    """Whether it is a part of a message, rather than data."""
+    return isinstance(part, dict) and (part.get("type") in (*TEXTS, *IMAGES) or [*part] == ["text"])
+
+
+def content_text(content: Any) -> str:
+    """The result of a tool as text, with `[image]` in the place of images."""
+    found = tool_content(content)
+    if isinstance(found, str):
+        return found
+    return "".join(part["text"] if part.get("type") == "text" else "[image]" for part in found)
+
+
+def result_text(output: Any) -> str:
+    """What a tool has returned as text; a text that is no message in JSON stays as it is."""
+    given = parsed(output)
+    is_message = isinstance(given, dict) and ("tool_call_id" in given or "kwargs" in given)
+    return output if isinstance(output, str) and not is_message else content_text(given)
 
 
 def _call(given: Any) -> Object:
     call = obj(given)
     call = obj(call.get("tool_call")) or call
     function = obj(call.get("function")) or call
-    arguments = first(function, "arguments", "args", "input")
+    streamed = function.get("partial_json") if not function.get("input") else None
+    arguments = streamed or first(function, "arguments", "args", "input")
     if custom := obj(call.get("custom")):  # its input is free text
         function, arguments = custom, {"input": custom.get("input")}
-    return tool_call(first(call, "id", "call_id"), function.get("name"), arguments)
+    id = first(call, "call_id", "id", "toolCallId", "toolUseId")
+    return tool_call(id, first(function, "name", "toolName"), arguments)
 
 
 def tool_call(id: Any, name: Any, arguments: Any) -> Object:
@@ -267,8 +399,15 @@ def tool_call(id: Any, name: Any, arguments: Any) -> Object:
 def tools_of(given: Any) -> list[Object]:
     """Tools in the format of chat completions."""
     if isinstance(given := parsed(given), dict):
-        given = [{"name": name, **obj(about)} for name, about in given.items()]
-    return [tool for tool in map(tool_of, rows(given)) if tool]
+        if isinstance(given.get("name"), str) or isinstance(given.get("function"), dict):
+            given = [given]
+        elif "function_tools" in given:  # Pydantic AI
+            given = [*rows(given["function_tools"]), *rows(given.get("output_tools"))]
+        else:
+            given = [{"name": name, **obj(about)} for name, about in given.items()]
+    declared = ("function_declarations", "functionDeclarations")  # Google
+    found = [rows(first(obj(one), *declared)) or [one] for one in rows(given)]
+    return [made for some in found for one in some if (made := tool_of(one))]
 
 
 def tool_of(given: Any) -> Object:
@@ -283,12 +422,19 @@ def tool_of(given: Any) -> Object:
     function = {"name": inner["name"]}
     if inner.get("description"):
         function["description"] = inner["description"]
-    schema = first(
-        inner, "parameters", "input_schema", "inputSchema", "parametersJsonSchema", "args_schema"
-    )
-    if (schema := parsed(schema)) is not None:
+    if (schema := parsed(first(inner, *SCHEMAS))) is not None:
         function["parameters"] = schema
     return {"type": "function", "function": function}
+
+
+SCHEMAS = (
+    "parameters",
+    "input_schema",
+    "inputSchema",
+    "parametersJsonSchema",
+    "parameters_json_schema",
+    "args_schema",
+)
 
 
 def finish_of(body: Object) -> str:
@@ -300,28 +446,39 @@ def finish_of(body: Object) -> str:
 
 
 def answer_of(given: Any) -> Object | None:
-    """The assistant message in the output of a call; None if there is none."""
-    given = parsed(given)
+    """The assistant message in the output of a call; None if there is none. Data, such as
+    {"city": "Paris"}, is an answer in JSON."""
+    text, given = given, parsed(given)
+    if given is None or given == "":
+        return None
     if isinstance(given, list):
         inner = [one for one in given if one]
         if inner and all(isinstance(one, list) for one in inner):
             return answer_of(inner[0])
+        if not all(map(_is_message, inner)):
+            return {"role": "assistant", "content": text_of(text)}
         answers = [one for one in messages_of(inner) if one["role"] == "assistant"]
         for more in answers[1:]:
             merge(answers[0], more)
         return answers[0] if answers else None
-    if isinstance(given, str):
-        return {"role": "assistant", "content": given} if given else None
     if not isinstance(given, dict):
-        return None
-    if choices := rows(given.get("choices")) or rows(given.get("generations")):
+        return {"role": "assistant", "content": text_of(text)}
+    if choices := next(filter(None, (rows(given.get(name)) for name in CHOICES)), []):
         choice = choices[0][0] if isinstance(choices[0], list) and choices[0] else choices[0]
         choice = obj(choice)
-        if message := obj(choice.get("message")):
+        if message := obj(choice.get("message")) or obj(choice.get("content")):
             return message_of(message, "assistant")
         return answer_of(choice.get("text"))
-    for name in ("output", "message", "messages", "response", "content"):
-        if name in given and not ("role" in given or "lc" in given or "type" in given):
-            return answer_of(given[name]) if given[name] else None
+    if not _is_message(given):
+        for name in ("output", "message", "messages", "response", "content"):
+            # In a text of JSON a text is the model's own.
+            if name in given and not (isinstance(text, str) and isinstance(given[name], str)):
+                return answer_of(given[name])
+        if isinstance(text, str) or not any(name in given for name in ANSWERS):
+            return {"role": "assistant", "content": text_of(text)}
     message = message_of(given, "assistant")
     return message if message["role"] == "assistant" else None
+
+
+CHOICES = ("choices", "generations", "candidates")
+ANSWERS = ("parts", "function_call", *THOUGHTS)  # fields of an answer that names no role

@@ -21,6 +21,7 @@ from agentrl.core.images import digests, with_data_urls
 from agentrl.core.otlp import TOOL_NAME
 from agentrl.core.types import Rollout, Scope, Span, Trace, Transition
 from agentrl.recorded.importing import RUN, normalised
+from agentrl.recorded.messages import content_text
 from agentrl.recorded.nodes import CUT, Object, obj, parsed
 from agentrl.store import Store
 
@@ -302,6 +303,9 @@ def _defect(one: Object, calls: Sequence[Transition], failed: set[str]) -> str:
     own = [one["messages"][index] for index in one["imitate"]]
     if not all(message.get("content") or message.get("tool_calls") for message in own):
         return "conversations with an empty answer"
+    calls_made = [c for message in own for c in message.get("tool_calls") or ()]
+    if not all(isinstance(parsed(c["function"].get("arguments")), dict) for c in calls_made):
+        return "conversations that call a tool with arguments that are no JSON object"
     if not one["tools"] and any(message.get("tool_calls") for message in own):
         return "conversations that call tools whose definitions were not recorded"
     return ""
@@ -427,7 +431,7 @@ def _collect_tools(
                     answers,
                     function.get("name"),
                     parsed(function.get("arguments")),
-                    message.get("content"),
+                    content_text(message.get("content")),
                     trace,
                 )
     for span in trace.spans:

@@ -92,17 +92,20 @@ def _step(turns: Turns, step: Object, model: str) -> None:
 
 def is_chat(row: Object) -> bool:
     """Whether it is a row of a chat."""
-    return isinstance(first(row, "messages", "conversations", "conversation", "trajectory"), list)
+    return bool(rows(first(row, *CHATS)))
 
 
-FEEDBACK = ("reward", "score", "label", "rating")
+CHATS = ("messages", "conversations", "conversation", "trajectory")
+FEEDBACK = ("reward", "score", "label", "rating", "resolved")
 
 
 def read_chat(row: Object, issues: Issues, name: str = "") -> Iterator[Trace]:
-    """A row of `messages` (or ShareGPT's `conversations`), with `tools` if there are any. A number
-    in `reward`, `score`, `label` or `rating`, or in `feedback`, is feedback."""
-    given = first(row, "messages", "conversations", "conversation", "trajectory")
-    given = [{"role": m["from"], **m} if "from" in obj(m) else m for m in rows(given)]
+    """A row of `messages` (or ShareGPT's `conversations`), with `tools` and a `system` prompt if
+    there are any. A number in `reward`, `score`, `label`, `rating` or `resolved`, or in `feedback`,
+    is feedback."""
+    given = [{"role": m["from"], **m} if "from" in obj(m) else m for m in rows(first(row, *CHATS))]
+    if isinstance(system := row.get("system"), str) and system:
+        given = [{"role": "system", "content": system}, *given]
     trace = str(first(row, "id", "session_id", "trace_id", "conversation_id") or "")
     trace = trace or sha256(msgspec.json.encode(given)).hexdigest()[:32]
     turns = Turns(

@@ -151,8 +151,8 @@ def _call(row: Object, extra: Object, metadata: Object, inputs: Any, outputs: An
     # split into messages.
     given = first(obj(inputs), "messages", "prompt", "input", "contents")
     asked = messages.messages_of(given if given is not None or "prompts" in obj(inputs) else inputs)
-    if system := first(obj(inputs), "system", "instructions"):
-        asked = [messages.message_of({"role": "system", "content": parsed(system)}), *asked]
+    if isinstance(inputs, dict) and given is not None:
+        asked = [*messages.system_of(inputs), *asked]
     answer = messages.answer_of(outputs)
     generation = _generation(outputs)
     info = obj(generation.get("generation_info")) | obj(
@@ -196,5 +196,5 @@ def _tool(row: Object, inputs: Any, outputs: Any) -> ToolUse:
     return ToolUse(
         str(row.get("name") or ""),
         arguments,
-        None if result is None else messages.content_text(result),
+        None if result is None else messages.result_text(result),
     )

@@ -18,6 +18,7 @@ from agentrl.recorded.importing import Imported, import_traces
 from agentrl.recorded.nodes import Issues, Node
 from agentrl.recorded.tree import tree_of
 from tests.agentrl.recorded.builders import Row, imported, llm, run, user
+from tests.runners.gateway.images.pictures import picture
 
 FIXTURES = Path(__file__).with_name("fixtures")
 
@@ -381,3 +382,193 @@ def test_deep_and_wide_trees_take_linear_time() -> None:
     assert tree
     assert len(tree.nodes) == 2 * count + 1
     assert Id.compared < 100 * count
+
+
+async def test_langfuse_keeps_the_system_prompt_and_data(tmp_path: Path) -> None:
+    about = {"type": "GENERATION", "traceId": "t", "id": "o", "name": "g"}
+    body = {"system": "Be kind.", "messages": user("q"), "tools": [{"name": "find"}]}
+    _, trace = await of_rows(tmp_path, about | {"input": body, "output": '{"city": "Paris"}'})
+    (call,) = trace.transitions
+    assert call.messages == [{"role": "system", "content": "Be kind."}, *user("q")]
+    assert [tool["function"]["name"] for tool in call.tools] == ["find"]
+    assert (call.answer or {})["content"] == '{"city": "Paris"}'
+
+
+async def test_numbered_attributes_keep_thoughts_and_results(tmp_path: Path) -> None:
+    """OpenInference of Anthropic, and OpenLLMetry, whose thoughts are a choice of their own."""
+    asked, said = "llm.input_messages", "llm.output_messages.0.message"
+    oi = {
+        "openinference.span.kind": "LLM",
+        f"{asked}.0.message.role": "user",
+        f"{asked}.0.message.content": '[{"a": 1}]',
+        f"{said}.role": "assistant",
+        f"{said}.content": "ok",
+        f"{said}.contents.0.message_content.type": "reasoning",
+        f"{said}.contents.0.message_content.text": "hm",
+    }
+    result = [{"type": "tool_result", "tool_use_id": "c", "content": "r"}]
+    lm = {
+        "llm.request.type": "chat",
+        "gen_ai.prompt.0.role": "user",
+        "gen_ai.prompt.0.content": json.dumps(result),
+        "gen_ai.completion.0.role": "thinking",
+        "gen_ai.completion.0.content": "hm",
+        "gen_ai.completion.1.role": "assistant",
+        "gen_ai.completion.1.content": "ok",
+    }
+    _, trace = await of_rows(tmp_path, otel("2", **oi), otel("3", **lm))
+    calls = {call.span: call for call in trace.transitions}
+    for call in calls.values():
+        answer = {"role": "assistant", "content": "ok", "reasoning_content": "hm"}
+        assert call.answer == answer
+    assert calls["2" * 16].messages == user('[{"a": 1}]')  # a text that happens to be JSON
+    assert calls["3" * 16].messages == [{"role": "tool", "tool_call_id": "c", "content": "r"}]
+
+
+async def test_rows_of_the_hub_are_chats(tmp_path: Path) -> None:
+    """ShareGPT's calls and `system`; SWE-smith's messages, which are a text of JSON."""
+    talk = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": '{"name": "find", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "r"},
+        {"from": "gpt", "value": "ok"},
+    ]
+    (folder := tmp_path / "a").mkdir()
+    _, trace = await of_rows(folder, {"conversations": talk, "system": "Be kind."})
+    first, last = trace.transitions
+    assert first.messages == [{"role": "system", "content": "Be kind."}, *user("q")]
+    (call,) = (first.answer or {})["tool_calls"]
+    assert call["function"] == {"name": "find", "arguments": '{"a": 1}'}
+    assert last.messages[-1] == {"role": "tool", "tool_call_id": call["id"], "content": "r"}
+    (folder := tmp_path / "b").mkdir()
+    swe = [*user("q"), {"role": "assistant", "content": "ok"}]
+    _, trace = await of_rows(folder, {"messages": json.dumps(swe), "resolved": True})
+    assert [(r.name, r.value) for r in trace.rollout.rewards] == [("resolved", 1.0)]
+
+
+async def test_parts_that_no_model_is_shown_are_left_out_with_a_line(tmp_path: Path) -> None:
+    """The search of a server's own tool, in an answer and alone in the history."""
+    search = {"type": "web_search_call", "id": "w", "status": "completed"}
+    said = {"type": "message", "role": "assistant",
+            "content": [{"type": "output_text", "text": "ok"}]}  # fmt: skip
+    row = run("t", "llm", inputs={"input": [*user("q"), search, *user("more")]},
+              outputs={"object": "response", "output": [search, said]})  # fmt: skip
+    done, trace = await of_rows(tmp_path, row)
+    (call,) = trace.transitions
+    assert call.messages == [*user("q"), *user("more")]
+    assert call.answer == {"role": "assistant", "content": "ok"}
+    (line,) = [line for line in done.issues.lines() if "neither text nor an image" in line]
+    assert "(2 times): web_search_call" in line
+
+
+async def test_an_image_of_a_tool_is_an_image(tmp_path: Path) -> None:
+    pixel = base64.b64encode(picture()).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": pixel}
+    called = {"id": "c", "type": "function", "function": {"name": "see", "arguments": "{}"}}
+    result = [{"type": "text", "text": "r"}, {"type": "image", "source": source}]
+    talk = [
+        *user("q"),
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c", "content": result},
+        {"role": "assistant", "content": "ok"},
+    ]
+    _, trace = await of_rows(tmp_path, {"messages": talk})
+    text, image = trace.transitions[-1].messages[-1]["content"]
+    assert (text["text"], image["image_url"]["url"][: len(SCHEME)]) == ("r", SCHEME)
+    (tool,) = [span for span in trace.spans if span.kind == "tool"]
+    assert tool.attributes["gen_ai.tool.call.result"] == "r[image]"
+
+
+async def test_calls_of_an_answer_of_claude_code_stay_together(tmp_path: Path) -> None:
+    """A tool may be done before the lines of the answer's other calls are written. The last line
+    has the counts, and why the answer ended."""
+
+    def use(uuid: str, parent: str, id: str, stop: str | None) -> Row:
+        content = [{"type": "tool_use", "id": id, "name": "Read", "input": {"id": id}}]
+        usage = {"output_tokens": 9 if stop else 1}
+        message = {"id": "m1", "content": content, "stop_reason": stop, "usage": usage}
+        return claude(uuid, parent, "assistant", "", message=message)
+
+    def result(uuid: str, parent: str, id: str) -> Row:
+        content = [{"type": "tool_result", "tool_use_id": id, "content": id}]
+        return claude(uuid, parent, "user", "", message={"content": content})
+
+    _, trace = await of_rows(
+        tmp_path,
+        claude("a", None, "user", "q"),
+        use("b", "a", "c1", None),
+        result("c", "b", "c1"),
+        use("d", "b", "c2", "max_tokens"),
+        result("e", "d", "c2"),
+        claude("f", "e", "assistant", "ok"),
+    )
+    first, last = trace.transitions
+    assert [call["id"] for call in (first.answer or {})["tool_calls"]] == ["c1", "c2"]
+    assert first.finish == "length"
+    assert [m["role"] for m in last.messages] == ["user", "assistant", "tool", "tool"]
+    (span,) = [span for span in trace.spans if span.id == first.span]
+    assert span.attributes["gen_ai.usage.output_tokens"] == 9
+
+
+async def test_claude_code_goes_back_to_a_hook(tmp_path: Path) -> None:
+    hook = {"type": "progress", "sessionId": "s", "uuid": "h", "parentUuid": "b"}
+    _, trace = await of_rows(
+        tmp_path,
+        claude("a", None, "user", "q"),
+        claude("b", "a", "assistant", "A"),
+        hook,
+        claude("c", "h", "user", "wrong"),
+        claude("d", "c", "assistant", "B"),
+        claude("e", "h", "user", "right"),
+        claude("f", "e", "assistant", "C"),
+    )
+    said = [message["content"] for message in trace.transitions[-1].messages]
+    assert said == ["q", "A", "right"]
+
+
+def codex(kind: str, **payload: Any) -> Row:
+    return {"type": kind, "timestamp": "2026-01-01T00:00:00Z", "payload": payload}
+
+
+def said_to_codex(role: str, text: str) -> Row:
+    content = [{"type": "output_text" if role == "assistant" else "input_text", "text": text}]
+    return codex("response_item", type="message", role=role, content=content)
+
+
+async def test_turns_that_were_taken_back_in_codex_are_not_shown(tmp_path: Path) -> None:
+    _, trace = await of_rows(
+        tmp_path,
+        codex("session_meta", id="s"),
+        said_to_codex("user", "<environment_context>"),
+        *(row for text in ("one", "two", "three") for row in (
+            said_to_codex("user", text),
+            codex("event_msg", type="user_message", message=text),
+            said_to_codex("assistant", text.upper()),
+        )),
+        codex("event_msg", type="thread_rolled_back", num_turns=2),
+        said_to_codex("user", "four"),
+        codex("event_msg", type="user_message", message="four"),
+        said_to_codex("assistant", "FOUR"),
+    )  # fmt: skip
+    said = [message["content"] for message in trace.transitions[-1].messages]
+    assert said == ["<environment_context>", "one", "ONE", "four"]
+
+
+async def test_codex_keeps_outputs_and_searches(tmp_path: Path) -> None:
+    """An output of JSON is not the frame of some versions; a search is said to be left out."""
+    outputs = ['{"output": "dist", "name": "x"}', '{"output": "r", "metadata": {"exit_code": 0}}']
+    done, trace = await of_rows(
+        tmp_path,
+        codex("session_meta", id="s"),
+        said_to_codex("user", "q"),
+        *(row for id, output in zip("ab", outputs, strict=True) for row in (
+            codex("response_item", type="function_call", name="sh", arguments="{}", call_id=id),
+            codex("response_item", type="function_call_output", call_id=id, output=output),
+        )),
+        codex("response_item", type="web_search_call", status="completed", action={}),
+        said_to_codex("assistant", "ok"),
+    )  # fmt: skip
+    call = trace.transitions[-1]
+    assert [m["content"] for m in call.messages if m["role"] == "tool"] == [outputs[0], "r"]
+    assert call.answer == {"role": "assistant", "content": "ok"}
+    assert any("web_search_call" in line for line in done.issues.lines())

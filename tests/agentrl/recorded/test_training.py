@@ -454,3 +454,14 @@ async def test_the_agent_of_one_role_is_a_loop_with_its_tools(tmp_path: Path) ->
     exec((tmp_path / "run/verifier.py").read_text(), found)
     assert found["verify"]({"expected": {"b": 1, "a": "X"}}, {"a": "x", "b": 1}) == 1.0
     assert found["verify"]({"expected": "7"}, "8") == 0.0
+
+
+async def test_calls_with_arguments_that_are_no_json_are_not_imitated(tmp_path: Path) -> None:
+    invalid = {"name": "find", "args": '{"what": ', "id": "c", "error": "not JSON"}
+    said = {"content": "", "invalid_tool_calls": [invalid]}
+    tools = {"extra": {"invocation_params": {"tools": [{"name": "find"}]}}}
+    trace = [llm("t", "agent", user("a long question"), said, **tools),
+             {"key": "correct", "run_id": "t", "score": 1}]  # fmt: skip
+    made = await trained(tmp_path, trace)
+    assert not made.demonstrations
+    assert made.left_out["conversations that call a tool with arguments that are no JSON object"]
