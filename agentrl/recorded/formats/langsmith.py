@@ -65,7 +65,8 @@ def read_feedback(row: Object, issues: Issues) -> Iterator[Node | Note]:
 
 def read_run(row: Object, issues: Issues) -> Iterator[Node | Note]:
     """A run and its descendants, with their feedback."""
-    trace = str(first(row, "trace_id") or _root(row) or row["id"])
+    above = _above(row)
+    trace = str(first(row, "trace_id") or next(iter(above), row["id"]))
     yield _node(row, trace)
     for note in rows(row.get("feedback")):
         yield from read_feedback({"run_id": row["id"], "trace_id": trace, **obj(note)}, issues)
@@ -90,10 +91,11 @@ def read_run(row: Object, issues: Issues) -> Iterator[Node | Note]:
             yield from read_run(parent | {k: v for k, v in child.items() if v is not None}, issues)
 
 
-def _root(row: Object) -> str:
-    """The root of a run in its dotted order: TIMEid.TIMEid."""
-    order = str(row.get("dotted_order") or "")
-    return order.split(".")[0].partition("Z")[2]
+def _above(row: Object) -> list[str]:
+    """The ids of the runs above a run, from the root on, in its dotted order: TIMEZid.TIMEZid. Bulk
+    exports may have no other parent."""
+    order = str(row.get("dotted_order") or "").split(".")
+    return [one.partition("Z")[2] for one in order[:-1]]
 
 
 def _node(row: Object, trace: str) -> Node:
@@ -111,7 +113,7 @@ def _node(row: Object, trace: str) -> Node:
     return Node(
         trace=trace,
         id=str(row["id"]),
-        parent=str(row.get("parent_run_id") or ""),
+        parent=str(row.get("parent_run_id") or next(reversed(_above(row)), "")),
         name=str(row.get("name") or ""),
         kind=kind,
         start=nanoseconds(row.get("start_time")),

@@ -473,7 +473,13 @@ def read_opencode(row: Object, issues: Issues) -> Iterator[Trace]:
             turns.at(time.get("created"))
             if about.get("system") and not turns.messages:
                 turns.say({"role": "system", "content": str(about["system"])})
-            turns.say({"role": "user", "content": texts})
+            images = [
+                {"type": "image_url", "image_url": {"url": p.get("url")}}
+                for p in parts
+                if p.get("type") == "file" and str(p.get("mime")).startswith("image/")
+            ]
+            text = [{"type": "text", "text": texts}]
+            turns.say({"role": "user", "content": [*text, *images] if images else texts})
             continue
         _opencode_answer(turns, about, parts, time)
     yield turns.done({"version": info.get("version")})

@@ -572,3 +572,58 @@ async def test_codex_keeps_outputs_and_searches(tmp_path: Path) -> None:
     assert [m["content"] for m in call.messages if m["role"] == "tool"] == [outputs[0], "r"]
     assert call.answer == {"role": "assistant", "content": "ok"}
     assert any("web_search_call" in line for line in done.issues.lines())
+
+
+async def test_bulk_exports_of_langsmith_may_name_parents_in_the_order_alone(
+    tmp_path: Path,
+) -> None:
+    """Otherwise each run were a root: its role and the feedback on the trace would be lost."""
+    rows = [
+        run("r", "chain", inputs={"input": "q"}, dotted_order="1Zr"),
+        run("r-a", "chain", dotted_order="1Zr.2Zr-a", extra={"metadata": {"langgraph_node": "n"}}),
+        llm("r-b", "", user("q"), {"content": "ok"}, dotted_order="1Zr.2Zr-a.3Zr-b", extra={}),
+        {"key": "correct", "run_id": "r", "score": 1},
+    ]
+    gone = ("parent_run_id", "trace_id")
+    bare = [{key: value for key, value in row.items() if key not in gone} for row in rows]
+    done, trace = await of_rows(tmp_path, *bare)
+    assert not done.issues.counts
+    assert [call.role for call in trace.transitions] == ["n"]
+    assert [(r.name, r.scope.value) for r in trace.rollout.rewards] == [("correct", "rollout")]
+
+
+async def test_images_of_users_of_opencode_are_kept(tmp_path: Path) -> None:
+    image = f"data:image/png;base64,{base64.b64encode(picture()).decode()}"
+    asked = [{"type": "text", "text": "q"}, {"type": "file", "mime": "image/png", "url": image}]
+    talk = [
+        {"info": {"role": "user"}, "parts": asked},
+        {"info": {"role": "assistant"}, "parts": [{"type": "text", "text": "ok"}]},
+    ]
+    _, trace = await of_rows(tmp_path, {"info": {"id": "s"}, "messages": talk})
+    (call,) = trace.transitions
+    assert [part["type"] for part in call.messages[0]["content"]] == ["text", "image_url"]
+    assert len(call.images) == 1
+
+
+async def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
+    """Langfuse's exports have maps of metadata and usage."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = pa.map_(pa.string(), pa.string())
+    table = pa.table(
+        {
+            "id": ["o"],
+            "trace_id": ["t"],
+            "type": ["GENERATION"],
+            "metadata": pa.array([[("langgraph_node", "seller")]], texts),
+            "usage_details": pa.array([[("output", 2)]], pa.map_(pa.string(), pa.uint64())),
+            "input": [json.dumps(user("q"))],
+            "output": ["ok"],
+        }
+    )
+    parquet.write_table(table, tmp_path / "observations.parquet")
+    _, (trace,) = await imported(tmp_path / "observations.parquet", tmp_path)
+    (call,) = trace.transitions
+    assert (call.role, call.messages) == ("seller", user("q"))
+    assert trace.spans[0].attributes["gen_ai.usage.output_tokens"] == 2
