@@ -374,6 +374,14 @@ def result_text(output: Any) -> str:
     return output if isinstance(output, str) and not is_message else content_text(given)
 
 
+def has_failed(output: Any) -> bool:
+    """Whether what a tool has returned is a message of LangChain that says that it failed."""
+    message = obj(output)
+    message = obj(message.get("output")) or message
+    message = obj(message.get("kwargs")) or message
+    return "tool_call_id" in message and message.get("status") == "error"
+
+
 def _call(given: Any) -> Object:
     call = obj(given)
     call = obj(call.get("tool_call")) or call
@@ -437,12 +445,28 @@ SCHEMAS = (
 )
 
 
+CHOICES = ("choices", "generations", "candidates")
+REASONS = ("finish_reason", "finishReason", "stop_reason", "stopReason")
+
+
+def choice_of(body: Object) -> Object:
+    """The first of the choices in an answer of a model API or of LangChain."""
+    found: Any = next(filter(None, (rows(body.get(name)) for name in CHOICES)), [])
+    while isinstance(found, list) and found:
+        found = found[0]
+    return obj(found)
+
+
 def finish_of(body: Object) -> str:
-    """The finish reason in an answer of a model API, unchanged; "": missing."""
-    choice = obj((rows(body.get("choices")) or [{}])[0])
-    details = obj(body.get("incomplete_details"))
-    found = first(choice, "finish_reason") or first(body, "stop_reason") or details.get("reason")
-    return str(found or "")
+    """The finish reason in an answer of a model API or of LangChain, unchanged; "": missing."""
+    choice = choice_of(body)
+    message = obj(choice.get("message"))
+    message = obj(message.get("kwargs")) or obj(message.get("data")) or message or body
+    metadata = obj(message.get("response_metadata"))
+    for one in (choice, obj(choice.get("generation_info")), metadata, body):
+        if found := first(one, *REASONS) or obj(one.get("incomplete_details")).get("reason"):
+            return str(found)
+    return ""
 
 
 def answer_of(given: Any) -> Object | None:
@@ -463,11 +487,11 @@ def answer_of(given: Any) -> Object | None:
         return answers[0] if answers else None
     if not isinstance(given, dict):
         return {"role": "assistant", "content": text_of(text)}
-    if choices := next(filter(None, (rows(given.get(name)) for name in CHOICES)), []):
-        choice = choices[0][0] if isinstance(choices[0], list) and choices[0] else choices[0]
-        choice = obj(choice)
-        if message := obj(choice.get("message")) or obj(choice.get("content")):
+    if choice := choice_of(given):
+        if message := obj(choice.get("message")):
             return message_of(message, "assistant")
+        if isinstance(choice.get("content"), dict):  # Google
+            return message_of(choice["content"], "assistant")
         return answer_of(choice.get("text"))
     if not _is_message(given):
         for name in ("output", "message", "messages", "response", "content"):
@@ -480,5 +504,4 @@ def answer_of(given: Any) -> Object | None:
     return message if message["role"] == "assistant" else None
 
 
-CHOICES = ("choices", "generations", "candidates")
 ANSWERS = ("parts", "function_call", *THOUGHTS)  # fields of an answer that names no role

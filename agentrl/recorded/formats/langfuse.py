@@ -161,12 +161,15 @@ def _completed(node: Node, model: str, options: Object, metadata: Object) -> Nod
             answer=messages.answer_of(node.output),
             tools=tools,
             model=model,
+            finish=messages.finish_of(obj(node.output)),
             sampling=sampling(options),
         )
     elif node.kind == "tool":
         arguments = python_object(node.input) if isinstance(node.input, str) else node.input
         result = None if node.output is None else messages.result_text(node.output)
         tool = ToolUse(node.name, arguments, result)
+        if messages.has_failed(node.output):
+            node = replace(node, error=node.error or "it failed")
     role = first(metadata, "langgraph_node", "agent_name")
     role = str(role or (node.name if node.kind == "agent" else ""))
     given, output = parsed(node.input), parsed(node.output)

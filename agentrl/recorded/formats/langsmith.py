@@ -110,6 +110,7 @@ def _node(row: Object, trace: str) -> Node:
     if not role and kind == "chain" and metadata.get("ls_agent_type"):
         role = row.get("name")
     call = _call(row, extra, metadata, inputs, outputs) if kind == "llm" else None
+    failed = row.get("status") == "error" or (kind == "tool" and messages.has_failed(outputs))
     return Node(
         trace=trace,
         id=str(row["id"]),
@@ -118,7 +119,7 @@ def _node(row: Object, trace: str) -> Node:
         kind=kind,
         start=nanoseconds(row.get("start_time")),
         end=nanoseconds(row.get("end_time")),
-        error=str(row.get("error") or ("it failed" if row.get("status") == "error" else "")),
+        error=str(row.get("error") or ("it failed" if failed else "")),
         role=str(role),
         input=_plain(inputs),
         output=_plain(outputs),
@@ -156,11 +157,10 @@ def _call(row: Object, extra: Object, metadata: Object, inputs: Any, outputs: An
     if isinstance(inputs, dict) and given is not None:
         asked = [*messages.system_of(inputs), *asked]
     answer = messages.answer_of(outputs)
-    generation = _generation(outputs)
-    info = obj(generation.get("generation_info")) | obj(
-        _kwargs(generation).get("response_metadata")
-    )
-    finish = first(info, "finish_reason", "stop_reason") or messages.finish_of(obj(outputs))
+    generation = messages.choice_of(obj(outputs))
+    message = obj(generation.get("message"))
+    message = obj(message.get("kwargs")) or obj(message.get("data")) or message
+    info = obj(generation.get("generation_info")) | obj(message.get("response_metadata"))
     model = (
         first(info, "model_name")
         or obj(outputs).get("model")
@@ -172,21 +172,9 @@ def _call(row: Object, extra: Object, metadata: Object, inputs: Any, outputs: An
         answer=answer,
         tools=messages.tools_of(tools),
         model=str(model or ""),
-        finish=str(finish),
+        finish=messages.finish_of(obj(outputs)),
         sampling=sampling(options, metadata),
     )
-
-
-def _generation(outputs: Any) -> Object:
-    found = rows(obj(outputs).get("generations"))
-    while found and isinstance(found[0], list):
-        found = found[0]
-    return obj(found[0]) if found else {}
-
-
-def _kwargs(generation: Object) -> Object:
-    message = obj(generation.get("message"))
-    return obj(message.get("kwargs")) or obj(message.get("data")) or message
 
 
 def _tool(row: Object, inputs: Any, outputs: Any) -> ToolUse:

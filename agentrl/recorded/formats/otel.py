@@ -234,6 +234,8 @@ def span_items(node: Node, attributes: Object, events: Events) -> Iterator[Item]
         call = _call(known, events)
     elif kind == "tool":
         tool = _tool(known, node.name)
+        if messages.has_failed(known.get("output.value")):
+            node = replace(node, error=node.error or "it failed")
     tokens = {
         "input": first(known, "gen_ai.usage.input_tokens", "llm.token_count.prompt"),
         "output": first(known, "gen_ai.usage.output_tokens", "llm.token_count.completion"),
@@ -317,7 +319,12 @@ def _call(known: Object, events: Events) -> Call:
     given = given or messages.tools_of(options.get("tools"))
     (reason, *_) = rows(known.get("gen_ai.response.finish_reasons")) or [None]
     (output, *_) = rows(known.get("gen_ai.output.messages")) or [None]
-    finish = reason or first(known, "llm.finish_reason") or obj(output).get("finish_reason")
+    finish = (
+        reason
+        or first(known, "llm.finish_reason", *FINISHES)
+        or obj(output).get("finish_reason")
+        or messages.finish_of(obj(known.get("output.value")))
+    )
     model = first(known, "gen_ai.response.model", "llm.model_name", "gen_ai.request.model")
     requested = {
         key.removeprefix("gen_ai.request."): v
@@ -332,6 +339,9 @@ def _call(known: Object, events: Events) -> Call:
         finish=_finish(finish),
         sampling=sampling(requested, options),
     )
+
+
+FINISHES = tuple(f"gen_ai.completion.{n}.finish_reason" for n in range(3))  # OpenLLMetry
 
 
 def _numbered_tools(known: Object) -> list[Object]:

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from agentrl.recorded.messages import answer_of, content_text, messages_of, result_text, tools_of
+from agentrl.recorded.messages import (
+    answer_of,
+    content_text,
+    finish_of,
+    has_failed,
+    messages_of,
+    result_text,
+    tools_of,
+)
 
 USER = {"role": "user", "content": "hi"}
 
@@ -300,3 +308,32 @@ def test_tools_of_every_client_have_names_and_parameters() -> None:
         {"look": {"inputSchema": schema}},
     ):
         assert tools_of(given) == made
+
+
+def generations(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {"generations": [[{"text": "", "message": ai(response_metadata=metadata)}]]}
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"choices": [{"finish_reason": "length", "message": {}}]}, "length"),
+        ({"candidates": [{"finishReason": "MAX_TOKENS", "content": {}}]}, "MAX_TOKENS"),
+        ({"role": "assistant", "content": [], "stop_reason": "max_tokens"}, "max_tokens"),
+        ({"output": {}, "stopReason": "max_tokens"}, "max_tokens"),
+        (generations({"stopReason": "max_tokens"}), "max_tokens"),  # Bedrock
+        (generations({"incomplete_details": {"reason": "max_output_tokens"}}), "max_output_tokens"),
+        ({"role": "assistant", "response_metadata": {"finish_reason": "length"}}, "length"),
+        ({"content": "ok"}, ""),
+    ],
+)
+def test_why_an_answer_ended_is_found(body: dict[str, Any], reason: str) -> None:
+    """An answer that was cut off is not imitated."""
+    assert finish_of(body) == reason
+
+
+def test_a_tool_that_caught_its_error_has_failed() -> None:
+    message = {"type": "tool", "content": "no", "tool_call_id": "c", "status": "error"}
+    for output in (message, {"output": message}, {"output": {"lc": 1, "kwargs": message}}):
+        assert has_failed(output)
+    assert not has_failed({"status": "error"})  # what the tool has found

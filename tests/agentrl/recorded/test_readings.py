@@ -415,12 +415,14 @@ async def test_numbered_attributes_keep_thoughts_and_results(tmp_path: Path) -> 
         "gen_ai.completion.0.content": "hm",
         "gen_ai.completion.1.role": "assistant",
         "gen_ai.completion.1.content": "ok",
+        "gen_ai.completion.1.finish_reason": "max_tokens",
     }
     _, trace = await of_rows(tmp_path, otel("2", **oi), otel("3", **lm))
     calls = {call.span: call for call in trace.transitions}
     for call in calls.values():
         answer = {"role": "assistant", "content": "ok", "reasoning_content": "hm"}
         assert call.answer == answer
+    assert calls["3" * 16].finish == "max_tokens"
     assert calls["2" * 16].messages == user('[{"a": 1}]')  # a text that happens to be JSON
     assert calls["3" * 16].messages == [{"role": "tool", "tool_call_id": "c", "content": "r"}]
 
@@ -627,3 +629,18 @@ async def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
     (call,) = trace.transitions
     assert (call.role, call.messages) == ("seller", user("q"))
     assert trace.spans[0].attributes["gen_ai.usage.output_tokens"] == 2
+
+
+@pytest.mark.parametrize("form", ["langsmith", "langfuse", "openinference"])
+async def test_a_tool_that_caught_its_error_is_a_failed_step(form: str, tmp_path: Path) -> None:
+    message = {"type": "tool", "content": "no", "tool_call_id": "c", "status": "error"}
+    about = {"type": "TOOL", "traceId": "t", "id": "o", "name": "find"}
+    attributes = {"openinference.span.kind": "TOOL", "tool.name": "find"}
+    row = {
+        "langsmith": run("t", "tool", inputs={}, outputs={"output": message}),
+        "langfuse": about | {"output": message},
+        "openinference": otel("2", **attributes, **{"output.value": json.dumps(message)}),
+    }[form]
+    _, trace = await of_rows(tmp_path, row)
+    (span,) = trace.spans
+    assert (span.ok, span.attributes["gen_ai.tool.call.result"]) == (False, "no")
