@@ -395,7 +395,8 @@ def _with_digests(message: Object, images: list[Image], issues: Issues) -> Objec
         kind = part.get("type") if isinstance(part, dict) else None
         if url is None and kind != "text":
             issues.add(
-                "a part of a message that is neither text nor an image is left out", str(kind)
+                "a part of a message that is neither text nor a readable image is left out",
+                str(kind),
             )
             continue
         if url and url.startswith("data:"):

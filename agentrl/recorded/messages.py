@@ -331,16 +331,19 @@ def _content(content: Any) -> tuple[Any, str, list[Object]]:
 
 def image_of(part: Object) -> Object:
     """Convert an image part to the format of chat completions; return other parts unchanged."""
-    source = obj(part.get("source"))
-    if part.get("type") == "image" and source.get("data"):
-        url = f"data:{source.get('media_type') or 'image/png'};base64,{source['data']}"
-        return {"type": "image_url", "image_url": {"url": url}}
-    if part.get("type") == "input_image" and part.get("image_url"):
-        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
-    if part.get("type") == "blob" and part.get("modality") == "image":
-        url = f"data:{part.get('mime_type') or 'image/png'};base64,{part.get('content')}"
-        return {"type": "image_url", "image_url": {"url": url}}
-    return part
+    inner = obj(first(part, "source", "inlineData", "inline_data")) or part
+    mime = first(inner, "media_type", "mime_type", "mimeType", "mediaType")
+    is_image = part.get("type") in ("image", "input_image") or part.get("modality") == "image"
+    if not is_image and not str(mime).startswith("image/"):
+        return part
+    url = first(inner, "data", "base64", "image", "content") or first(
+        inner, "url", "image_url", "uri"
+    )
+    if not isinstance(url, str) or not url:
+        return part
+    if not url.startswith(("data:", "http:", "https:")):
+        url = f"data:{mime or 'image/png'};base64,{url}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def tool_content(content: Any) -> Any:

@@ -407,7 +407,7 @@ def _dialogue(said: list[Message]) -> list[Message]:
 
 def _prompt(row: Row) -> list[Message]:
     key = next((key for key in ("prompt", "context", "conversations") if key in row), "")
-    return _with_system(row, _messages(row, key, "user")) if key else []
+    return _with_system(row, _dialogue(_messages(row, key, "user"))) if key else []
 
 
 def _with_system(row: Row, said: list[Message]) -> list[Message]:

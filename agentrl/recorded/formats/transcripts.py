@@ -219,7 +219,8 @@ def read_codex(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
             said = [n for n, m in enumerate(turns.messages) if _says(m, payload.get("message"))]
             begins.append(said[-1] if said else len(turns.messages))
         elif kind == "event_msg" and payload.get("type") == "thread_rolled_back":
-            begins, gone = _without_last(begins, payload.get("num_turns"))
+            asked = [n for n, m in enumerate(turns.messages) if m["role"] == "user"]
+            begins, gone = _without_last(begins or asked, payload.get("num_turns"))
             turns.messages = turns.messages[: min(gone, default=len(turns.messages))]
         elif kind == "response_item":
             _codex_item(turns, payload, at)
@@ -305,6 +306,8 @@ def read_claude(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
         if line.get("type") not in ("user", "assistant", "attachment", "system"):
             if (before := line.get("parentUuid")) in lengths:  # such as a hook's progress
                 lengths[str(line.get("uuid"))] = lengths[before]
+            continue
+        if line.get("uuid") in lengths:  # written again when the session was resumed
             continue
         if trace not in found:
             found[trace] = Turns(trace, "claude-code", "subagent" if side else "agent")

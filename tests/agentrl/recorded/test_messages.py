@@ -337,3 +337,27 @@ def test_a_tool_that_caught_its_error_has_failed() -> None:
     for output in (message, {"output": message}, {"output": {"lc": 1, "kwargs": message}}):
         assert has_failed(output)
     assert not has_failed({"status": "error"})  # what the tool has found
+
+
+IMAGES: dict[str, dict[str, Any]] = {
+    "Anthropic": {"type": "image", "source": {"media_type": "image/png", "data": "QQ=="}},
+    "Responses": {"type": "input_image", "image_url": "data:image/png;base64,QQ=="},
+    "LangChain": {"type": "image", "base64": "QQ==", "mime_type": "image/png"},
+    "LangChain before 1": {"type": "image", "source_type": "base64", "data": "QQ=="},
+    "Google": {"inlineData": {"mimeType": "image/png", "data": "QQ=="}},
+    "OpenTelemetry": {"type": "blob", "modality": "image", "content": "QQ=="},
+    "Vercel": {"type": "file", "mediaType": "image/png", "data": "QQ=="},
+    "MCP": {"type": "image", "mimeType": "image/png", "data": "QQ=="},
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_of_every_client_are_images(name: str) -> None:
+    (found,) = messages_of([{"role": "user", "content": [IMAGES[name]]}])
+    shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QQ=="}}
+    assert found["content"] == [shown]
+
+
+def test_a_part_that_is_no_image_stays() -> None:
+    part = {"type": "file", "mediaType": "application/pdf", "data": "QQ=="}
+    assert messages_of([{"role": "user", "content": [part]}])[0]["content"] == [part]

@@ -459,7 +459,7 @@ async def test_parts_that_no_model_is_shown_are_left_out_with_a_line(tmp_path: P
     (call,) = trace.transitions
     assert call.messages == [*user("q"), *user("more")]
     assert call.answer == {"role": "assistant", "content": "ok"}
-    (line,) = [line for line in done.issues.lines() if "neither text nor an image" in line]
+    (line,) = [line for line in done.issues.lines() if "neither text nor a readable image" in line]
     assert "(2 times): web_search_call" in line
 
 
@@ -526,6 +526,14 @@ async def test_claude_code_goes_back_to_a_hook(tmp_path: Path) -> None:
     )
     said = [message["content"] for message in trace.transitions[-1].messages]
     assert said == ["q", "A", "right"]
+
+
+async def test_lines_that_claude_code_has_written_again_count_once(tmp_path: Path) -> None:
+    lines = [claude("a", None, "user", "q"), claude("b", "a", "assistant", "A")]
+    _, trace = await of_rows(tmp_path, *lines, *lines, claude("c", "b", "user", "more"),
+                             claude("d", "c", "assistant", "B"))  # fmt: skip
+    assert [(call.answer or {})["content"] for call in trace.transitions] == ["A", "B"]
+    assert [m["content"] for m in trace.transitions[-1].messages] == ["q", "A", "more"]
 
 
 def codex(kind: str, **payload: Any) -> Row:

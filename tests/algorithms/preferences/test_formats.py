@@ -215,6 +215,13 @@ YES, NO = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
             },
             TALK,
         ),
+        (
+            {
+                "prompt": "\n\nHuman: 6 * 7?\n\nAssistant: 42\n\nHuman: Sure?\n\nAssistant:",
+                "chosen": "Yes.", "rejected": "No.",
+            },
+            TALK,
+        ),
     ],
 )  # fmt: skip
 async def test_a_prompt_that_answers_repeat_is_asked_once(
@@ -270,9 +277,14 @@ async def test_calls_at_once_and_tools_alone_have_the_form_of_the_api(draft: Dra
 
 async def test_the_order_of_fields_makes_no_other_prompt(draft: Draft) -> None:
     """Otherwise one of two equal prompts could be held out."""
-    for asked in (ASKED, {"content": "6 * 7?", "role": "user"}):
-        add_row(draft, "f:1", {"messages": [asked, RIGHT]})
-    assert draft.counts["found before"] == 1
+    draft.test = 0.5
+    for number in range(20):
+        asked = {"role": "user", "content": f"{number}?"}
+        add_row(draft, "f:1", {"messages": [asked, YES]})
+        add_row(draft, "f:2", {"messages": [{**dict(reversed(asked.items()))}, NO]})
+    splits = [item.split for item in draft.items.values()]
+    assert splits[::2] == splits[1::2]
+    assert {*splits} == {"train", "test"}
 
 
 async def test_a_greeting_of_the_assistant_is_part_of_the_prompt(draft: Draft) -> None:
