@@ -336,9 +336,8 @@ def image_of(part: Object) -> Object:
     is_image = part.get("type") in ("image", "input_image") or part.get("modality") == "image"
     if not is_image and not str(mime).startswith("image/"):
         return part
-    url = first(inner, "data", "base64", "image", "content") or first(
-        inner, "url", "image_url", "uri"
-    )
+    found = first(inner, "data", "base64", "content", "image_url", "image", "url", "uri")
+    url = obj(found).get("url") or found
     if not isinstance(url, str) or not url:
         return part
     if not url.startswith(("data:", "http:", "https:")):
@@ -373,15 +372,20 @@ def content_text(content: Any) -> str:
 def result_text(output: Any) -> str:
     """What a tool has returned as text; a text that is no message in JSON stays as it is."""
     given = parsed(output)
-    is_message = isinstance(given, dict) and ("tool_call_id" in given or "kwargs" in given)
-    return output if isinstance(output, str) and not is_message else content_text(given)
+    if isinstance(output, str) and not (isinstance(given, dict) and _is_result_message(given)):
+        return output
+    return content_text(given)
+
+
+def _is_result_message(value: Object) -> bool:
+    return "tool_call_id" in value or "kwargs" in value or value.get("type") == "tool"
 
 
 def has_failed(output: Any) -> bool:
     """Whether what a tool has returned is a message of LangChain that says that it failed."""
     message = obj(output)
     message = obj(message.get("output")) or message
-    message = obj(message.get("kwargs")) or message
+    message = obj(message.get("kwargs")) or obj(message.get("data")) or message
     return "tool_call_id" in message and message.get("status") == "error"
 
 

@@ -373,13 +373,21 @@ def _messages(known: Object, events: Events) -> tuple[list[Object], Object | Non
             outputs = [*map(_fields, numbered(known, answers, suffix))]
             items = obj(known.get("output.value")).get("object") == "response"
             count = next((n for n, one in enumerate(outputs) if one.get("role") != "thinking"), 0)
-            return asked, messages.answer_of(outputs if items else outputs[: count + 1])
+            answer = messages.answer_of(outputs if items else outputs[: count + 1])
+            return asked, _whole(answer, known.get("output.value"))
     recorded = [obj(one) for one in rows(first(known, "events", "all_messages_events"))]
     recorded += [{"event.name": name, **about} for name, about in events]
     if found := _from_events(recorded):
         return found
     asked = messages.messages_of(known.get("input.value"))
     return asked, messages.answer_of(known.get("output.value"))
+
+
+def _whole(answer: Object | None, output: Any) -> Object | None:
+    """The answer, or that in the whole output if it has more: OpenInference's numbered attributes
+    of LangChain are without thoughts and invalid calls."""
+    found = messages.answer_of(output) if messages.choice_of(obj(output)) else None
+    return found if found and {*found} > {*(answer or {})} else answer
 
 
 NUMBERED = (

@@ -290,6 +290,7 @@ def test_data_is_a_question_in_json(given: Any) -> None:
         ({"role": "tool", "content": "A", "tool_call_id": "c"}, "A"),
         ('{"content": "A", "type": "tool", "tool_call_id": "c"}', "A"),
         ('{"content":"A"}', '{"content":"A"}'),
+        ('{"type": "tool", "data": {"content": ["a", "b"], "tool_call_id": "c"}}', '["a", "b"]'),
     ],
 )
 def test_results_of_tools_stay_as_they_are(given: Any, text: str) -> None:
@@ -347,6 +348,7 @@ IMAGES: dict[str, dict[str, Any]] = {
     "Google": {"inlineData": {"mimeType": "image/png", "data": "QQ=="}},
     "OpenTelemetry": {"type": "blob", "modality": "image", "content": "QQ=="},
     "Vercel": {"type": "file", "mediaType": "image/png", "data": "QQ=="},
+    "OpenInference": {"type": "image", "image_url": {"url": "data:image/png;base64,QQ=="}},
     "MCP": {"type": "image", "mimeType": "image/png", "data": "QQ=="},
 }
 

@@ -427,6 +427,26 @@ async def test_numbered_attributes_keep_thoughts_and_results(tmp_path: Path) -> 
     assert calls["3" * 16].messages == [{"role": "tool", "tool_call_id": "c", "content": "r"}]
 
 
+async def test_what_numbered_attributes_lack_is_read_from_the_output(tmp_path: Path) -> None:
+    """OpenInference leaves out thoughts and invalid calls of LangChain."""
+    kwargs = {
+        "type": "ai",
+        "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "ok"}],
+    }
+    output = {"generations": [[{"text": "ok", "message": {"lc": 1, "kwargs": kwargs}}]]}
+    known = {
+        "openinference.span.kind": "LLM",
+        "llm.input_messages.0.message.role": "user",
+        "llm.input_messages.0.message.content": "q",
+        "llm.output_messages.0.message.role": "assistant",
+        "llm.output_messages.0.message.content": "ok",
+        "output.value": json.dumps(output),
+    }
+    _, trace = await of_rows(tmp_path, otel("2", **known))
+    answer = {"role": "assistant", "content": "ok", "reasoning_content": "hm"}
+    assert trace.transitions[0].answer == answer
+
+
 async def test_rows_of_the_hub_are_chats(tmp_path: Path) -> None:
     """ShareGPT's calls and `system`; SWE-smith's messages, which are a text of JSON."""
     talk = [
