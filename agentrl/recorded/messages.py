@@ -501,7 +501,9 @@ def answer_of(given: Any) -> Object | None:
             return message_of(choice["content"], "assistant")
         return answer_of(choice.get("text"))
     if not _is_message(given):
-        for name in ("output", "message", "messages", "response", "content"):
+        if [*given] == ["text"]:
+            return answer_of(given["text"])
+        for name in ("output", "message", "messages", "response", "content", "completion"):
             # In a text of JSON a text is the model's own.
             if name in given and not (isinstance(text, str) and isinstance(given[name], str)):
                 return answer_of(given[name])

@@ -254,6 +254,8 @@ def test_neighbouring_items_are_one_message() -> None:
         ('["a","b"]', '["a","b"]'),
         ({"city": "Paris", "text": "x"}, '{"city": "Paris", "text": "x"}'),
         ({"response": "Paris"}, "Paris"),
+        ({"completion": "Paris"}, "Paris"),
+        ({"text": "Paris"}, "Paris"),
         (["a", "b"], '["a", "b"]'),
         (42, "42"),
         ({"candidates": [{"content": {"role": "model", "parts": [{"text": "x"}]}}]}, "x"),

@@ -465,3 +465,16 @@ async def test_calls_with_arguments_that_are_no_json_are_not_imitated(tmp_path: 
     made = await trained(tmp_path, trace)
     assert not made.demonstrations
     assert made.left_out["conversations that call a tool with arguments that are no JSON object"]
+
+
+async def test_answers_of_a_forked_session_are_imitated_once(tmp_path: Path) -> None:
+    """The copy has the answers of the session before the fork."""
+    begin = [*user("a long question that is asked"), {"role": "assistant", "content": "A"}]
+    rows: list[Row] = [
+        {"id": id, "messages": [*begin, *user(text), {"role": "assistant", "content": text}],
+         "reward": 1} for id, text in (("s", "one"), ("fork", "two"))
+    ]  # fmt: skip
+    made = await trained(tmp_path, rows, where=Where.read(["reward>=1"]))
+    imitated = [(len(one["messages"]), one["imitate"]) for one in made.demonstrations]
+    assert sorted(imitated) == [(4, [1, 3]), (4, [3])]
+    assert made.left_out["answers with which another conversation begins, too"] == 1
