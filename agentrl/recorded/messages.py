@@ -262,6 +262,8 @@ def message_of(given: Any, role: str = "") -> Object:
         kept, parts = "", called
     if thought:
         message["reasoning_content"] = thought
+    if "weight" in given:
+        message["weight"] = given["weight"]
     message["content"] = kept
     calls = [_call(one) for one in rows(given.get("tool_calls")) or rows(extra.get("tool_calls"))]
     known = {call["id"] for call in calls}

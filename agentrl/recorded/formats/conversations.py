@@ -104,8 +104,6 @@ def read_chat(row: Object, issues: Issues, name: str = "") -> Iterator[Trace]:
     there are any. A number in `reward`, `score`, `label`, `rating` or `resolved`, or in `feedback`,
     is feedback."""
     given = [{"role": m["from"], **m} if "from" in obj(m) else m for m in rows(first(row, *CHATS))]
-    if isinstance(system := row.get("system"), str) and system:
-        given = [{"role": "system", "content": system}, *given]
     trace = str(first(row, "id", "session_id", "trace_id", "conversation_id") or "")
     trace = trace or sha256(msgspec.json.encode(given)).hexdigest()[:32]
     turns = Turns(
@@ -113,13 +111,14 @@ def read_chat(row: Object, issues: Issues, name: str = "") -> Iterator[Trace]:
     )
     turns.tools = messages.tools_of(row.get("tools"))
     turns.model = str(row.get("model") or "")
-    found, imitate = messages.messages_of(given), row.get("imitate")
-    if not isinstance(imitate, list):  # OpenAI's files for fine-tuning weigh answers
-        weights = [obj(one).get("weight") for one in given]
-        imitate = [n for n in range(len(found)) if weights[n : n + 1] != [0]]
-    for index, message in enumerate(found):
+    if isinstance(system := row.get("system"), str) and system:
+        turns.say({"role": "system", "content": system})
+    imitate = row.get("imitate")
+    for index, message in enumerate(messages.messages_of(given)):
+        wanted = message.pop("weight", 1) != 0  # OpenAI's files for fine-tuning weigh answers
         if message["role"] == "assistant" and turns.messages:
-            turns.answer(message, exact=index in imitate)
+            wanted = index in imitate if isinstance(imitate, list) else wanted
+            turns.answer(message, exact=wanted)
         elif message["role"] == "tool":
             turns.result(message["tool_call_id"], message["content"], name=message.get("name", ""))
         else:

@@ -293,6 +293,28 @@ async def test_answers_of_weight_zero_are_not_imitated(tmp_path: Path) -> None:
     assert [(call.answer or {})["content"] for call in trace.transitions] == ["d"]
 
 
+async def test_weights_and_indices_are_those_of_their_messages(tmp_path: Path) -> None:
+    """Results of tools within a message become messages; a system prompt comes before."""
+    call = {"type": "tool_use", "id": "c", "name": "find", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
+    talk = [
+        *user("q"),
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "and?"}]},
+        {"role": "assistant", "content": "bad", "weight": 0},
+        *user("more"),
+        {"role": "assistant", "content": "ok", "weight": 1},
+    ]
+    (folder := tmp_path / "a").mkdir()
+    _, trace = await of_rows(folder, {"messages": talk})
+    assert [(call.answer or {})["content"] for call in trace.transitions] == [None, "ok"]
+    assert trace.transitions[1].messages[4] == {"role": "assistant", "content": "bad"}
+    (folder := tmp_path / "b").mkdir()
+    pair = [*user("q"), {"role": "assistant", "content": "a"}]
+    _, trace = await of_rows(folder, {"system": "Be kind.", "messages": pair * 2, "imitate": [1]})
+    assert [len(call.messages) for call in trace.transitions] == [2]
+
+
 def claude(uuid: str, parent: str | None, role: str, text: str, **more: Any) -> Row:
     message = {"role": role, "content": [{"type": "text", "text": text}], "id": uuid, "model": "m"}
     about = {"type": role, "sessionId": "s", "uuid": uuid, "parentUuid": parent}
