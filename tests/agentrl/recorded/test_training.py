@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.types import NewRollout, Transition, float32, int32
 from agentrl.recorded.export import export_traces
 from agentrl.recorded.importing import RUN, Recorded, import_traces
+from agentrl.recorded.messages import content_text
 from agentrl.recorded.project import policy_names, warmup_size, write_project
 from agentrl.recorded.redact import Redactor
 from agentrl.recorded.tools import RecordedTools
 from agentrl.recorded.training import Condition, Training, Where, training_of, usual_where
 from agentrl.store import open_store
 from tests.agentrl.recorded.builders import Row, llm, question, run, user, write
+from tests.runners.gateway.images.pictures import picture
 
 GOOD = Where.read(["correct>=1"])
 
@@ -419,6 +422,30 @@ async def test_what_is_exported_can_be_imported_again(form: str, tmp_path: Path)
     async with open_store(f"sqlite:///{second}", readonly=True) as store:
         rewards = [r.value for row in await store.rollouts(RUN) for r in row.rewards]
     assert sorted(rewards) in ([0.0, 1.0], [0.0, 0.0, 1.0, 1.0])  # chats: one for each role
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_exported_calls_keep_their_order_and_results(form: str, tmp_path: Path) -> None:
+    """Also without times, and of results that show an image."""
+    url = f"data:image/png;base64,{b64encode(picture()).decode()}"
+    seen = [{"type": "text", "text": "r"}, {"type": "image_url", "image_url": {"url": url}}]
+    function = {"name": "see", "arguments": "{}"}
+    talk = [
+        *user("q"),
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": function}]},
+        {"role": "tool", "tool_call_id": "c", "content": seen},
+        {"role": "assistant", "content": "A"},
+        *user("more"),
+        {"role": "assistant", "content": "B"},
+    ]
+    first, out = f"sqlite:///{tmp_path}/first.db", tmp_path / "out.jsonl"
+    await import_traces(write(tmp_path / "in.jsonl", [{"messages": talk}]), first)
+    await export_traces(first, RUN, form, out)
+    await import_traces(out, f"sqlite:///{tmp_path}/second.db")
+    async with open_store(f"sqlite:///{tmp_path}/second.db", readonly=True) as store:
+        (calls,) = (await store.calls([row.id for row in await store.rollouts(RUN)])).values()
+    assert [(call.answer or {})["content"] for call in calls] == [None, "A", "B"]
+    assert content_text(calls[-1].messages[2]["content"])[0] == "r"
 
 
 def _said(messages: list[Any]) -> list[Any]:
