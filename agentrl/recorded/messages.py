@@ -37,6 +37,7 @@ TEXTS = ("text", "input_text", "output_text", "refusal")
 THOUGHTS = ("thinking", "reasoning", "reasoning_content", "reasoningContent", "reasoningText")
 IMAGES = ("image", "input_image", "image_url", "blob")
 CALLS = ("tool_use", "tool_call", "tool-call", "function_call", "invalid_tool_call")
+PARTS = (*TEXTS, *THOUGHTS, *IMAGES, *CALLS, "redacted_thinking", "server_tool_use")
 RESULTS = ("tool_result", "tool_call_response", "tool-result")
 # Fields that hold a tool call or a result in parts without a type: Google's, Bedrock's.
 CALL_FIELDS = ("functionCall", "function_call", "toolUse")
@@ -98,7 +99,9 @@ def _is_message(value: Any) -> bool:
         or "role" in value
         or "lc" in value
         or bool(value.get("tool_calls"))
-        or value.get("type") in (*ITEMS, *ROLES, *KNOWN, "message", "constructor")
+        or isinstance(value.get("message"), dict)
+        or value.get("type") in (*ROLES, *KNOWN, "message", "constructor")
+        or _is_item(value.get("type"))
     )
 
 
@@ -152,7 +155,7 @@ def expanded(given: Any) -> list[Object]:
     if not entry:
         return [{"role": "user", "content": given}] if isinstance(given, str) and given else []
     parts = first(entry, "content", "parts")
-    if "type" in entry and "role" not in entry and entry["type"] in ITEMS:
+    if "role" not in entry and _is_item(entry.get("type")):
         return [_item(entry)]
     results = [p for p in parts if _is_result(p)] if isinstance(parts, list) else []
     if not results:
@@ -165,26 +168,13 @@ def expanded(given: Any) -> list[Object]:
     return found
 
 
-ITEMS = (
-    "function_call",
-    "custom_tool_call",
-    "local_shell_call",
-    "function_call_output",
-    "custom_tool_call_output",
-    "local_shell_call_output",
-    "reasoning",
-    "web_search_call",
-    "file_search_call",
-    "code_interpreter_call",
-    "image_generation_call",
-    "computer_call",
-    "mcp_call",
-    "mcp_list_tools",
-    "tool_search_call",
-    "tool_search_output",
-    "compaction",
-)
+# Items of the Responses API, besides those that end in `_call` and `_call_output`.
+ITEMS = ("reasoning", "mcp_list_tools", "tool_search_output", "compaction")
 TOOL_CALLS = ("function_call", "custom_tool_call", "local_shell_call")
+
+
+def _is_item(kind: Any) -> bool:
+    return kind in ITEMS or str(kind).endswith(("_call", "_call_output"))
 
 
 def _is_result(part: Any) -> bool:
@@ -212,11 +202,14 @@ def _item(item: Object) -> Object:
         thought = thought_of(item)
         return message | ({"reasoning_content": thought} if thought else {})
     if kind.endswith("call_output"):
-        output = tool_content(item.get("output"))
-        return {"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": output}
-    if kind not in TOOL_CALLS:
+        output = item.get("output")
+        if obj(output).get("image_url"):  # a screenshot
+            output = [{**obj(output), "type": "input_image"}]
+        id = str(item.get("call_id") or "")
+        return {"role": "tool", "tool_call_id": id, "content": tool_content(output)}
+    if kind not in TOOL_CALLS and not item.get("call_id"):
         return message | {"content": [item]}
-    arguments = first(item, "arguments", "action")
+    arguments = first(item, "arguments", "action", "operation")
     if kind == "custom_tool_call":
         arguments = {"input": item.get("input")}
     call = tool_call(item.get("call_id") or item.get("id"), item.get("name") or kind, arguments)
@@ -243,7 +236,7 @@ def message_of(given: Any, role: str = "") -> Object:
         named = role or "assistant"
     own = ROLES.get(named, named)
     if own not in KNOWN and named != role:
-        own = role or own  # such as {"type": "text", ...}
+        own = role or (own if "role" in given else "user")  # such as {"type": "text", ...}
     if own == "user" and given.get("tool_call_id"):  # OpenInference, of Anthropic's results
         own = "tool"
     message: Object = {"role": own}
@@ -486,9 +479,15 @@ def answer_of(given: Any) -> Object | None:
         return None
     if isinstance(given, list):
         inner = [one for one in given if one]
-        if inner and all(isinstance(one, list) for one in inner):
+        if (
+            inner
+            and all(isinstance(one, list) for one in inner)
+            and all(map(_is_message, inner[0]))
+        ):
             return answer_of(inner[0])
-        if not all(map(_is_message, inner)):
+        if inner and all(obj(one).get("type") in PARTS for one in inner):
+            return message_of({"role": "assistant", "content": inner})
+        if not all(isinstance(one, dict) and _is_message(one) for one in inner):
             return {"role": "assistant", "content": text_of(text)}
         answers = [one for one in messages_of(inner) if one["role"] == "assistant"]
         for more in answers[1:]:

@@ -11,7 +11,7 @@ import msgspec
 
 from agentrl.recorded import messages
 from agentrl.recorded.formats.transcripts import Trace, Turns
-from agentrl.recorded.nodes import Issues, Note, Object, first, number, obj, rows, usage
+from agentrl.recorded.nodes import Issues, Note, Object, first, number, obj, parsed, rows, usage
 
 LAST_ATIF = (1, 8)
 
@@ -92,7 +92,7 @@ def _step(turns: Turns, step: Object, model: str) -> None:
 
 def is_chat(row: Object) -> bool:
     """Whether it is a row of a chat."""
-    return bool(rows(first(row, *CHATS)))
+    return isinstance(parsed(first(row, *CHATS)), list)
 
 
 CHATS = ("messages", "conversations", "conversation", "trajectory")

@@ -247,7 +247,7 @@ def _codex_item(turns: Turns, item: Object, at: Any) -> None:
         else:
             turns.at(at)
             turns.say(message)
-    elif kind in messages.ITEMS and (kind == "reasoning" or kind.endswith("_call")):
+    elif kind == "reasoning" or kind.endswith("_call"):
         (message,) = messages.expanded(item)
         message.pop("item", None)
         if kind != "reasoning" or message.get("reasoning_content"):

@@ -246,6 +246,27 @@ def test_neighbouring_items_are_one_message() -> None:
     assert messages_of([USER, *two])[1:] == two  # chat completions do not merge
 
 
+def test_items_of_new_kinds_are_calls_and_results() -> None:
+    """Calls with an id are of tools that the client runs."""
+    screen = {"type": "computer_screenshot", "image_url": "data:image/png;base64,QQ=="}
+    items: list[Any] = [
+        USER,
+        {"type": "shell_call", "call_id": "c1", "action": {"commands": ["ls"]}},
+        {"type": "computer_call", "call_id": "c2", "action": {"type": "screenshot"}},
+        {"type": "shell_call_output", "call_id": "c1", "output": [{"stdout": "a"}]},
+        {"type": "computer_call_output", "call_id": "c2", "output": screen},
+    ]
+    _, answer, first, second = messages_of(items)
+    calls = [(c["id"], c["function"]["name"]) for c in answer["tool_calls"]]
+    assert calls == [("c1", "shell_call"), ("c2", "computer_call")]
+    assert (first["tool_call_id"], first["content"]) == ("c1", '[{"stdout": "a"}]')
+    assert second["content"][0]["image_url"]["url"] == screen["image_url"]
+
+
+def test_parts_alone_are_a_question() -> None:
+    assert messages_of([{"type": "text", "text": "hi"}]) == [USER]
+
+
 @pytest.mark.parametrize(
     ("given", "content"),
     [
@@ -257,6 +278,10 @@ def test_neighbouring_items_are_one_message() -> None:
         ({"completion": "Paris"}, "Paris"),
         ({"text": "Paris"}, "Paris"),
         (["a", "b"], '["a", "b"]'),
+        ([["a"], ["b"]], '[["a"], ["b"]]'),
+        ([{"type": "text", "text": "x"}], "x"),
+        ({"content": [{"type": "text", "text": "x"}], "stop_reason": "end_turn"}, "x"),
+        ([[{"text": "x", "message": {"role": "assistant", "content": "x"}}]], "x"),
         (42, "42"),
         ({"candidates": [{"content": {"role": "model", "parts": [{"text": "x"}]}}]}, "x"),
         ('{"role": "assistant", "content": "x"}', "x"),
