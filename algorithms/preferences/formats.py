@@ -309,6 +309,7 @@ def _add_pair(draft: Draft, row: Row) -> None:
         size = _common(chosen, rejected)
         system = [one for one in prompt[:1] if one["role"] == "system" != chosen[0]["role"]]
         prompt, chosen, rejected = [*system, *chosen[:size]], chosen[size:], rejected[size:]
+    chosen, rejected = (said[_after(prompt, said) :] for said in (chosen, rejected))
     names = [(f"{side}_rating", f"score_{side}") for side in ("chosen", "rejected")]
     rated = [next((key for key in keys if key in row), None) for keys in names]
     better, worse = (None if key is None else _number(row[key], key) for key in rated)
@@ -382,14 +383,16 @@ def _after(prompt: Sequence[Message], said: Sequence[Message]) -> int:
         return 0
     if [_text_of(said[n - 1]) for n in places[: len(asked)]] == asked:
         return places[len(asked) - 1]
-    last = [
-        n for n in places if [_text_of(said[n - 1])] == asked
-    ]  # the prompt is the last question
+    if said[places[0] - 1]["role"] == "assistant":  # it continues the prompt
+        return 0
+    # The prompt may be the last question alone.
+    last = [n for n in places if [_text_of(said[n - 1])] == asked]
     return last[-1] if last else 0
 
 
 def _text_of(message: Message) -> tuple[Json, Json]:
-    return message["role"], message.get("content") or ""
+    content = message.get("content") or ""
+    return message["role"], content.strip() if isinstance(content, str) else content
 
 
 TURN = re.compile(r"\n\n(Human|Assistant):[ \n]?")  # of HH-RLHF's texts

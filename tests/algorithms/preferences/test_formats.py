@@ -192,6 +192,8 @@ YES, NO = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
     [
         ({"prompt": "6 * 7?", "chosen": [ASKED, YES], "rejected": [ASKED, NO]}, [ASKED]),
         ({"prompt": [ASKED], "chosen": [ASKED, YES], "rejected": [ASKED, NO]}, [ASKED]),
+        ({"prompt": "6 * 7? ", "chosen": [ASKED, YES], "rejected": [ASKED, NO]}, [ASKED]),
+        ({"prompt": "6 * 7?", "chosen": [ASKED, YES], "rejected": "No."}, [ASKED]),
         ({"prompt": "6 * 7?", "chosen": [*TALK, YES], "rejected": [*TALK, NO]}, TALK),
         ({"prompt": "Sure?", "chosen": [*TALK, YES], "rejected": [*TALK, NO]}, TALK),
         (
@@ -231,6 +233,14 @@ async def test_a_prompt_that_answers_repeat_is_asked_once(
     add_row(draft, "f:1", row)
     (found,) = await rows(draft.store, await items(draft))
     assert (found["prompt"], found["chosen"], found["rejected"]) == (prompt, [YES], [NO])
+
+
+async def test_an_answer_of_several_turns_continues_its_prompt(draft: Draft) -> None:
+    """Even if the user says the same again."""
+    sides = {"chosen": [RIGHT, ASKED, YES], "rejected": [RIGHT, ASKED, NO]}
+    add_row(draft, "f:1", {"prompt": [ASKED], **sides})
+    (found,) = await rows(draft.store, await items(draft))
+    assert (found["prompt"], found["chosen"], found["rejected"]) == ([ASKED], *sides.values())
 
 
 async def test_a_completion_that_repeats_its_prompt_is_an_answer(draft: Draft) -> None:
