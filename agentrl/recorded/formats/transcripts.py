@@ -142,7 +142,11 @@ class Turns:
         function = self._functions.get(id, {})
         called = str(function.get("name") or name)
         shown = messages.tool_content(content)
-        self.messages.append({"role": "tool", "tool_call_id": id, "content": shown})
+        place = len(self.messages)
+        if id in self._functions:  # before what a hook has said since the call
+            while place and self.messages[place - 1]["role"] not in ("assistant", "tool"):
+                place -= 1
+        self.messages.insert(place, {"role": "tool", "tool_call_id": id, "content": shown})
         arguments = parsed(function.get("arguments"))
         tool = ToolUse(called, arguments, text, self._schema(called))
         self.nodes.append(

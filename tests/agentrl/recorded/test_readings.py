@@ -542,6 +542,13 @@ async def test_calls_of_an_answer_of_claude_code_stay_together(tmp_path: Path) -
         claude("a", None, "user", "q"),
         use("b", "a", "c1", None),
         result("c", "b", "c1"),
+        {
+            "type": "attachment",
+            "sessionId": "s",
+            "uuid": "h",
+            "parentUuid": "c",
+            "rendered": [{"content": "said by a hook"}],
+        },
         use("d", "b", "c2", "max_tokens"),
         result("e", "d", "c2"),
         claude("f", "e", "assistant", "ok"),
@@ -549,7 +556,7 @@ async def test_calls_of_an_answer_of_claude_code_stay_together(tmp_path: Path) -
     first, last = trace.transitions
     assert [call["id"] for call in (first.answer or {})["tool_calls"]] == ["c1", "c2"]
     assert first.finish == "length"
-    assert [m["role"] for m in last.messages] == ["user", "assistant", "tool", "tool"]
+    assert [m["role"] for m in last.messages] == ["user", "assistant", "tool", "tool", "user"]
     (span,) = [span for span in trace.spans if span.id == first.span]
     assert span.attributes["gen_ai.usage.output_tokens"] == 9
 
