@@ -17,6 +17,10 @@ UNFINISHED = (
     "max_output_tokens",
     "model_context_window_exceeded",
     "content_filter",
+    "model_length",
+    "safety",
+    "recitation",
+    "malformed_function_call",
     "cut",
 )
 """Why answers ended that are not to be imitated, as agentrl and the APIs of models name it."""

@@ -373,10 +373,21 @@ def _reader(kind: pa.DataType) -> Read | None:
     if pa.types.is_struct(kind):
         fields = {field.name: _reader(field.type) for field in kind}
         return lambda value: _struct(value, fields)
+    if pa.types.is_map(kind) and _is_text(kind.key_type):
+        item = _reader(kind.item_type)
+        return lambda value: {
+            key: one if one is None or item is None else item(one) for key, one in value
+        }
     items = getattr(kind, "value_type", None)
     if items is None or pa.types.is_dictionary(kind) or (read := _reader(items)) is None:
         return None
     return lambda value: [one if one is None else read(one) for one in value]
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _struct(value: Row, fields: dict[str, Read | None]) -> Row:

@@ -228,7 +228,7 @@ def _trajectory(trace: Trace, role: str, one: Object, number: int) -> Object:
         if message["role"] == "tool" and steps:
             result = {
                 "source_call_id": message.get("tool_call_id"),
-                "content": text if isinstance(text, str) else None,
+                "content": _text(text),
             }
             steps[-1].setdefault("observation", {"results": []})["results"].append(result)
             continue
@@ -335,14 +335,14 @@ def _feedback(trace: Trace, spans: list[Span]) -> Iterator[tuple[Reward, str]]:
 
 
 def _from_root(spans: list[Span]) -> list[Span]:
-    """Spans in an order in which each comes after its parent."""
+    """Spans in an order in which each comes after its parent and the earlier ones beside it."""
     below: dict[str | None, list[Span]] = {}
     for span in spans:
         below.setdefault(span.parent, []).append(span)
     found, left = [], [spans[0]]
     while left:
         found.append(one := left.pop())
-        left += below.get(one.id, [])
+        left += reversed(below.get(one.id, []))
     return found
 
 

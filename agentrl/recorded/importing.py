@@ -359,7 +359,8 @@ def _call(node: Node, id: str, index: int, clean: Clean) -> Transition:
         top_p=float(given.get("top_p", 1.0)),
         max_tokens=int(most) if most and 0 < most < MAX_TOKEN_COUNT else None,
     )
-    seen = [clean(message) for message in call.messages]
+    cleaned = [(message, clean(message)) for message in call.messages]
+    seen = [made for message, made in cleaned if not message.get("content") or _says(made)]
     return Transition(
         id=id,
         attempt="",
@@ -383,13 +384,21 @@ def _call(node: Node, id: str, index: int, clean: Clean) -> Transition:
 
 
 def _with_digests(message: Object, images: list[Image], issues: Issues) -> Object:
-    """A message with its images' digests in the place of data URLs."""
+    """A message with its images' digests in the place of data URLs, and without what is neither
+    text nor an image, such as the search of a server's own tool."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
     parts = []
     for part in content:
         url = url_of(part) if isinstance(part, dict) else None
+        kind = part.get("type") if isinstance(part, dict) else None
+        if url is None and kind != "text":
+            issues.add(
+                "a part of a message that is neither text nor a readable image is left out",
+                str(kind),
+            )
+            continue
         if url and url.startswith("data:"):
             try:
                 images.append(image := read_image(part))
@@ -401,7 +410,14 @@ def _with_digests(message: Object, images: list[Image], issues: Issues) -> Objec
             issues.add("an image is named by its digest alone and is a text")
             part = {"type": "text", "text": "[image]"}
         parts.append(part)
+    if len(parts) < len(content) and all(part["type"] == "text" for part in parts):
+        return {**message, "content": "".join(part["text"] for part in parts)}
     return {**message, "content": parts}
+
+
+def _says(message: Object) -> bool:
+    """Whether anything of a message is left."""
+    return any(message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
 
 
 def span_id(id: str) -> str:

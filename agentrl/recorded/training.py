@@ -11,6 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from agentrl.core.images import digests, with_data_urls
 from agentrl.core.otlp import TOOL_NAME
 from agentrl.core.types import Rollout, Scope, Span, Trace, Transition
 from agentrl.recorded.importing import RUN, normalised
+from agentrl.recorded.messages import content_text
 from agentrl.recorded.nodes import CUT, Object, obj, parsed
 from agentrl.store import Store
 
@@ -209,7 +211,7 @@ class Training:
 async def training_of(store: Store, where: Where) -> Training:
     """Collect the training data from the traces of a store."""
     made, split = Training(), await split_of(store)
-    held, seen = {*split.heldout}, dict[bytes, Object]()
+    held, seen = {*split.heldout}, set[bytes]()
     tasks: dict[str, Object] = {}
     begun: dict[str, float] = {}
     prompts: dict[bytes, list[tuple[bool | None, Transition]]] = defaultdict(list)
@@ -241,14 +243,15 @@ async def training_of(store: Store, where: Where) -> Training:
         for one in _demonstrations(trace, made.left_out):
             if names := digests(one["messages"]):
                 one["messages"] = with_data_urls(one["messages"], await store.images(RUN, names))
-            key = msgspec.json.encode(
-                [one["role"], [*map(message_key, one["messages"])], one["tools"], one["imitate"]],
-                order="sorted",
-            )
-            if key in seen:
+            keys = _answer_keys(one)
+            one["imitate"] = [index for index, key in keys.items() if key not in seen]
+            seen.update(keys.values())
+            if not one["imitate"]:
                 made.left_out["conversations that are there already"] += 1
-            seen.setdefault(key, one)
-    made.demonstrations = [*seen.values()]
+                continue
+            if again := len(keys) - len(one["imitate"]):
+                made.left_out["answers with which another conversation begins, too"] += again
+            made.demonstrations.append(one)
     made.pairs += _compared(prompts)
     made.pairs = [*{msgspec.json.encode(one, order="sorted"): one for one in made.pairs}.values()]
     made.tools = [*answers.values()]
@@ -302,9 +305,24 @@ def _defect(one: Object, calls: Sequence[Transition], failed: set[str]) -> str:
     own = [one["messages"][index] for index in one["imitate"]]
     if not all(message.get("content") or message.get("tool_calls") for message in own):
         return "conversations with an empty answer"
+    calls_made = [c for message in own for c in message.get("tool_calls") or ()]
+    if not all(isinstance(parsed(c["function"].get("arguments")), dict) for c in calls_made):
+        return "conversations that call a tool with arguments that are no JSON object"
     if not one["tools"] and any(message.get("tool_calls") for message in own):
         return "conversations that call tools whose definitions were not recorded"
     return ""
+
+
+def _answer_keys(one: Object) -> dict[int, bytes]:
+    """A digest of each answer and all before it, by its index: a session that was forked or resumed
+    has answers of the earlier one."""
+    told = sha256(msgspec.json.encode([one["role"], one["tools"]], order="sorted"))
+    found: dict[int, bytes] = {}
+    for index, message in enumerate(one["messages"]):
+        told.update(msgspec.json.encode(message_key(message), order="sorted"))
+        if index in one["imitate"]:
+            found[index] = told.digest()
+    return found
 
 
 def _prompt_key(call: Transition) -> bytes:
@@ -427,7 +445,7 @@ def _collect_tools(
                     answers,
                     function.get("name"),
                     parsed(function.get("arguments")),
-                    message.get("content"),
+                    content_text(message.get("content")),
                     trace,
                 )
     for span in trace.spans:

@@ -11,9 +11,12 @@ Images of imported rows are data URLs in messages, or files in a column `images`
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from io import BytesIO
+from itertools import chain
 from math import isfinite, nan
 from typing import Annotated, Any, TypeVar
 
@@ -271,26 +274,42 @@ def _add(draft: Draft, row: Row) -> None:
     elif "chosen" in row and "rejected" in row:
         _add_pair(draft, row)
     elif "completion" in row and "label" in row:
-        answer, label = _messages(row, "completion"), _number(row["label"], "label")
+        answer, label = _completion(row), _number(row["label"], "label")
         _add_item(draft, row, "label", _prompt(row), answer, label=label)
     elif "prompt" in row and "completion" in row:
-        _add_item(draft, row, "demonstration", _prompt(row), _messages(row, "completion"))
+        _add_item(draft, row, "demonstration", _prompt(row), _completion(row))
     elif "completions" in row:
         _add_ranked(draft, row)
     elif key := next((key for key in ("messages", "conversations") if key in row), None):
-        said = _with_system(row, _messages(row, key))
-        roles = [message["role"] for message in said]
-        size = roles.index("assistant") if "assistant" in roles else len(said)
-        _add_item(draft, row, "demonstration", said[:size], said[size:])
+        talk = _with_system(row, _imitated(row, _messages(row, key)))
+        size = next((n for n, one in enumerate(talk) if n and _is_learned(one)), len(talk))
+        _add_item(draft, row, "demonstration", talk[:size], talk[size:])
     else:
         raise ConfigError(f"columns {', '.join(row)}: no known format. Known are {FORMATS}")
 
 
+def _imitated(row: Row, talk: list[Message]) -> list[Message]:
+    """The messages, with weight 0 for answers that are not in the column `imitate`."""
+    if "imitate" not in row:
+        return talk
+    wanted = _convert(row["imitate"], set[int], "imitate")
+    return [
+        one if index in wanted or one["role"] != "assistant" else {**one, "weight": 0}
+        for index, one in enumerate(talk)
+    ]
+
+
 def _add_pair(draft: Draft, row: Row) -> None:
     prompt, chosen, rejected = _prompt(row), _messages(row, "chosen"), _messages(row, "rejected")
-    if not prompt and isinstance(row["chosen"], list):
+    if not prompt:
+        chosen, rejected = _dialogue(chosen), _dialogue(rejected)
+    if min(len(chosen), len(rejected)) > 1 and (
+        not prompt or all(_after(prompt, said) for said in (chosen, rejected))
+    ):
         size = _common(chosen, rejected)
-        prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
+        system = [one for one in prompt[:1] if one["role"] == "system" != chosen[0]["role"]]
+        prompt, chosen, rejected = [*system, *chosen[:size]], chosen[size:], rejected[size:]
+    chosen, rejected = (said[_after(prompt, said) :] for said in (chosen, rejected))
     names = [(f"{side}_rating", f"score_{side}") for side in ("chosen", "rejected")]
     rated = [next((key for key in keys if key in row), None) for keys in names]
     better, worse = (None if key is None else _number(row[key], key) for key in rated)
@@ -350,9 +369,48 @@ def _number(value: Any, column: str) -> float:
     return number
 
 
+def _completion(row: Row) -> list[Message]:
+    said = _messages(row, "completion")
+    return said[_after(_prompt(row), said) :]
+
+
+def _after(prompt: Sequence[Message], said: Sequence[Message]) -> int:
+    """The number of messages with which an answer repeats its prompt, as UltraFeedback's do; 0: it
+    does not."""
+    asked = [_text_of(one) for one in prompt if one["role"] != "system"]
+    places = [n for n, one in enumerate(said, 1) if one["role"] != "system"]
+    if not asked or len(places) < len(asked):
+        return 0
+    if [_text_of(said[n - 1]) for n in places[: len(asked)]] == asked:
+        return places[len(asked) - 1]
+    if said[places[0] - 1]["role"] == "assistant":  # it continues the prompt
+        return 0
+    # The prompt may be the last question alone.
+    last = [n for n in places if [_text_of(said[n - 1])] == asked]
+    return last[-1] if last else 0
+
+
+def _text_of(message: Message) -> tuple[Json, Json]:
+    content = message.get("content") or ""
+    return message["role"], content.strip() if isinstance(content, str) else content
+
+
+TURN = re.compile(r"\n\n(Human|Assistant):[ \n]?")  # of HH-RLHF's texts
+
+
+def _dialogue(said: list[Message]) -> list[Message]:
+    """The messages of a text with turns of a human and an assistant."""
+    texts = [one.get("content") for one in said]
+    if len(texts) != 1 or not isinstance(text := texts[0], str) or not TURN.match(text):
+        return said
+    _, *turns = TURN.split(text)
+    roles = ("user" if who == "Human" else "assistant" for who in turns[::2])
+    return [*chain(*map(_said, turns[1::2], roles))]
+
+
 def _prompt(row: Row) -> list[Message]:
     key = next((key for key in ("prompt", "context", "conversations") if key in row), "")
-    return _with_system(row, _messages(row, key, "user")) if key else []
+    return _with_system(row, _dialogue(_messages(row, key, "user"))) if key else []
 
 
 def _with_system(row: Row, said: list[Message]) -> list[Message]:
@@ -362,23 +420,51 @@ def _with_system(row: Row, said: list[Message]) -> list[Message]:
 
 
 def _tools(value: Any) -> list[dict[str, Json]]:
-    if isinstance(value, str) and value.strip():
-        try:
-            value = msgspec.json.decode(value)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"tools: the text is not JSON ({error})") from None
-    return _convert(value or [], list[dict[str, Json]], "tools")
+    value = _decoded(value, "tools")
+    if isinstance(value, list):
+        value = [_decoded(one, "tools") for one in value]
+    tools = _convert(value or [], list[dict[str, Json]], "tools")
+    return [
+        {"type": "function", "function": one} if "name" in one and "function" not in one else one
+        for one in tools
+    ]
+
+
+def _decoded(value: Any, column: str) -> Any:
+    """The value of a text of JSON, as which tables hold lists; others unchanged."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{column}: the text is not JSON ({error})") from None
 
 
 def _messages(row: Row, column: str, role: str = "assistant") -> list[Message]:
     """The messages of a column: a text of the `role`, a message, or a list of them."""
     value = row[column]
     if isinstance(value, str):
-        return _said(value, role)
+        if column not in ("messages", "conversations") and not _is_chat(value):
+            return _said(value, role)
+        value = _decoded(value, column)
     listed = [value] if isinstance(value, dict) else value
     if not isinstance(listed, list):
         raise ConfigError(f"{column}: {value!r:.80} is neither text nor messages; write it as text")
     return [_message(one, f"{column}[{index}]") for index, one in enumerate(listed)]
+
+
+def _is_chat(text: str) -> bool:
+    """Whether a text is a list of messages in JSON."""
+    if not text.lstrip().startswith("["):
+        return False
+    with suppress(msgspec.DecodeError):
+        found = msgspec.json.decode(text)
+        kinds = [
+            isinstance(one, dict) and ("content" in one or "from" in one or "tool_calls" in one)
+            for one in found
+        ]
+        return bool(kinds) and all(kinds)
+    return False
 
 
 def _message(given: Any, where: str) -> Message:
@@ -395,7 +481,8 @@ def _message(given: Any, where: str) -> Message:
         raise ConfigError(f"{where}: its content must be text or a list of parts")
     if not _are_objects(said.get("tool_calls") or []):
         raise ConfigError(f"{where}: its tool_calls must be a list of objects")
-    return said
+    # Rows that differ in the order of fields are equal.
+    return {"role": said["role"]} | {key: said[key] for key in sorted(said)}
 
 
 def _are_objects(value: Any) -> bool:
@@ -406,21 +493,25 @@ def _sharegpt(said: Message, where: str) -> Message:
     name, value = said["from"], said.get("value")
     if name == CALL:
         try:
-            function = msgspec.json.decode(str(value), type=CalledFunction)
+            called = msgspec.json.decode(str(value), type=CalledFunction | list[CalledFunction])
         except msgspec.DecodeError as error:
             raise ConfigError(
                 f"{where}: {CALL} has no JSON with name and arguments ({error})"
             ) from None
-        text = function.arguments
-        text = text if isinstance(text, str) else msgspec.json.encode(text).decode()
-        named = {"name": function.name, "arguments": text}
-        return {"role": "assistant", "tool_calls": [{"type": "function", "function": named}]}
+        calls = called if isinstance(called, list) else [called]
+        return {"role": "assistant", "tool_calls": [_called(one) for one in calls]}
     if not isinstance(name, str) or name not in ROLES:
         raise ConfigError(
             f"{where}: from {name!r:.80} is not a known role; write {', '.join(ROLES)}"
         )
     others = {key: one for key, one in said.items() if key not in ("from", "value", "role")}
     return others | {"role": ROLES[name]} | ({} if value is None else {"content": value})
+
+
+def _called(function: CalledFunction) -> Json:
+    text = function.arguments
+    text = text if isinstance(text, str) else msgspec.json.encode(text).decode()
+    return {"type": "function", "function": {"name": function.name, "arguments": text}}
 
 
 def _labelled_steps(row: Row) -> tuple[list[Message], list[str], list[float | None]] | None:
@@ -469,6 +560,11 @@ def _common(one: Sequence[Message], other: Sequence[Message]) -> int:
     return next((i for i in range(size) if one[i] != other[i]), max(size, 0))
 
 
+def _is_learned(message: Message) -> bool:
+    """Whether it is an answer to learn from; weight 0 is OpenAI's mark of one that is not."""
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
 def _calls(
     prompt: Sequence[Message], said: Sequence[Message], tools: list[dict[str, Json]], *, alone: bool
 ) -> list[Transition]:
@@ -481,5 +577,5 @@ def _calls(
         )
         for index, message in enumerate(said)
         for before in [[*prompt, *([] if alone else said[:index])]]
-        if message["role"] == "assistant"
+        if _is_learned(message)
     ]  # fmt: skip

@@ -11,7 +11,7 @@ import msgspec
 
 from agentrl.recorded import messages
 from agentrl.recorded.formats.transcripts import Trace, Turns
-from agentrl.recorded.nodes import Issues, Note, Object, first, number, obj, rows, usage
+from agentrl.recorded.nodes import Issues, Note, Object, first, number, obj, parsed, rows, usage
 
 LAST_ATIF = (1, 8)
 
@@ -92,17 +92,18 @@ def _step(turns: Turns, step: Object, model: str) -> None:
 
 def is_chat(row: Object) -> bool:
     """Whether it is a row of a chat."""
-    return isinstance(first(row, "messages", "conversations", "conversation", "trajectory"), list)
+    return isinstance(parsed(first(row, *CHATS)), list)
 
 
-FEEDBACK = ("reward", "score", "label", "rating")
+CHATS = ("messages", "conversations", "conversation", "trajectory")
+FEEDBACK = ("reward", "score", "label", "rating", "resolved")
 
 
 def read_chat(row: Object, issues: Issues, name: str = "") -> Iterator[Trace]:
-    """A row of `messages` (or ShareGPT's `conversations`), with `tools` if there are any. A number
-    in `reward`, `score`, `label` or `rating`, or in `feedback`, is feedback."""
-    given = first(row, "messages", "conversations", "conversation", "trajectory")
-    given = [{"role": m["from"], **m} if "from" in obj(m) else m for m in rows(given)]
+    """A row of `messages` (or ShareGPT's `conversations`), with `tools` and a `system` prompt if
+    there are any. A number in `reward`, `score`, `label`, `rating` or `resolved`, or in `feedback`,
+    is feedback."""
+    given = [{"role": m["from"], **m} if "from" in obj(m) else m for m in rows(first(row, *CHATS))]
     trace = str(first(row, "id", "session_id", "trace_id", "conversation_id") or "")
     trace = trace or sha256(msgspec.json.encode(given)).hexdigest()[:32]
     turns = Turns(
@@ -110,13 +111,14 @@ def read_chat(row: Object, issues: Issues, name: str = "") -> Iterator[Trace]:
     )
     turns.tools = messages.tools_of(row.get("tools"))
     turns.model = str(row.get("model") or "")
-    found, imitate = messages.messages_of(given), row.get("imitate")
-    if not isinstance(imitate, list):  # OpenAI's files for fine-tuning weigh answers
-        weights = [obj(one).get("weight") for one in given]
-        imitate = [n for n in range(len(found)) if weights[n : n + 1] != [0]]
-    for index, message in enumerate(found):
+    if isinstance(system := row.get("system"), str) and system:
+        turns.say({"role": "system", "content": system})
+    imitate = row.get("imitate")
+    for index, message in enumerate(messages.messages_of(given)):
+        wanted = message.pop("weight", 1) != 0  # OpenAI's files for fine-tuning weigh answers
         if message["role"] == "assistant" and turns.messages:
-            turns.answer(message, exact=index in imitate)
+            wanted = index in imitate if isinstance(imitate, list) else wanted
+            turns.answer(message, exact=wanted)
         elif message["role"] == "tool":
             turns.result(message["tool_call_id"], message["content"], name=message.get("name", ""))
         else:

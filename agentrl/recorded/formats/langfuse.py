@@ -117,8 +117,8 @@ def read_observation(row: Object, issues: Issues) -> Iterator[Node | Note]:
         start=nanoseconds(_field(row, "start_time")),
         end=nanoseconds(_field(row, "end_time")),
         error=error,
-        input=parsed(row.get("input")),
-        output=parsed(row.get("output")),
+        input=row.get("input"),
+        output=row.get("output"),
         about=usage(counted, _number(cost)),
     )
     model = str(row.get("model") or _field(row, "provided_model_name") or "")
@@ -145,15 +145,14 @@ def of_attributes(node: Node, known: Object) -> Node:
     given = own["input"] if "input" in own else known.get("langfuse.trace.input")
     output = own["output"] if "output" in own else known.get("langfuse.trace.output")
     about = usage(own.get("usage_details"), obj(own.get("cost_details")).get("total"))
-    node = replace(
-        node, kind=kind, error=error, input=parsed(given), output=parsed(output), about=about
-    )
+    node = replace(node, kind=kind, error=error, input=given, output=output, about=about)
     model, options = str(own.get("model.name") or ""), obj(own.get("model.parameters"))
     return _completed(node, model, options, metadata)
 
 
 def _completed(node: Node, model: str, options: Object, metadata: Object) -> Node:
-    """A node with its call or its use of a tool, and its role."""
+    """A node with its call or its use of a tool, and its role. node: its input and output may be
+    texts of JSON."""
     call = tool = None
     if node.kind == "llm":
         given, tools = split_tools(messages_with_tools(node.input))
@@ -162,27 +161,33 @@ def _completed(node: Node, model: str, options: Object, metadata: Object) -> Nod
             answer=messages.answer_of(node.output),
             tools=tools,
             model=model,
+            finish=messages.finish_of(obj(node.output)),
             sampling=sampling(options),
         )
     elif node.kind == "tool":
         arguments = python_object(node.input) if isinstance(node.input, str) else node.input
-        result = None if node.output is None else messages.content_text(node.output)
+        result = None if node.output is None else messages.result_text(node.output)
         tool = ToolUse(node.name, arguments, result)
+        if messages.has_failed(node.output):
+            node = replace(node, error=node.error or "it failed")
     role = first(metadata, "langgraph_node", "agent_name")
     role = str(role or (node.name if node.kind == "agent" else ""))
-    return replace(node, role=role, call=call, tool=tool)
+    given, output = parsed(node.input), parsed(node.output)
+    return replace(node, role=role, call=call, tool=tool, input=given, output=output)
 
 
 def messages_with_tools(given: Any) -> list[Any]:
     """The messages of a generation as a list, also from an object with messages and tools."""
-    if isinstance(given, dict) and ("messages" in given or "input" in given):
-        tools = [{"role": "tool", "content": tool} for tool in rows(given.get("tools"))]
-        inner = first(given, "messages", "input")
+    body = obj(given)
+    if (inner := first(body, "messages", "input", "contents")) is not None and "role" not in body:
+        config = obj(body.get("config"))
+        tools = messages.tools_of(first(body, "tools") or config.get("tools"))
         return [
+            *messages.system_of(body),
             *(inner if isinstance(inner, list) else [{"role": "user", "content": inner}]),
-            *tools,
+            *({"role": "tool", "content": tool} for tool in tools),
         ]
-    return given if isinstance(given, list) else [given] if given else []
+    return rows(given) or ([given] if given else [])
 
 
 def split_tools(given: list[Any]) -> tuple[list[Any], list[Object]]:

@@ -65,7 +65,8 @@ def read_feedback(row: Object, issues: Issues) -> Iterator[Node | Note]:
 
 def read_run(row: Object, issues: Issues) -> Iterator[Node | Note]:
     """A run and its descendants, with their feedback."""
-    trace = str(first(row, "trace_id") or _root(row) or row["id"])
+    above = _above(row)
+    trace = str(first(row, "trace_id") or next(iter(above), row["id"]))
     yield _node(row, trace)
     for note in rows(row.get("feedback")):
         yield from read_feedback({"run_id": row["id"], "trace_id": trace, **obj(note)}, issues)
@@ -90,10 +91,11 @@ def read_run(row: Object, issues: Issues) -> Iterator[Node | Note]:
             yield from read_run(parent | {k: v for k, v in child.items() if v is not None}, issues)
 
 
-def _root(row: Object) -> str:
-    """The root of a run in its dotted order: TIMEid.TIMEid."""
-    order = str(row.get("dotted_order") or "")
-    return order.split(".")[0].partition("Z")[2]
+def _above(row: Object) -> list[str]:
+    """The ids of the runs above a run, from the root on, in its dotted order: TIMEZid.TIMEZid. Bulk
+    exports may have no other parent."""
+    order = str(row.get("dotted_order") or "").split(".")
+    return [one.partition("Z")[2] for one in order[:-1]]
 
 
 def _node(row: Object, trace: str) -> Node:
@@ -108,15 +110,16 @@ def _node(row: Object, trace: str) -> Node:
     if not role and kind == "chain" and metadata.get("ls_agent_type"):
         role = row.get("name")
     call = _call(row, extra, metadata, inputs, outputs) if kind == "llm" else None
+    failed = row.get("status") == "error" or (kind == "tool" and messages.has_failed(outputs))
     return Node(
         trace=trace,
         id=str(row["id"]),
-        parent=str(row.get("parent_run_id") or ""),
+        parent=str(row.get("parent_run_id") or next(reversed(_above(row)), "")),
         name=str(row.get("name") or ""),
         kind=kind,
         start=nanoseconds(row.get("start_time")),
         end=nanoseconds(row.get("end_time")),
-        error=str(row.get("error") or ("it failed" if row.get("status") == "error" else "")),
+        error=str(row.get("error") or ("it failed" if failed else "")),
         role=str(role),
         input=_plain(inputs),
         output=_plain(outputs),
@@ -151,14 +154,13 @@ def _call(row: Object, extra: Object, metadata: Object, inputs: Any, outputs: An
     # split into messages.
     given = first(obj(inputs), "messages", "prompt", "input", "contents")
     asked = messages.messages_of(given if given is not None or "prompts" in obj(inputs) else inputs)
-    if system := first(obj(inputs), "system", "instructions"):
-        asked = [messages.message_of({"role": "system", "content": parsed(system)}), *asked]
+    if isinstance(inputs, dict) and given is not None:
+        asked = [*messages.system_of(inputs), *asked]
     answer = messages.answer_of(outputs)
-    generation = _generation(outputs)
-    info = obj(generation.get("generation_info")) | obj(
-        _kwargs(generation).get("response_metadata")
-    )
-    finish = first(info, "finish_reason", "stop_reason") or messages.finish_of(obj(outputs))
+    generation = messages.choice_of(obj(outputs))
+    message = obj(generation.get("message"))
+    message = obj(message.get("kwargs")) or obj(message.get("data")) or message
+    info = obj(generation.get("generation_info")) | obj(message.get("response_metadata"))
     model = (
         first(info, "model_name")
         or obj(outputs).get("model")
@@ -170,21 +172,9 @@ def _call(row: Object, extra: Object, metadata: Object, inputs: Any, outputs: An
         answer=answer,
         tools=messages.tools_of(tools),
         model=str(model or ""),
-        finish=str(finish),
+        finish=messages.finish_of(obj(outputs)),
         sampling=sampling(options, metadata),
     )
-
-
-def _generation(outputs: Any) -> Object:
-    found = rows(obj(outputs).get("generations"))
-    while found and isinstance(found[0], list):
-        found = found[0]
-    return obj(found[0]) if found else {}
-
-
-def _kwargs(generation: Object) -> Object:
-    message = obj(generation.get("message"))
-    return obj(message.get("kwargs")) or obj(message.get("data")) or message
 
 
 def _tool(row: Object, inputs: Any, outputs: Any) -> ToolUse:
@@ -196,5 +186,5 @@ def _tool(row: Object, inputs: Any, outputs: Any) -> ToolUse:
     return ToolUse(
         str(row.get("name") or ""),
         arguments,
-        None if result is None else messages.content_text(result),
+        None if result is None else messages.result_text(result),
     )

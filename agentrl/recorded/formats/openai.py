@@ -57,7 +57,7 @@ def read_trace(row: Object, issues: Issues) -> Iterator[Node | Note]:
         tool = ToolUse(
             str(data.get("name") or ""),
             parsed(data.get("input")),
-            None if result is None else messages.content_text(result),
+            None if result is None else messages.result_text(result),
         )
     inner = obj(data.get("data"))
     role = data.get("name") if kind in ("agent", "task") else inner.get("agent_name")

@@ -234,6 +234,8 @@ def span_items(node: Node, attributes: Object, events: Events) -> Iterator[Item]
         call = _call(known, events)
     elif kind == "tool":
         tool = _tool(known, node.name)
+        if messages.has_failed(known.get("output.value")):
+            node = replace(node, error=node.error or "it failed")
     tokens = {
         "input": first(known, "gen_ai.usage.input_tokens", "llm.token_count.prompt"),
         "output": first(known, "gen_ai.usage.output_tokens", "llm.token_count.completion"),
@@ -301,7 +303,7 @@ def _tool(known: Object, name: str) -> ToolUse:
     return ToolUse(
         named,
         arguments,
-        messages.content_text(parsed(result)) if result is not None else None,
+        messages.result_text(result) if result is not None else None,
         schema,
     )
 
@@ -317,7 +319,12 @@ def _call(known: Object, events: Events) -> Call:
     given = given or messages.tools_of(options.get("tools"))
     (reason, *_) = rows(known.get("gen_ai.response.finish_reasons")) or [None]
     (output, *_) = rows(known.get("gen_ai.output.messages")) or [None]
-    finish = reason or first(known, "llm.finish_reason") or obj(output).get("finish_reason")
+    finish = (
+        reason
+        or first(known, "llm.finish_reason", *FINISHES)
+        or obj(output).get("finish_reason")
+        or messages.finish_of(obj(known.get("output.value")))
+    )
     model = first(known, "gen_ai.response.model", "llm.model_name", "gen_ai.request.model")
     requested = {
         key.removeprefix("gen_ai.request."): v
@@ -332,6 +339,9 @@ def _call(known: Object, events: Events) -> Call:
         finish=_finish(finish),
         sampling=sampling(requested, options),
     )
+
+
+FINISHES = tuple(f"gen_ai.completion.{n}.finish_reason" for n in range(3))  # OpenLLMetry
 
 
 def _numbered_tools(known: Object) -> list[Object]:
@@ -359,16 +369,25 @@ def _messages(known: Object, events: Events) -> tuple[list[Object], Object | Non
         return asked, messages.answer_of(outputs[:1] if choices else outputs)
     for prefix, suffix, answers in NUMBERED:
         if any(key.startswith(f"{prefix}.0.") for key in known):
-            asked = [_from_fields(one) for one in numbered(known, prefix, suffix)]
-            outputs = [_from_fields(one) for one in numbered(known, answers, suffix)]
+            asked = messages.messages_of([*map(_fields, numbered(known, prefix, suffix))])
+            outputs = [*map(_fields, numbered(known, answers, suffix))]
             items = obj(known.get("output.value")).get("object") == "response"
-            return asked, messages.answer_of(outputs if items else outputs[:1]) if outputs else None
+            count = next((n for n, one in enumerate(outputs) if one.get("role") != "thinking"), 0)
+            answer = messages.answer_of(outputs if items else outputs[: count + 1])
+            return asked, _whole(answer, known.get("output.value"))
     recorded = [obj(one) for one in rows(first(known, "events", "all_messages_events"))]
     recorded += [{"event.name": name, **about} for name, about in events]
     if found := _from_events(recorded):
         return found
-    asked = messages.messages_of(parsed(known.get("input.value")))
-    return asked, messages.answer_of(parsed(known.get("output.value")))
+    asked = messages.messages_of(known.get("input.value"))
+    return asked, messages.answer_of(known.get("output.value"))
+
+
+def _whole(answer: Object | None, output: Any) -> Object | None:
+    """The answer, or that in the whole output if it has more: OpenInference's numbered attributes
+    of LangChain are without thoughts and invalid calls."""
+    found = messages.answer_of(output) if messages.choice_of(obj(output)) else None
+    return found if found and {*found} > {*(answer or {})} else answer
 
 
 NUMBERED = (
@@ -406,18 +425,21 @@ def _listed(value: Any) -> Any:
     return inner
 
 
-def _from_fields(fields: Object) -> Object:
+def _fields(fields: Object) -> Object:
+    """A message in numbered attributes as `messages_of` reads it."""
     contents = [obj(one).get("message_content") or one for one in rows(fields.get("contents"))]
-    content = first(fields, "content") if "content" in fields else None
-    if content is None and contents:
-        content = [
+    content = fields.get("content")
+    if contents:
+        text = [] if any(obj(c).get("type") == "text" for c in contents) else [content or ""]
+        content = text + [
             {**obj(c), "image_url": obj(obj(c).get("image")).get("image")}
             if obj(c).get("image")
             else c
             for c in contents
         ]
-    elif isinstance(content, str) and content[:2] in ("[{",):
-        content = parsed(content)
+    elif isinstance(content, str) and content[:2] == "[{":
+        parts = rows(content)
+        content = parts if parts and all("type" in obj(part) for part in parts) else content
     calls = [obj(one).get("tool_call") or one for one in rows(fields.get("tool_calls"))]
     legacy = {
         "name": fields.get("function_call_name"),
@@ -425,9 +447,7 @@ def _from_fields(fields: Object) -> Object:
     }
     if legacy["name"] and not calls:
         calls = [{"function": legacy}]
-    return messages.message_of(
-        {**fields, "content": content, "tool_calls": calls, "contents": None}
-    )
+    return {"role": "", **fields, "content": content, "tool_calls": calls, "contents": None}
 
 
 def _from_events(recorded: list[Object]) -> tuple[list[Object], Object | None] | None:

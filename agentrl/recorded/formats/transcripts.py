@@ -45,7 +45,9 @@ class Turns:
         self.nodes: Trace = []
         self._name = name
         self._functions: dict[str, Object] = {}  # call id -> function that the model called
-        self._open: Node | None = None  # the answer that may be continued
+        self._open: Node | None = None  # the last answer, which may be continued
+        self._place = 0  # its index in `nodes`
+        self.is_open = False  # whether nothing follows it
         self.first = self.last = 0
         # The user's request; None: the message before the first answer.
         self.asked: str | None = None
@@ -60,7 +62,7 @@ class Turns:
 
     def say(self, message: Object) -> None:
         """Add a message that the model did not write."""
-        self._open = None
+        self.is_open = False
         self.messages.append(message)
 
     def answer(
@@ -85,6 +87,7 @@ class Turns:
             self._functions[call["id"]] = call["function"]
         if same and self._open is not None and self._open.call is not None:
             messages.merge(self._open.call.answer or {}, message)
+            self.count(about or {}, finish)
             return
         call = (
             Call(
@@ -111,9 +114,16 @@ class Turns:
             call=call,
             about=about or {},
         )
+        self._open, self._place, self.is_open = node, len(self.nodes), True
         self.nodes.append(node)
         self.messages.append(message)
-        self._open = node
+
+    def count(self, about: Object, finish: str = "") -> None:
+        """Set the token counts of the last answer, and why it ended, which are known later."""
+        if (node := self._open) and node.call:
+            call = replace(node.call, finish=finish or node.call.finish)
+            self._open = replace(node, about=node.about | about, call=call)
+            self.nodes[self._place] = self._open
 
     def result(
         self,
@@ -126,13 +136,17 @@ class Turns:
         name: str = "",
     ) -> None:
         """Add the result of a tool."""
-        self._open = None
+        self.is_open = False
         moment = self.at(time)
         text = messages.content_text(content)
         function = self._functions.get(id, {})
         called = str(function.get("name") or name)
-        message: Object = {"role": "tool", "tool_call_id": id, "content": text}
-        self.messages.append(message)
+        shown = messages.tool_content(content)
+        place = len(self.messages)
+        if id in self._functions:  # before what a hook has said since the call
+            while place and self.messages[place - 1]["role"] not in ("assistant", "tool"):
+                place -= 1
+        self.messages.insert(place, {"role": "tool", "tool_call_id": id, "content": shown})
         arguments = parsed(function.get("arguments"))
         tool = ToolUse(called, arguments, text, self._schema(called))
         self.nodes.append(
@@ -183,8 +197,8 @@ def is_codex(row: Object) -> bool:
 def read_codex(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
     """A rollout file of Codex: `sessions/YYYY/MM/DD/rollout-*.jsonl`."""
     turns: Turns | None = None
-    counted: Object = {}
     about: Object = {}
+    begins: list[int] = []  # lengths of the history before each turn of the user
     for line in lines:
         kind, payload, at = line.get("type"), obj(line.get("payload")), line.get("timestamp")
         if kind == "session_meta" and turns is None:
@@ -202,53 +216,56 @@ def read_codex(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
                 {"role": "user", "content": str(payload.get("message") or "")}
             ]
             turns.messages = [m for m in turns.messages[:1] if m["role"] == "system"] + history
+            begins = []
         elif kind == "token_usage_record":
-            counted = usage(payload.get("usage"))
-            _count(turns, counted)
+            turns.count(usage(payload.get("usage")))
+        elif kind == "event_msg" and payload.get("type") == "user_message":
+            said = [n for n, m in enumerate(turns.messages) if _says(m, payload.get("message"))]
+            begins.append(said[-1] if said else len(turns.messages))
+        elif kind == "event_msg" and payload.get("type") == "thread_rolled_back":
+            asked = [n for n, m in enumerate(turns.messages) if m["role"] == "user"]
+            begins, gone = _without_last(begins or asked, payload.get("num_turns"))
+            turns.messages = turns.messages[: min(gone, default=len(turns.messages))]
         elif kind == "response_item":
             _codex_item(turns, payload, at)
     if turns:
         yield turns.done(about)
 
 
-def _count(turns: Turns, about: Object) -> None:
-    """Set the token counts of the last call, which follow it."""
-    for index in range(len(turns.nodes) - 1, -1, -1):
-        node = turns.nodes[index]
-        if isinstance(node, Node) and node.call is not None:
-            if not node.about:
-                turns.nodes[index] = made = replace(node, about=about)
-                turns._open = made if turns._open is node else turns._open
-            return
+def _says(message: Object, text: Any) -> bool:
+    return bool(message["role"] == "user" and messages.content_text(message["content"]) == text)
+
+
+def _without_last(begins: list[int], count: Any) -> tuple[list[int], list[int]]:
+    """The beginnings of turns, and those of the last turns, which the user has taken back."""
+    kept = max(0, len(begins) - (count if isinstance(count, int) else 0))
+    return begins[:kept], begins[kept:]
 
 
 def _codex_item(turns: Turns, item: Object, at: Any) -> None:
-    kind = item.get("type")
+    kind = str(item.get("type"))
     if kind == "message":
         message = messages.message_of(item, "assistant")
         if message["role"] == "assistant":
-            turns.answer(message, at, same=True)
+            turns.answer(message, at, same=turns.is_open)
         else:
             turns.at(at)
             turns.say(message)
-    elif kind in ("function_call", "custom_tool_call", "local_shell_call", "reasoning"):
+    elif kind == "reasoning" or kind.endswith("_call"):
         (message,) = messages.expanded(item)
         message.pop("item", None)
         if kind != "reasoning" or message.get("reasoning_content"):
-            turns.answer(message, at, same=True)
-    elif kind in ("function_call_output", "custom_tool_call_output"):
-        output = (
-            parsed(item.get("output"))
-            if isinstance(item.get("output"), str)
-            else item.get("output")
-        )
-        inner = (
-            output.get("output")
-            if isinstance(output, dict) and "output" in output
-            else item.get("output")
-        )
-        inner = obj(inner).get("content", inner) if isinstance(inner, dict) else inner
-        turns.result(str(item.get("call_id") or ""), inner, at)
+            turns.answer(message, at, same=turns.is_open)
+    elif kind.endswith("call_output"):
+        turns.result(str(item.get("call_id") or ""), _codex_output(item.get("output")), at)
+
+
+def _codex_output(output: Any) -> Any:
+    """The output of a tool, without the exit code that some versions write around it."""
+    given = parsed(output)
+    if isinstance(given, dict) and {*given} == {"output", "metadata"}:
+        return given["output"]
+    return output.get("content", output) if isinstance(output, dict) else output
 
 
 def is_claude(row: Object) -> bool:
@@ -291,6 +308,10 @@ def read_claude(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
                 known.tools = known.tools or tools
         message = obj(line.get("message"))
         if line.get("type") not in ("user", "assistant", "attachment", "system"):
+            if (before := line.get("parentUuid")) in lengths:  # such as a hook's progress
+                lengths[str(line.get("uuid"))] = lengths[before]
+            continue
+        if line.get("uuid") in lengths:  # written again when the session was resumed
             continue
         if trace not in found:
             found[trace] = Turns(trace, "claude-code", "subagent" if side else "agent")
@@ -459,7 +480,13 @@ def read_opencode(row: Object, issues: Issues) -> Iterator[Trace]:
             turns.at(time.get("created"))
             if about.get("system") and not turns.messages:
                 turns.say({"role": "system", "content": str(about["system"])})
-            turns.say({"role": "user", "content": texts})
+            images = [
+                {"type": "image_url", "image_url": {"url": p.get("url")}}
+                for p in parts
+                if p.get("type") == "file" and str(p.get("mime")).startswith("image/")
+            ]
+            text = [{"type": "text", "text": texts}]
+            turns.say({"role": "user", "content": [*text, *images] if images else texts})
             continue
         _opencode_answer(turns, about, parts, time)
     yield turns.done({"version": info.get("version")})

@@ -18,6 +18,7 @@ from agentrl.recorded.importing import Imported, import_traces
 from agentrl.recorded.nodes import Issues, Node
 from agentrl.recorded.tree import tree_of
 from tests.agentrl.recorded.builders import Row, imported, llm, run, user
+from tests.runners.gateway.images.pictures import picture
 
 FIXTURES = Path(__file__).with_name("fixtures")
 
@@ -292,6 +293,28 @@ async def test_answers_of_weight_zero_are_not_imitated(tmp_path: Path) -> None:
     assert [(call.answer or {})["content"] for call in trace.transitions] == ["d"]
 
 
+async def test_weights_and_indices_are_those_of_their_messages(tmp_path: Path) -> None:
+    """Results of tools within a message become messages; a system prompt comes before."""
+    call = {"type": "tool_use", "id": "c", "name": "find", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
+    talk = [
+        *user("q"),
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "and?"}]},
+        {"role": "assistant", "content": "bad", "weight": 0},
+        *user("more"),
+        {"role": "assistant", "content": "ok", "weight": 1},
+    ]
+    (folder := tmp_path / "a").mkdir()
+    _, trace = await of_rows(folder, {"messages": talk})
+    assert [(call.answer or {})["content"] for call in trace.transitions] == [None, "ok"]
+    assert trace.transitions[1].messages[4] == {"role": "assistant", "content": "bad"}
+    (folder := tmp_path / "b").mkdir()
+    pair = [*user("q"), {"role": "assistant", "content": "a"}]
+    _, trace = await of_rows(folder, {"system": "Be kind.", "messages": pair * 2, "imitate": [1]})
+    assert [len(call.messages) for call in trace.transitions] == [2]
+
+
 def claude(uuid: str, parent: str | None, role: str, text: str, **more: Any) -> Row:
     message = {"role": role, "content": [{"type": "text", "text": text}], "id": uuid, "model": "m"}
     about = {"type": role, "sessionId": "s", "uuid": uuid, "parentUuid": parent}
@@ -381,3 +404,300 @@ def test_deep_and_wide_trees_take_linear_time() -> None:
     assert tree
     assert len(tree.nodes) == 2 * count + 1
     assert Id.compared < 100 * count
+
+
+async def test_langfuse_keeps_the_system_prompt_and_data(tmp_path: Path) -> None:
+    about = {"type": "GENERATION", "traceId": "t", "id": "o", "name": "g"}
+    body = {"system": "Be kind.", "messages": user("q"), "tools": [{"name": "find"}]}
+    _, trace = await of_rows(tmp_path, about | {"input": body, "output": '{"city": "Paris"}'})
+    (call,) = trace.transitions
+    assert call.messages == [{"role": "system", "content": "Be kind."}, *user("q")]
+    assert [tool["function"]["name"] for tool in call.tools] == ["find"]
+    assert (call.answer or {})["content"] == '{"city": "Paris"}'
+
+
+async def test_numbered_attributes_keep_thoughts_and_results(tmp_path: Path) -> None:
+    """OpenInference of Anthropic, and OpenLLMetry, whose thoughts are a choice of their own."""
+    asked, said = "llm.input_messages", "llm.output_messages.0.message"
+    oi = {
+        "openinference.span.kind": "LLM",
+        f"{asked}.0.message.role": "user",
+        f"{asked}.0.message.content": '[{"a": 1}]',
+        f"{said}.role": "assistant",
+        f"{said}.content": "ok",
+        f"{said}.contents.0.message_content.type": "reasoning",
+        f"{said}.contents.0.message_content.text": "hm",
+    }
+    result = [{"type": "tool_result", "tool_use_id": "c", "content": "r"}]
+    lm = {
+        "llm.request.type": "chat",
+        "gen_ai.prompt.0.role": "user",
+        "gen_ai.prompt.0.content": json.dumps(result),
+        "gen_ai.completion.0.role": "thinking",
+        "gen_ai.completion.0.content": "hm",
+        "gen_ai.completion.1.role": "assistant",
+        "gen_ai.completion.1.content": "ok",
+        "gen_ai.completion.1.finish_reason": "max_tokens",
+    }
+    _, trace = await of_rows(tmp_path, otel("2", **oi), otel("3", **lm))
+    calls = {call.span: call for call in trace.transitions}
+    for call in calls.values():
+        answer = {"role": "assistant", "content": "ok", "reasoning_content": "hm"}
+        assert call.answer == answer
+    assert calls["3" * 16].finish == "max_tokens"
+    assert calls["2" * 16].messages == user('[{"a": 1}]')  # a text that happens to be JSON
+    assert calls["3" * 16].messages == [{"role": "tool", "tool_call_id": "c", "content": "r"}]
+
+
+async def test_what_numbered_attributes_lack_is_read_from_the_output(tmp_path: Path) -> None:
+    """OpenInference leaves out thoughts and invalid calls of LangChain."""
+    kwargs = {
+        "type": "ai",
+        "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "ok"}],
+    }
+    output = {"generations": [[{"text": "ok", "message": {"lc": 1, "kwargs": kwargs}}]]}
+    known = {
+        "openinference.span.kind": "LLM",
+        "llm.input_messages.0.message.role": "user",
+        "llm.input_messages.0.message.content": "q",
+        "llm.output_messages.0.message.role": "assistant",
+        "llm.output_messages.0.message.content": "ok",
+        "output.value": json.dumps(output),
+    }
+    _, trace = await of_rows(tmp_path, otel("2", **known))
+    answer = {"role": "assistant", "content": "ok", "reasoning_content": "hm"}
+    assert trace.transitions[0].answer == answer
+
+
+async def test_rows_of_the_hub_are_chats(tmp_path: Path) -> None:
+    """ShareGPT's calls and `system`; SWE-smith's messages, which are a text of JSON."""
+    talk = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": '{"name": "find", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "r"},
+        {"from": "gpt", "value": "ok"},
+    ]
+    (folder := tmp_path / "a").mkdir()
+    _, trace = await of_rows(folder, {"conversations": talk, "system": "Be kind."})
+    first, last = trace.transitions
+    assert first.messages == [{"role": "system", "content": "Be kind."}, *user("q")]
+    (call,) = (first.answer or {})["tool_calls"]
+    assert call["function"] == {"name": "find", "arguments": '{"a": 1}'}
+    assert last.messages[-1] == {"role": "tool", "tool_call_id": call["id"], "content": "r"}
+    (folder := tmp_path / "b").mkdir()
+    swe = [*user("q"), {"role": "assistant", "content": "ok"}]
+    _, trace = await of_rows(folder, {"messages": json.dumps(swe), "resolved": True})
+    assert [(r.name, r.value) for r in trace.rollout.rewards] == [("resolved", 1.0)]
+
+
+async def test_parts_that_no_model_is_shown_are_left_out_with_a_line(tmp_path: Path) -> None:
+    """The search of a server's own tool, in an answer and alone in the history."""
+    search = {"type": "web_search_call", "id": "w", "status": "completed"}
+    said = {"type": "message", "role": "assistant",
+            "content": [{"type": "output_text", "text": "ok"}]}  # fmt: skip
+    row = run("t", "llm", inputs={"input": [*user("q"), search, *user("more")]},
+              outputs={"object": "response", "output": [search, said]})  # fmt: skip
+    done, trace = await of_rows(tmp_path, row)
+    (call,) = trace.transitions
+    assert call.messages == [*user("q"), *user("more")]
+    assert call.answer == {"role": "assistant", "content": "ok"}
+    (line,) = [line for line in done.issues.lines() if "neither text nor a readable image" in line]
+    assert "(2 times): web_search_call" in line
+
+
+async def test_an_image_of_a_tool_is_an_image(tmp_path: Path) -> None:
+    pixel = base64.b64encode(picture()).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": pixel}
+    called = {"id": "c", "type": "function", "function": {"name": "see", "arguments": "{}"}}
+    result = [{"type": "text", "text": "r"}, {"type": "image", "source": source}]
+    talk = [
+        *user("q"),
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c", "content": result},
+        {"role": "assistant", "content": "ok"},
+    ]
+    _, trace = await of_rows(tmp_path, {"messages": talk})
+    text, image = trace.transitions[-1].messages[-1]["content"]
+    assert (text["text"], image["image_url"]["url"][: len(SCHEME)]) == ("r", SCHEME)
+    (tool,) = [span for span in trace.spans if span.kind == "tool"]
+    assert tool.attributes["gen_ai.tool.call.result"] == "r[image]"
+
+
+async def test_calls_of_an_answer_of_claude_code_stay_together(tmp_path: Path) -> None:
+    """A tool may be done before the lines of the answer's other calls are written. The last line
+    has the counts, and why the answer ended."""
+
+    def use(uuid: str, parent: str, id: str, stop: str | None) -> Row:
+        content = [{"type": "tool_use", "id": id, "name": "Read", "input": {"id": id}}]
+        usage = {"output_tokens": 9 if stop else 1}
+        message = {"id": "m1", "content": content, "stop_reason": stop, "usage": usage}
+        return claude(uuid, parent, "assistant", "", message=message)
+
+    def result(uuid: str, parent: str, id: str) -> Row:
+        content = [{"type": "tool_result", "tool_use_id": id, "content": id}]
+        return claude(uuid, parent, "user", "", message={"content": content})
+
+    _, trace = await of_rows(
+        tmp_path,
+        claude("a", None, "user", "q"),
+        use("b", "a", "c1", None),
+        result("c", "b", "c1"),
+        {
+            "type": "attachment",
+            "sessionId": "s",
+            "uuid": "h",
+            "parentUuid": "c",
+            "rendered": [{"content": "said by a hook"}],
+        },
+        use("d", "b", "c2", "max_tokens"),
+        result("e", "d", "c2"),
+        claude("f", "e", "assistant", "ok"),
+    )
+    first, last = trace.transitions
+    assert [call["id"] for call in (first.answer or {})["tool_calls"]] == ["c1", "c2"]
+    assert first.finish == "length"
+    assert [m["role"] for m in last.messages] == ["user", "assistant", "tool", "tool", "user"]
+    (span,) = [span for span in trace.spans if span.id == first.span]
+    assert span.attributes["gen_ai.usage.output_tokens"] == 9
+
+
+async def test_claude_code_goes_back_to_a_hook(tmp_path: Path) -> None:
+    hook = {"type": "progress", "sessionId": "s", "uuid": "h", "parentUuid": "b"}
+    _, trace = await of_rows(
+        tmp_path,
+        claude("a", None, "user", "q"),
+        claude("b", "a", "assistant", "A"),
+        hook,
+        claude("c", "h", "user", "wrong"),
+        claude("d", "c", "assistant", "B"),
+        claude("e", "h", "user", "right"),
+        claude("f", "e", "assistant", "C"),
+    )
+    said = [message["content"] for message in trace.transitions[-1].messages]
+    assert said == ["q", "A", "right"]
+
+
+async def test_lines_that_claude_code_has_written_again_count_once(tmp_path: Path) -> None:
+    lines = [claude("a", None, "user", "q"), claude("b", "a", "assistant", "A")]
+    _, trace = await of_rows(tmp_path, *lines, *lines, claude("c", "b", "user", "more"),
+                             claude("d", "c", "assistant", "B"))  # fmt: skip
+    assert [(call.answer or {})["content"] for call in trace.transitions] == ["A", "B"]
+    assert [m["content"] for m in trace.transitions[-1].messages] == ["q", "A", "more"]
+
+
+def codex(kind: str, **payload: Any) -> Row:
+    return {"type": kind, "timestamp": "2026-01-01T00:00:00Z", "payload": payload}
+
+
+def said_to_codex(role: str, text: str) -> Row:
+    content = [{"type": "output_text" if role == "assistant" else "input_text", "text": text}]
+    return codex("response_item", type="message", role=role, content=content)
+
+
+async def test_turns_that_were_taken_back_in_codex_are_not_shown(tmp_path: Path) -> None:
+    _, trace = await of_rows(
+        tmp_path,
+        codex("session_meta", id="s"),
+        said_to_codex("user", "<environment_context>"),
+        *(row for text in ("one", "two", "three") for row in (
+            said_to_codex("user", text),
+            codex("event_msg", type="user_message", message=text),
+            said_to_codex("assistant", text.upper()),
+        )),
+        codex("event_msg", type="thread_rolled_back", num_turns=2),
+        said_to_codex("user", "four"),
+        codex("event_msg", type="user_message", message="four"),
+        said_to_codex("assistant", "FOUR"),
+    )  # fmt: skip
+    said = [message["content"] for message in trace.transitions[-1].messages]
+    assert said == ["<environment_context>", "one", "ONE", "four"]
+
+
+async def test_codex_keeps_outputs_and_searches(tmp_path: Path) -> None:
+    """An output of JSON is not the frame of some versions; a search is said to be left out."""
+    outputs = ['{"output": "dist", "name": "x"}', '{"output": "r", "metadata": {"exit_code": 0}}']
+    done, trace = await of_rows(
+        tmp_path,
+        codex("session_meta", id="s"),
+        said_to_codex("user", "q"),
+        *(row for id, output in zip("ab", outputs, strict=True) for row in (
+            codex("response_item", type="function_call", name="sh", arguments="{}", call_id=id),
+            codex("response_item", type="function_call_output", call_id=id, output=output),
+        )),
+        codex("response_item", type="web_search_call", status="completed", action={}),
+        said_to_codex("assistant", "ok"),
+    )  # fmt: skip
+    call = trace.transitions[-1]
+    assert [m["content"] for m in call.messages if m["role"] == "tool"] == [outputs[0], "r"]
+    assert call.answer == {"role": "assistant", "content": "ok"}
+    assert any("web_search_call" in line for line in done.issues.lines())
+
+
+async def test_bulk_exports_of_langsmith_may_name_parents_in_the_order_alone(
+    tmp_path: Path,
+) -> None:
+    """Otherwise each run were a root: its role and the feedback on the trace would be lost."""
+    rows = [
+        run("r", "chain", inputs={"input": "q"}, dotted_order="1Zr"),
+        run("r-a", "chain", dotted_order="1Zr.2Zr-a", extra={"metadata": {"langgraph_node": "n"}}),
+        llm("r-b", "", user("q"), {"content": "ok"}, dotted_order="1Zr.2Zr-a.3Zr-b", extra={}),
+        {"key": "correct", "run_id": "r", "score": 1},
+    ]
+    gone = ("parent_run_id", "trace_id")
+    bare = [{key: value for key, value in row.items() if key not in gone} for row in rows]
+    done, trace = await of_rows(tmp_path, *bare)
+    assert not done.issues.counts
+    assert [call.role for call in trace.transitions] == ["n"]
+    assert [(r.name, r.scope.value) for r in trace.rollout.rewards] == [("correct", "rollout")]
+
+
+async def test_images_of_users_of_opencode_are_kept(tmp_path: Path) -> None:
+    image = f"data:image/png;base64,{base64.b64encode(picture()).decode()}"
+    asked = [{"type": "text", "text": "q"}, {"type": "file", "mime": "image/png", "url": image}]
+    talk = [
+        {"info": {"role": "user"}, "parts": asked},
+        {"info": {"role": "assistant"}, "parts": [{"type": "text", "text": "ok"}]},
+    ]
+    _, trace = await of_rows(tmp_path, {"info": {"id": "s"}, "messages": talk})
+    (call,) = trace.transitions
+    assert [part["type"] for part in call.messages[0]["content"]] == ["text", "image_url"]
+    assert len(call.images) == 1
+
+
+async def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
+    """Langfuse's exports have maps of metadata and usage."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = pa.map_(pa.string(), pa.string())
+    table = pa.table(
+        {
+            "id": ["o"],
+            "trace_id": ["t"],
+            "type": ["GENERATION"],
+            "metadata": pa.array([[("langgraph_node", "seller")]], texts),
+            "usage_details": pa.array([[("output", 2)]], pa.map_(pa.string(), pa.uint64())),
+            "input": [json.dumps(user("q"))],
+            "output": ["ok"],
+        }
+    )
+    parquet.write_table(table, tmp_path / "observations.parquet")
+    _, (trace,) = await imported(tmp_path / "observations.parquet", tmp_path)
+    (call,) = trace.transitions
+    assert (call.role, call.messages) == ("seller", user("q"))
+    assert trace.spans[0].attributes["gen_ai.usage.output_tokens"] == 2
+
+
+@pytest.mark.parametrize("form", ["langsmith", "langfuse", "openinference"])
+async def test_a_tool_that_caught_its_error_is_a_failed_step(form: str, tmp_path: Path) -> None:
+    message = {"type": "tool", "content": "no", "tool_call_id": "c", "status": "error"}
+    about = {"type": "TOOL", "traceId": "t", "id": "o", "name": "find"}
+    attributes = {"openinference.span.kind": "TOOL", "tool.name": "find"}
+    row = {
+        "langsmith": run("t", "tool", inputs={}, outputs={"output": message}),
+        "langfuse": about | {"output": message},
+        "openinference": otel("2", **attributes, **{"output.value": json.dumps(message)}),
+    }[form]
+    _, trace = await of_rows(tmp_path, row)
+    (span,) = trace.spans
+    assert (span.ok, span.attributes["gen_ai.tool.call.result"]) == (False, "no")

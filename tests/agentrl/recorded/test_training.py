@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.types import NewRollout, Transition, float32, int32
 from agentrl.recorded.export import export_traces
 from agentrl.recorded.importing import RUN, Recorded, import_traces
+from agentrl.recorded.messages import content_text
 from agentrl.recorded.project import policy_names, warmup_size, write_project
 from agentrl.recorded.redact import Redactor
 from agentrl.recorded.tools import RecordedTools
 from agentrl.recorded.training import Condition, Training, Where, training_of, usual_where
 from agentrl.store import open_store
 from tests.agentrl.recorded.builders import Row, llm, question, run, user, write
+from tests.runners.gateway.images.pictures import picture
 
 GOOD = Where.read(["correct>=1"])
 
@@ -421,6 +424,30 @@ async def test_what_is_exported_can_be_imported_again(form: str, tmp_path: Path)
     assert sorted(rewards) in ([0.0, 1.0], [0.0, 0.0, 1.0, 1.0])  # chats: one for each role
 
 
+@pytest.mark.parametrize("form", FORMS)
+async def test_exported_calls_keep_their_order_and_results(form: str, tmp_path: Path) -> None:
+    """Also without times, and of results that show an image."""
+    url = f"data:image/png;base64,{b64encode(picture()).decode()}"
+    seen = [{"type": "text", "text": "r"}, {"type": "image_url", "image_url": {"url": url}}]
+    function = {"name": "see", "arguments": "{}"}
+    talk = [
+        *user("q"),
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": function}]},
+        {"role": "tool", "tool_call_id": "c", "content": seen},
+        {"role": "assistant", "content": "A"},
+        *user("more"),
+        {"role": "assistant", "content": "B"},
+    ]
+    first, out = f"sqlite:///{tmp_path}/first.db", tmp_path / "out.jsonl"
+    await import_traces(write(tmp_path / "in.jsonl", [{"messages": talk}]), first)
+    await export_traces(first, RUN, form, out)
+    await import_traces(out, f"sqlite:///{tmp_path}/second.db")
+    async with open_store(f"sqlite:///{tmp_path}/second.db", readonly=True) as store:
+        (calls,) = (await store.calls([row.id for row in await store.rollouts(RUN)])).values()
+    assert [(call.answer or {})["content"] for call in calls] == [None, "A", "B"]
+    assert content_text(calls[-1].messages[2]["content"])[0] == "r"
+
+
 def _said(messages: list[Any]) -> list[Any]:
     return [[one["role"], one["content"]] for one in messages]
 
@@ -454,3 +481,27 @@ async def test_the_agent_of_one_role_is_a_loop_with_its_tools(tmp_path: Path) ->
     exec((tmp_path / "run/verifier.py").read_text(), found)
     assert found["verify"]({"expected": {"b": 1, "a": "X"}}, {"a": "x", "b": 1}) == 1.0
     assert found["verify"]({"expected": "7"}, "8") == 0.0
+
+
+async def test_calls_with_arguments_that_are_no_json_are_not_imitated(tmp_path: Path) -> None:
+    invalid = {"name": "find", "args": '{"what": ', "id": "c", "error": "not JSON"}
+    said = {"content": "", "invalid_tool_calls": [invalid]}
+    tools = {"extra": {"invocation_params": {"tools": [{"name": "find"}]}}}
+    trace = [llm("t", "agent", user("a long question"), said, **tools),
+             {"key": "correct", "run_id": "t", "score": 1}]  # fmt: skip
+    made = await trained(tmp_path, trace)
+    assert not made.demonstrations
+    assert made.left_out["conversations that call a tool with arguments that are no JSON object"]
+
+
+async def test_answers_of_a_forked_session_are_imitated_once(tmp_path: Path) -> None:
+    """The copy has the answers of the session before the fork."""
+    begin = [*user("a long question that is asked"), {"role": "assistant", "content": "A"}]
+    rows: list[Row] = [
+        {"id": id, "messages": [*begin, *user(text), {"role": "assistant", "content": text}],
+         "reward": 1} for id, text in (("s", "one"), ("fork", "two"))
+    ]  # fmt: skip
+    made = await trained(tmp_path, rows, where=Where.read(["reward>=1"]))
+    imitated = [(len(one["messages"]), one["imitate"]) for one in made.demonstrations]
+    assert sorted(imitated) == [(4, [1, 3]), (4, [3])]
+    assert made.left_out["answers with which another conversation begins, too"] == 1

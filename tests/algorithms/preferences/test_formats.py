@@ -182,6 +182,127 @@ async def test_sharegpt_and_openai_make_the_same_pair(draft: Draft) -> None:
     assert len(draft.items) == 1
 
 
+SYSTEM = {"role": "system", "content": "Be brief."}
+TALK = [ASKED, RIGHT, {"role": "user", "content": "Sure?"}]
+YES, NO = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "6 * 7?", "chosen": [ASKED, YES], "rejected": [ASKED, NO]}, [ASKED]),
+        ({"prompt": [ASKED], "chosen": [ASKED, YES], "rejected": [ASKED, NO]}, [ASKED]),
+        ({"prompt": "6 * 7? ", "chosen": [ASKED, YES], "rejected": [ASKED, NO]}, [ASKED]),
+        ({"prompt": "6 * 7?", "chosen": [ASKED, YES], "rejected": "No."}, [ASKED]),
+        ({"prompt": "6 * 7?", "chosen": [*TALK, YES], "rejected": [*TALK, NO]}, TALK),
+        ({"prompt": "Sure?", "chosen": [*TALK, YES], "rejected": [*TALK, NO]}, TALK),
+        (
+            {
+                "prompt": "6 * 7?", "system": "Be brief.",
+                "chosen": [ASKED, YES], "rejected": [ASKED, NO],
+            },
+            [SYSTEM, ASKED],
+        ),
+        (
+            {
+                "prompt": "6 * 7?", "system": "Be brief.",
+                "chosen": [SYSTEM, ASKED, YES], "rejected": [SYSTEM, ASKED, NO],
+            },
+            [SYSTEM, ASKED],
+        ),
+        (
+            {
+                "chosen": "\n\nHuman: 6 * 7?\n\nAssistant: 42\n\nHuman: Sure?\n\nAssistant: Yes.",
+                "rejected": "\n\nHuman: 6 * 7?\n\nAssistant: 42\n\nHuman: Sure?\n\nAssistant: No.",
+            },
+            TALK,
+        ),
+        (
+            {
+                "prompt": "\n\nHuman: 6 * 7?\n\nAssistant: 42\n\nHuman: Sure?\n\nAssistant:",
+                "chosen": "Yes.", "rejected": "No.",
+            },
+            TALK,
+        ),
+    ],
+)  # fmt: skip
+async def test_a_prompt_that_answers_repeat_is_asked_once(
+    draft: Draft, row: Any, prompt: Any
+) -> None:
+    """UltraFeedback's `prompt` beside whole conversations, and HH-RLHF's texts."""
+    add_row(draft, "f:1", row)
+    (found,) = await rows(draft.store, await items(draft))
+    assert (found["prompt"], found["chosen"], found["rejected"]) == (prompt, [YES], [NO])
+
+
+async def test_an_answer_of_several_turns_continues_its_prompt(draft: Draft) -> None:
+    """Even if the user says the same again."""
+    sides = {"chosen": [RIGHT, ASKED, YES], "rejected": [RIGHT, ASKED, NO]}
+    add_row(draft, "f:1", {"prompt": [ASKED], **sides})
+    (found,) = await rows(draft.store, await items(draft))
+    assert (found["prompt"], found["chosen"], found["rejected"]) == ([ASKED], *sides.values())
+
+
+async def test_a_completion_that_repeats_its_prompt_is_an_answer(draft: Draft) -> None:
+    add_row(draft, "f:1", {"prompt": [ASKED], "completion": [ASKED, RIGHT], "label": True})
+    (found,) = await rows(draft.store, await items(draft))
+    assert (found["prompt"], found["completion"]) == ([ASKED], [RIGHT])
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations", "prompt"])
+async def test_messages_may_be_a_text_of_json(draft: Draft, column: str) -> None:
+    said = [ASKED] if column == "prompt" else [ASKED, RIGHT]
+    row = {column: msgspec.json.encode(said).decode()}
+    add_row(draft, "f:1", row | ({"completion": "42"} if column == "prompt" else {}))
+    (found,) = await rows(draft.store, await items(draft))
+    assert (found["prompt"], found["completion"]) == ([ASKED], [RIGHT])
+
+
+async def test_a_prompt_of_json_that_is_no_chat_is_a_text(draft: Draft) -> None:
+    for number, text in enumerate(('[{"name": "a"}]', "[1, 2]", "[]", "[link](x)")):
+        add_row(draft, f"f:{number}", {"prompt": text, "completion": "42"})
+    found = await rows(draft.store, await items(draft))
+    assert [row["prompt"][0]["content"][0] for row in found] == ["["] * 4
+
+
+async def test_only_marked_answers_are_learned(draft: Draft) -> None:
+    """`imitate` of `agentrl demonstrate`, and OpenAI's weights."""
+    talk = [ASKED, WRONG, {"role": "user", "content": "Sure?"}, RIGHT]
+    add_row(draft, "f:1", {"messages": talk, "imitate": [3]})
+    add_row(draft, "f:2", {"messages": [ASKED, WRONG | {"weight": 0}, *talk[2:]]})
+    found = await rows(draft.store, await items(draft))
+    assert [row["completion"] for row in found] == [[RIGHT]] * len(found)
+
+
+async def test_calls_at_once_and_tools_alone_have_the_form_of_the_api(draft: Draft) -> None:
+    calls = '[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 2}}]'
+    said = [*SHARED[:1], {"from": "function_call", "value": calls}]
+    function = TOOLS[0]["function"]
+    for tools in ([function], [msgspec.json.encode(function).decode()], TOOLS):
+        add_row(draft, "f:1", {"conversations": said, "tools": tools})
+    (found,) = await rows(draft.store, await items(draft))
+    made = [call["function"]["arguments"] for call in found["completion"][0]["tool_calls"]]
+    assert (made, found["tools"]) == (['{"a":1}', '{"a":2}'], TOOLS)
+
+
+async def test_the_order_of_fields_makes_no_other_prompt(draft: Draft) -> None:
+    """Otherwise one of two equal prompts could be held out."""
+    draft.test = 0.5
+    for number in range(20):
+        asked = {"role": "user", "content": f"{number}?"}
+        add_row(draft, "f:1", {"messages": [asked, YES]})
+        add_row(draft, "f:2", {"messages": [{**dict(reversed(asked.items()))}, NO]})
+    splits = [item.split for item in draft.items.values()]
+    assert splits[::2] == splits[1::2]
+    assert {*splits} == {"train", "test"}
+
+
+async def test_a_greeting_of_the_assistant_is_part_of_the_prompt(draft: Draft) -> None:
+    add_row(draft, "f:1", {"messages": [YES, ASKED, RIGHT]})
+    (found,) = await rows(draft.store, await items(draft))
+    assert (found["prompt"], found["completion"]) == ([YES, ASKED], [RIGHT])
+
+
 async def test_a_row_of_prm800k_without_steps_is_counted(draft: Draft) -> None:
     for label in ({}, {"steps": None}, {"steps": []}, {"steps": [{"completions": None}]}):
         add_row(draft, "f:1", ROWS["prm800k"] | {"label": label})
