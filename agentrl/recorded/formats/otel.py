@@ -85,7 +85,7 @@ def _span(span: Object, scope: Object, shared: Object, issues: Issues) -> Iterat
         issues.add("a span has no ids and is left out", str(span.get("name"))[:80])
         return
     status = obj(span.get("status"))
-    attributes = attributes_of(span.get("attributes"))
+    attributes = _whole_lists(attributes_of(span.get("attributes")), span.get("name"), issues)
     events = [
         (str(e.get("name")), attributes_of(e.get("attributes")))
         for e in rows(span.get("events"))
@@ -145,6 +145,7 @@ def read_span(row: Object, issues: Issues) -> Iterator[Item]:
     if not (trace and id):
         issues.add("a span has no ids and is left out", str(row.get("name"))[:80])
         return
+    attributes = _whole_lists(attributes, row.get("name"), issues)
     node = Node(
         trace=trace,
         id=id,
@@ -395,6 +396,27 @@ NUMBERED = (
     ("gen_ai.prompt", "", "gen_ai.completion"),
     ("llm.prompts", "", "llm.completions"),
 )
+
+
+def _whole_lists(attributes: Object, name: Any, issues: Issues) -> Object:
+    """Attributes without numbered messages of which the first ones are missing: SDKs keep 128
+    attributes of a span, the newest."""
+    for asked, _, answered in NUMBERED:
+        for prefix in (f"{asked}.", f"{answered}."):
+            own = {
+                key: key[len(prefix) :].partition(".")[0]
+                for key in attributes
+                if key.startswith(prefix)
+            }
+            numbers = {int(number) for number in own.values() if number.isdigit()}
+            if numbers and min(numbers) > 0:
+                issues.add(
+                    "a span has lost messages to its SDK's limit of attributes "
+                    "(OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT) and is no call",
+                    str(name)[:80],
+                )
+                attributes = {key: x for key, x in attributes.items() if key not in own}
+    return attributes
 
 
 def numbered(known: Object, prefix: str, suffix: str) -> Iterable[Object]:

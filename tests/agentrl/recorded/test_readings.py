@@ -469,6 +469,31 @@ async def test_what_numbered_attributes_lack_is_read_from_the_output(tmp_path: P
     assert trace.transitions[0].answer == answer
 
 
+@pytest.mark.parametrize(
+    ("asked", "answered", "kind"),
+    [
+        ("llm.input_messages.{}.message", "llm.output_messages.0.message", "openinference"),
+        ("gen_ai.prompt.{}", "gen_ai.completion.0", "openllmetry"),
+    ],
+)
+async def test_a_call_without_its_first_messages_is_no_call(
+    asked: str, answered: str, kind: str, tmp_path: Path
+) -> None:
+    """SDKs discard the oldest attributes of a span beyond their limit."""
+    known = (
+        {"openinference.span.kind": "LLM"}
+        if kind == "openinference"
+        else {"llm.request.type": "chat"}
+    )
+    for number in range(22, 25):
+        known[f"{asked.format(number)}.role"] = "user"
+        known[f"{asked.format(number)}.content"] = f"question {number}"
+    known |= {f"{answered}.role": "assistant", f"{answered}.content": "ok"}
+    done, trace = await of_rows(tmp_path, otel("2", **known))
+    assert trace.transitions == []
+    assert any("has lost messages to its SDK's limit" in line for line in done.issues.lines())
+
+
 async def test_rows_of_the_hub_are_chats(tmp_path: Path) -> None:
     """ShareGPT's calls and `system`; SWE-smith's messages, which are a text of JSON."""
     talk = [
