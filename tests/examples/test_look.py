@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from packaging.version import Version
 
+from agentrl.algorithms.vision.inputs import MIN_TRANSFORMERS
 from agentrl.core.images import SCHEME
 from agentrl.store import open_store
 from tests import warm
@@ -20,6 +23,11 @@ from tests.examples.parts import EXAMPLES, modules
 
 Parts = dict[str, ModuleType]
 NAMES = ("charts", "agent", "tasks", "verifier", "policy")
+
+trains = pytest.mark.skipif(
+    Version(version("transformers")) < Version(MIN_TRANSFORMERS),
+    reason=f"the extra `vision` needs transformers {MIN_TRANSFORMERS}",
+)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +109,7 @@ build = policy.build
 """
 
 
+@trains
 @pytest.mark.slow  # it builds the policy
 @pytest.mark.timeout(600)
 async def test_two_steps(tmp_path: Path) -> None:
@@ -128,6 +137,7 @@ async def test_two_steps(tmp_path: Path) -> None:
         assert any(call.images for call in calls)
 
 
+@trains
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_it_learns_and_its_blind_twin_does_not() -> None:
