@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -288,24 +287,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "CLAIM_TIMEOUT", 0.02)
 
 
-@dataclass
-class Clock:
-    """The store's: real time, set forward by `ahead` seconds."""
-
-    ahead: float = 0.0
-
-    def __call__(self) -> float:
-        return time.time() + self.ahead
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-async def store(tmp_path: Path, clock: Clock) -> AsyncIterator[Store]:
-    async with open_store(f"sqlite:///{tmp_path / 'store.db'}", clock=clock) as store:
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         await store.open_run(RUN, {})
         yield store
 

@@ -9,7 +9,6 @@ import transformers
 from packaging.version import Version
 
 from agentrl.algorithms.vision.inputs import MIN_TRANSFORMERS
-from tests.runners.conftest import clock as clock
 from tests.runners.conftest import store as store
 
 
