@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from statistics import fmean
 
@@ -50,11 +50,11 @@ HELD_OUT = 10  # one of this many conversations is held out
 MIN_HELD_OUT = 16
 MIN_CONVERSATIONS = 40  # with fewer conversations none is held out
 CHECKS = 25  # number of checks on held-out conversations
-PATIENCE = 3  # checks without a lower loss that end the warm-up; one or two may be a plateau
-# Minimum number of steps: while its learning rate rises, a short warm-up may raise the loss for a
-# while, and ending then would restore the weights of the first steps.
-MIN_PATIENCE = 12
-GAIN, NATS = 0.01, 0.002  # minimum decrease of a loss, as a fraction and in nats
+# Losses of single checks are noisy, with one-word answers above all: the mean of the checks of a
+# fifth of the steps, and of at least this many, is compared with the mean of as many before.
+COMPARED, MIN_COMPARED = 1 / 5, 12
+MIN_CHECKS = 3
+GAIN, NATS = 0.01, 0.002  # minimum decrease of the mean, as a fraction and in nats
 
 
 def warm_up(
@@ -145,9 +145,9 @@ class Patience:
     def __init__(self, settings: WarmupConfig, heldout: Conversations) -> None:
         self._batch = as_batch([row for rows in heldout for row in rows]) if heldout else None
         self._every = max(2, settings.steps // CHECKS)
-        self._patience = max(PATIENCE, -(-MIN_PATIENCE // self._every))  # checks
-        self._failed = 0
-        self._before = inf  # the loss to improve on; small gains of several checks add up
+        steps = max(MIN_COMPARED, COMPARED * settings.steps)
+        self._compared = max(MIN_CHECKS, ceil(steps / self._every))  # checks
+        self._losses = list[float]()
         self.best = inf
 
     def ends(self, learner: Learner, steps: int) -> bool:
@@ -155,15 +155,24 @@ class Patience:
         if self._batch is None or steps % self._every:
             return False
         loss = -float(learner.logprobs(self._batch).double().mean())
-        self._failed += 1
-        if loss < self._before * (1 - GAIN) - NATS:
-            self._failed, self._before = 0, loss
         log.info("warmup: held-out loss %.3f after %d steps", loss, steps)
+        self._losses.append(loss)
         if loss < self.best:
             self.best = loss
             if learner.undoable:
                 learner.mark()
-        return self._failed >= self._patience
+        return not self._falls()
+
+    def _falls(self) -> bool:
+        """Whether the loss still falls, or too few checks were made to tell."""
+        recent = self._losses[-MIN_CHECKS:]
+        if len(recent) == MIN_CHECKS and max(recent) < NATS:
+            return False  # learned
+        if len(self._losses) < 2 * self._compared:
+            return True
+        last = fmean(self._losses[-self._compared :])
+        before = fmean(self._losses[-2 * self._compared : -self._compared])
+        return last < before * (1 - GAIN) - NATS
 
     def restore(self, learner: Learner) -> None:
         """Go back to the weights of the best check."""

@@ -99,6 +99,7 @@ def test_transformers_computes_the_same_scores_in_padded_batches(
     if padding != "its own":
         tokenizer.pad_token = tokenizer.eos_token if padding == "end of a turn" else None
     trainer = RewardTrainer(make_scorer(model, tokenizer, 10_000), tokenizer)
+    torch.manual_seed(0)
     torch.nn.init.normal_(trainer.scorer.model.score.weight)
     texts = [[5, 6, 7, 8, end], [9, end], [5, 6, 7, 11]]
     ours = trainer.scorer.scores(texts)

@@ -244,10 +244,11 @@ class Scripted:
     ("losses", "checks", "marks"),
     [
         ([3, 2, 1, 0.5, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01], 10, 10),  # each is lower
-        ([3, 1, 0.995, 1.1, 1.2, 0.1], 5, 3),  # a lower one by too little is kept, and counts
-        ([0.01, 0.005, 0.0045, 0.004, 0.0035, 0.001], 5, 5),  # learned, whatever the fraction
-        ([3, 3, 3, 2, 2, 2, 2, 1], 7, 2),  # a plateau shorter than the patience is passed
-        ([1, 0.994, 0.987, 0.98, 0.974, 0.96, 0.96, 0.96, 0.96], 9, 6),  # gains add up
+        ([3, 1, 0.995, 1.1, 1.2, *[1] * 10, 0.1], 15, 3),  # a plateau
+        ([0.01, 0.005, 0.0045, 0.004, 0.0035, *[0.001] * 5], 8, 6),  # learned
+        ([3, 2, 1, 0.1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4], 10, 4),  # one low loss is chance
+        ([1, 0.994, 0.987, 0.98, 0.974, 0.96, 0.95, 0.94, 0.93, 0.92], 10, 10),  # gains add up
+        ([3, 2, 1, 0.5, 0.4, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2], 11, 5),  # it rises
     ],
 )
 def test_the_weights_are_those_of_the_best_check(
