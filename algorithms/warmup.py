@@ -51,7 +51,8 @@ MIN_HELD_OUT = 16
 MIN_CONVERSATIONS = 40  # with fewer conversations none is held out
 CHECKS = 25  # number of checks on held-out conversations
 # Losses of single checks are noisy, with one-word answers above all: the mean of the checks of a
-# fifth of the steps, and of at least this many, is compared with the mean of as many before.
+# fifth of the steps, and of at least this many, is compared with the mean of as many before. A
+# new lowest loss among the last checks also counts as falling.
 COMPARED, MIN_COMPARED = 1 / 5, 12
 MIN_CHECKS = 3
 GAIN, NATS = 0.01, 0.002  # minimum decrease of the mean, as a fraction and in nats
@@ -165,19 +166,23 @@ class Patience:
 
     def _falls(self) -> bool:
         """Whether the loss still falls, or too few checks were made to tell."""
-        recent = self._losses[-MIN_CHECKS:]
+        recent, earlier = self._losses[-MIN_CHECKS:], self._losses[:-MIN_CHECKS]
         if len(recent) == MIN_CHECKS and max(recent) < NATS:
             return False  # learned
-        if len(self._losses) < 2 * self._compared:
+        if len(self._losses) < 2 * self._compared or _is_lower(min(recent), min(earlier)):
             return True
         last = fmean(self._losses[-self._compared :])
         before = fmean(self._losses[-2 * self._compared : -self._compared])
-        return last < before * (1 - GAIN) - NATS
+        return _is_lower(last, before)
 
     def restore(self, learner: Learner) -> None:
         """Go back to the weights of the best check."""
         if self.best < inf and learner.undoable:
             learner.shrink(0.0)
+
+
+def _is_lower(loss: float, before: float) -> bool:
+    return loss < before * (1 - GAIN) - NATS
 
 
 @dataclass(frozen=True, slots=True)
