@@ -192,8 +192,9 @@ def render_trace(
     rollout = trace.rollout
     rewards = rewards_in_words(rollout.rewards) or "no reward"
     tries = f", attempt {rollout.attempts}" if rollout.attempts > 1 else ""
-    trains = rollout.purpose is Purpose.TRAIN and rollout.step >= 0  # the id has another number
-    state = f"{step_in_words(rollout.step)}, " * trains + state_in_words(rollout)
+    state = state_in_words(rollout)
+    if rollout.purpose is Purpose.TRAIN and rollout.step >= 0:  # its id has another number
+        state = f"{step_in_words(rollout.step)}, {state}"
     title = f"{rollout.id}: {state}, {rewards}, {rollout.seconds:.2f} s{tries}"
     if len(title) > MAX_TITLE_CHARS:  # a border would cut it off
         parts.insert(0, Text(title.removeprefix(f"{rollout.id}: "), style="bold"))

@@ -376,11 +376,15 @@ def _is_result_message(value: Object) -> bool:
     return "tool_call_id" in value or "kwargs" in value or value.get("type") == "tool"
 
 
+def langchain_fields(message: Object) -> Object:
+    """The fields of a message of LangChain, in any of its forms."""
+    return obj(message.get("kwargs")) or obj(message.get("data")) or message
+
+
 def has_failed(output: Any) -> bool:
     """Whether what a tool has returned is a message of LangChain that says that it failed."""
     message = obj(output)
-    message = obj(message.get("output")) or message
-    message = obj(message.get("kwargs")) or obj(message.get("data")) or message
+    message = langchain_fields(obj(message.get("output")) or message)
     return "tool_call_id" in message and message.get("status") == "error"
 
 
@@ -462,8 +466,7 @@ def choice_of(body: Object) -> Object:
 def finish_of(body: Object) -> str:
     """The finish reason in an answer of a model API or of LangChain, unchanged; "": missing."""
     choice = choice_of(body)
-    message = obj(choice.get("message"))
-    message = obj(message.get("kwargs")) or obj(message.get("data")) or message or body
+    message = langchain_fields(obj(choice.get("message"))) or body
     metadata = obj(message.get("response_metadata"))
     for one in (choice, obj(choice.get("generation_info")), metadata, body):
         if found := first(one, *REASONS) or obj(one.get("incomplete_details")).get("reason"):

@@ -294,7 +294,7 @@ class Pages:
             state=_choice(query, "state", RolloutState),
             error=_choice(query, "error", ErrorKind),
             version=records.read_number(query, "version"),
-            steps=(first and first - 1, last),
+            steps=(None if first is None else max(first - 1, 0), last),
             images=bool(query.get("images")),
             limit=FOUND_PER_PAGE,
             **texts,

@@ -274,10 +274,11 @@ def _add(draft: Draft, row: Row) -> None:
     elif "chosen" in row and "rejected" in row:
         _add_pair(draft, row)
     elif "completion" in row and "label" in row:
-        answer, label = _completion(row), _number(row["label"], "label")
-        _add_item(draft, row, "label", _prompt(row), answer, label=label)
+        prompt, label = _prompt(row), _number(row["label"], "label")
+        _add_item(draft, row, "label", prompt, _completion(row, prompt), label=label)
     elif "prompt" in row and "completion" in row:
-        _add_item(draft, row, "demonstration", _prompt(row), _completion(row))
+        prompt = _prompt(row)
+        _add_item(draft, row, "demonstration", prompt, _completion(row, prompt))
     elif "completions" in row:
         _add_ranked(draft, row)
     elif key := next((key for key in ("messages", "conversations") if key in row), None):
@@ -369,9 +370,9 @@ def _number(value: Any, column: str) -> float:
     return number
 
 
-def _completion(row: Row) -> list[Message]:
+def _completion(row: Row, prompt: Sequence[Message]) -> list[Message]:
     said = _messages(row, "completion")
-    return said[_after(_prompt(row), said) :]
+    return said[_after(prompt, said) :]
 
 
 def _after(prompt: Sequence[Message], said: Sequence[Message]) -> int:

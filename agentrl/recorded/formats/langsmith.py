@@ -158,8 +158,7 @@ def _call(row: Object, extra: Object, metadata: Object, inputs: Any, outputs: An
         asked = [*messages.system_of(inputs), *asked]
     answer = messages.answer_of(outputs)
     generation = messages.choice_of(obj(outputs))
-    message = obj(generation.get("message"))
-    message = obj(message.get("kwargs")) or obj(message.get("data")) or message
+    message = messages.langchain_fields(obj(generation.get("message")))
     info = obj(generation.get("generation_info")) | obj(message.get("response_metadata"))
     model = (
         first(info, "model_name")
