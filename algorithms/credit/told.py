@@ -9,8 +9,9 @@ text.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import ClassVar
 
 import msgspec
@@ -36,29 +37,87 @@ from agentrl.core.types import Json, Rollout
 log = logging.getLogger("agentrl.algorithm")
 TOLD = f"transition:{types.TOLD}"
 STYLE = f"transition:{types.TOLD}_style"  # as `told`, for a few calls with the text of another task
+EVIDENCE = f"transition:{types.TOLD}_evidence"  # see `Evidence`; of a few calls of successes
 EMA_WEIGHT = 0.3  # weight of the latest step in the average of the divergence
 MIN_DECREASE = 0.02  # an average counts as lower if it falls by this share
+EVIDENCE_DECAY = 0.9  # weight of earlier groups, per step
+Z_SCORE = 2.0  # of the mean, from which a policy is taken to follow
 DECAY = 0.95  # decay of evidence, per call
 MIN_PRIOR = 0.01  # the smallest prior of success and of failure, which the paper leaves open
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Whether the policy follows what it is told: sums over groups, earlier steps decayed.
+
+    Of each group with a success and a failure: the mean log-prob per token of the success's calls
+    given the text that the failure is told, minus that given a text that is wrong there. A policy
+    that cannot read such texts changes by either in any direction, and would be drawn to noise."""
+
+    groups: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def after(self, values: Tensor) -> Evidence:
+        """values: of the groups measured in a step, [n]."""
+        earlier = EVIDENCE_DECAY if len(values) else 1.0
+        return Evidence(
+            earlier * self.groups + len(values),
+            earlier * self.total + float(values.sum()),
+            earlier * self.squares + float(values.square().sum()),
+        )
+
+    @property
+    def z_score(self) -> float:
+        """Of the mean; 0 where all values are 0."""
+        if not self.squares:
+            return 0.0
+        mean = self.total / self.groups
+        variance = max(self.squares / self.groups - mean**2, 0.0)
+        if not variance:
+            return math.copysign(math.inf, mean)
+        return mean / math.sqrt(variance / self.groups)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether groups were measured, and show that texts are not followed."""
+        return self.groups > 0 and self.z_score < Z_SCORE
 
 
 @dataclass(slots=True)
 class GapState:
     """The divergence of the policy from itself given the text, in nats per token. average:
     exponentially weighted over steps; lowest: minimum of this average; since: steps since that
-    minimum."""
+    minimum. evidence: whether the text is used."""
 
     patience: int = 0
     average: float | None = None
     lowest: float | None = None
     since: int = 0
     retired: bool = False
+    evidence: Evidence = Evidence()
     last: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
+
+    def measured(self, values: Tensor) -> GapState:
+        """With the evidence of a step's groups, logged where it begins or ends to be missing."""
+        evidence = self.evidence.after(values)
+        if evidence.is_missing and not self.evidence.is_missing:
+            log.warning(
+                "+told: what a failure is told makes the answers of a success no more probable "
+                "than a wrong text does (z-score %.1f of %.0f groups), so nothing is told until it "
+                "does", evidence.z_score, evidence.groups,
+            )  # fmt: skip
+        elif self.evidence.is_missing and not evidence.is_missing:
+            log.warning("+told: the policy follows what it is told now, and is told it again")
+        return replace(self, evidence=evidence)
 
     def after(self, divergence: float | None, metrics: dict[str, float]) -> GapState:
         """The state after a step with this divergence; None: no call had a text."""
+        if self.evidence.groups:
+            metrics = {**metrics, "told/evidence": self.evidence.z_score}
         if divergence is None or self.retired:
-            return replace(self, last={"told/retired": float(self.retired), "told/calls": 0.0})
+            none = {"told/retired": float(self.retired), "told/calls": 0.0}
+            return replace(self, last={**metrics, **none})
         earlier = divergence if self.average is None else self.average
         average = EMA_WEIGHT * divergence + (1 - EMA_WEIGHT) * earlier
         falls = self.lowest is None or average < self.lowest - MIN_DECREASE * abs(self.lowest)
@@ -71,24 +130,26 @@ class GapState:
             )  # fmt: skip
         last = {**metrics, "told/kl": divergence, "told/retired": float(retired)}
         lowest = average if falls else self.lowest
-        return GapState(self.patience, average, lowest, since, retired, last)
+        return GapState(self.patience, average, lowest, since, retired, self.evidence, last)
 
     def metrics(self) -> Mapping[str, float]:
         return self.last
 
     def dump(self) -> Json:
-        return [self.average, self.lowest, self.since, self.retired]
+        return [self.average, self.lowest, self.since, self.retired, [*astuple(self.evidence)]]
 
     def restore(self, data: Json) -> None:
-        kind = tuple[float | None, float | None, int, bool]
-        self.average, self.lowest, self.since, self.retired = msgspec.convert(data, kind)
+        kind = tuple[float | None, float | None, int, bool, tuple[float, float, float]]
+        *gap, evidence = msgspec.convert(data, kind)
+        self.average, self.lowest, self.since, self.retired = gap
+        self.evidence = Evidence(*evidence)
 
 
 @dataclass(frozen=True, slots=True)
-class StyleReward:
-    """Declares a second reward that `ToldGap` reads, because a record can name only one."""
+class OtherReward:
+    """Declares another reward that `ToldGap` reads, because a record can name only one."""
 
-    reward: str = STYLE
+    reward: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +160,8 @@ class ToldGap(RememberedColumn):
 
     patience: int = 0
     reward: str = TOLD
-    style: StyleReward = StyleReward()
+    style: OtherReward = OtherReward(STYLE)
+    evidence: OtherReward = OtherReward(EVIDENCE)
     stored_as: ClassVar[str] = "told-gap"
 
     @property
@@ -120,8 +182,11 @@ class ToldGap(RememberedColumn):
         if size := float(told[both].abs().sum()):
             metrics["told/style"] = float(style[both].abs().sum()) / size
         divergence = -float(told[known].sum()) / count if count else None
+        group = batch.rollout_group[batch.transition_rollout]
+        evidence = known_mean(rewards(batch, self.evidence.reward), group, len(batch.groups))
+        measured = part.measured(evidence[~evidence.isnan()])
         column = torch.full((len(rollouts),), float(not part.retired), dtype=torch.float64)
-        return column, part.after(divergence, metrics)
+        return column, measured.after(divergence, metrics)
 
 
 @dataclass(frozen=True, slots=True)

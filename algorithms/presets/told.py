@@ -14,7 +14,8 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice, zip_longest
+from statistics import fmean
 from typing import Any, Literal
 
 import msgspec
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from agentrl.algorithms.credit.core import weighted_sum
 from agentrl.algorithms.credit.told import (
+    EVIDENCE,
     STYLE,
     TOLD,
     GapState,
@@ -55,6 +57,7 @@ from agentrl.core.types import Group, Json, Rollout, Transition, int32
 
 log = logging.getLogger("agentrl.algorithm")
 STYLE_CALLS = 16  # calls of a step whose style is measured
+EVIDENCE_CALLS = 16  # calls of successes that show in a step whether the policy follows
 TOP = 20  # tokens over which the divergence is computed by default
 WORD = re.compile(r"\w+")
 CORRECTED = "\n\n(The answer should have been: {text})"
@@ -101,6 +104,9 @@ class Telling:
     def __call__(self, groups: list[Group], policy: TrainedPolicy) -> list[Group]:
         if self.retired(policy):
             return groups
+        groups = with_call_rewards(groups, EVIDENCE, self._evidence(groups, policy))
+        if not self.follows(groups, policy):
+            return groups
         texts = self.texts(groups, policy.name, self.control)
         told = self._with_texts(groups, texts, policy)
         self._log_start(texts, told)
@@ -116,7 +122,7 @@ class Telling:
     ) -> dict[str, Transition]:
         """The calls that are told something, with those prompts. Raises TrainingError for a field
         that no task has."""
-        if self.retired(policy):
+        if self.retired(policy) or not self.follows(groups, policy):
             return {}
         texts = self.texts(groups, policy.name, self.control if control is None else control)
         return self._with_texts(groups, texts, policy)
@@ -124,6 +130,13 @@ class Telling:
     def retired(self, policy: TrainedPolicy) -> bool:
         part = policy.state.get(self.gap.name) if self.gap is not None else None
         return isinstance(part, GapState) and part.retired
+
+    def follows(self, groups: Sequence[Group], policy: TrainedPolicy) -> bool:
+        """Whether the policy does what it is told, as far as earlier steps and this one show it."""
+        part = policy.state.get(self.gap.name) if self.gap is not None else None
+        if not isinstance(part, GapState):
+            return True
+        return not part.evidence.after(torch.tensor(_measured(groups))).is_missing
 
     def scored(
         self, groups: list[Group], told: Mapping[str, Transition], policy: TrainedPolicy
@@ -151,6 +164,41 @@ class Telling:
         some = {id: texts[id] for id in islice(told, STYLE_CALLS) if id in texts}
         other = self._with_texts(groups, some, policy)
         return self.scored(groups, other, policy) if other else {}
+
+    def _evidence(self, groups: list[Group], policy: TrainedPolicy) -> dict[str, float]:
+        """See `told.Evidence`. What comes "next" or a user said is of one call, and of no success.
+        Nothing for controls, which are there to show what they change."""
+        if self.control != "none" or self.against != "untold" or self.source in ("next", "user"):
+            return {}
+        own = [self._of_group(group, policy.name) for group in groups]
+        texts: tuple[Texts, Texts] = {}, {}
+        measured = list[list[str]]()
+        for number, (group, told) in enumerate(zip(groups, own, strict=True)):
+            other = _of_others(number, groups, own)
+            success = next(filter(self.succeeded, _played(group)), None)
+            failures = [row for row in _played(group) if self.failed(row)]
+            every = [c.id for row in failures for c in row.transitions if c.id in told]
+            if success is None or not every:
+                continue
+            instead = (
+                other.get(every[0])
+                if self.source == "error"
+                else transcript(failures[0], policy.name)
+            )
+            if instead:
+                ids = [c.id for c in success.transitions if trainable(c, policy.name)]
+                measured.append(ids)
+                texts[0].update(dict.fromkeys(ids, told[every[0]]))
+                texts[1].update(dict.fromkeys(ids, instead))
+        in_turn = filter(None, chain.from_iterable(zip_longest(*measured)))
+        chosen = [*islice(in_turn, EVIDENCE_CALLS)]
+        given, instead = (
+            self.scored(groups, self._with_texts(groups, {id: some[id] for id in chosen}, policy),
+                        policy)
+            for some in texts
+        )  # fmt: skip
+        sizes = {call.id: len(call.completion) for call in _calls(groups)}
+        return {id: value / sizes[id] for id, value in _less(given, instead).items()}
 
     def token_gap(self, batch: Batch, groups: list[Group], policy: TrainedPolicy) -> Tensor:
         """As the reward `told`, but of each token of the batch, in nats, float64 [N]; NaN where
@@ -285,9 +333,10 @@ class Telling:
         self, groups: Sequence[Group], texts: Texts, policy: TrainedPolicy
     ) -> dict[str, Transition]:
         """The calls with their texts; without those that then cannot be scored."""
-        every = (call for group in groups for row in group.rollouts for call in row.transitions)
         found = (
-            self._with_text(call, texts[call.id], policy) for call in every if call.id in texts
+            self._with_text(call, texts[call.id], policy)
+            for call in _calls(groups)
+            if call.id in texts
         )
         return {call.id: call for call in found if call is not None}
 
@@ -444,6 +493,19 @@ def _of_others(number: int, groups: Sequence[Group], own: Sequence[Texts]) -> Te
     }
 
 
+def _measured(groups: Sequence[Group]) -> list[float]:
+    """The evidence of each group that has any."""
+    name = EVIDENCE.partition(":")[2]
+    rewards = (
+        [r.value for row in g.rollouts for r in row.rewards if r.name == name] for g in groups
+    )
+    return [fmean(values) for values in rewards if values]
+
+
+def _calls(groups: Sequence[Group]) -> Iterator[Transition]:
+    return (call for group in groups for row in group.rollouts for call in row.transitions)
+
+
 def _played(group: Group) -> list[Rollout]:
     """Its rollouts without the replays that leave out a role."""
     return [row for row in group.rollouts if not counterfactual(row)]
@@ -525,7 +587,9 @@ def with_told(
     failures_only: successes are told nothing, as in SRPO; the default for kl, except with "user".
     blend: of the host's advantage where something is told, default 1 for kl, else .5. control:
     something else is told; against: in place of the untold prompt. retire: steps without a lower
-    divergence after which nothing is told. arXiv 2601.20802, 2602.04942, 2601.19897, 2604.02288,
+    divergence after which nothing is told. Where a group has a success, its calls are scored with
+    what a failure is told and with a wrong text; while the first does not make them more probable
+    (`told/evidence`, a z-score, below 2), nothing is told. arXiv 2601.20802, 2602.04942, 2601.19897, 2604.02288,
     2606.11709, 2608.05987, 2608.04007, 2609.20784."""
     if top is None:
         top = TOP if use == "kl" and against == "untold" else 0
@@ -541,7 +605,7 @@ def with_told(
     told = replace(
         algo,
         telling=telling,
-        optional=(*algo.optional, TOLD, STYLE),
+        optional=(*algo.optional, TOLD, STYLE, EVIDENCE),
         prepare=(*algo.prepare, telling),
     )
     if use == "scale":

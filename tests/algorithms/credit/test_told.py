@@ -12,8 +12,10 @@ from torch import Tensor
 
 from agentrl.algorithms.credit.core import GroupRelative, ZeroAdvantage, weighted_sum
 from agentrl.algorithms.credit.told import (
+    EVIDENCE,
     STYLE,
     TOLD,
+    Evidence,
     GapState,
     ToldBelief,
     ToldCredit,
@@ -40,7 +42,7 @@ NAN = math.nan
 SIZES, GAPS = [[1, 2, 1], [1, 3]], [[0.4, -1.0, 0.02], [0.5, NAN]]
 
 
-def trace(style: list[float] | None = None) -> Batch:
+def trace(style: list[float] | None = None, evidence: list[float] | None = None) -> Batch:
     rows = []
     for number, sizes in enumerate(SIZES):
         calls = [
@@ -49,11 +51,13 @@ def trace(style: list[float] | None = None) -> Batch:
         ]
         rows.append(factories.rollout(str(number), calls, [Reward(value=1.0 - number)]))
     batch = build_batch([factories.group(*rows)])
-    told = torch.tensor([gap for gaps in GAPS for gap in gaps], dtype=torch.float64)
-    other = (
-        torch.full_like(told, NAN) if style is None else torch.tensor(style, dtype=torch.float64)
-    )
-    return replace(batch, rewards={**batch.rewards, TOLD: told, STYLE: other})
+    by_call = {
+        TOLD: [gap for gaps in GAPS for gap in gaps],
+        STYLE: style or [NAN] * 5,
+        EVIDENCE: evidence or [NAN] * 5,
+    }
+    told = {name: torch.tensor(each, dtype=torch.float64) for name, each in by_call.items()}
+    return replace(batch, rewards={**batch.rewards, **told})
 
 
 HOST = GroupRelative("outcome")  # A = .5 of the success, -.5 of the failure
@@ -175,6 +179,30 @@ def test_the_policy_is_told_no_more_once_the_gap_stops_falling() -> None:
     for gap in (1.0, *[1.5] * 9):
         forever = forever.after(gap, {})
     assert not forever.retired
+
+
+def test_a_text_without_evidence_is_not_used_until_there_is_some() -> None:
+    """By hand: of n groups with mean m and variance v the z-score is m / sqrt(v / n); earlier
+    groups count for .9 a step. The calls of a group are one value."""
+    column = ToldGap()
+    _, state = column.recall(column.part(0), trace(evidence=[0.5, -0.5, 0.3, NAN, NAN]), [])
+    assert isinstance(state, GapState)
+    assert state.evidence == Evidence(1.0, pytest.approx(0.1), pytest.approx(0.01))
+    assert not state.evidence.is_missing  # of one group nothing is known
+    state = state.measured(torch.tensor([0.1, -0.1] * 4, dtype=torch.float64))
+    assert state.evidence.is_missing
+    copied = GapState()
+    copied.restore(state.dump())
+    assert copied.evidence == state.evidence
+    values = torch.tensor([0.3, 0.1] * 4, dtype=torch.float64)
+    found = Evidence(10.0, 0.0, 0.1).after(values)
+    mean = 1.6 / 17
+    variance = (0.09 + 4 * (0.09 + 0.01)) / 17 - mean**2
+    assert found.z_score == pytest.approx(mean / math.sqrt(variance / 17))
+    assert not found.is_missing
+    assert Evidence(10.0, 0.0, 0.1).after(-values).is_missing
+    assert Evidence(8.0, 0.0, 0.0).is_missing  # another task's text changes just as much
+    assert found.after(torch.zeros(0)) == found  # a step in which nothing was measured
 
 
 def test_on_all_sequences_the_credit_is_minus_the_gradient_of_the_divergence() -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from agentrl.algorithms.credit.told import STYLE, TOLD, GapState
+from agentrl.algorithms.credit.told import EVIDENCE, STYLE, TOLD, Evidence, GapState
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.learners.auxiliary import Reference
@@ -26,13 +26,22 @@ from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
 from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.objective.ratios import ALL_OUTPUTS
 from agentrl.algorithms.presets.registry import make
-from agentrl.algorithms.presets.told import Telling, leakage
+from agentrl.algorithms.presets.told import TEMPLATES, Telling, leakage
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.core.config import AlgorithmConfig, RunConfig
 from agentrl.core.config.learning import DataConfig
 from agentrl.core.errors import ConfigError, TrainingError
-from agentrl.core.types import Branch, ErrorKind, Failure, Group, Reward, Rollout, Transition
+from agentrl.core.types import (
+    Branch,
+    ErrorKind,
+    Failure,
+    Group,
+    Reward,
+    Rollout,
+    Transition,
+    int32,
+)
 from tests import factories
 from tests.algorithms.data.test_observations import exact_norm
 
@@ -243,15 +252,22 @@ def test_a_call_is_worth_the_difference_of_its_log_probs(
     assert rewards_of(against, TOLD) == pytest.approx(expected, abs=1e-5)
 
 
-def updater(model: PreTrainedModel, tokenizer: Any, host: str, **options: Any) -> Updater:
+def updater(
+    model: PreTrainedModel, tokenizer: Any, host: str, follows: bool = True, **options: Any
+) -> Updater:
+    """follows: earlier steps have shown that the policy does what it is told."""
     algo = make(f"{host}+told", {f"told_{k}": v for k, v in options.items()}, supplies=ALL_OUTPUTS)
     settings = AlgorithmConfig(preset=algo.name, group_size=1, lr=1e-2)
     reference = {}
     if options.get("teacher") == "reference":
         reference = {"reference": Reference(options_reference(model), model)}
+    state = AlgorithmState(algo.remembered)
+    for part in state.parts.values() if follows else ():
+        if isinstance(part, GapState):
+            part.evidence = Evidence(100, 100, 100.1)
     return Updater(
         RunConfig(algorithm=settings), algo, TorchLearner(model, tokenizer, frozen=reference),
-        state=AlgorithmState(algo.remembered), preprocessor=Preprocessor(tokenizer=tokenizer),
+        state=state, preprocessor=Preprocessor(tokenizer=tokenizer),
     )  # fmt: skip
 
 
@@ -262,6 +278,60 @@ def options_reference(model: PreTrainedModel) -> PreTrainedModel:
         for p in made.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).double())
     return made
+
+
+@pytest.mark.parametrize("source", ["task:solution", "sibling", "error"])
+def test_the_evidence_is_what_a_text_adds_to_a_success(
+    source: str, model: PreTrainedModel, policy: TrainedPolicy, tokenizer: Any
+) -> None:
+    """Told what its failed sibling is told, in place of a failed sibling's calls; of an error, in
+    place of another task's."""
+    made = groups(tokenizer)
+    rows = made[1].rollouts
+    rows[0] = played(tokenizer, "b0", QUESTIONS[1], ["support"], 0.0, note="Rome is no team")
+    given = {"task:solution": "look up Ada", "sibling": SIBLING, "error": "Oslo is no team"}
+    wrong = "Rome is no team" if source == "error" else "query\nsales"
+    kind = source.partition(":")[0]
+
+    def after(call: Transition, text: str) -> float:
+        question = {"role": "user", "content": TEMPLATES[kind].format(text=text) + QUESTIONS[0]}
+        prompt = policy.chat.encode([SYSTEM, question, *call.messages[2:]])
+        return total(model, replace(call, prompt=int32(prompt)))
+
+    calls = made[0].rollouts[1].transitions
+    expected = {
+        call.id: (after(call, given[source]) - after(call, wrong)) / len(call.completion)
+        for call in calls
+    }
+    found = rewards_of(Telling(source, failures_only=True)(made, policy), EVIDENCE)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert rewards_of(Telling(source, "wrong")(made, policy), EVIDENCE) == {}
+
+
+@pytest.mark.parametrize("options", [{"top": 4}, {"top": 0}, {"use": "scale"}, {"use": "belief"}])
+def test_a_policy_that_does_not_follow_is_told_nothing(
+    options: dict[str, Any],
+    model: PreTrainedModel,
+    tokenizer: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """This model has never seen such a text, so each step is the host's."""
+    host = exact_model(Path(model.name_or_path))
+    plain = AlgorithmConfig(preset="grpo", group_size=1, lr=1e-2)
+    algo = make("grpo", {}, supplies=ALL_OUTPUTS)
+    alone = Updater(RunConfig(algorithm=plain), algo, TorchLearner(host, tokenizer))
+    run = updater(model, tokenizer, "grpo", follows=False, source="sibling", **options)
+    for part in run.state.parts.values():
+        if isinstance(part, GapState):
+            part.evidence = Evidence(100, 0.0, 100.0)
+    for step in range(2):
+        metrics = run.update(step, groups(tokenizer))
+        alone.update(step, groups(tokenizer))
+        assert metrics["told/calls"] == 0
+        assert metrics["told/evidence"] < 2
+    for own, other in zip(model.parameters(), host.parameters(), strict=True):
+        assert torch.equal(own, other)
+    assert not [r for r in caplog.records if "nothing is told" in r.getMessage()]  # it was known
 
 
 @pytest.mark.parametrize("of", ["policy", "teacher"])
