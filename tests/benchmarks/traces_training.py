@@ -113,7 +113,12 @@ def trained(folder: Path, settings: list[str]) -> Figures:
         "imitation_steps": dict(zip(load(folder / "shop/run.toml").policies, steps, strict=True)),
         "cpu_seconds": cpu,
         "seconds": time.monotonic() - started,
-        "peak_mb": max(row.metrics.get("memory/process_peak_mb", 0.0) for row in rows),
+        "peak_mb": max(
+            value
+            for row in rows
+            for name, value in row.metrics.items()
+            if name.endswith("memory/process_peak_mb")  # each policy has its own
+        ),
     }
 
 
