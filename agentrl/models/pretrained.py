@@ -21,7 +21,8 @@ from agentrl.core.config import LoraConfig, RunConfig
 from agentrl.core.errors import PolicyError
 from agentrl.measured import timeout
 
-RANK, LEARNING_RATE = 16, 2e-4  # rank and learning rate of an adapter
+RANK = 16  # of an adapter
+LEARNING_RATE, WIDTH, WIDTH_EXPONENT = 5e-4, 576, -0.78  # of an adapter on a model of this width
 MAX_TOKENS = 128  # tokens of one completion
 MAX_CONTEXT, MIN_CONTEXT = 4096, 512  # tokens: bounds of the search for a context that fits
 CONCURRENCY = 32  # rollouts with concurrently decoded calls
@@ -39,7 +40,8 @@ def settings(model: str) -> dict[str, Any]:
         shape = estimate.shape_of(source)
     except (OSError, ValueError) as error:
         raise PolicyError(f"model {model!r}: {str(error).splitlines()[0]}") from None
-    dtype = fastest_dtype(shape.config.get_text_config().hidden_size)
+    hidden = shape.config.get_text_config().hidden_size
+    dtype = fastest_dtype(hidden)
     chosen = RunConfig()
     policy = replace(chosen.policy, dtype=dtype, lora=LoraConfig(rank=RANK))
     context = min(MAX_CONTEXT, context_length(shape) or MAX_CONTEXT)
@@ -55,11 +57,18 @@ def settings(model: str) -> dict[str, Any]:
     return {
         "model": source,
         "threads": sampling_threads(sum(each.numel() for each in shape.parameters())),
-        "dtype": dtype, "rank": RANK, "lr": LEARNING_RATE, "context": context,
+        "dtype": dtype, "rank": RANK, "lr": learning_rate(hidden), "context": context,
         "max_tokens": MAX_TOKENS, "concurrency": CONCURRENCY,
         "per_token": per_token, "timeout": timeout(per_token, MAX_TOKENS),
         "rate": round(CONCURRENCY / per_token),
     }  # fmt: skip
+
+
+def learning_rate(hidden: int) -> float:
+    """Of an adapter, for reinforcement learning: measured with SmolLM2-135M, whose hidden states
+    are 576 wide, and lower for wider models by the exponent that tinker-cookbook fitted to Llamas.
+    An update that goes too far is undone and repeated at a lower rate (algorithm.max_kl)."""
+    return float(f"{LEARNING_RATE * (hidden / WIDTH) ** WIDTH_EXPONENT:.1e}")
 
 
 def fastest_dtype(hidden: int) -> str:

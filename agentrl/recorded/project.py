@@ -30,7 +30,8 @@ EPOCHS = 2  # maximum passes over each conversation
 MIN_STEPS, MAX_STEPS = 30, 400  # steps of the warm-up
 STEPS_PER_EPOCH = 40
 MIN_BATCH, MAX_BATCH = 8, 32  # conversations per step of the warm-up
-ADAPTER_LR = 5  # learning rate of the warm-up, in learning rates of reinforcement learning
+# Learning rates of the warm-up and of what follows it, in those of `pretrained.learning_rate`
+WARMUP_LR, IMITATED_LR = 2, 0.4
 
 
 def write_project(
@@ -123,7 +124,7 @@ rank = {settings["rank"]}
 data = "demonstrations.jsonl"
 steps = {steps}  # at most: it ends when held-out conversations are learned
 batch = {batch}
-lr = {settings["lr"] * ADAPTER_LR:g}
+lr = {settings["lr"] * WARMUP_LR:g}
 
 [engine]
 threads = {settings["threads"]}
@@ -137,7 +138,7 @@ max_tokens = {settings["max_tokens"]}  # of one completion
 [algorithm]
 groups = 4  # tasks per step
 group_size = 8  # rollouts per task, which are compared with each other
-lr = {settings["lr"]}
+lr = {settings["lr"] * IMITATED_LR:g}
 {evaluation}
 [runner]
 processes = 1

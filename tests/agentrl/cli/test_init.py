@@ -174,6 +174,14 @@ def test_init_measures_what_a_pretrained_model_needs(tmp_path: Path, tiny_model_
     assert config.agent.timeout >= 60
 
 
+@pytest.mark.parametrize(
+    ("hidden", "expected"),
+    [(64, 2.8e-3), (576, 5e-4), (896, 3.5e-4), (1536, 2.3e-4), (4096, 1.1e-4)],
+)
+def test_a_wider_model_learns_at_a_lower_rate(hidden: int, expected: float) -> None:
+    assert pretrained.learning_rate(hidden) == expected
+
+
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (6, 4), (64, 8)])
 def test_init_asks_for_no_more_threads_than_sampling_can_use(
     tmp_path: Path,
