@@ -288,7 +288,7 @@ async def test_messages_stream(bench: Any, active: Any, claude: Any, tools: bool
     [
         ({"messages": []}, "messages"),
         ({"max_tokens": None}, "max_tokens"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "between_tools"}}, "thinking"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0]"),
