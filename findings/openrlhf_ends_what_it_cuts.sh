@@ -51,7 +51,7 @@ class Rows(list):
 def trained(name, talk, max_length, multiturn):
     template = Path(trl, "chat_templates", f"{name}.jinja").read_text()
     known = dict.fromkeys(["?", " ", "\n", "<think>", "</think>", "<|im_start|>", "<|im_end|>"])
-    known |= dict.fromkeys(re.findall(PIECE, template + "".join(message["content"] for message in talk)))
+    known |= dict.fromkeys(re.findall(PIECE, template + " ".join(message["content"] for message in talk)))
     words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(known)}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|im_end|>", chat_template=template)

@@ -40,7 +40,12 @@ class ModelApi:
     models: Callable[[Sequence[str]], Body] | None = None  # the list of models, for these clients
 
 
-GOOGLE = ModelApi(google.dialect("", stream=False), stored_responses.answer_google)
+GOOGLE = ModelApi(
+    google.dialect("", stream=False),
+    stored_responses.answer_google,
+    header="x-goog-api-key",
+    models=stored_responses.google_models,
+)
 MESSAGES = ModelApi(
     messages.DIALECT,
     stored_responses.answer_messages,

@@ -93,3 +93,4 @@ def test_the_dialect_of_a_path() -> None:
     assert of("/a/x/v1beta/models/m:countTokens") is GOOGLE.dialect
     assert of("/v1/models/m:countTokens", anthropic_version="2023-06-01") is GOOGLE.dialect
     assert of("/v1beta/models/m") is CHAT
+    assert of("/v1beta/models/m", x_goog_api_key="k") is GOOGLE.dialect
