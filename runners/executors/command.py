@@ -2,12 +2,13 @@
 
 A program finds in its environment `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
 `ANTHROPIC_API_KEY`, `GOOGLE_GEMINI_BASE_URL`, `GEMINI_API_KEY` (the attempt's own key, valid only
-for model calls of this attempt while it runs), `TRACEPARENT` (the attempt's trace), `OTEL_EXPORTER_OTLP_ENDPOINT` with its headers, and
-`AGENTRL_TASK`, the task's input as JSON. The same JSON is on stdin and, on a shared disk, in the
-file `AGENTRL_TASK_FILE`; an input larger than `MAX_VARIABLE_BYTES` is only there. The program
-writes its result to stdout, or to the file `AGENTRL_RESULT_FILE` if that is set (not in a
-container): JSON if all of it parses and no integer has more than 64 bits, else text. Exit status 0
-is success. Agents in Python create their model clients from the same variables (`environment`).
+for model calls of this attempt while it runs), `TRACEPARENT` (the attempt's trace),
+`OTEL_EXPORTER_OTLP_ENDPOINT` with its headers, and `AGENTRL_TASK`, the task's input as JSON. The
+same JSON is on stdin and, on a shared disk, in the file `AGENTRL_TASK_FILE`; an input larger than
+`MAX_VARIABLE_BYTES` is only there. The program writes its result to stdout, or to the file
+`AGENTRL_RESULT_FILE` if that is set (not in a container): JSON if all of it parses and no integer
+has more than 64 bits, else text. Exit status 0 is success. Agents in Python create their model
+clients from the same variables (`environment`).
 
 Owns: the template process and the sockets to it and to every supervisor (`supervisor.py`).
 Invariant: all processes of an attempt end with it. If this process is killed, the kernel closes the
