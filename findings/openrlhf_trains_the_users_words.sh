@@ -4,8 +4,8 @@
 # Qwen 3's template leaves the thoughts of earlier turns out of the whole, and all behind them moves up: of the row with two
 # questions the second user's message and its header are trained as if the model had written them. With Qwen 2.5's template,
 # which leaves nothing out, the same conversation is masked as it should be. There is neither an error nor a warning.
-# Why it matters: the longer the thoughts, the further the mask is off: user's words and tools' results are learned, and late
-# answers are not, in every row of several turns and in no row of one. The loss is low, since such text is easy to predict.
+# Why it matters: the longer the thoughts, the further the mask is off: users' words and tools' results are learned as if they
+# were answers, in every row of several turns and in no row of one. The loss is low, since such text is easy to predict.
 # The data set class is OpenRLHF's, loaded alone; the templates are TRL's copies of the published ones.
 set -euo pipefail
 folder=$(mktemp -d)
@@ -76,7 +76,7 @@ for name in ("qwen2_5", "qwen3"):
     row, seen[name] = trained(name, talk, 512, multiturn=True)
     print(f"{name}\n  row: {row!r}\n  learned: {seen[name]!r}")
 expected = {
-    "qwen2_5": first + second,
+    "qwen2_5": first + "\n" + second,
     "qwen3": "Bought milk<|im_end|>\n<|im_start|>user\nSell tea<|im_end|>\n<|im_start|>assistant\n" + second,
 }
 sys.exit(seen != expected)
