@@ -32,7 +32,8 @@ RESPONSES_WITHOUT_EFFECT = (
 MESSAGES_WITHOUT_EFFECT = (
     r".*\.cache_control.*",
     r".*\.thinking\.signature",  # of another server, beside the thought
-    r"service_tier|speed|thinking\.(adaptive.*|enabled\.display)|thread\.create.*",  # their usual values
+    r"service_tier|speed|thread\.create.*",  # their usual values
+    r"thinking\.(adaptive.*|enabled\.display)",  # likewise
     r"tool_choice\.(auto|none).*",  # without tools
     r".*\.type",
 )
