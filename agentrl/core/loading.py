@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -265,12 +265,16 @@ def is_installed(package: str) -> bool:
 # By default, frameworks send their traces to api.openai.com and telemetry.crewai.com.
 NO_TELEMETRY = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true"}
 KEY = "agentrl"  # replaces the user's keys, which the gateway does not use
+GOOGLE_KEYS = {"GEMINI_API_KEY", "GOOGLE_API_KEY"}  # from which Google's clients read a key
 NOWHERE = "http://127.0.0.1:9/v1"  # nothing listens at the port `discard`
 
 
-def model_variables(gateway: str, key: str) -> dict[str, str]:
-    """Variables from which model clients read base URL and key; `gateway` ends in /v1."""
-    return {
+def model_variables(gateway: str, key: str, given: Collection[str] = ()) -> dict[str, str]:
+    """Variables from which model clients read base URL and key; `gateway` ends in /v1.
+
+    `given`: names of variables that the user gives the agent. With a key of Google's among them,
+    for a tool perhaps, Google's clients keep their address: there is no other key for tools."""
+    variables = {
         "OPENAI_BASE_URL": gateway,
         "OPENAI_API_BASE": gateway,
         "OPENAI_API_KEY": key,
@@ -278,6 +282,10 @@ def model_variables(gateway: str, key: str) -> dict[str, str]:
         "ANTHROPIC_API_KEY": key,
         **NO_TELEMETRY,
     }
+    if GOOGLE_KEYS.isdisjoint(given):
+        variables["GOOGLE_GEMINI_BASE_URL"] = gateway.removesuffix("/v1")
+        variables["GEMINI_API_KEY"] = key
+    return variables
 
 
 @contextmanager
@@ -288,7 +296,7 @@ def placeholders() -> Iterator[bool]:
     own = [name for name in ("OPENAI", "ANTHROPIC") if f"{name}_API_KEY" in os.environ]
     given = {
         name: value
-        for name, value in model_variables(NOWHERE, KEY).items()
+        for name, value in model_variables(NOWHERE, KEY, os.environ).items()
         if name not in os.environ and not name.startswith(tuple(own))
     }
     os.environ |= given

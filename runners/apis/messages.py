@@ -1,8 +1,7 @@
 """Anthropic's Messages API on top of chat completions.
 
 Text, images, client tools, parallel calls, thinking and structured output are translated. Tools
-that run on Anthropic's servers are dropped; documents, prefilled answers and thinking budgets are
-refused.
+that run on Anthropic's servers are dropped; documents and prefilled answers are refused.
 Source: https://docs.anthropic.com/en/api/messages
 """
 
@@ -99,8 +98,8 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
     if tools := [_tool(tool, index) for index, tool in offered if not _hosted(tool)]:
         chat["tools"] = tools
     kind = (body.get("thinking") or {}).get("type")
-    if kind not in (None, "adaptive", "disabled"):
-        raise common.impossible("thinking", "a budget" if kind == "enabled" else f"{kind!r:.80}")
+    if kind not in (None, "adaptive", "enabled", "disabled"):
+        raise common.impossible("thinking", f"{kind!r:.80}")
     config = body.get("output_config") or {}
     if config.get("effort"):
         chat["reasoning_effort"] = config["effort"]
@@ -141,7 +140,7 @@ def prompt_of(body: Body, memory: ConversationMemory) -> Body:
 def ignored(body: Body) -> list[str]:
     """List the request's options that have no effect, and its hosted tools."""
     found = [name for name in sorted(IDLE & body.keys()) if body[name]]
-    # The policy decides when to think, and its reasoning is shown.
+    # The policy decides when to think, and how long; its reasoning is shown.
     thinking = body.get("thinking") or {}
     if thinking.get("type") == "disabled" or thinking.get("display") == "omitted":
         found.append("thinking")

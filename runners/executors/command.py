@@ -1,13 +1,14 @@
 """The command executor: a process for each attempt, in any language, and the interface of agents.
 
 A program finds in its environment `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
-`ANTHROPIC_API_KEY` (the attempt's own key, valid only for model calls of this attempt while it
-runs), `TRACEPARENT` (the attempt's trace), `OTEL_EXPORTER_OTLP_ENDPOINT` with its headers, and
-`AGENTRL_TASK`, the task's input as JSON. The same JSON is on stdin and, on a shared disk, in the
-file `AGENTRL_TASK_FILE`; an input larger than `MAX_VARIABLE_BYTES` is only there. The program
-writes its result to stdout, or to the file `AGENTRL_RESULT_FILE` if that is set (not in a
-container): JSON if all of it parses and no integer has more than 64 bits, else text. Exit status 0
-is success. Agents in Python create their model clients from the same variables (`environment`).
+`ANTHROPIC_API_KEY`, `GOOGLE_GEMINI_BASE_URL`, `GEMINI_API_KEY` (the attempt's own key, valid only
+for model calls of this attempt while it runs), `TRACEPARENT` (the attempt's trace),
+`OTEL_EXPORTER_OTLP_ENDPOINT` with its headers, and `AGENTRL_TASK`, the task's input as JSON. The
+same JSON is on stdin and, on a shared disk, in the file `AGENTRL_TASK_FILE`; an input larger than
+`MAX_VARIABLE_BYTES` is only there. The program writes its result to stdout, or to the file
+`AGENTRL_RESULT_FILE` if that is set (not in a container): JSON if all of it parses and no integer
+has more than 64 bits, else text. Exit status 0 is success. Agents in Python create their model
+clients from the same variables (`environment`).
 
 Owns: the template process and the sockets to it and to every supervisor (`supervisor.py`).
 Invariant: all processes of an attempt end with it. If this process is killed, the kernel closes the
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -78,8 +79,9 @@ def environment(base_url: str, keep: Sequence[str] = ()) -> Iterator[None]:
 
     Clients read these variables when they are created, usually on import of the agent's module, so
     enter the block before that. A client of another API gets no valid key."""
-    changed: dict[str, str | None] = {**model_variables(base_url, KEY)}
-    given = os.environ.keys() - matching(os.environ, keep).keys()
+    kept = matching(os.environ, keep)
+    changed: dict[str, str | None] = {**model_variables(base_url, KEY, kept)}
+    given = os.environ.keys() - kept.keys()
     changed |= {name: KEY for name in KEYS if name in given}
     changed |= {name: None for name in ACCOUNT if name in given}
     if getproxies().keys() - {"no"}:  # the gateway is never reached through a proxy
@@ -133,18 +135,18 @@ MAX_PRINTED_BYTES = 2**20  # bytes printed by one rollout in the runner's log
 PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "*_PROXY")
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
 MODEL = (
-    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "NO_PROXY", "no_proxy"),
-    *(*KEYS, *NO_TELEMETRY),
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL"),
+    *("NO_PROXY", "no_proxy", *KEYS, *NO_TELEMETRY),
 )  # variables that the runner's own `environment` sets
 
 
 def attempt_environment(
-    active: ActiveAttempt, gateway: str, span: str, task: bytes
+    active: ActiveAttempt, gateway: str, span: str, task: bytes, given: Collection[str] = ()
 ) -> dict[str, str]:
     """Return the variables of one attempt. `gateway`: its URL as seen by the process, ending in
-    /v1. `span`: id of the parent for the process's spans. No `AGENTRL_TASK` if the task is too
-    large for a variable."""
-    return model_variables(gateway, active.key) | {
+    /v1. `span`: id of the parent for the process's spans. `given`: names of the user's own
+    variables. No `AGENTRL_TASK` if the task is too large for a variable."""
+    return model_variables(gateway, active.key, given) | {
         "TRACEPARENT": f"00-{active.id}-{span}-01",
         "OTEL_EXPORTER_OTLP_ENDPOINT": gateway.removesuffix("/v1"),
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
@@ -534,7 +536,7 @@ class CommandExecutor(SandboxExecutor):
 
     def _spec(self, active: ActiveAttempt, span: str, task: bytes, folder: Path) -> ProcessSpec:
         env = passed_environment(self.agent.pass_env) | self.agent.env
-        env |= attempt_environment(active, self.gateway, span, task)
+        env |= attempt_environment(active, self.gateway, span, task, env)
         env["AGENTRL_TASK_FILE"] = str(folder / TASK)
         env["AGENTRL_RESULT_FILE"] = str(folder / RESULT)
         works_in, home = self.folder, folder / "home"

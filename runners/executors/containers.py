@@ -137,7 +137,7 @@ class ContainerExecutor(CommandExecutor):
         given, works_in = self._user_variables(), self.agent.folder
         if (place := active.place) is not None:
             given, works_in = {**place.env, **given}, str(place.folder)
-        given |= command.attempt_environment(active, self.gateway, span, task)
+        given |= command.attempt_environment(active, self.gateway, span, task, given)
         task = b"" if self.agent.harness else task
         spec = container.command(self.argv, given, folder=works_in, stdin=len(task))
         stdin, held = written(task)

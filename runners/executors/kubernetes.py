@@ -160,7 +160,7 @@ class KubernetesExecutor(SandboxExecutor):
         pod["spec"].setdefault("automountServiceAccountToken", False)  # no access to Kubernetes
         pod["spec"].setdefault("enableServiceLinks", False)
         variables = matching(os.environ, self.agent.pass_env) | self.agent.env
-        variables |= command.attempt_environment(active, self.gateway, span, task)
+        variables |= command.attempt_environment(active, self.gateway, span, task, variables)
         variables["AGENTRL_RESULT_FILE"] = RESULT_FILE
         given = [{"name": key, "value": value} for key, value in variables.items()]
         container["env"] = [*container.get("env", []), *given]

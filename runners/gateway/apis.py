@@ -40,7 +40,18 @@ class ModelApi:
     models: Callable[[Sequence[str]], Body] | None = None  # the list of models, for these clients
 
 
-GOOGLE = ModelApi(google.dialect("", stream=False), stored_responses.answer_google)
+GOOGLE = ModelApi(
+    google.dialect("", stream=False),
+    stored_responses.answer_google,
+    header="x-goog-api-key",
+    models=stored_responses.google_models,
+)
+MESSAGES = ModelApi(
+    messages.DIALECT,
+    stored_responses.answer_messages,
+    header="anthropic-version",
+    models=stored_responses.anthropic_models,
+)
 TRANSLATED: Mapping[str, ModelApi] = {
     "/v1/responses": ModelApi(
         responses.DIALECT, stored_responses.answer_responses, get=stored_responses.no_websocket
@@ -70,12 +81,8 @@ TRANSLATED: Mapping[str, ModelApi] = {
         responses.DIALECT,
         others={"GET": stored_responses.read_item, "DELETE": stored_responses.remove_item},
     ),
-    "/v1/messages": ModelApi(
-        messages.DIALECT,
-        stored_responses.answer_messages,
-        header="anthropic-version",
-        models=stored_responses.anthropic_models,
-    ),
+    "/v1/messages": MESSAGES,
+    "/messages": MESSAGES,  # AI SDK takes ANTHROPIC_BASE_URL for an address that ends in /v1
     "/v1/messages/count_tokens": ModelApi(messages.DIALECT, stored_responses.count_messages),
     "/v1/models/{model}:{verb}": GOOGLE,
     "/v1beta/models/{model}:{verb}": GOOGLE,

@@ -85,7 +85,8 @@ class Endpoints:
             for method, answer in api.others.items()
         ]
         gets: dict[str, Handler] = {path: api.get for path, api in translated if api.get}
-        gets |= {"/v1/models": self.models, "/v1/models/{model}": self.models}
+        for path in ("/v1/models", "/v1beta/models"):
+            gets |= {path: self.models, f"{path}/{{model}}": self.models}
         for prefix in PREFIXES:
             for path, work in posts.items():
                 app.router.add_post(f"{prefix}{path}", partial(within, work))
@@ -122,8 +123,10 @@ class Endpoints:
             raise RefusedError(404, "model_not_found", why)
         api = apis.client_api(request)
         list_of = openai_models if api is None or api.models is None else api.models
-        listed = list_of(names)
-        return web.json_response(listed if model is None else listed["data"][names.index(model)])
+        if model is None:
+            return web.json_response(list_of(names))
+        (one,) = next(value for value in list_of([model]).values() if isinstance(value, list))
+        return web.json_response(one)
 
     # -- calls that are routed and retried like any other, but not recorded ------------------------
 

@@ -67,6 +67,13 @@ def anthropic_models(names: Sequence[str]) -> Body:
     return {"has_more": False} | ends | {"data": data}
 
 
+def google_models(names: Sequence[str]) -> Body:
+    """https://ai.google.dev/api/models"""
+    about = {"version": "1", "supportedGenerationMethods": ["generateContent", "countTokens"]}
+    models = [{"name": f"models/{name}", "displayName": name} | about for name in names]
+    return {"models": models}
+
+
 async def answer_google(
     endpoints: Endpoints, caller: CallOrigin, request: web.Request
 ) -> web.StreamResponse:

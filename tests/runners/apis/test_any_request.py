@@ -85,6 +85,7 @@ def test_the_dialect_of_a_path() -> None:
     assert {of(f"/a/x{path}") for path in OWN} == {CHAT}  # both have OpenAI's errors
     assert of("/a/x/v1/responses") is responses.DIALECT
     assert of("/a/x/v1/messages") is messages.DIALECT
+    assert of("/a/x/messages") is messages.DIALECT
     assert of("/v1/rewards") is CHAT
     assert of("/v1/rewards", anthropic_version="2023-06-01") is messages.DIALECT
     assert of("/v1/messages/count_tokens") is messages.DIALECT
@@ -92,3 +93,4 @@ def test_the_dialect_of_a_path() -> None:
     assert of("/a/x/v1beta/models/m:countTokens") is GOOGLE.dialect
     assert of("/v1/models/m:countTokens", anthropic_version="2023-06-01") is GOOGLE.dialect
     assert of("/v1beta/models/m") is CHAT
+    assert of("/v1beta/models/m", x_goog_api_key="k") is GOOGLE.dialect

@@ -240,6 +240,14 @@ async def test_what_clients_ask_beside_their_calls(bench: Any, active: Any, http
     assert (await http.get("/models/tiny")).json()["id"] == "tiny"
     claude = {"anthropic-version": "2023-06-01"}
     assert (await http.get("/models/tiny", headers=claude)).json()["display_name"] == "tiny"
+    theirs = {"x-goog-api-key": active.key}
+    for prefix in ("/v1", "/v1beta"):
+        listed = await http.get(f"{root}{prefix}/models", headers=theirs)
+        assert [one["name"] for one in listed.json()["models"]] == ["models/policy", "models/tiny"]
+        one = await http.get(f"{root}{prefix}/models/tiny", headers=theirs)
+        assert one.json() == listed.json()["models"][1]
+    lost = await http.get(f"{root}/v1beta/models/other", headers=theirs)
+    assert lost.json()["error"]["status"] == "NOT_FOUND"
     unknown = await http.get("/models/other")
     assert unknown.status_code == 404
     assert "'tiny'" in unknown.json()["error"]["message"]

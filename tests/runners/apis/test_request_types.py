@@ -32,7 +32,8 @@ RESPONSES_WITHOUT_EFFECT = (
 MESSAGES_WITHOUT_EFFECT = (
     r".*\.cache_control.*",
     r".*\.thinking\.signature",  # of another server, beside the thought
-    r"service_tier|speed|thinking\.adaptive.*|thread\.create.*",  # their usual values
+    r"service_tier|speed|thread\.create.*",  # their usual values
+    r"thinking\.(adaptive.*|enabled\.display)",  # likewise
     r"tool_choice\.(auto|none).*",  # without tools
     r".*\.type",
 )
@@ -134,8 +135,26 @@ def test_what_a_messages_request_lists() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["enabled", "between_tools"])
-def test_thinking_that_the_policy_does_not_have_is_refused_by_its_name(kind: str) -> None:
-    body = {"max_tokens": 5, "messages": [USER], "thinking": {"type": kind}}
-    with pytest.raises(UntranslatableError, match="budget" if kind == "enabled" else kind):
+@pytest.mark.parametrize(
+    ("thinking", "listed"),
+    [
+        ({"type": "adaptive"}, []),
+        ({"type": "enabled", "budget_tokens": 1024}, ["thinking.budget_tokens"]),
+        (
+            {"type": "enabled", "budget_tokens": 9, "display": "omitted"},
+            ["thinking", "thinking.budget_tokens"],
+        ),
+        ({"type": "disabled"}, ["thinking"]),
+    ],
+)
+def test_how_long_to_think_is_the_policys_decision(thinking: Any, listed: list[str]) -> None:
+    body = {"max_tokens": 5, "messages": [USER], "thinking": thinking}
+    asked = read_request(messages.DIALECT, json.dumps(body).encode(), ConversationMemory(), 0)
+    assert asked.ignored == listed
+    assert not asked.fields.keys() & {"thinking", "reasoning_effort"}
+
+
+def test_thinking_that_the_policy_does_not_have_is_refused_by_its_name() -> None:
+    body = {"max_tokens": 5, "messages": [USER], "thinking": {"type": "between_tools"}}
+    with pytest.raises(UntranslatableError, match="between_tools"):
         read_request(messages.DIALECT, json.dumps(body).encode(), ConversationMemory(), 0)

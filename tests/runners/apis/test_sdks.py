@@ -283,12 +283,27 @@ async def test_messages_stream(bench: Any, active: Any, claude: Any, tools: bool
     assert row.exact
 
 
+@pytest.mark.parametrize("prefix", ["", "/v1", "/a/{id}", "/a/{id}/critic/v1", "/a/{id}/critic"])
+async def test_messages_with_an_address_that_needs_no_version(
+    bench: Any, active: Any, prefix: str
+) -> None:
+    """AI SDK appends /messages to ANTHROPIC_BASE_URL, and Anthropic's own SDK /v1/messages."""
+    root = bench.gateway.base_url.removesuffix("/v1")
+    body = {"model": "m", "max_tokens": 9, "messages": [USER]}
+    async with httpx.AsyncClient() as http:
+        url = f"{root}{prefix.format(id=active.id)}/messages"
+        answer = await http.post(url, json=body, headers={"x-api-key": active.key})
+    assert answer.json()["content"] == [{"type": "text", "text": "echo hello"}]
+    (row,) = await rows(bench, active)
+    assert row.role == ("critic" if "critic" in prefix else "agent")
+
+
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
         ({"messages": []}, "messages"),
         ({"max_tokens": None}, "max_tokens"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "between_tools"}}, "thinking"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0]"),

@@ -52,13 +52,27 @@ async def test_what_it_finds_in_its_environment(
     (span,) = (await bench.store.trace(rollout.id)).spans
     assert env["OPENAI_BASE_URL"] == url
     assert env["ANTHROPIC_BASE_URL"] == env["OTEL_EXPORTER_OTLP_ENDPOINT"] == root
-    assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"]
+    assert env["GOOGLE_GEMINI_BASE_URL"] == root
+    assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"] == env["GEMINI_API_KEY"]
     assert env["OTEL_EXPORTER_OTLP_HEADERS"].endswith(env["OPENAI_API_KEY"])
     assert env["TRACEPARENT"] == f"00-{rollout.attempt}-{span.id}-01"
     assert (env["AGENTRL_TASK"], env["MY_FLAG"], env["ADDED"]) == ('"x"', "passed", "1")
     assert env["PATH"] == os.environ["PATH"]
     assert "AWS_SECRET" not in env
     assert rollout.attempt not in env["OPENAI_API_KEY"]
+
+
+@pytest.mark.parametrize("name", ["GEMINI_API_KEY", "GOOGLE_API_KEY"])
+@pytest.mark.parametrize("how", ["pass_env", "env"])
+async def test_a_key_of_googles_that_the_user_gives_leads_to_google(
+    bench: Any, make: Any, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
+    monkeypatch.setenv(name, "the user's own")
+    given = {"pass_env": [name]} if how == "pass_env" else {"env": {name: "the user's own"}}
+    code = "import os, json; print(json.dumps(dict(os.environ)))"
+    env = await result(bench, make, python(code), **given)
+    assert env[name] == "the user's own"
+    assert "GOOGLE_GEMINI_BASE_URL" not in env
 
 
 @pytest.mark.parametrize("odd", [{"command": ["true", "a\0b"]}, {"env": {"ODD": "a\0b"}}], ids=str)
