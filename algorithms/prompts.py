@@ -349,8 +349,9 @@ class PromptSchedule:
     async def before_step(self, step: int) -> None:
         """If a search is due, run it from the prompts in use, with the current policies."""
         prompts = self._config.prompts
-        every = prompts.every if prompts.schedule == "alternate" else max(1, self._config.steps)
-        if not prompts.components or prompts.schedule == "off" or step % every:
+        schedule = prompts.schedule
+        every = schedule if isinstance(schedule, int) else max(1, self._config.steps)
+        if not prompts.components or schedule == "off" or step % every:
             return
 
         config = self._config

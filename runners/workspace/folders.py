@@ -58,6 +58,7 @@ from agentrl.runners.workspace.sources import (
     no_space_or,
 )
 
+USER = "nobody"  # as whom agents run in the sandbox "user"
 FOLDERS = ("home", "tmp", "io")
 Change = Callable[[Path], None]  # modifies the files of a repository
 MAKING = 60.0  # maximum seconds to create a workspace
@@ -324,7 +325,7 @@ class Sandbox:
         self, config: WorkspaceConfig, root: Path, gateway: str, hidden: Iterable[Path]
     ) -> None:
         self.kind, self._root = config.sandbox, str(root)
-        self.owner = _user(config.user) if self.kind == "user" else None
+        self.owner = _nobody() if self.kind == "user" else None
         self.confines = self.kind in ("user", "unshare", "bubblewrap")
         self._port, self._hidden = urlsplit(gateway).port or 0, [str(path) for path in hidden]
 
@@ -369,11 +370,11 @@ def _interpreter() -> list[str]:
     return [path for path in prefixes if any(Path(path).is_relative_to(s) for s in confine.SCRATCH)]
 
 
-def _user(name: str) -> tuple[int, int]:
+def _nobody() -> tuple[int, int]:
     try:
-        found = pwd.getpwnam(name)
+        found = pwd.getpwnam(USER)
     except KeyError:
-        raise ConfigError(f"workspace.user = {name!r}: there is no such user here") from None
+        raise ConfigError(f"workspace.sandbox = 'user': there is no user {USER!r} here") from None
     if os.getuid():
         raise ConfigError("workspace.sandbox = 'user' needs a runner of root; use 'unshare'")
     return found.pw_uid, found.pw_gid

@@ -141,7 +141,7 @@ KINDS: list[tuple[dict[str, Any], list[float]]] = [
     ({"kind": "pointwise"}, [0.8, 0.5, 0.2]),
     ({"kind": "group"}, [0.8, 0.5, 0.2]),
     ({"kind": "pairwise"}, [1.0, 0.5, 0.0]),
-    ({"kind": "principles", "principles": TWO}, [1.0, 0.5, 0.5]),
+    ({"kind": "principles", "rubric": TWO}, [1.0, 0.5, 0.5]),
 ]
 
 
@@ -345,7 +345,7 @@ def test_a_record_has_each_conversation_once_sub_agents_too() -> None:
     [
         ({"upstream": "gtp"}, "gpt"),
         ({"max_usd": 3.0}, "without prices"),
-        ({"kind": "principles"}, "principles"),
+        ({"kind": "principles"}, "rubric"),
     ],
 )
 def test_a_judge_that_cannot_be_is_refused(judge: dict[str, Any], message: str) -> None:

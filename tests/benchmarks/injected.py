@@ -428,7 +428,7 @@ async def asked(folder: Path) -> Ends:
 
 def judged() -> Ends:
     """What became of judges' answers: a verdict is one only in the form that was asked for."""
-    point, principles = PointwiseJudge(upstream="j"), PrincipleJudge(upstream="j", principles=["a"])
+    point, principles = PointwiseJudge(upstream="j"), PrincipleJudge(upstream="j", rubric=["a"])
     asked = {
         "score": (
             judges.pointwise(point, []),

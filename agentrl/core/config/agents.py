@@ -98,11 +98,10 @@ class WorkspaceConfig(Section, frozen=True):
     # of these or a mapping of file names to texts. Paths are relative to the run file. Empty: no
     # workspace.
     source: str = ""
-    # Sandbox of the agent. user: run as another user (needs root); unshare: in Linux namespaces;
+    # Sandbox of the agent. user: run as the user nobody (needs root); unshare: in Linux namespaces;
     # bubblewrap: with bwrap; container: with runner.executor = "container". With user, unshare and
     # bubblewrap the agent can write only to its workspace and connect only to the gateway.
     sandbox: Literal["none", "user", "unshare", "bubblewrap", "container"] = "none"
-    user: str = "nobody"  # User as whom agents run, with sandbox = "user".
     hide: list[str] = []  # additional files and folders that appear empty in the sandbox
     # Workspaces that are kept, in <output>/workspaces.
     keep: Literal["never", "failed", "always"] = "never"

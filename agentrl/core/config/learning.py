@@ -18,7 +18,7 @@ from agentrl.core.config.base import (
     Section,
     kind_of,
 )
-from agentrl.core.errors import install_command, nearest
+from agentrl.core.errors import install_command
 from agentrl.core.loading import is_installed
 
 if TYPE_CHECKING:
@@ -86,16 +86,13 @@ class PolicyConfig(Section, frozen=True):
 
 
 class MemberConfig(Section, frozen=True):
-    """One of several policies: its roles, its weights, and its overrides of the run's tables."""
+    """One of several policies: its roles, its weights, and its overrides of the run's settings."""
 
     roles: list[str] = []  # roles whose calls it answers and learns from
     model: str = ""  # Weights of its own; default: an adapter on policy.model.
     lora: dict[str, Any] = {}  # overrides of policy.lora
     frozen: bool = False  # Whether `model` or `lora.adapter` is served without training.
     algorithm: dict[str, Any] = {}  # overrides of [algorithm], such as preset or lr
-    critic: dict[str, Any] = {}  # overrides of [critic]
-    reference: dict[str, Any] = {}  # overrides of [reference]
-    teacher: dict[str, Any] = {}  # overrides of [teacher]
     chat_template: Template = ""
     tool_format: ToolFormat = ""
     vision: Vision = ""
@@ -247,23 +244,18 @@ class ReferenceConfig(Section, frozen=True):
 class TeacherConfig(Section, frozen=True):
     """The model that `distill` and `+distill` imitate: in memory or served by vLLM."""
 
-    model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
-    # Instead of a model, one of [upstreams]: vLLM or another server with `prompt_logprobs` and the
-    # policy's vocabulary. Its log-probs are at temperature 1.
-    upstream: str = ""
-
-    def __post_init__(self) -> None:
-        if self.model and self.upstream:
-            raise ValueError("give a model or an upstream, not both")
+    # A checkpoint directory or hub name with the policy's vocabulary; or the name of one of
+    # [upstreams]: vLLM or another server with `prompt_logprobs` and the policy's vocabulary, whose
+    # log-probs are at temperature 1.
+    model: str = ""
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        if not self.upstream:
+        if self.model not in config.upstreams:
             return
-        if self.upstream not in config.endpoints:
-            known = nearest(self.upstream, config.endpoints)
-            yield f"teacher.upstream = {self.upstream!r}; {known}"
+        if self.model not in config.endpoints:
+            yield f"teacher.model = {self.model!r} is a text; name a server, or a model"
         if config.sampling.temperature not in (0, 1):
-            yield "sampling.temperature: teacher.upstream returns log-probs at 1; set it to 1"
+            yield "sampling.temperature: a teacher's server returns log-probs at 1; set it to 1"
 
 
 class SelfplayConfig(Section, frozen=True, tag_field="opponents", tag="self"):
@@ -322,8 +314,20 @@ class DataConfig(Section, frozen=True):
     step trains on `algorithm.groups` items of the split "train", and [eval] measures the loss on
     the split "test"."""
 
-    name: str = ""  # Name of the data set; empty: train on rollouts.
-    version: Natural = 0  # Version of the data set; 0: the newest at the start of the run.
+    # Data set, as "NAME" or "NAME@VERSION"; default of the version: the newest at the start of the
+    # run. Empty: train on rollouts.
+    name: str = ""
+
+    @property
+    def set_name(self) -> str:
+        """The name without a version."""
+        return self.name.rpartition("@")[0] if self.version else self.name
+
+    @property
+    def version(self) -> int:
+        """0: none is named."""
+        digits = self.name.rpartition("@")[2] if "@" in self.name else ""
+        return int(digits) if digits.isascii() and digits.isdigit() else 0
 
     def problems(self, config: RunConfig) -> Iterator[str]:
         """A run on a data set runs no agent and serves no policy."""
@@ -397,10 +401,9 @@ class PromptsConfig(Section, frozen=True):
     perfect_score: float = 1.0  # mean score at which the search ends
     show: list[str] = []  # fields of a task that the reflector may read
     # Order of search and training, for `agentrl train`. off: train with the texts that `agentrl
-    # prompts` found. before: search, then train. alternate: search again after every `every` steps,
-    # with the current policy.
-    schedule: Literal["off", "before", "alternate"] = "off"
-    every: Count = 50  # steps between two searches, with schedule = "alternate"
+    # prompts` found. before: search, then train. A number of steps: search again after every so
+    # many, with the current policy.
+    schedule: Literal["off", "before"] | Count = "off"
 
     def problems(self, config: RunConfig) -> Iterator[str]:
         if not self.components:
@@ -413,12 +416,10 @@ class PromptsConfig(Section, frozen=True):
                 f"prompts.reflector = {self.reflector!r}; name the model that proposes texts: "
                 f"{', '.join(sorted(known))}"
             )
-        if self.schedule != "alternate" and self.every != PromptsConfig().every:
-            yield "prompts.every has no effect without prompts.schedule = 'alternate'"
-        if self.schedule == "alternate" and config.algorithm.max_staleness:
+        if isinstance(self.schedule, int) and config.algorithm.max_staleness:
             yield (
-                "prompts.schedule = 'alternate' with algorithm.max_staleness: rollouts requested "
-                "ahead would use the previous texts; remove one of them"
+                f"prompts.schedule = {self.schedule} with algorithm.max_staleness: rollouts "
+                "requested ahead would use the previous texts; remove one of them"
             )
         least = self.validation + 3 * (MINIBATCH + self.validation)
         if self.budget < least:
