@@ -148,10 +148,7 @@ class StoredBackend:
             log.warning("the verifier gives no reasons (Reward.note): the reflector sees numbers")
         self._scored = self._scored or bool(rollout.rewards)
         examples = {} if trace is None else {t.component: example_of(trace, t) for t in texts}
-        shown = {
-            name: str(rollout.task[name]) for name in self.settings.show if name in rollout.task
-        }
-        return {name: {**example, **shown} for name, example in examples.items() if example}
+        return {name: example for name, example in examples.items() if example}
 
     async def _ask(self, id: str, question: str) -> Reflection:
         if id in self._known:

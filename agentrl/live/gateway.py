@@ -258,7 +258,7 @@ class LiveSessions(Sessions):
 
     # -- sessions ----------------------------------------------------------------------------------
 
-    async def _begin(self, name: str, start: str, request: web.Request) -> OpenSession:
+    async def _begin(self, name: str, request: web.Request) -> OpenSession:
         taken_over = self._open.get(session_group(self._run, name))
         if taken_over is not None and name:  # it was opened before its name was known
             self._check_owner(name, taken_over.active.attempt.rollout, request)
@@ -268,7 +268,7 @@ class LiveSessions(Sessions):
             return taken_over
         await self._lanes_known.wait()
         try:
-            session = await super()._begin(name, start, request)
+            session = await super()._begin(name, request)
         except Forbidden:
             raise
         except StoreError as error:  # users get answers even if the store fails

@@ -197,11 +197,11 @@ def _scored(
 
 @dataclass(slots=True)
 class Retokenizer:
-    """Adds token ids to the inexact calls of a trained policy, which makes them trainable.
+    """Adds token ids to the calls of a data set that have none.
 
     The policy's chat template and tokenizer usually, but not always, reproduce the sampled tokens,
     and the learner's log-probs replace the sampler's, as if the call were on-policy. Both are
-    approximations, so `algorithm.missing_token_ids = "retokenize"` must be set. reward_names: the
+    approximations, so calls of rollouts are never trained in this way. reward_names: the
     rewards with which even a failed rollout is trained. context: as in `ProcessedScorer`."""
 
     tokenizer: Tokenizer

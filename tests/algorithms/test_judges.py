@@ -124,13 +124,10 @@ async def test_the_rollouts_of_several_policies_are_judged(store: Store) -> None
     assert rewards == {"r0": pytest.approx(0.8)}
 
 
-async def test_rollouts_that_get_their_ids_later_are_judged_now(store: Store) -> None:
+async def test_rollouts_without_token_ids_are_not_judged(store: Store) -> None:
     (row,) = group("it is 4").rollouts
     calls = [replace(call, exact=False) for call in row.transitions]
     made = factories.group(replace(row, transitions=calls))
-    config = resolve(GIVEN | {"algorithm": {"missing_token_ids": "retokenize"}}, source="test")
-    (rewards,), _, _ = await judged(store, config, made)
-    assert rewards == {"r0": pytest.approx(0.8)}
     (rewards,), _, _ = await judged(store, settings(), made)
     assert rewards == {}
 

@@ -163,7 +163,6 @@ class UpstreamConfig(Section, frozen=True):
 class SessionsConfig(Section, frozen=True):
     """How `agentrl gateway serve` records the sessions of a deployed agent."""
 
-    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # fraction of sessions to record
     # Seconds without a call after which a session ends; default: 1800, in a live run 60.
     idle: Seconds | None = None
     # Regular expressions. Matches are stored as [redacted], and such calls without their tokens.

@@ -161,8 +161,6 @@ class AlgorithmConfig(Section, frozen=True):
     options: dict[str, Any] = {}
     groups: Count = 8  # Groups of rollouts per step, one for each task.
     group_size: Count = 8  # rollouts per task, which are compared with each other
-    # Calls answered without token ids. refuse: do not train them. retokenize: tokenize their text.
-    missing_token_ids: Literal["refuse", "retokenize"] = "refuse"
     # How many updates old a sample may be, rounded up. The higher, the less sampling waits for
     # training; 0.5 lets half a step be sampled ahead.
     max_staleness: NonNegative = 0.0  # 0: sampling waits for every update
@@ -303,7 +301,7 @@ PLAYING = (
     "upstreams", "roles", "role_rules", "judges", "prompts", "reward_models", "selfplay",
 )  # fmt: skip
 SAMPLING = (
-    "group_size", "missing_token_ids", "max_staleness", "dynamic_sampling",
+    "group_size", "max_staleness", "dynamic_sampling",
     "max_kl", "branching", "counterfactual",
 )  # fmt: skip
 """The tables, and the settings of [algorithm], that are about rollouts."""
@@ -399,7 +397,6 @@ class PromptsConfig(Section, frozen=True):
     validation: Count = 12  # tasks (the last of tasks.train) on which candidates are compared
     directory: str = ""  # folder of the texts to use; default: the result of the search
     perfect_score: float = 1.0  # mean score at which the search ends
-    show: list[str] = []  # fields of a task that the reflector may read
     # Order of search and training, for `agentrl train`. off: train with the texts that `agentrl
     # prompts` found. before: search, then train. A number of steps: search again after every so
     # many, with the current policy.
