@@ -316,7 +316,7 @@ async def workspaces(folder: Path) -> Ends:
     """Files that cannot be made, that the agent deletes, and verifiers of them."""
     tables = {
         "agent": {"command": [sys.executable, "-S", str(folder / "agent.py")]},
-        "workspace": {"source": "task.files", "folder": str(folder / "spaces")},
+        "workspace": {"source": "task.files"},
         "verifier": {"path": "agent.py:verify_files", "range": [-1.0, 1.0]},
     }
     tasks = faults_of((*ENDED, *PROCESS, "no files"), [*VERIFIED, "hang"])

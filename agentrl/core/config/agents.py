@@ -92,7 +92,7 @@ class AuditConfig(Section, frozen=True):
 
 class WorkspaceConfig(Section, frozen=True):
     """A folder for each attempt of a command: a git repository with one commit in which it works,
-    and a HOME of its own. It is removed after scoring."""
+    and a HOME of its own. It is in the temporary folder (TMPDIR), and removed after scoring."""
 
     # Source of workspaces: "git:PATH@REVISION", a folder, or "task.KEY": a key of the task with one
     # of these or a mapping of file names to texts. Paths are relative to the run file. Empty: no
@@ -105,7 +105,6 @@ class WorkspaceConfig(Section, frozen=True):
     hide: list[str] = []  # additional files and folders that appear empty in the sandbox
     # Workspaces that are kept, in <output>/workspaces.
     keep: Literal["never", "failed", "always"] = "never"
-    folder: str = ""  # parent folder of workspaces; default: the system's temporary folder
 
     def problems(self, config: RunConfig) -> Iterator[str]:
         if not self.source:
