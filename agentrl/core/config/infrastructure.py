@@ -83,9 +83,9 @@ class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
 
 
 class VerlConfig(Section, frozen=True):
-    """Settings of verl's workers, for `learner.kind = "verl"`."""
+    """Settings of verl's workers, for `learner.kind = "verl"`. They run on the Ray cluster whose
+    address is in RAY_ADDRESS, or else on one of this machine alone."""
 
-    address: str = ""  # Address of a Ray cluster; empty: start one on this machine.
     nodes: Count = 1  # machines of the cluster that train
     gpus_per_node: Count = 1  # GPUs of a machine, each with one worker.
     # Implementation of attention; sdpa pads rows.
