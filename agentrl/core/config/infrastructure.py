@@ -279,10 +279,7 @@ class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
     runs_commands: ClassVar[bool] = False  # whether agents are programs only
 
     processes: Natural = 1  # Runner processes on this machine; 0: start none here.
-    concurrency: Count = 64  # running rollouts per process
-    # Rollouts scored concurrently, in addition to the running ones; if the runner dies, another one
-    # only scores them. 0: a rollout keeps its slot of `concurrency` while it is scored.
-    scoring_concurrency: Natural = 0
+    concurrency: Count = 64  # rollouts per process that run or are scored
     # Seconds without a heartbeat after which another runner gets the rollout.
     lease: Seconds = 15.0
     drain: NonNegative = 5.0  # seconds that rollouts have to finish when their runner is stopped

@@ -303,7 +303,7 @@ open(b"odd-\\xff", "w").write("odd")
 os.symlink(b"to-\\xff", "link")
 open("nul", "w").write("a\\0b")
 """
-    (rollout,) = await play(code, {"files": FILES}, settings={"runner": {"scoring_concurrency": 1}})
+    (rollout,) = await play(code, {"files": FILES})
     assert rollout.failure is None
     assert rollout.reward() == 1.0
 
@@ -312,7 +312,7 @@ async def test_changes_that_are_too_large_to_keep_are_scored_all_the_same(
     play: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(folders, "MAX_PACK_BYTES", 1)
-    (rollout,) = await play(FIX, {"files": FILES}, scoring_concurrency=1)
+    (rollout,) = await play(FIX, {"files": FILES})
     assert (rollout.failure, rollout.reward()) == (None, 1.0)
     assert "would be run again: its changed files have" in caplog.text
 
