@@ -37,7 +37,7 @@ from agentrl.core.types import POLICY, Group, Json, StepReward, Transition, floa
 
 
 class Completer(Protocol):
-    """Adds data to groups that only the learning side can compute: token ids of inexact calls, or
+    """Adds data to groups that only the learning side can compute: log-probs of processed calls, or
     rewards, after the existing ones."""
 
     def complete(self, groups: list[Group]) -> list[Group]: ...
@@ -94,7 +94,7 @@ class Preprocessor:
         return PreparedGroups(groups, complete, metrics)
 
     def process(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
-        """The complete groups, and metrics: calls/inexact (before completion), calls/tools_unseen,
+        """The complete groups, and metrics: calls/inexact (as they came), calls/tools_unseen,
         calls/processed."""
         calls, tokenizer = own_calls(groups, self.policy), self.tokenizer
         metrics: Metrics = {
