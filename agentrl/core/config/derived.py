@@ -35,10 +35,13 @@ from msgspec.structs import replace
 from agentrl.core.config.base import field_types, structs_of
 from agentrl.core.config.learning import (
     AlgorithmConfig,
+    CriticConfig,
     LoraConfig,
     MemberConfig,
     PolicyConfig,
+    ReferenceConfig,
     SnapshotOpponents,
+    TeacherConfig,
 )
 from agentrl.core.config.live import IDLE
 from agentrl.core.config.schema import RunConfig
@@ -243,6 +246,15 @@ def find_preset(
     return host, added
 
 
+TABLES: dict[str, type[msgspec.Struct]] = {
+    "algorithm": AlgorithmConfig,
+    "critic": CriticConfig,
+    "reference": ReferenceConfig,
+    "teacher": TeacherConfig,
+}
+
+"""The tables that a policy may override."""
+
 SHARED = frozenset({"groups", "group_size", "max_staleness", "dynamic_sampling"})
 
 SHARED |= {"async_sampling", "group_order", "branching", "counterfactual"}
@@ -323,17 +335,19 @@ def initial_name(policy: str) -> str:
 
 
 def view(config: RunConfig, name: str) -> RunConfig:
-    """The settings of one policy as those of a run: with its own model and algorithm, and with the
-    number of steps in which it learns.
+    """The settings of one policy as those of a run: with its own model, algorithm, critic,
+    reference and teacher, and with the number of steps in which it learns.
 
     Raises msgspec.ValidationError, with the key in this view, for an invalid value."""
     if not config.policies:
         return config
     member, replace = config.policies[name], msgspec.structs.replace
-    base, differs = msgspec.to_builtins(config.algorithm), member.algorithm
-    if differs.get("preset", base["preset"]) != base["preset"]:
-        base["options"] = {}  # they belong to the run's preset
-    algorithm = _typed(_merged(base, differs), AlgorithmConfig, "algorithm")
+    own: dict[str, Any] = {}
+    for key, kind in TABLES.items():
+        base, differs = msgspec.to_builtins(getattr(config, key)), getattr(member, key)
+        if differs.get("preset", base.get("preset")) != base.get("preset"):
+            base["options"] = {}  # they belong to the run's preset
+        own[key] = _typed(_merged(base, differs), kind, key)
     # A frozen adapter's files have its settings.
     inherited = {} if member.frozen else msgspec.to_builtins(config.policy.lora)
     lora = _typed(_merged(inherited, member.lora), LoraConfig, "policy.lora")
@@ -341,7 +355,7 @@ def view(config: RunConfig, name: str) -> RunConfig:
     given = {key: value for key in differing if (value := getattr(member, key))}
     policy = replace(config.policy, lora=lora, **given, **({"build": ""} if member.model else {}))
     steps = steps_learned(config, name, config.steps)
-    return replace(config, policy=policy, algorithm=algorithm, steps=steps, policies={}, roles={})
+    return replace(config, policy=policy, steps=steps, policies={}, roles={}, **own)
 
 
 def warmup_folder(config: RunConfig, policy: str) -> Path:

@@ -86,13 +86,16 @@ class PolicyConfig(Section, frozen=True):
 
 
 class MemberConfig(Section, frozen=True):
-    """One of several policies: its roles, its weights, and its overrides of the run's settings."""
+    """One of several policies: its roles, its weights, and its overrides of the run's tables."""
 
     roles: list[str] = []  # roles whose calls it answers and learns from
     model: str = ""  # Weights of its own; default: an adapter on policy.model.
     lora: dict[str, Any] = {}  # overrides of policy.lora
     frozen: bool = False  # Whether `model` or `lora.adapter` is served without training.
     algorithm: dict[str, Any] = {}  # overrides of [algorithm], such as preset or lr
+    critic: dict[str, Any] = {}  # overrides of [critic]
+    reference: dict[str, Any] = {}  # overrides of [reference]
+    teacher: dict[str, Any] = {}  # overrides of [teacher]
     chat_template: Template = ""
     tool_format: ToolFormat = ""
     vision: Vision = ""

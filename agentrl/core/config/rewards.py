@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class JudgeConfig(KindSection, frozen=True, kw_only=True, tag_field="kind"):
-    """A model that judges rollouts; its verdicts are rewards of the table's name."""
+    """Settings of every judge."""
 
     upstream: str  # Who judges: one of [upstreams], or the name of a policy.
     max_tokens: Count = 1024  # Most tokens of an answer.
@@ -36,9 +36,10 @@ class JudgeConfig(KindSection, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class RubricJudge(JudgeConfig, frozen=True, kw_only=True):
-    """A judge with one criterion."""
+    """A model that judges rollouts; its verdicts are rewards of the table's name."""
 
-    # criterion, inserted in the question to the judge
+    # Criterion, inserted in the question to the judge; of kind = "principles" a list of statements
+    # that are true of a good rollout, each asked separately.
     rubric: str = "how well the agent did what it was asked for"
 
 

@@ -15,7 +15,7 @@ import msgspec
 from agentrl.core.access import is_loopback
 from agentrl.core.config import derived
 from agentrl.core.config.base import EXTERNAL, field_types, structs_of, tables
-from agentrl.core.config.derived import setting_hint
+from agentrl.core.config.derived import TABLES, setting_hint
 from agentrl.core.config.infrastructure import EngineConfig
 from agentrl.core.config.learning import (
     INITIAL,
@@ -33,8 +33,7 @@ from agentrl.core.types import ANY_ROLE, POLICY
 
 Struct = type[msgspec.Struct]
 Structs = tuple[Struct, ...]
-# by one of several policies
-OVERRIDDEN: dict[str, Any] = {"lora": LoraConfig, "algorithm": AlgorithmConfig}
+OVERRIDDEN: dict[str, Any] = {"lora": LoraConfig, **TABLES}  # by one of several policies
 # Tables whose kinds may be plug-ins
 PLUGINS: dict[str, Group] = {"engine": "engines", "learner": "learners", "runner": "executors"}
 
@@ -281,8 +280,9 @@ def _member(name: str, member: MemberConfig) -> Iterator[str]:
         )
     if not member.frozen:
         return
-    if member.algorithm:
-        yield f"{where}.algorithm: a frozen policy does not learn; remove it"
+    for key in derived.TABLES:
+        if getattr(member, key):
+            yield f"{where}.{key}: a frozen policy does not learn; remove it"
     if not (member.model or member.lora.get("adapter")):
         yield f"{where}: a frozen policy needs weights; set model or lora.adapter"
     for key in sorted(set(member.lora) - {"adapter"}):
@@ -314,6 +314,8 @@ def _view(config: RunConfig, name: str) -> Iterator[str]:
         return
     for check in (_numbers(view), _lora(view.policy.lora), _schedule(view.algorithm)):
         yield from (f": {problem}" for problem in check)
+    for table in (view.reference, view.teacher):
+        yield from (f": {problem}" for problem in table.problems(view))
     if not view.policy.lora.rank and not config.policies[name].model:
         yield ": set lora.rank, for an adapter on policy.model, or a model of its own"
     if config.steps and not view.steps:

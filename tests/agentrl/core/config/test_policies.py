@@ -49,8 +49,8 @@ def team(**changes: Any) -> dict[str, Any]:
         (team(frozen=True), r"policies.solver: a frozen policy needs weights; set model or"),
         (team(frozen=True, model="m"), r"policies.solver.lora.rank: a frozen adapter.s files"),
         (
-            team(frozen=True, model="m", lora={}, algorithm={"lr": 0.1}),
-            r"policies.solver.algorithm: a frozen policy does not learn",
+            team(frozen=True, model="m", lora={}, critic={"model": "copy"}),
+            r"policies.solver.critic: a frozen policy does not learn",
         ),
         (team() | {"reward_models": {"r": {"model": "m"}}}, r"\[reward_models\] score the calls"),
         (team() | {"team": {"every": 2}}, r"team.every has no effect for team.schedule = 'togeth"),
