@@ -332,7 +332,7 @@ def _disagreement(explanation: Explanation, at: Tensor) -> list[str]:
         return []
     return [
         f"  the step used advantage {_number(was)}, and the chain above comes to {_number(now)}: "
-        "the algorithm or the calls (algorithm.missing_token_ids) are not those of the step"
+        "the algorithm or the calls are not those of the step"
     ]
 
 

@@ -192,7 +192,7 @@ def _summary(rows: Iterable[Rollout], good: int, kept: int, cut: int, least: flo
 async def play(config: RunConfig) -> None:
     """The algorithm process: requests the rollouts, and waits for them to end."""
     tasks = tasks_of(config, "heldout")
-    tasks = tasks[: config.eval.tasks or None] * config.eval.samples
+    tasks = tasks[: config.eval.tasks or None] * max(1, config.eval.samples)
     async with open_store(config.store) as store:
         state = await run_folder.open_as_child(store, config)
         candidate = await candidate_in_use(store, config, state)

@@ -142,9 +142,9 @@ def pairwise(settings: PairwiseJudge, first: Messages, second: Messages) -> Ques
 
 
 def principles(settings: PrincipleJudge, record: Messages) -> Question:
-    numbers = [str(number + 1) for number in range(len(settings.principles))]
-    listed = "\n".join(f"{n}. {p}" for n, p in zip(numbers, settings.principles, strict=True))
-    task = f"Which of these is true of the agent? ({settings.rubric})\n{listed}"
+    numbers = [str(number + 1) for number in range(len(settings.rubric))]
+    listed = "\n".join(f"{n}. {p}" for n, p in zip(numbers, settings.rubric, strict=True))
+    task = f"Which of these is true of the agent?\n{listed}"
 
     def read(answer: str) -> Verdict:
         verdicts = _object(answer, "verdicts")

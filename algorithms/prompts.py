@@ -148,10 +148,7 @@ class StoredBackend:
             log.warning("the verifier gives no reasons (Reward.note): the reflector sees numbers")
         self._scored = self._scored or bool(rollout.rewards)
         examples = {} if trace is None else {t.component: example_of(trace, t) for t in texts}
-        shown = {
-            name: str(rollout.task[name]) for name in self.settings.show if name in rollout.task
-        }
-        return {name: {**example, **shown} for name, example in examples.items() if example}
+        return {name: example for name, example in examples.items() if example}
 
     async def _ask(self, id: str, question: str) -> Reflection:
         if id in self._known:
@@ -349,8 +346,9 @@ class PromptSchedule:
     async def before_step(self, step: int) -> None:
         """If a search is due, run it from the prompts in use, with the current policies."""
         prompts = self._config.prompts
-        every = prompts.every if prompts.schedule == "alternate" else max(1, self._config.steps)
-        if not prompts.components or prompts.schedule == "off" or step % every:
+        schedule = prompts.schedule
+        every = schedule if isinstance(schedule, int) else max(1, self._config.steps)
+        if not prompts.components or schedule == "off" or step % every:
             return
 
         config = self._config

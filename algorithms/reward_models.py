@@ -277,7 +277,7 @@ class ImplicitTrainer:
     def _check(self, outcomes: Tensor) -> None:
         if outside := int(((outcomes < 0) | (outcomes > 1)).sum()):
             raise TrainingError(
-                f"reward_models.{self.source.name}.train: {outside} of {len(outcomes)} outcomes "
+                f"reward_models.{self.source.name}.lr: {outside} of {len(outcomes)} outcomes "
                 "are not between 0 and 1, so they are not probabilities of success; let the "
                 "verifier return such numbers, or leave train out"
             )
@@ -370,23 +370,23 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
         if reward not in algo.rewards:
             why = f"{preset} reads no reward {reward!r}; name it in algorithm.options, or"
             yield f"reward_models.{name}", why
-        if isinstance(model, ImplicitRewardModelConfig) and not model.train:
+        if isinstance(model, ImplicitRewardModelConfig) and not model.lr:
             changed = {
                 field.name
                 for field in msgspec.structs.fields(model)
                 if getattr(model, field.name) != field.default
             }
-            for key in sorted(changed & {"lr", "loss"}):
-                yield f"reward_models.{name}.{key}", "and it does not learn without train"
+            if "loss" in changed:
+                yield f"reward_models.{name}.loss", "and it does not learn without lr"
 
 
 def _refuse_training_elsewhere(config: RunConfig) -> None:
     """Raise ConfigError for a reward model that learns, with a learner that cannot save it."""
     for name, section in config.reward_models.items():
-        learns = isinstance(section, ImplicitRewardModelConfig) and section.train
+        learns = isinstance(section, ImplicitRewardModelConfig) and section.lr > 0
         if learns and not isinstance(config.learner, TorchLearnerConfig):
             raise ConfigError(
-                f"reward_models.{name}.train: checkpoints of learner.kind = "
+                f"reward_models.{name}.lr: checkpoints of learner.kind = "
                 f"{config.learner.kind!r} hold no reward model; leave it out"
             )
 
@@ -409,17 +409,14 @@ def make_reward_models(
             scalar = ScalarScorer(model, packed, budget)
             models.append(RewardModel(name, scalar, scope, context=context_length(model)))
             continue
-        source, other = (
-            config.model_source(path) if path else start
-            for path in (settings.model, settings.reference)
-        )
+        source = config.model_source(settings.model) if settings.model else start
         model = freeze(load_auxiliary(f"{key}.model", source, policy, tokenizer))
-        against = freeze(load_auxiliary(f"{key}.reference", other, policy, tokenizer))
+        against = freeze(load_auxiliary(f"{key}.model", start, policy, tokenizer))
         scorer = ImplicitScorer(model, against, BETA, supported_packing(model, packing), budget)
         limits = [limit for each in (model, against) if (limit := context_length(each)) is not None]
         context = min(limits, default=None)
         models.append(RewardModel(name, scorer, scope, sums=True, context=context))
-        if settings.train and isinstance(config.learner, TorchLearnerConfig):
+        if settings.lr and isinstance(config.learner, TorchLearnerConfig):
             norm, kind = config.algorithm.max_grad_norm, config.learner.optimizer
             trainers.append(
                 ImplicitTrainer(models[-1], scorer, settings.lr, norm, kind, settings.loss)

@@ -200,7 +200,7 @@ class Reader:
         """The examples of a split that fit into the context. Raises ConfigError if there are none,
         or no such data set."""
         data = (await pin_dataset(self.store, config)).data
-        items = await self.store.items(data.name, data.version, split=split)
+        items = await self.store.items(data.set_name, data.version, split=split)
         sides = await self.store.sides([side for item in items for side in item.sides])
         if any(call.images for calls in sides.values() for call in calls):
             raise ConfigError(

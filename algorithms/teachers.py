@@ -1,5 +1,5 @@
-"""Remote teachers (`teacher.upstream`): servers whose `prompt_logprobs`, of vLLM, are the log-probs
-of the policy's sampled tokens and of the most probable alternatives.
+"""Remote teachers, where `teacher.model` names one of [upstreams]: servers whose `prompt_logprobs`,
+of vLLM, are the log-probs of the policy's sampled tokens and of the most probable alternatives.
 
 Invariant: a row is one request, so the common prefix of a conversation's calls is sent once;
 log-probs are at temperature 1; both sides have the same vocabulary. Responses are not cached,
@@ -147,17 +147,17 @@ def make_teacher(
     config: RunConfig, algo: Algo, policy: PreTrainedModel, tokenizer: Tokenizer
 ) -> RemoteTeacher | None:
     """The remote teacher of a policy, if it has one. config: the policy's view of the run."""
-    name, size = config.teacher.upstream, vocabulary_size(policy)
+    name, size = config.teacher_server, vocabulary_size(policy)
     if not name:
         return None
     k = min(algo.distill.k, size) if algo.distill else 1
-    title, endpoint = f"teacher.upstream = {name!r}", upstream_endpoint(config, name)
+    title, endpoint = f"teacher.model = {name!r}", upstream_endpoint(config, name)
     return RemoteTeacher(title, endpoint, k, tokenizer, size)
 
 
 def with_teacher_server(updater: Updater, model: LoadedModel) -> Updater:
     """The updater of a policy with its teacher, if that is behind a server."""
-    if not updater.config.teacher.upstream:
+    if not updater.config.teacher_server:
         return updater
     teacher = make_teacher(updater.config, updater.algo, model.model, model.tokenizer)
     return replace(updater, teacher=teacher)

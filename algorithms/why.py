@@ -440,9 +440,7 @@ def silent_roles(run: PolicyRun) -> Reason:
 def inexact_calls(run: PolicyRun) -> Reason:
     share = run.share("calls/refused", "calls", without="calls/too_long")
     text = f"calls are inexact: {share:.0%} came without token ids and are not trained"
-    return Reason(
-        share, text, 'engine.kind: one with ids; algorithm.missing_token_ids: "retokenize"'
-    )
+    return Reason(share, text, "engine.kind: one that answers with token ids")
 
 
 def missing_rewards(run: PolicyRun) -> Reason:

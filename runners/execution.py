@@ -14,7 +14,6 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.core import processes, user_code
-from agentrl.core.config import AgentConfig, RunnerConfig
+from agentrl.core.config import AgentConfig
 from agentrl.core.errors import ConfigError, Invalid
 from agentrl.core.otlp import DIFF
 from agentrl.core.types import Attempt, ErrorKind, Failure, Json, Outcome, Reward, Span, Trace
@@ -58,43 +57,6 @@ class AgentRun(msgspec.Struct):
     files: bytes | None  # changes to the workspace, packed
 
 
-class Stages:
-    """Limits the number of attempts of a runner that are prepared, run and scored concurrently."""
-
-    def __init__(self, runner: RunnerConfig, slots: int, on_free: Callable[[], None]) -> None:
-        """`slots`: attempts that run concurrently. Calls `on_free` when an attempt leaves its slot
-        to be scored."""
-        self.prepare = asyncio.Semaphore(slots)
-        self.run = asyncio.Semaphore(slots)
-        self.scored_apart = bool(runner.scoring_concurrency)
-        self.score = (
-            asyncio.Semaphore(runner.scoring_concurrency)
-            if runner.scoring_concurrency
-            else self.run
-        )
-        self._slots, self._behind = slots, 2 * runner.scoring_concurrency
-        self._on_free = on_free
-        self._before, self._after = set[str](), set[str]()  # attempts before and after their run
-
-    @property
-    def free(self) -> int:
-        """Number of attempts that may be claimed now; smaller if many wait for scoring."""
-        return self._slots - len(self._before) - max(0, len(self._after) - self._behind)
-
-    def enter(self, attempt: Attempt) -> None:
-        scored_only = attempt.ran is not None and self.scored_apart
-        (self._after if scored_only else self._before).add(attempt.id)
-
-    def leave_slot(self, attempt: str) -> None:
-        self._before.discard(attempt)
-        self._after.add(attempt)
-        self._on_free()
-
-    def leave(self, attempt: str) -> None:
-        self._before.discard(attempt)
-        self._after.discard(attempt)
-
-
 @dataclass(slots=True)
 class AttemptRunner:
     """Runs attempts of one agent and scores them."""
@@ -111,12 +73,14 @@ class AttemptRunner:
         if self.verifier.wants_workspace and self.workspaces is None:
             raise ConfigError("the verifier takes a workspace; set workspace.source")
 
-    async def run(self, active: ActiveAttempt, stages: Stages) -> Outcome:
+    async def run(self, active: ActiveAttempt, slots: asyncio.Semaphore) -> Outcome:
         """Return the attempt's outcome. Cancellation stops the agent. Either way the workspace is
-        removed, unless the run file keeps it."""
+        removed, unless the run file keeps it. slots: of attempts that run at once."""
         outcome, opened = None, list[AttemptWorkspace]()
+        active.extend(math.inf)
         try:
-            outcome = await self._through_stages(active, stages, opened)
+            async with slots:
+                outcome = await self._run_and_score(active, opened)
         finally:
             for workspace in opened:
                 assert self.workspaces is not None
@@ -125,18 +89,16 @@ class AttemptRunner:
                 await self.workspaces.remove(workspace, failed=failed, name=name)
         return outcome
 
-    async def _through_stages(
-        self, active: ActiveAttempt, stages: Stages, opened: list[AttemptWorkspace]
+    async def _run_and_score(
+        self, active: ActiveAttempt, opened: list[AttemptWorkspace]
     ) -> Outcome:
         attempt, ran = active.attempt, ExecutionResult()
         kept = None if attempt.ran is None else msgspec.convert(attempt.ran, AgentRun)
-        active.extend(math.inf)
         try:
             if self.workspaces is not None:
-                async with stages.prepare:
-                    workspace = await self.workspaces.prepare(
-                        attempt.rollout.task, kept.files if kept else None
-                    )
+                workspace = await self.workspaces.prepare(
+                    attempt.rollout.task, kept.files if kept else None
+                )
                 opened.append(workspace)
                 active.place = workspace.place
             if kept is not None:
@@ -145,22 +107,13 @@ class AttemptRunner:
                 known = {"result": kept.result, "failure": kept.failure, "rewards": kept.rewards}
                 ran = ExecutionResult(**known, kept=True)
             else:
-                async with stages.run:
-                    active.extend(attempt.rollout.timeout)
-                    ran = await self.run_agent(active)
-                    for workspace in opened:
-                        ran = replace(ran, spans=await _with_diff(ran.spans, workspace))
-                    is_scored = self._is_scored(active, ran)
-                    if not (stages.scored_apart and is_scored):
-                        # A verifier may end the process, because no other run follows.
-                        if is_scored:
-                            ran = await self._keep_run(active, ran, *opened)
-                        return await self._score(active, ran, *opened)
-                active.extend(math.inf)
-                stages.leave_slot(active.id)
-                ran = await self._keep_run(active, ran, *opened)
-            async with stages.score:
-                return await self._score(active, ran, *opened)
+                active.extend(attempt.rollout.timeout)
+                ran = await self.run_agent(active)
+                for workspace in opened:
+                    ran = replace(ran, spans=await _with_diff(ran.spans, workspace))
+                if self._is_scored(active, ran):  # a verifier may end the process
+                    ran = await self._keep_run(active, ran, *opened)
+            return await self._score(active, ran, *opened)
         except WorkspaceError as error:
             return self._failed(active, ran, Failure(kind=ErrorKind.WORKSPACE, message=str(error)))
 

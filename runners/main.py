@@ -43,7 +43,7 @@ from agentrl.core.processes import (
 from agentrl.core.types import ENDED, Attempt, ErrorKind, Failure, Outcome
 from agentrl.core.user_code import UserCodeLoop
 from agentrl.runners import scoring
-from agentrl.runners.execution import AttemptRunner, Stages
+from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.command import environment
 from agentrl.runners.executors.factory import make_executor
@@ -104,7 +104,7 @@ class Worker:
         self._failed: BaseException | None = None
         self._stopped = False
         self._changed = asyncio.Event()  # a slot is free, or it is time to stop
-        self._stages = Stages(config, slots, self._changed.set)
+        self._n_slots, self._slots = slots, asyncio.Semaphore(slots)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set, wait up to `drain` seconds for running attempts, then return
@@ -134,7 +134,7 @@ class Worker:
 
     async def _claim_and_start(self, stop: asyncio.Event) -> None:
         self._changed.clear()
-        free = self._stages.free
+        free = self._n_slots - len(self._running)
         if free <= 0:
             await self._changed.wait()
             return
@@ -150,7 +150,6 @@ class Worker:
             return
         for attempt in attempts:
             active = self._gateway.register(attempt, sealed=self._execution.executor.sealed)
-            self._stages.enter(attempt)
             task = asyncio.create_task(self._attempt(active), name=f"attempt-{active.id}")
             self._running[active.id] = task, active
             task.add_done_callback(self._note_failure)
@@ -170,10 +169,9 @@ class Worker:
 
     async def _attempt(self, active: ActiveAttempt) -> None:
         try:
-            outcome = await self._execution.run(active, self._stages)
+            outcome = await self._execution.run(active, self._slots)
         finally:
             task, _ = self._running.pop(active.id)
-            self._stages.leave(active.id)
             self._changed.set()
         self._being_stored[active.id] = task  # without a slot, but with a renewed lease
         try:

@@ -1,11 +1,11 @@
 """Sessions of a deployed agent: `agentrl gateway serve`, a proxy that groups an agent's calls into
-sessions and records a sample of them, and users' feedback.
+sessions and records them, and users' feedback.
 
 A session is an evaluation rollout with the step `SESSION`: it is never trained on, a prune may
 remove it after its end, and `agentrl data` mines and labels it.
 
 Owns: the sessions in progress. Invariant: every call is answered by an endpoint of [upstreams], and
-calls of sampled sessions are stored before the response, like those of a rollout; a session has a
+calls of recorded sessions are stored before the response, like those of a rollout; a session has a
 lease while this process lives, and the next process ends the sessions of a killed one. One process
 serves a run.
 """
@@ -200,7 +200,7 @@ class Sessions(Feature):
             body = msgspec.json.decode(await read_body(request), type=dict[str, Any])
         except UNREADABLE:  # the handler rejects the call
             body = {}
-        request[MESSAGES], known, start = place(body, self._exchanges)
+        request[MESSAGES], known = place(body, self._exchanges)
         given = request.headers.get(SESSION_HEADER, "")
         known = None if given else self._continued(body, known, request)
         name = given or (known.name if known else uuid.uuid4().hex)
@@ -213,7 +213,7 @@ class Sessions(Feature):
             session = None
         # Completed even if the caller disconnects, so that an enqueued session is claimed.
         if session is None:
-            session = await asyncio.shield(self._begin(name, given or start, request))
+            session = await asyncio.shield(self._begin(name, request))
         session.used = time.monotonic()
         session.active.extend(CALL_TIMEOUT)
         request.match_info["attempt"], request[NAMED] = session.active.id, name
@@ -238,13 +238,12 @@ class Sessions(Feature):
         """Whether the next call of its name begins another session."""
         return False
 
-    async def _begin(self, name: str, start: str, request: web.Request) -> OpenSession:
-        """Begin a session; store it if it has a name and the hash of its start is in the sample."""
-        drawn = int.from_bytes(blake2b(start.encode(), digest_size=4).digest()) / 2**32
+    async def _begin(self, name: str, request: web.Request) -> OpenSession:
+        """Begin a session; store it if it has a name."""
         async with self._claiming:
             if name in self._open:
                 return self._open[name]
-            recorded = bool(name) and drawn < self._settings.sample and self._may_record(request)
+            recorded = bool(name) and self._may_record(request)
             rollout = await self._request(name, request)
             attempt = Attempt(id=uuid.uuid4().hex, rollout=rollout, fence=0, lease_until=math.inf)
             if recorded:
@@ -357,18 +356,17 @@ def refusal(status: int, message: str) -> web.Response:
 
 def place(
     body: Mapping[str, Any], known: Mapping[Exchange, OpenSession] = MappingProxyType({})
-) -> tuple[str, OpenSession | None, str]:
-    """Return the digest of a request's messages, the session of the latest known answer among them,
-    and the digest of the messages before the first answer."""
+) -> tuple[str, OpenSession | None]:
+    """Return the digest of a request's messages, and the session of the latest known answer among
+    them."""
     read: Json = next((body[key] for key in ("messages", "input", "contents") if key in body), [])
     head = [body.get(key) for key in ("system", "systemInstruction", "instructions", "prompt")]
-    state, session, start = blake2b(msgspec.json.encode(head), digest_size=16), None, ""
+    state, session = blake2b(msgspec.json.encode(head), digest_size=16), None
     for message in read if isinstance(read, list) else [read]:
         if isinstance(message, dict) and message.get("role") in ("assistant", "model"):
-            start = start or state.hexdigest()
             session = known.get((state.hexdigest(), said(message)), session)
         state.update(msgspec.json.encode(message))
-    return state.hexdigest(), session, start or state.hexdigest()
+    return state.hexdigest(), session
 
 
 def _previous(body: Mapping[str, Any]) -> str:

@@ -207,7 +207,7 @@ async def rollout(config: RunConfig, task: dict[str, Json]) -> tuple[Status, str
     """Run one task through agent, gateway, policy server, verifier and store, as an evaluation."""
     config = evaluation_run(config, "doctor", None)
     file = task_file([task], make_folder(Path(config.output)) / "task.jsonl")
-    tasks, evals = replace(config.tasks, heldout=file), EvalConfig(tasks=1, sampled=False)
+    tasks, evals = replace(config.tasks, heldout=file), EvalConfig(tasks=1, samples=0)
     config = replace(config, tasks=tasks, eval=evals)
     async with open_store(config.store) as store:
         seconds = await trainer.supervise(store, config, console=Console(quiet=True), alone=True)

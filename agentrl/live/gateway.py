@@ -36,7 +36,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from agentrl.core.access import read_key
 from agentrl.core.config import RunConfig
 from agentrl.core.config.derived import policy_by_role
 from agentrl.core.errors import Forbidden, NotFound, StoreError
@@ -98,6 +97,7 @@ from agentrl.store import open_store
 from agentrl.store.base import Store, keep_reading
 
 END = "x-agentrl-end"  # request header of a session's last call
+OPT_OUT = "x-agentrl-opt-out"  # request header by which nothing of a session is kept
 SESSION_TOKEN = web.RequestKey(records.TOKEN, str)  # the token of the request's session
 MAX_SESSION_CALLS = 200  # a longer session continues as another one, so that it is trained
 MAX_FEEDBACK = 1000  # rewards of a session; further feedback is refused
@@ -128,7 +128,6 @@ class LiveSessions(Sessions):
         self._resumed: dict[Exchange, OpenSession] = {}  # sessions of a killed process
         self._opted_out: set[str] = set()  # open sessions whose user has opted out
         self._to_delete: set[str] = set()  # names of sessions
-        read_key(self._people.secret_env, "live.people.secret_env", "the run's")
         super().__init__(store, config)
 
     def _make_gateway(self, config: RunConfig) -> Gateway:
@@ -186,7 +185,7 @@ class LiveSessions(Sessions):
         opts_out = bool(session.name) and not self._may_record(request)
         if opts_out and session.name not in self._opted_out:
             session = await self._opt_out(session, request)
-        if session.active.recorded and self._people.token:
+        if session.active.recorded:
             request[SESSION_TOKEN] = records.token_of(self._secret, session.name)
         return session
 
@@ -199,7 +198,7 @@ class LiveSessions(Sessions):
             )
 
     def _may_record(self, request: web.Request) -> bool:
-        return self._people.opt_out not in request.headers
+        return OPT_OUT not in request.headers
 
     async def _opt_out(self, session: OpenSession, request: web.Request) -> OpenSession:
         """Continue without a record, and delete everything stored under the session's name."""
@@ -242,11 +241,11 @@ class LiveSessions(Sessions):
         await self._lanes_known.wait()
         feedback = msgspec.json.decode(await read_body(request), type=Feedback)
         token, name = request.headers.get(records.TOKEN, ""), feedback.session
-        if self._people.token and not token:
+        if not token:
             return refusal(
                 401, f"feedback needs {records.TOKEN}, a header of its session's answers"
             )
-        if self._people.token and not records.is_token(self._secret, name, token):
+        if not records.is_token(self._secret, name, token):
             return refusal(403, f"the {records.TOKEN} is not that of session {name!r:.80}")
         if why := signals.invalid_reason(feedback):
             return refusal(400, why)
@@ -254,13 +253,12 @@ class LiveSessions(Sessions):
         if rows and len(rows[0].rewards) >= MAX_FEEDBACK:
             return refusal(429, f"session {name!r:.80} has {MAX_FEEDBACK} rewards, the maximum")
         if not rows:
-            status = 410 if self._people.token else 404
-            return refusal(status, f"session {name!r:.80} is deleted, or was never recorded")
+            return refusal(410, f"session {name!r:.80} is deleted, or was never recorded")
         return await super()._take_feedback(request)
 
     # -- sessions ----------------------------------------------------------------------------------
 
-    async def _begin(self, name: str, start: str, request: web.Request) -> OpenSession:
+    async def _begin(self, name: str, request: web.Request) -> OpenSession:
         taken_over = self._open.get(session_group(self._run, name))
         if taken_over is not None and name:  # it was opened before its name was known
             self._check_owner(name, taken_over.active.attempt.rollout, request)
@@ -270,7 +268,7 @@ class LiveSessions(Sessions):
             return taken_over
         await self._lanes_known.wait()
         try:
-            session = await super()._begin(name, start, request)
+            session = await super()._begin(name, request)
         except Forbidden:
             raise
         except StoreError as error:  # users get answers even if the store fails

@@ -4,7 +4,7 @@ Everything is read from the store and a decision is a document in it, so decisio
 the algorithm process. `records` describes concurrent decisions.
 
 The guard rolls a version back because of its sessions, while they are in progress. A version is
-compared with the one that it replaces and may differ by the limits of [live.guard]. The betting
+compared with the one that it replaces and may differ by `live.guard`. The betting
 test of `served` shows larger differences, with a probability of at most `ALARM` per limit of ever
 raising a false alarm; so a version that fails every call is rolled back after its third, and one
 that fails slightly more often than allowed after many.
@@ -40,7 +40,7 @@ from msgspec.structs import replace
 from agentrl import trainer
 from agentrl.algorithms.sampling.evaluate import confidence_interval
 from agentrl.core.config import RunConfig
-from agentrl.core.config.live import IDLE, MIN_SESSIONS, GuardConfig, PromotionConfig
+from agentrl.core.config.live import IDLE, MIN_SESSIONS, PromotionConfig
 from agentrl.core.config.run_file import store_in
 from agentrl.core.errors import AgentRLError, Conflict, StoreError
 from agentrl.core.files import delete_directory, make_folder
@@ -263,8 +263,8 @@ class SeenCalls:
 class Guard:
     """Watches versions of one run."""
 
-    def __init__(self, store: Store, settings: GuardConfig) -> None:
-        self._store, self._settings = store, settings
+    def __init__(self, store: Store, allowed: float | None) -> None:
+        self._store, self._allowed = store, allowed
         self._calls: dict[tuple[int, str], SeenCalls] = {}  # (version, lane) -> of its sessions
         self._usual: dict[int, SeenCalls] = {}
 
@@ -288,11 +288,11 @@ class Guard:
         self, served: ServedSessions, version: int, other: int, lane: str
     ) -> Alarm | None:
         usual = await self._usual_calls(served, other)
-        limits = call_limits(self._settings, self._calls[version, lane], usual)
+        limits = call_limits(self._allowed, self._calls[version, lane], usual)
         for early in (True, False) if served.live.wait > EARLY else (False,):
             ours = served.outcomes(version, lane=lane, early=early)[:WATCHED]
             theirs = served.outcomes(other, early=early)
-            limits += outcome_limits(self._settings, ours, theirs, early=early)
+            limits += outcome_limits(self._allowed, ours, theirs, early=early)
         return broken(limits, other)
 
     def forget(self, kept: set[int]) -> None:
@@ -316,10 +316,13 @@ class Guard:
         return SeenCalls(policy_of(version))
 
 
-def call_limits(settings: GuardConfig, calls: SeenCalls, usual: SeenCalls) -> list[Limit]:
+def call_limits(allowed: float | None, calls: SeenCalls, usual: SeenCalls) -> list[Limit]:
     found, base = [], usual.failed
-    if (more := settings.failures) is not None:
-        found.append(Limit("failures", "calls failed", calls.failed, _mean(base), len(base), more))
+    if allowed is not None:
+        usual_share = _mean(base)
+        found.append(
+            Limit("failures", "calls failed", calls.failed, usual_share, len(base), allowed)
+        )
     base = usual.refused
     # Failed calls are rare for any policy, but refusals depend on the agent: they need a
     # comparison.
@@ -336,15 +339,15 @@ def call_limits(settings: GuardConfig, calls: SeenCalls, usual: SeenCalls) -> li
 
 
 def outcome_limits(
-    settings: GuardConfig, outcomes: Sequence[float], usual: Sequence[float], *, early: bool = False
+    allowed: float | None, outcomes: Sequence[float], usual: Sequence[float], *, early: bool = False
 ) -> list[Limit]:
     """Limits for 1 minus the outcome. early: for 1 minus the early outcome."""
     base = [1 - one for one in usual[-WATCHED:]]
-    if settings.drop is None or len(base) < MIN_CALLS:
+    if allowed is None or len(base) < MIN_CALLS:
         return []
     lost = [1 - one for one in outcomes]
     text = "outcomes, as far as users complain at once," if early else "outcomes"
-    return [Limit("drop", text, lost, _mean(base), len(base), settings.drop)]
+    return [Limit("drop", text, lost, _mean(base), len(base), allowed)]
 
 
 def broken(limits: Iterable[Limit], other: int) -> Alarm | None:
@@ -357,7 +360,7 @@ def broken(limits: Iterable[Limit], other: int) -> Alarm | None:
                 both = (
                     f"its first {at} {one.text} are {1 - share:.0%} on average, {1 - one.usual:.0%}"
                 )
-            why = f"{both} with version {other}: more than live.guard.{one.name} allows"
+            why = f"{both} with version {other}: more than the guard allows"
             return Alarm(why, {"limit": one.name, "share": share, "usual": one.usual, "of": at})
     return None
 

@@ -42,7 +42,6 @@ import msgspec
 from msgspec import field
 from msgspec.structs import replace
 
-from agentrl.core.access import read_key
 from agentrl.core.config import RunConfig
 from agentrl.core.errors import Conflict, Invalid, NotFound, StoreError
 from agentrl.core.types import FEEDBACK, POLICY, SESSION, Json, Purpose, Record, Rollout
@@ -488,11 +487,8 @@ MIN_PAUSE, MAX_PAUSE = 1.0, 3600.0  # seconds between two searches for old sessi
 
 
 async def secret_of(store: Store, config: RunConfig) -> bytes:
-    """The secret in the variable `live.people.secret_env`, or else a stored one, generated at the
-    first call. Raises ConfigError if the variable is not set, NotFound for an unknown run."""
-    variable = config.live.people.secret_env
-    if given := read_key(variable, "live.people.secret_env", "the run's"):
-        return given.encode()
+    """The run's secret, by which users are hashed and tokens made: generated at the first call and
+    kept in the store. Raises NotFound for an unknown run."""
     if KEY not in await store.documents(config.name, SECRETS):
         # If two processes generate one, the first is used.
         await store.put_documents(config.name, SECRETS, {KEY: secrets.token_hex(32)})

@@ -44,6 +44,7 @@ ROOM = 16 * 2**20  # bytes of a step besides its weights
 CHECK_PAUSE = 1.0  # seconds between two checks of the sessions
 MAX_LEFT_OUT = 1000  # sessions that wait for a step to discard them
 MAX_UNLABELLED_SECONDS = 86_400.0  # seconds for which this process waits for a session's label
+EARLY_PART = 4  # a step begins by `live.every` with at least this part of `live.sessions`
 CLAIMED_AT_ONCE = 64  # sessions to discard; a claim reads their calls
 
 
@@ -104,7 +105,7 @@ class SessionSource:
     def _is_due(self, ready: int) -> bool:
         live = self.run.config.live
         late = time.monotonic() - self.since >= live.every
-        return ready >= live.sessions or (late and ready >= live.least)
+        return ready >= live.sessions or (late and ready >= max(1, live.sessions // EARLY_PART))
 
     def _is_late(self, left_out: int) -> bool:
         """Whether sessions must be discarded even if nothing can be trained."""

@@ -68,19 +68,14 @@ def valid_for_any(
     rollout: Rollout,
     policies: Collection[str],
     reward_names: Sequence[str] = ("outcome",),
-    *,
-    retokenized: bool = False,
 ) -> bool:
-    """Whether any of the policies may learn from a rollout. retokenized: whether inexact calls
-    count, because they get token ids before training (`algorithm.missing_token_ids`)."""
+    """Whether any of the policies may learn from a rollout."""
     return (
         rollout.purpose is Purpose.TRAIN
         and not counterfactual(rollout)
         and (rollout.state is RolloutState.SUCCEEDED or has_reward(rollout, reward_names))
         and any(
-            trainable(call, call.policy) or (retokenized and not call.exact)
-            for call in rollout.transitions
-            if call.policy in policies
+            trainable(call, call.policy) for call in rollout.transitions if call.policy in policies
         )
     )
 

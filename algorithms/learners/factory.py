@@ -106,7 +106,7 @@ def available_outputs(config: RunConfig) -> frozenset[LearnerOutput]:
     outputs: set[LearnerOutput] = {"old", "sampler", "reference", *config.learner.computes}
     if config.critic.model:
         outputs.add("values")
-    if config.teacher.model or config.teacher.upstream:
+    if config.teacher.model:
         outputs.add("teacher")
     return frozenset(outputs)
 
@@ -155,7 +155,7 @@ def frozen_sources(config: RunConfig, algo: Algo, start: str) -> dict[Frozen, tu
     sources: dict[Frozen, tuple[str, str]] = {}
     if "reference" in algo.needs and not caches_reference(config, algo):
         sources["reference"] = "reference.model", config.reference.model
-    if "teacher" in algo.needs and not config.teacher.upstream:
+    if "teacher" in algo.needs and not config.teacher_server:
         sources["teacher"] = "teacher.model", config.teacher.model
     return {
         stream: (key, config.model_source(name) if name else start)
@@ -198,9 +198,12 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
         yield "reference.kl_horizon", "and there is no reference.target_kl"
     for key in _changed_keys(config.teacher) if "teacher" not in algo.needs else ():
         yield f"teacher.{key}", f"{preset} reads no teacher"
-    if config.teacher.upstream and algo.distill is not None and algo.distill.of == "policy":
-        why = "and has no log-probs of the policy's most probable tokens, which of = 'policy' reads"
-        yield "teacher.upstream", f"{why} (a teacher.model does)"
+    if config.teacher_server and algo.distill is not None and algo.distill.of == "policy":
+        why = (
+            "and a server has no log-probs of the policy's most probable tokens, which of = "
+            "'policy' reads (a model in memory does)"
+        )
+        yield "teacher.model", why
 
 
 def _changed_keys(section: Section) -> list[str]:
@@ -215,7 +218,7 @@ def _check_fit(config: RunConfig, algo: Algo, learner: Learner) -> None:
     kind = f"learner.kind = {config.learner.kind!r}"
     optional = {"values": algo.reads_critic, "top_tokens": algo.topk, "entropy": algo.entropy,
                 "observations": algo.echo}  # fmt: skip
-    given = {"teacher": config.teacher.upstream, "reference": caches_reference(config, algo)}
+    given = {"teacher": config.teacher_server, "reference": caches_reference(config, algo)}
     needed = algo.needs | {stream for stream, is_read in optional.items() if is_read}
     needed -= {stream for stream, is_given in given.items() if is_given}
     if missing := sorted(needed - learner.supplies):

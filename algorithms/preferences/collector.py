@@ -142,7 +142,7 @@ class DatasetCollector:
         kind = "demonstration" if side is None else "pair" if side.paired else "label"
         scorer = self._reference() if self.updater.reference is not None else None
         for split in (TRAIN, TEST):
-            every = await self.store.items(data.name, data.version, split=split)
+            every = await self.store.items(data.set_name, data.version, split=split)
             items, lost = [item for item in every if item.kind == kind], Counter[str]()
             parts = [
                 items[first : first + ITEMS_PER_READ]
@@ -156,7 +156,7 @@ class DatasetCollector:
                 counts = Counter(item.kind for item in every)
                 kinds = ", ".join(f"{count} of kind {name}" for name, count in counts.items())
                 raise ConfigError(
-                    f"data.name = {data.name!r}: split {split!r} of version {data.version} has "
+                    f"data.name = {data.name!r}: split {split!r} has "
                     f"{kinds or 'no items'}, and algorithm.preset = {self.updater.algo.name!r} "
                     f"learns from items of kind {kind}; none can be used"
                 )

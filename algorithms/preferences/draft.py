@@ -35,7 +35,7 @@ async def pin_dataset(store: Store, config: RunConfig) -> RunConfig:
     data = config.data
     if not data.name:
         return config
-    versions = [row.version for row in await store.datasets(data.name) if row.digest]
+    versions = [row.version for row in await store.datasets(data.set_name) if row.digest]
     state = await store.run(config.name)
     if not data.version and state is not None and state.step:
         data = from_store(state.config).data
@@ -46,8 +46,8 @@ async def pin_dataset(store: Store, config: RunConfig) -> RunConfig:
             f"data.name = {data.name!r}: the store {config.store} has no such version (complete "
             f"ones: {known}); make one with `agentrl data mine` or `import`"
         )
-    pinned: RunConfig = replace(config, **{"data": replace(data, version=version)})
-    return pinned
+    pinned = replace(data, name=f"{data.set_name}@{version}")
+    return replace(config, data=pinned)
 
 
 How = Literal["extremes", "all", "best-of"]

@@ -208,10 +208,8 @@ class Collector:
 
 
 def is_learned_from(rollout: Rollout, config: RunConfig, reward: str = "outcome") -> bool:
-    """Whether one of the run's policies can train on a rollout, after its inexact calls have been
-    retokenized (`algorithm.missing_token_ids`)."""
-    retokenized = config.algorithm.missing_token_ids == "retokenize"
-    return valid_for_any(rollout, trained_policies(config), (reward,), retokenized=retokenized)
+    """Whether one of the run's policies can train on a rollout."""
+    return valid_for_any(rollout, trained_policies(config), (reward,))
 
 
 def free_groups(config: RunConfig, step: int, counts: Counts) -> int:

@@ -153,7 +153,7 @@ MAX_TRIALS = 1000  # groups of evaluations before the first step
 def temperatures(config: RunConfig, step: int) -> dict[str, float]:
     """The temperatures of an evaluation, by metric name. Before and after training also temperature
     1, but not for upstreams, which have their own sampling settings."""
-    also = config.eval.sampled and step in (0, config.steps) and not has_no_own_policy(config)
+    also = config.eval.samples > 0 and step in (0, config.steps) and not has_no_own_policy(config)
     return {"score": config.eval.temperature} | ({"sampled": 1.0} if also else {})
 
 
@@ -184,9 +184,9 @@ async def evaluate_heldout(
     requested, named = {}, temperatures(config, step)
     for name, temperature in named.items():
         sampling = replace(config.sampling, temperature=temperature)
-        repeated = tasks * (config.eval.samples if outer and name == [*named][-1] else 1)
+        again = max(1, config.eval.samples) if outer and name == [*named][-1] else 1
         requested[name] = evaluation_rollouts(
-            config, step, trial_name(name, trial), repeated, sampling, candidate=candidate
+            config, step, trial_name(name, trial), tasks * again, sampling, candidate=candidate
         )
     metrics = {"eval/tasks": float(len(tasks))}
     played = await play(store, requested)

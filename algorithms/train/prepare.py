@@ -37,7 +37,7 @@ from agentrl.core.types import POLICY, Group, Json, StepReward, Transition, floa
 
 
 class Completer(Protocol):
-    """Adds data to groups that only the learning side can compute: token ids of inexact calls, or
+    """Adds data to groups that only the learning side can compute: log-probs of processed calls, or
     rewards, after the existing ones."""
 
     def complete(self, groups: list[Group]) -> list[Group]: ...
@@ -94,7 +94,7 @@ class Preprocessor:
         return PreparedGroups(groups, complete, metrics)
 
     def process(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
-        """The complete groups, and metrics: calls/inexact (before completion), calls/tools_unseen,
+        """The complete groups, and metrics: calls/inexact (as they came), calls/tools_unseen,
         calls/processed."""
         calls, tokenizer = own_calls(groups, self.policy), self.tokenizer
         metrics: Metrics = {
@@ -197,11 +197,11 @@ def _scored(
 
 @dataclass(slots=True)
 class Retokenizer:
-    """Adds token ids to the inexact calls of a trained policy, which makes them trainable.
+    """Adds token ids to the calls of a data set that have none.
 
     The policy's chat template and tokenizer usually, but not always, reproduce the sampled tokens,
     and the learner's log-probs replace the sampler's, as if the call were on-policy. Both are
-    approximations, so `algorithm.missing_token_ids = "retokenize"` must be set. reward_names: the
+    approximations, so calls of rollouts are never trained in this way. reward_names: the
     rewards with which even a failed rollout is trained. context: as in `ProcessedScorer`."""
 
     tokenizer: Tokenizer

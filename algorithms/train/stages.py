@@ -45,7 +45,7 @@ from agentrl.algorithms.train.load_policies import evaluated_steps, load_policie
 from agentrl.algorithms.train.metrics import MAX_BAD_STEPS, BadSteps
 from agentrl.algorithms.train.optimize import STEP_SIZE, KlLimit, largest_kl
 from agentrl.algorithms.train.policies import LoadedModel, PolicySet
-from agentrl.algorithms.train.prepare import Completer, Preprocessor, ProcessedScorer, Retokenizer
+from agentrl.algorithms.train.prepare import Completer, Preprocessor, ProcessedScorer
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.step import Updater
 from agentrl.core import files
@@ -138,13 +138,10 @@ def make_policies(
 
 def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -> Updater:
     """Build the updater of one policy. config: the policy's view of the run."""
-    settings, tokenizer = config.algorithm, model.tokenizer
+    tokenizer = model.tokenizer
     learner = factory.make_learner(config, algo, model.model, tokenizer, model.adapters, name)
     context = context_length(model.model)
     completers: list[Completer] = [ProcessedScorer(learner, context, name, algo.rewards)]
-    # First, because reward models need the token ids.
-    if settings.missing_token_ids == "retokenize":
-        completers.append(Retokenizer(tokenizer, learner, context, name, algo.rewards))
     return Updater(
         config,
         algo,
@@ -156,7 +153,7 @@ def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -
         reference_control=ReferenceControl(learner.frozen.get("reference")),
         bad_steps=BadSteps(MAX_BAD_STEPS),
         policy=name,
-        limit=KlLimit(learner, largest_kl(settings), config.seed, name),
+        limit=KlLimit(learner, largest_kl(config.algorithm), config.seed, name),
     )
 
 

@@ -1,6 +1,6 @@
 """Workspaces as folders: the agent's repository and a separate HOME, its sandbox and its changes.
 
-Owns: a folder of this runner below `workspace.folder`, locked while the runner lives, with the
+Owns: a folder of this runner below the temporary one, locked while the runner lives, with the
 templates and every workspace in it.
 Invariant: a workspace is removed when its attempt is over. If the runner is killed, its cleaner, a
 separate process, removes them, or else the next runner that starts.
@@ -58,6 +58,7 @@ from agentrl.runners.workspace.sources import (
     no_space_or,
 )
 
+USER = "nobody"  # as whom agents run in the sandbox "user"
 FOLDERS = ("home", "tmp", "io")
 Change = Callable[[Path], None]  # modifies the files of a repository
 MAKING = 60.0  # maximum seconds to create a workspace
@@ -126,7 +127,7 @@ class Workspaces:
         """`gateway`: its base URL, the only address that a confined agent can connect to."""
         self.config = settings = config.workspace
         self._kept = Path(config.output or root, "workspaces")
-        self._everybody = Path(settings.folder or tempfile.gettempdir()).resolve()
+        self._everybody = Path(tempfile.gettempdir()).resolve()
         self._everybody /= f"agentrl-workspaces-{os.getuid()}"
         self.folder = self._everybody / f"{os.getpid()}-{os.urandom(4).hex()}"
         self._runner, self._count = config.runner, 0
@@ -143,7 +144,7 @@ class Workspaces:
         try:
             await processes.call(self._make_folder)
         except OSError as error:
-            raise ConfigError(f"workspace.folder: {no_space_or(error, 'make')}") from None
+            raise ConfigError(f"[workspace]: {no_space_or(error, 'make')}") from None
         await self._launcher.start()
         if not (source := self.config.source).startswith("task."):
             try:
@@ -266,7 +267,7 @@ class Workspaces:
     def _make_folder(self) -> None:
         self._everybody.mkdir(mode=0o711, parents=True, exist_ok=True)
         if self._everybody.stat().st_uid != os.getuid():
-            raise ConfigError(f"workspace.folder: {self._everybody} belongs to another user")
+            raise ConfigError(f"[workspace]: {self._everybody} belongs to another user")
         for lock in self._everybody.glob("*.lock"):
             _clear_if_dead(lock)
         lock = self.folder.with_suffix(".lock")
@@ -324,7 +325,7 @@ class Sandbox:
         self, config: WorkspaceConfig, root: Path, gateway: str, hidden: Iterable[Path]
     ) -> None:
         self.kind, self._root = config.sandbox, str(root)
-        self.owner = _user(config.user) if self.kind == "user" else None
+        self.owner = _nobody() if self.kind == "user" else None
         self.confines = self.kind in ("user", "unshare", "bubblewrap")
         self._port, self._hidden = urlsplit(gateway).port or 0, [str(path) for path in hidden]
 
@@ -369,11 +370,11 @@ def _interpreter() -> list[str]:
     return [path for path in prefixes if any(Path(path).is_relative_to(s) for s in confine.SCRATCH)]
 
 
-def _user(name: str) -> tuple[int, int]:
+def _nobody() -> tuple[int, int]:
     try:
-        found = pwd.getpwnam(name)
+        found = pwd.getpwnam(USER)
     except KeyError:
-        raise ConfigError(f"workspace.user = {name!r}: there is no such user here") from None
+        raise ConfigError(f"workspace.sandbox = 'user': there is no user {USER!r} here") from None
     if os.getuid():
         raise ConfigError("workspace.sandbox = 'user' needs a runner of root; use 'unshare'")
     return found.pw_uid, found.pw_gid

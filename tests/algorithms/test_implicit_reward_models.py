@@ -35,7 +35,7 @@ def steep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(directory: Path, scope: str = "rollout", **more: object) -> Made:
     table = {"model": str(directory), "kind": "implicit", "scope": scope}
-    config = resolve({"reward_models": {"prm": table | {"train": True} | more}}, source="run.toml")
+    config = resolve({"reward_models": {"prm": table | {"lr": 1e-6} | more}}, source="run.toml")
     policy, tokenizer = load_model(directory, device="cpu")
     (model,), (trainer,) = reward_models.make_reward_models(
         config, policy, tokenizer, str(directory)
@@ -150,7 +150,7 @@ def test_it_resumes_bit_for_bit_or_refuses_a_damaged_file(
 
 def test_outcomes_that_are_no_probability_are_refused(tiny_model_dir: Path) -> None:
     model, trainer = make(tiny_model_dir)
-    with pytest.raises(TrainingError, match=r"reward_models\.prm\.train: 1 of 2 outcomes are not"):
+    with pytest.raises(TrainingError, match=r"reward_models\.prm\.lr: 1 of 2 outcomes are not"):
         trainer.learn(model.complete(groups(-1.0, 1.0)))
     assert trainer.learn(model.complete(groups(None))) == {}
     trainer.loss = "pairs"  # any scale will do, and groups are not compared with each other
@@ -162,8 +162,8 @@ def test_outcomes_that_are_no_probability_are_refused(tiny_model_dir: Path) -> N
 def test_a_scalar_model_does_not_learn() -> None:
     algo = registry.make("streams", {"streams": {"prm": {}}})
     for settings, why in (
-        ({"train": True}, r"prm\.train is for .*kind = 'implicit', and it is 'scalar'"),
-        ({"kind": "implicit", "lr": 1e-3}, r"prm\.lr is set, and it does not learn without train"),
+        ({"lr": 1e-3}, r"prm\.lr is for .*kind = 'implicit', and it is 'scalar'"),
+        ({"kind": "implicit", "loss": "pairs"}, r"prm\.loss is set, and it .* learn without lr"),
     ):
         table = {"prm": {"model": "x"} | settings}
         with pytest.raises(ConfigError, match=why):
@@ -175,8 +175,8 @@ def test_a_scalar_model_does_not_learn() -> None:
 @pytest.mark.parametrize("kind", ["verl", "mine.py:learner"])
 def test_it_learns_beside_the_torch_learner_only(kind: str) -> None:
     algo = registry.make("streams", {"streams": {"prm": {}}})
-    table = {"prm": {"model": "m", "kind": "implicit", "train": True}}
+    table = {"prm": {"model": "m", "kind": "implicit", "lr": 1e-6}}
     tables = {"reward_models": table, "learner": {"kind": kind}}
-    with pytest.raises(ConfigError, match=r"reward_models\.prm\.train: .* hold no reward model"):
+    with pytest.raises(ConfigError, match=r"reward_models\.prm\.lr: .* hold no reward model"):
         reward_models.check_reward_models(resolve(tables, source="test"), algo)
     reward_models.check_reward_models(resolve({"reward_models": table}, source="test"), algo)

@@ -124,13 +124,10 @@ async def test_the_rollouts_of_several_policies_are_judged(store: Store) -> None
     assert rewards == {"r0": pytest.approx(0.8)}
 
 
-async def test_rollouts_that_get_their_ids_later_are_judged_now(store: Store) -> None:
+async def test_rollouts_without_token_ids_are_not_judged(store: Store) -> None:
     (row,) = group("it is 4").rollouts
     calls = [replace(call, exact=False) for call in row.transitions]
     made = factories.group(replace(row, transitions=calls))
-    config = resolve(GIVEN | {"algorithm": {"missing_token_ids": "retokenize"}}, source="test")
-    (rewards,), _, _ = await judged(store, config, made)
-    assert rewards == {"r0": pytest.approx(0.8)}
     (rewards,), _, _ = await judged(store, settings(), made)
     assert rewards == {}
 
@@ -141,7 +138,7 @@ KINDS: list[tuple[dict[str, Any], list[float]]] = [
     ({"kind": "pointwise"}, [0.8, 0.5, 0.2]),
     ({"kind": "group"}, [0.8, 0.5, 0.2]),
     ({"kind": "pairwise"}, [1.0, 0.5, 0.0]),
-    ({"kind": "principles", "principles": TWO}, [1.0, 0.5, 0.5]),
+    ({"kind": "principles", "rubric": TWO}, [1.0, 0.5, 0.5]),
 ]
 
 
@@ -345,7 +342,7 @@ def test_a_record_has_each_conversation_once_sub_agents_too() -> None:
     [
         ({"upstream": "gtp"}, "gpt"),
         ({"max_usd": 3.0}, "without prices"),
-        ({"kind": "principles"}, "principles"),
+        ({"kind": "principles"}, "rubric"),
     ],
 )
 def test_a_judge_that_cannot_be_is_refused(judge: dict[str, Any], message: str) -> None:

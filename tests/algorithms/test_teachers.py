@@ -108,7 +108,7 @@ def fake(learner: TorchLearner, tiny_model_dir: Path) -> Iterator[FakeVllm]:
 
 def remote(fake: FakeVllm, k: int = 6) -> RemoteTeacher:
     endpoint = ModelServer(fake.url, "big", "big", "secret")
-    return RemoteTeacher("teacher.upstream = 'big'", endpoint, k, fake.tokenizer, VOCABULARY)
+    return RemoteTeacher("teacher.model = 'big'", endpoint, k, fake.tokenizer, VOCABULARY)
 
 
 @pytest.mark.parametrize("k", [1, 6, VOCABULARY])
@@ -165,7 +165,7 @@ def load_start(fake: FakeVllm) -> list[Tensor]:
 def refusal(teacher: RemoteTeacher) -> str:
     with pytest.raises(PolicyError) as caught:
         asyncio.run(teacher.check())
-    assert str(caught.value).startswith("teacher.upstream = 'big'")
+    assert str(caught.value).startswith("teacher.model = 'big'")
     return str(caught.value)
 
 
@@ -226,7 +226,7 @@ def settings(**tables: Any) -> RunConfig:
         "upstreams": {
             "big": {"base_url": "http://x/v1", "key_env": "BIG_KEY"}, "said": {"text": ""},
         },
-        "teacher": {"upstream": "big"}, "algorithm": {"preset": "distill"},
+        "teacher": {"model": "big"}, "algorithm": {"preset": "distill"},
     }  # fmt: skip
     return resolve(given | tables, source="run.toml")
 
@@ -249,14 +249,12 @@ def test_the_run_file_names_it(tiny_model_dir: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"teacher": {"upstream": "bug"}}, r"teacher\.upstream = 'bug'; did you mean 'big'"),
-        ({"teacher": {"upstream": "said"}}, r"teacher\.upstream = 'said'; "),
-        ({"teacher": {"upstream": "big", "model": "x"}}, "a model or an upstream, not both"),
+        ({"teacher": {"model": "said"}}, r"teacher\.model = 'said' is a text; name a server"),
         ({"sampling": {"temperature": 0.7}}, r"sampling\.temperature: .* set it to 1"),
-        ({"algorithm": {"preset": "grpo"}}, r"teacher\.upstream is set, .* reads no teacher"),
+        ({"algorithm": {"preset": "grpo"}}, r"teacher\.model is set, .* reads no teacher"),
         (
             {"algorithm": {"preset": "distill", "options": {"top": 4, "of": "policy"}}},
-            r"teacher\.upstream is set, and has no log-probs of the policy's most probable tokens",
+            r"teacher\.model is set, and a server has no log-probs of the policy's most probable",
         ),
     ],
 )

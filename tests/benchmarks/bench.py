@@ -133,7 +133,7 @@ class BenchPlan:
         settings += [
             f"steps={steps}", f"eval.every={math.ceil(steps / bench.evaluations)}",
             f"eval.tasks={bench.heldout}", f"eval.curve_tasks={bench.heldout}",
-            "eval.sampled=false", f"keep_checkpoints={steps if task.measure else 1}",
+            "eval.samples=0", f"keep_checkpoints={steps if task.measure else 1}",
         ]  # fmt: skip
         build, agent, verifier = config.policy.build, config.agent.path, config.verifier
         files = [build, agent, config.tasks.train, config.tasks.heldout, verifier.path]

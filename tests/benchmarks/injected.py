@@ -316,7 +316,7 @@ async def workspaces(folder: Path) -> Ends:
     """Files that cannot be made, that the agent deletes, and verifiers of them."""
     tables = {
         "agent": {"command": [sys.executable, "-S", str(folder / "agent.py")]},
-        "workspace": {"source": "task.files", "folder": str(folder / "spaces")},
+        "workspace": {"source": "task.files"},
         "verifier": {"path": "agent.py:verify_files", "range": [-1.0, 1.0]},
     }
     tasks = faults_of((*ENDED, *PROCESS, "no files"), [*VERIFIED, "hang"])
@@ -428,7 +428,7 @@ async def asked(folder: Path) -> Ends:
 
 def judged() -> Ends:
     """What became of judges' answers: a verdict is one only in the form that was asked for."""
-    point, principles = PointwiseJudge(upstream="j"), PrincipleJudge(upstream="j", principles=["a"])
+    point, principles = PointwiseJudge(upstream="j"), PrincipleJudge(upstream="j", rubric=["a"])
     asked = {
         "score": (
             judges.pointwise(point, []),

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.core.config.live import GuardConfig, LiveConfig, PromotionConfig
+from agentrl.core.config.live import LiveConfig, PromotionConfig
 from agentrl.core.types import SESSION, Purpose, Reward, Rollout, RolloutState
 from agentrl.live.promotion import SeenCalls, broken, call_limits, outcome_limits
 from agentrl.live.promotion import decide_promotions as decide
@@ -88,7 +88,7 @@ def back(
     seed: int, usual: float, success: float, most: int, *, rare: float = 0.0, **how: float
 ) -> int | None:
     """After how many sessions a candidate is back; None: not before it has served `most`."""
-    rng, settings = np.random.default_rng([seed, int(100 * success), most]), GuardConfig()
+    rng, allowed = np.random.default_rng([seed, int(100 * success), most]), LiveConfig().guard
     theirs, ours = _calls(0), _calls(1)
     _speak(theirs, rng, USUAL, failing=rare, refusing=rare)
     outcomes = [float(rng.random() < usual) for _ in range(USUAL)]
@@ -100,8 +100,8 @@ def back(
         _speak(ours, rng, 1, **({"failing": rare, "refusing": rare} | how))
         known = own[: max(served - DELAY, 0)]
         limits = [
-            *call_limits(settings, ours, theirs),
-            *outcome_limits(settings, known, outcomes),
+            *call_limits(allowed, ours, theirs),
+            *outcome_limits(allowed, known, outcomes),
         ]
         if served >= worse or broken(limits, 0):
             return served

@@ -127,7 +127,7 @@ def wall_clock(seeds: list[int], steps: int, folder: Path) -> dict[str, Any]:
             output = folder / f"{name}-{seed}"
             command = [sys.executable, "-m", "agentrl", "train", str(STAFF / "run.toml")]
             command += ["algorithm.preset=grpo+tis", f"steps={steps}", f"seed={seed}", *settings]
-            command += ["eval.every=0", "eval.tasks=1", "eval.sampled=false", f"output={output}"]
+            command += ["eval.every=0", "eval.tasks=1", "eval.samples=0", f"output={output}"]
             command += [f"policy.model={policy}", f"agent.path={AGENT}:agent"]
             subprocess.run(command, check=True, stdout=sys.stderr)
             at = [row.at for row in demo.asyncio.run(demo.read_steps(output)) if row.committed]

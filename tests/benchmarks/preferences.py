@@ -421,7 +421,7 @@ def staff(seeds: Sequence[int], store: str = "") -> dict[str, Any]:
             subprocess.run([*cli, *words], check=True, env=env, stdout=subprocess.DEVNULL)
 
         if not store:
-            few = ("eval.tasks=1", "eval.sampled=false", "name=staff")
+            few = ("eval.tasks=1", "eval.samples=0", "name=staff")
             run("train", demo, "steps=6", f"output={folder}", *few)
         for seed in seeds:
             own, url = Path(name, f"{seed}"), f"sqlite:///{name}/{seed}.db"
@@ -439,7 +439,7 @@ def staff(seeds: Sequence[int], store: str = "") -> dict[str, Any]:
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
             (last,) = sorted((own / "checkpoints").glob("000060.*"))
-            scored = ("eval.tasks=80", "eval.sampled=false", f"output={name}/eval{seed}")
+            scored = ("eval.tasks=80", "eval.samples=0", f"output={name}/eval{seed}")
             model = (f"policy.model={folder}/policy", "policy.build=", f"name=eval{seed}")
             run("eval", demo, str(last), *model, *scored)
             (found,) = Path(name).glob(f"eval{seed}*/store.db")
@@ -475,7 +475,7 @@ def rft(seeds: Sequence[int], steps: int = 25) -> dict[str, list[float]]:
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
             words = ["train", "examples/staff/run.toml", f"output={folder}/run", f"seed={seed}"]
-            words += ["algorithm.preset=rft", f"steps={steps}", "eval.sampled=false", "-q"]
+            words += ["algorithm.preset=rft", f"steps={steps}", "eval.samples=0", "-q"]
             subprocess.run([sys.executable, "-m", "agentrl", *words], check=True, stdout=2)
             scores = asyncio.run(_scores(f"sqlite:///{folder}/run/store.db"))
         found["rft_before"].append(scores[0])

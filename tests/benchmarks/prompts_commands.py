@@ -131,13 +131,12 @@ def arms(url: str, seed: int) -> tuple[float, float, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         off = [*own, "prompts.schedule=off", f"steps={math.ceil(played / 64)}"]
-        off.append("prompts.every=50")  # the default: it belongs to alternate
         finish(folder, url, "train", "alternate.toml", *off)
         weights, more = asyncio.run(result(folder / "runs" / "orders-alternate", "eval/score"))
         assert more >= played
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        off = [*own, "prompts.schedule=off", "prompts.every=50", f"prompts.budget={played}"]
+        off = [*own, "prompts.schedule=off", f"prompts.budget={played}"]
         finish(folder, url, "prompts", "alternate.toml", *off)
         run = folder / "runs" / "orders-alternate-prompts"
         prompts, _ = asyncio.run(result(run, "prompts/heldout"))

@@ -65,7 +65,7 @@ def train(arm: str, seed: int, optimizer: Optimizer, steps: int, folder: Path) -
     settings = [
         f"name={arm}", f"output={output}", f"steps={steps}", f"policy.model={folder}/model-{seed}",
         f"algorithm.lr={rate}", f"algorithm.minibatches={minibatches}",
-        "eval.temperature=1.0", "eval.sampled=false",
+        "eval.temperature=1.0", "eval.samples=0",
         f"eval.every={EVERY}", f"eval.tasks={TASKS}", f"eval.curve_tasks={TASKS}", *ARMS[arm],
     ]  # fmt: skip
     command = [sys.executable, "-m", "agentrl", "train", str(RUN_FILE), *settings]

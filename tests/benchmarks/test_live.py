@@ -61,7 +61,7 @@ def test_a_section_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 async def test_the_example_serves_its_customers_and_learns() -> None:
     pytest.importorskip("langchain")
-    settings = ("live.sessions=4", "live.least=2", "live.every=1")
+    settings = ("live.sessions=4", "live.every=1")
     found = await live_learning.live(0, *settings, sessions=40, attack=0.5)
     assert found["failed_requests 0"] == 0
     assert found["steps 0"] > 0

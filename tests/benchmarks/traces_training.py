@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE, MODEL = ROOT / "examples/traces", ROOT / "examples/smollm/model"
 OWN_FILES = ("agent.py", "orders.py", "verifier.py")
 TRACES, SMALL_TRACES = 500, 60
-GREEDY = ("eval.every=0", "eval.sampled=false")  # before and after, as the figures are
+GREEDY = ("eval.every=0", "eval.samples=0")  # before and after, as the figures are
 SMALL = ("warmup.steps=2", "steps=1", "algorithm.groups=1", "algorithm.group_size=2",
          "sampling.max_tokens=8", "eval.tasks=2")  # fmt: skip
 Figures = dict[str, Any]

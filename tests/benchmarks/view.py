@@ -143,7 +143,7 @@ def reader(url: str, browser: Any, commits: int) -> dict[str, Any]:
 def train(folder: Path) -> subprocess.Popen[bytes]:
     """Start a training of the example agent that evaluates nothing."""
     command = [sys.executable, "-m", "agentrl", "train", "examples/staff/run.toml", "eval.every=0"]
-    command += ["eval.tasks=1", "eval.sampled=false", "steps=15", f"output={folder}"]
+    command += ["eval.tasks=1", "eval.samples=0", "steps=15", f"output={folder}"]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 

@@ -82,7 +82,7 @@ def play(fate: Fate, folder: Path) -> str:
             "heldout": w.write(folder / "heldout.jsonl", fate.heldout),
         },
         "policy": {"model": str(model_of(fate, folder)), "device": "cpu"},
-        "learner": {"threads": 1}, "eval": {"temperature": 1.0, "sampled": False},
+        "learner": {"threads": 1}, "eval": {"temperature": 1.0, "samples": 0},
         "runner": {"concurrency": 64},
     }  # fmt: skip
     for key, table in fate.settings.items():

@@ -1,4 +1,4 @@
-"""Prepare, run, score: each at its own pace, and none twice."""
+"""Prepare, run, score: at most as many rollouts as slots at once, and none twice."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ class Pace:
     def __init__(self, **seconds: float) -> None:
         self.seconds, self.now, self.most = seconds, Counter[str](), Counter[str]()
         self.total = 0  # the most that were in any stage
-        self.beside = set[str]()  # stages that were busy while both slots ran
 
     async def stage(self, name: str) -> None:
         self.now[name] += 1
         self.most[name] = max(self.most[name], self.now[name])
         self.total = max(self.total, self.now.total())
-        if self.now["run"] == 2:
-            self.beside |= {stage for stage, busy in self.now.items() if busy}
         await asyncio.sleep(self.seconds[name])
         self.now[name] -= 1
 
@@ -72,14 +69,7 @@ async def run_at(bench: Any, pace: Pace, rollouts: int, **runner: int) -> float:
     return time.monotonic() - began
 
 
-async def test_agents_run_while_others_are_scored(bench: Any) -> None:
-    pace = Pace(prepare=0.0, run=0.2, score=0.3)
-    await run_at(bench, pace, 10, concurrency=2, scoring_concurrency=2)
-    assert pace.most == {"prepare": 2, "run": 2, "score": 2}
-    assert pace.beside == {"run", "score"}
-
-
-async def test_without_stages_a_rollout_keeps_its_slot_to_its_end(bench: Any) -> None:
+async def test_a_rollout_keeps_its_slot_to_its_end(bench: Any) -> None:
     pace = Pace(prepare=0.02, run=0.02, score=0.02)
     await run_at(bench, pace, 6, concurrency=2)
     assert max(pace.most.values()) == 2

@@ -142,9 +142,8 @@ class Invariants:
             late = renewed and before[1] <= row[1] - LEASE
             check(not late, f"attempt {id} is renewed after its lease had ended")
         new = Counter(row[3] for id, row in leases.items() if id not in known)
-        most = SLOTS if not self.world.schedule.shape.scoring else 2 * SLOTS
         for runner, count in new.items():
-            check(count <= most, f"{runner} has claimed {count} rollouts at once, not {most}")
+            check(count <= SLOTS, f"{runner} has claimed {count} rollouts at once, not {SLOTS}")
 
     def _check_groups(self, process: Process, run: Any, rows: dict[str, Any]) -> None:
         epoch = run[0]

@@ -33,7 +33,6 @@ class Shape:
     size: int = 2
     runners: int = 2
     staleness: float = 0.0
-    scoring: int = 0
     http: bool = False
     live: bool = False
     retried: bool = False
@@ -174,8 +173,8 @@ def drawn(seed: int) -> Schedule:
     """The schedule of a seed."""
     draw = random.Random(f"schedule {seed}")
     shape = Shape(
-        staleness=draw.choice((0.0, 0.0, 1.0)), scoring=draw.choice((0, 0, 2)),
-        http=draw.random() < 0.25, runners=draw.choice((1, 2, 2)),
+        staleness=draw.choice((0.0, 0.0, 1.0)), http=draw.random() < 0.25,
+        runners=draw.choice((1, 2, 2)),
         retried=draw.random() < 0.3, administrator=draw.random() < 0.25,
     )  # fmt: skip
     if draw.random() < 0.2:

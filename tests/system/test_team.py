@@ -41,7 +41,7 @@ schedule = "alternating"
 max_tokens = 8
 [eval]
 tasks = 2
-sampled = false
+samples = 0
 [algorithm]
 lr = 1e-3
 groups = 2

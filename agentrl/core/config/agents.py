@@ -92,21 +92,19 @@ class AuditConfig(Section, frozen=True):
 
 class WorkspaceConfig(Section, frozen=True):
     """A folder for each attempt of a command: a git repository with one commit in which it works,
-    and a HOME of its own. It is removed after scoring."""
+    and a HOME of its own. It is in the temporary folder (TMPDIR), and removed after scoring."""
 
     # Source of workspaces: "git:PATH@REVISION", a folder, or "task.KEY": a key of the task with one
     # of these or a mapping of file names to texts. Paths are relative to the run file. Empty: no
     # workspace.
     source: str = ""
-    # Sandbox of the agent. user: run as another user (needs root); unshare: in Linux namespaces;
+    # Sandbox of the agent. user: run as the user nobody (needs root); unshare: in Linux namespaces;
     # bubblewrap: with bwrap; container: with runner.executor = "container". With user, unshare and
     # bubblewrap the agent can write only to its workspace and connect only to the gateway.
     sandbox: Literal["none", "user", "unshare", "bubblewrap", "container"] = "none"
-    user: str = "nobody"  # User as whom agents run, with sandbox = "user".
     hide: list[str] = []  # additional files and folders that appear empty in the sandbox
     # Workspaces that are kept, in <output>/workspaces.
     keep: Literal["never", "failed", "always"] = "never"
-    folder: str = ""  # parent folder of workspaces; default: the system's temporary folder
 
     def problems(self, config: RunConfig) -> Iterator[str]:
         if not self.source:
@@ -164,7 +162,6 @@ class UpstreamConfig(Section, frozen=True):
 class SessionsConfig(Section, frozen=True):
     """How `agentrl gateway serve` records the sessions of a deployed agent."""
 
-    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # fraction of sessions to record
     # Seconds without a call after which a session ends; default: 1800, in a live run 60.
     idle: Seconds | None = None
     # Regular expressions. Matches are stored as [redacted], and such calls without their tokens.

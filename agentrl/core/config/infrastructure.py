@@ -83,9 +83,9 @@ class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
 
 
 class VerlConfig(Section, frozen=True):
-    """Settings of verl's workers, for `learner.kind = "verl"`."""
+    """Settings of verl's workers, for `learner.kind = "verl"`. They run on the Ray cluster whose
+    address is in RAY_ADDRESS, or else on one of this machine alone."""
 
-    address: str = ""  # Address of a Ray cluster; empty: start one on this machine.
     nodes: Count = 1  # machines of the cluster that train
     gpus_per_node: Count = 1  # GPUs of a machine, each with one worker.
     # Implementation of attention; sdpa pads rows.
@@ -279,10 +279,7 @@ class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
     runs_commands: ClassVar[bool] = False  # whether agents are programs only
 
     processes: Natural = 1  # Runner processes on this machine; 0: start none here.
-    concurrency: Count = 64  # running rollouts per process
-    # Rollouts scored concurrently, in addition to the running ones; if the runner dies, another one
-    # only scores them. 0: a rollout keeps its slot of `concurrency` while it is scored.
-    scoring_concurrency: Natural = 0
+    concurrency: Count = 64  # rollouts per process that run or are scored
     # Seconds without a heartbeat after which another runner gets the rollout.
     lease: Seconds = 15.0
     drain: NonNegative = 5.0  # seconds that rollouts have to finish when their runner is stopped

@@ -18,7 +18,7 @@ from agentrl.core.config.base import (
     Section,
     kind_of,
 )
-from agentrl.core.errors import install_command, nearest
+from agentrl.core.errors import install_command
 from agentrl.core.loading import is_installed
 
 if TYPE_CHECKING:
@@ -164,8 +164,6 @@ class AlgorithmConfig(Section, frozen=True):
     options: dict[str, Any] = {}
     groups: Count = 8  # Groups of rollouts per step, one for each task.
     group_size: Count = 8  # rollouts per task, which are compared with each other
-    # Calls answered without token ids. refuse: do not train them. retokenize: tokenize their text.
-    missing_token_ids: Literal["refuse", "retokenize"] = "refuse"
     # How many updates old a sample may be, rounded up. The higher, the less sampling waits for
     # training; 0.5 lets half a step be sampled ahead.
     max_staleness: NonNegative = 0.0  # 0: sampling waits for every update
@@ -247,23 +245,18 @@ class ReferenceConfig(Section, frozen=True):
 class TeacherConfig(Section, frozen=True):
     """The model that `distill` and `+distill` imitate: in memory or served by vLLM."""
 
-    model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
-    # Instead of a model, one of [upstreams]: vLLM or another server with `prompt_logprobs` and the
-    # policy's vocabulary. Its log-probs are at temperature 1.
-    upstream: str = ""
-
-    def __post_init__(self) -> None:
-        if self.model and self.upstream:
-            raise ValueError("give a model or an upstream, not both")
+    # A checkpoint directory or hub name with the policy's vocabulary; or the name of one of
+    # [upstreams]: vLLM or another server with `prompt_logprobs` and the policy's vocabulary, whose
+    # log-probs are at temperature 1.
+    model: str = ""
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        if not self.upstream:
+        if self.model not in config.upstreams:
             return
-        if self.upstream not in config.endpoints:
-            known = nearest(self.upstream, config.endpoints)
-            yield f"teacher.upstream = {self.upstream!r}; {known}"
+        if self.model not in config.endpoints:
+            yield f"teacher.model = {self.model!r} is a text; name a server, or a model"
         if config.sampling.temperature not in (0, 1):
-            yield "sampling.temperature: teacher.upstream returns log-probs at 1; set it to 1"
+            yield "sampling.temperature: a teacher's server returns log-probs at 1; set it to 1"
 
 
 class SelfplayConfig(Section, frozen=True, tag_field="opponents", tag="self"):
@@ -311,7 +304,7 @@ PLAYING = (
     "upstreams", "roles", "role_rules", "judges", "prompts", "reward_models", "selfplay",
 )  # fmt: skip
 SAMPLING = (
-    "group_size", "missing_token_ids", "max_staleness", "dynamic_sampling",
+    "group_size", "max_staleness", "dynamic_sampling",
     "max_kl", "branching", "counterfactual",
 )  # fmt: skip
 """The tables, and the settings of [algorithm], that are about rollouts."""
@@ -322,8 +315,20 @@ class DataConfig(Section, frozen=True):
     step trains on `algorithm.groups` items of the split "train", and [eval] measures the loss on
     the split "test"."""
 
-    name: str = ""  # Name of the data set; empty: train on rollouts.
-    version: Natural = 0  # Version of the data set; 0: the newest at the start of the run.
+    # Data set, as "NAME" or "NAME@VERSION"; default of the version: the newest at the start of the
+    # run. Empty: train on rollouts.
+    name: str = ""
+
+    @property
+    def set_name(self) -> str:
+        """The name without a version."""
+        return self.name.rpartition("@")[0] if self.version else self.name
+
+    @property
+    def version(self) -> int:
+        """0: none is named."""
+        digits = self.name.rpartition("@")[2] if "@" in self.name else ""
+        return int(digits) if digits.isascii() and digits.isdigit() else 0
 
     def problems(self, config: RunConfig) -> Iterator[str]:
         """A run on a data set runs no agent and serves no policy."""
@@ -395,12 +400,10 @@ class PromptsConfig(Section, frozen=True):
     validation: Count = 12  # tasks (the last of tasks.train) on which candidates are compared
     directory: str = ""  # folder of the texts to use; default: the result of the search
     perfect_score: float = 1.0  # mean score at which the search ends
-    show: list[str] = []  # fields of a task that the reflector may read
     # Order of search and training, for `agentrl train`. off: train with the texts that `agentrl
-    # prompts` found. before: search, then train. alternate: search again after every `every` steps,
-    # with the current policy.
-    schedule: Literal["off", "before", "alternate"] = "off"
-    every: Count = 50  # steps between two searches, with schedule = "alternate"
+    # prompts` found. before: search, then train. A number of steps: search again after every so
+    # many, with the current policy.
+    schedule: Literal["off", "before"] | Count = "off"
 
     def problems(self, config: RunConfig) -> Iterator[str]:
         if not self.components:
@@ -413,12 +416,10 @@ class PromptsConfig(Section, frozen=True):
                 f"prompts.reflector = {self.reflector!r}; name the model that proposes texts: "
                 f"{', '.join(sorted(known))}"
             )
-        if self.schedule != "alternate" and self.every != PromptsConfig().every:
-            yield "prompts.every has no effect without prompts.schedule = 'alternate'"
-        if self.schedule == "alternate" and config.algorithm.max_staleness:
+        if isinstance(self.schedule, int) and config.algorithm.max_staleness:
             yield (
-                "prompts.schedule = 'alternate' with algorithm.max_staleness: rollouts requested "
-                "ahead would use the previous texts; remove one of them"
+                f"prompts.schedule = {self.schedule} with algorithm.max_staleness: rollouts "
+                "requested ahead would use the previous texts; remove one of them"
             )
         least = self.validation + 3 * (MINIBATCH + self.validation)
         if self.budget < least:

@@ -1,4 +1,4 @@
-"""The tables [live], [live.promotion], [live.guard], [live.signals] and [live.people]."""
+"""The tables [live], [live.promotion], [live.signals] and [live.people]."""
 
 from __future__ import annotations
 
@@ -34,14 +34,6 @@ class PromotionConfig(Section, frozen=True):
     most: Count = 400  # sessions of the candidate after which an undecided one is dropped
 
 
-class GuardConfig(Section, frozen=True):
-    """When a version is rolled back at once, as a candidate or after its promotion. Shares are
-    compared with those of the version that it replaces: 0.1 allows ten points more."""
-
-    failures: Share | None = 0.1  # share of calls that failed: no answer, or one that was cut off
-    drop: Share | None = 0.1  # how much lower the mean outcome may be
-
-
 class SignalsConfig(Section, frozen=True):
     """How sessions are judged. The verifier of the ended session is the run file's."""
 
@@ -68,13 +60,8 @@ class PeopleConfig(Section, frozen=True):
     """Users' rights, and limits of what one user can do to the policy."""
 
     user_header: str = "x-user-id"  # request header with the id of the user; stored as a hash
-    opt_out: str = "x-agentrl-opt-out"  # request header by which nothing of a session is kept
     retention: Seconds | None = None  # Seconds after which sessions are deleted; none: never.
     per_user: Natural = 10  # sessions of a user and day that count, the first ones; 0: all
-    # Variable with the secret of the run, by which users are hashed and tokens made. Empty: one is
-    # made and kept in the store.
-    secret_env: str = ""
-    token: bool = True  # Whether feedback needs the token that the session's responses carry.
 
 
 class LiveConfig(Section, frozen=True):
@@ -82,20 +69,21 @@ class LiveConfig(Section, frozen=True):
 
     running: bool = False  # Whether this is a live run; set by `agentrl live`.
     sessions: Count = 32  # labelled sessions of a step
-    every: Seconds = 3600.0  # Seconds after which a step begins with fewer, but at least `least`.
-    least: Count = 8  # labelled sessions of a step that begins by time
+    # Seconds after which a step begins with fewer, but at least a quarter of them.
+    every: Seconds = 3600.0
     # Seconds after a session's end to wait for explicit feedback. A session without any signal by
     # then is not trained.
     wait: NonNegative = 600.0
     share: Share = 0.1  # fraction of new sessions that a candidate serves
     promotion: PromotionConfig = PromotionConfig()
-    guard: GuardConfig = GuardConfig()
+    # A version is rolled back at once, as a candidate or after its promotion, if the share of its
+    # calls that fail is higher by more than this than that of the version that it replaces, or its
+    # mean outcome is lower by more; none: it is not, for these reasons.
+    guard: Share | None = 0.1
     signals: SignalsConfig = SignalsConfig()
     people: PeopleConfig = PeopleConfig()
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        if self.least > self.sessions:
-            yield f"live.least = {self.least} is more than live.sessions = {self.sessions}"
         if self.promotion.rule in ("better", "not_worse") and not 0 < self.share < 1:
             yield (
                 f"live.promotion.rule = {self.promotion.rule!r} compares two versions that serve "

@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 
 class JudgeConfig(KindSection, frozen=True, kw_only=True, tag_field="kind"):
-    """A model that judges rollouts; its verdicts are rewards of the table's name."""
+    """Settings of every judge."""
 
     upstream: str  # Who judges: one of [upstreams], or the name of a policy.
-    # criterion, inserted in the question to the judge
-    rubric: str = "how well the agent did what it was asked for"
     max_tokens: Count = 1024  # Most tokens of an answer.
     max_usd: NonNegative = 0.0  # cost of the whole run, by `prices`; 0: unlimited
     # USD per million tokens of questions, and of answers.
@@ -37,7 +35,15 @@ class JudgeConfig(KindSection, frozen=True, kw_only=True, tag_field="kind"):
             yield f"judges.{name}.upstream = {self.upstream!r}; {nearest(self.upstream, known)}"
 
 
-class PointwiseJudge(JudgeConfig, frozen=True, kw_only=True, tag="pointwise"):
+class RubricJudge(JudgeConfig, frozen=True, kw_only=True):
+    """A model that judges rollouts; its verdicts are rewards of the table's name."""
+
+    # Criterion, inserted in the question to the judge; of kind = "principles" a list of statements
+    # that are true of a good rollout, each asked separately.
+    rubric: str = "how well the agent did what it was asked for"
+
+
+class PointwiseJudge(RubricJudge, frozen=True, kw_only=True, tag="pointwise"):
     """Scores each rollout by itself from 0 to 10; the reward is a tenth of the score."""
 
 
@@ -45,7 +51,7 @@ class GroupJudge(PointwiseJudge, frozen=True, kw_only=True, tag="group"):
     """Scores all rollouts of a group in one answer, like ART's RULER."""
 
 
-class PairwiseJudge(JudgeConfig, frozen=True, kw_only=True, tag="pairwise"):
+class PairwiseJudge(RubricJudge, frozen=True, kw_only=True, tag="pairwise"):
     """Compares two rollouts in both orders; two different answers are a tie. The reward is the
     fraction of comparisons won, a tie counts 1/2. In groups of up to four rollouts all pairs are
     compared, in larger groups each rollout with two others."""
@@ -56,10 +62,10 @@ class PrincipleJudge(JudgeConfig, frozen=True, kw_only=True, tag="principles"):
     RLBFF, arXiv 2509.21319."""
 
     # statements that are true of a good rollout, each asked separately
-    principles: Annotated[list[str], msgspec.Meta(min_length=1)]
+    rubric: Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
-class ProbabilityJudge(JudgeConfig, frozen=True, kw_only=True, tag="probability"):
+class ProbabilityJudge(RubricJudge, frozen=True, kw_only=True, tag="probability"):
     """Asks for one word, yes or no; the reward is the probability of yes among the two, as the
     first token of the answer: one forward pass, and nothing to parse. Unless the two have at least
     half of the probability together, there is no reward."""
@@ -95,15 +101,15 @@ class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"
 
 
 class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
-    """A decoder whose reward is 0.05 * (its log-prob - the reference's log-prob)."""
+    """A decoder whose reward is 0.05 * (its log-prob - the initial policy's log-prob)."""
 
     model: str = ""  # a checkpoint directory or hub name; empty: the initial policy
-    reference: str = ""  # a checkpoint directory or hub name; empty: the initial policy
-    train: bool = False  # Whether it is trained on every step, after it has scored the step.
     # Loss of its training: on outcomes from 0 to 1 (PRIME), or on pairs of rollouts of a group
     # (iStar).
     loss: Literal["outcome", "pairs"] = "outcome"
-    lr: Positive = 1e-6  # Learning rate, which is constant, with `train`.
+    # Learning rate, which is constant, of its training on every step, such as 1e-6; 0: it does not
+    # learn.
+    lr: NonNegative = 0.0
 
 
 RewardModel = RewardModelConfig | ImplicitRewardModelConfig

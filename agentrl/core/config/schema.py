@@ -67,12 +67,11 @@ class EvalConfig(Section, frozen=True):
     every: Natural = 0
     tasks: Natural = 0  # number of tasks before and after training; 0: all held-out tasks
     curve_tasks: Natural = 64  # number of tasks during training; 0: all
-    # Whether evaluations before and after training also sample at temperature 1.
-    sampled: bool = True
     # Temperature of evaluations; other sampling parameters are those of training.
     temperature: NonNegative = 0.0
-    # Rollouts per task before and after training, at temperature 1; more than 1 also give pass@k.
-    samples: Count = 1
+    # Rollouts per task that evaluations before and after training also sample at temperature 1;
+    # more than 1 give pass@k, 0: none.
+    samples: Natural = 1
     # Functions of a checkpoint's directory as "file.py:name", which return a number or a dict.
     functions: list[str] = []
 
@@ -138,6 +137,11 @@ class RunConfig(Section, frozen=True):
     def endpoints(self) -> set[str]:
         """The upstreams that are servers."""
         return {name for name, upstream in self.upstreams.items() if upstream.text is None}
+
+    @property
+    def teacher_server(self) -> str:
+        """The upstream that is the teacher; empty: none is."""
+        return self.teacher.model if self.teacher.model in self.upstreams else ""
 
     @property
     def plays_rollouts(self) -> bool:

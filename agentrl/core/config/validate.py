@@ -174,11 +174,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _lora(config.policy.lora)
     yield from _schedule(config.algorithm)
     yield from _staleness(config)
-    fixed = not (
-        config.eval.sampled or config.eval.temperature or derived.has_no_own_policy(config)
-    )
-    if config.eval.samples > 1 and fixed:
-        yield "eval.samples at temperature 0 are all the same: leave eval.sampled = true"
     if config.eval.functions and derived.has_no_own_policy(config) and config.plays_rollouts:
         yield "eval.functions are given a checkpoint, and [upstreams] have none: leave them out"
     yield from _policies(config)

@@ -151,7 +151,7 @@ class VerlWorkers:
         check_options(settings)
         placed = settings["ray"]
         if not ray.is_initialized():
-            _join(placed["address"] or os.environ.get("RAY_ADDRESS"))
+            _join(os.environ.get("RAY_ADDRESS"))
             self.started_ray = True
         self._find_room(placed)
         self.pool = RayResourcePool(
@@ -194,7 +194,7 @@ def _join(address: str | None) -> None:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         if not address:
             raise ConfigError(f"learner.verl: Ray cannot be started here ({why})") from None
-        where = f"learner.verl.address = {address!r}"
+        where = f"RAY_ADDRESS = {address!r}"
         if "AuthenticationError" in "".join(traceback.format_exception(error)):
             raise ConfigError(
                 f"{where}: Ray wants its token there; set RAY_AUTH_MODE=token and "

@@ -38,7 +38,7 @@ FIXED_OPTIONS = {
 
 FSDP2, MEGATRON = "fsdp2", "megatron"  # verl's engines that the learner can train with
 BETAS = (0.9, 0.95)  # AdamW's betas
-RAY = ("address", "nodes", "gpus_per_node")  # where verl's workers run
+RAY = ("nodes", "gpus_per_node")  # where verl's workers run
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     FSDP2: {"optimizer": "AdamW", "betas": list(BETAS), "lr_scheduler_type": "constant"},
@@ -166,7 +166,7 @@ def check(config: RunConfig) -> None:
         return
     settings(config, config.policy.model)
     check_installed()
-    _check_reachable(_own(config).address or os.environ.get("RAY_ADDRESS", ""))
+    _check_reachable(os.environ.get("RAY_ADDRESS", ""))
 
 
 def check_installed() -> None:
@@ -189,7 +189,7 @@ def _check_reachable(address: str) -> None:
     like."""
     if address.startswith("ray://"):
         raise ConfigError(
-            f"learner.verl.address = {address!r}: verl needs to be on a node of the cluster, not "
+            f"RAY_ADDRESS = {address!r}: verl needs to be on a node of the cluster, not "
             "behind Ray's client; run agentrl there and give HOST:PORT"
         )
     host, _, port = address.rpartition(":")
@@ -199,7 +199,7 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"learner.verl.address = {address!r}: Ray cannot be reached there ({error}); give the "
+            f"RAY_ADDRESS = {address!r}: Ray cannot be reached there ({error}); give the "
             "address that `ray start` printed"
         ) from None
 

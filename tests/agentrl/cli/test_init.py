@@ -147,7 +147,7 @@ def test_what_init_writes_trains(started: str, tmp_path: Path) -> None:
     few = ["algorithm.groups=2", "algorithm.group_size=2", "algorithm.dynamic_sampling=false"]
     command = [sys.executable, "-m", "agentrl", "train", started, "--steps", "1", *few]
     done = subprocess.run(
-        [*command, "eval.tasks=2", "eval.sampled=false", "algorithm.lr=1e-9"],
+        [*command, "eval.tasks=2", "eval.samples=0", "algorithm.lr=1e-9"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -99,7 +99,7 @@ dynamic_sampling = false
 lr = 1e-3
 [eval]
 tasks = 2
-sampled = false
+samples = 0
 [learner]
 threads = 1
 """)

@@ -36,7 +36,6 @@ lr = 1e-4
 port = {port}
 [live]
 sessions = 4
-least = 2
 wait = 0.0
 [live.promotion]
 rule = "never"

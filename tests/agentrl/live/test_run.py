@@ -119,7 +119,6 @@ async def test_a_session_that_breaks_the_learner_is_discarded_and_the_others_are
     settings = (
         "algorithm.preset=mine.py:fragile+tis",
         "live.sessions=2",
-        "live.least=1",
         "live.every=1",
         "live.wait=20",
     )

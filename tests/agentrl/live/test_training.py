@@ -28,7 +28,7 @@ def test_the_learner_yields_to_answers() -> None:
 
 
 def test_only_live_runs_learn_from_sessions() -> None:
-    settings = {"policy": {"model": "x"}, "live": {"sessions": 4, "least": 2}}
+    settings = {"policy": {"model": "x"}, "live": {"sessions": 4}}
     assert not any(
         isinstance(one, Live) for one in added_features(resolve(settings, source="test"))
     )

@@ -14,7 +14,7 @@ VERIFIER = "def verify(task, result):\n    return float(len(result) % 7) / 6\n"
 def test_its_reward_model_trains_and_continues(run_folder: Path) -> None:
     """It begins as the policy, which no model of its own is named for."""
     (run_folder / "verifier.py").write_text(VERIFIER)
-    table = {"kind": "implicit", "scope": "transition", "train": "true", "lr": 0.001}
+    table = {"kind": "implicit", "scope": "transition", "lr": 0.001}
     options = [f"reward_models.process.{key}={value}" for key, value in table.items()]
     options += [
         "algorithm.preset=prime",

@@ -64,7 +64,7 @@ async def played(
 async def test_alternate_searches_again_from_the_texts_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = config(tmp_path, schedule="alternate", every=4)
+    settings = config(tmp_path, schedule=4)
     texts, searches = await played(settings, monkeypatch)
     assert texts == ["after 0"] * 4 + ["after 4"] * 2
     assert searches == [(0, "Be brief.", 100), (4, "after 0", 100)]

@@ -30,9 +30,9 @@ TABLE = {"components": {"a": "a.txt"}, "reflector": "policy", "algorithm": "apo"
             r"prompts\.budget = 56 rollouts .* at least 57",
         ),
         (
-            "[prompts]\nreflector = 'policy'\nschedule = 'alternate'\n"
+            "[prompts]\nreflector = 'policy'\nschedule = 5\n"
             "[prompts.components]\na = 'a.txt'\n[algorithm]\nmax_staleness = 1",
-            r"prompts\.schedule = 'alternate' with algorithm\.max_staleness",
+            r"prompts\.schedule = 5 with algorithm\.max_staleness",
         ),
         (
             "[prompts]\nreflector = 'policy'\n[prompts.components]\na = { file = 'a', rol = 'b' }",

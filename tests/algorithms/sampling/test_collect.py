@@ -153,14 +153,14 @@ def test_what_several_policies_learn_from_has_a_signal(store: Store) -> None:
     assert not own.is_informative(shared("a", 1.0, 1.0))
 
 
-@pytest.mark.parametrize(("inexact", "known"), [("refuse", []), ("retokenize", [1.0, 0.0])])
-def test_calls_that_get_their_ids_later_have_a_signal_now(
-    store: Store, inexact: str, known: list[float]
+@pytest.mark.parametrize(("exact", "known"), [(False, []), (True, [1.0, 0.0])])
+def test_calls_without_token_ids_have_no_signal(
+    store: Store, exact: bool, known: list[float]
 ) -> None:
-    made, own = shared("a", 1.0, 0.0), collector(store, missing_token_ids=inexact)
+    made, own = shared("a", 1.0, 0.0), collector(store)
     rows = [
         replace(
-            row, transitions=[replace(c, policy="policy", exact=False) for c in row.transitions]
+            row, transitions=[replace(c, policy="policy", exact=exact) for c in row.transitions]
         )
         for row in made.rollouts
     ]

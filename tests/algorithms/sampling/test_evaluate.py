@@ -24,6 +24,7 @@ from agentrl.algorithms.sampling.evaluate import (
     pass_at,
     score_metrics,
     spread_metrics,
+    temperatures,
 )
 from agentrl.algorithms.train.checkpoint import mark_best, prune
 from agentrl.core.config import RunConfig
@@ -125,8 +126,8 @@ async def test_only_first_and_last_sampled_scores_take_samples(
     first, second, _ = [row.metrics for row in await store.steps("r")]
     assert (first["eval/sampled/pass@2"], first["eval/score_high"]) == (1.0, 1.0)
     assert not any("pass@" in name for name in second)
-    with pytest.raises(ConfigError, match=r"eval.samples at temperature 0 are all the same"):
-        factories.config(tmp_path, eval={"samples": 2, "sampled": False}, **tasks)
+    alone = factories.config(tmp_path, steps=9, eval={"samples": 0}, **tasks)
+    assert temperatures(alone, 0) == temperatures(alone, 9) == {"score": 0.0}
 
 
 async def test_a_verifier_without_a_number_ends_the_run_at_once(

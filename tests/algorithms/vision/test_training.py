@@ -92,30 +92,6 @@ async def test_a_policy_of_text_trains_on_no_call_with_images(tiny_model_dir: Pa
     assert own.preprocessor.learn(found)["calls/images_unread"] == 1
 
 
-def test_a_call_with_images_is_not_retokenized(tmp_path: Path) -> None:
-    """The template alone would give a prompt without them."""
-    model = loaded(tmp_path)
-    algorithm = {"preset": "grpo", "missing_token_ids": "retokenize"}
-    own = ImageTextPolicies().updater(updater(model, algorithm=algorithm), model)
-    text: dict[str, Any] = {"role": "user", "content": "red"}
-    shown = {"type": "image_url", "image_url": {"url": "image:" + "0" * 64}}
-    image = text | {"content": [shown, {"type": "text", "text": "red"}]}
-    calls = [
-        Transition(
-            id=str(n), attempt="a", index=0, prompt=int32(), completion=int32(), logprobs=float32(),
-            exact=False, messages=[message],
-            answer={"role": "assistant", "content": "blue"},
-        )
-        for n, message in enumerate([text, image])
-    ]  # fmt: skip
-    rows = [
-        factories.rollout(call.id, [call], [Reward(value=float(n))]) for n, call in enumerate(calls)
-    ]
-    found, _ = own.preprocessor.process([factories.group(*rows)])
-    exact = [call.exact for rollout in found[0].rollouts for call in rollout.transitions]
-    assert exact == [True, False]
-
-
 def test_a_preset_that_writes_prompts_is_refused(tmp_path: Path) -> None:
     model = loaded(tmp_path)
     own = updater(model)

@@ -40,7 +40,7 @@ def settings(task: Public, model: str, more: Iterable[str] = ()) -> list[str]:
     if not python.exists():
         raise LookupError(f"make .environments/{task.plugin}/.installed")
     own = [f"policy.model={model}", f"environment_options.python={python}"]
-    return [*own, f"eval.tasks={HELD_OUT}", "eval.sampled=false", *more]
+    return [*own, f"eval.tasks={HELD_OUT}", "eval.samples=0", *more]
 
 
 def config_of(task: Public, model: str) -> RunConfig:

@@ -98,7 +98,7 @@ async def test_a_workspace_is_mounted_and_tested_in_a_container(
         "name": "test",
         "agent": {"command": [sys.executable, "-Sc", PRINT]},
         "runner": {**OUTSIDE, "container": OWN | {"network": "host"}},
-        "workspace": {"source": "task.files", "sandbox": "container", "folder": str(tmp_path)},
+        "workspace": {"source": "task.files", "sandbox": "container"},
     }
     config, url = resolve(data, source="test"), bench.gateway.base_url
     executor = make_executor(config, root=tmp_path, gateway=url, runner="test")

@@ -164,7 +164,7 @@ async def test_a_workspace_in_a_container(
 ) -> None:
     """The agent changes its files; the verifier finds them where they were, and tests them in
     another container."""
-    more = {"workspace": {"source": "task.files", "sandbox": "container", "folder": str(tmp_path)}}
+    more = {"workspace": {"source": "task.files", "sandbox": "container"}}
     executor = await start(CHANGE, more)
     spaces = Workspaces(
         configured(real, CHANGE, more), root=tmp_path, gateway=bench.gateway.base_url

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,23 @@ def call(text):
 """
 
 
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary folder of this process and its children, where workspaces are."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    use_temporary(folder, monkeypatch)
+    return folder
+
+
+def use_temporary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+
 def configured(tmp_path: Path, code: str, **tables: Any) -> RunConfig:
     """A run whose agent is a Python program that may use `call(text)`."""
-    workspace = {"source": "task.files", "folder": str(tmp_path / "spaces")}
+    workspace = {"source": "task.files"}
     data: dict[str, Any] = {
         "name": "test",
         "root": str(tmp_path),
@@ -72,7 +87,7 @@ async def play(bench: Any, tmp_path: Path) -> Play:
         finally:
             await executor.close()
             await workspaces.close()
-        assert not list(Path(config.workspace.folder).glob("agentrl-workspaces-*/*"))
+        assert not list(Path(tempfile.gettempdir()).glob("agentrl-workspaces-*/*"))
         return found
 
     return run

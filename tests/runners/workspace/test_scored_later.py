@@ -35,7 +35,7 @@ async def test_a_rollout_that_was_being_scored_is_scored_by_the_next_runner(
         tmp_path,
         "call('x'); open('made', 'w').write('by the agent'); print('said')",
         verifier={"path": "scores.py:verify"},
-        runner={"scoring_concurrency": 1, "lease": 1.0},
+        runner={"lease": 1.0},
     )
     await open_run(store, model, config)
     await store.enqueue([NewRollout(id="a", run=RUN, group="a", index=0, task=TASK)])
@@ -73,7 +73,7 @@ async def test_one_that_was_given_back_is_scored_and_not_run_again(
 
     try:
         await bench.enqueue({"input": "x", "files": {"old": "x"}})
-        how: dict[str, Any] = {"workspaces": spaces, "scoring_concurrency": 1, "drain": 0.0}
+        how: dict[str, Any] = {"workspaces": spaces, "drain": 0.0}
         stop = asyncio.Event()
         working = asyncio.create_task(bench.worker(executor, hang, **how).run(stop))
         await scoring.wait()

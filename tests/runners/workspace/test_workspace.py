@@ -24,7 +24,7 @@ from agentrl.core.types import ErrorKind, RolloutState
 from agentrl.runners.workspace import cleaner, folders, sources
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.view.records import origin
-from tests.runners.workspace.conftest import configured
+from tests.runners.workspace.conftest import configured, use_temporary
 
 KEEPS: Any = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
 FILES = {"calc.py": "def add(a, b):\n    return a - b\n", "lib/deep.txt": "deep\n"}
@@ -303,7 +303,7 @@ open(b"odd-\\xff", "w").write("odd")
 os.symlink(b"to-\\xff", "link")
 open("nul", "w").write("a\\0b")
 """
-    (rollout,) = await play(code, {"files": FILES}, settings={"runner": {"scoring_concurrency": 1}})
+    (rollout,) = await play(code, {"files": FILES})
     assert rollout.failure is None
     assert rollout.reward() == 1.0
 
@@ -312,7 +312,7 @@ async def test_changes_that_are_too_large_to_keep_are_scored_all_the_same(
     play: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(folders, "MAX_PACK_BYTES", 1)
-    (rollout,) = await play(FIX, {"files": FILES}, scoring_concurrency=1)
+    (rollout,) = await play(FIX, {"files": FILES})
     assert (rollout.failure, rollout.reward()) == (None, 1.0)
     assert "would be run again: its changed files have" in caplog.text
 
@@ -370,8 +370,9 @@ print(json.dumps({
 
 @pytest.mark.parametrize("sandbox", ["user", "unshare", "bubblewrap"])
 async def test_a_sandbox_reaches_the_gateway_and_its_folder_only(
-    play: Any, tmp_path: Path, sandbox: str, space: Path
+    play: Any, tmp_path: Path, sandbox: str, space: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    use_temporary(space, monkeypatch)
     python = "/usr/bin/python3" if sandbox == "user" else sys.executable
     if sandbox == "user" and (os.getuid() or not Path(python).exists()):
         pytest.skip("needs root, and a Python that another user may run")
@@ -383,7 +384,7 @@ async def test_a_sandbox_reaches_the_gateway_and_its_folder_only(
         port = other.getsockname()[1]
         code = SEES.replace("PORT", str(port)).replace("OUTSIDE", repr(str(outside)))
         code = code.replace("ANSWERS", repr(str(tmp_path / "tasks.py")))
-        workspace = {"sandbox": sandbox, "folder": str(space)}
+        workspace = {"sandbox": sandbox}
         settings = {"python": python, "workspace": workspace, "tasks": {"train": "tasks.py:train"}}
         verify = lambda workspace: float((workspace.path / "own.txt").read_text() == "x")  # noqa: E731
         (rollout,) = await play(code, {"files": FILES}, verifier=verify, settings=settings)
@@ -422,9 +423,12 @@ async def test_a_workspace_that_cannot_be_made_fails_its_rollout(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a small file system")
-async def test_a_full_disk_fails_the_rollout_and_leaves_nothing(play: Any, tmp_path: Path) -> None:
-    disk = tmp_path / "spaces"
+async def test_a_full_disk_fails_the_rollout_and_leaves_nothing(
+    play: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
     disk.mkdir()
+    use_temporary(disk, monkeypatch)
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
     subprocess.run(mount, check=True)  # noqa: ASYNC221
     try:
@@ -471,14 +475,16 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("cleaner_dies", [False, True])
-async def test_a_killed_runner_leaves_nothing(tmp_path: Path, cleaner_dies: bool) -> None:
+async def test_a_killed_runner_leaves_nothing(
+    tmp_path: Path, temporary: Path, cleaner_dies: bool
+) -> None:
     runner = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", RUNNER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     assert runner.stdout is not None
     cleaner = int(runner.stdout.readline())
     runner.stdout.close()
-    (everybody,) = (tmp_path / "spaces").iterdir()
+    (everybody,) = temporary.glob("agentrl-workspaces-*")
     assert len(list(everybody.glob("*/*"))) == 21
     if cleaner_dies:
         os.kill(cleaner, signal.SIGKILL)

@@ -76,7 +76,7 @@ async def test_a_look_at_every_session_and_one_at_the_end_decide_the_same(shop: 
 
 
 async def test_a_worse_candidate_is_dropped_before_it_has_served_much(shop: Open) -> None:
-    async with shop(0, 4, guard={"drop": None}) as live:
+    async with shop(0, 4, guard=None) as live:
         served = 0
         while (await live.lanes()).candidate is not None:
             lane, _ = await live.seated()

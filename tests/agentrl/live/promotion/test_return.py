@@ -16,7 +16,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from agentrl.core.types import Transition
-from agentrl.live.records import live_state, policy_of
+from agentrl.live.records import TOKEN, live_state, policy_of
 from agentrl.runners.feedback import session_group
 from agentrl.store.base import Store
 from tests.agentrl.live.shop import RUN, Shop, running, until
@@ -32,11 +32,14 @@ async def agentrl(shop: Shop, *words: str) -> str:
     return said.decode()
 
 
-async def say(client: AsyncOpenAI, session: str, *, end: bool) -> None:
+async def say(client: AsyncOpenAI, session: str, *, end: bool) -> str:
+    """Call the model in a session; returns the token for its feedback."""
     headers = {"x-session-id": session} | ({"x-agentrl-end": "1"} if end else {})
     said = [{"role": "user", "content": f"Where is {session}?"}]
     given = {"messages": said, "extra_headers": headers}
-    await client.chat.completions.create(model="gpt-4o", **given)  # type: ignore[call-overload]
+    calls = client.chat.completions.with_raw_response
+    answer = await calls.create(model="gpt-4o", **given)  # type: ignore[call-overload]
+    return str(answer.headers.get(TOKEN, ""))
 
 
 async def calls_of(store: Store, session: str) -> list[Transition]:
@@ -45,12 +48,13 @@ async def calls_of(store: Store, session: str) -> list[Transition]:
     return (await store.calls([row.id]))[row.id]
 
 
-async def judge(shop: Shop, sessions: Sequence[str], value: float) -> None:
-    """Vote on sessions, and end them."""
+async def judge(shop: Shop, tokens: dict[str, str], sessions: Sequence[str], value: float) -> None:
+    """Vote on sessions, and end them. tokens: of the sessions, by name."""
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{shop.port}/v1") as client:
         for name in sessions:
             vote = {"session": name, "value": value}
-            (await client.post("/feedback", json=vote)).raise_for_status()
+            headers = {TOKEN: tokens[name]}
+            (await client.post("/feedback", json=vote, headers=headers)).raise_for_status()
             (await client.post("/sessions/end", json={"session": name})).raise_for_status()
 
 
@@ -59,8 +63,8 @@ async def judge(shop: Shop, sessions: Sequence[str], value: float) -> None:
 async def test_a_worse_version_is_back_while_nothing_learns(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    settings = ("live.share=0.5", "live.sessions=1000", "live.guard.failures=1.0")
-    settings += ("live.people.per_user=0", "live.people.token=false")
+    settings = ("live.share=0.5", "live.sessions=1000")
+    settings += ("live.people.per_user=0",)
     async with running(tmp_path, tiny_model_dir, *settings) as (shop, store, client):
         first = tmp_path / "runs/shop/versions/policy-0"
         assert "once the run's training half has copied and loaded it" in await agentrl(
@@ -73,15 +77,16 @@ async def test_a_worse_version_is_back_while_nothing_learns(
 
         worse = await until(offered, what="the candidate is served")
         by_policy: dict[str | None, list[str]] = defaultdict(list)
+        tokens = dict[str, str]()
         for number in range(60):
-            await say(client, f"s{number}", end=False)
+            tokens[f"s{number}"] = await say(client, f"s{number}", end=False)
             (call,) = await calls_of(store, f"s{number}")
             by_policy[call.policy].append(f"s{number}")
         *votes, name = by_policy[policy_of(worse)]
         algorithm = await shop.pid("algorithm")
         os.kill(algorithm, signal.SIGSTOP)
-        await judge(shop, by_policy[policy_of(0)], 1.0)
-        await judge(shop, votes, 0.0)
+        await judge(shop, tokens, by_policy[policy_of(0)], 1.0)
+        await judge(shop, tokens, votes, 0.0)
 
         async def rolled_back() -> bool:
             return len((await live_state(store, RUN)).events) > 2

@@ -135,31 +135,28 @@ def test_an_adapter_is_that_of_the_run_file() -> None:
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
-        ("127.0.0.1:1", r"learner\.verl\.address = '127\.0\.0\.1:1': Ray cannot be reached there"),
+        ("127.0.0.1:1", r"RAY_ADDRESS = '127\.0\.0\.1:1': Ray cannot be reached there"),
         ("ray://head:10001", r"not behind Ray's client; run agentrl there and give HOST:PORT"),
     ],
 )
-@pytest.mark.parametrize("by", ["run file", "environment"])
 def test_a_ray_that_does_not_answer_is_noticed_first(
-    monkeypatch: pytest.MonkeyPatch, address: str, sentence: str, by: str
+    monkeypatch: pytest.MonkeyPatch, address: str, sentence: str
 ) -> None:
     monkeypatch.setattr(verl_settings, "check_installed", lambda: None)
-    given = {"verl": {"address": address}} if by == "run file" else {}
-    if by == "environment":
-        monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=sentence):
-        check(config_of(learner=given))
+        check(config_of())
 
 
 def test_a_ray_that_answers_is_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(verl_settings, "check_installed", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         for address in ("", "auto", f"127.0.0.1:{port}"):
-            check(config_of(learner={"verl": {"address": address}}))
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            check(config_of())
 
 
 def test_the_doctor_misses_flash_attention_where_verl_uses_it(

@@ -266,7 +266,7 @@ def test_a_run_on_two_nodes_survives_the_loss_of_one(
     assert "Authentication token is missing or incorrect" in cluster.log("stranger")
     assert refused.wait(timeout=LIMIT) == 1
     assert cluster.log("broken").splitlines()[-1] == (
-        f"ConfigError: learner.verl.address = '{cluster.address}': Ray wants its token there; set "
+        f"ConfigError: RAY_ADDRESS = '{cluster.address}': Ray wants its token there; set "
         "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH, or RAY_AUTH_TOKEN, as for its `ray start`"
     )
 

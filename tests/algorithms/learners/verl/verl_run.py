@@ -37,8 +37,7 @@ from agentrl.core.errors import AgentRLError
 def config(folder: Path, model: Path) -> RunConfig:
     """The steady run as PPO on two workers: critic, adaptive penalty, a reference that follows."""
     run = steady.config(folder, model)
-    address = os.environ.get("RAY_ADDRESS", "")
-    nodes = {"nodes": 2, "address": address} if address else {"gpus_per_node": 2}
+    nodes = {"nodes": 2} if os.environ.get("RAY_ADDRESS") else {"gpus_per_node": 2}
     placed = VerlConfig(**nodes, attention="sdpa")
     return replace(
         run,
