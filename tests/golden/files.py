@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,16 @@ def check(
     assert expected is not None, f"{name}: no such case in the golden file; write it"
     lines = list(differences(expected, rounded(found), relative))
     assert not lines, "\n".join([name, *lines[:most]])
+
+
+def check_all(expected: dict[str, Case], found: dict[str, Case]) -> None:
+    """Fail with every case that is not what its golden file says."""
+    lines = [
+        line
+        for name, case in expected.items()
+        for line in islice(differences(case, rounded(found[name]), at=name), 8)
+    ]
+    assert not lines, "\n".join(lines)
 
 
 def main(name: str, cases: Callable[[], Iterable[tuple[str, Case]]]) -> None:

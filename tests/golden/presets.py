@@ -172,9 +172,8 @@ VALUES: dict[str, list[Any]] = {
 
 def numbers(kind: str, preset: str, options: dict[str, Any], whole: bool) -> files.Case:
     """What an optimizer step on a batch is; whole: with the number of each token."""
-    groups = access.groups_of(batches.stored()[kind])
     try:
-        step, psi, gradient = played(preset, options, groups)
+        step, psi, gradient = played(preset, options, groups_of(kind))
     except Exception as error:  # part of what is kept: which sentence a user reads
         if type(error).__module__.partition(".")[0] != "agentrl":
             raise
@@ -192,6 +191,11 @@ def numbers(kind: str, preset: str, options: dict[str, Any], whole: bool) -> fil
     }
 
 
+@cache
+def groups_of(kind: str) -> list[Any]:
+    return access.groups_of(batches.stored()[kind])
+
+
 def by_call(calls: list[str], values: list[float]) -> dict[str, Any]:
     """A number for each call, or one for each of its tokens where they differ."""
     found: dict[str, list[float]] = {}
@@ -206,12 +210,11 @@ def played(
     preset: str, options: dict[str, Any], groups: list[Any]
 ) -> tuple[access.Step, Tensor, dict[str, Any]]:
     """A step of the tiny model: the algorithm's numbers, psi, and the gradient of its loss."""
-    model = TinyModel()
     prepare = access.prepare_step(preset, options, groups, files.HERE)
     n = prepare.batch.n_tokens  # type: ignore[attr-defined]
-    rows = [(row.tokens.tolist(), row.actions.tolist(), row.temperature.tolist())
-            for row in prepare.batch.rows]  # type: ignore[attr-defined]  # fmt: skip
-    every = torch.cat([model.logprobs(*row) for row in rows])
+    rows = tuple(tuple(tuple(x.tolist()) for x in (row.tokens, row.actions, row.temperature))
+                 for row in prepare.batch.rows)  # type: ignore[attr-defined]  # fmt: skip
+    model, every = computed(rows)
     sampled = torch.tensor([tokens[at] for tokens, actions, _ in rows for at in actions])
     current = every[torch.arange(n), sampled]
     now = current.detach()
@@ -240,8 +243,16 @@ def played(
     eta = step.entropy_weights(given)
     if eta is not None:
         loss = loss + (eta[:, None] * every.exp() * every).sum()
-    loss.backward()
+    model.embedding.grad = model.head.grad = None
+    loss.backward(retain_graph=True)
     return step, psi, model.gradient()
+
+
+@cache
+def computed(rows: tuple[tuple[Any, ...], ...]) -> tuple[TinyModel, Tensor]:
+    """The model and its log-probs of all tokens, [N, V], which all presets have alike."""
+    model = TinyModel()
+    return model, torch.cat([model.logprobs(*map(list, row)) for row in rows])
 
 
 def cases() -> Iterator[tuple[str, files.Case]]:

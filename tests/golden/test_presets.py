@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -22,22 +24,28 @@ def test_numbers_of_a_preset_stay(preset: str) -> None:
         files.check(name, GOLDEN.get(name), presets.numbers(*spec), relative)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.7, None])
-@pytest.mark.parametrize("name", presets.listed())
-def test_rewards_that_say_nothing_give_no_nan(name: str, value: float | None) -> None:
-    """All equal, or none at all: there, a preset may also refuse the step."""
-    kind = presets.home(name)
+@cache
+def saying_nothing(kind: str, value: float | None) -> list[Any]:
+    """The groups of a batch whose rewards are all equal, or missing."""
     records = copy.deepcopy(batches.stored()[kind])
     for rollout in (rollout for record in records for rollout in record["rollouts"]):
         alike = [[*row[:3], value] for row in rollout["rewards"]]
         rollout["rewards"] = alike if value is not None else []
-    groups = access.groups_of(records)
-    try:
-        _, psi, _ = presets.played(presets.named(name), presets.needed(name, kind), groups)
-    except TrainingError:
-        assert value is None
-    else:
-        assert psi.isfinite().all()
+    return access.groups_of(records)
+
+
+@pytest.mark.parametrize("name", presets.listed())
+def test_rewards_that_say_nothing_give_no_nan(name: str) -> None:
+    """All equal, or none at all: there, a preset may also refuse the step."""
+    kind = presets.home(name)
+    for value in (0.0, 0.7, None):
+        groups = saying_nothing(kind, value)
+        try:
+            _, psi, _ = presets.played(presets.named(name), presets.needed(name, kind), groups)
+        except TrainingError:
+            assert value is None
+        else:
+            assert psi.isfinite().all(), value
 
 
 def test_every_listed_preset_has_golden_numbers() -> None:

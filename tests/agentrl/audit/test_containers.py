@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from agentrl.audit import workspaces
 from agentrl.audit.report import AuditReport
 from agentrl.audit.scoring import Scorer, Subject
-from agentrl.audit.workspaces import audit_workspaces
 from agentrl.core.config import resolve
 from agentrl.runners.scoring import Verifier
 from agentrl.tasks import run_tests
@@ -86,7 +86,7 @@ async def audited(
     }  # fmt: skip
     config = resolve(data, source="test")
     subject = Subject("v", Scorer(Verifier(verify), timeout=60.0), [{"id": "a", **TASK, **task}])
-    return await audit_workspaces(subject, config, 300.0)
+    return await workspaces.audit_workspaces(subject, config, 300.0)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,17 @@ async def audited(
     ],
 )
 async def test_holes_are_named(
-    real: str, tmp_path: Path, verify: Callable[..., Any], attack: str
+    real: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    verify: Callable[..., Any],
+    attack: str,
 ) -> None:
+    """Each attack has a workspace of its own, so one shows what all of them would."""
+    monkeypatch.setattr(workspaces, "ATTACKS", {attack: workspaces.ATTACKS[attack]})
     report = await audited(verify, real, tmp_path)
     assert report.verdict == "exploitable", report
-    assert attack in {one.attack for one in report.alarms}
+    assert [one.attack for one in report.alarms] == [attack]
 
 
 @pytest.mark.parametrize("verify", [content, said])

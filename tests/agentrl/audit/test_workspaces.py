@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.audit.report import AuditReport
 from agentrl.audit.scoring import Scorer, Subject
-from agentrl.audit.workspaces import audit_workspaces
+from agentrl.audit.workspaces import ATTACKS, audit_workspaces
 from agentrl.core.config import resolve
 from agentrl.runners.scoring import Verifier
 from agentrl.tasks import run_tests
@@ -56,11 +56,10 @@ async def test_an_exit_status_proves_nothing(tmp_path: Path) -> None:
     assert {"modules that end", "a shadowed test runner"} <= named
 
 
-@pytest.mark.parametrize("name", ["deleted tests", "conftest.py", "a shadowed test runner"])
-async def test_hidden_tests_of_the_library_are_sound(tmp_path: Path, name: str) -> None:
+async def test_hidden_tests_of_the_library_are_sound(tmp_path: Path) -> None:
     report = await audited(run_tests, tmp_path)
-    assert name not in {one.attack for one in report.alarms}
-    assert report.verdict == "no hole found"
+    assert [one.attack for one in report.alarms] == []
+    assert (report.verdict, report.scored) == ("no hole found", len(ATTACKS))
 
 
 async def test_files_that_an_agent_may_write_are_named(tmp_path: Path) -> None:

@@ -31,13 +31,12 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*presets, *(f"{m.host}+{x}" for x, m in modifiers.items())])
-def test_every_preset_builds_with_its_defaults(name: str) -> None:
-    options = NEEDED.get(name.split("+")[-1], {})
-    assert make(name, options, supplies=EVERY_OUTPUT).name == name
-    if name in presets:
-        said = presets[name].doc
-        assert any(source in said for source in ("arXiv", "OpenReview", "Williams"))
+def test_every_preset_builds_with_its_defaults() -> None:
+    for name in [*presets, *(f"{m.host}+{x}" for x, m in modifiers.items())]:
+        options = NEEDED.get(name.split("+")[-1], {})
+        assert make(name, options, supplies=EVERY_OUTPUT).name == name
+    for name, preset in presets.items():
+        assert any(source in preset.doc for source in ("arXiv", "OpenReview", "Williams")), name
 
 
 def test_options_of_presets_and_modifiers_never_share_a_name() -> None:
